@@ -1,5 +1,5 @@
-# One virtual environment serves every target. It is made once and made again only when
-# what it is built from has changed.
+# All targets except test-newest use one virtual environment. It is set up again only after a change
+# of the files that it is built from.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -9,15 +9,18 @@ NEWEST := .venv-newest
 NEWEST_STAMP := $(NEWEST)/.installed
 NEWEST_PIP := $(NEWEST)/bin/python -m pip --disable-pip-version-check --quiet
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
-# One more than there are processors: a sixth of the time tests wait, for disks and other processes.
+# One more than the number of processors, because tests wait for disks and other processes during a
+# sixth of their time.
 JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-# Who is done takes work over from the others; until then files stay whole, and share what they need.
+# At first all tests of a file run in one worker, so that they share fixtures. Workers that have
+# finished take tests from the others.
 PARALLEL := -n $(JOBS) --dist worksteal
 DATA ?=
-# The suite has a time limit: what takes longest is told at its end.
+# The suite has a time limit, so each run ends with a list of the slowest tests.
 SLOWEST := --durations=25 --durations-min=5
 
-# What reads, builds or hands out TensorDicts; without what is about processes and threads.
+# Tests of the code that reads, builds or returns TensorDicts, without tests of processes and
+# threads.
 CORE := tests/storages tests/samplers tests/writers tests/transforms tests/trajectories \
   $(wildcard tests/test_schema*.py tests/test_mapping*.py) tests/test_structure.py \
   tests/test_default_device.py tests/test_ted.py \
@@ -34,13 +37,13 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest $(PARALLEL) -m "not long and not programs" $(SLOWEST)
 
-# What compiles, packs or runs whole programs: the core under sanitizers, the wheels, the demo, all
-# benchmarks, with the core and without it side by side.
+# Tests that compile, package or run whole programs: the core under sanitizers, the wheels, the
+# demo, all benchmarks, and comparisons of the package with the core and without it.
 test-programs: $(STAMP)
 	$(PY) -m pytest $(PARALLEL) -m "programs and not long" tests
 
-# The same suite with what takes the place of the compiled core where it is missing; without what
-# kills processes, what converts corpora, and what needs Ray, none of which asks for the core.
+# The same suite with the Python counterpart of the compiled core. It leaves out tests that kill
+# processes, convert corpora or need Ray, because these do not depend on the core.
 test-torch: $(STAMP)
 	REPLAYKIT_NATIVE=0 $(PY) -m pytest $(PARALLEL) -m "not long and not programs" --ignore=tests/crash \
 	  --ignore=tests/benchmarks --ignore=tests/datasets --ignore=tests/inspection --ignore=tests/cli \
@@ -50,9 +53,10 @@ test-torch: $(STAMP)
 test-long: $(STAMP)
 	$(PY) -m pytest $(PARALLEL)
 
-# The core of the suite with the newest tensordict that pip offers. Torch and the rest stay what
-# constraints.txt says; torchrl may ask for an older tensordict, so this one is installed over it.
-# About five minutes on two processors, and a few more to set up the first time.
+# The core of the suite with the newest tensordict that pip offers. All other packages have the
+# versions of constraints.txt. The newest tensordict is installed last and without dependencies,
+# because torchrl may require an older version. The run takes about five minutes on two processors.
+# The first run takes a few minutes more for the setup.
 test-newest: $(NEWEST_STAMP)
 	@$(NEWEST_PIP) install --upgrade --no-deps tensordict
 	@$(NEWEST)/bin/python -c 'import tensordict; print("tensordict", tensordict.__version__)'

@@ -1,4 +1,4 @@
-// Arrays of Python's, as the core is given them: looked at by the buffer protocol, and checked.
+// Checked arrays that Python passes to the core through the buffer protocol.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,8 +12,8 @@ namespace replaykit {
 
 namespace nb = nanobind;
 
-// An array of the caller's, held while it is used. By the buffer protocol itself: a tenth of a
-// microsecond each.
+// An array of the caller. The object holds the buffer as long as it exists. The class calls the
+// buffer protocol directly, which takes a tenth of a microsecond per array.
 class Array {
  public:
   enum Kind { kInt64, kUint8, kBool, kDouble, kNumbers };

@@ -1,5 +1,5 @@
-// A plain binary sum tree, walked one query at a time: the yardstick of the benchmark, after the
-// trees that replay buffers commonly have. Nothing in the package uses it.
+// A plain binary sum tree that answers queries one after the other, as in many replay buffers. It
+// is the baseline of the benchmark. Nothing in the package uses it.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace replaykit {
 
-// Leaves at [width, width + capacity), node i over 2i and 2i + 1, the root at 1.
+// The leaves are at [width, width + capacity), and the root is at 1. Node i is the parent of 2i and
+// 2i + 1.
 class BinaryTree {
  public:
   explicit BinaryTree(std::int64_t capacity) : capacity_(capacity) {

@@ -1,4 +1,4 @@
-// The Python face of the compiled core: argument checks and names, no algorithm.
+// Python bindings of the compiled core. They define names and check arguments.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -20,7 +20,8 @@ using Indices = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::d
 using IndicesOut = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using DoublesOut = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Below this many records the work is shorter than handing the interpreter lock over and back.
+// For up to this many rows, the work takes less time than releasing and taking the interpreter
+// lock.
 constexpr std::int64_t kReleaseAbove = 256;
 
 void check_ranks(const double* ranks, std::int64_t n) {
@@ -42,7 +43,7 @@ void check_length(const char* name, std::size_t got, std::int64_t expected) {
 }  // namespace
 
 NB_MODULE(_core, m) {
-  // Buffers live until their process ends: that is no leak to tell users of.
+  // Buffers may live until their process ends. This is not a leak, so users get no warning.
   nb::set_leak_warnings(false);
   m.doc() = "Compiled core of replaykit.";
   m.attr("__version__") = REPLAYKIT_VERSION;
@@ -51,7 +52,7 @@ NB_MODULE(_core, m) {
   replaykit::bind_moments(m);
 
   nb::class_<RankHeap>(m, "RankHeap",
-                       "Which slot the next record takes when only the largest ranks are kept.")
+                       "A heap that finds the slot of the next row; the largest ranks stay.")
       .def("__init__",
            [](RankHeap* self, std::int64_t capacity) {
              if (capacity < 1) {
@@ -79,7 +80,7 @@ NB_MODULE(_core, m) {
              }
            },
            nb::arg("ranks").noconvert(), nb::arg("slots").noconvert(),
-           "Offers the ranks in order; writes each record's slot, or -1, into `slots`.")
+           "Offer the ranks in order; write the slot of each row, or -1, into `slots`.")
       .def("export",
            [](const RankHeap& self, DoublesOut ranks, IndicesOut ages) {
              check_length("ranks", ranks.shape(0), self.size());
@@ -90,7 +91,7 @@ NB_MODULE(_core, m) {
              }
            },
            nb::arg("ranks").noconvert(), nb::arg("ages").noconvert(),
-           "Writes rank and age of the record in each slot.")
+           "Write the rank and age of the row in each slot.")
       .def("assign",
            [](RankHeap& self, Doubles ranks, Indices ages, std::int64_t next_age) {
              const auto n = static_cast<std::int64_t>(ranks.shape(0));
@@ -114,7 +115,7 @@ NB_MODULE(_core, m) {
              self.assign(std::move(entries), next_age);
            },
            nb::arg("ranks").noconvert(), nb::arg("ages").noconvert(), nb::arg("next_age"),
-           "Replaces the content: slot i holds a record of ranks[i] and ages[i].");
+           "Replace all rows; the row in slot i has ranks[i] and ages[i].");
 
   replaykit::bind_ahead(m);
   replaykit::bind_commits(m);

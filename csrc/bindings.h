@@ -1,4 +1,4 @@
-// What each part of the core adds to the Python module.
+// Functions that add the parts of the core to the Python module.
 #pragma once
 
 #include <nanobind/nanobind.h>

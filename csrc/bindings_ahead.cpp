@@ -1,5 +1,5 @@
-// The Python face of sums over several steps: addresses and sizes that Python has checked,
-// positions checked here.
+// Python bindings of sums over several steps. Python has checked addresses and sizes. The class
+// checks positions.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -22,7 +22,8 @@ namespace {
 
 using List = std::vector<std::int64_t>;
 
-// Up to this many rows the work is shorter than handing the interpreter lock over and back.
+// For up to this many rows, the work takes less time than releasing and taking the interpreter
+// lock.
 constexpr std::int64_t kRowsKept = 64;
 
 char* as_address(std::int64_t number) { return reinterpret_cast<char*>(number); }
@@ -30,7 +31,7 @@ char* as_address(std::int64_t number) { return reinterpret_cast<char*>(number); 
 }  // namespace
 
 void replaykit::bind_ahead(nb::module_& m) {
-  nb::class_<StepsAhead>(m, "StepsAhead", "Sums of rewards over steps, and the last step's fields.")
+  nb::class_<StepsAhead>(m, "StepsAhead", "Sums of rewards, and fields of the last step.")
       .def("__init__",
            [](StepsAhead* self, std::int64_t reward, std::int64_t stride, bool wide,
               std::int64_t flag, std::int64_t flag_stride, const List& bases, const List& strides,
@@ -99,5 +100,5 @@ void replaykit::bind_ahead(nb::module_& m) {
            },
            nb::arg("element"), nb::arg("time"), nb::arg("last"), nb::arg("ends"), nb::arg("sums"),
            nb::arg("discounts"), nb::arg("used"), nb::arg("open"), nb::arg("to"), nb::arg("strides"),
-           "Writes sums, discounts, steps and the times of the last ones, and copies its fields.");
+           "Write sums, discounts, step counts and last times; copy fields of the last step.");
 }

@@ -1,4 +1,4 @@
-// The Python face of checksums.
+// Python bindings of checksums.
 #include <nanobind/ndarray.h>
 
 #include "bindings.h"
@@ -25,7 +25,7 @@ void replaykit::bind_checksums(nb::module_& m) {
           return crc32_folded(data.data(), bytes, start);
         },
         nb::arg("data"), nb::arg("start"),
-        "Continues a CRC-32 over a multiple of 16 bytes; where has_fast_crc32 only.");
+        "Continue a CRC-32 over a multiple of 16 bytes; only if has_fast_crc32.");
 #else
   m.attr("has_fast_crc32") = false;
 #endif

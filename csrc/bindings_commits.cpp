@@ -1,4 +1,4 @@
-// The Python face of commits of a few rows: arrays are held as long as the object is there.
+// Python bindings of commits of a few rows. The object keeps its arrays alive as long as it exists.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
@@ -19,7 +19,8 @@ using replaykit::Commits;
 
 namespace {
 
-// Up to so many bytes the work is shorter than handing the interpreter lock over and back.
+// For up to this many bytes, the work takes less time than releasing and taking the interpreter
+// lock.
 constexpr std::int64_t kBytesKept = 1 << 15;
 
 template <typename Work>
@@ -66,29 +67,30 @@ class HeldCommits {
     return found;
   }
 
-  std::vector<std::unique_ptr<Array>> arrays_;  // before what points into them
+  std::vector<std::unique_ptr<Array>> arrays_;  // before `commits_`, which points into them
   Commits commits_;
 };
 
 }  // namespace
 
 void replaykit::bind_commits(nb::module_& m) {
-  nb::class_<HeldCommits>(m, "Commits", "What a write overwrites, noted, and numbers that make it count.")
+  nb::class_<HeldCommits>(m, "Commits",
+                          "A journal of overwritten bytes, and the numbers that commit a write.")
       .def(nb::init<nb::handle, nb::handle, nb::handle, const nb::list&>(), nb::arg("journal"),
            nb::arg("even"), nb::arg("odd"), nb::arg("rows"))
-      .def("noted",
+      .def("journaled",
            [](const HeldCommits& self) {
              const std::int64_t next = (*self).latest() + 1;
              return nb::make_tuple(next, (*self).used(next));
            },
-           "Number of the state that comes next, and how many bytes were noted for it.")
-      .def("note",
+           "Return the number of the next state, and the number of bytes journaled for it.")
+      .def("journal",
            [](HeldCommits& self, std::int64_t first, std::int64_t until) {
              Commits& commits = *self;
-             return unlocked(commits.size(first, until), [&] { return commits.note(first, until); });
+             return unlocked(commits.size(first, until), [&] { return commits.journal(first, until); });
            },
            nb::arg("first"), nb::arg("until"),
-           "Notes rows as they are; False, and nothing has changed, where there is too little room.")
+           "Journal the present rows. Without enough room, change nothing and return False.")
       .def("put",
            [](HeldCommits& self, std::int64_t table, nb::handle cells, nb::handle at,
               nb::handle values) {
@@ -103,8 +105,8 @@ void replaykit::bind_commits(nb::module_& m) {
              });
            },
            nb::arg("table"), nb::arg("cells"), nb::arg("at"), nb::arg("values"),
-           "Notes elements of a table, then stores others in their place, as int64 each; False, and "
-           "nothing has changed, where there is too little room.")
+           "Journal elements of a table as int64, then overwrite them. Without enough room, "
+           "change nothing and return False.")
       .def("commit",
            [](HeldCommits& self, nb::handle numbers, const std::vector<std::int64_t>& more) {
              const Array values(numbers, "numbers", Array::kInt64, 1);
@@ -116,8 +118,8 @@ void replaykit::bind_commits(nb::module_& m) {
                                    static_cast<std::int64_t>(more.size()));
            },
            nb::arg("numbers"), nb::arg("more"),
-           "Has int64 numbers be the state, and others behind them; returns its number, 0 for none, "
-           "where there is too little room.");
+           "Make `numbers`, followed by `more`, the latest state; return the number of the state. "
+           "Without enough room, change nothing and return 0.");
 
   m.def("take_rising",
         [](nb::handle at, nb::handle elements, nb::handle out) {
@@ -136,8 +138,8 @@ void replaykit::bind_commits(nb::module_& m) {
           });
         },
         nb::arg("at"), nb::arg("elements"), nb::arg("out"),
-        "Writes float32 or float64 elements at rising positions; False where they do not rise, or "
-        "one is beyond them.");
+        "Write float32 or float64 elements at rising positions as doubles. Return False if the "
+        "positions do not rise, or if any is out of range.");
 
   m.def("log_elements",
         [](nb::handle ring, std::int64_t first, nb::handle at, std::int64_t table) {
@@ -153,5 +155,5 @@ void replaykit::bind_commits(nb::module_& m) {
           });
         },
         nb::arg("ring"), nb::arg("first"), nb::arg("at"), nb::arg("table"),
-        "Writes elements into a ring of numbers, from number `first` on, with the bits of a table.");
+        "Write positions with the bits of their table into a ring, beginning at number `first`.");
 }

@@ -1,5 +1,5 @@
-// The Python face of the episode index: arrays and ranges are checked here. A storage's lock orders
-// the calls, as it does those of everything else that a write changes.
+// Python bindings of the episode index. They check arrays and ranges. The caller holds the lock of
+// the storage, as for all parts that a write changes.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
@@ -28,7 +28,8 @@ using replaykit::Numbers;
 
 namespace {
 
-// Up to so many steps the work is shorter than handing the interpreter lock over and back.
+// For up to this many steps, the work takes less time than releasing and taking the interpreter
+// lock.
 constexpr std::int64_t kReleaseAbove = 1024;
 
 template <typename Work>
@@ -38,7 +39,7 @@ auto unlocked(std::int64_t steps, const Work& work) {
   return work();
 }
 
-// Memory for `rows` columns of n answers.
+// Memory for `rows` columns of n results.
 struct Answers : Array {
   Answers(nb::handle out, std::int64_t rows, std::int64_t n) : Array(out, "out", kInt64, 2, true) {
     check_length("out", size(0), rows);
@@ -53,7 +54,7 @@ struct Index {
 
   EpisodeSums& sums(std::int64_t least, std::int64_t add, std::int64_t below, std::int64_t past,
                     std::int64_t open_future, int closed, int intact, int kind) {
-    constexpr std::int64_t limit = std::int64_t{1} << 31;  // sums of them stay in 64 bits
+    constexpr std::int64_t limit = std::int64_t{1} << 31;  // sums of such numbers fit into 64 bits
     for (const std::int64_t one : {least, add, below, past, open_future}) {
       if (one < -limit || one > limit) {
         throw nb::value_error(("expected numbers of a law up to 2**31, got " +
@@ -69,7 +70,7 @@ struct Index {
     return found;
   }
 
-  // Whether rows [first, until) are of these columns, and the columns of these episodes.
+  // Checks that rows [first, until) are in the columns, and that the columns match the episodes.
   void check(const EpisodeColumns& columns, std::int64_t first, std::int64_t until) const {
     check_length("lanes", columns.lanes(), episodes.lanes());
     if (first < 0 || first > until || until > columns.slots()) {
@@ -99,7 +100,7 @@ using Flag = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, int, bool, i
 using Id = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
 
 void bind_columns(nb::module_& m) {
-  nb::class_<EpisodeColumns>(m, "EpisodeColumns", "Columns that tell where episodes end.")
+  nb::class_<EpisodeColumns>(m, "EpisodeColumns", "Columns that mark the ends of episodes.")
       .def("__init__",
            [](EpisodeColumns* self, const std::vector<Flag>& flags, const std::vector<Id>& ids,
               std::int64_t slots, std::int64_t lanes) {
@@ -126,7 +127,7 @@ void bind_columns(nb::module_& m) {
 void replaykit::bind_episodes(nb::module_& m) {
   bind_columns(m);
 
-  nb::class_<Index>(m, "Episodes", "Where episodes begin and end among the rows of a ring.")
+  nb::class_<Index>(m, "Episodes", "The boundaries of episodes among the rows of a ring.")
       .def("__init__",
            [](Index* self, std::int64_t slots, std::int64_t lanes, std::int64_t start,
               nb::object begin, nb::object head) {
@@ -170,7 +171,7 @@ void replaykit::bind_episodes(nb::module_& m) {
              unlocked(given.size(0) * given.size(1),
                       [&] { self.episodes.append(given.bytes(), given.size(0)); });
            },
-           nb::arg("codes"), "Notes rows uint8 [n, lanes] written after the newest one.")
+           nb::arg("codes"), "Append rows with codes uint8 [n, lanes].")
       .def("append_columns",
            [](Index& self, const EpisodeColumns& columns, std::int64_t first, std::int64_t until) {
              self.check(columns, first, until);
@@ -179,7 +180,7 @@ void replaykit::bind_episodes(nb::module_& m) {
              });
            },
            nb::arg("columns"), nb::arg("first"), nb::arg("until"),
-           "Notes rows from where they are stored.")
+           "Append rows [first, until), read from their stored columns.")
       .def("append_ending",
            [](Index& self, const EpisodeColumns& columns, std::int64_t first, std::int64_t until,
               nb::handle after, nb::handle ends) {
@@ -210,7 +211,8 @@ void replaykit::bind_episodes(nb::module_& m) {
            },
            nb::arg("columns"), nb::arg("first"), nb::arg("until"), nb::arg("after"),
            nb::arg("ends"),
-           "The same of rows after some of which, int64 [n], lanes end: uint8 [n, lanes], or 0.")
+           "Append rows with cuts after the rows `after`, int64 [n]. `ends` has the codes of the "
+           "lanes, uint8 [n, lanes]; 0 ends nothing.")
       .def("close",
            [](Index& self, nb::handle lanes, int code) {
              const Array given(lanes, "lanes", Array::kBool, 1);
@@ -218,7 +220,7 @@ void replaykit::bind_episodes(nb::module_& m) {
              if (code < 1 || code > kRestored) throw nb::value_error("expected a code from 1 to 5");
              self.episodes.close(given.bytes(), code);
            },
-           nb::arg("lanes"), nb::arg("code"), "Ends the open episodes of lanes, bool [lanes].")
+           nb::arg("lanes"), nb::arg("code"), "End the open episodes of lanes, bool [lanes].")
       .def("forget_ids", [](Index& self) { self.ids.forget(); })
       .def("last_ids",
            [](const Index& self) -> nb::object {
@@ -226,7 +228,7 @@ void replaykit::bind_episodes(nb::module_& m) {
              const auto& bytes = self.ids.bytes();
              return nb::bytes(bytes.data(), bytes.size());
            },
-           "The ids of the newest row, those of one lane after the other; None: not known.")
+           "Return the ids in the newest row, lane by lane, or None if they are not known.")
       .def("set_last_ids",
            [](Index& self, nb::bytes ids) {
              const auto* from = static_cast<const std::uint8_t*>(ids.data());
@@ -248,7 +250,7 @@ void replaykit::bind_episodes(nb::module_& m) {
              if (wrong != n) self.not_stored(times.numbers(), lanes.numbers(), wrong);
            },
            nb::arg("time"), nb::arg("lane"), nb::arg("out"),
-           "Writes begin, last, code and head of stored rows.")
+           "Write begin, last, code and head of stored rows.")
       .def("first",
            [](const Index& self) {
              const std::int64_t time = self.episodes.lo(), lane = 0;
@@ -260,7 +262,7 @@ void replaykit::bind_episodes(nb::module_& m) {
              }
              return nb::make_tuple(begin, head);
            },
-           "Begin and head of the oldest row in the first lane.")
+           "Return begin and head of the oldest row in the first lane.")
       .def("around",
            [](const Index& self, nb::handle element, nb::handle out) {
              const Array elements(element, "element", Array::kInt64, 1);
@@ -281,7 +283,7 @@ void replaykit::bind_episodes(nb::module_& m) {
              }
            },
            nb::arg("element"), nb::arg("out"),
-           "Writes time, lane, begin, last, code and head of stored elements.")
+           "Write time, lane, begin, last, code and head of stored elements.")
       .def("codes",
            [](const Index& self, nb::handle time, nb::handle lane, nb::handle out) {
              const Array times(time, "time", Array::kInt64, 1);
@@ -294,7 +296,7 @@ void replaykit::bind_episodes(nb::module_& m) {
              });
              if (wrong != n) self.not_stored(times.numbers(), lanes.numbers(), wrong);
            },
-           nb::arg("time"), nb::arg("lane"), nb::arg("out"), "Writes what was noted of stored rows.")
+           nb::arg("time"), nb::arg("lane"), nb::arg("out"), "Write the codes of stored rows.")
       .def("per_lane",
            [](const Index& self, nb::handle out) {
              const Episodes& episodes = self.episodes;
@@ -304,26 +306,27 @@ void replaykit::bind_episodes(nb::module_& m) {
                found.out()[episodes.lanes() + at] = episodes.lane(at).head_begin;
              }
            },
-           nb::arg("out"), "Writes which lanes are open, and where headless episodes began.")
+           nb::arg("out"), "Write whether lanes are open, and the begins of headless episodes.")
       .def("severed",
            [](Index& self) {
              const auto& found = self.episodes.severed();
              return std::vector<std::pair<std::int64_t, std::int64_t>>(found.begin(), found.end());
            },
-           "Time and lane of the rows that were severed from what follows.")
-      .def("count", [](const Index& self) { return self.episodes.count(); }, "Stored episodes.")
+           "Return time and lane of the rows at cuts.")
+      .def("count", [](const Index& self) { return self.episodes.count(); },
+           "Return the number of stored episodes.")
       .def("table",
            [](const Index& self, nb::handle out) {
              const std::int64_t n = self.episodes.count();
              const Answers found(out, 6, n);
              unlocked(n, [&] { self.episodes.table(found.out()); });
            },
-           nb::arg("out"), "Writes lane, begin, first, last, code and head of all episodes.")
+           nb::arg("out"), "Write lane, begin, first, last, code and head of all episodes.")
       .def("longest",
            [](const Index& self) {
              return unlocked(self.episodes.count(), [&] { return self.episodes.longest(); });
            },
-           "Rows of the longest stored part of an episode.")
+           "Return the largest number of stored rows of an episode.")
       .def("totals",
            [](Index& self, std::int64_t least, std::int64_t add, std::int64_t below,
               std::int64_t past, std::int64_t open_future, int closed, int intact, int kind,
@@ -332,13 +335,13 @@ void replaykit::bind_episodes(nb::module_& m) {
              self.sums(least, add, below, past, open_future, closed, intact, kind)
                  .totals(found.out());
            },
-           "Writes how many windows, episodes or rows each lane has.")
+           "Write the number of windows, episodes or rows of each lane.")
       .def("total",
            [](Index& self, std::int64_t least, std::int64_t add, std::int64_t below,
               std::int64_t past, std::int64_t open_future, int closed, int intact, int kind) {
              return self.sums(least, add, below, past, open_future, closed, intact, kind).total();
            },
-           "How many windows, episodes or rows there are in all lanes.")
+           "Return the number of windows, episodes or rows in all lanes.")
       .def("find",
            [](Index& self, std::int64_t least, std::int64_t add, std::int64_t below,
               std::int64_t past, std::int64_t open_future, int closed, int intact, int kind,
@@ -356,7 +359,7 @@ void replaykit::bind_episodes(nb::module_& m) {
                                       "), got " + std::to_string(numbers.numbers()[wrong])).c_str());
              }
            },
-           "Writes lane, base, rows, count and rest of windows by their number.")
+           "Write lane, base, rows, count and rest of windows, given by their numbers.")
       .def("pick",
            [](Index& self, std::int64_t least, std::int64_t add, std::int64_t below,
               std::int64_t past, std::int64_t open_future, int closed, int intact, int kind,
@@ -374,7 +377,7 @@ void replaykit::bind_episodes(nb::module_& m) {
                                       "), got " + std::to_string(numbers.numbers()[wrong])).c_str());
              }
            },
-           "Writes the elements of single rows by their number.")
+           "Write the elements of single rows, given by their numbers.")
       .def("slices",
            [](Index& self, std::int64_t least, std::int64_t add, std::int64_t below,
               std::int64_t past, std::int64_t open_future, int closed, int intact,
@@ -402,8 +405,8 @@ void replaykit::bind_episodes(nb::module_& m) {
                                       std::to_string(numbers.numbers()[wrong])).c_str());
              }
            },
-           "Writes the elements of windows by their number, and the place of each one's window.")
+           "Write the elements of windows, given by number, and the window position of each.")
       .def("nbytes",
            [](const Index& self) { return self.episodes.bytes() + self.laws.bytes(); },
-           "Bytes that the index takes.");
+           "Return the memory of the index in bytes.");
 }

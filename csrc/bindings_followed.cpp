@@ -1,5 +1,5 @@
-// The Python face of rows that are stored once: addresses and sizes that Python has checked, positions
-// checked here and below.
+// Python bindings of rows whose next observations are not stored twice. Python has checked
+// addresses and sizes. The bindings and the classes check positions.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -23,7 +23,8 @@ namespace {
 
 using Numbers = std::vector<std::int64_t>;
 
-// Up to so many bytes the work is shorter than handing the interpreter lock over and back.
+// For up to this many bytes, the work takes less time than releasing and taking the interpreter
+// lock.
 constexpr std::int64_t kBytesKept = 64 << 10;
 
 char* as_address(std::int64_t number) { return reinterpret_cast<char*>(number); }
@@ -76,7 +77,7 @@ void check_slot(const Followed& self, std::int64_t slot) {
   }
 }
 
-// The rows, of which memory and sizes are as they are described.
+// Returns the rows after checking that the arguments match each other.
 Followed as_followed(const Numbers& bases, const Numbers& strides, const Numbers& sizes,
                      const Numbers& follows, const Numbers& ends, const Numbers& ids,
                      std::int64_t rows, std::int64_t step, std::int64_t map, bool wide,
@@ -119,7 +120,7 @@ auto unlocked(std::int64_t bytes, const Work& work) {
 
 void replaykit::bind_followed(nb::module_& m) {
   nb::class_<Followed>(m, "Followed",
-                       "Rows of which some leaves are those of the row behind, or lie beside.")
+                       "Rows that share leaves with the next row, or have an overflow entry.")
       .def("__init__",
            [](Followed* self, const Numbers& bases, const Numbers& strides, const Numbers& sizes,
               const Numbers& follows, const Numbers& ends, const Numbers& ids, std::int64_t rows,
@@ -141,7 +142,7 @@ void replaykit::bind_followed(nb::module_& m) {
              for (std::size_t k = 0; k < to.size(); ++k) {
                sides.push_back({as_address(to[k]), strides[k]});
              }
-             // A copy: what was checked is what is used, whoever writes to the caller's meanwhile.
+             // A copy, since other threads may write to the caller's index after the check.
              const auto* given = reinterpret_cast<const std::int64_t*>(index);
              const Numbers at(given, given + n);
              const std::int64_t wrong = Table::first_outside(at.data(), n, self.rows());
@@ -150,7 +151,7 @@ void replaykit::bind_followed(nb::module_& m) {
                       [&] { self.gather(at.data(), n, sides, threads); });
            },
            nb::arg("index"), nb::arg("n"), nb::arg("to"), nb::arg("strides"), nb::arg("threads"),
-           "Copies out what rows lead to; IndexError for one that is not there.")
+           "Copy the following leaves of rows. Raise IndexError if a row is not stored.")
       .def("compare",
            [](Followed& self, const Numbers& addresses, std::int64_t n, std::int64_t newest,
               bool severed, int threads) {
@@ -165,7 +166,7 @@ void replaykit::bind_followed(nb::module_& m) {
            },
            nb::arg("addresses"), nb::arg("n"), nb::arg("newest"), nb::arg("severed"),
            nb::arg("threads"),
-           "Compares rows with those before them; whether one goes on an episode with other bits.")
+           "Compare rows with those before them. Return whether one continues an episode with other bits.")
       .def("write",
            [](Followed& self, std::int64_t first, std::int64_t n, const Numbers& addresses,
               int threads) {
@@ -181,7 +182,7 @@ void replaykit::bind_followed(nb::module_& m) {
            "Writes the rows compared last; returns how many entries are missing, else 0.");
 
   nb::class_<Linked, Followed>(
-      m, "Linked", "Rows of which some leaves are those of the next row of their stream.")
+      m, "Linked", "Rows that share leaves with the next row of their stream.")
       .def("__init__",
            [](Linked* self, const Numbers& bases, const Numbers& strides, const Numbers& sizes,
               const Numbers& follows, const Numbers& ends, const Numbers& ids, std::int64_t rows,
@@ -215,7 +216,7 @@ void replaykit::bind_followed(nb::module_& m) {
            },
            nb::arg("addresses"), nb::arg("n"), nb::arg("followers"), nb::arg("m"),
            nb::arg("newest"), nb::arg("first"), nb::arg("expected"), nb::arg("threads"),
-           "Compares rows with those before them; whether one goes on an episode with other bits.")
+           "Compare rows with those before them. Return whether one continues an episode with other bits.")
       .def("write_linked",
            [](Linked& self, std::int64_t slots, std::int64_t n, const Numbers& addresses,
               int threads) {

@@ -1,9 +1,10 @@
-// Signals wait until state is whole; a lock during which they wait.
+// Defers signals until the state is consistent. Also provides a lock that defers signals while it
+// is held.
 //
-// Python runs the handlers of signals between any two bytecodes of its main thread, so that nothing
-// that takes two of them happens as a whole: a handler may raise in between. Meanwhile a handler
-// that only notes the signal stands in for those that are there. All of it is done by the main
-// thread, with the interpreter lock held.
+// Python runs signal handlers between any two bytecodes of its main thread, and a handler may raise
+// an exception. So no change that takes several bytecodes is atomic. While signals are deferred, a
+// handler that only records the signal replaces the installed handlers. Only the main thread runs
+// this code, with the interpreter lock held.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -23,9 +24,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// SIGINT or SIGTERM that comes again so long after one that still waits is handled at once.
+// A SIGINT or SIGTERM is handled at once if the same signal has already been waiting this long.
 constexpr std::chrono::milliseconds kPatience{1000};
-// Microseconds between looks for signals while the main thread waits for a lock.
+// Microseconds between checks for signals while the main thread waits for a lock.
 constexpr PY_TIMEOUT_T kLook = 50'000;
 
 constexpr std::array kSignals{
@@ -35,9 +36,10 @@ constexpr std::array kSignals{
 #endif
 };
 
-// Stands in for a handler: notes signals while it is in use. Afterwards it calls that handler, for
-// programs that have kept this object as the handler they found.
-struct Noter {
+// An object that replaces a handler, and records signals while it is in use. Afterwards, a call of
+// the object calls the replaced handler, since a program may have saved the object as the previous
+// handler.
+struct Deferrer {
   nb::object handler;
   bool in_use = false;
 };
@@ -56,7 +58,7 @@ class Interrupts {
     give_back();
   }
 
-  // Handles the signals that wait.
+  // Handles the deferred signals.
   void check() {
     while (!pending_.empty() && shields_ == 0 && here()) {
       const int number = pending_.front().number;
@@ -83,7 +85,7 @@ class Interrupts {
     if (allowed_ > 0 && here()) --allowed_;
   }
 
-  void note(int number, nb::handle frame) {
+  void defer(int number, nb::handle frame) {
     const auto now = Clock::now();
     const auto waits = std::find_if(pending_.begin(), pending_.end(),
                                     [&](const Pending& one) { return one.number == number; });
@@ -97,7 +99,7 @@ class Interrupts {
     }
   }
 
-  // A forked process waits for nothing that its parent was in the middle of.
+  // Drops all state in a forked process, since the deferring code of its parent does not run there.
   void forked() {
     main_ = PyThread_get_thread_ident();
     depth_ = allowed_ = shields_ = 0;
@@ -134,10 +136,10 @@ class Interrupts {
       for (const int number : kSignals) {
         nb::object handler = get_(number);
         if (!PyCallable_Check(handler.ptr())) continue;
-        held_.emplace_back(number, noter_of(number, std::move(handler)));
-        const nb::object noter = held_.back().second;
-        nb::cast<Noter&>(noter).in_use = true;
-        set_(number, noter);  // first handles what has come until now, which may raise
+        held_.emplace_back(number, deferrer_of(number, std::move(handler)));
+        const nb::object deferrer = held_.back().second;
+        nb::cast<Deferrer&>(deferrer).in_use = true;
+        set_(number, deferrer);  // handles earlier signals first, which may raise
       }
     } catch (...) {
       give_back();
@@ -145,25 +147,26 @@ class Interrupts {
     }
   }
 
-  // Has the handlers back in their places, then handles what was noted. What a handler raises is
-  // raised when all of them are back; signals after that come again.
+  // Restores the handlers, then handles the recorded signals. If a handler raises an exception, it
+  // is raised after all handlers are restored. The remaining signals are then sent to the process
+  // again.
   void give_back() {
     nb::object raised;
     for (std::size_t back = held_.size(); back > 0;) {
       try {
-        const auto& [number, noter] = held_[back - 1];
-        if (get_(number).is(noter)) set_(number, nb::cast<Noter&>(noter).handler);
-        nb::cast<Noter&>(noter).in_use = false;
+        const auto& [number, deferrer] = held_[back - 1];
+        if (get_(number).is(deferrer)) set_(number, nb::cast<Deferrer&>(deferrer).handler);
+        nb::cast<Deferrer&>(deferrer).in_use = false;
         --back;
-      } catch (nb::python_error& error) {  // of a handler that was back already
+      } catch (nb::python_error& error) {  // from a handler restored before
         raised = nb::borrow(error.value());
       }
     }
-    std::vector<Pending> noted;
-    noted.swap(pending_);
+    std::vector<Pending> arrived;
+    arrived.swap(pending_);
     const std::vector<std::pair<int, nb::object>> held = std::move(held_);
     held_.clear();
-    for (const Pending& one : noted) {
+    for (const Pending& one : arrived) {
       if (raised.is_valid()) {
         PyErr_SetInterruptEx(one.number);
         continue;
@@ -184,26 +187,26 @@ class Interrupts {
 
   static void handle(const std::vector<std::pair<int, nb::object>>& held, int number,
                      nb::handle frame) {
-    for (const auto& [known, noter] : held) {
+    for (const auto& [known, deferrer] : held) {
       if (known != number) continue;
-      const nb::object kept = nb::cast<Noter&>(noter).handler;  // it may enter and leave
+      const nb::object kept = nb::cast<Deferrer&>(deferrer).handler;  // a call may enter and leave
       kept(number, frame.is_valid() ? frame : nb::handle(Py_None));
       return;
     }
   }
 
-  // The one that stood in for the same handler before, or another one.
-  nb::object noter_of(int number, nb::object handler) {
-    for (auto& [known, noter] : noters_) {
+  // Returns the object that replaced the same handler before, or a new object.
+  nb::object deferrer_of(int number, nb::object handler) {
+    for (auto& [known, deferrer] : deferrers_) {
       if (known != number) continue;
-      Noter& before = nb::cast<Noter&>(noter);
+      Deferrer& before = nb::cast<Deferrer&>(deferrer);
       if (before.in_use || !before.handler.is(handler)) {
-        noter = nb::cast(Noter{std::move(handler)});
+        deferrer = nb::cast(Deferrer{std::move(handler)});
       }
-      return noter;
+      return deferrer;
     }
-    noters_.emplace_back(number, nb::cast(Noter{std::move(handler)}));
-    return noters_.back().second;
+    deferrers_.emplace_back(number, nb::cast(Deferrer{std::move(handler)}));
+    return deferrers_.back().second;
   }
 
   unsigned long main_ = 0;
@@ -211,11 +214,12 @@ class Interrupts {
   long allowed_ = 0;
   long shields_ = 0;
   std::vector<Pending> pending_;
-  std::vector<std::pair<int, nb::object>> held_, noters_;
+  std::vector<std::pair<int, nb::object>> held_, deferrers_;
   nb::object get_, set_;
 };
 
-// One of each process, like the handlers; never destroyed, since objects of Python are gone then.
+// Returns the only instance of a process. It is never destroyed, since Python's objects would no
+// longer exist then.
 Interrupts& interrupts() {
   static Interrupts& one = *new Interrupts;
   return one;
@@ -270,7 +274,8 @@ class Lock {
   }
 
  private:
-  // Waits, and raises what a signal raises that comes meanwhile; negative: without end.
+  // Waits for the lock, and raises exceptions of signal handlers during the wait. A negative
+  // timeout means no limit.
   bool waited(double timeout) {
     const auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                           std::chrono::duration<double>(std::fmax(timeout, 0.0)));
@@ -304,11 +309,11 @@ class Shielded {};
 }  // namespace
 
 void replaykit::bind_interrupts(nb::module_& m) {
-  nb::class_<Noter>(m, "Noter", "Stands in for the handler of a signal.")
+  nb::class_<Deferrer>(m, "Deferrer", "The temporary replacement for the handler of a signal.")
       .def("__call__",
-           [](const Noter& self, int number, nb::handle frame) {
+           [](const Deferrer& self, int number, nb::handle frame) {
              if (self.in_use) {
-               interrupts().note(number, frame);
+               interrupts().defer(number, frame);
                return;
              }
              const nb::object handler = self.handler;
@@ -316,30 +321,31 @@ void replaykit::bind_interrupts(nb::module_& m) {
            },
            nb::arg("number"), nb::arg("frame").none());
   m.def("_forked", [] { interrupts().forked(); });
-  m.def("check_interrupts", [] { interrupts().check(); }, "Handles the signals that wait.");
+  m.def("check_interrupts", [] { interrupts().check(); }, "Handle the deferred signals.");
 
   const auto none = [](const char* name) { return nb::arg(name).none(); };
-  nb::class_<Deferred>(m, "Deferred", "A context in which signals wait.")
+  nb::class_<Deferred>(m, "Deferred", "A context in which signals are deferred.")
       .def(nb::init<>())
       .def("__enter__", [](Deferred&) { interrupts().enter(); })
       .def("__exit__",
            [](Deferred&, nb::handle, nb::handle, nb::handle) { interrupts().leave(); },
            none("kind"), none("error"), none("traceback"));
-  nb::class_<Allowed>(m, "Allowed", "A context within, in which they do not.")
+  nb::class_<Allowed>(m, "Allowed", "A context inside `Deferred` in which signals are handled.")
       .def(nb::init<>())
       .def("__enter__", [](Allowed&) { interrupts().allow(); })
       .def("__exit__",
            [](Allowed&, nb::handle, nb::handle, nb::handle) { interrupts().forbid(); },
            none("kind"), none("error"), none("traceback"));
 
-  nb::class_<Shielded>(m, "Shielded", "A context within, in which no wait ends for them.")
+  nb::class_<Shielded>(m, "Shielded", "A context inside `Deferred` in which no signal ends a wait.")
       .def(nb::init<>())
       .def("__enter__", [](Shielded&) { interrupts().shield(); })
       .def("__exit__",
            [](Shielded&, nb::handle, nb::handle, nb::handle) { interrupts().unshield(); },
            none("kind"), none("error"), none("traceback"));
 
-  nb::class_<Lock>(m, "Lock", "A re-entrant lock; signals wait while the main thread holds it.")
+  nb::class_<Lock>(m, "Lock",
+                   "A re-entrant lock that defers signals while the main thread holds it.")
       .def(nb::init<>())
       .def("acquire", &Lock::acquire, nb::arg("blocking") = true, nb::arg("timeout") = -1.0)
       .def("release", &Lock::release)

@@ -1,4 +1,4 @@
-// The Python face of what follows from a ledger's counters.
+// Python bindings of generations and of checks of priorities.
 #include "bindings.h"
 #include "ledger.h"
 
@@ -29,7 +29,7 @@ void replaykit::bind_ledger(nb::module_& m) {
           }
         },
         nb::arg("index"), nb::arg("n"), nb::arg("next_position"), nb::arg("slots"), nb::arg("out"),
-        "Writes how often each slot was written, -1 for never.");
+        "Write the generation of each slot, or -1 if it was never written.");
 
   m.def("any_next",
         [](std::uintptr_t index, std::int64_t n, std::int64_t cursor, std::int64_t count,
@@ -40,7 +40,7 @@ void replaykit::bind_ledger(nb::module_& m) {
           return any_next(at<const std::int64_t>(index), n, cursor, count, slots);
         },
         nb::arg("index"), nb::arg("n"), nb::arg("cursor"), nb::arg("count"), nb::arg("slots"),
-        "Whether any slot is among the next ones that are written.");
+        "Return whether any slot is among the next `count` slots to be written.");
 
   m.def("all_plain",
         [](std::uintptr_t priority, std::int64_t n, bool doubles) {
@@ -48,5 +48,5 @@ void replaykit::bind_ledger(nb::module_& m) {
                          : all_plain(at<const float>(priority), n);
         },
         nb::arg("priority"), nb::arg("n"), nb::arg("doubles"),
-        "Whether all priorities are finite and not negative.");
+        "Return whether all priorities are finite and not negative.");
 }

@@ -1,4 +1,4 @@
-// The Python face of marks of windows: addresses that the caller has checked.
+// Python bindings of marks of windows. The caller has checked the addresses.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -13,7 +13,8 @@ using replaykit::OwnFlag;
 
 namespace {
 
-// Up to so many rows the work is shorter than handing the interpreter lock over and back.
+// For up to this many rows, the work takes less time than releasing and taking the interpreter
+// lock.
 constexpr std::int64_t kReleaseAbove = 4096;
 
 std::vector<FlagOfRows> as_flags(const std::vector<std::int64_t>& flags) {
@@ -55,8 +56,8 @@ void replaykit::bind_marks(nb::module_& m) {
           unlocked(n, [&] { mark_windows(own, numbers, n, done, done + n, done + 2 * n); });
         },
         nb::arg("flags"), nb::arg("window"), nb::arg("n"), nb::arg("out"),
-        "Writes done, truncated and terminated of n rows, one after the other; flags are given as "
-        "address, stride and meaning, one after the other.");
+        "Write the columns done, truncated and terminated of n rows. `flags` has the address, "
+        "stride and meaning of each flag.");
 
   m.def("mark_own",
         [](const std::vector<std::int64_t>& places, const std::vector<std::int64_t>& more,
@@ -71,5 +72,5 @@ void replaykit::bind_marks(nb::module_& m) {
           unlocked(n, [&] { mark_own(done, truncated, terminated, others, numbers, n); });
         },
         nb::arg("places"), nb::arg("more"), nb::arg("window"), nb::arg("n"),
-        "Marks the ends of windows in done, truncated and terminated of the rows themselves.");
+        "Mark the ends of windows in the columns done, truncated and terminated of a batch.");
 }

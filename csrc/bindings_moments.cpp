@@ -1,4 +1,4 @@
-// The Python face of moments.
+// Python bindings of moments.
 #include <nanobind/ndarray.h>
 
 #include "bindings.h"
@@ -10,7 +10,8 @@ namespace {
 
 using Numbers = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Below this many numbers the work is shorter than handing the interpreter lock over and back.
+// For up to this many numbers, the work takes less time than releasing and taking the interpreter
+// lock.
 constexpr std::int64_t kReleaseAbove = 4096;
 
 template <typename T>
@@ -50,5 +51,5 @@ void replaykit::bind_moments(nb::module_& m) {
           throw nb::type_error("expected integers, float32 or float64");
         },
         nb::arg("numbers").noconvert(),
-        "Count, least, largest, mean and squared distances of at most most_moments numbers.");
+        "Return count, extremes, mean and squared distances of at most most_moments numbers.");
 }

@@ -1,4 +1,4 @@
-// The Python face of gathers that go on by themselves.
+// Python bindings of gathers in background threads.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -22,14 +22,15 @@ using replaykit::Table;
 
 namespace {
 
-// A gather under way, and what it reads and writes. It is over before that is let go.
+// A gather under way, with the objects whose memory it uses. The destructor ends the gather before
+// it releases these objects.
 class Begun {
  public:
   Begun(std::shared_ptr<Read> read, nb::object kept)
       : read_(std::move(read)), kept_(std::move(kept)) {}
   Begun(const Begun&) = delete;
   Begun& operator=(const Begun&) = delete;
-  // Those that copy need no interpreter lock, so that they may be waited for here.
+  // The copying threads need no interpreter lock, so waiting for them here is safe.
   ~Begun() { Reading::abandon(*read_); }
 
   void wait() {
@@ -47,7 +48,7 @@ class Begun {
   nb::object kept_;
 };
 
-// Gathers of one set of rows, of the process that begins them.
+// The gathers under way of the same rows in the current process.
 class Reads {
  public:
   std::shared_ptr<Readers> of_this_process() {
@@ -70,11 +71,11 @@ class Reads {
 }  // namespace
 
 void replaykit::bind_reads(nb::module_& m) {
-  nb::class_<Begun>(m, "Begun", "A gather that goes on by itself.")
-      .def("wait", &Begun::wait, "Waits until it is over, and helps; for one caller at a time.")
-      .def_prop_ro("over", &Begun::over, "Whether all has been copied.");
+  nb::class_<Begun>(m, "Begun", "A gather in background threads.")
+      .def("wait", &Begun::wait, "Wait until the gather has ended, and help; not thread-safe.")
+      .def_prop_ro("over", &Begun::over, "True if the gather has ended.");
 
-  nb::class_<Reads>(m, "Reads", "Gathers under way of rows that nobody may write meanwhile.")
+  nb::class_<Reads>(m, "Reads", "Gathers under way. Their rows must not be written meanwhile.")
       .def(nb::init<>())
       .def("begin",
            [](Reads& self, const Table& table, std::int64_t index, std::int64_t n,
@@ -90,7 +91,7 @@ void replaykit::bind_reads(nb::module_& m) {
            },
            nb::arg("table"), nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"),
            nb::arg("strides"), nb::arg("threads"), nb::arg("kept").none(), nb::rv_policy::take_ownership,
-           "Begins what Table.gather does; `kept` holds the memory of rows and copies. IndexError for "
-           "a row outside [0, limit).")
-      .def("wait", &Reads::wait, "Waits until none is under way, and helps.");
+           "Begin a Table.gather; `kept` keeps the memory of rows and copies alive. Raise "
+           "IndexError if a row is outside [0, limit).")
+      .def("wait", &Reads::wait, "Wait until no gather is under way, and help.");
 }

@@ -1,4 +1,4 @@
-// The Python face of new goals: addresses that the caller has checked.
+// Python bindings of new goals. The caller has checked the addresses.
 #include <nanobind/nanobind.h>
 
 #include <string>
@@ -27,7 +27,8 @@ void run(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, double 
                              reward, goals, at<Number>(to[2]));
 }
 
-// Up to so many numbers the work is shorter than handing the interpreter lock over.
+// For up to this many numbers, the work takes less time than releasing and taking the interpreter
+// lock.
 constexpr std::int64_t kReleaseAbove = 4096;
 
 template <typename Work>
@@ -37,7 +38,7 @@ void unlocked(std::int64_t numbers, const Work& work) {
   work();
 }
 
-// What `later_goals` is given.
+// The arguments of `later_goals`.
 class Later {
  public:
   Later(nb::handle draws, nb::handle low, nb::handle last, std::uintptr_t column,
@@ -65,7 +66,7 @@ class Later {
     return {reinterpret_cast<const char*>(goals_.bytes()), width() * goals_.item()};
   }
 
-  // Whether all draws and times were right; else nothing is to be made of the goals.
+  // Returns whether all draws and times were valid; otherwise the goals must not be used.
   bool run(double p) {
     done_ = replaykit::later_goals(draws_.doubles(), draws_.doubles() + size(), size(), p,
                                    low_.numbers(), last_.numbers(), rows_, chosen_.bytes_out(),
@@ -86,7 +87,7 @@ class Later {
   std::int64_t done_ = 0;
 };
 
-// A row that is drawn and read takes as long as so many numbers.
+// Drawing and reading a row takes as long as relabeling this many numbers.
 constexpr std::int64_t kNumbersADraw = 4;
 
 }  // namespace
@@ -114,7 +115,7 @@ void replaykit::bind_relabel(nb::module_& m) {
                rows(achieved, achieved_stride), old, rows(reward, reward_stride), to);
         });
       },
-      "Writes the goals and rewards of a batch whose chosen rows get fresh goals [n, width].");
+      "Write the goals and rewards of a batch; chosen rows get the new goals `fresh` [n, width].");
 
   m.def(
       "later_goals",
@@ -126,7 +127,7 @@ void replaykit::bind_relabel(nb::module_& m) {
       },
       nb::arg("draws"), nb::arg("low"), nb::arg("last"), nb::arg("p"), nb::arg("column"),
       nb::arg("stride"), nb::arg("slots"), nb::arg("chosen"), nb::arg("goals"),
-      "Chooses rows, and copies what was achieved at times drawn from low .. last for all of them.");
+      "Choose rows; for every row, copy the goal achieved at a time drawn from low .. last.");
 
   m.def(
       "relabel_later",
@@ -147,5 +148,5 @@ void replaykit::bind_relabel(nb::module_& m) {
         });
         later.check();
       },
-      "Does that, and overwrites goals and rewards of a batch in its chosen rows.");
+      "Call `later_goals`, and overwrite the goals and rewards in the chosen rows of a batch.");
 }

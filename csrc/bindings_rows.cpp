@@ -1,5 +1,5 @@
-// The Python face of gather and scatter: addresses and sizes that Python has checked, positions
-// checked here.
+// Python bindings of gather and scatter. Python has checked addresses and sizes. The bindings check
+// positions.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -28,8 +28,8 @@ using replaykit::Table;
 
 namespace {
 
-// Up to this many rows, and bytes, the copy is shorter than handing the interpreter lock over and
-// back.
+// For up to this many rows and bytes, the copy takes less time than releasing and taking the
+// interpreter lock.
 constexpr std::int64_t kRowsKept = 64;
 constexpr std::int64_t kBytesKept = 64 << 10;
 
@@ -48,7 +48,7 @@ void replaykit::bind_rows(nb::module_& m) {
           replaykit::ask_for_large_pages(as_address(address), bytes);
         },
         nb::arg("address"), nb::arg("bytes"),
-        "Asks the kernel for large pages for fresh memory; a hint.");
+        "Ask the kernel for large pages for fresh memory. The kernel may ignore this.");
   m.def("join_pages",
         [](std::int64_t address, std::int64_t bytes) {
           if (bytes < 0) throw nb::value_error("expected a number of bytes of at least 0");
@@ -57,7 +57,7 @@ void replaykit::bind_rows(nb::module_& m) {
           replaykit::join_pages(start, bytes);
         },
         nb::arg("address"), nb::arg("bytes"),
-        "Has the pages of a file in memory joined into large ones, where the system can.");
+        "Ask the kernel to join pages of a file in memory into large pages, if it can.");
   m.def("join_rows",
         [](std::int64_t left, std::int64_t left_stride, std::int64_t left_bytes,
            std::int64_t right, std::int64_t right_stride, std::int64_t right_bytes,
@@ -75,9 +75,9 @@ void replaykit::bind_rows(nb::module_& m) {
         },
         nb::arg("left"), nb::arg("left_stride"), nb::arg("left_bytes"), nb::arg("right"),
         nb::arg("right_stride"), nb::arg("right_bytes"), nb::arg("n"), nb::arg("to"),
-        "Puts rows of two places next to each other.");
+        "Concatenate the rows of two sources row by row.");
 
-  nb::class_<Table>(m, "Table", "Fields of the rows of a table, at addresses that do not move.")
+  nb::class_<Table>(m, "Table", "Fields of the rows of a table, at fixed addresses.")
       .def("__init__",
            [](Table* self, const List& bases, const List& strides, const List& sizes,
               std::int64_t rows) {
@@ -101,7 +101,7 @@ void replaykit::bind_rows(nb::module_& m) {
              unlocked(self, n, [&] { self.gather(at.data(), n, sides, threads); });
            },
            nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("strides"),
-           nb::arg("threads"), "Copies rows out; IndexError for one outside [0, limit).")
+           nb::arg("threads"), "Copy rows out. Raise IndexError if a row is outside [0, limit).")
       .def("gather_records",
            [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
               std::int64_t to, std::int64_t stride, int threads, bool mapped, bool cold) {
@@ -117,19 +117,19 @@ void replaykit::bind_rows(nb::module_& m) {
            },
            nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("stride"),
            nb::arg("threads"), nb::arg("mapped"), nb::arg("cold"),
-           "What gather and gather_mapped do, for a table of one field.")
+           "Do the same as `gather` or `gather_mapped` for a table of one field.")
       .def("gather_mapped",
            [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
               const List& to, const List& strides, int threads, bool cold) {
              const std::vector<Side> sides = as_sides(self, to, strides);
              const List at = checked_index(index, n, checked_limit(self, limit));
-             nb::gil_scoped_release release;  // a page may have to come from disk
+             nb::gil_scoped_release release;  // a page may have to be read from disk
              return self.gather_mapped(at.data(), n, sides, threads, cold);
            },
            nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("strides"),
            nb::arg("threads"), nb::arg("cold"),
-           "Copies rows of mapped files out, telling the kernel what it will need; returns whether "
-           "anything came from disk.")
+           "Copy rows of mapped files out, with hints to the kernel. Return whether anything was "
+           "read from disk.")
       .def("discounted",
            [](const Table& self, std::int64_t index, std::int64_t steps, std::int64_t n,
               std::int64_t lanes, double gamma, bool wide, std::int64_t out) {
@@ -151,7 +151,7 @@ void replaykit::bind_rows(nb::module_& m) {
            },
            nb::arg("index"), nb::arg("steps"), nb::arg("n"), nb::arg("lanes"), nb::arg("gamma"),
            nb::arg("wide"), nb::arg("out"),
-           "Discounted sums of one number a row over it and so many rows of its lane after it.")
+           "Write discounted sums over each row and the next steps[i] rows of its lane.")
       .def("frames",
            [](const Table& self, nb::handle element, nb::handle time, nb::handle begin,
               std::int64_t lowest, std::int64_t lanes, std::int64_t count, bool zero,
@@ -180,7 +180,7 @@ void replaykit::bind_rows(nb::module_& m) {
            },
            nb::arg("element"), nb::arg("time"), nb::arg("begin"), nb::arg("lowest"),
            nb::arg("lanes"), nb::arg("count"), nb::arg("zero"), nb::arg("to"), nb::arg("strides"),
-           nb::arg("threads"), "Copies rows and those of their lanes before them out, side by side.")
+           nb::arg("threads"), "Copy rows out, each with the rows before it in its lane.")
       .def("scatter",
            [](const Table& self, std::int64_t slots, std::int64_t n, const List& from,
               const List& strides, int threads) {
@@ -189,7 +189,7 @@ void replaykit::bind_rows(nb::module_& m) {
              unlocked(self, n, [&] { self.scatter(at.data(), n, sides, threads); });
            },
            nb::arg("slots"), nb::arg("n"), nb::arg("from_"), nb::arg("strides"),
-           nb::arg("threads"), "Copies rows in; of a slot named twice the last row stays.")
+           nb::arg("threads"), "Copy rows in. If a slot occurs twice, its last row stays.")
       .def("scatter_ring",
            [](const Table& self, std::int64_t first, std::int64_t n, const List& from,
               const List& strides, int threads) {
@@ -203,5 +203,5 @@ void replaykit::bind_rows(nb::module_& m) {
              unlocked(self, n, [&] { self.scatter_ring(first, n, sides, threads); });
            },
            nb::arg("first"), nb::arg("n"), nb::arg("from_"), nb::arg("strides"),
-           nb::arg("threads"), "Copies rows in, to slots that follow each other and go round.");
+           nb::arg("threads"), "Copy rows into consecutive slots, wrapping around.");
 }

@@ -1,6 +1,6 @@
-// The Python face of the segment trees: addresses and names, no algorithm. Python owns the memory
-// and has checked types, devices and lengths; what it does not look at, entry by entry, is checked
-// here before anything is written, and comes back as a code that Python makes a sentence of.
+// Python bindings of the segment trees. They forward addresses and names. Python owns the memory,
+// and has checked types, devices and lengths. The kernels check all entries before they write any
+// entry. They return a code, from which Python makes an error message.
 #include "bindings.h"
 
 #include <nanobind/ndarray.h>
@@ -24,7 +24,8 @@ namespace nb = nanobind;
 namespace replaykit {
 namespace {
 
-// Below this many entries the work is shorter than handing the interpreter lock over and back.
+// For up to this many entries, the work takes less time than releasing and taking the interpreter
+// lock.
 constexpr std::int64_t kReleaseAbove = 64;
 
 template <class Work>
@@ -48,7 +49,7 @@ Indices copied(std::uintptr_t index, std::int64_t n) {
 
 bool has_avx512() {
 #ifdef REPLAYKIT_AVX512
-  return __builtin_cpu_supports("avx512f");  // asks the operating system too
+  return __builtin_cpu_supports("avx512f");  // this also checks the operating system
 #else
   return false;
 #endif
@@ -69,7 +70,7 @@ const TreeKernels& kernels_of(const std::string& kernel, TreeKind kind, bool dou
   throw nb::value_error(("expected a kernel that this processor runs, got " + kernel).c_str());
 }
 
-// A view: it holds no memory, and its caller keeps the memory alive.
+// A view of a tree. It does not own the memory. The caller keeps the memory alive.
 class SegmentTree {
  public:
   SegmentTree(const std::string& kind, bool doubles, const std::string& kernel,
@@ -86,7 +87,7 @@ class SegmentTree {
              doubles ? DBL_MAX / static_cast<double>(capacity) : FLT_MAX};
   }
 
-  // Of the index a copy is used: what was checked is what is written to, whoever else has it.
+  // The updates copy the index, since other threads may write to it after the check.
   std::int64_t update(std::uintptr_t index, std::uintptr_t values, bool wide, std::int64_t n) {
     const Values from = {wide ? Values::kDoubles : Values::kFloats, at<void>(values), 0.0};
     const Indices own = copied(index, n);
@@ -117,7 +118,7 @@ class SegmentTree {
 
   double root() const { return kernels_.root(tree_); }
 
-  // kTaken, or the position of the first range that is none.
+  // Returns kTaken, or the position of the first invalid range.
   std::int64_t reduce(std::uintptr_t start, std::uintptr_t end, std::int64_t n,
                       std::uintptr_t out) const {
     const auto* from = at<const std::int64_t>(start);
@@ -138,7 +139,8 @@ class SegmentTree {
     return out;
   }
 
-  // kTaken, kEmpty, or the position of the first value that is NaN, negative or, if limited, above the sum.
+  // Returns kTaken, kEmpty, or the position of the first invalid value. A value is invalid if it is
+  // NaN, negative or, with `limited`, above the sum.
   std::int64_t find(std::uintptr_t x, std::int64_t n, bool limited, std::uintptr_t index,
                     std::uintptr_t weight) const {
     const double sum = root();
@@ -154,8 +156,9 @@ class SegmentTree {
     });
   }
 
-  // Uniform numbers in [0, 1) become weights in place; with strata the b-th lies in [b, b+1) / n.
-  // False without a positive weight, and then nothing is written.
+  // Draws leaves by uniform numbers in [0, 1), and overwrites these numbers with the drawn weights.
+  // With strata, draw b comes from the range [b, b+1) / n of the sum. If no weight is positive,
+  // returns false and writes nothing.
   bool draw(std::uintptr_t uniform, std::int64_t n, std::uintptr_t index, bool strata) const {
     const double sum = root();
     if (!(sum > 0)) return n == 0;
@@ -171,9 +174,9 @@ class SegmentTree {
     return true;
   }
 
-  // A prioritized draw in one go: what `draw` does, then weights (v / smallest) ** -beta, of the
-  // smallest positive leaf of `least` or, without it, of the batch; and, where asked for, how often
-  // each slot was written.
+  // Makes a whole prioritized draw. Calls `draw`, then writes the weights (v / smallest) ** -beta.
+  // `smallest` is the root of `least` or, without that tree, the smallest weight in the batch. If
+  // `generations` is not 0, also writes the generations of the slots.
   bool draw_weighted(std::uintptr_t uniform, std::int64_t n, std::uintptr_t index, bool strata,
                      const SegmentTree* least, double beta, std::uintptr_t weights, bool doubles,
                      std::uintptr_t generations, const Counters& counters) const {
@@ -200,16 +203,16 @@ class SegmentTree {
     return true;
   }
 
-  // A learner's update in one go, of a sum tree over (p + eps) ** alpha. Returns the largest priority;
-  // -1 where the entries cannot be taken as they are (see largest_of_plain) or a power is above
-  // `ceiling`: nothing has changed then, and nothing more is said.
+  // Makes a whole priority update of a learner, in a sum tree over (p + eps) ** alpha. Returns the
+  // largest priority. If the update is not plain (see largest_of_plain) or a power is above
+  // `ceiling`, returns -1 and changes nothing. The caller then finds the reason.
   template <typename Number>
   double set_priorities(SegmentTree* least, SegmentTree* most, Number* raw,
                         const std::int64_t* index, const Number* priority,
                         const std::int64_t* generation, std::int64_t n, std::int64_t limit,
                         const Counters& counters, double eps, double alpha, double ceiling) {
     if (limit > tree_.levels.capacity) return -1.0;
-    // Drawn slots have their weights in the cache; what else will be written is asked for now.
+    // The weights of drawn slots are in the cache; this prefetches the other arrays to be written.
     for (std::int64_t i = 0; i < n; ++i) {
       if (index[i] < 0 || index[i] >= limit) return -1.0;
       __builtin_prefetch(raw + index[i], 1, 2);
@@ -228,7 +231,7 @@ class SegmentTree {
     const Values of_sum = {Values::kDoubles, values.data(), 0.0};
     if (kernels_.update(tree_, index, of_sum, n) != kTaken) return -1.0;
     if (least != nullptr) {
-      // What the sum tree keeps as 0 does not count for the smallest.
+      // Weights that the sum tree stores as 0 do not count for the minimum.
       for (std::int64_t i = 0; i < n; ++i) {
         if (static_cast<Number>(values[i]) < std::numeric_limits<Number>::min()) {
           values[i] = std::numeric_limits<double>::infinity();
@@ -270,7 +273,7 @@ void bind_trees(nb::module_& m) {
     if (has_avx512()) names.append("avx512");
     names.append("portable");
     return names;
-  }, "Names of the kernels that this processor runs, the fastest first.");
+  }, "Return the names of the kernels for this processor, fastest first.");
 
   m.def("tree_levels", [](std::int64_t capacity) {
     const TreeLevels levels = levels_of(capacity);
@@ -280,7 +283,7 @@ void bind_trees(nb::module_& m) {
       offsets.append(levels.offset[l]);
     }
     return nb::make_tuple(levels.leaves, levels.entries, counts, offsets);
-  }, "Leaves with padding, entries of all levels, and count and offset of each level.");
+  }, "Return the padded leaves, all entries, and the count and offset of each level.");
 
   m.def("power",
         [](nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu> base, double exponent) {
@@ -288,9 +291,9 @@ void bind_trees(nb::module_& m) {
           double* x = base.data();
           unlocked(n, [&] { power_all(x, n, exponent); });
         },
-        nb::arg("base").noconvert(), nb::arg("exponent"), "Takes powers in place.");
+        nb::arg("base").noconvert(), nb::arg("exponent"), "Raise bases to the exponent, in place.");
 
-  nb::class_<SegmentTree>(m, "SegmentTree", "A view of an 8-ary segment tree in memory of others.")
+  nb::class_<SegmentTree>(m, "SegmentTree", "A view of an 8-ary segment tree in memory.")
       .def(nb::init<const std::string&, bool, const std::string&, std::uintptr_t, std::uintptr_t,
                     std::int64_t>(),
            nb::arg("kind"), nb::arg("doubles"), nb::arg("kernel"), nb::arg("leaves"),
@@ -345,7 +348,7 @@ void bind_trees(nb::module_& m) {
            nb::arg("alpha"), nb::arg("ceiling"));
 
   nb::class_<BinaryTree>(m, "BinaryTree",
-                         "A binary sum tree walked one by one: the yardstick of the benchmark.")
+                         "A binary sum tree with sequential queries, the baseline of a benchmark.")
       .def(nb::init<std::int64_t>(), nb::arg("capacity"))
       .def_prop_ro("capacity", &BinaryTree::capacity)
       .def("total", &BinaryTree::total)
@@ -353,12 +356,12 @@ void bind_trees(nb::module_& m) {
            [](BinaryTree& self, std::uintptr_t index, std::uintptr_t value, std::int64_t n) {
              unlocked(n, [&] { self.update(at<std::int64_t>(index), at<float>(value), n); });
            },
-           "From addresses of int64 and float32; indices are not checked.")
+           "Set leaves; the addresses hold int64 indices, which are not checked, and float32.")
       .def("find",
            [](const BinaryTree& self, std::uintptr_t x, std::int64_t n, std::uintptr_t index) {
              unlocked(n, [&] { self.find(at<double>(x), n, at<std::int64_t>(index)); });
            },
-           "From the address of float64 to that of int64.");
+           "Find leaves; `x` is the address of float64, and `index` of int64 results.");
 }
 
 }  // namespace replaykit

@@ -1,5 +1,6 @@
-// Elements of tables that have changed: taken for who keeps them elsewhere too, and logged for who
-// comes later. What `FollowedTable.changed` and `ChangeLog.note` do of few elements.
+// Functions for a few changed elements of tables. They read the elements for parts that hold a
+// copy, and log them for processes that follow later. `FollowedTable.changed` and `ChangeLog` use
+// them.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +9,8 @@
 
 namespace replaykit {
 
-// Writes the elements at rising positions below `length` as doubles; false where they do not rise,
-// or one is beyond it.
+// Writes the elements at rising positions below `length` as doubles. Returns false if the positions
+// do not rise, or if any is not below `length`.
 template <typename Number>
 bool take_rising(Numbers at, std::int64_t count, const Number* elements,
                  std::int64_t length, double* out) {
@@ -22,7 +23,8 @@ bool take_rising(Numbers at, std::int64_t count, const Number* elements,
   return true;
 }
 
-// Writes elements into a ring of `size` numbers, from number `first` on, with those of their table.
+// Writes positions into a ring of `size` numbers, beginning at number `first`. Each position is
+// combined with the bits that name its table.
 inline void log_elements(std::int64_t* ring, std::int64_t size, std::int64_t first,
                          Numbers at, std::int64_t count, std::int64_t table) {
   std::int64_t place = first % size;

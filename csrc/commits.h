@@ -1,8 +1,8 @@
-// A write of a few rows that counts all at once: what it overwrites is noted in a journal, then
-// numbers are stored that tell how much counts. The bytes are those of `replaykit/recovery`, whose
-// classes do the same at any size: `Journal.save_run`, `Home.set` and `States.commit`. What is written lies in
-// files that are mapped, so that it stays if the process is killed between two stores: their order
-// is what others rely on. The caller holds the lock of who writes.
+// Commits a write of a few rows as a whole. The old bytes are first written to a journal. Then
+// numbers are stored that determine how many rows count. `Journal.save_run`, `Home.set` and
+// `States.commit` of `replaykit/recovery` do the same for writes of any size, in the same format.
+// The memory belongs to mapped files, so it survives if the process is killed between two stores.
+// Recovery relies on the order of the stores. The caller holds the lock of the writer.
 #pragma once
 
 #include <atomic>
@@ -23,14 +23,15 @@ class Commits {
     std::uint8_t* base;
     std::int64_t size;
   };
-  // Rows that are noted, under the number by which the journal names them.
+  // Rows that can be journaled. `number` names them in the journal.
   struct Rows {
     std::int64_t number;
     const std::uint8_t* base;
     std::int64_t rows, width;
   };
 
-  // `even` and `odd`: where the states of these numbers lie. Addresses are multiples of 8.
+  // `even` and `odd` are the memory of the states with even and odd numbers. All addresses must be
+  // multiples of 8.
   Commits(Bytes journal, Bytes even, Bytes odd, std::vector<Rows> rows)
       : journal_(journal), states_{even, odd}, rows_(std::move(rows)) {
     if (journal.size < kJournalHead) throw std::invalid_argument("expected a journal of 64 bytes");
@@ -42,18 +43,18 @@ class Commits {
     }
   }
 
-  // Number of the latest state, 0 for none.
+  // Returns the number of the latest state, or 0 without a state.
   std::int64_t latest() const {
     const std::int64_t even = state(0)[kNumber], odd = state(1)[kNumber];
     return even > odd ? even : odd;
   }
 
-  // How many bytes were noted for the state of that number.
+  // Returns how many bytes were journaled for the state with the given number.
   std::int64_t used(std::int64_t number) const {
     return journal()[kOwner] == number ? journal()[kUsed] : 0;
   }
 
-  // How many bytes the rows from `first` to `until` are. Throws where there are no such rows.
+  // Returns the size in bytes of the rows from `first` to `until`. Throws if no such rows exist.
   std::int64_t size(std::int64_t first, std::int64_t until) const {
     if (first < 0 || until <= first) throw std::out_of_range(kNoRows);
     for (const Rows& of : rows_) {
@@ -64,9 +65,9 @@ class Commits {
     return bytes;
   }
 
-  // Notes the rows from `first` to `until` for the state that comes next. False, and nothing has
-  // changed: the journal is too short.
-  bool note(std::int64_t first, std::int64_t until) {
+  // Journals the rows from `first` to `until` for the next state. If the journal is too short,
+  // returns false and changes nothing.
+  bool journal(std::int64_t first, std::int64_t until) {
     size(first, until);
     const std::int64_t number = latest() + 1, before = used(number);
     if (before < 0 || before > journal_.size - kJournalHead) return false;
@@ -88,8 +89,8 @@ class Commits {
     return true;
   }
 
-  // Notes elements of a table of 8 bytes each, then stores others in their place. False, and nothing
-  // has changed: the journal is too short, or the table.
+  // Journals elements of a table, 8 bytes each, then overwrites them. If the journal or the table
+  // is too short, returns false and changes nothing.
   bool put(std::int64_t table, std::int64_t* cells, std::int64_t length, Numbers at, Numbers values,
            std::int64_t count) {
     const std::int64_t number = latest() + 1, before = used(number);
@@ -115,8 +116,8 @@ class Commits {
     return true;
   }
 
-  // Has numbers be the state from now on, and `more` behind them; returns its number. 0, and
-  // nothing has changed: there is too little room.
+  // Makes `numbers`, followed by `more`, the latest state, and returns the number of that state. If
+  // the numbers do not fit, returns 0 and changes nothing.
   std::int64_t commit(const std::int64_t* numbers, std::int64_t count, const std::int64_t* more,
                       std::int64_t more_count) {
     const std::int64_t number = latest() + 1, all = count + more_count;
@@ -125,7 +126,7 @@ class Commits {
     std::int64_t* to = state(number % 2);
     store(to[kNumber], 0);
     std::int64_t* values = to + kStateHead;
-    // What has no entries may have no address.
+    // An empty array may have no address.
     if (count) std::memcpy(values, numbers, static_cast<std::size_t>(8 * count));
     if (more_count) std::memcpy(values + count, more, static_cast<std::size_t>(8 * more_count));
     to[kCount] = all;
@@ -144,14 +145,15 @@ class Commits {
 
   static std::int64_t padded(std::int64_t bytes) { return (bytes + 7) & ~std::int64_t{7}; }
 
-  // Nothing that is stored before it is stored after it, and the other way round.
+  // Stores a number. The compiler moves no other store across this store, in either direction.
   static void store(std::int64_t& to, std::int64_t number) {
     std::atomic_signal_fence(std::memory_order_seq_cst);
     __atomic_store_n(&to, number, __ATOMIC_RELEASE);
     std::atomic_signal_fence(std::memory_order_seq_cst);
   }
 
-  // In this order: what was noted for another state never counts for this one.
+  // Starts the journal of a state. The order of the stores ensures that entries of another state
+  // never count for this state.
   void own(std::int64_t number) {
     std::int64_t* head = journal();
     if (head[kOwner] == number) return;

@@ -1,4 +1,5 @@
-// How many windows an episode has: replaykit/episodes/episode_laws.py, which says what the numbers mean.
+// The rule that counts the windows of an episode. replaykit/episodes/episode_laws.py defines the
+// parameters.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +7,8 @@
 
 namespace replaykit {
 
-// What is counted: windows; episodes that have one; their stored rows.
+// The unit of a count: windows, episodes with at least one window, or the stored rows of these
+// episodes.
 enum Counted : int { kWindows = 0, kEpisodes = 1, kRows = 2 };
 
 struct CountLaw {
@@ -20,12 +22,12 @@ struct CountLaw {
            intact == other.intact && kind == other.kind;
   }
 
-  // Whether all rows that windows may use are windows, each by itself.
+  // Returns whether every usable row is a window by itself.
   bool single() const { return kind == kWindows && least <= 1 && add == 0; }
 
   std::int64_t skipped(bool reset) const { return reset ? 0 : past; }
 
-  // Rows of `stored` ones that windows may use.
+  // Returns the number of the `stored` rows that windows may use.
   std::int64_t usable(std::int64_t stored, bool reset, bool open) const {
     return stored - skipped(reset) - (open ? open_future : 0);
   }
@@ -37,7 +39,7 @@ struct CountLaw {
     return rows >= least ? std::max<std::int64_t>(0, rows + add) : below;
   }
 
-  // What sums are made of.
+  // Returns the count of one episode in the unit of this rule.
   std::int64_t mass(std::int64_t stored, bool reset, bool open) const {
     const std::int64_t count = windows(stored, reset, open);
     if (kind == kWindows) return count;

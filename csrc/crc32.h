@@ -1,7 +1,7 @@
-// CRC-32 as zlib has it, by carry-less multiplication: several times faster than by tables.
+// The CRC-32 of zlib by carry-less multiplication, several times faster than by tables.
 //
-// The folding of "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction"
-// (Gopal et al., 2009), for the reflected polynomial 0xEDB88320.
+// Uses the folding method of "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
+// Instruction" (Gopal et al., 2009), for the reflected polynomial 0xEDB88320.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace replaykit {
 
-// Continues a checksum over bytes: a multiple of 16 of them, at least 64. On processors with
-// PCLMULQDQ and SSE 4.1 only.
+// Continues a checksum. The number of bytes is a multiple of 16, and at least 64. Requires a
+// processor with PCLMULQDQ and SSE 4.1.
 std::uint32_t crc32_folded(const unsigned char* data, std::size_t bytes, std::uint32_t start);
 
 }  // namespace replaykit

@@ -1,4 +1,5 @@
-// Compiled for processors with PCLMULQDQ and SSE 4.1; nothing that others share may be in here.
+// This file is compiled for processors with PCLMULQDQ and SSE 4.1. It must not define anything that
+// other files share.
 #include <smmintrin.h>
 #include <wmmintrin.h>
 
@@ -6,8 +7,9 @@
 
 namespace {
 
-// x to the power of 4 * 128 + 32 and 4 * 128 - 32, of 128 + 32 and 128 - 32, and of 64, modulo the
-// polynomial, bits reversed; the polynomial itself and its inverse for Barrett's reduction.
+// Powers of x modulo the polynomial, with reversed bits. The exponents are 4 * 128 + 32 and
+// 4 * 128 - 32 in kFoldFour, 128 + 32 and 128 - 32 in kFoldOne, and 64 in kFoldHalf. kReduce has
+// the polynomial and its inverse, for Barrett's reduction.
 constexpr std::uint64_t kFoldFour[] = {0x0154442bd4, 0x01c6e41596};
 constexpr std::uint64_t kFoldOne[] = {0x01751997d0, 0x00ccaa009e};
 constexpr std::uint64_t kFoldHalf[] = {0x0163cd6124, 0};
@@ -38,7 +40,7 @@ std::uint32_t replaykit::crc32_folded(const unsigned char* data, std::size_t byt
   a = fold(fold(fold(a, one, b), one, c), one, d);
   for (; bytes >= 16; data += 16, bytes -= 16) a = fold(a, one, load(data));
 
-  // 128 bits to 64, to 32 and what is left of the polynomial.
+  // Folds 128 bits to 64, then to 32, and reduces them modulo the polynomial.
   const __m128i words = _mm_setr_epi32(~0, 0, ~0, 0);
   a = _mm_xor_si128(_mm_srli_si128(a, 8), _mm_clmulepi64_si128(a, one, 0x10));
   const __m128i upper = _mm_srli_si128(a, 4);

@@ -1,6 +1,7 @@
-// CRC-32 as zlib has it, of a few hundred bytes: eight at a time by tables.
+// The CRC-32 of zlib by tables, for a few hundred bytes.
 //
-// "Slicing-by-8" (Kounavis and Berry, 2005), for the reflected polynomial 0xEDB88320.
+// Uses "Slicing-by-8" (Kounavis and Berry, 2005), which handles eight bytes per step, for the
+// reflected polynomial 0xEDB88320.
 #pragma once
 
 #include <array>
@@ -33,7 +34,7 @@ constexpr CrcTables kCrcTables = crc_tables();
 
 }  // namespace detail
 
-// Continues a checksum over numbers, each as its eight bytes, the lowest first.
+// Continues a checksum over numbers of eight bytes, lowest byte first.
 inline std::uint32_t crc32_of(const std::int64_t* numbers, std::size_t count, std::uint32_t start) {
   const detail::CrcTables& of = detail::kCrcTables;
   std::uint32_t sum = ~start;

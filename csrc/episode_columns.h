@@ -1,5 +1,5 @@
-// What stored columns say of where episodes end: replaykit/episodes/boundaries.py, which has the same in
-// torch. The caller has checked that the memory behind every address is there.
+// Finds the boundaries of episodes in stored columns. replaykit/episodes/boundaries.py does the
+// same in torch. The caller has checked the memory at every address.
 #pragma once
 
 #include <algorithm>
@@ -12,15 +12,16 @@
 
 namespace replaykit {
 
-// Cells (row by row, in a row lane by lane) at base + cell * stride.
+// A column of flags. The flag of a cell is at base + cell * stride. Cells are ordered by row, then
+// by lane.
 struct FlagColumn {
   enum Role : int { kTruncated = 0, kDone = 1, kTerminal = 2, kInit = 3 };
   const char* base;
   std::int64_t stride;
-  std::int64_t values;  // of a cell; any that is not zero sets it
+  std::int64_t values;  // per cell; the flag is set if any value is not zero
   int bytes;            // of a value: 1, 2, 4 or 8
-  bool sign;            // whether the highest bit alone makes no difference, as of floats
-  int role;             // in the order in which they have a say
+  bool sign;            // true if the highest bit is a sign, which is ignored
+  int role;             // columns are sorted by their roles
 };
 
 struct IdColumn {
@@ -42,9 +43,10 @@ class EpisodeColumns {
   bool has_ids() const { return !ids_.empty(); }
   std::int64_t id_bytes() const { return id_bytes_; }
 
-  // Codes of n cells; those of the first `followed` ones, whose next row is in the columns too, with
-  // the ends that ids make. Columns of a row often lie side by side: all of them read a few rows at
-  // a time.
+  // Writes the codes of n cells. For the first `followed` cells, the columns also contain the next
+  // row. So the codes of these cells include ends by a change of id. The function reads a few rows
+  // of all columns, then the next few rows, since the columns of a row are often adjacent in
+  // memory.
   void codes(std::int64_t cell, std::int64_t n, std::int64_t followed, std::uint8_t* out) const {
     for (std::int64_t done = 0; done < n; done += kCells) {
       const std::int64_t m = std::min(kCells, n - done);
@@ -53,7 +55,7 @@ class EpisodeColumns {
     }
   }
 
-  // The ids of a cell, one after the other.
+  // Returns whether a cell has the given ids, concatenated in the order of the columns.
   bool same_ids(std::int64_t cell, const std::uint8_t* ids) const {
     for (const IdColumn& column : ids_) {
       if (differ(column.base + cell * column.stride, ids, column.bytes)) return false;
@@ -85,7 +87,7 @@ class EpisodeColumns {
     }
   }
 
-  // Ends what goes on at cells whose ids differ from those of the next row's cell.
+  // Marks an end at each open cell whose ids differ from the ids in the next row.
   void switches(std::int64_t cell, std::int64_t n, std::uint8_t* codes) const {
     for (const IdColumn& column : ids_) {
       const std::int64_t next = column.stride * lanes_;
@@ -151,7 +153,7 @@ class EpisodeColumns {
   std::int64_t slots_, lanes_, id_bytes_ = 0;
 };
 
-// The ids of the newest row of every lane, to compare the next one with.
+// The ids in the newest row of every lane. The next row is compared with them.
 class LastIds {
  public:
   bool known() const { return known_; }
@@ -162,7 +164,8 @@ class LastIds {
     known_ = true;
   }
 
-  // Notes rows [first, until) of the columns. What is known has as many bytes as the columns' ids.
+  // Appends rows [first, until) of the columns. If ids are known, they have the same size as in the
+  // columns.
   void append(Episodes& episodes, const EpisodeColumns& columns, std::int64_t first,
               std::int64_t until) {
     if (first == until) return;
@@ -181,7 +184,7 @@ class LastIds {
     }
     for (std::int64_t row = first; row < until; row += piece) {
       const std::int64_t rows = std::min(piece, until - row);
-      // The last row of all has none after it yet.
+      // No row follows the last row yet.
       const std::int64_t followed = std::min(rows, until - 1 - row);
       columns.codes(row * lanes, rows * lanes, followed * lanes, codes.data());
       episodes.append_piece(codes.data(), rows);
@@ -194,8 +197,9 @@ class LastIds {
     }
   }
 
-  // The same where streams end after n of the rows although no column says so: after which, rising,
-  // and for each of them its lanes' codes, as for `Episodes::close_each`.
+  // Does the same as `append` for streams that have cuts after n of the rows. No column shows a
+  // cut. `after` has these rows in rising order. `ends` has a code for each lane of these rows, as
+  // in `Episodes::close_each`.
   void append_ending(Episodes& episodes, const EpisodeColumns& columns, std::int64_t first,
                      std::int64_t until, Numbers after, const std::uint8_t* ends, std::int64_t n) {
     for (std::int64_t i = 0; i < n; ++i, ends += columns.lanes()) {

@@ -1,6 +1,7 @@
-// How many windows a law counts in all episodes, and in which one a number of them lies. Kept up
-// with an `Episodes`: what was asked before costs O(new episodes + lanes) after a write, and a
-// search O(log episodes). No Python, no global state.
+// Sums of the windows that a counting rule finds in all episodes, and a search for the episode of a
+// given window. The sums follow the changes of an `Episodes` object. After a write, an update for a
+// known rule costs O(new episodes + lanes). A search costs O(log episodes). No Python, no global
+// state.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +14,10 @@
 
 namespace replaykit {
 
-// Sums are kept before every group of episodes only: half a byte an episode, so that the search
-// stays in the cache; inside a group episodes are counted again. Episodes that lost their first
-// rows and open ones are counted anew after every write, for their counts change.
+// Stores one sum per group of episodes. This needs only half a byte per episode, so that the search
+// stays in the cache. Inside a group, a search counts the windows of each episode again. Open
+// episodes and episodes without their heads are counted again after every write, since their counts
+// change.
 class EpisodeSums {
  public:
   EpisodeSums(const CountLaw& law, std::int64_t lanes, std::int64_t slots) : law_(law) {
@@ -28,7 +30,7 @@ class EpisodeSums {
   std::int64_t used() const { return used_; }
   void use(std::int64_t when) { used_ = when; }
 
-  // About how many steps `refresh` will take.
+  // Returns the approximate number of steps that the next `refresh` needs.
   std::int64_t behind(const Episodes& of) const {
     return of.version() == version_ ? 0 : of.ended() - ended_ + of.lanes();
   }
@@ -61,20 +63,21 @@ class EpisodeSums {
     }
   }
 
-  // What `RingEpisodes.find` says of n numbers, in five columns of n; the first one that is not in
-  // [0, total()), or n. Up to date.
+  // Writes the results of `RingEpisodes.find` for n numbers, as five columns of length n. Returns
+  // the position of the first number that is not in [0, total()), or n. The sums must be up to
+  // date.
   std::int64_t find(const Episodes& of, Numbers number, std::int64_t n, std::int64_t* out) const {
     std::int64_t* const columns[] = {out, out + n, out + 2 * n, out + 3 * n, out + 4 * n};
     Search searches[kBatch];
     for (std::int64_t from = 0; from < n; from += kBatch) {
       const std::int64_t m = std::min(kBatch, n - from);
-      std::int64_t open = 0;  // searches that go on in a log
+      std::int64_t open = 0;  // searches that continue in a log
       for (std::int64_t i = 0; i < m; ++i) {
         const std::int64_t given = number[from + i];
         if (given < 0 || given >= total()) return from + i;
         if (start(of, given, from + i, columns, searches[open])) ++open;
       }
-      // In step, so that reads which miss the cache are under way together.
+      // All searches advance together, so that their cache misses overlap.
       for (bool more = true; more;) {
         more = false;
         for (std::int64_t i = 0; i < open; ++i) more |= narrow(searches[i]);
@@ -93,7 +96,8 @@ class EpisodeSums {
     return n;
   }
 
-  // Elements of single rows by their numbers; the first one that is not in [0, total()), or n.
+  // Writes the elements of single rows, given by number. Returns the position of the first number
+  // that is not in [0, total()), or n.
   std::int64_t pick(const Episodes& of, Numbers number, std::int64_t n, std::int64_t* out) const {
     const std::int64_t slots = of.slots(), lanes = of.lanes();
     if (front_ >= 0) {
@@ -113,9 +117,9 @@ class EpisodeSums {
     return wrong;
   }
 
-  // Elements of windows of `length` rows by number, one window after another, and at each the place
-  // of its window among the numbers. Returns the place of the first number that is none, or whose
-  // window has fewer rows; else n.
+  // Writes the elements of windows of `length` rows, given by number, one window after another. For
+  // each element, also writes the position of its window among the numbers. Returns the position of
+  // the first number that is out of range or has a shorter window, or n.
   std::int64_t slices(const Episodes& of, Numbers number, std::int64_t n, std::int64_t length,
                       std::int64_t* element, std::int64_t* window) const {
     const std::int64_t slots = of.slots(), lanes = of.lanes();
@@ -138,8 +142,9 @@ class EpisodeSums {
  private:
   static constexpr std::int64_t kBatch = 16;
 
-  // Where the rows that a law of single rows counts follow each other in the only lane: how many
-  // stored ones lie before them. Else -1. It is so where no episode but the oldest lacks rows.
+  // For a rule of single rows and a single lane, returns the number of stored rows before the first
+  // counted row. Returns -1 for other rules or lanes, or if the counted rows are not contiguous.
+  // They are contiguous if only the oldest and the newest rows do not count.
   std::int64_t missing_in_front(const Episodes& of) const {
     if (lanes_.size() != 1 || !law_.single()) return -1;
     const LaneSums& own = lanes_.front();
@@ -157,11 +162,11 @@ class EpisodeSums {
   struct LaneSums {
     explicit LaneSums(std::int64_t slots) : sums(slots / Episodes::kGroup + 4) {}
 
-    NumberedRing sums;           // of all entries before each group
-    std::int64_t upto = 0;       // entries that are summed
+    NumberedRing sums;           // the sum of all entries before each group
+    std::int64_t upto = 0;       // end of the summed entries
     std::int64_t total = 0;      // their sum
-    std::int64_t from = -1;      // the first entry that is counted here
-    std::int64_t before = 0;     // sum of those before it
+    std::int64_t from = -1;      // the first entry that counts
+    std::int64_t before = 0;     // sum of the entries before it
     std::int64_t headless = 0, regular = 0, open = 0;
   };
 
@@ -180,7 +185,7 @@ class EpisodeSums {
     constexpr std::int64_t group = Episodes::kGroup;
     const std::int64_t from = lane.first + lane.headless_ended(), until = lane.log.end();
     const std::int64_t start = from / group * group;
-    if (own.upto < start) {  // nobody asked for so long that what was not summed is gone
+    if (own.upto < start) {  // entries were dropped before they were added
       own.sums.restart(start / group);
       own.upto = start;
       own.total = 0;
@@ -215,7 +220,7 @@ class EpisodeSums {
     return lane.open >= of.lo() && lane.open_head == kReset;
   }
 
-  // Writes what is found of a number, or says that it is to be searched for.
+  // Writes the results for a number, or returns true if the number requires a search in the log.
   bool start(const Episodes& of, std::int64_t given, std::int64_t position,
              std::int64_t* const* columns, Search& search) const {
     std::size_t at = 0;
@@ -247,7 +252,7 @@ class EpisodeSums {
     return true;
   }
 
-  // One step towards the last sum that is not above the target; false: this is it.
+  // Takes one step towards the last sum that is not above the target. Returns false at the end.
   static bool narrow(Search& search) {
     const std::int64_t half = search.length >> 1;
     search.base += search.base[half] <= search.target ? half : 0;
@@ -259,7 +264,7 @@ class EpisodeSums {
     const Episodes::Lane& lane = of.lane(search.lane);
     std::int64_t rest = search.target - *search.base, entry = search.entry;
     if (entry > 0 && lane.log.in_one_piece(entry - 1, Episodes::kGroup + 1)) {
-      // The same in fewer steps.
+      // As below, with fewer steps.
       const std::int64_t* log = lane.log.address(entry - 1);
       for (std::int64_t begin = *log >> 2;; ++entry) {
         const std::int64_t end = *++log >> 2;
@@ -295,12 +300,12 @@ class EpisodeSums {
 
   CountLaw law_;
   std::vector<LaneSums> lanes_;
-  std::vector<std::int64_t> ends_;  // of the lanes' numbers
+  std::vector<std::int64_t> ends_;  // the end of each lane's numbers
   std::int64_t version_ = -1, ended_ = 0, used_ = 0;
   std::int64_t front_ = -1;  // see `missing_in_front`
 };
 
-// The sums of the laws in use; those not used for longest make room.
+// The sums of the rules in use. A new rule replaces the least recently used rule.
 class EpisodeLaws {
  public:
   EpisodeSums& of(const Episodes& episodes, const CountLaw& law) {

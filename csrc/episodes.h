@@ -1,6 +1,6 @@
-// Where episodes begin and end among the rows of a ring, one stream a lane. Results are those of
-// replaykit/episodes/ring.py, which says what links, codes and heads mean. No Python, no torch, no
-// global state; arguments have been checked where nothing else is said.
+// Boundaries of episodes among the rows of a ring, with one stream per lane. The results equal
+// those of replaykit/episodes/ring.py, which defines links, codes and heads. No Python, no torch,
+// no global state. Unless a comment says otherwise, the caller has checked all arguments.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +24,8 @@ constexpr std::uint8_t kNotInit = 0x20;
 constexpr std::uint8_t kSwitched = 3, kSevered = 4, kRestored = 5;
 enum Head : std::uint8_t { kReset = 1, kCut = 2, kEvicted = 3 };
 
-// Links, 8 bytes a row, in memory that grows with the places in use. What lies beyond them is not
-// touched, and so takes no memory either.
+// The links of rows, 8 bytes per row. The memory grows with the number of rows in use. Memory
+// beyond these rows is never touched, so the system provides no pages for it.
 class Links {
  public:
   Links() = default;
@@ -37,7 +37,8 @@ class Links {
   const std::int64_t* data() const { return data_; }
   std::int64_t bytes() const { return 8 * used_; }
 
-  // Makes room for `need` links of `most`. Of large memory realloc moves no bytes on Linux.
+  // Makes room for `need` links, but never for more than `most`. On Linux, realloc does not copy
+  // large blocks.
   void reserve(std::int64_t need, std::int64_t most) {
     if (need > capacity_) {
       const std::int64_t grown = std::min(most, std::max({need, 2 * capacity_, kFirst}));
@@ -58,17 +59,17 @@ class Links {
 
 class Episodes {
  public:
-  // Sums are kept of so many episodes at a time; the log keeps them together.
+  // The number of episodes per sum. The log drops its oldest entries in whole groups of this size.
   static constexpr std::int64_t kGroup = 16;
 
-  // Of one stream. Its episodes that have ended are logged in the order of time, as
-  // `last * 4 + head`; each begins right after the one before. Entry 0 stands for what came before.
+  // The episodes of one stream. Ended episodes are logged in time order as `last * 4 + head`. Each
+  // episode begins right after the previous one. Entry 0 is the end of all rows before the start.
   struct Lane {
     explicit Lane(std::int64_t slots) : log(slots + 2 * kGroup + 2) {}
 
-    std::int64_t open = -1;        // begin of the episode that may go on, or -1
-    std::int64_t head_begin = -1;  // of the oldest row's episode, if it lies before lo
-    std::int64_t head_last = 0;    // its last row, when it has ended
+    std::int64_t open = -1;        // begin of the open episode, or -1
+    std::int64_t head_begin = -1;  // begin of the oldest row's episode if before lo, or -1
+    std::int64_t head_last = 0;    // last row of that episode, if it has ended
     std::int64_t first = 1;        // entry of the oldest ended episode with a stored row
     std::uint8_t open_head = kReset, next_head = kReset;
     NumberedRing log;
@@ -78,7 +79,8 @@ class Episodes {
     bool headless_ended() const { return head_begin >= 0 && head_begin != open; }
   };
 
-  // `begin` and `head` as for RingEpisodes; null: every lane starts with a reset.
+  // `begin` and `head` have the same meaning as in RingEpisodes. If they are null, every lane
+  // starts with a reset.
   Episodes(std::int64_t slots, std::int64_t lanes, std::int64_t start, const std::int64_t* begin,
            const std::int64_t* head)
       : slots_(slots), lo_(start), hi_(start), turn_(start - start % slots) {
@@ -99,7 +101,7 @@ class Episodes {
   std::int64_t lo() const { return lo_; }
   std::int64_t hi() const { return hi_; }
   std::int64_t version() const { return version_; }
-  // Grows by one with every episode that ends.
+  // Returns how many episodes have ended so far.
   std::int64_t ended() const { return ended_; }
   const Lane& lane(std::int64_t at) const { return lanes_[static_cast<std::size_t>(at)]; }
   bool is_open(const Lane& lane) const { return lane.open >= 0 && hi_ > lo_; }
@@ -112,7 +114,7 @@ class Episodes {
 
   // -- writing ------------------------------------------------------------------------------------
 
-  // Rows that one call of `append_piece` may bring.
+  // Returns the maximum number of rows for one call of `append_piece`.
   std::int64_t piece() const {
     return std::min(slots_, std::max<std::int64_t>(1, kPiece / lanes()));
   }
@@ -124,7 +126,7 @@ class Episodes {
     links_.reserve(places * lanes(), slots_ * lanes());
   }
 
-  // Notes n rows [n, lanes]. Cost: O(n * lanes).
+  // Appends n rows with codes [n, lanes]. Cost: O(n * lanes).
   void append(const std::uint8_t* codes, std::int64_t n) {
     if (n == 0) return;
     reserve(n);
@@ -135,7 +137,7 @@ class Episodes {
     }
   }
 
-  // Up to `piece()` rows, for whose links there is room.
+  // Appends up to `piece()` rows. The caller has reserved room for their links.
   void append_piece(const std::uint8_t* codes, std::int64_t n) {
     const std::int64_t width = lanes();
     evict(hi_ + n - slots_);
@@ -169,7 +171,8 @@ class Episodes {
     close_where([&](std::int64_t at) { return chosen[at] != 0; }, code);
   }
 
-  // The same with a code for each lane, kSevered or kRestored; 0: it goes on. Whether none does.
+  // Does the same as `close` with a code for each lane: kSevered, kRestored, or 0 to leave the
+  // episode open. Returns whether no code is 0.
   bool close_each(const std::uint8_t* codes) {
     for (const std::uint8_t code : {kSevered, kRestored}) {
       if (std::find(codes, codes + lanes(), code) == codes + lanes()) continue;
@@ -178,7 +181,8 @@ class Episodes {
     return std::find(codes, codes + lanes(), 0) == codes + lanes();
   }
 
-  // The same for one lane, without a mark that it was severed; there are rows.
+  // Does the same as `close` for one lane, without an entry in `severed`. At least one row must be
+  // stored.
   void close_lane(std::int64_t at, std::int64_t code) {
     Lane& lane = lanes_[static_cast<std::size_t>(at)];
     if (lane.open < 0) return;
@@ -188,7 +192,7 @@ class Episodes {
     ++version_;
   }
 
-  // Time and lane of what was severed from what follows.
+  // Returns the time and lane of each stored row that a cut separates from the next row.
   const std::deque<std::pair<std::int64_t, std::int64_t>>& severed() {
     forget_severed();
     return severed_;
@@ -196,16 +200,18 @@ class Episodes {
 
   // -- rows ---------------------------------------------------------------------------------------
 
-  // Time and lane of the rows in n elements; the first one that is none of the ring's, or n.
+  // Writes the time and lane of the rows at n elements. Returns the position of the first element
+  // that is outside the ring, or n.
   std::int64_t place(Numbers element, std::int64_t n, std::int64_t* time,
                      std::int64_t* lane) const {
     const std::int64_t newest = hi_ - 1;
     const auto width = static_cast<std::int64_t>(lanes_.size());
-    const std::int64_t seam = newest % slots_;  // -1 without rows: nothing is stored then anyway
+    const std::int64_t seam = newest % slots_;  // -1 without rows, when no row is stored
     for (std::int64_t i = 0; i < n; ++i) {
       const std::int64_t slot = width == 1 ? element[i] : element[i] / width;
       if (element[i] < 0 || slot >= slots_) return i;
-      // Its links are looked up next. Of slots that were never in use there are none: a hint.
+      // Prefetches the links, which a lookup reads next. A slot that was never in use has no link,
+      // but a prefetch is only a hint.
       const auto links = reinterpret_cast<std::uintptr_t>(links_.data());
       const auto own = links + 8 * static_cast<std::uintptr_t>(element[i]);
       __builtin_prefetch(reinterpret_cast<const char*>(own));
@@ -216,10 +222,11 @@ class Episodes {
     return n;
   }
 
-  // What `RingEpisodes.lookup` says of n rows; the first one that is not stored, or n.
+  // Writes the results of `RingEpisodes.lookup` for n rows. Returns the position of the first row
+  // that is not stored, or n.
   std::int64_t lookup(Numbers time, Numbers lane, std::int64_t n, std::int64_t* begin,
                       std::int64_t* last, std::int64_t* code, std::int64_t* head) const {
-    // Three reads that depend on each other: those of a batch are under way together.
+    // Each row needs three dependent reads. The reads of different rows overlap.
     std::int64_t own[kBatch], at[kBatch];
     for (std::int64_t from = 0; from < n; from += kBatch) {
       const std::int64_t m = std::min(kBatch, n - from);
@@ -252,7 +259,7 @@ class Episodes {
     return n;
   }
 
-  // What was noted of n rows; the first one that is not stored, or n.
+  // Writes the codes of n rows. Returns the position of the first row that is not stored, or n.
   std::int64_t codes(Numbers time, Numbers lane, std::int64_t n, std::int64_t* code) const {
     for (std::int64_t i = 0; i < n; ++i) {
       const std::int64_t own = time[i], at = lane[i];
@@ -270,7 +277,7 @@ class Episodes {
     return sum;
   }
 
-  // Calls use(lane, begin, last, head) for every stored episode: by lane, in the order of time.
+  // Calls use(lane, begin, last, head) for every stored episode, lane by lane and in time order.
   template <typename Use>
   void each(const Use& use) const {
     for (std::int64_t at = 0; at < lanes(); ++at) {
@@ -288,7 +295,7 @@ class Episodes {
     }
   }
 
-  // The six columns of `RingEpisodes.table`, `count()` entries each. Cost: O(episodes).
+  // Writes the six columns of `RingEpisodes.table`, with `count()` entries each. Cost: O(episodes).
   void table(std::int64_t* out) const {
     const std::int64_t n = count();
     std::int64_t i = 0;
@@ -300,7 +307,7 @@ class Episodes {
     });
   }
 
-  // Rows of the longest stored part. Cost: O(episodes).
+  // Returns the number of stored rows of the longest episode. Cost: O(episodes).
   std::int64_t longest() const {
     std::int64_t most = 0;
     each([&](std::int64_t, std::int64_t begin, std::int64_t last, Head) {
@@ -310,7 +317,7 @@ class Episodes {
   }
 
  private:
-  // Cells that are noted in one go: their codes stay in the first level of the cache.
+  // The number of cells that one piece appends. Their codes fit into the first level of the cache.
   static constexpr std::int64_t kPiece = 8192;
   static constexpr std::int64_t kBatch = 128;
 
@@ -318,7 +325,7 @@ class Episodes {
     return time >= lo_ && time < hi_ && at >= 0 && at < lanes();
   }
 
-  // Where the links of lo_ <= time < lo_ + slots_ lie; no division.
+  // Returns the slot of a time in [lo_, lo_ + slots_) without a division.
   std::int64_t place(std::int64_t time) const {
     const std::int64_t at = time - turn_;
     return at < slots_ ? at : at - slots_;
@@ -362,13 +369,14 @@ class Episodes {
     ++ended_;
   }
 
-  // Gives up the rows before `lo`. Of an episode that goes on behind it the lane keeps what its
-  // first row knew. Cost: O(lanes + episodes that are gone).
+  // Drops the rows before `lo`. If an episode continues after `lo`, the lane keeps its begin and
+  // last row, since the link of the episode's first row is dropped. Cost: O(lanes + dropped
+  // episodes).
   void evict(std::int64_t lo) {
     if (lo <= lo_) return;
     for (std::int64_t at = 0; at < lanes(); ++at) {
       Lane& lane = lanes_[static_cast<std::size_t>(at)];
-      std::int64_t begin = lane.open, last = lane.head_last;  // of an open one it is not asked for
+      std::int64_t begin = lane.open, last = lane.head_last;  // `last` is unused if it is open
       if (lo < hi_) {
         begin = std::min(lo, row_of(lo)[at] >> kLinkShift);
         if (begin >= lo_) last = row_of(begin)[at] >> kLinkShift;
@@ -376,7 +384,7 @@ class Episodes {
       lane.head_begin = begin < lo ? begin : -1;
       lane.head_last = last;
       while (lane.first < lane.log.end() && lane.last(lane.first) < lo) ++lane.first;
-      // With its group, and the entry before that.
+      // The log keeps the whole group of the first entry, and the entry before that group.
       lane.log.drop_until(lane.first / kGroup * kGroup - 1);
     }
     lo_ = lo;

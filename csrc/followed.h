@@ -1,6 +1,7 @@
-// Rows of which some leaves are those of the row behind, or lie beside: reads that follow, and writes
-// at the cursor. The caller has checked that the memory behind every address is there, and that what
-// is written does not lie in the table; positions of rows and of entries are checked here.
+// Reads and writes of rows whose next observations are not stored twice. Some leaves (the following
+// leaves) are read from the next row or from an overflow entry. Rows are written at the cursor. The
+// caller has checked the memory at every address, and that the source of a write does not overlap
+// the table. This class checks the positions of rows and entries.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 
 namespace replaykit {
 
-// A number for each row, in 4 or 8 bytes each.
+// One number of 4 or 8 bytes for each row.
 struct RowNumbers {
   char* base;
   bool wide;
@@ -30,13 +31,13 @@ struct RowNumbers {
       reinterpret_cast<std::int32_t*>(base)[row] = static_cast<std::int32_t>(entry);
     }
   }
-  // Inlined by force, as `detail::prefetch` is.
+  // The function is always inlined, since GCC drops calls of functions that only prefetch.
   __attribute__((always_inline)) void prefetch(std::int64_t row) const {
     __builtin_prefetch(base + row * (wide ? 8 : 4), 0, 2);
   }
 };
 
-// Entries beside: the first `*free` numbers of `stack` are those of free ones.
+// The overflow entries. The first `*free` numbers in `stack` are the numbers of free entries.
 struct Entries {
   std::int64_t count;
   std::int64_t* stack;
@@ -45,10 +46,11 @@ struct Entries {
 
 class Followed {
  public:
-  // `leaves`: where each leaf of a row lies; of those that follow another leaf, `follows` >= 0, where
-  // they lie in an entry. `ends`: leaves of which any byte that is not zero ends an episode, `ids`:
-  // those that end it where they change. The row behind a row is `step` further, round the ring, or,
-  // where there are links, as far away as these say. `map`: 1 + the entry of each row, 0 for none.
+  // `leaves` has the memory of each leaf of the rows. If `follows` of a leaf is >= 0, it names the
+  // leaf of the next row that has the same value. The memory of such a leaf holds the entries.
+  // `ends` names leaves that end an episode if any byte is not zero. `ids` names leaves that end an
+  // episode when they change. The next row is `step` slots further in the ring, or at the distance
+  // in `links` if given. `map` has 1 + the entry of each row, or 0 for a row without an entry.
   Followed(std::vector<Field> leaves, const std::vector<std::int64_t>& follows,
            std::vector<std::size_t> ends, std::vector<std::size_t> ids, std::int64_t rows,
            std::int64_t step, RowNumbers map, Entries entries, RowNumbers links = {nullptr, false})
@@ -77,12 +79,12 @@ class Followed {
 
   // -- reading ------------------------------------------------------------------------------------
 
-  // Copies out what rows `index` lead to, the k-th leaf of those that follow to sides[k]. Positions
-  // have been checked.
+  // Copies the following leaves of the rows `index`. The k-th of these leaves is copied to
+  // sides[k]. The caller has checked the positions.
   void gather(const std::int64_t* index, std::int64_t n, const std::vector<Side>& sides,
               int threads) const {
     constexpr std::int64_t ahead = 64;
-    std::vector<std::int64_t> from(static_cast<std::size_t>(n));  // a row, or -1 - an entry
+    std::vector<std::int64_t> from(static_cast<std::size_t>(n));  // a row, or (-1 - entry)
     for (std::int64_t i = 0; i < std::min(n, ahead); ++i) prefetch(index[i]);
     for (std::int64_t i = 0; i < n; ++i) {
       if (i + ahead < n) prefetch(index[i + ahead]);
@@ -101,10 +103,11 @@ class Followed {
 
   // -- writing ------------------------------------------------------------------------------------
 
-  // Compares n rows that lie one after the other at `addresses`, a leaf each, with each other, and
-  // the first one with the row at slot `newest`, which has an entry. What does not follow is
-  // remembered for `write`. Returns whether a row goes on an episode with other bits than the one
-  // before led to; `severed`: nothing goes on the newest one.
+  // Compares each of n consecutive rows with the row before it. `addresses` has one address per
+  // leaf. The first row is compared with the row at slot `newest`, which has an entry. The object
+  // records for `write` the rows that need an entry. Returns whether any row continues an episode,
+  // but differs from the following leaves of the row before. `severed` means that no row continues
+  // the newest row.
   bool compare(const std::vector<const char*>& addresses, std::int64_t n, std::int64_t newest,
                bool severed, int threads) {
     compared_ = -1;
@@ -144,9 +147,10 @@ class Followed {
     return wrong;
   }
 
-  // Writes the rows compared last at slots first, first + 1, ..., going round; fewer than there are
-  // slots, behind the newest row. Afterwards the last one of them has an entry, and every one that is
-  // not followed. Returns how many more entries that takes than there are; nothing has changed then.
+  // Writes the rows of the last `compare` to the slots first, first + 1, ... after the newest row,
+  // wrapping around. There are fewer rows than slots. Afterwards the last row has an entry. Each
+  // row whose following leaves differ from the next row also has one. Returns the number of missing
+  // entries. If it is not 0, nothing changes.
   std::int64_t write(std::int64_t first, const std::vector<const char*>& addresses, int threads) {
     const std::int64_t n = compared_, newest = (first ? first : rows_) - 1;
     returned_.clear();
@@ -159,7 +163,7 @@ class Followed {
     const auto needed = static_cast<std::int64_t>(beside_.size());
     std::int64_t free = *entries_.free;
     if (const std::int64_t missing = check_free(back, needed)) return missing;
-    // Nothing is refused from here on.
+    // From here on, no check can fail.
     stored_.scatter_ring(first, n, stored_sides(addresses), threads);
     if (!newest_differs_) map_.put(newest, 0);
     for (std::int64_t i = 0, slot = first; i < n; ++i) {
@@ -217,8 +221,8 @@ class Followed {
     returned_.push_back(entry - 1);
   }
 
-  // How many entries are missing where so many come back and so many are needed; those that will be
-  // taken are there.
+  // Returns how many entries are missing if `back` entries are released and `needed` entries are
+  // taken. Throws if the stack of free entries is corrupt.
   std::int64_t check_free(std::int64_t back, std::int64_t needed) const {
     const std::int64_t free = *entries_.free;
     if (free < 0 || free + back > entries_.count) {
@@ -240,7 +244,7 @@ class Followed {
     return sides;
   }
 
-  // Copies what a row of a batch leads to into an entry.
+  // Copies the following leaves of a row of the batch into an entry.
   void keep(std::int64_t number, const std::vector<const char*>& addresses, std::int64_t row) const {
     for (const Pair& pair : pairs_) {
       const Field& field = leaves_[pair.next];
@@ -272,7 +276,7 @@ class Followed {
     return std::any_of(bytes, bytes + count, [](char byte) { return byte != 0; });
   }
 
-  // Whether an episode ends with a row of a batch that another one follows.
+  // Returns whether an episode ends between two rows of the batch.
   bool ended(const std::vector<const char*>& addresses, std::int64_t row, std::int64_t next) const {
     for (const std::size_t leaf : ends_) {
       const std::int64_t bytes = leaves_[leaf].bytes;
@@ -286,7 +290,7 @@ class Followed {
     });
   }
 
-  // Whether one ends with a stored row that a row of a batch follows.
+  // Returns whether an episode ends between a stored row and a row of the batch.
   bool stored_ended(std::int64_t slot, const std::vector<const char*>& addresses,
                     std::int64_t next) const {
     for (const std::size_t leaf : ends_) {
@@ -308,7 +312,7 @@ class Followed {
   RowNumbers map_, links_;
   Entries entries_;
   Table stored_;
-  // What `compare` found.
+  // The results of `compare`.
   std::int64_t compared_ = -1;
   bool newest_differs_ = false;
   std::vector<unsigned char> differs_;

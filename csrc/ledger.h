@@ -1,5 +1,5 @@
-// What follows from a ledger's counters, while records are only written at its cursor: see
-// replaykit/storages/ledger.py, which has the same in torch.
+// Generations of slots, computed from the counters of a ledger. They are valid only if all rows are
+// written at the cursor of the ledger. replaykit/storages/ledger.py does the same in torch.
 #pragma once
 
 #include <cmath>
@@ -9,10 +9,11 @@
 namespace replaykit {
 
 struct Counters {
-  std::int64_t next_position;  // of the next record
+  std::int64_t next_position;  // the row id of the next row
   std::int64_t slots;          // at least 1
 
-  // How often the slot was written, from 0; -1 where it never was or there is no such slot.
+  // Returns the generation of the slot, starting at 0, or -1 if the slot was never written or does
+  // not exist.
   std::int64_t generation(std::int64_t slot) const {
     if (slot < 0 || slot >= slots) return -1;
     const std::int64_t behind = next_position - 1 - slot;
@@ -20,9 +21,10 @@ struct Counters {
   }
 };
 
-// Whether each of n updates is one of a stored record that is still the one it was sampled as, with
-// a priority that is finite and not negative; then the largest of them, else -1 (nothing more is
-// said: such updates are rare, and gone through again one by one). No generations: any will do.
+// Returns the largest of n priorities if the update is plain, otherwise -1. An update is plain if
+// all priorities are finite and not negative, and each belongs to a stored row that was not
+// replaced since the draw. Without generations, any stored row is accepted. The caller handles the
+// entries of other updates, which are rare, one by one.
 template <typename Number>
 double largest_of_plain(const std::int64_t* index, std::int64_t n, std::int64_t limit,
                         const Number* priority, const std::int64_t* generation,
@@ -42,8 +44,8 @@ double largest_of_plain(const std::int64_t* index, std::int64_t n, std::int64_t 
   return plain && std::isfinite(most) ? static_cast<double>(most) : -1.0;
 }
 
-// Whether any of n slots is among the next `count` that are written, from `cursor` on round the ring;
-// 0 <= cursor < slots, 0 <= count <= slots.
+// Returns whether any of n slots is among the next `count` slots that are written in the ring,
+// beginning at `cursor`. 0 <= cursor < slots and 0 <= count <= slots.
 inline bool any_next(const std::int64_t* index, std::int64_t n, std::int64_t cursor,
                      std::int64_t count, std::int64_t slots) {
   bool found = false;
@@ -55,7 +57,7 @@ inline bool any_next(const std::int64_t* index, std::int64_t n, std::int64_t cur
   return found;
 }
 
-// Whether all of n priorities are finite and not negative.
+// Returns whether all n priorities are finite and not negative.
 template <typename Number>
 bool all_plain(const Number* priority, std::int64_t n) {
   bool plain = true;

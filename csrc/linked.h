@@ -1,5 +1,6 @@
-// Rows of which some leaves are those of the next row of their stream, which lies anywhere: writes of
-// rows of any streams to any slots. The caller has checked positions of rows, and what `Followed` asks.
+// A variant of `Followed` for rows whose next row in the stream may be in any slot. It writes rows
+// of any streams to any slots. The caller has checked the positions of rows, and everything that
+// `Followed` requires.
 #pragma once
 
 #include <algorithm>
@@ -13,25 +14,26 @@
 
 namespace replaykit {
 
-// Rows of a batch by stream. `followers`: the place of the next row of its stream for each row, or -1.
-// Of some streams the newest stored row, which nothing follows yet: its slot in `newest`, the place of
-// their first row in `first`, and in `expected` whether that has to go on from it.
+// The order of a batch's rows in their streams. `followers` has the position of the next row in the
+// stream for each row, or -1. The other members have one number for each stream with stored rows.
+// `newest` has the slot of the stream's newest stored row. `first` has the position of the stream's
+// first row in the batch. `expected` is not zero if that row must continue the newest stored row.
 struct Batch {
   std::vector<std::int64_t> followers, newest, first, expected;
 };
 
 class Linked : public Followed {
  public:
-  // `after` and `before`: how far away the next row of each slot's stream lies, and the one before; 0
-  // for none. A row that nothing follows has an entry.
+  // `after` and `before` have, for each slot, the distances to the next and the previous row of the
+  // stream, or 0 if there is no such row. A row without a next row has an entry.
   Linked(Followed rows, RowNumbers after, RowNumbers before)
       : Followed(std::move(rows)), before_(before) {
     links_ = after;
   }
 
-  // Compares the rows of a batch at `addresses`, a leaf each, with those before them, and remembers
-  // what does not follow for `write`. Returns whether a row goes on an episode with other bits than
-  // the one before led to.
+  // Compares the rows of a batch with the rows before them. `addresses` has one address per leaf.
+  // The object records for `write` the rows that need an entry. Returns whether any row continues
+  // an episode, but differs from the following leaves of the row before.
   bool compare(const std::vector<const char*>& addresses, Batch batch, int threads) {
     compared_ = -1;
     batch_ = std::move(batch);
@@ -75,8 +77,8 @@ class Linked : public Followed {
     return wrong;
   }
 
-  // Writes the rows compared last to distinct slots, behind the newest ones of their streams. Returns
-  // how many more entries that takes than there are; nothing has changed then.
+  // Writes the rows of the last `compare` to distinct slots, after the newest rows of their
+  // streams. Returns the number of missing entries. If it is not 0, nothing changes.
   std::int64_t write(const std::vector<std::int64_t>& slots,
                      const std::vector<const char*>& addresses, int threads) {
     const std::size_t n = slots.size();
@@ -89,7 +91,8 @@ class Linked : public Followed {
       if (map_.at(slots[i])) give_back(slots[i]);
       if (batch_.followers[i] < 0 || differs_[i]) beside_.push_back(static_cast<std::int64_t>(i));
       linked(after(slots[i]));
-      // A row that stays, and loses what follows it, keeps what that was.
+      // The previous row may stay although this slot is overwritten. So far, its following leaves
+      // were read from this slot, so it gets a copy of them.
       const std::int64_t before = linked(slots[i] + before_.at(slots[i]));
       if (before != slots[i] && !map_.at(before) && !is_written(before)) {
         orphans_.push_back({before, slots[i]});
@@ -105,7 +108,7 @@ class Linked : public Followed {
     const auto back = static_cast<std::int64_t>(returned_.size());
     const auto needed = static_cast<std::int64_t>(beside_.size() + orphans_.size());
     if (const std::int64_t missing = check_free(back, needed)) return missing;
-    // Nothing is refused from here on.
+    // From here on, no check can fail.
     std::int64_t free = *entries_.free;
     for (const std::int64_t number : returned_) entries_.stack[free++] = number;
     for (const Orphan& orphan : orphans_) {

@@ -1,4 +1,4 @@
-// What a batch of windows says of its rows: where windows and episodes end.
+// Marks the ends of windows and of episodes in the rows of a batch.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,8 @@
 
 namespace replaykit {
 
-// A flag of every row, a byte each, `stride` bytes apart. Any of them ends an episode.
+// A column of flags, one byte per row, `stride` bytes apart. Every flag that is set ends an
+// episode.
 struct FlagOfRows {
   enum Meaning : int { kEnd = 0, kTruncated = 1, kTerminated = 2 };
   const std::uint8_t* base;
@@ -16,9 +17,11 @@ struct FlagOfRows {
   int meaning;
 };
 
-// Writes a byte a row of `n`: `done` where an episode or a window ends, `truncated` where a flag
-// says so or only the window ends, `terminated` where a flag says so. Rows of one window have the
-// same number and follow each other. A flag at a time: the columns of a batch lie apart.
+// Writes three bytes for each of `n` rows. `done` is 1 if an episode or a window ends there.
+// `truncated` is 1 if a flag marks a truncation, or if only the window ends. `terminated` is 1 if a
+// flag marks a termination. Rows of one window are consecutive and have the same number in
+// `window`. The loop handles one flag after the other, since the columns of a batch are far apart
+// in memory.
 inline void mark_windows(const std::vector<FlagOfRows>& flags, const std::int64_t* window,
                          std::int64_t n, std::uint8_t* done, std::uint8_t* truncated,
                          std::uint8_t* terminated) {
@@ -44,7 +47,8 @@ inline void mark_windows(const std::vector<FlagOfRows>& flags, const std::int64_
   }
 }
 
-// A flag of a batch that is marked where it is, a byte a row; without `known` it only gets values.
+// A column of flags in a batch that is updated in place, one byte per row. If `known` is false, the
+// old values are not read.
 struct OwnFlag {
   std::uint8_t* base;
   std::int64_t stride;
@@ -53,8 +57,8 @@ struct OwnFlag {
   void set(std::int64_t row, bool value) const { base[row * stride] = value; }
 };
 
-// The same where done, truncated and terminated are flags of the rows themselves. `more` are others
-// that end an episode.
+// Does the same as `mark_windows`, but done, truncated and terminated are columns of the batch
+// itself. `more` has other flags that end an episode.
 inline void mark_own(const OwnFlag& done, const OwnFlag& truncated, const OwnFlag& terminated,
                      const std::vector<FlagOfRows>& more, const std::int64_t* window,
                      std::int64_t n) {

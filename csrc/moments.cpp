@@ -1,12 +1,12 @@
-// Compiled with -fno-trapping-math, without which compilers keep the branches that stand here as
-// selections; it changes no result.
+// This file is compiled with -fno-trapping-math, so that compilers turn the conditional expressions
+// into selections instead of branches. The option changes no result.
 #include "moments.h"
 
 #include <limits>
 #include <type_traits>
 
-// One copy for each width of vectors, chosen when the module is loaded. Same bits: every step is
-// rounded by itself, in the same order.
+// The compiler makes one copy for each vector width. A copy is chosen when the module is loaded.
+// All copies give the same bits, since each step is rounded separately, in the same order.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define REPLAYKIT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #define REPLAYKIT_INLINE __attribute__((always_inline)) inline
@@ -63,7 +63,7 @@ REPLAYKIT_INLINE Moments<T> of_numbers(const T* x, std::int64_t n) {
     found.largest = high[l] > found.largest ? high[l] : found.largest;
   }
   if (!found.count) return found;
-  // No negative zero, which one order of looks finds and another one does not.
+  // Turns -0.0 into 0.0, since the order of the comparisons determines which of the two is found.
   found.least += T(0);
   found.largest += T(0);
   const double mean = joined(sums) / static_cast<double>(found.count);
@@ -81,7 +81,7 @@ REPLAYKIT_INLINE Moments<T> of_numbers(const T* x, std::int64_t n) {
   return found;
 }
 
-// Wide is an integer of 32 bits that has the sum of all squares.
+// Wide is a 32-bit integer that holds the sum of kMostMoments numbers.
 template <typename T, typename Wide>
 REPLAYKIT_INLINE Moments<T> of_bytes(const T* x, std::int64_t n) {
   T low = std::numeric_limits<T>::max(), high = std::numeric_limits<T>::min();

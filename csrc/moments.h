@@ -1,9 +1,9 @@
-// Smallest, largest, mean and sum of squared distances from the mean, of a run of numbers in memory.
+// The minimum, the maximum, the mean, and the sum of squared distances from the mean of an array.
 //
-// The same bits on every processor, and in replaykit/native/fallback.py, which does the same steps in
-// NumPy: numbers are added up in 16 lanes, number i in lane i % 16, each from zero and from front to
-// back as float64; then the upper half of the lanes is added to the lower one until one is left.
-// Numbers of one byte are added up as integers, which is exact.
+// The results have the same bits on every processor, and in replaykit/native/fallback.py, which
+// takes the same steps in NumPy. Number i is added as float64 to lane i % 16, in order. All 16
+// lanes start at zero. Then the upper half of the lanes is added to the lower half until one lane
+// is left. Numbers of one byte are added as integers, which is exact.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,16 @@ namespace replaykit {
 
 template <typename T>
 struct Moments {
-  std::int64_t count;  // of numbers, without NaNs
-  T least, largest;    // without NaNs, zeros without a sign; arbitrary where there are no numbers
+  std::int64_t count;  // of numbers, not counting NaNs
+  T least, largest;    // of the numbers except NaN, without negative zeros; arbitrary if count is 0
   double mean, squares;
 };
 
-// As many at once as stay in a cache between two looks, and as integers of 32 bits hold the squares
-// of, of one byte each.
+// The maximum count of numbers. So many numbers stay in the cache between the two passes. The sum
+// of the squares of so many one-byte numbers fits into a 32-bit integer.
 constexpr std::int64_t kMostMoments = 1 << 16;
 
-// n of them, from 0 to kMostMoments.
+// Requires 0 <= n <= kMostMoments.
 Moments<float> moments(const float* x, std::int64_t n);
 Moments<double> moments(const double* x, std::int64_t n);
 Moments<std::int8_t> moments(const std::int8_t* x, std::int64_t n);

@@ -1,4 +1,4 @@
-// Numbers that come in order and leave in order. No Python, no global state.
+// A queue of numbers with random access. No Python, no global state.
 #pragma once
 
 #include <algorithm>
@@ -7,8 +7,9 @@
 
 namespace replaykit {
 
-// Entries begin() .. end()-1 of an endless row of numbers, in a circular array that grows: it
-// doubles, but not beyond `most` entries while no more are held at the same time.
+// The entries begin() .. end()-1 of an endless sequence of numbers, stored in a circular array that
+// grows. The size of the array doubles when necessary. It exceeds `most` only if more entries are
+// in use at once.
 class NumberedRing {
  public:
   explicit NumberedRing(std::int64_t most) : most_(most) {}
@@ -18,16 +19,16 @@ class NumberedRing {
   std::int64_t size() const { return end_ - begin_; }
   std::int64_t bytes() const { return 8 * capacity(); }
 
-  // begin() <= number < end().
+  // Requires begin() <= number < end().
   std::int64_t operator[](std::int64_t number) const { return data_[place(number)]; }
   const std::int64_t* address(std::int64_t number) const { return &data_[place(number)]; }
 
-  // Whether the entries from `number` on lie in one piece, `count` places at least.
+  // Returns whether `count` entries, beginning at `number`, are contiguous in memory.
   bool in_one_piece(std::int64_t number, std::int64_t count) const {
     return static_cast<std::int64_t>(place(number)) + count <= capacity();
   }
 
-  // Makes room for `more` entries, all at once. Cost: O(1) an entry, spread over the growth.
+  // Makes room for `more` further entries. Amortized cost: O(1) per entry.
   void reserve(std::int64_t more) {
     const std::int64_t need = size() + more;
     if (need <= capacity()) return;
@@ -40,7 +41,7 @@ class NumberedRing {
     first_ = 0;
   }
 
-  // There is room.
+  // Appends an entry. The caller has reserved room for it.
   void push(std::int64_t value) { data_[place(end_++)] = value; }
 
   void drop_until(std::int64_t number) {
@@ -50,14 +51,15 @@ class NumberedRing {
     begin_ = number;
   }
 
-  // Drops all; the next entry has that number.
+  // Drops all entries. The next entry has the given number.
   void restart(std::int64_t number) {
     begin_ = end_ = number;
     first_ = 0;
   }
 
-  // The last of the entries from..until-1, which rise, that is not above x; the first one is not.
-  // Narrows to one of two stretches of memory: found is start + the place in it.
+  // Begins a search for the last entry in from .. until-1 that is not above x. The result is the
+  // one of two contiguous stretches of memory that has this entry. The entries must rise, and the
+  // first entry must not be above x.
   struct Stretch {
     const std::int64_t* base;
     std::int64_t length;
@@ -75,7 +77,7 @@ class NumberedRing {
 
   std::int64_t capacity() const { return static_cast<std::int64_t>(data_.size()); }
 
-  // Of entries up to end(), that one included.
+  // Requires begin() <= number <= end().
   std::size_t place(std::int64_t number) const {
     const std::int64_t at = first_ + (number - begin_);
     return static_cast<std::size_t>(at < capacity() ? at : at - capacity());
@@ -84,7 +86,7 @@ class NumberedRing {
   std::vector<std::int64_t> data_;
   std::int64_t most_;
   std::int64_t begin_ = 0, end_ = 0;
-  std::int64_t first_ = 0;  // where begin() lies
+  std::int64_t first_ = 0;  // the place of begin()
 };
 
 }  // namespace replaykit

@@ -4,7 +4,7 @@
 
 namespace replaykit {
 
-// int64 numbers of the caller's, equally far apart.
+// int64 numbers in the caller's memory, `stride` bytes apart.
 struct Numbers {
   const char* base;
   std::int64_t stride;

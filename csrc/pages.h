@@ -1,4 +1,4 @@
-// What the kernel is asked about fresh memory.
+// Requests to the kernel for large pages.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace replaykit {
 
-// Asks for large pages for fresh memory: fewer misses of the address cache in random reads. Only
-// whole aligned large pages inside the range; a hint that may be refused.
+// Asks the kernel for large pages for fresh memory, so that random reads miss the TLB less often.
+// Only whole aligned large pages inside the range are affected. The kernel may ignore the hint.
 inline void ask_for_large_pages(char* address, std::int64_t bytes) {
 #ifdef MADV_HUGEPAGE
   constexpr std::uintptr_t large = std::uintptr_t{1} << 21;
@@ -24,12 +24,12 @@ inline void ask_for_large_pages(char* address, std::int64_t bytes) {
 #endif
 }
 
-// Has the pages of a file that lies in memory joined into large ones now, also where the system
-// gives none to such files by itself. Only whole aligned large pages inside the range; what the
-// system refuses stays as it is. Linux 6.1 and later.
+// Asks the kernel to join the pages of a file in memory into large pages now, even if such files
+// get no large pages by default. Only whole aligned large pages inside the range are affected.
+// Pages that the kernel refuses to join stay unchanged. Requires Linux 6.1 or later.
 inline void join_pages(char* address, std::int64_t bytes) {
 #if defined(__linux__)
-  constexpr int collapse = 25;  // MADV_COLLAPSE, which older headers do not name
+  constexpr int collapse = 25;  // MADV_COLLAPSE, which older headers do not define
   constexpr std::uintptr_t large = std::uintptr_t{1} << 21;
   const auto from = reinterpret_cast<std::uintptr_t>(address);
   const std::uintptr_t start = (from + large - 1) & ~(large - 1);

@@ -1,5 +1,5 @@
-// Threads that wait for loops to share. They are kept, since making one costs as long as copying a
-// megabyte; they start with the first loop that is worth it.
+// A pool of threads that share the work of loops. Threads are reused, since starting a thread takes
+// as long as copying a megabyte. The threads start with the first loop that is long enough.
 #pragma once
 
 #include <algorithm>
@@ -16,12 +16,13 @@
 
 namespace replaykit {
 
-// One set of threads a process, shared by all tables. Pieces of a loop are taken by whoever is free,
-// the caller among them: a helper that wakes late, on a busy machine, costs nothing but its help.
+// Each process has one pool, which all tables share. Any free thread takes the next piece of a
+// loop, and so does the caller. If a thread wakes late on a busy machine, it does not delay the
+// others.
 class Pool {
  public:
-  // Calls work(begin, end) for pieces of [0, n), by up to `threads` threads, the caller's included.
-  // `work` must not throw. A second loop at the same time is done by its caller alone.
+  // Calls work(begin, end) for pieces of [0, n) on up to `threads` threads, including the caller's.
+  // `work` must not throw. While a loop is running, callers of other loops run them alone.
   template <typename Work>
   static void run(std::int64_t n, std::int64_t piece, int threads, const Work& work) {
     Pool& pool = of_this_process();
@@ -70,9 +71,9 @@ class Pool {
 #endif
   }
 
-  // A forked process has none of its parent's threads, and locks in whatever state they were: it
-  // gets a pool of its own. Pools are never destroyed, for their threads may outlive every object
-  // at the exit of the process.
+  // Returns the pool of this process. A forked process has no threads of its parent, and its copies
+  // of the locks have an arbitrary state. So it gets a new pool. Pools are never destroyed, because
+  // their threads may outlive all objects when the process exits.
   static Pool& of_this_process() {
     static std::atomic<Pool*> current{nullptr};
     Pool* pool = current.load(std::memory_order_acquire);
@@ -80,7 +81,7 @@ class Pool {
     if (pool != nullptr && pool->process_ == process) return *pool;
     Pool* made = new Pool(process);
     if (current.compare_exchange_strong(pool, made, std::memory_order_acq_rel)) return *made;
-    delete made;  // another thread was first
+    delete made;  // another thread was faster
     return *pool;
   }
 
@@ -91,7 +92,7 @@ class Pool {
         try {
           std::thread([this] { serve(); }).detach();
         } catch (const std::system_error&) {
-          break;  // no more threads to be had
+          break;  // the system cannot start more threads
         }
         ++threads_;
       }
@@ -101,7 +102,7 @@ class Pool {
     wake_.notify_all();
     job.work();
     std::unique_lock<std::mutex> guard(state_);
-    job_ = nullptr;  // nobody joins any more
+    job_ = nullptr;  // no more threads can join
     done_.wait(guard, [this] { return inside_ == 0; });
   }
 
@@ -120,7 +121,7 @@ class Pool {
   }
 
   const long process_;
-  std::mutex busy_;  // held by the caller whose loop it is
+  std::mutex busy_;  // locked by the caller whose loop is running
   std::mutex state_;
   std::condition_variable wake_;
   std::condition_variable done_;

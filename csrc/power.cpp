@@ -1,12 +1,12 @@
-// Compiled with -fno-trapping-math, without which compilers keep the branches that stand here as
-// selections; it changes no result.
+// This file is compiled with -fno-trapping-math, so that compilers turn the conditional expressions
+// into selections instead of branches. The option changes no result.
 #include "power.h"
 
 #include <algorithm>
 #include <cstring>
 
-// One copy for each width of vectors, chosen when the module is loaded. Same bits: every step is
-// rounded by itself, in the same order.
+// The compiler makes one copy for each vector width. A copy is chosen when the module is loaded.
+// All copies give the same bits, since each step is rounded separately, in the same order.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define REPLAYKIT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -22,7 +22,7 @@ constexpr double kInvLn2 = 1.4426950408889634;
 constexpr double kLn2 = 0.69314718055994529;
 constexpr double kSplit = 134217729.0;           // 2^27 + 1
 constexpr double kRound = 6755399441055744.0;    // 1.5 * 2^52: adding it rounds to an integer
-constexpr double kMostExponent = 2000.0;         // beyond any double, both ways
+constexpr double kMostExponent = 2000.0;         // above the exponents of all doubles
 
 inline double two_to(std::int64_t k) {
   const std::int64_t bits = (k + 1023) << 52;
@@ -31,7 +31,7 @@ inline double two_to(std::int64_t k) {
   return value;
 }
 
-// x > 0 and finite; `upper` + `lower` is y in halves.
+// Requires a finite x > 0. y equals `upper` + `lower`.
 inline double power(double x, double y, double upper, double lower) {
   const bool tiny = x < 2.2250738585072014e-308;
   x = tiny ? x * 18014398509481984.0 : x;  // 2^54

@@ -1,5 +1,5 @@
-// A min-heap over the ranks of the records in a bounded store: which slot the next record takes
-// when only the records of largest rank are kept. No Python, no torch, no global state.
+// A min-heap over the ranks of the rows in a bounded storage that keeps only the rows with the
+// largest ranks. It finds the slot of the next row. No Python, no torch, no global state.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,9 @@
 
 namespace replaykit {
 
-// The root is the record to displace next: smallest rank, and among equals the youngest, so that
-// an older record stays. `age` counts accepted records; it is unique, hence the order is total.
+// The root is the next row to displace. It has the smallest rank. Among equal ranks it is the
+// youngest row, so that older rows stay. `age` counts accepted rows. Ages are unique, so the order
+// is total.
 class RankHeap {
  public:
   struct Entry {
@@ -26,9 +27,9 @@ class RankHeap {
   std::int64_t next_age() const { return next_age_; }
   const std::vector<Entry>& entries() const { return heap_; }
 
-  // Offers n ranks in order, as if one by one. slots[i] becomes the slot that record i took, or
-  // -1 where it was not accepted; a slot taken twice appears twice. Ranks must not be NaN.
-  // Cost: O(log capacity) per accepted record, O(1) per refused one.
+  // Offers n ranks in order, with the same result as one by one. slots[i] becomes the slot of row
+  // i, or -1 if the row was not accepted. If two rows get the same slot, it appears twice. Ranks
+  // must not be NaN. Cost: O(log capacity) per accepted row, O(1) per refused row.
   void offer(const double* ranks, std::int64_t n, std::int64_t* slots) {
     for (std::int64_t i = 0; i < n; ++i) {
       if (size() < capacity_) {
@@ -49,7 +50,7 @@ class RankHeap {
     }
   }
 
-  // Replaces the whole content. Slots must be 0..n-1, each once; n <= capacity.
+  // Replaces all entries. Each slot in 0..n-1 must occur once, and n <= capacity.
   void assign(std::vector<Entry> entries, std::int64_t next_age) {
     heap_ = std::move(entries);
     std::make_heap(heap_.begin(), heap_.end(), displaced_later);
@@ -57,7 +58,7 @@ class RankHeap {
   }
 
  private:
-  // std::*_heap keep the largest at the front, so "less" means "displaced later".
+  // std::*_heap keep the largest entry at the front, so "less" means "displaced later".
   static bool displaced_later(const Entry& a, const Entry& b) {
     return a.rank > b.rank || (a.rank == b.rank && a.age < b.age);
   }

@@ -1,5 +1,5 @@
-// Gathers that go on by themselves, in threads that know nothing of Python, until somebody wants
-// what was read or wants to write where it is read.
+// Gathers in background threads that do not use Python. A caller waits for a gather when it needs
+// the rows that the gather copies, or when it wants to write to the source rows.
 #pragma once
 
 #include <algorithm>
@@ -30,15 +30,16 @@ inline long this_process() {
 #endif
 }
 
-// How many gathers of the same rows are under way, in one process.
+// The number of gathers under way that read the same rows in one process.
 struct Readers {
   explicit Readers(long process) : process(process) {}
   const long process;
   std::atomic<std::int64_t> under_way{0};
 };
 
-// A gather that was begun. Its pieces are taken by threads, and by whoever waits for it. Positions
-// have been checked. Whoever has begun it keeps the memory of rows and sides until it is over.
+// A gather that was begun. Threads take its pieces, and so does a caller that waits for it. The
+// caller has checked the positions, and keeps the memory of rows and sides alive until the gather
+// has ended.
 struct Read {
   Read(const Table& table, std::vector<std::int64_t> index, std::vector<Side> sides, int threads,
        std::shared_ptr<Readers> readers)
@@ -47,7 +48,7 @@ struct Read {
         piece(std::max<std::int64_t>(1, detail::kBytesAPiece / std::max<std::int64_t>(1, table.row_bytes()))),
         places(threads), left(rows) {}
 
-  // Copies pieces as long as there are any; returns whether the last row was copied here.
+  // Copies pieces until no piece is left. Returns whether this thread completed the gather.
   bool work() {
     bool last = false;
     for (;;) {
@@ -59,7 +60,7 @@ struct Read {
     }
   }
 
-  // Has nobody take a piece any more; returns whether nothing is being copied.
+  // Stops handing out pieces. Returns whether this ended the gather, because no thread was copying.
   bool stop() {
     const std::int64_t taken = std::min(rows, next.exchange(rows, std::memory_order_relaxed));
     const std::int64_t never = rows - taken;
@@ -74,22 +75,22 @@ struct Read {
   const std::vector<Side> sides;
   const std::shared_ptr<Readers> readers;
   const std::int64_t rows, piece;
-  int places;  // of threads that may still join; guarded by the lock of the reading threads
+  int places;  // number of threads that may still join; the lock of `Reading` guards it
   std::atomic<std::int64_t> next{0};
   std::atomic<std::int64_t> left;
 };
 
-// The threads of a process that do them, in the order in which they were begun.
+// The threads of a process that run gathers. Gathers run in the order in which they were begun.
 class Reading {
  public:
   // Begins a gather of at least one row.
   static void begin(const std::shared_ptr<Read>& read) { of_this_process().add(read); }
 
-  // Waits until a gather is over, and takes a part in it.
+  // Waits until a gather has ended, and helps with it.
   static void finish(Read& read) {
     if (read.over()) return;
     if (read.readers->process != this_process()) {
-      // It was begun by the process that this one forked off, whose threads are not here.
+      // The parent process began this gather, but its threads do not exist in this process.
       read.table.gather(read.index.data(), read.rows, read.sides, 1);
       read.left = 0;
       return;
@@ -102,7 +103,7 @@ class Reading {
     }
   }
 
-  // Ends a gather that nobody wants; what is being copied is waited for.
+  // Ends a gather whose rows are not needed, after the pieces under way have been copied.
   static void abandon(Read& read) {
     if (read.over() || read.readers->process != this_process()) return;
     Reading& reading = of_this_process();
@@ -113,7 +114,7 @@ class Reading {
     }
   }
 
-  // Waits until nothing is read of rows.
+  // Waits until no gather of these rows is under way.
   static void await_all(const Readers& readers) {
     if (!readers.under_way || readers.process != this_process()) return;
     of_this_process().await([&readers] { return readers.under_way == 0; });
@@ -125,7 +126,8 @@ class Reading {
  private:
   explicit Reading(long process) : process_(process) {}
 
-  // As for `Pool`: a forked process has one of its own, and none is ever destroyed.
+  // Returns the object of this process. As with `Pool`, a forked process gets a new object, and no
+  // object is ever destroyed.
   static Reading& of_this_process() {
     static std::atomic<Reading*> current{nullptr};
     Reading* found = current.load(std::memory_order_acquire);
@@ -133,21 +135,21 @@ class Reading {
     if (found != nullptr && found->process_ == process) return *found;
     Reading* made = new Reading(process);
     if (current.compare_exchange_strong(found, made, std::memory_order_acq_rel)) return *made;
-    delete made;  // another thread was first
+    delete made;  // another thread was faster
     return *found;
   }
 
   void add(const std::shared_ptr<Read>& read) {
     const std::int64_t pieces = (read->rows + read->piece - 1) / read->piece;
     const int places = static_cast<int>(std::min<std::int64_t>(std::max(1, read->places), pieces));
-    read->places = places;  // nobody else knows of it yet
+    read->places = places;  // no other thread can access `read` yet
     {
       std::lock_guard<std::mutex> guard(state_);
       while (threads_ < places) {
         try {
           std::thread([this] { serve(); }).detach();
         } catch (const std::system_error&) {
-          break;  // no more threads to be had: who waits for it does it
+          break;  // no more threads; a waiting caller does the work
         }
         ++threads_;
       }
@@ -176,7 +178,7 @@ class Reading {
   void await(const Done& done) {
     std::unique_lock<std::mutex> guard(state_);
     while (!done()) {
-      // A thread may have been woken long ago and not be running yet.
+      // A woken thread may start to run only much later.
       if (const std::shared_ptr<Read> read = open()) {
         guard.unlock();
         if (read->work()) ended(*read);
@@ -187,7 +189,7 @@ class Reading {
     }
   }
 
-  // The first gather of which there are pieces to be had.
+  // Returns the first gather with pieces left.
   std::shared_ptr<Read> open() const {
     for (const auto& read : reads_) {
       if (!read->taken()) return read;
@@ -224,7 +226,7 @@ class Reading {
   std::mutex state_;
   std::condition_variable wake_;
   std::condition_variable done_;
-  std::deque<std::shared_ptr<Read>> reads_;  // that are not over
+  std::deque<std::shared_ptr<Read>> reads_;  // gathers that have not ended
   int threads_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// New goals, and the rewards for them: rows of a batch that are told what was achieved elsewhere.
+// Relabels rows of a batch. They get goals that were achieved at later steps, and new rewards.
 #pragma once
 
 #include <algorithm>
@@ -9,12 +9,12 @@
 
 namespace replaykit {
 
-// Without bytes there may be no address either.
+// Copies bytes. If `bytes` is 0, the addresses may be null.
 inline void copy_bytes(char* to, const char* from, std::size_t bytes) {
   if (bytes) std::memcpy(to, from, bytes);
 }
 
-// Rows of numbers that lie one after the other, `stride` bytes from row to row.
+// Rows of contiguous numbers. Rows begin `stride` bytes apart.
 struct NumberRows {
   const char* base;
   std::int64_t stride;
@@ -22,7 +22,7 @@ struct NumberRows {
   const char* at(std::int64_t row) const { return base + row * stride; }
 };
 
-// The same, to be written.
+// The same as `NumberRows`, but writable.
 struct OwnRows {
   char* base;
   std::int64_t stride;
@@ -30,14 +30,15 @@ struct OwnRows {
   char* at(std::int64_t row) const { return base + row * stride; }
 };
 
-// One leaf of the rows of a ring: that of time t lies in slot t % slots.
+// One leaf of the rows of a ring. The row of time t is in slot t % slots.
 struct RingRows {
   const char* base;
   std::int64_t stride;
   std::int64_t bytes;
   std::int64_t slots;
 
-  // Times of stored rows are less than two rounds apart: a division for the first one only.
+  // Returns the address of a row. Times of stored rows are less than two rounds apart, so only the
+  // first call needs a division.
   const char* at(std::int64_t time, std::int64_t& round) const {
     std::int64_t slot = time - round;
     if (slot < 0) {
@@ -53,9 +54,10 @@ struct RingRows {
   }
 };
 
-// Chooses rows by their chance, and copies for each of n rows what was achieved at a time drawn from
-// low .. last, both included: goals, n * rows.bytes. Returns the first row whose draw is no number of
-// [0, 1) or whose times are not 0 <= low <= last, and which was not copied then; n if there is none.
+// Chooses rows with probability p. For each of n rows, draws a time from low .. last, both
+// included, and copies the goal achieved at that time to `goals`. `goals` has n * rows.bytes bytes.
+// Returns the first row whose draw is not in [0, 1), or whose times violate 0 <= low <= last. The
+// goals are incomplete then. Returns n if there is no such row.
 inline std::int64_t later_goals(const double* chances, const double* draws, std::int64_t n, double p,
                                 Numbers low, Numbers last, RingRows rows, std::uint8_t* chosen,
                                 char* goals) {
@@ -82,7 +84,7 @@ inline std::int64_t later_goals(const double* chances, const double* draws, std:
   return n;
 }
 
-// Leaves of a record need not be aligned.
+// Reads a number, which may be unaligned, since leaves of a record may be.
 template <typename Number>
 double as_double(const char* numbers, std::int64_t at) {
   Number found;
@@ -90,8 +92,8 @@ double as_double(const char* numbers, std::int64_t at) {
   return static_cast<double>(found);
 }
 
-// Whether two goals are closer than `limit`. Sums in double, one number after the other: the
-// counterpart in torch gives the same.
+// Returns whether two goals are closer than `limit`. The squares are added in double precision and
+// in order, so that the counterpart in torch gives the same result.
 template <typename Number>
 bool is_near(const char* a, const char* b, std::int64_t width, double limit) {
   double sum = 0;
@@ -102,8 +104,8 @@ bool is_near(const char* a, const char* b, std::int64_t width, double limit) {
   return sum < limit * limit;
 }
 
-// Writes goals [n, width] twice and rewards [n]: the new goal and 0 or -1 for what was achieved in
-// rows that are chosen, what was there in all others.
+// Writes goals [n, width], next goals [n, width] and rewards [n]. A chosen row gets the new goal.
+// Its reward is 0 if the row achieved that goal, else -1. All other rows get their old values.
 template <typename Number>
 void relabel(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, double limit,
              NumberRows fresh, NumberRows achieved, const NumberRows old[2], NumberRows reward,
@@ -124,7 +126,7 @@ void relabel(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, dou
   }
 }
 
-// The same in place: chosen rows get the new goal twice, and their reward.
+// Does the same as `relabel` in place. Only chosen rows are written.
 template <typename Number>
 void overwrite(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, double limit,
                NumberRows fresh, NumberRows achieved, const OwnRows goals[2], OwnRows rewards) {

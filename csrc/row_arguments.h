@@ -1,4 +1,5 @@
-// Rows as Python names them: addresses and sizes that it has checked, positions checked here.
+// Checks of arguments that name rows. Python has checked addresses and sizes. These functions check
+// positions.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -39,7 +40,8 @@ inline void check_positions(const List& index, std::int64_t limit) {
   }
 }
 
-// A copy: what was checked is what is used, whoever writes to the caller's index meanwhile.
+// Returns a checked copy of the index. A copy is necessary because other threads may write to the
+// caller's index meanwhile.
 inline List checked_index(std::int64_t address, std::int64_t n, std::int64_t limit) {
   if (n < 0) throw nanobind::value_error("expected a number of rows of at least 0");
   const auto* given = reinterpret_cast<const std::int64_t*>(address);

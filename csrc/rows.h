@@ -1,6 +1,6 @@
-// Rows of a table in and out: gather and scatter of several fields in one pass over the rows.
-// No Python, no torch, no global state. The caller has checked that the memory behind every
-// address is there; positions of rows are checked here.
+// Gathers and scatters several fields in one pass over the rows of a table. No Python, no torch, no
+// global state. The caller has checked the memory at every address. It checks the positions of rows
+// with `first_outside`.
 #pragma once
 
 #include <algorithm>
@@ -22,14 +22,15 @@
 
 namespace replaykit {
 
-// `bytes` bytes of every row of a table: row i lies at base + i * stride.
+// A part of every row of a table. The part of row i has `bytes` bytes and begins at base + i *
+// stride.
 struct Field {
   char* base;
   std::int64_t stride;
   std::int64_t bytes;
 };
 
-// Where rows go to or come from outside the table: row i at address + i * stride.
+// The source or target of rows outside the table. Row i begins at address + i * stride.
 struct Side {
   char* address;
   std::int64_t stride;
@@ -37,34 +38,36 @@ struct Side {
 
 namespace detail {
 
-// How far ahead of the copy rows are asked for, in bytes. They are brought to the second level of
-// the cache, which has room for a batch of small rows and, unlike the first, keeps enough misses
-// under way: measured at 256 rows of 176 bytes, 3 us, against 7 us with 14 rows ahead into the first
-// level and 10 us without.
+// The distance between the prefetch and the copy, in bytes. Rows are prefetched to the second level
+// of the cache. It has room for a batch of small rows and, unlike the first level, allows enough
+// misses at the same time. Gathering 256 rows of 176 bytes took 3 us. It took 7 us with a prefetch
+// of 14 rows into the first level, and 10 us without prefetch.
 constexpr std::int64_t kAheadBytes = 128 << 10;
-// Of wider rows the hardware's own prefetcher brings what follows.
+// The maximum number of bytes to prefetch per row. In wider rows, the hardware prefetcher loads the
+// remaining bytes.
 constexpr std::int64_t kPrefetchBytes = 512;
 constexpr std::int64_t kLine = 64;
-// Below this many bytes a second thread costs more than it takes over.
+// For fewer bytes, a second thread costs more time than it saves.
 constexpr std::int64_t kBytesToShare = 1 << 20;
 constexpr std::int64_t kBytesAPiece = 256 << 10;
 
 inline void prefetch_line(const char* address) {
   __builtin_prefetch(address, 0, 2);
-  // GCC takes a function that does nothing but prefetch for one without effect, and calls of it away.
+  // Without this line, GCC assumes that a function that only prefetches has no effect, and drops
+  // its calls.
   __asm__ volatile("");
 }
 
 inline void prefetch(const char* address, std::int64_t bytes) {
   const std::int64_t reach = std::min(bytes, kPrefetchBytes);
   for (std::int64_t at = 0; at < reach; at += kLine) prefetch_line(address + at);
-  // A row that does not start at a line may end in one more.
+  // A row that does not start at a cache line may extend into another line.
   if (reach > 0) prefetch_line(address + reach - 1);
 }
 
 constexpr std::int64_t kCopiedHere = 256;
 
-// Calls of memcpy with a size known to the compiler are a load and a store or two.
+// Copies bytes. A memcpy of constant size compiles to one or two loads and stores.
 inline void copy(char* to, const char* from, std::int64_t bytes) {
   switch (bytes) {
     case 0: return;
@@ -79,18 +82,18 @@ inline void copy(char* to, const char* from, std::int64_t bytes) {
     std::memcpy(to, from, static_cast<std::size_t>(bytes));
     return;
   }
-  // Half of the time of a call. The last piece overlaps the one before.
+  // This takes half the time of a call of memcpy. The last piece overlaps the previous one.
   for (std::int64_t at = 0; at + 16 <= bytes; at += 16) std::memcpy(to + at, from + at, 16);
   std::memcpy(to + bytes - 16, from + bytes - 16, 16);
 }
 
-// Rows whose pages are looked up before a batch of mapped rows is touched.
+// The number of rows whose pages are looked up in the page cache before a mapped batch is read.
 constexpr std::int64_t kLooks = 1;
-// Rows that are copied before it is asked whether they came from disk. Once, and after the last: each
-// time costs as much as a dozen rows.
+// The number of rows that are copied before the first check for reads from disk. Another check
+// follows after the last row. Each check takes as long as a dozen rows.
 constexpr std::int64_t kFirstRows = 32;
 
-// Splits [0, n) over threads where the bytes are worth it. `work(begin, end)` must not throw.
+// Splits [0, n) over threads if there are enough bytes. `work(begin, end)` must not throw.
 template <typename Work>
 void parallel(std::int64_t n, std::int64_t row_bytes, int threads, const Work& work) {
   if (threads < 2 || n * row_bytes < kBytesToShare) {
@@ -101,7 +104,7 @@ void parallel(std::int64_t n, std::int64_t row_bytes, int threads, const Work& w
 }
 
 #ifdef REPLAYKIT_PAGES
-// Grows when this thread's reads had to wait for, or have asked for, a block of a file.
+// Returns a counter that grows whenever this thread waits for, or requests, a block of a file.
 inline std::int64_t blocks_read() {
   rusage usage;
 #ifdef RUSAGE_THREAD
@@ -112,7 +115,8 @@ inline std::int64_t blocks_read() {
   return static_cast<std::int64_t>(usage.ru_inblock) + static_cast<std::int64_t>(usage.ru_majflt);
 }
 
-// Whether the page of an address is in the page cache; yes where the system does not tell.
+// Returns whether the page of an address is in the page cache. Returns true if the system cannot
+// report this.
 inline bool resident(const char* address, std::uintptr_t page) {
 #ifdef __linux__
   unsigned char in_cache = 1;
@@ -129,13 +133,14 @@ inline bool resident(const char* address, std::uintptr_t page) {
 inline void will_need(const char* address, std::int64_t bytes, std::uintptr_t page) {
   const std::uintptr_t start = reinterpret_cast<std::uintptr_t>(address) & ~(page - 1);
   const std::uintptr_t end = reinterpret_cast<std::uintptr_t>(address) + bytes;
-  madvise(reinterpret_cast<void*>(start), end - start, MADV_WILLNEED);  // a hint: may be refused
+  madvise(reinterpret_cast<void*>(start), end - start, MADV_WILLNEED);  // only a hint
 }
 #endif
 
 }  // namespace detail
 
-// Puts rows of two sides next to each other, `bytes` of each: n rows one after the other at `to`.
+// Concatenates n rows of two sides into contiguous rows at `to`. Each row has `left_bytes` from the
+// left side and `right_bytes` from the right side.
 inline void join(const Side& left, std::int64_t left_bytes, const Side& right,
                  std::int64_t right_bytes, std::int64_t n, char* to) {
   for (std::int64_t i = 0; i < n; ++i) {
@@ -155,9 +160,9 @@ class Table {
   std::int64_t row_bytes() const { return row_bytes_; }
   std::int64_t width() const { return static_cast<std::int64_t>(fields_.size()); }
 
-  // First position outside [0, limit); n if there is none.
+  // Returns the index of the first position that is outside [0, limit), or n.
   static std::int64_t first_outside(const std::int64_t* index, std::int64_t n, std::int64_t limit) {
-    std::uint64_t wrong = 0;  // without a branch: it is a pass over the batch
+    std::uint64_t wrong = 0;  // one pass over the batch without a branch
     for (std::int64_t i = 0; i < n; ++i) {
       wrong |= static_cast<std::uint64_t>(static_cast<std::uint64_t>(index[i]) >=
                                           static_cast<std::uint64_t>(limit));
@@ -167,9 +172,9 @@ class Table {
                         [limit](std::int64_t at) { return at < 0 || at >= limit; }) - index;
   }
 
-  // The discounted sum of the one number that the first field is, over row `index[i]` and the
-  // `steps[i]` rows of its lane that follow, round the ring; in double precision. Positions and
-  // steps have been checked.
+  // Writes discounted sums of the first field, which holds a single number. Sum i covers row
+  // `index[i]` and the next `steps[i]` rows of its lane in the ring. Sums are in double precision.
+  // The caller has checked positions and steps.
   template <typename Number>
   void discounted(const std::int64_t* index, const std::int64_t* steps, std::int64_t n,
                   std::int64_t lanes, double gamma, Number* out) const {
@@ -185,7 +190,7 @@ class Table {
       if (i < 0) continue;
       double sum = 0, weight = 1;
       for (std::int64_t k = 0; k <= steps[i]; ++k, weight *= gamma) {
-        if (weight == 0) break;  // what is infinite there does not count
+        if (weight == 0) break;  // 0 * infinity would make the sum NaN
         Number value;
         std::memcpy(&value, at(index[i] + k * lanes), sizeof value);
         sum += weight * static_cast<double>(value);
@@ -194,10 +199,10 @@ class Table {
     }
   }
 
-  // Copies, for every row `index[i]`, the `count` rows of its lane up to it out, round the ring,
-  // oldest first: field f of the j-th of them to sides[f * count + j]. `reach[i]` says how many rows
-  // there are before it: in the place of one that there is not comes the first that there is, or,
-  // with `zero`, zero bytes. Positions and reaches have been checked.
+  // For every row `index[i]`, copies the `count` rows of its lane that end with it, oldest first.
+  // Field f of the j-th of these rows is copied to sides[f * count + j]. Only `reach[i]` rows
+  // before row `index[i]` exist. Missing rows are replaced by the oldest existing row, or by zero
+  // bytes with `zero`. The caller has checked positions and reaches.
   void frames(const std::int64_t* index, const std::int64_t* reach, std::int64_t n,
               std::int64_t lanes, std::int64_t count, bool zero, const std::vector<Side>& sides,
               int threads) const {
@@ -210,7 +215,8 @@ class Table {
     });
   }
 
-  // Copies rows index[begin .. end) out, field f to sides[f]. Positions have been checked.
+  // Copies the rows index[begin .. end) out of the table, field f to sides[f]. The caller has
+  // checked the positions.
   void gather_range(const std::int64_t* index, std::int64_t begin, std::int64_t end,
                     const std::vector<Side>& sides) const {
     for (std::size_t f = 0; f < fields_.size(); ++f) {
@@ -233,7 +239,7 @@ class Table {
     }
   }
 
-  // The same of all rows `index`, by as many threads as are worth it.
+  // Does the same as `gather_range` for all rows `index`, on up to `threads` threads.
   void gather(const std::int64_t* index, std::int64_t n, const std::vector<Side>& sides,
               int threads) const {
     detail::parallel(n, row_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
@@ -241,10 +247,11 @@ class Table {
     });
   }
 
-  // The same for fields in mapped files. What lies in the page cache is read as memory is. As soon
-  // as a row is found to lie on disk only, the kernel is told the pages of all rows to come, which it
-  // then reads side by side instead of one after the other. `cold`: tell it before the first row.
-  // Returns whether anything came from disk.
+  // Does the same as `gather` for fields in mapped files. Rows in the page cache are read like
+  // memory. When a row must be read from disk, the function gives the kernel a hint with the pages
+  // of all remaining rows. The kernel then reads them in parallel instead of one after the other.
+  // With `cold`, the hint is given before the first row. Returns whether anything was read from
+  // disk.
   bool gather_mapped(const std::int64_t* index, std::int64_t n, const std::vector<Side>& sides,
                      int threads, bool cold) const {
 #ifdef REPLAYKIT_PAGES
@@ -261,13 +268,13 @@ class Table {
 #endif
   }
 
-  // Copies rows in, to positions `slots` that have been checked, field f from sides[f].
+  // Copies rows into the slots `slots`, field f from sides[f]. The caller has checked the slots.
   void scatter(const std::int64_t* slots, std::int64_t n, const std::vector<Side>& sides,
                int threads) const {
     detail::parallel(n, row_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
       for (std::size_t f = 0; f < fields_.size(); ++f) {
         const Field& field = fields_[f];
-        if (!field.bytes) continue;  // it may have no address
+        if (!field.bytes) continue;  // an empty field may have no address
         for (std::int64_t i = begin; i < end; ++i) {
           detail::copy(field.base + slots[i] * field.stride, sides[f].address + i * sides[f].stride,
                        field.bytes);
@@ -276,7 +283,7 @@ class Table {
     });
   }
 
-  // Copies n <= rows rows to first, first + 1, ..., going round at the last row.
+  // Copies n <= rows() rows to slots first, first + 1, ..., wrapping around after the last slot.
   void scatter_ring(std::int64_t first, std::int64_t n, const std::vector<Side>& sides,
                     int threads) const {
     detail::parallel(n, row_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
@@ -326,18 +333,19 @@ class Table {
   bool mapped_range(const std::int64_t* index, std::int64_t begin, std::int64_t end,
                     const std::vector<Side>& sides, std::uintptr_t page, bool cold) const {
     const std::int64_t before = detail::blocks_read();
-    // A look at a few rows first: touching a page that is not there reads its neighbourhood too.
-    bool told = cold || looks_cold(index, begin, end, page);
-    std::int64_t block = told ? end - begin : detail::kFirstRows;
-    if (told) tell(index, begin, end, page);
+    // Looks up a few rows first, before any read, since reading an uncached page also caches its
+    // neighbours.
+    bool advised = cold || looks_cold(index, begin, end, page);
+    std::int64_t block = advised ? end - begin : detail::kFirstRows;
+    if (advised) advise(index, begin, end, page);
     while (begin < end) {
       const std::int64_t stop = std::min(end, begin + block);
       gather_range(index, begin, stop, sides);
       begin = stop;
       block = end - begin;
-      if (!told && begin < end && detail::blocks_read() != before) {
-        tell(index, begin, end, page);
-        told = true;
+      if (!advised && begin < end && detail::blocks_read() != before) {
+        advise(index, begin, end, page);
+        advised = true;
       }
     }
     return detail::blocks_read() != before;
@@ -353,7 +361,7 @@ class Table {
     return false;
   }
 
-  void tell(const std::int64_t* index, std::int64_t begin, std::int64_t end,
+  void advise(const std::int64_t* index, std::int64_t begin, std::int64_t end,
             std::uintptr_t page) const {
     for (const Field& field : fields_) {
       if (!field.bytes) continue;

@@ -1,6 +1,6 @@
-// Sums of rewards over several steps, and what rows say of the last of them, put over a batch in
-// one pass over the rows. No Python, no torch, no global state. The caller has checked that the memory
-// behind every address is there; positions of rows are checked here.
+// Sums rewards over several steps. In the same pass over the rows, fields of the last step replace
+// the fields of the batch. No Python, no torch, no global state. The caller has checked the memory
+// at every address. This class checks the positions of rows.
 #pragma once
 
 #include <algorithm>
@@ -16,18 +16,19 @@ namespace replaykit {
 
 class StepsAhead {
  public:
-  // Where answers go, n each; `sums` and `discounts` are numbers like the rewards.
+  // Memory for n results in each array. `sums` and `discounts` have the type of the rewards.
   struct Answers {
     char* sums;
     char* discounts;
-    std::int64_t* used;  // steps that were summed
-    std::int64_t* ends;  // times of the last of them
-    bool* open;          // whether the flag is not set there; null where there is no flag
+    std::int64_t* used;  // number of summed steps
+    std::int64_t* ends;  // time of the last step
+    bool* open;          // true if the last step's flag is not set; null without a flag
   };
 
-  // `reward`: a float, or a double where it has 8 bytes, in each of `rows` rows, those of a time
-  // slot lane by lane. `flag`: a byte in each row, or without address. `discounts`: what follows
-  // 1, 2, ... steps; as many are summed at most.
+  // `reward` is a float in each of `rows` rows, or a double if it has 8 bytes. The rows of one time
+  // are adjacent, in the order of the lanes. `flag` is a byte in each row. A null address means
+  // that there is no flag. `discounts` has the discounts after 1, 2, ... steps. Its size is the
+  // maximum number of steps.
   StepsAhead(Field reward, Field flag, std::vector<Field> fields, std::int64_t rows,
              std::int64_t lanes, double gamma, std::vector<double> discounts)
       : reward_(reward), flag_(flag), fields_(std::move(fields)), rows_(rows), lanes_(lanes),
@@ -40,9 +41,10 @@ class StepsAhead {
   std::int64_t width() const { return static_cast<std::int64_t>(fields_.size()); }
   std::int64_t row_bytes() const { return row_bytes_; }
 
-  // Of n rows `element` at times `time`, whose episodes' last rows are at `last`: writes the
-  // answers, and copies field f of the last row summed to sides[f]. The first one that is no row, or whose
-  // episode ends before it or has more rows than there are; nothing has changed then. Else n.
+  // Writes the results for n rows `element` at times `time`, whose episodes end at `last`. Copies
+  // field f of each last summed row to sides[f]. Returns the position of the first invalid element,
+  // or n. An element is invalid if it is not a row, if its episode ends before it, or if its steps
+  // exceed the ring. Nothing has changed then.
   std::int64_t run(Numbers element, Numbers time, Numbers last, std::int64_t n,
                    const Answers& answers, const std::vector<Side>& sides) const {
     const auto most = static_cast<std::int64_t>(discounts_.size()) - 1;
@@ -73,7 +75,8 @@ class StepsAhead {
     Side to;
   };
 
-  // Fields that lie side by side in rows, as they do in records, are asked for once.
+  // Prepares prefetches. Adjacent fields, such as the leaves of a record, are prefetched as one
+  // range.
   void mark_reads() {
     std::vector<Field> all = fields_;
     if (flag_.base != nullptr) all.push_back(flag_);
@@ -92,12 +95,13 @@ class StepsAhead {
     }
   }
 
-  // Fields that follow each other both in rows and in the batch are copied as one.
+  // Returns the pieces to copy. Fields that are adjacent both in the rows and in the batch form one
+  // piece.
   std::vector<Piece> joined(const std::vector<Side>& sides) const {
     std::vector<Piece> pieces;
     for (std::size_t f = 0; f < fields_.size(); ++f) {
       const Field& field = fields_[f];
-      if (!field.bytes) continue;  // it may lie nowhere
+      if (!field.bytes) continue;  // an empty field may have no address
       if (!pieces.empty()) {
         Piece& before = pieces.back();
         if (before.from.stride == field.stride && before.to.stride == sides[f].stride &&
@@ -134,7 +138,7 @@ class StepsAhead {
       if (i < 0) continue;
       double sum = 0, weight = 1;
       for (std::int64_t k = 0; k <= steps[i]; ++k, weight *= gamma_) {
-        if (weight == 0) break;  // what is infinite there does not count
+        if (weight == 0) break;  // 0 * infinity would make the sum NaN
         Number value;
         std::memcpy(&value, reward_.base + round(first[i] + k * lanes_) * reward_.stride,
                     sizeof value);
@@ -145,7 +149,7 @@ class StepsAhead {
       put(answers.discounts, i, static_cast<Number>(after));
       const std::int64_t row = round(first[i] + steps[i] * lanes_);
       if (flag_.base != nullptr) answers.open[i] = flag_.base[row * flag_.stride] == 0;
-      if (steps[i] == 0) continue;  // the batch has its own row already
+      if (steps[i] == 0) continue;  // the batch already has the fields of this row
       for (const Piece& piece : pieces) {
         detail::copy(piece.to.address + i * piece.to.stride,
                      piece.from.base + row * piece.from.stride, piece.from.bytes);

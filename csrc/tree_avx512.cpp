@@ -1,7 +1,7 @@
-// Segment trees for processors with AVX-512. The only file compiled for them: nothing in it may
-// run, and no function of it may be linked, where they are absent.
+// Segment trees for processors with AVX-512. Only this file is compiled for such processors. Its
+// code must not run on other processors, and no other file may share a function with it.
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12 takes "whatever was there", which its own intrinsics ask for, for a mistake.
+// GCC 12 warns about values that its own intrinsics leave undefined on purpose.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -12,14 +12,14 @@
 namespace replaykit {
 namespace {
 
-// A node is one load of 64 bytes. Additions are those of the portable kernel, in the same order.
+// A node is one load of 64 bytes. The additions have the same order as in the portable kernel.
 struct Wide {
   static inline __m512d load(const double* child) { return _mm512_load_pd(child); }
   static inline __m512d load(const float* child) {
     return _mm512_cvtps_pd(_mm256_load_ps(child));
   }
 
-  // Halving. The order inside the compiler's own reduction is not specified, hence by hand.
+  // Adds halves, since the order of additions in the compiler's reduction is not specified.
   template <class Child>
   static inline double sum(const Child* child) {
     const __m512d c = load(child);
@@ -28,8 +28,8 @@ struct Wide {
     return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
   }
 
-  // The largest j with c_j > 0 and e_j <= x, by that rule itself; see the portable kernel for why
-  // counting gives the same.
+  // Finds the largest j with c_j > 0 and e_j <= x directly. The portable kernel counts instead. A
+  // comment there explains why both give the same result.
   template <class Child>
   static inline std::int64_t enter(const Child* child, double& x) {
     const __m512d c = load(child);

@@ -1,8 +1,8 @@
 // The kernels, as templates over an operation (tree_operations.h). The walk over the levels is the
-// same for all processors; a processor's own file brings the arithmetic inside a node.
+// same for all processors. A separate file for each processor defines the arithmetic inside a node.
 //
-// Included by files compiled for different processors, hence the anonymous namespace, and no
-// function of the standard library (see tree_layout.h).
+// Files that are compiled for different processors include this header. So everything is in an
+// anonymous namespace, and no function of the standard library is used (see tree_layout.h).
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 namespace replaykit {
 namespace {
 
-// Queries in flight at once. A descent is a chain of dependent loads; 128 of them side by side
-// hide the memory behind one another, and more bring no more.
+// The number of queries that run in parallel. A descent is a chain of dependent loads. 128 parallel
+// descents hide the latency of memory, and more do not help.
 constexpr std::int64_t kWave = 128;
 
 struct Floats {
@@ -48,7 +48,8 @@ struct Kernels {
     for (std::int64_t e = first; e <= last; ++e) parents[e] = Op::combine(children + kFan * e);
   }
 
-  // Combining a parent twice is idempotent and cheaper than sorting the indices.
+  // The same parent may be combined twice. This has the same result, and is cheaper than sorting
+  // the indices.
   template <class Child>
   static void combine_touched(const Child* children, Inner* parents, std::int64_t count,
                               Inner* above, const std::int64_t* index, std::int64_t n, int shift) {
@@ -60,7 +61,7 @@ struct Kernels {
     }
   }
 
-  // From the nodes over the leaves first .. last upwards.
+  // Combines all nodes over the leaves first .. last, level by level.
   static void refresh_run(const Tree& tree, std::int64_t first, std::int64_t last) {
     combine_run(leaves(tree), level(tree, 0), first >>= kFanBits, last >>= kFanBits);
     for (int l = 1; l < tree.levels.depth; ++l) {
@@ -139,20 +140,21 @@ struct Kernels {
 
   static double root(const Tree& tree) { return Op::combine(level(tree, tree.levels.depth - 1)); }
 
-  // The children first .. last - 1 of one node, the others replaced by the identity: the same
-  // order of additions whichever are taken.
+  // Combines the children first .. last - 1 of one node. The identity replaces the other children,
+  // so that the order of additions is always the same.
   template <class Child>
   static double part(const Child* child, std::int64_t first, std::int64_t last) {
-    alignas(64) Child kept[kFan];  // a node is loaded as one line
+    alignas(64) Child kept[kFan];  // a node is loaded as one cache line
     for (int i = 0; i < kFan; ++i) {
       kept[i] = i >= first && i < last ? child[i] : static_cast<Child>(Op::kIdentity);
     }
     return Op::combine(kept);
   }
 
-  // Takes what [start, end) does not share with whole nodes of this level, and goes up by one.
-  // True when nothing is left. A range up to the level's last entry takes in the identities behind
-  // it, so that the range of everything is the root, bit for bit.
+  // Combines the entries of [start, end) that do not fill whole nodes of this level, and goes up
+  // one level. Returns true when no entry is left. If a range extends to the last entry of the
+  // level, it includes the identities after that entry. So the whole range gives the same bits as
+  // the root.
   template <class Child>
   static bool climb(const Child* children, std::int64_t count, std::int64_t& start,
                     std::int64_t& end, double& sum) {
@@ -186,12 +188,13 @@ struct Kernels {
 };
 
 // Descends to the leaf with S_i <= x < S_{i+1}, where S_i is the sum of the leaves before i. In a
-// node with children c_0 .. c_7 it enters the largest j with c_j > 0 and e_j <= x, where e_j is the
-// sum of those before j, and goes on with x - e_j. `Lanes::enter` does that for one node.
+// node with children c_0 .. c_7, it enters the largest j with c_j > 0 and e_j <= x, where e_j is
+// the sum of the children before j. It continues with x - e_j. `Lanes::enter` does this for one
+// node.
 //
-// It never ends in a leaf of weight zero: an entered node has a sum > 0, hence (sums of children
-// that are not negative) a positive child; the first of them has e_j = 0 exactly, and x >= 0, so
-// there is one to enter, and x - e_j >= 0.
+// A descent never ends in a leaf of weight zero. Every entered node has a sum > 0, and no child is
+// negative, so the node has a positive child. The first positive child has e_j = 0 exactly. Since x
+// >= 0, there is a child to enter, and x - e_j >= 0.
 template <class Lanes, class Leaf>
 struct Descent {
   template <class Child, class Next>
@@ -215,8 +218,9 @@ struct Descent {
       const std::int64_t wave = n - begin < kWave ? n - begin : kWave;
       std::int64_t* at = index + begin;
       for (std::int64_t i = 0; i < wave; ++i) {
-        // The sum is added in another order than the e_j, and may differ from them by a rounding;
-        // an infinite x enters the last positive child everywhere.
+        // The sum and the e_j are added in different orders, so they may differ by rounding.
+        // Therefore any x that is not below the sum becomes infinite. An infinite x enters the last
+        // positive child of every node.
         rest[i] = x[begin + i] >= sum ? Limits<double>::kInfinity : x[begin + i];
         at[i] = 0;
       }
@@ -238,7 +242,7 @@ constexpr TreeKernels kernels_of(decltype(TreeKernels::find) find = nullptr) {
   return {K::update, K::update_run, K::rebuild, K::root, K::reduce, find};
 }
 
-// One table per tree, of this file's processor.
+// Returns the kernels of one kind of tree for the processor of the including file.
 template <class Lanes, class Leaf>
 const TreeKernels& tables_of(TreeKind kind) {
   static constexpr TreeKernels sum = kernels_of<Sum<Lanes, Leaf>>(Descent<Lanes, Leaf>::find);

@@ -1,8 +1,9 @@
-// How an 8-ary segment tree lies in memory. Level arithmetic only: no Python, no torch.
+// The memory layout of an 8-ary segment tree. This header only computes levels. No Python, no
+// torch.
 //
 // Everything in this header is a plain type or a `static` function, since files that are compiled
-// for different processors include it: an inline function with linkage could be emitted once, with
-// instructions that the other file's processor lacks.
+// for different processors include it. An inline function with linkage could be emitted only once,
+// with instructions that the other file's processor lacks.
 #pragma once
 
 #include <cstdint>
@@ -13,22 +14,22 @@ constexpr int kFan = 8;
 constexpr int kFanBits = 3;
 constexpr int kMaxLevels = 21;  // 8^21 = 2^63
 
-// Level 0 holds one entry per eight leaves, level l+1 one per eight entries of level l; the last
-// level has at most eight entries. Every level begins at a multiple of eight entries and is filled
-// up with the identity to a multiple of eight, so that a node is always eight whole entries, and
-// of doubles one aligned line of 64 bytes.
+// Level 0 has one entry per eight leaves. Level l+1 has one entry per eight entries of level l. The
+// last level has at most eight entries. Every level begins at a multiple of eight entries, and is
+// padded with the identity to a multiple of eight. So a node always consists of eight whole
+// entries, and a node of doubles is one aligned cache line of 64 bytes.
 struct TreeLevels {
   std::int64_t capacity;
-  std::int64_t leaves;               // capacity, filled up to a multiple of 8
+  std::int64_t leaves;               // capacity, rounded up to a multiple of 8
   std::int64_t entries;              // of all levels together
   std::int64_t count[kMaxLevels];    // entries in use
-  std::int64_t offset[kMaxLevels];   // first entry, counted from the first of level 0
+  std::int64_t offset[kMaxLevels];   // first entry, counted from the start of level 0
   int depth;
 };
 
 static inline std::int64_t eighths(std::int64_t n) { return (n >> kFanBits) + ((n & 7) != 0); }
 
-// `capacity` is at least 1. Cost: O(log8 capacity).
+// Requires a capacity of at least 1. Cost: O(log8 capacity).
 static inline TreeLevels levels_of(std::int64_t capacity) {
   TreeLevels levels = {};
   levels.capacity = capacity;

@@ -1,7 +1,7 @@
-// What the three trees differ in: which values they take, how eight children make a parent.
+// The operations of the three kinds of trees. They check new values and combine eight children.
 //
-// Included by files compiled for different processors, hence the anonymous namespace: no function
-// here may be shared between them (see tree_layout.h).
+// Files that are compiled for different processors include this header. They must not share any of
+// its functions, so everything is in an anonymous namespace (see tree_layout.h).
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ struct Limits<double> {
   static constexpr double kInfinity = __builtin_huge_val();
 };
 
-// Below zero, -0.0 not counted. Looks at the bits, since a thread that takes subnormal numbers for
-// zero would not see the sign of a negative one.
+// Returns whether a number is below zero; -0.0 is not. The function tests the bits, since
+// comparisons ignore the sign of a subnormal number in threads that flush such numbers to zero.
 static inline bool is_negative(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -39,21 +39,21 @@ static inline bool is_negative(double value) {
   return bits > 0x8000000000000000U;
 }
 
-// `Lanes` adds eight numbers: it is what the kernels for different processors bring.
+// `Lanes` adds eight numbers. The kernels for each processor define it.
 template <class Lanes, class LeafType>
 struct Sum {
   using Leaf = LeafType;
   using Inner = double;
   static constexpr double kIdentity = 0.0;
 
-  // Looked at after the cast: 1e39 is a number as a double and infinite as a float.
+  // Compares after the cast, since 1e39 is finite as a double and infinite as a float.
   template <class Source>
   static bool admits(Source value, double ceiling) {
     return !is_negative(value) && static_cast<Leaf>(value) <= ceiling;  // false for NaN
   }
 
-  // A subnormal weight is positive to one thread and zero to another (one that flushes them); to
-  // neither may a node seem to be positive that has no child to enter.
+  // A subnormal weight is positive in one thread, and zero in another thread that flushes
+  // subnormals. In neither thread may a node be positive without a child to enter.
   template <class Source>
   static Leaf stored(Source value) {
     const Leaf leaf = static_cast<Leaf>(value);
@@ -77,7 +77,8 @@ struct Extreme {
     return value == value;
   }
 
-  // + 0 makes -0.0 into 0.0: which of the two a minimum gives would depend on the order.
+  // Adding 0 turns -0.0 into 0.0. Otherwise the sign of a minimum of zeros would depend on their
+  // order.
   template <class Source>
   static Leaf stored(Source value) {
     return static_cast<Leaf>(value) + Leaf(0);

@@ -5,7 +5,8 @@ namespace replaykit {
 namespace {
 
 struct Portable {
-  // Halving: the order in which eight lanes of a register are added. All kernels add like this.
+  // Adds halves, in the same way as kernels with wide registers add eight lanes. All kernels use
+  // this order.
   template <class Child>
   static inline double sum(const Child* c) {
     double four[4], two[2];
@@ -14,14 +15,15 @@ struct Portable {
     return two[0] + two[1];
   }
 
-  // The child to enter; x becomes what is left of it. The prefixes p_j = c_0 + .. + c_j are added
-  // as a scan over eight lanes adds them, in three steps. All kernels add like this, so that they
-  // draw the same.
+  // Returns the child to enter, and reduces x to the rest. The prefix sums p_j = c_0 + .. + c_j are
+  // added in the order of a scan over eight lanes, in three steps. All kernels use this order, so
+  // that they draw the same leaves.
   //
-  // With no child negative they do not fall: each p_j is p_{j-1} or an earlier one plus a sum that
-  // is no smaller, and rounding keeps order. And c_j = 0 makes p_j = p_{j-1} exactly, for j <= 6.
-  // So the number of p_0 .. p_6 that are <= x is the largest j with e_j = p_{j-1} <= x, and if it
-  // is less than 7, then p_j > x >= p_{j-1}, hence c_j > 0. Only 7 can be one that is zero.
+  // If no child is negative, the prefix sums do not fall. Each p_j is p_{j-1} or an earlier prefix
+  // sum, plus a sum that is no smaller than the one in p_{j-1}. Rounding keeps this order. Also,
+  // c_j = 0 makes p_j = p_{j-1} exactly, for j <= 6. So the number of p_0 .. p_6 that are <= x is
+  // the largest j with e_j = p_{j-1} <= x. If it is less than 7, then p_j > x >= p_{j-1}, hence c_j
+  // > 0. Only child 7 can be zero.
   template <class Child>
   static inline std::int64_t enter(const Child* c, double& x) {
     const double c2 = c[2], c4 = c[4], c45 = c4 + double(c[5]);

@@ -1,8 +1,8 @@
-"""Actors and a learner around one buffer in a Ray actor: double DQN on CartPole-v1.
+"""Train double DQN on CartPole-v1 with a buffer in a Ray actor.
 
-Actors play with the newest policy and hand their transitions to the buffer; the learner, this
-process, samples from it meanwhile, with the next batches under way. Ends when the greedy policy
-reaches the goal.
+Ray actors play with the newest policy and write their transitions to the buffer. Meanwhile this
+process, the learner, samples from the buffer. It requests the next batches in advance. The program
+ends when the greedy policy reaches the goal.
 
     python examples/actor_learner.py [--goal 400] [--seconds 300] [--actors 2] [--seed 0]
 
@@ -31,26 +31,26 @@ from replaykit import LazyTensorStorage, RayReplayBuffer, RayReplayBufferClient
 ENVIRONMENT = "CartPole-v1"
 CAPACITY, BATCH_SIZE, UNDER_WAY = 100_000, 64, 4
 STEPS, UPDATES = 128, 128
-"""Steps that an actor takes with one policy, and updates meanwhile."""
+"""Steps of an actor with one policy, and updates of the learner meanwhile."""
 FIRST_STEPS = 1_000
 EXPLORING, LEAST = 8_000, 0.04
-"""Steps over which the share of random actions falls from 1, and to what."""
+"""Steps over which the share of random actions falls from 1, and its final value."""
 GAMMA, RATE, TARGET_EVERY = 0.99, 2e-3, 20
 EVALUATED = 20
-"""Episodes of the greedy policy, of which the mean is taken."""
+"""Number of episodes for the mean return of the greedy policy."""
 
 console = Console()
 
 
 def make_network() -> nn.Sequential:
-    """The values of both actions, of the four numbers that are observed."""
+    """Return a network from the four observed numbers to the values of both actions."""
     return nn.Sequential(
         nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2)
     )
 
 
 class Actor:
-    """Plays one environment, and hands its transitions to the buffer."""
+    """A player of one environment that writes its transitions to the buffer."""
 
     def __init__(self, buffer: RayReplayBufferClient, seed: int) -> None:
         torch.set_num_threads(1)
@@ -61,7 +61,10 @@ class Actor:
         self.network = make_network()
 
     def play(self, weights: dict[str, torch.Tensor], steps: int, random: float) -> int:
-        """Takes that many steps; returns how many there were."""
+        """Take ``steps`` steps, write their rows, and return the number of steps.
+
+        An action is random with probability ``random``.
+        """
         self.network.load_state_dict(weights)
         rows: dict[str, list[Any]] = {name: [] for name in ("o", "a", "n", "r", "t", "e")}
         for _ in range(steps):
@@ -97,7 +100,7 @@ class Actor:
         return steps
 
     def evaluate(self, weights: dict[str, torch.Tensor], episodes: int) -> float:
-        """The mean return of the greedy policy, in an environment of its own."""
+        """Return the mean return of the greedy policy in a separate environment."""
         self.network.load_state_dict(weights)
         returns = []
         environment = gymnasium.make(ENVIRONMENT)
@@ -115,7 +118,7 @@ class Actor:
 
 
 class Learner:
-    """Double DQN."""
+    """A double DQN agent."""
 
     def __init__(self) -> None:
         self.network = make_network()
@@ -124,7 +127,7 @@ class Learner:
         self.updates = 0
 
     def update(self, batch: TensorDict) -> None:
-        """One step of gradient descent."""
+        """Take one step of gradient descent on a batch."""
         after = batch["next", "observation"]
         with torch.no_grad():
             best = self.network(after).argmax(-1, keepdim=True)
@@ -142,16 +145,16 @@ class Learner:
             self.target.load_state_dict(self.network.state_dict())
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the policy, for actors."""
+        """Return a copy of the weights of the policy for the actors."""
         return {name: value.clone() for name, value in self.network.state_dict().items()}
 
 
 def main() -> int:
-    """Trains; returns 0 where the goal was reached."""
+    """Train the agent. Return 0 if the goal was reached, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--goal", type=float, default=400.0, help="mean return to reach")
-    parser.add_argument("--seconds", type=float, default=300.0, help="time there is")
-    parser.add_argument("--actors", type=int, default=2, help="processes that play")
+    parser.add_argument("--seconds", type=float, default=300.0, help="time limit")
+    parser.add_argument("--actors", type=int, default=2, help="number of processes that play")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -172,7 +175,7 @@ def main() -> int:
 
 
 def train(buffer: RayReplayBuffer, options: argparse.Namespace, begun: float) -> float:
-    """Plays and learns until the goal is reached or the time is over; returns the best mean."""
+    """Play and learn until the goal or the time limit; return the best mean."""
     kind: Any = ray.remote(num_cpus=0)(Actor)
     actors = [kind.remote(buffer.client(), options.seed + n) for n in range(options.actors)]
     judge = kind.remote(buffer.client(), options.seed)
@@ -187,7 +190,7 @@ def train(buffer: RayReplayBuffer, options: argparse.Namespace, begun: float) ->
             learner.update(batches.sample())
         weights = ray.put(learner.weights())
         random = max(LEAST, 1.0 - steps / EXPLORING)
-        # One round late: the actors have played while this process has learnt.
+        # The actors played this round with older weights while this process learned.
         steps += sum(ray.get(list(playing)))
         playing = deque(actor.play.remote(weights, STEPS, random) for actor in actors)
         if judged is not None and ray.wait([judged], timeout=0)[0]:
@@ -198,7 +201,7 @@ def train(buffer: RayReplayBuffer, options: argparse.Namespace, begun: float) ->
                 console.print(f"{told - begun:4.0f} s, {steps} steps: mean return {mean:.0f}")
         if judged is None:
             judged = judge.evaluate.remote(weights, EVALUATED)
-    ray.wait(list(playing), num_returns=len(playing))  # what they play goes to the buffer still
+    ray.wait(list(playing), num_returns=len(playing))  # their last rows still go to the buffer
     return best
 
 

@@ -1,8 +1,8 @@
-"""From a recorded corpus to a trained policy and back from disk, on this machine alone.
+"""Record a corpus, train a policy on it, and save and load the buffer.
 
-Rolls out a gymnasium environment and records it in the RoboHive H5 layout (or takes a file of
-yours), serves it with a Hub on loopback, and from there on does what a user does: download,
-convert, sample, train, save, load.
+Everything runs on this machine. The demo rolls out a gymnasium environment and records it in the
+RoboHive H5 layout, or takes your file. It serves the files with a Hub on loopback. Then it takes
+the steps of a user: download, convert, sample, train, save, load.
 
     python examples/demo.py [--data FILE.h5] [--out FOLDER]
 """
@@ -31,7 +31,7 @@ from torch import nn
 from replaykit import ImmutableDatasetWriter, LazyMemmapStorage, RandomSampler, ReplayBuffer
 from replaykit.datasets import RobosetExperienceReplay
 from replaykit.errors import CorpusError
-from replaykit.inspection.style import DAY, plot_settings
+from replaykit.inspection.plots import DAY, plot_settings
 from replaykit.testing import LoopbackHub, RoboHiveWriter
 
 DATASET_ID = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
@@ -40,14 +40,14 @@ FILES, TRIALS, MAX_STEPS = 2, 12, 130
 BATCH_SIZE, TRAIN_STEPS = 256, 400
 COMPARED = 20
 SERVED_AS = "trace.h5"
-"""What a user's file is called in the repository, whatever its own name: the corpus has *.h5."""
+"""The name of a user's file in the repository; the corpus consists of ``*.h5``."""
 BLUE, WARM = DAY["accent"], DAY["warm"]
 
 console = Console()
 
 
 def progress_bar() -> Progress:
-    """A bar with the same columns for every stage."""
+    """Return a progress bar with the same columns for every stage."""
     return Progress(
         TextColumn("{task.description:<22}"),
         BarColumn(),
@@ -58,9 +58,9 @@ def progress_bar() -> Progress:
 
 
 def record(path: Path, seed: int, advance: object) -> None:
-    """Rolls out a noisy expert and writes the trials as RoboHive does.
+    """Roll out a noisy expert and write the trials as RoboHive does.
 
-    Record t holds state t with its reward and its done; the last one is the final state.
+    Record t has state t, its reward and its done flag. The last record has the final state.
     """
     import gymnasium
 
@@ -73,7 +73,7 @@ def record(path: Path, seed: int, advance: object) -> None:
             strength = draw.uniform(0.5, 1.0)
             truncated = False
             while not (done[-1] or truncated):
-                # Push the way the car rolls; the noise is what cloning averages away.
+                # Push in the direction of motion. Behaviour cloning averages the noise away.
                 push = strength * np.sign(states[-1][1]) + draw.normal(0, 0.2)
                 action = np.clip([push], -1, 1).astype(np.float32)
                 state, reward, terminated, truncated, _ = environment.step(action)
@@ -103,7 +103,7 @@ def record(path: Path, seed: int, advance: object) -> None:
 
 
 def corpus(data: Path | None, folder: Path) -> dict[str, Path]:
-    """Returns the files to serve, by their path in the repository."""
+    """Return the files to serve by their paths in the repository."""
     if data is not None:
         return {f"{DATASET_ID}/seed0/{SERVED_AS}": data}
     files = {}
@@ -118,14 +118,14 @@ def corpus(data: Path | None, folder: Path) -> dict[str, Path]:
 
 @dataclass
 class Episodes:
-    """Return and length of every episode."""
+    """The return and length of every episode."""
 
     returns: list[float]
     lengths: list[int]
 
 
 def episodes_of(data: RobosetExperienceReplay) -> Episodes:
-    """Sums rewards between the rows that end an episode."""
+    """Return the sum of rewards and the number of rows of each episode."""
     reward = data["next", "reward"].flatten().double()
     ends = data["next", "done"].flatten().nonzero().flatten() + 1
     lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=ends.dtype)).tolist()
@@ -133,12 +133,12 @@ def episodes_of(data: RobosetExperienceReplay) -> Episodes:
 
 
 def flat(values: torch.Tensor) -> torch.Tensor:
-    """One row of numbers per record, also of images and the like."""
+    """Return the values of each row as one vector, also for images."""
     return values.flatten(1).float()
 
 
 def train(data: ReplayBuffer) -> list[float]:
-    """Clones the recorded behaviour with a small network; returns the loss of every step."""
+    """Clone the recorded behaviour with a small network; return all losses."""
     observation = flat(data["observation"])
     mean, scale = observation.mean(0), observation.std(0).clamp(min=1e-6)
     widths = observation.shape[1], flat(data["action"]).shape[1]
@@ -162,7 +162,7 @@ def train(data: ReplayBuffer) -> list[float]:
 
 
 def sampling_rate(data: ReplayBuffer, batches: int = 200) -> float:
-    """Batches per second."""
+    """Return the number of sampled batches per second."""
     start = time.perf_counter()
     for _ in range(batches):
         data.sample()
@@ -170,7 +170,7 @@ def sampling_rate(data: ReplayBuffer, batches: int = 200) -> float:
 
 
 def same_batches(data: ReplayBuffer, restored: ReplayBuffer) -> bool:
-    """Whether the next batches of both are equal to the bit."""
+    """Return whether the next batches of both buffers are equal to the bit."""
     for _ in range(COMPARED):
         left, right = data.sample(), restored.sample()
         keys = set(left.keys(True, True))
@@ -182,12 +182,12 @@ def same_batches(data: ReplayBuffer, restored: ReplayBuffer) -> bool:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in a folder."""
+    """Return the size of all files in a folder in bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def plot(path: Path, source: str, episodes: Episodes, losses: list[float]) -> None:
-    """Draws returns, lengths and the loss into one PNG, in the style of the page of `inspect`."""
+    """Save returns, lengths and losses as one PNG, styled as ``inspect --html``."""
     matplotlib.use("Agg")
     settings: Any = plot_settings()
     with matplotlib.rc_context(settings):
@@ -195,7 +195,7 @@ def plot(path: Path, source: str, episodes: Episodes, losses: list[float]) -> No
 
 
 def draw(path: Path, source: str, episodes: Episodes, losses: list[float]) -> None:
-    """Draws with the settings in force."""
+    """Plot with the current matplotlib settings."""
     from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
@@ -224,7 +224,7 @@ def summary(
     sizes: tuple[int, int, int],
     equal: bool,
 ) -> Table:
-    """The short table at the end."""
+    """Return the table that the demo prints at its end."""
     table = Table(title="replaykit demo", show_header=False)
     returns = episodes.returns
     mean = sum(returns) / len(returns)
@@ -252,7 +252,7 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     picture = (arguments.out / "demo.png").resolve()
-    picture.unlink(missing_ok=True)  # of an earlier run
+    picture.unlink(missing_ok=True)  # from an earlier run
 
     with tempfile.TemporaryDirectory(prefix="replaykit-demo-") as scratch:
         work = Path(scratch)
@@ -264,7 +264,7 @@ def main() -> int:
         )
 
         def readable(message: object) -> str:
-            # The copy in the cache is gone in a moment; the user's file is not.
+            # The copy in the cache will be removed, so the message names the user's file instead.
             name = str(arguments.data or SERVED_AS)
             served = re.escape(str(work)) + r"[^,;:]*?" + re.escape(SERVED_AS)
             return re.sub(served, lambda _: name, str(message))
@@ -313,7 +313,7 @@ def main() -> int:
         console.print("the loaded buffer draws other batches than the saved one", style="red")
         return 1
     if np.mean(losses[-20:]) >= np.mean(losses[:20]):
-        # Recorded behaviour can be learned; a file of the user's may hold random actions.
+        # The recorded behaviour can be learned, but a user's file may hold random actions.
         console.print("the loss did not fall", style="red")
         return int(arguments.data is None)
     return 0

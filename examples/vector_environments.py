@@ -1,9 +1,8 @@
-"""Double DQN on CartPole-v1 with a vector environment and 3-step returns.
+"""Train double DQN on CartPole-v1 with a vector environment and 3-step returns.
 
-`VectorSteps` makes rows of steps, whatever the mode of autoreset; the storage tells the streams of
-the environments apart by its `lane_key`, so that no 3-step return goes over the end of an episode
-or from one environment to another. Ends when the mean return of the last 50 episodes reaches the
-goal.
+`VectorSteps` makes rows from steps, in every autoreset mode. The storage separates the streams of
+the environments by its `lane_key`. So no 3-step return crosses the end of an episode or mixes two
+environments. The program ends when the mean return of the last 50 episodes reaches the goal.
 
     python examples/vector_environments.py [--goal 150] [--mode NextStep] [--environments 8]
                                            [--steps 6000] [--seed 0]
@@ -28,19 +27,22 @@ from replaykit import LazyTensorStorage, NStep, ReplayBuffer, VectorSteps
 CAPACITY, BATCH_SIZE = 50_000, 64
 N_STEP, GAMMA, RATE = 3, 0.99, 2e-3
 FIRST_STEPS, EXPLORING, LEAST = 50, 300, 0.05
-"""Steps without updates, and steps over which the share of random actions falls from 1, to what."""
+"""Number of steps without updates, and the schedule of exploration.
+
+The share of random actions falls from 1 to ``LEAST`` within ``EXPLORING`` steps.
+"""
 TARGET_EVERY, RECENT = 25, 50
 
 
 def make_network() -> nn.Sequential:
-    """Return the network of the values of both actions."""
+    """Return a network for the values of both actions."""
     return nn.Sequential(
         nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2)
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train; return 0 where the goal was reached."""
+    """Train the agent. Return 0 if the goal was reached, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--goal", type=float, default=150)
     parser.add_argument(

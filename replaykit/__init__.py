@@ -1,7 +1,7 @@
 """replaykit: replay buffers and offline data sets over TensorDicts.
 
-Every public name can be imported from here. What is behind it, torch and tensordict
-too, is loaded when it is first asked for.
+Every public name can be imported from this package. The first access to a name loads its module,
+torch and tensordict.
 """
 
 from replaykit.registry import room

@@ -1,4 +1,4 @@
-"""``python -m replaykit``: the command, begun as the script begins it."""
+"""Run the ``replaykit`` command as ``python -m replaykit``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The one place that uses parts of torch and tensordict which are not their public face."""
+"""The only module that uses private parts of torch and tensordict."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _PARTS = {"_device", "_tensordict", "_batch_size", "_td_dim_names"}
 
 
 def _has_known_parts() -> bool:
-    """Whether a TensorDict consists of a plain dict and three values beside it."""
+    """Return whether a TensorDict has only a plain dict and three other attributes."""
     make = getattr(TensorDict, "_new_unsafe", None)
     if make is None:
         return False
@@ -66,10 +66,11 @@ _KNOWN_PARTS = _has_known_parts()
 def new_tensordict(
     fields: dict[str, Any], batch_size: torch.Size, device: torch.device | None
 ) -> TensorDict:
-    """Returns a TensorDict over ``fields`` without checking or copying them.
+    """Return a TensorDict over ``fields`` without checking or copying them.
 
-    The caller guarantees that every field starts with ``batch_size`` and lies on ``device``, and
-    lets go of ``fields``. About ten times cheaper than the public constructor.
+    The caller guarantees that the shape of every field starts with ``batch_size``, and that it is
+    on ``device``. The caller must not use ``fields`` afterwards. The call is about ten times
+    cheaper than the public constructor.
     """
     if not _KNOWN_PARTS:
         return TensorDict(fields, batch_size=batch_size, device=device)
@@ -85,13 +86,14 @@ def fresh_strided(
     memories: Sequence[torch.Tensor],
     parts: Iterable[tuple[int, torch.Size, tuple[int, ...], int]],
 ) -> list[torch.Tensor]:
-    """Returns tensors over the memory of others that autograd takes for ones of their own.
+    """Return tensors over given memory that autograd treats as independent.
 
-    Views would share one version: a change of one would make what was computed from another look
-    changed too.
+    Views would share one version counter. After a change of one view, autograd would refuse results
+    that were computed from another view.
 
     Args:
-        parts: of each which memory, shape, strides, the value in it that it begins with.
+        parts: for each tensor the position of its memory, the shape, the strides, and the offset of
+            its first value.
     """
     with _BelowViews() if _BelowViews is not None else contextlib.nullcontext():
         return [memories[at].as_strided(size, step, first) for at, size, step, first in parts]
@@ -101,19 +103,22 @@ _BelowViews: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
 
 
 def fields_of(data: TensorDict) -> dict[str, Any]:
-    """Returns the values of a plain TensorDict by name, to look at; not to be changed."""
+    """Return the values of a plain TensorDict by name, as a read-only dict."""
     return data._tensordict if _KNOWN_PARTS else dict(data.items())
 
 
 def has_names(data: TensorDictBase) -> bool:
-    """Whether dimensions of a TensorDict have names."""
+    """Return whether dimensions of a TensorDict have names."""
     if _KNOWN_PARTS and type(data) is TensorDict:
         return data._td_dim_names is not None
     return any(name is not None for name in data.names)
 
 
 def put_all(data: TensorDict, values: Mapping[str, torch.Tensor]) -> None:
-    """Sets values that are known to fit: batch size, device, and the TensorDict not locked."""
+    """Set values without checks.
+
+    Batch size and device must fit, and the TensorDict must not be locked.
+    """
     if _KNOWN_PARTS:
         data._tensordict.update(values)
     else:
@@ -122,19 +127,19 @@ def put_all(data: TensorDict, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def is_tensordict(data: object) -> bool:
-    """Whether ``data`` is a TensorDict of any kind, tensorclasses and non-tensor data apart."""
+    """Return whether ``data`` is a TensorDict, but no tensorclass or non-tensor data."""
     return isinstance(data, TensorDictBase) and not is_tensorclass(data)
 
 
 def holds_objects(data: Any) -> bool:
-    """Whether ``data`` is a TensorDict, no stack of others, with values that are no tensors."""
+    """Return whether ``data`` is a plain TensorDict with values that are not tensors."""
     if type(data) is not TensorDict:
         return False
     return any(is_non_tensor(value) or holds_objects(value) for value in data.values())
 
 
 def tensorclass_parts(data: Any) -> tuple[TensorDictBase, dict[str, Any]]:
-    """Returns the TensorDict behind a tensorclass and its non-tensor fields by name."""
+    """Return the TensorDict of a tensorclass, and its non-tensor fields by name."""
     constants = dict(getattr(data, "_non_tensordict", {}) or {})
     tensordict = data._tensordict
     tensors = tensordict.copy() if _has_non_tensor(tensordict) else tensordict
@@ -150,14 +155,14 @@ def _has_non_tensor(tensordict: TensorDictBase) -> bool:
 
 
 def arange(*bounds: int) -> torch.Tensor:
-    """Returns ``torch.arange`` on the CPU, whatever the caller's default device is."""
+    """Return ``torch.arange`` on the CPU, for any default device of the caller."""
     return torch.arange(*bounds, device="cpu")
 
 
 def as_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Returns a tensor as it is, on its device, and anything else as one on the CPU.
+    """Return a tensor unchanged, and any other value as a tensor on the CPU.
 
-    ``torch.as_tensor`` would make it on the caller's default device.
+    ``torch.as_tensor`` would use the caller's default device.
     """
     if isinstance(value, torch.Tensor):
         return value if dtype is None else value.to(dtype)
@@ -165,16 +170,16 @@ def as_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def clone(data: Any) -> Any:
-    """Returns a copy of a tensor, TensorDict or tensorclass."""
+    """Return a copy of a tensor, TensorDict or tensorclass."""
     try:
         return data.clone()
     except NotImplementedError:
-        # tensordict copies by adding 0, which torch does not have for all dtypes.
+        # tensordict copies by adding 0, which torch does not support for all dtypes.
         return data.apply(torch.clone)
 
 
 def lookup(data: Any, key: tuple[str, ...]) -> Any:
-    """Returns the value of a nested key; None where there is none, also below a tensor."""
+    """Return the value of a nested key, or None if there is none."""
     for part in key:
         if type(data) is TensorDict:
             found = fields_of(data).get(part)
@@ -187,12 +192,12 @@ def lookup(data: Any, key: tuple[str, ...]) -> Any:
 
 
 def new_tensorclass(cls: type, tensordict: TensorDictBase, constants: Mapping[str, Any]) -> Any:
-    """Returns an instance of tensorclass ``cls`` over ``tensordict`` and non-tensor fields."""
+    """Return a tensorclass ``cls`` over ``tensordict`` and non-tensor fields."""
     return cls.from_tensordict(tensordict, dict(constants) or None)  # type: ignore[attr-defined]
 
 
 def shared_bytes(nbytes: int) -> torch.Tensor:
-    """Returns memory, uint8 ``[nbytes]``, that is handed to other processes without a copy."""
+    """Return memory, uint8 ``[nbytes]``, that other processes can use without a copy."""
     make = getattr(torch.UntypedStorage, "_new_shared", None)
     if make is None:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu").share_memory_()
@@ -202,20 +207,23 @@ def shared_bytes(nbytes: int) -> torch.Tensor:
 
 
 def memory_users(tensor: torch.Tensor) -> int | None:
-    """Returns a count that grows with whoever holds the tensor's memory: views, arrays, the memory
-    itself; None where this version of torch does not tell."""
+    """Return a count of the objects that hold the tensor's memory.
+
+    It counts views, arrays and references to the memory itself. The result is None if this version
+    of torch does not report the count.
+    """
     count = getattr(torch._C, "_storage_Use_Count", None)
     memory = tensor.untyped_storage()
     return None if count is None else int(count(memory._cdata)) + sys.getrefcount(memory)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the dtype's name without the module: ``float32``."""
+    """Return the dtype's name without the module, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_by_name(name: object) -> torch.dtype:
-    """Returns the dtype of that name; looks it up, evaluates nothing.
+    """Return the dtype with this name, without evaluating any code.
 
     Raises:
         ValueError: torch has no such dtype.
@@ -227,8 +235,11 @@ def dtype_by_name(name: object) -> torch.dtype:
 
 
 def _skipped_frames() -> Any:
-    """Returns what marks a code object so that torch.compile runs it, and all it calls, as it is;
-    None where this version of torch has no such mark."""
+    """Return a function that excludes a code object from torch.compile.
+
+    This also excludes all functions that the code calls. The result is None if this version of
+    torch does not support it.
+    """
     frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     mark = getattr(frames, "set_code_exec_strategy", None)
     strategy = getattr(frames, "_FrameExecStrategy", None)
@@ -245,11 +256,11 @@ _skip_frames = _skipped_frames()
 class Uncompiled:
     """Keep torch.compile from tracing the methods of this package's subclasses.
 
-    A compiled function that calls such a method, reads a property or iterates breaks its graph
-    there and runs the call as it is. ``torch.compiler.disable`` does the same with a wrapper around
-    every call; these are marks on the functions themselves, and a call costs what it did.
+    A compiled function may call such a method, read a property or iterate. Its graph then breaks
+    there, and the call runs uncompiled. ``torch.compiler.disable`` does the same with a wrapper
+    around every call. This class marks the functions themselves, so a call has no extra cost.
 
-    Methods that a class of another package defines are left alone.
+    Methods that are defined in other packages are not changed.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -263,15 +274,15 @@ class Uncompiled:
                 parts = (member.fget, member.fset) if isinstance(member, property) else (member,)
                 for function in parts:
                     if isinstance(function, FunctionType):
-                        _keep_from_compiling(function)
+                        _exclude_from_compile(function)
 
 
-def _keep_from_compiling(function: Any) -> None:
+def _exclude_from_compile(function: Any) -> None:
     if vars(function).get("_torchdynamo_disable"):
         return
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = "buffers and their parts run outside of compiled graphs"
-    # What a decorator of another package returns shares its code with all that it decorates.
+    # The wrapper of another package's decorator shares its code with all other wrapped functions.
     inner = inspect.unwrap(function)
     if _skip_frames is not None and inner.__module__.partition(".")[0] == _PACKAGE:
         _skip_frames(inner.__code__)

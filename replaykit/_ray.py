@@ -1,4 +1,4 @@
-"""The one place that imports ray, and only when it is used."""
+"""The only module that imports ray. The import happens at first use."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Final
 __all__ = ["DEFAULT_REMOTE_CLASS_CONFIG", "Carried", "actor_class", "ray_module", "start_ray"]
 
 DEFAULT_REMOTE_CLASS_CONFIG: Final[dict[str, Any]] = {"num_cpus": 1, "num_gpus": 0}
-"""What an actor asks of the cluster unless told otherwise."""
+"""The default resources of an actor."""
 
 
 def ray_module() -> Any:
-    """Returns ray.
+    """Return the module ray.
 
     Raises:
-        RuntimeError: it is not installed.
+        RuntimeError: ray is not installed.
     """
     try:
         import ray
@@ -28,7 +28,7 @@ def ray_module() -> Any:
 
 
 def start_ray(config: Mapping[str, Any] | None = None) -> Any:
-    """Returns ray with a runtime: the one that there is, or one started with these options.
+    """Return ray with the running runtime, or with a new one with these options.
 
     Raises:
         RuntimeError: ray is not installed.
@@ -41,11 +41,11 @@ def start_ray(config: Mapping[str, Any] | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Carried:
-    """An object with handles of actors, on its way to a process that Ray has not started.
+    """A pickled object with actor handles, for a process not started by Ray.
 
     Attributes:
-        pickled: the object.
-        address, namespace: of the Ray that it belongs to.
+        pickled: the bytes of the object.
+        address, namespace: address and namespace of the object's Ray cluster.
     """
 
     pickled: bytes
@@ -54,13 +54,13 @@ class Carried:
 
     @classmethod
     def of(cls, value: object) -> Carried:
-        """Takes an object of a process that Ray runs in."""
+        """Pickle an object in a process that is connected to Ray."""
         ray = ray_module()
         context = ray.get_runtime_context()
         return cls(ray.cloudpickle.dumps(value), context.gcs_address, context.namespace)
 
     def made(self) -> Any:
-        """Returns the object, in a process that is connected with that Ray from now on."""
+        """Return the object, after connecting this process to its cluster if needed."""
         ray = ray_module()
         if not ray.is_initialized():
             ray.init(
@@ -73,7 +73,7 @@ class Carried:
 
 
 def actor_class(cls: type, remote_config: Mapping[str, Any] | None = None) -> Any:
-    """Returns a Ray actor class made of ``cls``; ``.remote(...)`` starts an actor.
+    """Return a Ray actor class of ``cls``; its ``.remote(...)`` starts an actor.
 
     Args:
         remote_config: options of ``ray.remote``; None: DEFAULT_REMOTE_CLASS_CONFIG.

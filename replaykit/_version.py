@@ -1,3 +1,3 @@
-"""The version of the package, read from nowhere: it is the source of truth for manifests."""
+"""The version of the package. Manifests take the version from this module."""
 
 __version__ = "0.1.0"

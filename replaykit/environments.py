@@ -1,4 +1,4 @@
-"""Steps of environments as rows: one transition, and those of vector environments."""
+"""Make rows from steps of environments and of vector environments."""
 
 from __future__ import annotations
 
@@ -27,34 +27,36 @@ def transition(
     *,
     batch_size: int | tuple[int, ...] | None = None,
 ) -> TensorDict:
-    """Make a row, or a batch of rows, from what ``env.step`` takes and gives.
+    """Make a row, or a batch of rows, from the values of one ``env.step`` call.
 
-    The arguments may be Python numbers, NumPy scalars and arrays, tensors, lists of numbers, and
-    dicts and tuples of these, as spaces nest them. A dict becomes a nested TensorDict, a tuple one
-    with the keys ``"0"``, ``"1"``, and so on. Every entry without a dimension of its own gets one
-    of size 1: a discrete action is ``[1]``.
+    The arguments may be Python numbers, NumPy scalars and arrays, tensors and lists of numbers.
+    They may also be dicts and tuples of these, as in nested spaces. A dict becomes a nested
+    TensorDict. A tuple becomes a TensorDict with the keys ``"0"``, ``"1"``, and so on. A value
+    without feature dimensions gets a dimension of size 1. For example, a discrete action becomes
+    ``[1]``.
 
     Args:
-        observation: what the action was chosen from.
-        action: what was handed to ``env.step``.
-        reward, next_observation, terminated, truncated: what ``env.step`` gave. At the end of an
-            episode ``next_observation`` is the last observation of it, not the first of the next.
-        batch_size: number of rows, or their shape; every argument then begins with it. By default
-            the arguments are one row, whatever their shapes.
+        observation: the observation that the action was chosen for.
+        action: the argument of ``env.step``.
+        reward, next_observation, terminated, truncated: the results of ``env.step``. At the end of
+            an episode, ``next_observation`` is its last observation, not the first observation of
+            the next episode.
+        batch_size: number of rows, or their shape. The shape of every argument then begins with it.
+            By default the arguments are one row of any shape.
 
     Returns:
-        A TensorDict of shape ``batch_size`` (``[]``) with ``observation``, ``action`` and ``next``:
-        ``observation``, ``reward``, ``terminated``, ``truncated``, and ``done``, which is set where
-        one of these two is. It owns its memory.
+        A TensorDict of shape ``batch_size`` (``[]`` by default) with ``observation``, ``action``
+        and ``next``. ``next`` has ``observation``, ``reward``, ``terminated``, ``truncated`` and
+        ``done``, which is ``terminated | truncated``. The TensorDict owns its memory.
 
-        A bool is bool, a Python int int64, a Python float torch's default dtype (float32); arrays
-        and tensors keep their dtype. The reward alone has torch's default dtype whatever it came
-        as, since environments give ints, floats and float64 in turn.
+        The dtype of a Python bool is bool, of an int int64, and of a float torch's default dtype
+        (float32). Arrays and tensors keep their dtype. The reward is an exception. It always has
+        torch's default dtype, because environments return rewards of varying dtypes.
 
     Raises:
-        TypeError: an argument that does not hold numbers; flags that are not bool.
-        ValueError: more than one reward or flag for a row; a shape that does not begin with
-            ``batch_size``.
+        TypeError: an argument does not hold numbers, or a flag is not bool.
+        ValueError: a row has more than one value of a reward or flag, or a shape does not begin
+            with ``batch_size``.
         SchemaError: the two observations differ in keys, shapes or dtypes; a ValueError.
 
     Cost: one copy of every argument.
@@ -102,38 +104,40 @@ def transition(
 
 
 class VectorSteps:
-    """Steps a vector environment and gives its transitions as rows, without the reset rows.
+    """A vector environment whose steps return rows. Resets make no rows.
 
-    For the vector environments of gymnasium 1.0 and newer, in every mode of ``AutoresetMode``:
+    It supports vector environments of gymnasium 1.0 and newer, in every ``AutoresetMode``:
 
-    - ``NEXT_STEP``: the step after the end of an episode resets that environment, ignores its
-      action and makes no row.
-    - ``SAME_STEP``: the step that ends an episode also resets, and ``infos["final_obs"]`` is the
-      next observation of its row.
-    - ``DISABLED``: the caller resets what has ended, by ``reset(options={"reset_mask":
-      steps.ended})``, before the next step, which raises otherwise.
+    - ``NEXT_STEP``: the step after the end of an episode resets the environment. It ignores the
+      environment's action and makes no row.
+    - ``SAME_STEP``: the step that ends an episode also resets the environment.
+      ``infos["final_obs"]`` is the next observation of the row.
+    - ``DISABLED``: after the end of an episode, the caller must call ``reset(options={"reset_mask":
+      steps.ended})``. Otherwise the next step raises.
 
-    Rows of all environments come interleaved, and in ``NEXT_STEP`` not one of each a step. A
-    storage with ``lane_key="env"`` tells them apart, with any writer for it: no window, n-step sum
-    or stack of frames goes from one environment to another, nor over an end. In ``SAME_STEP`` each
-    step has a row of each environment, which may also be added to a storage with ``ndim=2``.
+    Rows of all environments are interleaved. In ``NEXT_STEP`` a step may lack the row of an
+    environment. A storage with ``lane_key="env"`` separates the environments, with any writer. No
+    window, n-step sum or stack of frames then crosses to another environment, or past the end of an
+    episode. In ``SAME_STEP`` each step has a row of each environment, so rows can also be written
+    to a storage with ``ndim=2``.
 
     Args:
         envs: a vector environment.
-        autoreset: ``"next_step"``, ``"same_step"`` or ``"disabled"``; None: what
-            ``envs.metadata["autoreset_mode"]`` says.
-        lane_key: column for the number of the environment.
-        first_lane: number of the first environment, where several vector environments write to one
-            buffer.
+        autoreset: ``"next_step"``, ``"same_step"`` or ``"disabled"``. None for the mode in
+            ``envs.metadata["autoreset_mode"]``.
+        lane_key: key of the column with the number of the environment.
+        first_lane: number of the first environment. If several vector environments write to one
+            buffer, choose separate ranges.
 
     Attributes:
-        observation: what the next actions are chosen from, as the environment gave it.
-        infos: what ``reset`` or ``step`` gave last.
-        ended: bool array ``[num_envs]``: episodes that the last step has ended.
+        observation: the observations for the next actions, as the environment returned them.
+        infos: the last infos that ``reset`` or ``step`` returned.
+        ended: bool array ``[num_envs]``, True for environments whose last step ended an episode.
 
     Raises:
-        ValueError: a mode that does not exist, or none in the metadata; a ``first_lane`` that is
-            not an int of at least 0; a space whose values are not batched, such as Sequence.
+        TypeError: ``envs`` is not a vector environment.
+        ValueError: the mode does not exist, or is missing from the metadata. Also if ``first_lane``
+            is not an int of at least 0, or if a space has unbatched values, such as Sequence.
 
     Example:
         >>> import gymnasium
@@ -165,7 +169,7 @@ class VectorSteps:
         if not hasattr(envs, "num_envs"):
             raise TypeError(
                 f"expected a vector environment, which has num_envs, got {type(envs).__name__}; "
-                "rows of one environment are made by replaykit.transition()"
+                "use replaykit.transition() to make rows of a single environment"
             )
         for name in ("observation", "action"):
             _check_batched(
@@ -189,18 +193,17 @@ class VectorSteps:
     def reset(
         self, *, seed: Any = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset the environments, or those of ``options["reset_mask"]``.
+        """Reset all environments, or only those in ``options["reset_mask"]``.
 
-        Episodes that have not ended are left as they are: their rows stay, and belong to another
-        episode than those that follow.
+        Rows of unfinished episodes stay. The next rows belong to new episodes.
 
         Args:
-            seed, options: handed on to ``envs.reset``.
+            seed, options: passed to ``envs.reset``.
 
         Returns:
-            Observations and infos, as ``envs.reset`` gave them.
+            Observations and infos, as ``envs.reset`` returned them.
         """
-        options = None if options is None else dict(options)  # from which gymnasium takes entries
+        options = None if options is None else dict(options)  # gymnasium removes entries
         mask = None if options is None else options.get("reset_mask")
         started = np.ones(len(self.ended), bool) if mask is None else np.array(mask, bool)
         observation, infos = self.envs.reset(seed=seed, options=options)
@@ -211,21 +214,22 @@ class VectorSteps:
         return observation, infos
 
     def step(self, action: Any) -> TensorDict:
-        """Step the environments and return the rows of those that took a step.
+        """Step the environments; return a row for each one that took a step.
 
         Args:
-            action: one of each environment, as ``envs.step`` takes them; tensors are handed on as
+            action: the actions of all environments, as for ``envs.step``. Tensors are converted to
                 arrays.
 
         Returns:
-            What ``transition`` makes, ``[n]`` with ``n <= num_envs``, and the number of the
-            environment under ``lane_key`` and that of the episode under ``"episode"``, int64
-            ``[n]`` each. Numbers of episodes are not used again, but by another VectorSteps: where
-            that goes on in the same lanes, call ``rb.cut()`` before.
+            Rows ``[n]`` as from ``transition``, with ``n <= num_envs``. They also have the
+            environment's number under ``lane_key`` and the episode's number under ``"episode"``,
+            int64 ``[n]`` each. A VectorSteps uses each episode number once. Before another
+            VectorSteps writes to the same lanes, call ``rb.cut()``.
 
         Raises:
-            RuntimeError: before ``reset``; ``DISABLED`` and an environment that has ended was not
-                reset; an environment that does not do what its mode says.
+            RuntimeError: ``reset`` was not called, or an environment does not behave according to
+                its mode. In ``DISABLED``, also if an environment whose episode has ended was not
+                reset.
         """
         if self._before is None:
             raise RuntimeError("expected reset() before the first step()")
@@ -260,7 +264,7 @@ class VectorSteps:
         return rows[torch.from_numpy(~resets)] if resets.any() else rows
 
     def _begin(self, started: np.ndarray[Any, Any]) -> None:
-        """Gives the next episodes of some environments their numbers."""
+        """Number the next episodes of some environments."""
         count = int(np.count_nonzero(started))
         if count:
             numbers = arange(self._next_episode, self._next_episode + count)
@@ -273,9 +277,9 @@ class VectorSteps:
 
 
 def _check_batched(single: Any, batched: Any, path: Path) -> None:
-    """Refuse a space whose values a vector environment gives one by one, in a tuple.
+    """Raise ValueError if a vector environment returns a space's values in a tuple.
 
-    Those of one environment would be taken for those of several.
+    One environment's values could then be mistaken for the values of several environments.
     """
     parts = getattr(batched, "spaces", None)
     if single is None or parts is None:
@@ -295,11 +299,11 @@ _MODES = ("next_step", "same_step", "disabled")
 
 
 def _mode_of(envs: Any) -> str:
-    """The mode that a vector environment declares; its library is not needed to read it."""
+    """Return the mode that a vector environment declares, without imports."""
     mode = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
     if mode is None:
         raise ValueError(
-            f"expected 'autoreset_mode' in the metadata of {envs}, got none; say it by "
+            f"expected 'autoreset_mode' in the metadata of {envs}, got none; pass "
             f"autoreset=, one of {', '.join(map(repr, _MODES))}"
         )
     return _checked_mode(getattr(mode, "name", mode))
@@ -313,7 +317,7 @@ def _checked_mode(mode: object) -> str:
 
 
 def _with_final(after: Any, infos: Mapping[str, Any], ended: np.ndarray[Any, Any]) -> Any:
-    """Observations after a step, with the last ones of the episodes that it has ended."""
+    """Return the observations after a step, with final ones for ended episodes."""
     final = infos.get("final_obs")
     after = after.clone()
     for env in np.flatnonzero(ended).tolist():
@@ -331,7 +335,7 @@ def _with_final(after: Any, infos: Mapping[str, Any], ended: np.ndarray[Any, Any
 
 
 def _of_one(values: Any, env: int) -> Any:
-    """What belongs to one environment: of an array of objects, or of columns."""
+    """Return the values of one environment from an array of objects or columns."""
     if isinstance(values, Mapping):
         return {key: _of_one(value, env) for key, value in values.items() if key[:1] != "_"}
     if isinstance(values, tuple):
@@ -347,7 +351,7 @@ def _as_arrays(action: Any) -> Any:
     return tuple(map(_as_arrays, action)) if isinstance(action, tuple) else action
 
 
-# -- what a row is made of ------------------------------------------------------------------------
+# -- parts of a row -------------------------------------------------------------------------------
 
 
 def _batch(batch_size: Any) -> torch.Size:
@@ -359,7 +363,7 @@ def _batch(batch_size: Any) -> torch.Size:
 
 
 def _columns(value: Any, batch: torch.Size, path: Path) -> Any:
-    """A tensor of one's own, or a TensorDict of them, each with a dimension below the batch."""
+    """Return a copy as a tensor, or a TensorDict of tensors, with feature dimensions."""
     if is_tensordict(value) or isinstance(value, Mapping):
         fields = dict(value.items())
         for name in fields:
@@ -395,12 +399,12 @@ def _tensor(value: Any, path: Path) -> torch.Tensor:
 
 
 def _one_each(value: Any, batch: torch.Size, name: str) -> torch.Tensor:
-    """One number a row, ``[*batch, 1]``."""
+    """Return one number per row, ``[*batch, 1]``."""
     tensor = _tensor(value, ("next", name))
     if tensor.shape not in (batch, (*batch, 1)):
-        hint = "; give batch_size= for more rows than one" if not batch and tensor.ndim else ""
+        hint = "; pass batch_size= for several rows" if not batch and tensor.ndim else ""
         raise ValueError(
-            f"expected one {name} a row, of shape {list(batch)} or {[*batch, 1]}, got "
+            f"expected one {name} per row, of shape {list(batch)} or {[*batch, 1]}, got "
             f"{list(tensor.shape)}{hint}"
         )
     return tensor.reshape(*batch, 1)
@@ -414,7 +418,7 @@ def _flag(value: Any, batch: torch.Size, name: str) -> torch.Tensor:
 
 
 def _check_alike(before: Any, after: Any, ndim: int) -> None:
-    """Raises SchemaError where two observations differ in keys, shapes or dtypes."""
+    """Raise SchemaError if two observations differ in keys, shapes or dtypes."""
     try:
         Schema(flatten(before, ndim)[0]).check(flatten(after, ndim)[0])
     except SchemaError as error:

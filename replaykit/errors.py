@@ -1,4 +1,4 @@
-"""The error kinds of the package: subclasses of built-in exceptions, so that either can be caught.
+"""Define the exceptions of the package, which subclass built-in exceptions.
 
 Example:
     >>> from replaykit.errors import SchemaError
@@ -26,30 +26,36 @@ __all__ = [
 
 
 class ActorLost(RuntimeError):
-    """The actor that holds a remote buffer has ended, was closed, or cannot be reached."""
+    """The actor of a remote buffer has ended, was closed, or cannot be reached."""
 
 
 class SchemaError(ValueError):
-    """Data does not have the keys, feature shapes or dtypes that the storage was given first."""
+    """Data does not have the keys, feature shapes or dtypes of the storage's schema."""
 
 
 class EmptyDistributionError(ValueError):
-    """No weight is positive, so there is nothing that could be drawn."""
+    """No weight is positive, so nothing can be drawn."""
 
 
 class NoEpisodeColumns(KeyError, RuntimeError):
-    """Nothing that is stored tells where episodes end; TorchRL raises one or the other kind."""
+    """No stored column shows where episodes end.
+
+    The error is both a KeyError and a RuntimeError, because TorchRL raises either of them.
+    """
 
     def __str__(self) -> str:
-        return RuntimeError.__str__(self)  # a KeyError would put quotes around the sentence
+        return RuntimeError.__str__(self)  # KeyError would put quotes around the message
 
 
 class PriorityCountError(ValueError, RuntimeError):
-    """There is neither one priority for all rows nor one for each; TorchRL has a RuntimeError."""
+    """The number of priorities is neither one nor the number of rows.
+
+    The error is also a RuntimeError, as in TorchRL.
+    """
 
 
 class BufferFull(RuntimeError):
-    """Rows would have to be removed that are to be kept."""
+    """A write would remove rows that must be kept."""
 
 
 class NotEnoughData(RuntimeError):
@@ -57,24 +63,24 @@ class NotEnoughData(RuntimeError):
 
 
 class RateLimiterTimeout(TimeoutError):
-    """A write waited for samples, or a sample for writes, for too long; nothing has changed."""
+    """A write or sample waited too long for the other side; nothing has changed."""
 
 
 class StaleAddress(LookupError):
-    """The rows that were asked for have been overwritten or forgotten since."""
+    """The requested rows have been overwritten or removed."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is torn, damaged, of an unknown version, or not a checkpoint."""
+    """A checkpoint is incomplete, damaged, of an unknown version, or not a checkpoint."""
 
 
 class CorpusError(ValueError):
-    """A source file breaks a rule of its corpus; the message names the file and the rule."""
+    """A source file breaks a rule of its corpus. Names the file and the rule."""
 
 
 class DownloadError(RuntimeError):
-    """A file could not be fetched or did not verify; names repository, commit and path."""
+    """A file could not be downloaded or verified. Names repository, commit and path."""
 
 
 class UploadError(RuntimeError):
-    """A data set could not be pushed; names the repository and what to do."""
+    """A data set could not be uploaded. Names the repository and a remedy."""

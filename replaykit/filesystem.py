@@ -1,27 +1,36 @@
-"""What publishing a directory needs of the file system: room, durability, and one atomic step."""
+"""Check free space, write files durably and atomically, and map files."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
+import platform
 import shutil
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 __all__ = [
+    "LARGE_PAGE",
     "EarlySync",
     "NoRoomError",
+    "Span",
     "TooManyFilesError",
+    "can_map_spans",
     "disk_errors",
     "exchange",
     "file_limit_errors",
     "make_directory",
+    "map_common",
+    "map_private",
+    "map_spans",
     "no_room",
     "private_path",
     "remove_tree",
@@ -34,20 +43,21 @@ __all__ = [
     "sync_tree",
 ]
 
+
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EARLY_BYTES: Final = 16 << 20
 _SYNC_THREADS: Final = 8
-"""File systems commit the syncs of several threads together: 2 to 10 times faster than in turn."""
+"""Number of sync threads. File systems merge their syncs, 2 to 10 times faster."""
 _OPENED: Final = 128
-"""Files that are open at once while they are synced: each group of them waits for its slowest."""
+"""Number of files open at once in a sync. Each group waits for its slowest file."""
 _OPENED_LEAST: Final = 16
-"""As many, where the process may have no more."""
+"""Size of such a group if the process runs out of descriptors."""
 _WRITE: Final = 2
-"""`sync_file_range`'s flag for beginning to write, without waiting."""
+"""The flag of `sync_file_range` that starts writing without waiting."""
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory and those above it, durably; existing ones are left alone."""
+    """Create a directory and its missing parents, durably."""
     missing = []
     while not path.is_dir():
         missing.append(path)
@@ -59,18 +69,18 @@ def make_directory(path: Path) -> None:
 
 
 def private_path(target: Path, purpose: str) -> Path:
-    """Returns a new hidden path beside a target, on its file system and nobody else's."""
+    """Return a unique hidden path in the directory of a target, on its file system."""
     return target.with_name(f".{target.name}.{purpose}-{uuid.uuid4().hex}")
 
 
 def siblings(target: Path, purpose: str) -> list[Path]:
-    """Returns the paths that `private_path` has made for a target and that still exist."""
+    """Return the existing paths that `private_path` made for a target."""
     prefix = f".{target.name}.{purpose}-"
     try:
         names = os.listdir(target.parent)
     except FileNotFoundError:
         return []
-    # All of the rest is the 32 digits: a target's name may itself begin like another's prefix.
+    # Requires exactly 32 digits after the prefix, because another target's name may begin with it.
     return sorted(
         target.with_name(name)
         for name in names
@@ -83,12 +93,12 @@ def _is_hex(text: str) -> bool:
 
 
 class NoRoomError(OSError):
-    """A disk, quota or limit is full; the message says for what and what to do."""
+    """A disk, quota or size limit is exhausted; the message names a remedy."""
 
 
 @contextmanager
 def disk_errors(path: Path, nbytes: int) -> Iterator[None]:
-    """Turns "no space", "quota" and "file too large" into a sentence that a user can act on."""
+    """Convert "no space", "quota" and "file too large" errors to a `NoRoomError`."""
     try:
         yield
     except NoRoomError:
@@ -100,7 +110,7 @@ def disk_errors(path: Path, nbytes: int) -> Iterator[None]:
 
 
 def no_room(code: int | None, path: Path, nbytes: int) -> NoRoomError:
-    """Returns the error that says what could not be written, what it needs, and what to do."""
+    """Return an error with the path, the needed and free bytes, and a remedy."""
     reason = os.strerror(code or errno.ENOSPC)
     try:
         free = f"{shutil.disk_usage(_existing(path)).free:,} bytes are free there"
@@ -115,15 +125,16 @@ def no_room(code: int | None, path: Path, nbytes: int) -> NoRoomError:
 
 
 class TooManyFilesError(OSError):
-    """The process or the system has no file descriptor left; the message says what to do."""
+    """No file descriptor is left; the message names the limit and a remedy."""
 
 
 @contextmanager
 def file_limit_errors(path: Path) -> Iterator[None]:
-    """Turns "too many open files" into a sentence with the file, the limit and the remedy.
+    """Convert "too many open files" to an error with file, limit and remedy.
 
     Args:
-        path: what the work is on; named as well, since not every library names the file.
+        path: the path of the task. The message includes it, because some libraries do not name the
+            file.
     """
     try:
         yield
@@ -143,13 +154,16 @@ def file_limit_errors(path: Path) -> Iterator[None]:
 
 def _file_limit(code: int) -> str:
     if code == errno.ENFILE:
-        return "the whole system has none left: end other programs, or raise fs.file-max"
+        return "the system has no descriptors left: end other programs, or raise fs.file-max"
     try:
         import resource
     except ImportError:  # not POSIX
-        return "close some"
+        return "close some files"
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return f"this process may have {limit:,} open at once: close some, or raise it (`ulimit -n`)"
+    return (
+        f"this process may have {limit:,} files open at once: close some, or raise the limit "
+        "(`ulimit -n`)"
+    )
 
 
 def _existing(path: Path) -> Path:
@@ -159,17 +173,17 @@ def _existing(path: Path) -> Path:
 
 
 def require_room(directory: Path, total: int, largest: int) -> None:
-    """Checks, before anything is written, that files of these sizes fit.
+    """Check before a write that files of these sizes fit.
 
     Raises:
-        OSError: ``ENOSPC`` when the disk has not ``total`` bytes free, ``EFBIG`` when this
-            process may not write a file of ``largest`` bytes.
+        OSError: with ``ENOSPC`` if fewer than ``total`` bytes are free on the disk. With ``EFBIG``
+            if this process may not write a file of ``largest`` bytes.
     """
     if shutil.disk_usage(_existing(directory)).free < total:
         raise no_room(errno.ENOSPC, directory, total)
     try:
         import resource
-    except ImportError:  # not POSIX: no such limit
+    except ImportError:  # no such limit outside POSIX
         return
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and largest > limit:
@@ -177,13 +191,13 @@ def require_room(directory: Path, total: int, largest: int) -> None:
 
 
 def reserve(path: Path, nbytes: int) -> None:
-    """Sets aside the blocks of a file, so that a full disk is met now and not while writing.
+    """Reserve the blocks of a file, so that a full disk raises an error now.
 
-    A mapped file without blocks would end a reader in SIGBUS. Where the file system cannot
-    reserve, the file only gets its size.
+    A write to a mapped file on a full disk would end the process with SIGBUS. If the file system
+    cannot reserve blocks, the function only sets the file's size.
 
     Raises:
-        OSError: there is no room; names the file and what it needs.
+        OSError: the disk has no room; the error names the file and its size.
     """
     descriptor = os.open(path, os.O_RDWR)
     try:
@@ -193,17 +207,17 @@ def reserve(path: Path, nbytes: int) -> None:
 
 
 def reserve_opened(descriptor: int, path: Path, nbytes: int) -> None:
-    """Does what `reserve` does with a file that is open for writing."""
+    """Reserve the blocks of a file opened for writing; see `reserve`."""
     with disk_errors(path, nbytes):
         reserve_blocks(descriptor, nbytes)
         os.ftruncate(descriptor, nbytes)
 
 
 def reserve_blocks(descriptor: int, nbytes: int) -> None:
-    """Takes the blocks of an open file now; where the file system cannot, when they are written.
+    """Allocate the blocks of an open file, if the file system supports it.
 
     Raises:
-        OSError: there is no room.
+        OSError: the disk has no room.
     """
     if not nbytes or not hasattr(os, "posix_fallocate"):
         return
@@ -215,15 +229,15 @@ def reserve_blocks(descriptor: int, nbytes: int) -> None:
 
 
 class EarlySync:
-    """Makes long files durable while they are still being written; a context manager.
+    """A context manager that syncs long files while they are being written.
 
-    The disk works while more is read and checked, so that little is left to wait for at the end.
-    It replaces no sync: what has not been written yet, or is passed over because the disk is busy,
-    is left to `sync_tree`. What a sync raises is raised on leaving, since the system reports a
-    failed write to one sync only.
+    The disk works while the caller reads and checks further data, so the final sync takes less
+    time. `sync_tree` is still needed. It syncs bytes that are written later, and bytes skipped
+    because the disk was busy. The exit of the context raises errors of the early syncs, because the
+    system reports a failed write only once.
 
     Args:
-        each: bytes of one file after which it is synced, if the disk is not busy.
+        each: number of bytes after which a file is synced, if the disk is not busy.
     """
 
     def __init__(self, each: int | None = None) -> None:
@@ -233,7 +247,7 @@ class EarlySync:
         self._waiting: dict[Path, int] = {}
 
     def wrote(self, path: Path, nbytes: int) -> None:
-        """Notes that so many bytes were written to a file; never waits."""
+        """Report that ``nbytes`` bytes were written to a file; never waits."""
         nbytes += self._waiting.get(path, 0)
         self._waiting[path] = nbytes
         if nbytes < self._each or sum(not sync.done() for sync in self._under_way) > 1:
@@ -254,7 +268,7 @@ class EarlySync:
 
 
 def sync_tree(directory: Path) -> None:
-    """Makes all files and directories below a directory, and itself, durable."""
+    """Sync a directory and all files and directories below it."""
     files: list[str] = []
     directories: list[str] = []
     for root, _, names in os.walk(directory):
@@ -269,15 +283,16 @@ def sync_tree(directory: Path) -> None:
 
 
 def _sync_together(paths: Sequence[str], files: int, pool: ThreadPoolExecutor) -> int:
-    """Makes files, which come first, and directories durable, all of them open meanwhile.
+    """Sync as many paths as can be open at once, files before directories.
 
-    Returns how many of the paths that was.
+    Returns the number of synced paths.
     """
     opened: list[int] = []
     try:
         _open_some(paths, opened)
         _begin_writing(opened[:files])
-        # Nothing but the syncs: threads that wait for the interpreter take longer than the disk.
+        # The threads only sync, because a wait for the interpreter lock would take longer than the
+        # disk.
         shares = [range(start, len(opened), _SYNC_THREADS) for start in range(_SYNC_THREADS)]
         under_way = [pool.submit(_sync_share, opened, share) for share in shares if share]
         failed = {i: error for share in under_way for i, error in share.result()}
@@ -293,21 +308,21 @@ def _sync_together(paths: Sequence[str], files: int, pool: ThreadPoolExecutor) -
 
 
 def _open_some(paths: Sequence[str], opened: list[int]) -> None:
-    """Opens paths; where the process may have no more files, the first ones of them."""
+    """Open paths, or only the first ones if the process has too few descriptors."""
     for path in paths:
         try:
             opened.append(os.open(path, os.O_RDONLY))
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or not opened:
                 raise
-            # Other threads of the process are to find some free.
+            # Leaves some descriptors for the other threads of the process.
             while len(opened) > _OPENED_LEAST:
                 os.close(opened.pop())
             return
 
 
 def _sync_share(opened: Sequence[int], share: Iterable[int]) -> list[tuple[int, OSError]]:
-    """Syncs some of the open files; returns which failed, and how."""
+    """Sync some of the open files; return positions and errors of failed files."""
     failed = []
     for i in share:
         try:
@@ -318,9 +333,9 @@ def _sync_share(opened: Sequence[int], share: Iterable[int]) -> list[tuple[int, 
 
 
 def _begin_writing(opened: Iterable[int]) -> None:
-    """Has the disk begin with files that are synced next, all at once, where the system can.
+    """Start the disk writes of the files to be synced, if the system supports it.
 
-    It makes nothing durable and reports nothing: what it leaves, and what fails, is met by a sync.
+    This makes nothing durable and reports no errors. The later syncs do both.
     """
     libc = ctypes.CDLL(None)
     if not sys.platform.startswith("linux") or not hasattr(libc, "sync_file_range"):
@@ -341,7 +356,7 @@ def _sync_file(path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes the entries of a directory durable: what was created, renamed or removed in it."""
+    """Sync the created, renamed and removed entries of a directory."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -352,14 +367,14 @@ def sync_directory(directory: Path) -> None:
 
 
 def _check_directory_sync(error: OSError) -> None:
-    """Raises the error of a sync of a directory, unless there is no such sync."""
-    # Some network file systems know none.
+    """Raise the error of a directory sync, unless the file system cannot do it."""
+    # Some network file systems cannot sync directories.
     if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
         raise error
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swaps two paths in one atomic step; returns whether the system can do that here."""
+    """Swap two paths atomically; return whether the system supports it here."""
     libc = ctypes.CDLL(None, use_errno=True)
     paths = os.fsencode(first), os.fsencode(second)
     at_cwd, swap = -100, 2
@@ -378,8 +393,189 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a file or directory that is only ours; what cannot be removed stays."""
+    """Remove a private file or directory; leave files that cannot be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+class Span(NamedTuple):
+    """Bytes of a file, and their position in a range of memory.
+
+    Attributes:
+        descriptor: descriptor of a regular file that has these bytes.
+        offset: offset of the first byte in the file.
+        start: offset of the first byte in the range.
+        nbytes: number of bytes.
+    """
+
+    descriptor: int
+    offset: int
+    start: int
+    nbytes: int
+
+
+def map_private(descriptor: int, nbytes: int) -> Any:
+    """Map the first bytes of a file copy-on-write; changes never reach the file.
+
+    No memory is reserved for the changes. Otherwise the system would refuse a file larger than the
+    memory, even if a process changes little of it. The descriptor may be closed at once.
+
+    Args:
+        descriptor: descriptor of a regular file with at least ``nbytes`` bytes.
+        nbytes: number of bytes to map, at least 1.
+
+    Returns:
+        An object with the buffer interface. Views of its buffer keep the object alive. The mapping
+        ends with the object. A forked process has a separate mapping.
+
+    Raises:
+        OSError: the system refuses the mapping, for example with ``ENOMEM`` for too many mappings.
+    """
+    if _SYSTEM is None:
+        return _map_by_python(descriptor, nbytes)
+    return _owned(_map(None, nbytes, 0, descriptor, 0), nbytes)
+
+
+def map_common(descriptor: int, nbytes: int) -> Any:
+    """Map the first bytes of a file; all mappings of the file share changes.
+
+    A mapping of at least one large page begins at a multiple of the page size. Otherwise the system
+    could not use large pages. Arguments, result and errors are as for ``map_private``.
+    """
+    if _SYSTEM is None or nbytes < LARGE_PAGE:
+        return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_WRITE)
+    map_, unmap = _SYSTEM
+    room = -(-nbytes // LARGE_PAGE) * LARGE_PAGE + LARGE_PAGE
+    start = _map(None, room, mmap.MAP_ANONYMOUS, -1, 0)
+    address = -(-start // LARGE_PAGE) * LARGE_PAGE
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    found = map_(address, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
+    if found != address:
+        code = ctypes.get_errno()
+        unmap(start, room)
+        raise OSError(code, os.strerror(code))
+    stop = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    for first, last in ((start, address), (stop, start + room)):
+        if first < last:
+            unmap(first, last - first)
+    return _owned(address, nbytes)
+
+
+def can_map_spans() -> bool:
+    """Return whether this system can map parts of files to chosen addresses."""
+    return _SYSTEM is not None
+
+
+def map_spans(nbytes: int, spans: Iterable[Span]) -> Any:
+    """Map parts of files to one range of memory; changes never reach the files.
+
+    Bytes outside all spans are zero, and take memory once they are written. Only whole pages of a
+    file can be mapped to whole pages of memory. So up to a page at either end of a span is copied.
+    If offset and start of a span differ modulo a page, the whole span is copied.
+
+    Args:
+        nbytes: size of the range, at least 1.
+        spans: parts of the range, without overlaps. The descriptors may be closed afterwards.
+
+    Returns:
+        As ``map_private``.
+
+    Raises:
+        NotImplementedError: the system's ``mmap`` cannot be called (``can_map_spans``).
+        OSError: the system refuses the mapping, for example with ``ENOMEM`` for too many mappings,
+            or a file has too few bytes.
+    """
+    if _SYSTEM is None:
+        raise NotImplementedError("mapping parts of files in a row needs a 64-bit POSIX system")
+    page = mmap.PAGESIZE
+    address = _map(None, nbytes, mmap.MAP_ANONYMOUS, -1, 0)
+    memory = _owned(address, nbytes)
+    view = memoryview(memory).cast("B")
+    for span in spans:
+        stop = span.start + span.nbytes
+        first, last = -(-span.start // page) * page, stop // page * page
+        if (span.start - span.offset) % page or first >= last:
+            first = last = stop
+        else:
+            at = span.offset + first - span.start
+            _map(address + first, last - first, _MAP_FIXED, span.descriptor, at)
+        for low, high in ((span.start, first), (last, stop)):
+            _read_into(view[low:high], span.descriptor, span.offset + low - span.start)
+    return memory
+
+
+def _map(address: int | None, nbytes: int, flags: int, descriptor: int, offset: int) -> int:
+    """Map a file privately without reserving memory; return the address."""
+    assert _SYSTEM is not None
+    flags |= mmap.MAP_PRIVATE | _NO_RESERVE
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    found = _SYSTEM[0](address, nbytes, access, flags, descriptor, offset)
+    if found in (None, _FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    assert found is not None
+    return found
+
+
+def _owned(address: int, nbytes: int) -> Any:
+    """Return an object over mapped memory, which unmaps it when it is deleted."""
+    assert _SYSTEM is not None
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    # The finalizer runs when no view can use the memory any more. It does not run at exit, because
+    # tensors may outlive it and the system then unmaps the memory.
+    weakref.finalize(memory, _SYSTEM[1], address, nbytes).atexit = False
+    return memory
+
+
+def _read_into(view: memoryview, descriptor: int, offset: int) -> None:
+    while len(view):
+        count = os.preadv(descriptor, [view], offset)
+        if not count:
+            raise OSError(errno.EIO, f"the file ends {len(view)} bytes too early")
+        view, offset = view[count:], offset + count
+
+
+def _map_by_python(descriptor: int, nbytes: int) -> mmap.mmap:
+    options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    if _NO_RESERVE:
+        flags = mmap.MAP_PRIVATE | _NO_RESERVE
+        return mmap.mmap(
+            descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **options
+        )
+    return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY, **options)
+
+
+def _no_reserve() -> int:
+    """Return MAP_NORESERVE for this processor; Python defines it since 3.13."""
+    known = getattr(mmap, "MAP_NORESERVE", 0)
+    if known or sys.platform != "linux":
+        return known
+    return 0x4000 if platform.machine() in ("x86_64", "aarch64", "i686", "riscv64") else 0
+
+
+def _system() -> tuple[Callable[..., int | None], Callable[[int, int], int]] | None:
+    """Return ``mmap`` and ``munmap`` of the C library; None if types are unknown."""
+    # On 32-bit systems the type of an offset differs between libraries.
+    if os.name != "posix" or sys.maxsize < 1 << 32:
+        return None
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        map_, unmap = library.mmap, library.munmap
+    except (OSError, AttributeError):
+        return None
+    map_.restype = ctypes.c_void_p
+    number, size, offset = ctypes.c_int, ctypes.c_size_t, ctypes.c_int64
+    map_.argtypes = [ctypes.c_void_p, size, number, number, number, offset]
+    unmap.restype = number
+    unmap.argtypes = [ctypes.c_void_p, size]
+    return map_, unmap
+
+
+LARGE_PAGE: Final = 2 << 20
+_MAP_FIXED: Final = 0x10
+"""MAP_FIXED, equal on all systems with ``mmap``. Python does not define it."""
+_FAILED: Final = (1 << 64) - 1
+_NO_RESERVE: Final = _no_reserve()
+_SYSTEM: Final = _system()

@@ -1,11 +1,11 @@
-"""Defer signals while state is changed, so that Ctrl-C never leaves it half changed.
+"""Defer signals during changes of state, so that Ctrl-C never interrupts a change.
 
-Python runs the handler of a signal between any two bytecodes of the main thread, and the handler of
-SIGINT raises KeyboardInterrupt there. Inside of ``deferred`` signals are noted instead, and handled
-where state is whole: at ``check()``, in a wait, inside of ``allowed``, and at the end.
+Python may run the handler of a signal between any two bytecodes of the main thread. The handler of
+SIGINT raises KeyboardInterrupt there. Inside ``deferred``, signals are recorded. They are handled
+later, when the state is consistent: at ``check()``, in a wait, inside ``allowed``, and at the end.
 
-SIGINT or SIGTERM that comes again a second after one that is still noted is handled at once, so
-that a program can be stopped in whatever it hangs.
+A SIGINT or SIGTERM is handled at once if the same signal has been pending for a second. A program
+that hangs can therefore always be stopped.
 
 Example:
     >>> from replaykit.interrupts import Lock
@@ -18,7 +18,7 @@ Example:
 
 from __future__ import annotations
 
-# The module behind `signal`, which spends 15 microseconds on enums.
+# The module behind `signal`. A call of `signal` itself spends 15 microseconds on enums.
 import _signal  # type: ignore[import-not-found]
 import os
 import signal
@@ -32,11 +32,11 @@ from replaykit import native
 
 __all__ = ["Lock", "acquire", "allowed", "check", "deferred", "shielded", "wait_for"]
 
-_LOOK = 0.05
-"""Seconds between looks for signals, for a main thread that waits."""
+_POLL_S = 0.05
+"""Seconds between checks for signals while the main thread waits."""
 
 _PATIENCE = 1.0
-"""Seconds after which a signal that is repeated is handled at once."""
+"""Seconds that a signal is pending before the same signal is handled at once."""
 
 _ENDING = (int(signal.SIGINT), int(signal.SIGTERM))
 _NAMES = (
@@ -46,25 +46,25 @@ _NAMES = (
 _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 
-class _Noter:
-    """Stands in for a handler: notes signals while it is in use, and hands them on afterwards."""
+class _Deferrer:
+    """A handler that records signals while in use. Later it calls the old handler."""
 
     def __init__(self, signals: _Signals, handler: Any) -> None:
         self.signals, self.handler, self.in_use = signals, handler, True
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.in_use:
-            self.signals.note(number, frame)
+            self.signals.defer(number, frame)
         else:
             self.handler(number, frame)
 
 
 class _Signals:
-    """What the compiled core does, without it: the signals of the main thread."""
+    """The signals of the main thread, in Python instead of the compiled core."""
 
     def __init__(self) -> None:
         self.depth = self.open = self.shields = 0
-        self._held: list[tuple[int, _Noter]] = []
+        self._held: list[tuple[int, _Deferrer]] = []
         self._pending: list[tuple[int, float]] = []
         self._at_fork = False
 
@@ -99,9 +99,9 @@ class _Signals:
             for number in _NUMBERS:
                 handler = _signal.getsignal(number)
                 if callable(handler):
-                    noter = _Noter(self, handler)
-                    self._held.append((number, noter))
-                    _signal.signal(number, noter)
+                    deferrer = _Deferrer(self, handler)
+                    self._held.append((number, deferrer))
+                    _signal.signal(number, deferrer)
         except BaseException:
             self._give_back()
             raise
@@ -111,12 +111,12 @@ class _Signals:
         back = len(self._held)
         while back:
             try:
-                number, noter = self._held[back - 1]
-                if _signal.getsignal(number) is noter:
-                    _signal.signal(number, noter.handler)
-                noter.in_use = False
+                number, deferrer = self._held[back - 1]
+                if _signal.getsignal(number) is deferrer:
+                    _signal.signal(number, deferrer.handler)
+                deferrer.in_use = False
                 back -= 1
-            except BaseException as error:  # of a handler that was back already
+            except BaseException as error:  # raised by a handler that was restored before
                 raised = error
         held, self._held = self._held, []
         noted, self._pending = self._pending, []
@@ -131,7 +131,7 @@ class _Signals:
         if raised is not None:
             raise raised
 
-    def note(self, number: int, frame: FrameType | None) -> None:
+    def defer(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         since = dict(self._pending).get(number)
         again = since is not None and number in _ENDING and now - since >= _PATIENCE
@@ -142,11 +142,11 @@ class _Signals:
             self._pending.append((number, now))
 
     def _handle(
-        self, number: int, frame: FrameType | None, held: list[tuple[int, _Noter]] | None = None
+        self, number: int, frame: FrameType | None, held: list[tuple[int, _Deferrer]] | None = None
     ) -> None:
-        for known, noter in self._held if held is None else held:
+        for known, deferrer in self._held if held is None else held:
             if known == number:
-                noter.handler(number, frame)
+                deferrer.handler(number, frame)
                 return
 
     def _forked(self) -> None:
@@ -198,7 +198,7 @@ class _Shielded:
 
 
 class _Lock:
-    """A re-entrant lock; signals wait while the main thread holds it."""
+    """A re-entrant lock; signals are deferred while the main thread holds it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -233,26 +233,31 @@ class _Lock:
 _core = native.core()
 
 deferred: Any
-"""A context in which signals of the main thread are noted, and handled at its end.
+"""A context that records signals of the main thread, and handles them at its end.
 
-It may be nested, and costs a microsecond; other threads have no signals to handle."""
+It may be nested, and costs a microsecond. In other threads it does nothing."""
 
 allowed: Any
-"""A context within ``deferred`` in which they are handled as they come: for waits that the system
-does, where an error leaves nothing behind."""
+"""A context within ``deferred`` that handles signals on arrival.
+
+It is for waits in system calls, where an error leaves nothing half done."""
 
 shielded: Any
-"""A context within ``deferred`` in which ``check`` and waits leave them noted: for taking back what
-was begun."""
+"""A context within ``deferred`` in which ``check`` and waits handle no signals.
+
+It is for rollbacks.
+"""
 
 check: Callable[[], None]
-"""Handles what was noted: raises KeyboardInterrupt where Ctrl-C has come. For places where an error
-leaves nothing behind."""
+"""Handle the recorded signals; raise KeyboardInterrupt after Ctrl-C.
+
+Call it where an error leaves nothing half done."""
 
 Lock: Any
-"""A re-entrant lock, as ``threading.RLock``; signals are deferred while the main thread has it.
+"""A lock like ``threading.RLock`` that defers signals in the main thread.
 
-Waiting for it in the main thread is ended by a signal whose handler raises.
+Signals are deferred while the main thread holds the lock. If the handler of a signal raises, a wait
+for the lock ends.
 """
 
 if _core is None:
@@ -265,22 +270,22 @@ else:
 
 
 def acquire(lock: Any) -> None:
-    """Take a ``threading.Lock`` inside of ``deferred``, however long that takes.
+    """Acquire a ``threading.Lock`` inside ``deferred``; wait without a time limit.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C came meanwhile; the lock is not taken.
+        KeyboardInterrupt: Ctrl-C was pressed during the wait; the lock is not acquired.
     """
     if lock.acquire(blocking=False):
         return
-    while not lock.acquire(timeout=_LOOK):
+    while not lock.acquire(timeout=_POLL_S):
         check()
 
 
 def wait_for(changed: threading.Condition, predicate: Callable[[], bool]) -> None:
-    """Wait inside of ``deferred`` until a condition, which is held, makes a predicate true.
+    """Wait inside ``deferred``, with a condition held, until a predicate is true.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C came meanwhile.
+        KeyboardInterrupt: Ctrl-C was pressed during the wait.
     """
-    while not changed.wait_for(predicate, _LOOK):
+    while not changed.wait_for(predicate, _POLL_S):
         check()

@@ -1,48 +1,50 @@
-"""Arguments that do not fit: what callers learn of them, by the names that callers know."""
+"""Use public class and method names in errors about wrong arguments."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
 
-__all__ = ["Replaced", "checked_keywords", "named_after", "refuse_unknown"]
+__all__ = ["Replaced", "checked_keywords", "named_after", "old_name", "refuse_unknown"]
 
 _Class = TypeVar("_Class", bound=type)
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 class Replaced(NamedTuple):
-    """A keyword of TorchRL that a class has no parameter for.
+    """A keyword of TorchRL for which a class has no parameter.
 
     Attributes:
-        same: values that ask for what the class does anyway; they are accepted.
-        instead: what callers use in the place of any other value; goes into the error.
+        same: accepted values, which match the behavior of the class.
+        instead: advice for all other values, as a part of the error message.
     """
 
     same: tuple[Any, ...]
     instead: str
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value asks for what is done anyway."""
+        """Return whether a value matches the behavior of the class."""
         return any(type(value) is type(known) and value == known for known in self.same)
 
 
 def checked_keywords(init: _Init) -> _Init:
-    """Makes a constructor say which class was called, and which keyword was meant.
+    """Make a constructor's errors name the called class and suggest a similar keyword.
 
-    Where the class, or a base of it, has an attribute ``_replaced`` of `Replaced` by keyword, such
-    keywords are taken out if they ask for what is done anyway.
+    The class and its bases may have an attribute ``_replaced``, a dict of `Replaced` by keyword.
+    The constructor accepts and drops such a keyword if its value matches the behavior of the class.
 
     Raises:
-        ValueError: when called, such a keyword with another value; says what to use.
-        TypeError: when called, arguments that do not fit, in the words of Python; with the
-            nearest keyword, where one is near.
+        ValueError: from a constructor call, if such a keyword has another value. The error gives
+            the advice.
+        TypeError: from a constructor call, if arguments do not fit. The message is Python's, with a
+            similar keyword if there is one.
 
-    Cost: a few microseconds an object.
+    Cost: a few microseconds per object.
 
     Example:
         >>> from replaykit.keywords import Replaced, checked_keywords
@@ -77,7 +79,7 @@ def checked_keywords(init: _Init) -> _Init:
         except TypeError as error:
             trace = error.__traceback__
             if trace is not None and trace.tb_next is not None:
-                raise  # from inside of the constructor: about something else
+                raise  # from inside the constructor, not from the call
             refuse_unknown(cls, kwargs, _known(cls))
             text = str(error).replace(f"{init.__qualname__}()", f"{_name(cls)}.__init__()", 1)
             raise TypeError(text) from None
@@ -86,11 +88,11 @@ def checked_keywords(init: _Init) -> _Init:
 
 
 def named_after(cls: _Class) -> _Class:
-    """Names the methods that a class has from private bases after the class.
+    """Name the methods that a class inherits from private bases after the class.
 
-    Python's errors about arguments name the class in which a method was written, such as
-    ``Drawing.sample()``, where callers know ``ReplayBuffer.sample()``. Bases that were given to
-    this function before keep their methods.
+    Python's errors about arguments name the class that defines a method, such as
+    ``Drawing.sample()``. Callers expect ``ReplayBuffer.sample()``. Bases that were passed to this
+    function earlier keep the names of their methods.
 
     Example:
         >>> from replaykit.keywords import named_after
@@ -113,12 +115,12 @@ def named_after(cls: _Class) -> _Class:
                 found = getattr(method, "__qualname__", None)
                 if isinstance(method, FunctionType) and found == f"{base.__name__}.{name}":
                     method.__qualname__ = f"{cls.__name__}.{name}"
-                    method.__module__ = cls.__module__  # where pickle finds it by that name
+                    method.__module__ = cls.__module__  # pickle finds the method there by that name
     return cls
 
 
 def refuse_unknown(cls: type, given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises TypeError where a keyword is not known; names the nearest one that is."""
+    """Raise TypeError for an unknown keyword, with the most similar known one."""
     for name in given:
         if name in known:
             continue
@@ -128,12 +130,12 @@ def refuse_unknown(cls: type, given: Mapping[str, Any], known: Collection[str]) 
 
 
 def _name(cls: type) -> str:
-    """The class as callers know it: a private one has the name of the public one it stands for."""
+    """Return the name of the class, or of its nearest public base."""
     return next((base.__name__ for base in cls.__mro__ if base.__name__[0] != "_"), cls.__name__)
 
 
 def _known(cls: type) -> set[str]:
-    """Names of the parameters of a class, with those that its constructor hands on."""
+    """Return the names of a constructor's parameters, including those for bases."""
     found: set[str] = set()
     for base in cls.__mro__:
         if "__init__" not in vars(base):
@@ -144,3 +146,41 @@ def _known(cls: type) -> set[str]:
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             break
     return found - {"self"}
+
+
+class _OldName(property):
+    """A property whose getter errors show with the name of the class and the attribute."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        cast(FunctionType, self.fget).__qualname__ = f"{owner.__name__}.{name}"
+
+
+def old_name(old: str, new: str) -> property:
+    """Return a deprecated property that reads an attribute by its old name.
+
+    Example:
+        >>> import warnings
+        >>> from replaykit.keywords import old_name
+        >>> class Ring:
+        ...     def poll(self):
+        ...         return 3
+        ...
+        ...     look = old_name("look", "poll")
+        >>> with warnings.catch_warnings(record=True) as found:
+        ...     warnings.simplefilter("always")
+        ...     Ring().look()
+        3
+        >>> str(found[0].message)
+        'Ring.look is deprecated and works for one more release; use Ring.poll'
+    """
+
+    def read(self: Any) -> Any:
+        name = type(self).__name__
+        warnings.warn(
+            f"{name}.{old} is deprecated and works for one more release; use {name}.{new}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(self, new)
+
+    return _OldName(read, doc=f"The old name of `{new}`; deprecated.")

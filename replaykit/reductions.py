@@ -1,4 +1,4 @@
-"""From several numbers per row to one, where a rank or a priority is asked for."""
+"""Reduce several numbers per row to one number, for a rank or a priority."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ _OVER_FEATURES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 REDUCTIONS = tuple(_OVER_FEATURES)
-"""Names of the reductions; of an even count the median is the lower one, as in torch."""
+"""Names of reductions. Of an even count, the median is the lower value, as in torch."""
 
 
 def reduce_rows(values: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Returns float64 ``[N]`` of ``[N, *F]``; a row needs at least one number.
+    """Reduce values ``[N, *F]`` to float64 ``[N]``.
+
+    Each row needs at least one number.
 
     Raises:
-        ValueError: complex numbers, which have no order.
+        ValueError: the values are complex numbers, which have no order.
 
     Example:
         >>> import torch

@@ -1,11 +1,11 @@
-"""List every public name: the kind of thing that it is, and the module that holds it.
+"""List every public name with its kind and its module.
 
-Everything else that lists names follows from `ENTRIES`: the exports of the packages, the corpus
-families and layouts, the shards' choice of a law, the type stubs and the tables in the docs. A new
-sampler, storage, writer, transform or corpus family is a file of its own and an entry here.
-``python -m tests.generated`` then writes the stubs and the tables.
+All other lists of names are made from `ENTRIES`. These are the exports of packages, the corpus
+families and layouts, the laws of shards, the type stubs and the tables in the docs. To add a
+sampler, storage, writer, transform or corpus family, add a file and an entry here. ``python -m
+tests.generated`` then writes the stubs and the tables.
 
-This module imports nothing of the package. No other module may name a module above its own.
+This module imports no other module of the package. No other module may name a module above its own.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Entry(NamedTuple):
     """One public name.
 
     Attributes:
-        name: of the class, function or constant.
-        kind: what it is; names of one kind are one table in the docs.
+        name: name of the class, function or constant.
+        kind: category of the name. Names of one kind form one table in the docs.
         module: the module that holds it, below ``replaykit``.
-        law: of a sampler that shards can use: how its draws divide among them. It is a key of
-            ``replaykit.sharding.shard_config.LAWS``.
-        single_rows: whether it is a sampler that draws single rows, any number at once. An ensemble
-            then asks a member once for all parts of a batch.
+        law: for a sampler that shards can use, the law that divides its draws among the shards. It
+            is a key of ``replaykit.sharding.shard_config.LAWS``.
+        single_rows: True for a sampler that draws any number of single rows at once. An ensemble
+            then requests all parts of a batch from a member in one draw.
     """
 
     name: str
@@ -107,7 +107,7 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("RoundRobinWriter", "writer", "writers.ring_writers"),
     Entry("TensorDictRoundRobinWriter", "writer", "writers.ring_writers"),
     Entry("TensorDictMaxValueWriter", "writer", "writers.max_value"),
-    Entry("LaneWriter", "writer", "writers.lanes"),
+    Entry("LaneWriter", "writer", "writers.ring_writers"),
     Entry("ImmutableDatasetWriter", "writer", "writers.ring_writers"),
     # Transforms
     Entry("Transform", "base", "transforms.transform"),
@@ -120,22 +120,22 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("NStepWriting", "transform", "transforms.n_step"),
     Entry("Bootstrap", "transform", "transforms.discounting"),
     Entry("StackFrames", "transform", "transforms.frames"),
-    Entry("PreviousStep", "transform", "transforms.previous_step"),
-    Entry("StepCount", "transform", "transforms.previous_step"),
+    Entry("PreviousStep", "transform", "transforms.frames"),
+    Entry("StepCount", "transform", "transforms.frames"),
     Entry("HindsightGoal", "transform", "transforms.hindsight"),
     Entry("ReturnToGo", "transform", "transforms.return_to_go"),
     Entry("TrajectoryTransform", "transform", "transforms.trajectory_edits"),
-    Entry("KeepRaw", "transform", "transforms.keys"),
+    Entry("KeepRaw", "transform", "transforms.value_transforms"),
     Entry("RewardClip", "transform", "transforms.value_transforms"),
     Entry("RewardScale", "transform", "transforms.value_transforms"),
     Entry("RewardShift", "transform", "transforms.value_transforms"),
     Entry("RewardMap", "transform", "transforms.value_transforms"),
     Entry("ImageScale", "transform", "transforms.value_transforms"),
     Entry("Cast", "transform", "transforms.value_transforms"),
-    Entry("SelectTransform", "transform", "transforms.keys"),
-    Entry("ExcludeTransform", "transform", "transforms.keys"),
-    Entry("RenameTransform", "transform", "transforms.keys"),
-    Entry("CatTensors", "transform", "transforms.keys"),
+    Entry("SelectTransform", "transform", "transforms.value_transforms"),
+    Entry("ExcludeTransform", "transform", "transforms.value_transforms"),
+    Entry("RenameTransform", "transform", "transforms.value_transforms"),
+    Entry("CatTensors", "transform", "transforms.value_transforms"),
     # Several buffers, several processes
     Entry("ReplayBufferEnsemble", "ensemble", "ensembles"),
     Entry("StorageEnsemble", "ensemble", "ensembles"),
@@ -159,7 +159,7 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("join_trajectories", "function", "trajectories"),
     Entry("pad_collate", "function", "trajectories"),
     Entry("to_device", "function", "transfer"),
-    # Corpora: a family is a class with ids; a layout says how its files are read
+    # Corpora. A family is a class with ids. A layout declares how its files are read.
     Entry("BaseDatasetExperienceReplay", "base", "datasets.dataset"),
     Entry("CorpusExperienceReplay", "data set", "datasets.published_buffer"),
     Entry("RobosetExperienceReplay", "family", "datasets.families.roboset"),
@@ -193,9 +193,9 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("STEPS", "conversion", "datasets.engine.fields"),
     Entry("ARRIVALS", "conversion", "datasets.engine.fields"),
     Entry("Field", "conversion", "datasets.engine.fields"),
-    Entry("Groups", "conversion", "datasets.engine.finding"),
-    Entry("WholeFile", "conversion", "datasets.engine.finding"),
-    Entry("Segments", "conversion", "datasets.engine.finding"),
+    Entry("Groups", "conversion", "datasets.engine.episode_finders"),
+    Entry("WholeFile", "conversion", "datasets.engine.episode_finders"),
+    Entry("Segments", "conversion", "datasets.engine.episode_finders"),
     Entry("Policies", "conversion", "datasets.engine.policies"),
     Entry("convert", "conversion", "datasets.converting"),
     Entry("open", "conversion", "datasets.converting"),
@@ -215,7 +215,7 @@ ROOMS: Final = (
     "replaykit.transforms",
     "replaykit.writers",
 )
-"""Packages whose public names follow from `ENTRIES` alone; each has a generated stub."""
+"""Packages whose public names all come from `ENTRIES`; each has a generated stub."""
 
 _BY_NAME: Final = {entry.name: entry for entry in ENTRIES}
 
@@ -224,7 +224,7 @@ _EXPORTED_BY: Final = {
     "layout": ("replaykit.datasets.families",),
     "layout class": ("replaykit.datasets.families",),
 }
-"""Packages that export the names of a kind; any other kind: the package itself and the room."""
+"""Packages that export a kind. The default is ``replaykit`` and the module's package."""
 
 MOVED: Final = {
     "replaykit.checkpoint.read_torchrl": "replaykit.read_torchrl",
@@ -232,7 +232,7 @@ MOVED: Final = {
     "replaykit.storages.StorageEnsemble": "replaykit.StorageEnsemble",
     "replaykit.writers.WriterEnsemble": "replaykit.WriterEnsemble",
 }
-"""Old full names that still work for one release, with a DeprecationWarning, and the new ones."""
+"""New full names by old names, which warn and work for one more release."""
 
 
 def of_kind(kind: str) -> list[Entry]:
@@ -256,7 +256,7 @@ def load(entry: Entry) -> Any:
 
 
 def entry_of(kind: type) -> Entry | None:
-    """Return the entry of exactly this class; None for every other class, subclasses included."""
+    """Return the entry of exactly this class; None for other classes and subclasses."""
     entry = _BY_NAME.get(kind.__name__)
     if entry is None:
         return None
@@ -273,7 +273,7 @@ def room(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], li
 def getter(package: str) -> Callable[[str], Any]:
     """Return ``__getattr__`` of a package.
 
-    It loads a name that the package exports, once. It also finds old names and modules.
+    The function loads each exported name once. It also finds old names and modules.
     """
     names = exports(package)
 
@@ -293,7 +293,7 @@ def getter(package: str) -> Callable[[str], Any]:
 
 
 def _moved(full: str) -> Any:
-    """Return the value of an old name, with a warning at the code that asks for it."""
+    """Return the value of an old name, with a warning at the code that uses it."""
     new = MOVED[full]
     warnings.warn(
         f"{full} is deprecated and works for one more release; use {new}",

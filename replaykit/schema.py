@@ -1,7 +1,7 @@
-"""The fixed layout of a record: what later data must look like, and why it does not.
+"""Fix the layout of a row, and check later data against it.
 
-The first write fixes the keys, the feature shapes and the dtypes. Tensors and arrays are never
-cast, broadcast, filled in or left out afterwards. Numbers take the dtype of their column.
+The first write fixes the keys, the feature shapes and the dtypes. After that, tensors and arrays
+are never cast, broadcast, filled in or left out. Numbers take the dtype of their column.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from replaykit.structure import (
 )
 from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, format_key, unravel
 
-__all__ = ["Rows", "Schema", "take_apart", "zeros_of"]
+__all__ = ["Rows", "Schema", "split_leaves", "zeros_of"]
 
 _RESERVED_PATHS: frozenset[Path] = frozenset((name,) for name in RESERVED_KEYS)
 
 
 class Rows:
-    """Rows taken apart: the tree, the leaves by path, and the batch shape they share.
+    """Rows as a tree, with its leaves by path and their common batch shape.
 
-    Dimension 0 of every leaf is the row (time, for storages with lanes; the lanes follow).
+    Dimension 0 of every leaf is the row. For storages with lanes it is time, and the lane
+    dimensions follow.
     """
 
     def __init__(self, root: Node, leaves: dict[Path, torch.Tensor], batch: torch.Size) -> None:
@@ -50,35 +51,35 @@ class Rows:
         return self.batch[0]
 
     def complete(self, schema: Schema) -> None:
-        """Give the rows zeros in those added columns of a schema that they lack."""
+        """Add zeros for the added columns of a schema that the rows lack."""
         missing = schema.added.difference(self.leaves)
         if not missing:
             return
         device = next(iter(self.leaves.values())).device
         leaves = {path: schema.leaves[path] for path in schema.leaves if path in missing}
         zeros = {path: zeros_of(leaf, self.batch, device) for path, leaf in leaves.items()}
-        self._take({**self.leaves, **zeros})
-        # The containers of the rows stay what they are, so that others are still refused.
+        self._select({**self.leaves, **zeros})
+        # The kinds of containers do not change, so that the check still refuses wrong containers.
         self.root = Schema(self.root).with_added(schema.part(list(leaves)).root).root
 
-    def _take(self, leaves: dict[Path, torch.Tensor]) -> None:
+    def _select(self, leaves: dict[Path, torch.Tensor]) -> None:
         self.leaves = leaves
 
 
 def zeros_of(leaf: Leaf, batch: torch.Size, device: torch.device) -> torch.Tensor:
-    """Returns zeros ``[*batch, *F]`` that take the memory of one value."""
+    """Return zeros ``[*batch, *F]`` that use the memory of one value."""
     return torch.zeros((), dtype=leaf.dtype, device=device).expand(batch + leaf.shape)
 
 
 class Schema:
-    """Keys, feature shapes and dtypes of the records of one storage.
+    """Keys, feature shapes and dtypes of the rows of one storage.
 
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from replaykit.schema import Schema, take_apart
-        >>> schema = Schema(take_apart(TensorDict({"x": torch.zeros(4, 3)}, [4]), ndim=1).root)
-        >>> schema.check(take_apart(TensorDict({"x": torch.zeros(2, 5)}, [2]), ndim=1).root)
+        >>> from replaykit.schema import Schema, split_leaves
+        >>> schema = Schema(split_leaves(TensorDict({"x": torch.zeros(4, 3)}, [4]), ndim=1).root)
+        >>> schema.check(split_leaves(TensorDict({"x": torch.zeros(2, 5)}, [2]), ndim=1).root)
         Traceback (most recent call last):
         replaykit.errors.SchemaError: key 'x': expected float32 [3], got float32 [5]
     """
@@ -87,16 +88,16 @@ class Schema:
         self.root = root
         self.leaves: dict[Path, Leaf] = dict(leaf_paths(root))
         self.added = frozenset(path for path, leaf in self.leaves.items() if leaf.added)
-        # Rows are checked when they come and once more under the lock: with one comparison.
+        # Rows are checked on arrival and again under the lock. This makes the second check cheap.
         self._accepted = root
-        # Fields that are no tensors may have an equality of their own.
+        # Fields that are not tensors may define equality in any way.
         self._plain = not _has_constants(root)
 
     def leaf(self, key: Any) -> Leaf:
-        """Returns feature shape and dtype of a column.
+        """Return feature shape and dtype of a column.
 
         Raises:
-            KeyError: no leaf of that name.
+            KeyError: there is no leaf with this name.
         """
         path = unravel(key)
         if path not in self.leaves:
@@ -105,11 +106,11 @@ class Schema:
         return self.leaves[path]
 
     def check(self, root: Node) -> None:
-        """Compares the tree of other rows with the schema.
+        """Compare the tree of other rows with the schema.
 
         Raises:
-            SchemaError: lists every key that is missing, unknown, or of another shape or dtype,
-                with what was expected and what came.
+            SchemaError: a key is missing, unknown, or has another shape or dtype. The error lists
+                all such keys, with the expected and the given layout.
         """
         if root is self._accepted or (self._plain and root == self.root):
             self._accepted = root
@@ -134,7 +135,7 @@ class Schema:
         ]
 
     def _hint(self, got: dict[Path, Leaf]) -> str:
-        """What to say of a batch that was given where one row was expected."""
+        """Return a hint if a batch was given instead of one row, else an empty string."""
         batches = got.keys() == self.leaves.keys() and all(
             leaf.shape[1:] == self.leaves[path].shape and len(leaf.shape)
             for path, leaf in got.items()
@@ -142,36 +143,36 @@ class Schema:
         return "; add() takes one row, extend() a batch" if batches and got else ""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the schema as plain JSON values; ``from_json`` takes it back."""
+        """Return the schema as plain JSON values, for ``from_json``."""
         return self.root.to_json()
 
     @classmethod
     def from_json(cls, record: object) -> Schema:
-        """Raises ValueError where the record is not one that ``to_json`` gave."""
+        """Return the schema of a ``to_json`` record; ValueError for other records."""
         return cls(from_json(record))
 
     def part(self, paths: Collection[Path]) -> Schema:
-        """Returns the schema of some of the leaves, in this one's order."""
+        """Return the schema of some of the leaves, in the order of this one."""
         return Schema(_part(self.root, (), frozenset(paths)) or self.root)
 
     def with_added(self, root: Node) -> Schema:
-        """Returns the schema with those leaves of another tree that it lacks, marked as added.
+        """Return the schema with missing leaves of another tree, marked as added.
 
         Raises:
-            SchemaError: a new leaf lies in a container with fixed fields, below a tensor, or does
-                not have the batch dimensions of the TensorDict that is to hold it.
+            SchemaError: a new leaf is in a container with fixed fields or below a tensor. Also if
+                it lacks the batch dimensions of the TensorDict that will hold it.
         """
         merged = _merged(self.root, root, ())
         return self if merged is self.root else Schema(merged)
 
     def without_added(self, kept: Collection[Path]) -> Schema:
-        """Returns the schema without those added leaves that are not among ``kept``."""
+        """Return the schema without the added leaves that are not among ``kept``."""
         if self.added <= set(kept):
             return self
         return self.part([path for path in self.leaves if path in kept or path not in self.added])
 
     def row_bytes(self) -> int:
-        """Bytes that one record takes, padding apart."""
+        """Return the bytes of one row, without padding."""
         return sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in self.leaves.values())
 
     def __repr__(self) -> str:
@@ -188,7 +189,7 @@ def _part(node: Node, path: Path, paths: frozenset[Path]) -> Node | None:
 
 
 def _merged(mine: Node, other: Node, path: Path) -> Node:
-    """A tree with the children that only the other one has, as added ones."""
+    """Return a tree with children that only the other tree has, marked as added."""
     if isinstance(mine, Leaf) or isinstance(other, Leaf):
         if isinstance(other, Branch) and other.children:
             raise SchemaError(f"key {_at(path)}: expected {mine}, got a {_kind(other)}")
@@ -208,8 +209,8 @@ def _merged(mine: Node, other: Node, path: Path) -> Node:
         for inner, leaf in leaf_paths(child, (*path, part)):
             if leaf.shape[: len(mine.extra)] != mine.extra:
                 raise SchemaError(
-                    f"key {_at(inner)}: expected a shape that begins with {list(mine.extra)}, as "
-                    f"the TensorDict has that holds it, got {list(leaf.shape)}"
+                    f"key {_at(inner)}: expected a shape that begins with {list(mine.extra)}, the "
+                    f"batch dimensions of its TensorDict, got {list(leaf.shape)}"
                 )
     if not new and all(child is known[part] for part, child in children):
         return mine
@@ -237,7 +238,7 @@ def _kind(node: Node) -> str:
 
 
 def _container_differences(expected: Node, got: Node, path: Path) -> list[str]:
-    """What differs apart from the leaves: kinds of containers, fields that are no tensors."""
+    """Return differences in kinds of containers and in fields without tensors."""
     if not (isinstance(expected, Branch) and isinstance(got, Branch)):
         return []
     if _kind(expected) != _kind(got):
@@ -248,8 +249,8 @@ def _container_differences(expected: Node, got: Node, path: Path) -> list[str]:
             want, have = expected.constants.get(name), got.constants.get(name)
             if type(want) is not type(have) or want != have:
                 problems.append(
-                    f"field {_at((*path, name))}: expected {want!r} (not a tensor, hence the same "
-                    f"in every record), got {have!r}"
+                    f"field {_at((*path, name))}: expected {want!r} (a field without a tensor is "
+                    f"the same in every row), got {have!r}"
                 )
     others = dict(got.children)
     for part, child in expected.children:
@@ -258,7 +259,7 @@ def _container_differences(expected: Node, got: Node, path: Path) -> list[str]:
     return problems
 
 
-def take_apart(
+def split_leaves(
     data: Any,
     ndim: int,
     *,
@@ -267,24 +268,24 @@ def take_apart(
     optional: Collection[Path] = (),
     schema: Schema | None = None,
 ) -> Rows:
-    """Takes data apart into leaves with time along dimension 0.
+    """Split data into leaves with time along dimension 0.
 
     Args:
-        data: a batch; a list with one element per row; or one row where ``single``.
-        ndim: batch dimensions of the storage, time among them.
-        single: ``data`` has no time dimension; one of size 1 is added.
-        time_dim: dimension of the data that is time; it is exchanged with dimension 0.
-        optional: paths that are left out where the schema has none of them.
-        schema: the storage's schema, if there is one already. Numbers take its dtypes.
+        data: a batch, a list with one element per row, or one row if ``single``.
+        ndim: number of batch dimensions of the storage, including time.
+        single: ``data`` has no time dimension, and a time dimension of size 1 is added.
+        time_dim: the time dimension of the data. It is swapped with dimension 0.
+        optional: paths that are dropped if the schema does not have them.
+        schema: the storage's schema, if it is already fixed. Numbers take its dtypes.
 
-    Flags (``done``, ``terminated``, ``truncated``, at the root and under ``next``) of a
-    TensorDict given without a trailing dimension get one. The reserved keys ``index`` and
-    ``index_generation`` of a TensorDict are left out. The caller's object is not changed.
+    If a flag of a TensorDict has no trailing dimension, it gets one of size 1. Flags are ``done``,
+    ``terminated`` and ``truncated``, at the root and under ``next``. The reserved keys ``index``
+    and ``index_generation`` of a TensorDict are left out. The caller's object is not changed.
 
     Raises:
         TypeError: a leaf is not a tensor.
-        SchemaError: nothing to store, leaves that disagree on the batch shape, or rows of a list
-            that differ in layout.
+        SchemaError: there is nothing to store, leaves disagree on the batch shape, or rows of a
+            list differ in layout.
     """
     drop = frozenset(path for path in optional if schema is not None and path not in schema.leaves)
     stored: Mapping[Path, Leaf] = {} if schema is None else schema.leaves
@@ -321,7 +322,7 @@ def _taken_apart(
         leaves = {path: leaf.unsqueeze(0) for path, leaf in leaves.items()}
     batch = _common_batch(leaves, ndim)
     if ndim > 1 and batch[0] and not batch.numel():
-        # Time steps without a lane are no rows.
+        # Time steps without lanes have no rows.
         batch = torch.Size([0, *batch[1:]])
         leaves = {path: leaf[:0] for path, leaf in leaves.items()}
     return Rows(root, leaves, batch)

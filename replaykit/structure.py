@@ -1,4 +1,4 @@
-"""Take containers of tensors apart into a tree and leaves, and build them again."""
+"""Split containers of tensors into a tree and its leaves, and rebuild them."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ __all__ = [
 ]
 
 Path = tuple[Any, ...]
-"""Way to a leaf: nested keys of TensorDicts, positions in sequences; ``()`` for a bare tensor."""
+"""The nested keys and sequence positions that lead to a leaf; ``()`` for a tensor."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor: feature shape (below the batch dimensions) and dtype.
+    """Feature shape (without the batch dimensions) and dtype of a tensor.
 
-    ``added`` marks a column that an edit of all rows brought, after the first write: rows written
-    without it hold zeros there. Leaves that differ in it alone are equal.
+    ``added`` marks a column that an edit of all rows added after the first write. Rows written
+    without the column have zeros in it. Comparisons ignore ``added``.
     """
 
     shape: torch.Size
@@ -66,17 +66,17 @@ class Leaf:
         return f"{dtype_name(self.dtype)} {list(self.shape)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what ``from_json`` rebuilds it from."""
+        """Return the record from which ``from_json`` rebuilds this node."""
         record = {"kind": "tensor", "dtype": dtype_name(self.dtype), "shape": list(self.shape)}
         return {**record, "added": True} if self.added else record
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A container: its kind, its children in order, and what a rebuilt one needs besides them.
+    """A container, with its kind, its children in order, and data to rebuild it.
 
-    ``kind`` is ``tensordict``, ``tensorclass``, ``mapping`` or ``sequence``. ``extra`` are the
-    batch dimensions that a TensorDict has below those of its rows.
+    ``kind`` is ``tensordict``, ``tensorclass``, ``mapping`` or ``sequence``. ``extra`` has the
+    batch dimensions of a TensorDict inside each row.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class Branch:
         return f"{self.cls.__name__} with keys {keys or 'of no tensor'}"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what ``from_json`` rebuilds it from."""
+        """Return the record from which ``from_json`` rebuilds this node."""
         record: dict[str, Any] = {
             "kind": self.kind,
             "children": [[part, child.to_json()] for part, child in self.children],
@@ -113,11 +113,11 @@ Node = Branch | Leaf
 
 @dataclass(frozen=True)
 class Rules:
-    """What ``flatten`` does with some paths on its way.
+    """Special treatment of some paths in ``flatten``.
 
-    ``drop`` names paths to leave out, with everything below them. ``columns`` names leaves that
-    get a trailing dimension of size 1 when they come with just ``column_ndim`` dimensions.
-    ``stored`` has the leaves of a schema: numbers take the dtype of theirs, as `as_stored` says.
+    ``drop`` names paths to leave out, with everything below them. ``columns`` names leaves that get
+    a trailing dimension of size 1 if they have only ``column_ndim`` dimensions. ``stored`` has the
+    leaves of a schema, whose dtypes numbers take by the rules of `as_stored`.
     """
 
     drop: frozenset[Path] = frozenset()
@@ -131,22 +131,22 @@ def flatten(
     ndim: int,
     rules: Rules | None = None,
 ) -> tuple[Node, dict[Path, torch.Tensor]]:
-    """Takes a container apart.
+    """Split a container into a tree and its leaves.
 
     Args:
         data: TensorDict, tensorclass, tensor, NumPy array, number, or a pytree (mapping, tuple,
-            list, named tuple) of these; see ``from_numbers`` for numbers and lists of them.
-        ndim: how many leading dimensions of every leaf are batch dimensions.
+            list, named tuple) of these. See ``from_numbers`` for numbers and lists of numbers.
+        ndim: number of leading batch dimensions of every leaf.
         rules: paths that are left out or get a trailing dimension.
 
     Returns:
-        The tree and its leaves by path, in the tree's order. Leaves are the tensors themselves,
-        detached; nothing is copied.
+        The tree and its leaves by path, in the tree's order. Leaves are the given tensors, detached
+        and not copied.
 
     Raises:
-        TypeError: something that is not a tensor, with its path.
-        SchemaError: a leaf with fewer than ``ndim`` dimensions, a lazy stack whose rows differ in
-            keys or shapes, or an int that int64 cannot hold.
+        TypeError: a value is not a tensor; the error names its path.
+        SchemaError: a leaf has fewer than ``ndim`` dimensions, the rows of a lazy stack differ in
+            keys or shapes, or an int does not fit int64.
     """
     leaves: dict[Path, torch.Tensor] = {}
     node = _flatten(data, ndim, (), leaves, rules or Rules())
@@ -171,7 +171,7 @@ def _flatten(
                 f"got shape {list(data.shape)}; extend() takes a batch, add() one row"
             )
         leaf = data.detach()
-        if leaf.is_conj() or leaf.is_neg():  # lazily so: other bytes than values
+        if leaf.is_conj() or leaf.is_neg():  # lazy, so its bytes are not those of its values
             leaf = leaf.resolve_conj().resolve_neg()
         if path in rules.columns and leaf.ndim == rules.column_ndim:
             leaf = leaf.unsqueeze(-1)
@@ -225,7 +225,7 @@ def _branch(
             f"key {_at(path)}: expected a batch_size of at least {ndim} dimension(s), "
             f"got {list(data.batch_size)}; extend() takes a batch, add() one row"
         )
-    # Only the plain kind has its values at hand; others make them, one by one.
+    # Only a plain TensorDict stores its values. Other kinds compute them one by one.
     items = (
         list(data.items())
         if type(data) is TensorDict
@@ -269,10 +269,10 @@ def _check_lazy_stack(data: LazyStackedTensorDict, path: Path) -> None:
 
 
 def from_numpy(data: np.ndarray, path: Path = ()) -> torch.Tensor:
-    """Returns a tensor over the array, or over a copy where torch cannot look at it.
+    """Return a tensor over the array, or over a copy if torch cannot share its memory.
 
     Raises:
-        TypeError: the array does not hold numbers that torch has.
+        TypeError: the array does not hold numbers of a dtype that torch has.
     """
     plain = data.flags.writeable and all(stride >= 0 for stride in data.strides)
     try:
@@ -284,15 +284,16 @@ def from_numpy(data: np.ndarray, path: Path = ()) -> torch.Tensor:
 
 
 def from_numbers(data: Any, path: Path = ()) -> torch.Tensor | None:
-    """Returns a number, a NumPy scalar or a list of numbers as a tensor; None for anything else.
+    """Return a number, a NumPy scalar or a list of numbers as a tensor.
 
-    A Python bool becomes bool, an int int64, a float torch's default dtype (float32); NumPy keeps
-    its dtype. A list of numbers, however deep, is one array, by NumPy's rules where its first
-    number is NumPy's. A tuple is a container: its elements may be of different kinds.
+    The result is None for any other value. The dtype of a Python bool is bool, of an int int64, and
+    of a float torch's default dtype (float32). NumPy values keep their dtype. A list of numbers of
+    any depth is one array. If its first number is a NumPy number, NumPy's dtype rules apply. A
+    tuple is a container with elements of any kinds.
 
     Raises:
-        SchemaError: nested lists of different lengths, or an int that int64 cannot hold.
-        TypeError: a NumPy scalar that is no number.
+        SchemaError: nested lists have different lengths, or an int does not fit int64.
+        TypeError: a NumPy scalar is not a number.
     """
     first = data
     while isinstance(first, list) and first:
@@ -311,10 +312,10 @@ def from_numbers(data: Any, path: Path = ()) -> torch.Tensor | None:
 
 
 def as_stored(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers in the dtype of their column, if it can hold numbers of their kind.
+    """Return numbers in the dtype of their column, if it can hold them.
 
-    A column of floats takes ints and floats. A column of ints takes ints in its range. A column of
-    bools takes bools only. Numbers that do not fit are returned as they are.
+    A float column accepts ints and floats. An int column accepts ints in its range. A bool column
+    accepts only bools. Numbers that do not fit are returned unchanged.
 
     Example:
         >>> import torch
@@ -347,7 +348,7 @@ def _at(path: Path) -> str:
 
 
 def leaf_paths(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
-    """Yields every leaf with its path, in the tree's order."""
+    """Yield the path and the leaf of every leaf, in the tree's order."""
     if isinstance(node, Leaf):
         yield path, node
         return
@@ -362,10 +363,10 @@ def build(
     device: torch.device | None,
     path: Path = (),
 ) -> Any:
-    """Puts a container together over the given leaves, which it takes as they are.
+    """Build a container over the given leaves, without checks or copies.
 
-    ``batch_size`` is that of the rows; every leaf must start with it. Cost: one Python step a
-    node.
+    ``batch_size`` is the batch size of the rows. The shape of every leaf must start with it. Cost:
+    one Python step per node.
     """
     if isinstance(node, Leaf):
         return leaves[path]
@@ -386,7 +387,7 @@ def build(
 
 
 def map_leaves(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns the container with ``function`` applied to every leaf; shapes stay as they are."""
+    """Return the container with a shape-preserving ``function`` applied to leaves."""
     node, leaves = flatten(data, 0)
     mapped = {path: function(leaf) for path, leaf in leaves.items()}
     device = next(iter(mapped.values())).device if mapped else None
@@ -399,17 +400,16 @@ _NAMES: dict[str, tuple[type, ...]] = {
     "mapping": (str, int, bool),
     "sequence": (int,),
 }
-"""Of each kind of container, what its children's names can be."""
+"""The types of children's names, for each kind of container."""
 
 
 def from_json(record: object) -> Node:
-    """Rebuilds a tree from what ``to_json`` gave.
+    """Rebuild a tree from a record of ``to_json``.
 
-    Classes are looked up among the modules that are already imported; nothing is imported and
-    nothing is evaluated.
+    Classes are looked up in modules that are already imported. Nothing is imported or evaluated.
 
     Raises:
-        ValueError: the record is not such a tree, or names a class that is not loaded.
+        ValueError: the record does not describe a tree, or names a class that is not loaded.
     """
     if not isinstance(record, dict):
         raise ValueError(f"expected a record of a container, got {record!r}")
@@ -475,9 +475,9 @@ def _class_of(kind: str, name: object) -> type:
 def assembler(
     root: Node, paths: Sequence[Path]
 ) -> Callable[[Sequence[torch.Tensor], torch.Size, torch.device | None], Any]:
-    """Returns a function that does what ``build`` does, with leaves in the order of ``paths``.
+    """Return a function that builds containers from leaves in the order of ``paths``.
 
-    What does not depend on the leaves is worked out here, once.
+    This call does all work that does not depend on the leaves.
     """
     places = {path: place for place, path in enumerate(paths)}
     if isinstance(root, Leaf):
@@ -497,11 +497,11 @@ def assembler(
 
 
 _Template = tuple[torch.Size, list[tuple[str, int, Any]]]
-"""A TensorDict: its own batch dimensions, and its children: name, place of a leaf, or template."""
+"""The extra batch dimensions of a TensorDict, and its names with leaves or templates."""
 
 
 def _plain(node: Node) -> bool:
-    """Whether a tree is of TensorDicts alone."""
+    """Return whether all containers of a tree are TensorDicts."""
     if isinstance(node, Leaf):
         return True
     return node.kind == "tensordict" and all(_plain(child) for _, child in node.children)
@@ -532,10 +532,7 @@ def _filled(
 
 
 def contiguous(data: Any) -> Any:
-    """Returns the container with every tensor in one piece; tensors that are so already stay.
-
-    Sparse tensors, which have no strides, stay as well.
-    """
+    """Return the container with contiguous tensors; sparse tensors are unchanged."""
     return map_tensors(
         data, lambda tensor: tensor.contiguous() if tensor.layout is torch.strided else tensor
     )
@@ -547,10 +544,11 @@ def map_tensors(
     *,
     device: torch.device | None = None,
 ) -> Any:
-    """Returns the container with ``function`` applied to every tensor, which keeps its shape.
+    """Return the container with ``function`` applied to every tensor.
 
-    Everything that is no tensor, and no container of tensors, stays as it is. Lazy stacks, whose
-    rows are objects of their own, stay stacks. ``device``: where the new tensors are.
+    ``function`` must not change shapes. Other values than tensors and containers of tensors are not
+    copied. Lazy stacks, whose rows are separate objects, stay lazy stacks. ``device`` is the device
+    of the new tensors.
     """
     if isinstance(data, torch.Tensor):
         return function(data)
@@ -563,7 +561,7 @@ def map_tensors(
         mapped = {key: map_tensors(value, function, device=device) for key, value in data.items()}
         if type(data) is dict:
             return mapped
-        other = copy.copy(data)  # it may know more than its items, as a default
+        other = copy.copy(data)  # a mapping may have more than its items, such as a default
         other.update(mapped)
         return other
     if isinstance(data, (tuple, list)):
@@ -573,7 +571,7 @@ def map_tensors(
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the values' bytes, uint8 ``[n]`` on the CPU: a view where they lie in one piece."""
+    """Return the bytes of the values, uint8 ``[n]`` on the CPU; a view if possible."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # Not view(-1): a single value counts as contiguous whatever its stride.
+    # Not view(-1), because a single value counts as contiguous with any stride.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

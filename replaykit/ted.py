@@ -1,7 +1,7 @@
-"""The TED vocabulary: which key means what in a table of transitions.
+"""Define the TED format, the meaning of keys in a table of transitions.
 
-A row is one step. The root holds the state before it and the action, ``next`` what followed.
-Time runs along the first dimension and episodes lie end to end.
+A row is one step. The root holds the state before the step and the action. ``next`` holds the
+results. Time is the first dimension, and episodes follow one another.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = [
 ]
 
 Key = tuple[str, ...]
-"""A nested key, always as a tuple: ``("next", "reward")``, ``("action",)``."""
+"""A nested key, always a tuple, such as ``("next", "reward")`` or ``("action",)``."""
 
 DEFAULT_DONE_KEYS: Final = ("done", "truncated", "terminated")
-"""Flags of which any one ends an episode; see `end_flags`."""
+"""Flags, each of which ends an episode; see `end_flags`."""
 
 FLAG_KEYS: Final[frozenset[Key]] = frozenset(
     {(name,) for name in DEFAULT_DONE_KEYS} | {("next", name) for name in DEFAULT_DONE_KEYS}
@@ -33,18 +33,18 @@ FLAG_KEYS: Final[frozenset[Key]] = frozenset(
 """Keys accepted as ``[N]`` or ``[N, 1]`` and stored as ``[N, 1]``."""
 
 EPISODE_KEYS: Final[tuple[Key, ...]] = (("collector", "traj_ids"), ("episode",), ("seed",))
-"""Id columns of which a change ends an episode."""
+"""Id columns. A change of any of these ids ends an episode."""
 
 RESERVED_KEYS: Final[frozenset[str]] = frozenset({"index", "index_generation"})
-"""Root keys that samples carry: ignored on write, produced on read, never stored."""
+"""Root keys of samples. They are ignored on write, added on read and never stored."""
 
 
 def end_flags(keys: Container[Key]) -> tuple[Key, ...]:
-    """Returns which of some keys are flags that end an episode with their row.
+    """Return the keys that are flags which end an episode with their row.
 
-    They are ``done``, ``truncated`` and ``terminated`` under ``next``. Where none of these is among
-    the keys, they are those at the root: without ``next``, a flag tells how its row's step went.
-    With ``next``, a flag at the root tells of the observation, and ends nothing.
+    They are ``done``, ``truncated`` and ``terminated`` under ``next``. If none of these is among
+    the keys, the flags at the root are returned. They then describe the step of their row. If there
+    are flags under ``next``, a flag at the root describes the observation, and ends no episode.
 
     Example:
         >>> from replaykit.ted import end_flags
@@ -67,8 +67,8 @@ _FLAG_NAMES: Final = frozenset(
 def unused_flags(keys: Collection[Key]) -> tuple[Key, ...]:
     """Return the keys that look like flags but end no episode.
 
-    With flags under ``next``, these are the flags at the root without a twin under ``next``.
-    Without any flag or id, these are keys such as ``dones`` or ``("agents", "done")``.
+    If there are flags under ``next``, these are the flags at the root without a counterpart under
+    ``next``. If there is no flag or id, these are keys such as ``dones`` or ``("agents", "done")``.
 
     Example:
         >>> from replaykit.ted import unused_flags
@@ -86,7 +86,7 @@ def unused_flags(keys: Collection[Key]) -> tuple[Key, ...]:
 
 
 def unravel(key: object) -> Key:
-    """Returns a nested key as a flat tuple of strings.
+    """Return a nested key as a flat tuple of strings.
 
     Raises:
         TypeError: the key is not a string or a (nested) tuple of strings.
@@ -104,7 +104,7 @@ def unravel(key: object) -> Key:
 
 
 def format_key(key: tuple[object, ...]) -> str:
-    """Returns a key as users write it: a string where it has one part, else a tuple.
+    """Return a key as users write it, a string for one part, else a tuple.
 
     Example:
         >>> from replaykit.ted import format_key

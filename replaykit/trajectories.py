@@ -1,7 +1,7 @@
-"""Rows of whole trajectories: one after the other, side by side and padded, or each alone.
+"""Convert rows of whole trajectories between three forms.
 
-Three forms of the same transitions: flat ``[N]``, as buffers keep them; a list of ``[n_i]``; and
-``[E, T]`` with a ``mask``, as sequence models want them. Values are moved, never computed with.
+The first form is flat rows ``[N]``, as in buffers. The second is a list of ``[n_i]``. The third is
+padded ``[E, T]`` with a ``mask``, as for sequence models. Values are only moved, never changed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = [
     "padded",
     "picked",
     "refuse_own",
+    "split_items",
     "split_trajectories",
-    "take_items",
 ]
 
 MASK_KEY: Final[Key] = ("mask",)
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Stand-ins of other dtypes, some of which torch cannot move by index; also keeps every bit."""
+"""Dtypes by item size, in which leaves are indexed bit for bit. Torch cannot index all dtypes."""
 
 
 def padded(
@@ -49,7 +49,7 @@ def padded(
     pads: Mapping[Path, Any],
     device: torch.device | None,
 ) -> tuple[TensorDict, torch.Tensor]:
-    """Lays rows ``[N]`` out as ``[E, width]``; returns them with their mask, and the mask."""
+    """Pad rows ``[N]`` to ``[E, width]``; add the mask; return both."""
     batch = torch.Size([len(counts), width])
     steps = torch.arange(width, device=counts.device)
     mask = steps < counts[:, None]
@@ -68,22 +68,22 @@ def padded(
 
 
 def picked(leaf: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Returns the entries at ``slots`` of the two leading dimensions taken as one."""
+    """Return the entries at ``slots`` of the two leading dimensions, flattened."""
     entries = _bits(leaf).flatten(0, 1)
     return entries.index_select(0, slots.to(leaf.device)).view(leaf.dtype)
 
 
 def _bits(leaf: torch.Tensor) -> torch.Tensor:
-    """Returns a view with a dtype of that size that can be moved by index."""
+    """Return a view in a dtype of the same size that torch can index."""
     return leaf.view(_BITS.get(leaf.dtype.itemsize, leaf.dtype))
 
 
-def take_items(
+def split_items(
     items: Any, added: Key | None, *, shortest: int
 ) -> tuple[Node, list[dict[Path, torch.Tensor]], list[int]]:
-    """Returns the tree of the first item, the leaves of each in its order, and the lengths.
+    """Return the first item's structure, the leaves of each item, and the lengths.
 
-    All fit each other, and none has the key that will be ``added``.
+    Raise an error if items do not match, or have the key that will be ``added``.
     """
     if not isinstance(items, (list, tuple)):
         raise TypeError(f"items: expected a list of TensorDicts, got {type(items).__name__}")
@@ -121,13 +121,13 @@ def _check_alike(
             raise KeyError(f"item {number} has no key {format_key(path)}, which item 0 has")
     for path, leaf in leaves.items():
         if path not in first:
-            raise KeyError(f"item {number} has a key {format_key(path)}, which item 0 has not")
+            raise KeyError(f"item {number} has a key {format_key(path)}, which item 0 lacks")
         other = first[path]
         alike = leaf.shape[1:] == other.shape[1:] and leaf.dtype == other.dtype
         if not alike or leaf.device != other.device:
             raise ValueError(
-                f"item {number}, key {format_key(path)}: expected {_described(other)}, as item 0 "
-                f"has, got {_described(leaf)}"
+                f"item {number}, key {format_key(path)}: expected {_described(other)} as in "
+                f"item 0, got {_described(leaf)}"
             )
 
 
@@ -138,7 +138,9 @@ def _described(leaf: torch.Tensor) -> str:
 
 def refuse_own(leaves: Mapping[Path, Any], key: Key, name: str) -> None:
     if any(path[: len(key)] == key for path in leaves):
-        raise ValueError(f"{name}: has a key {format_key(key)} of its own; rename or drop it first")
+        raise ValueError(
+            f"{name}: expected no key {format_key(key)}, which is to be added; rename or drop it"
+        )
 
 
 _LENGTHS: Final[Key] = ("lengths",)
@@ -151,45 +153,47 @@ def pad_collate(
     multiple_of: int | None = None,
     layout: str = "padded",
 ) -> TensorDict:
-    """Lays trajectories of different lengths side by side: ``B`` of ``[n_i]`` as ``[B, T]``.
+    """Pad ``B`` trajectories ``[n_i]`` to one batch ``[B, T]``.
 
-    Made for ``collate_fn=`` of a buffer or a loader whose records are trajectories.
+    Use it as ``collate_fn=`` of a buffer or a loader whose rows are trajectories.
 
     Args:
         items: TensorDicts ``[n_i]``, ``n_i >= 1``, all with the same keys, feature shapes, dtypes
-            and device; or a stack of them: a lazy one, as a LazyStackStorage gives, or a
-            TensorDict ``[B, n]``, as trajectories of one length make.
-        pad_value: what stands behind the end of a trajectory. A number counts for every key but
-            bools and flags (``done``, ``terminated``, ``truncated``, also under ``next``), which
-            are padded with ``False`` (0). A dict gives a number per key, 0 for those not in it.
-        pad_to: ``T``; None: the longest length.
+            and device. Or a lazy stack of them, as from a LazyStackStorage. Or a TensorDict ``[B,
+            n]`` of trajectories of one length.
+        pad_value: the value after the end of a trajectory. A number applies to every key except
+            bools and flags, which are padded with ``False`` (0). Flags are ``done``, ``terminated``
+            and ``truncated``, also under ``next``. A dict has a number per key; keys not in it are
+            padded with 0.
+        pad_to: the padded length ``T``; None for the longest length.
         multiple_of: ``T`` is the longest length rounded up to a multiple of this.
-        layout: "padded"; or "jagged": nothing is padded, leaves are nested tensors.
+        layout: "padded", or "jagged" for nested tensors without padding.
 
     Returns:
-        "padded": a TensorDict ``[B, T]`` of new memory, and in it ``mask``, bool ``[B, T]``, true
-        on rows that were given. The mask follows from the lengths alone: a row that happens to
-        equal the pad value is a row. Every leaf keeps its dtype.
+        With "padded", a TensorDict ``[B, T]`` in new memory, with ``mask``, bool ``[B, T]``, True
+        at given rows. The mask depends only on the lengths, not on values. Every leaf keeps its
+        dtype.
 
-        "jagged": a TensorDict ``[B]`` whose leaves are ``torch.nested`` tensors ``[B, n_i, *F]``
-        of layout ``torch.jagged``, and ``lengths``, int64 ``[B]``. All leaves share one
-        ``offsets()``, int64 ``[B + 1]``, so that they can be combined; ``values()`` are the rows
-        one after another. ``lengths`` is plain.
+        With "jagged", a TensorDict ``[B]`` whose leaves are ``torch.nested`` tensors ``[B, n_i,
+        *F]`` of layout ``torch.jagged``. It also has ``lengths``, a plain tensor int64 ``[B]``. All
+        leaves share one ``offsets()``, int64 ``[B + 1]``, so that they can be combined. Their
+        ``values()`` are the rows one after another.
 
-        Tensors are without autograd history.
+        Tensors have no autograd history.
 
     Raises:
-        TypeError: an item is no TensorDict, or holds something that is no tensor; a length that
-            is no integer; a pad value that is no number.
-        KeyError: an item lacks a key of the first one, or has another; names item and key. A
-            ``pad_value`` for a key that is not there.
-        ValueError: no items; an item without rows or with another batch size than ``[n]``; feature
-            shapes, dtypes or devices differ; a key ``mask`` (``lengths``) is there already;
-            a trajectory longer than ``pad_to``; ``pad_to`` and ``multiple_of`` both, or below 1;
-            a pad value that the dtype does not have, or a flag that is not padded with
-            ``False``; an unknown layout, or one of the other arguments together with "jagged".
+        TypeError: an item is not a TensorDict, or has a leaf that is not a tensor. Also if a length
+            is not an integer, or a pad value is not a number.
+        KeyError: an item does not have the keys of the first item, or ``pad_value`` has a key that
+            the items lack.
+        ValueError: ``items`` is empty, or an item has no rows or another batch size than ``[n]``.
+            Also if feature shapes, dtypes or devices differ, a key ``mask`` (``lengths``) exists
+            already, or a trajectory is longer than ``pad_to``. Also if ``pad_to`` and
+            ``multiple_of`` are both given or below 1. Also if a dtype cannot hold its pad value, or
+            a flag is not padded with ``False``. Also if ``layout`` is unknown, or "jagged" is
+            combined with another argument.
 
-    Cost: two copies of every value, a few calls a key and a Python step per leaf of every item.
+    Cost: two copies of every value, a few calls per key, and a Python step per leaf of every item.
 
     Example:
         >>> import torch
@@ -210,12 +214,12 @@ def pad_collate(
     pad_to = _length_argument("pad_to", pad_to)
     multiple_of = _length_argument("multiple_of", multiple_of)
     if pad_to is not None and multiple_of is not None:
-        raise ValueError(f"expected pad_to ({pad_to}) or multiple_of ({multiple_of}), not both")
+        raise ValueError(f"expected pad_to or multiple_of, not both; got {pad_to}, {multiple_of}")
     no_padding = pad_to is multiple_of is None and not isinstance(pad_value, Mapping)
     if jagged and not (no_padding and pad_value == 0):
-        raise ValueError('layout="jagged" pads nothing: no pad_value, pad_to or multiple_of')
+        raise ValueError('layout="jagged": expected no pad_value, pad_to or multiple_of, got one')
     items = _unstacked(items)
-    node, tables, lengths = take_items(items, _LENGTHS if jagged else MASK_KEY, shortest=1)
+    node, tables, lengths = split_items(items, _LENGTHS if jagged else MASK_KEY, shortest=1)
     if not jagged:
         width = _width(lengths, pad_to, multiple_of)
         pads = _pad_values(pad_value, tables[0])
@@ -238,7 +242,7 @@ def pad_collate(
 
 
 def _unstacked(items: Any) -> Any:
-    """The trajectories of a stack; anything else as it is."""
+    """Return the trajectories of a stack; return any other value unchanged."""
     if isinstance(items, LazyStackedTensorDict):
         return items.unbind(items.stack_dim)
     if is_tensordict(items) and items.batch_dims == 2:
@@ -272,7 +276,7 @@ def _width(lengths: list[int], pad_to: int | None, multiple_of: int | None) -> i
 
 
 def _pad_values(given: Any, leaves: Mapping[Path, torch.Tensor]) -> dict[Path, Any]:
-    """Returns what each leaf is padded with."""
+    """Return the pad value of each leaf."""
     if not isinstance(given, Mapping):
         return {
             path: _as_value(given, path, leaf.dtype)
@@ -287,12 +291,12 @@ def _pad_values(given: Any, leaves: Mapping[Path, torch.Tensor]) -> dict[Path, A
             raise KeyError(f"pad_value: no key {format_key(path)}; there are {known}")
         found[path] = _as_value(value, path, leaves[path].dtype)
         if path in FLAG_KEYS and found[path] != 0:
-            raise ValueError(f"pad_value: flag {format_key(path)} is padded with False")
+            raise ValueError(f"pad_value: the flag {format_key(path)} must be padded with False")
     return found
 
 
 def _as_value(value: Any, path: Path, dtype: torch.dtype) -> Any:
-    """Returns a pad value that a tensor of ``dtype`` can hold."""
+    """Return a pad value that a tensor of ``dtype`` can hold."""
     if not isinstance(value, (bool, int, float, complex)):
         raise TypeError(f"pad_value: expected a number or a dict of them, got {value!r}")
     fits = True
@@ -310,23 +314,23 @@ def _as_value(value: Any, path: Path, dtype: torch.dtype) -> Any:
         fits = limits.min <= value <= limits.max and value == int(value)
     if not fits:
         raise ValueError(
-            f"pad_value: key {format_key(path)} is {dtype}, which has no {value!r}; "
-            "a dict gives a value per key"
+            f"pad_value: key {format_key(path)} is {dtype}, which cannot hold {value!r}; "
+            "pass a dict with a value per key"
         )
     return value
 
 
 def find_ends(data: Any, end_keys: Any, traj_key: Any) -> torch.Tensor:
-    """Returns which rows are the last of their trajectory, bool ``[N]``."""
+    """Return a mask of the last rows of trajectories, bool ``[N]``."""
     flags = _end_columns(data, end_keys)
     ids = _id_columns(data, traj_key)
-    # Who gives both as () has decided; else data that tell nothing are refused.
+    # With () for both arguments, data without any such column is one trajectory.
     if not flags and not ids and (end_keys is None or traj_key is None):
         defaults = [("next", name) for name in DEFAULT_DONE_KEYS]
         known = ", ".join(format_key(key) for key in (*defaults, *EPISODE_KEYS))
         raise KeyError(
-            f"nothing says where trajectories end: expected one of {known}; "
-            "or give end_keys and traj_key both as ()"
+            f"expected one of {known}, which end trajectories, got none; to take all rows as one "
+            "trajectory, pass () for end_keys and traj_key"
         )
     count = data.batch_size[0]
     columns = [*flags.values(), *ids.values()]
@@ -353,7 +357,7 @@ def _end_columns(data: Any, given: Any) -> dict[Key, torch.Tensor]:
     found = {key: lookup(data, key) for key in keys}
     there = {key: value for key, value in found.items() if value is not None}
     if given and not there:
-        raise KeyError(f"end_keys: none of {', '.join(map(format_key, found))} is there")
+        raise KeyError(f"end_keys: expected one of {', '.join(map(format_key, found))}, got none")
     return _only_tensors("end_keys", there)
 
 
@@ -375,7 +379,7 @@ def _only_tensors(argument: str, found: dict[Key, Any]) -> dict[Key, torch.Tenso
         if not isinstance(value, torch.Tensor):
             raise ValueError(
                 f"{argument}: {format_key(key)}: expected a tensor, got {type(value).__name__}; "
-                "a list takes several keys, a tuple is one nested key"
+                "pass several keys as a list; a tuple is one nested key"
             )
     return found
 
@@ -390,44 +394,44 @@ def split_trajectories(
     traj_key: Any = None,
     as_list: bool = False,
 ) -> Any:
-    """Takes flat rows apart into trajectories: ``[N]`` becomes ``[E, T]``, one entry each.
+    """Split flat rows ``[N]`` into padded trajectories ``[E, T]``.
 
-    A row ends its trajectory where a flag is set, where an id of the next row is another one, and
-    at the end of the data. ``replaykit.datasets`` lays data sets out the same way with
+    A row ends its trajectory if one of its flags is set, or the next row has another id. The last
+    row also ends its trajectory. ``replaykit.datasets`` returns data sets in this form with
     ``split_trajs=True``.
 
     Args:
-        data: a TensorDict ``[N]`` of rows in time order, trajectories end to end.
-        end_keys: a list of flag keys of which any one ends a trajectory; those that are absent
-            are left out. None: ``done``, ``terminated`` and ``truncated`` under ``next``, or at
-            the root where none of them is there. ``()``: none.
-        traj_key: an id column, or a list of them, of which a change ends a trajectory. None:
-            those of ``("collector", "traj_ids")``, ``episode`` and ``seed`` that are there.
-            ``()``: none. With ``()`` for both everything is one trajectory.
-        as_list: the trajectories one by one.
+        data: a TensorDict ``[N]`` of rows in time order, one trajectory after the other.
+        end_keys: a list of keys of flags, any of which ends a trajectory. Absent keys are ignored.
+            None for ``done``, ``terminated`` and ``truncated`` under ``next``, or at the root if
+            none of them is under ``next``. ``()`` for no flags.
+        traj_key: key of an id column, or a list of such keys. A change of id ends a trajectory.
+            None for the keys ``("collector", "traj_ids")``, ``episode`` and ``seed`` that are
+            present. ``()`` for no ids. If both arguments are ``()``, all rows are one trajectory.
+        as_list: return a list of trajectories without padding.
 
     Returns:
-        A TensorDict ``[E, T]`` of new memory without autograd history; ``T`` is the longest
-        length. Behind a trajectory's end everything is 0 and flags are ``False``. Two keys are
-        added: ``mask``, bool ``[E, T]``, true on rows, and ``traj_ids``, int64 ``[E, T]``, the
-        number of the trajectory, 0 on padding. With ``as_list``: a list of ``E`` TensorDicts
-        ``[n_i]``, views of ``data`` and nothing added.
+        A TensorDict ``[E, T]`` in new memory without autograd history. ``T`` is the longest length.
+        Padding is 0, or ``False`` in flags. Two keys are added. ``mask``, bool ``[E, T]``, is True
+        at rows. ``traj_ids``, int64 ``[E, T]``, is the number of the trajectory, and 0 at padding.
+        With ``as_list``, the result is a list of ``E`` TensorDicts ``[n_i]``, which are views of
+        ``data`` without added keys.
 
-        TorchRL's function of that name puts both keys under ``"collector"`` where there is such
-        an entry, ends by one ``done_key`` or by ids, not by both, and adds no ids where a column
-        of them is there. Here all keys of ``data`` stay as they are, ids included.
+        TorchRL's function of this name puts both keys under ``"collector"`` if there is such an
+        entry. It uses either one ``done_key`` or ids to end trajectories, and adds no ids if there
+        is an id column. This function keeps all keys of ``data``, including ids.
 
     Raises:
-        TypeError: ``data`` is no TensorDict, holds something that is no tensor, or what is no
-            list of keys.
-        KeyError: ``traj_key`` is absent, or all of ``end_keys`` are; there is neither flag nor id
-            and not both arguments are ``()``.
-        ValueError: another batch size than ``[N]``; a key ``mask`` or ``traj_ids`` is there
-            already (not with ``as_list``); a column of flags or ids that is no tensor.
+        TypeError: ``data`` is not a TensorDict, or has a leaf that is not a tensor; or ``end_keys``
+            is not a list of keys.
+        KeyError: ``traj_key`` or all of ``end_keys`` are absent; or there are neither flags nor
+            ids, unless both arguments are ``()``.
+        ValueError: the batch size is not ``[N]``, or a column of flags or ids is not a tensor.
+            Without ``as_list``, also if a key ``mask`` or ``traj_ids`` exists already.
 
-    Cost: one pass over flags and ids, one copy of every value, ``E * T`` entries of memory: one
-    very long trajectory among short ones makes the result large. With ``as_list`` no copy and a
-    Python step per leaf of every trajectory.
+    Cost: one pass over flags and ids, one copy of every value, and memory for ``E * T`` rows. One
+    very long trajectory among short ones makes the result large. With ``as_list``, values are not
+    copied, and each leaf of a trajectory costs a Python step.
 
     Example:
         >>> import torch
@@ -460,27 +464,29 @@ def split_trajectories(
 
 
 def join_trajectories(data: Any, *, mask_key: Any = "mask", ids_key: Any = "traj_ids") -> Any:
-    """Lays trajectories end to end: ``[E, T]`` with a mask, or a list of ``[n_i]``, as ``[N]``.
+    """Join trajectories to flat rows ``[N]``.
 
-    The inverse of ``split_trajectories`` and ``pad_collate``: every bit of every row is back.
+    This is the inverse of ``split_trajectories`` and ``pad_collate``. Values are restored exactly.
 
     Args:
-        data: a TensorDict ``[E, T]`` with a mask; or a list of TensorDicts ``[n_i]`` with the same
+        data: a TensorDict ``[E, T]`` with a mask, or a list of TensorDicts ``[n_i]`` with the same
             keys, feature shapes, dtypes and device.
-        mask_key: the mask in a padded TensorDict, bool ``[E, T]``, true on rows, which may lie
-            anywhere; it is dropped.
-        ids_key: numbers of trajectories in a padded TensorDict that are dropped with it, where
-            they are there; None: all other keys stay.
+        mask_key: key of the mask in a padded TensorDict, bool ``[E, T]``. It is True at rows, which
+            may be in any position. The mask is dropped.
+        ids_key: key of trajectory numbers in a padded TensorDict. If present, they are also
+            dropped. None to keep all other keys.
 
     Returns:
-        A TensorDict ``[N]`` of new memory without autograd history, trajectory after trajectory,
-        each in order. Nothing marks where one ends but the flags and ids among its keys.
+        A TensorDict ``[N]`` in new memory without autograd history. Trajectories follow one
+        another, and each is in order. Their ends are marked only by flags and ids among the keys.
 
     Raises:
-        TypeError: neither; something that is no tensor.
-        KeyError: no mask; an item of the list lacks a key of the first one, or has another.
-        ValueError: an empty list; a batch size other than ``[E, T]`` or ``[n]``; the mask is not
-            bool ``[E, T]``; feature shapes, dtypes or devices of items differ.
+        TypeError: ``data`` is neither a TensorDict nor a list of TensorDicts, or has a leaf that is
+            not a tensor.
+        KeyError: the mask is absent, or an item of the list does not have the keys of the first
+            item.
+        ValueError: the list is empty, a batch size is not ``[E, T]`` or ``[n]``, or the mask is not
+            bool ``[E, T]``. Also if feature shapes, dtypes or devices of items differ.
 
     Cost: one copy of every value.
 
@@ -494,7 +500,7 @@ def join_trajectories(data: Any, *, mask_key: Any = "mask", ids_key: Any = "traj
         tensor([1, 2, 3])
     """
     if isinstance(data, (list, tuple)):
-        node, tables, lengths = take_items(data, None, shortest=0)
+        node, tables, lengths = split_items(data, None, shortest=0)
         rows = {path: torch.cat([table[path] for table in tables]) for path in tables[0]}
         return build(node, rows, torch.Size([sum(lengths)]), data[0].device)
     if not is_tensordict(data):
@@ -506,7 +512,7 @@ def join_trajectories(data: Any, *, mask_key: Any = "mask", ids_key: Any = "traj
     path = unravel(mask_key)
     mask = lookup(data, path)
     if mask is None:
-        raise KeyError(f"no mask {format_key(path)} that says which entries are rows")
+        raise KeyError(f"expected a mask of rows under {format_key(path)}, got none")
     if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
         kind = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(f"mask {format_key(path)}: expected bool, got {kind}")

@@ -1,4 +1,4 @@
-"""Batches to other devices and into pinned memory: packed, and without waiting for them."""
+"""Move batches to other devices and into pinned memory, packed and asynchronously."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-"""Bytes: no value is larger, and so each piece begins where its values may begin."""
+"""Alignment of pieces in bytes, which suits values of all dtypes."""
 
 
 class View(NamedTuple):
-    """A tensor as a part of a block: ``offset`` counts values of its dtype."""
+    """A tensor as a part of a block. ``offset`` counts values of its dtype."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -45,7 +45,7 @@ class View(NamedTuple):
     offset: int
 
     def of(self, block: torch.Tensor) -> torch.Tensor:
-        """The tensor in a block, uint8 ``[n]``, without a copy."""
+        """Return the tensor in a block, uint8 ``[n]``, without a copy."""
         unit = self.dtype.itemsize
         whole = len(block) // unit * unit  # other tensors of the block may have smaller values
         memory = block[:whole].view(self.dtype)
@@ -53,27 +53,29 @@ class View(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of one memory, uint8 ``[n]``: those from its byte ``first`` on, in which the tensors
-    at ``places`` of a list lie."""
+    """Bytes of one memory, uint8 ``[n]``, starting at its byte ``first``.
+
+    They contain the tensors at positions ``numbers`` in a list.
+    """
 
     raw: torch.Tensor
-    places: list[int]
+    numbers: list[int]
     first: int
 
 
 class Packing:
-    """Tensors laid one after the other in a block of bytes.
+    """A layout of tensors, one after the other, in a block of bytes.
 
-    Those that are views of one memory stay views of one another. They have to be plain
-    (`is_plain`) and are not changed; the block is written by ``fill`` only.
+    Views of one memory stay views of one memory. The tensors must be plain (`is_plain`), and are
+    not changed. Only ``fill`` writes to the block.
 
     Args:
-        tensors: on any device, all on one.
-        pieces: what ``pieces_of`` has found of them, or some of it; None: all.
+        tensors: tensors on the same device.
+        pieces: some of the tensors' pieces, from ``pieces_of``; None for all.
 
     Attributes:
         nbytes: size of the block.
-        views: by place in ``tensors``.
+        views: the views, by position in ``tensors``.
     """
 
     def __init__(
@@ -87,19 +89,19 @@ class Packing:
         self.nbytes = 0
         self.views: dict[int, View] = {}
         for piece in pieces:
-            for place in piece.places:
-                self.views[place] = view_in(tensors[place], self.nbytes - piece.first)
+            for number in piece.numbers:
+                self.views[number] = view_in(tensors[number], self.nbytes - piece.first)
             self._offsets.append(self.nbytes)
             self.nbytes += -(-len(piece.raw) // ALIGNMENT) * ALIGNMENT
 
     def fill(self, block: torch.Tensor) -> None:
-        """Copies the bytes into a block, uint8, of at least ``nbytes``."""
+        """Copy the bytes into a block, uint8, of at least ``nbytes`` bytes."""
         for piece, offset in zip(self._pieces, self._offsets, strict=True):
             block[offset : offset + len(piece.raw)].copy_(piece.raw)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is its bytes, and nothing follows from where it came from."""
+    """Return whether the tensor is dense, not empty, and without gradients."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -111,73 +113,77 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def pieces_of(tensors: list[torch.Tensor]) -> list[Piece]:
-    """The memories of tensors, each with those that are views of it.
+    """Return the memories of tensors, each with the tensors that are views of it.
 
-    Of a memory of which they are a small part each of them is a piece of its own: a contiguous
-    copy, which takes its place in the list.
+    If the tensors are a small part of their memory, each tensor is a separate piece. A contiguous
+    copy then replaces the tensor in the list.
     """
     memories: dict[tuple[torch.device, int, int], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        # Two arrays may begin at one address and be two memories to torch, one of them longer.
+    for number, tensor in enumerate(tensors):
+        # Two memories of different sizes may begin at the same address.
         memory = tensor.untyped_storage()
         key = (tensor.device, memory.data_ptr(), memory.nbytes())
-        memories.setdefault(key, []).append(place)
+        memories.setdefault(key, []).append(number)
     pieces = []
-    for places in memories.values():
-        spans = [_span(tensors[place]) for place in places]
+    for numbers in memories.values():
+        spans = [_span(tensors[number]) for number in numbers]
         first = min(start for start, _ in spans) // ALIGNMENT * ALIGNMENT
         last = max(stop for _, stop in spans)
-        if sum(tensors[place].nbytes for place in places) * 2 >= last - first:
-            pieces.append(Piece(bytes_of(tensors[places[0]], first, last), places, first))
+        if sum(tensors[number].nbytes for number in numbers) * 2 >= last - first:
+            pieces.append(Piece(bytes_of(tensors[numbers[0]], first, last), numbers, first))
             continue
-        for place in places:
-            tensors[place] = tensors[place].clone(memory_format=torch.contiguous_format)
-            raw = bytes_of(tensors[place], 0, tensors[place].nbytes)
-            pieces.append(Piece(raw, [place], 0))
+        for number in numbers:
+            tensors[number] = tensors[number].clone(memory_format=torch.contiguous_format)
+            raw = bytes_of(tensors[number], 0, tensors[number].nbytes)
+            pieces.append(Piece(raw, [number], 0))
     return pieces
 
 
 def view_in(tensor: torch.Tensor, shift: int) -> View:
-    """The tensor in another memory, ``shift`` bytes further there than in its own."""
+    """Return the view of a tensor in a copy of its memory.
+
+    Args:
+        shift: the number of bytes by which the copy's offset of the values is larger.
+    """
     offset = int(tensor.storage_offset()) + shift // tensor.dtype.itemsize
     return View(tensor.dtype, tensor.shape, tensor.stride(), offset)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of the tensor in its memory, and the one after its last."""
+    """Return the range of the tensor's bytes in its memory."""
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     size, offset = tensor.dtype.itemsize, int(tensor.storage_offset())
     return offset * size, (offset + reach + 1) * size
 
 
 def bytes_of(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """The bytes of a tensor's memory, uint8, as a view."""
+    """Return bytes of a tensor's memory, uint8, as a view."""
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     raw.set_(tensor.untyped_storage(), first, (last - first,), (1,))
     return raw
 
 
 _ALONE_BYTES = 2**20
-"""Larger pieces move alone: putting them beside the others first would cost more than a copy."""
+"""Size from which pieces are copied separately, which is then cheaper than packing."""
 
 _Move = Callable[[torch.Tensor], torch.Tensor]
 
 
 def to_device(data: Any, device: Any, *, non_blocking: bool = False) -> Any:
-    """Moves a batch to a device; its small tensors go in one copy.
+    """Move a batch to a device; its small tensors are moved in one copy.
 
     Args:
-        data: a TensorDict, tensorclass, tensor, or pytree of them, as ``sample`` returns them.
-        device: where to.
-        non_blocking: do not wait for copies from pinned memory, as ``Tensor.to``.
+        data: a TensorDict, tensorclass, tensor, or pytree of these, as ``sample`` returns.
+        device: the target device.
+        non_blocking: do not wait for copies from pinned memory, as in ``Tensor.to``.
 
     Returns:
-        The same container with the same values, shapes, dtypes and strides on the device. Tensors
-        that were views of one allocation are so again, except small parts of a large one: these
-        are moved without the rest, and contiguous. What lies on the device already is the
-        same object. Objects that are no tensors stay.
+        The same container with the same values, shapes, dtypes and strides on the device. Views of
+        one allocation stay views of one allocation. Small parts of a large allocation are moved
+        without the rest, and become contiguous. Tensors that are already on the device and objects
+        other than tensors are not copied.
 
-    Cost: one copy for all tensors below 1 MiB, one for each larger one.
+    Cost: one copy for all tensors below 1 MiB, and one for each larger tensor.
 
     Example:
         >>> import torch
@@ -203,24 +209,25 @@ def to_device(data: Any, device: Any, *, non_blocking: bool = False) -> Any:
 
 
 def device_named(device: Any) -> torch.device:
-    """Returns a device with its index, as tensors that are made there carry it.
+    """Return a device with the index that new tensors on it have.
 
     Raises:
-        ValueError: there is none of that name here. TypeError: it is no name of one.
+        ValueError: this machine has no such device.
+        TypeError: the argument is not a device.
     """
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"expected device as one that torch has here, got {device!r}: {reason}"
+            f"expected a device that torch can use here, got {device!r}: {reason}"
         ) from None
 
 
 def pin(data: Any) -> Any:
-    """Returns a batch in pinned memory: its small tensors in one allocation.
+    """Return a batch in pinned memory, with its small tensors in one allocation.
 
-    Tensors on other devices than the CPU stay.
+    Tensors on devices other than the CPU are not copied.
     """
 
     def stays(tensor: torch.Tensor) -> bool:
@@ -239,24 +246,24 @@ def _moved(
 ) -> Any:
     tensors: list[torch.Tensor] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def add(tensor: torch.Tensor) -> torch.Tensor:
         tensors.append(tensor)
         return tensor
 
-    map_tensors(data, note)
+    map_tensors(data, add)
     packed = [t for t in tensors if not stays(t) and is_plain(t)]
     found = dict(zip(map(id, packed), _move_packed(packed, move, pinned), strict=True))
 
-    def place(tensor: torch.Tensor) -> torch.Tensor:
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in found:
             return found[id(tensor)]
         return tensor if stays(tensor) else move(tensor)
 
-    return map_tensors(data, place, device=device)
+    return map_tensors(data, copied, device=device)
 
 
 def _move_packed(tensors: list[torch.Tensor], move: _Move, pinned: bool) -> list[torch.Tensor]:
-    """Moves tensors, memory by memory; those that share it share it afterwards."""
+    """Move the memories of tensors; tensors that shared memory share it again."""
     tensors = list(tensors)
     pieces = pieces_of(tensors)
     moved: list[Any] = [None] * len(tensors)
@@ -266,8 +273,8 @@ def _move_packed(tensors: list[torch.Tensor], move: _Move, pinned: bool) -> list
             small.setdefault(piece.raw.device, []).append(piece)
             continue
         there = move(piece.raw)
-        for place in piece.places:
-            moved[place] = view_in(tensors[place], -piece.first).of(there)
+        for number in piece.numbers:
+            moved[number] = view_in(tensors[number], -piece.first).of(there)
     for source, group in small.items():
         packing = Packing(tensors, group)
         stage = torch.empty(
@@ -278,43 +285,44 @@ def _move_packed(tensors: list[torch.Tensor], move: _Move, pinned: bool) -> list
         )
         packing.fill(stage)
         there = move(stage)
-        for place, view in packing.views.items():
-            moved[place] = view.of(there)
+        for number, view in packing.views.items():
+            moved[number] = view.of(there)
     return moved
 
 
 class Engine(Protocol):
-    """Copies blocks to a device, one after the other, in a stream of its own.
+    """A protocol of objects that copy blocks to a device in a separate stream.
 
-    An *event* is what the engine gives out for a copy: it has happened when the copy is over.
+    Copies run one after the other. The engine returns an *event* for each copy. The event happens
+    at the end of the copy.
     """
 
     device: torch.device
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Returns host memory, uint8 ``[nbytes]``, that the engine can copy from by itself."""
+        """Return host memory, uint8 ``[nbytes]``, for asynchronous copies."""
 
     def copy(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Asks for a copy of pinned bytes and returns at once.
+        """Start a copy of pinned bytes and return at once.
 
         Returns:
-            Memory of the device that nobody else has, and the event. Neither may be looked at, nor
-            ``host`` written, before the event.
+            New memory on the device, and the event. Before the event, the caller must neither read
+            the memory nor write to ``host``.
         """
 
     def wait(self, event: Any) -> None:
-        """Has the calling thread sleep until the event has happened."""
+        """Block the calling thread until the event has happened."""
 
     def order(self, event: Any, there: torch.Tensor) -> None:
-        """Has what the caller asks of the device from now on come after the event.
+        """Make the caller's later work on the device wait for the event.
 
-        ``there``: the copy, whose memory is then kept until that is over, even if it is let go
-        before. The calling thread does not wait.
+        ``there``, the memory of the copy, is not reused before that work has ended, even if the
+        caller releases it earlier. The calling thread does not wait.
         """
 
 
 class CudaEngine:
-    """Copies in a CUDA stream beside those in which the learner works."""
+    """An engine with a CUDA stream that is separate from the learner's streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -325,9 +333,9 @@ class CudaEngine:
 
     def copy(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
         with torch.cuda.stream(self._stream):
-            # Taken from the memory of that stream: what is there already was used in it last.
+            # Allocated for this stream, so that earlier uses of the memory end first.
             there = host.to(self.device, non_blocking=True)
-            event = torch.cuda.Event(blocking=True)  # who waits sleeps, and leaves the processor
+            event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
             event.record(self._stream)
         return there, event
 
@@ -341,7 +349,7 @@ class CudaEngine:
 
 
 def engine_for(device: torch.device) -> Engine | None:
-    """Returns what copies to a device; None where copies are made by who asks for them."""
+    """Return the engine for a device; None if the caller copies to it directly."""
     return CudaEngine(device) if device.type == "cuda" else None
 
 
@@ -350,20 +358,20 @@ _LEAST_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A batch that is on its way to a device."""
+    """A batch whose copy to a device may be unfinished."""
 
     engine: Engine
     event: Any
     there: torch.Tensor
 
     def order(self) -> None:
-        """Has what the calling thread asks of the device from now on find the batch there."""
+        """Make the calling thread's later work on the device wait for the batch."""
         self.engine.order(self.event, self.there)
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A pinned buffer; ``event``: of the copy that may still read it."""
+    """A pinned buffer, with the ``event`` of a copy that may still read it."""
 
     host: torch.Tensor | None = None
     event: Any = None
@@ -372,13 +380,13 @@ class _Slot:
 class Staging:
     """A ring of pinned buffers in front of a device.
 
-    Any number of threads may move batches at the same time; those for which there is no buffer wait
-    until another thread has filled one. No lock is held while anything is packed, copied or waited
-    for.
+    Any number of threads may move batches at the same time. If no buffer is free, a thread waits
+    until another thread has filled its buffer. No lock is held during packing, copies or waits.
 
     Args:
-        engine: what copies.
-        slots: number of buffers. Memory: that of as many of the largest batches, up to twice.
+        engine: the engine that makes the copies.
+        slots: number of buffers. Each takes the memory of the largest batch, or up to twice as
+            much.
     """
 
     def __init__(self, engine: Engine, slots: int) -> None:
@@ -388,29 +396,29 @@ class Staging:
         self._changed = threading.Condition()
 
     def move(self, data: Any) -> tuple[Any, Arrival | None]:
-        """Asks for a batch to be copied to the device.
+        """Start a copy of a batch to the device.
 
         Args:
             data: as for ``to_device``.
 
         Returns:
-            The same container with the same values, shapes, dtypes and strides on the device, in
-            memory of its own, and what has to be told ``order()`` by the thread that uses it; None
-            where nothing went through the ring.
+            The same container with the same values, shapes, dtypes and strides in new memory on the
+            device, and its arrival. The thread that uses the batch must first call ``order()`` of
+            the arrival. The arrival is None if nothing was copied through the ring.
 
-        Cost: the bytes of the batch written once into pinned memory, and one copy to the device.
-        What is more than its bytes (sparse tensors, those with gradients) or lies on another device
-        moves by itself, and is waited for.
+        Cost: one write of the batch's bytes into pinned memory, and one copy to the device. Sparse
+        tensors, tensors with gradients and tensors on other devices are copied one by one. The call
+        waits for these copies.
         """
         target = self.engine.device
         tensors: list[torch.Tensor] = []
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
+        def add(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type == "cpu" and is_plain(tensor):
                 tensors.append(tensor)
             return tensor
 
-        map_tensors(data, note)
+        map_tensors(data, add)
         arrival, found = None, {}
         if tensors:
             packing = Packing(tensors)
@@ -418,11 +426,11 @@ class Staging:
             for number, view in packing.views.items():
                 found[id(tensors[number])] = view.of(arrival.there)
 
-        def place(tensor: torch.Tensor) -> torch.Tensor:
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
             there = found.get(id(tensor))
             return tensor.to(target) if there is None else there
 
-        return map_tensors(data, place, device=target), arrival
+        return map_tensors(data, copied, device=target), arrival
 
     def _send(self, packing: Packing) -> Arrival:
         slot = self._take()
@@ -431,7 +439,7 @@ class Staging:
                 self.engine.wait(slot.event)
                 slot.event = None
             if slot.host is None or len(slot.host) < packing.nbytes:
-                slot.host = None  # both at once would be more than the ring may have
+                slot.host = None  # freed first, because both would exceed the memory of the ring
                 slot.host = self.engine.pinned(_room(packing.nbytes))
             block = slot.host[: packing.nbytes]
             packing.fill(block)
@@ -443,12 +451,12 @@ class Staging:
                 self._changed.notify()
 
     def _take(self) -> _Slot:
-        """The buffer whose copy was asked for first."""
+        """Return the free buffer whose last copy started first; wait for a free buffer."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._free))
             return self._free.popleft()
 
 
 def _room(nbytes: int) -> int:
-    """A size that batches a little larger fit into as well."""
+    """Return a size with room for slightly larger batches."""
     return max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())

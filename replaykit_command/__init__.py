@@ -1,6 +1,7 @@
-"""Where the command ``replaykit`` begins: outside of the package, which takes a second to import.
+"""The entry point of the command ``replaykit``.
 
-Who presses Ctrl-C meanwhile gets a sentence, as later.
+The import of replaykit takes a second. This module is outside the package, so that Ctrl-C during
+the import prints a message instead of a traceback.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ _INTERRUPTED = 130
 
 
 def main() -> int:
-    """Runs the command with ``sys.argv[1:]`` and returns its exit code; see `replaykit.cli`."""
+    """Run the command with ``sys.argv[1:]`` and return its exit code."""
     code = _run()
-    # An interrupt out of source that was compiled as it ran, as that of dataclasses is, leaves a
-    # mark by which Python ends by the signal, whatever the code; the next source takes it away.
+    # An interrupt inside `exec`, which dataclasses use, leaves a mark in the interpreter. With
+    # the mark, Python would end by the signal, with another exit code. The next `exec` clears the
+    # mark.
     exec("")
     return code
 
@@ -34,21 +36,20 @@ def _run() -> int:
         told.append(number)
         raise KeyboardInterrupt
 
-    # Not everything that is imported lets an interrupt through: some make another error of it, or
-    # nothing at all.
+    # Some imported modules convert an interrupt into another error, or ignore it.
     notes = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if notes:
         signal.signal(signal.SIGINT, note)
     try:
         if not _asks_for_help(sys.argv[1:]):
-            importlib.import_module("replaykit.buffer")  # torch and tensordict: what takes a second
+            importlib.import_module("replaykit.buffer")  # torch and tensordict take a second
         from replaykit.cli import main as command
     except BaseException as error:
         if told or isinstance(error, KeyboardInterrupt):
             return _interrupted()
         if not isinstance(error, ImportError) or "--debug" in sys.argv:
             raise
-        text = f"what it needs cannot be imported: {' '.join(str(error).split())}"
+        text = f"a required package cannot be imported: {' '.join(str(error).split())}"
         return tell(type(error).__name__, text, _SYSTEM, sys.argv)
     finally:
         if notes:
@@ -57,18 +58,19 @@ def _run() -> int:
 
 
 def _asks_for_help(arguments: Sequence[str]) -> bool:
-    """Says whether a command ends before it needs torch."""
+    """Return whether the command ends before it needs torch."""
     return not arguments or not {"-h", "--help", "--version"}.isdisjoint(arguments)
 
 
 def tell(kind: str, text: str, code: int, arguments: Sequence[str]) -> int:
-    """Says an error as the command does, before what it says things with is there.
+    """Print an error in the format of the command, without importing the package.
 
     Args:
         kind: the name of the error.
         text: one sentence.
         code: the exit code, which is returned.
-        arguments: of the command; with ``--json`` the error is a JSON document on stdout.
+        arguments: the arguments of the command. With ``--json``, the error is printed as JSON to
+            stdout.
 
     Example:
         >>> from replaykit_command import tell

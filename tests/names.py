@@ -16,12 +16,12 @@ from pathlib import Path
 from tests.rooms import PACKAGE, modules
 
 EXCEPTIONS = Path(__file__).with_name("duplicate_names.json")
-Places = dict[str, list[str]]
+BatchParts = dict[str, list[str]]
 
 
-def duplicate_classes() -> Places:
+def duplicate_classes() -> BatchParts:
     """Return the public module-level classes that several files define, with these files."""
-    places: Places = {}
+    places: BatchParts = {}
     for paths in modules().values():
         for path in paths:
             for name in sorted({*_classes(ast.parse(path.read_text("utf-8")))}):
@@ -29,7 +29,7 @@ def duplicate_classes() -> Places:
     return _repeated(places)
 
 
-def duplicate_files() -> Places:
+def duplicate_files() -> BatchParts:
     """Return the file names that stand in several rooms, with their files."""
     rooms: dict[str, dict[str, list[str]]] = {}
     for room, paths in modules().items():
@@ -44,7 +44,7 @@ def duplicate_files() -> Places:
 
 
 @functools.cache
-def found() -> dict[str, Places]:
+def found() -> dict[str, BatchParts]:
     """Return all duplicates by their kind."""
     return {"classes": duplicate_classes(), "files": duplicate_files()}
 
@@ -55,7 +55,7 @@ def exceptions() -> dict[str, dict[str, int]]:
     return allowed
 
 
-def raised(kind: str) -> Places:
+def raised(kind: str) -> BatchParts:
     """Return the duplicates of a kind that stand in more places than their exception says."""
     allowed = exceptions()[kind]
     return {name: at for name, at in found()[kind].items() if len(at) > allowed.get(name, 1)}
@@ -79,7 +79,7 @@ def _classes(tree: ast.Module) -> Iterator[str]:
                 pending.append(child)
 
 
-def _repeated(places: Places) -> Places:
+def _repeated(places: BatchParts) -> BatchParts:
     return {name: at for name, at in sorted(places.items()) if len(at) > 1}
 
 

@@ -27,14 +27,14 @@ def on_processors(count: int, *arguments: str) -> list[str]:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity here")
-def test_programs_have_as_many_processors_as_they_are_given() -> None:
+def test_on_processors_limits_the_processors_of_a_program() -> None:
     count = on_processors(1, "-c", "import os; print(len(os.sched_getaffinity(0)))")
     assert subprocess.run(count, capture_output=True, check=True).stdout.split() == [b"1"]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_it_reaches_a_mean_return_of_400_within_five_minutes() -> None:
+def test_example_reaches_a_mean_return_of_400_within_five_minutes() -> None:
     for module in ("ray", "gymnasium", "rich"):
         pytest.importorskip(module, reason="the example needs the extras `ray` and `examples`")
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

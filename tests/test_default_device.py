@@ -96,7 +96,7 @@ def _use(buffer: ReplayBuffer) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_buffer_is_used_inside_and_outside(
+def test_default_device_does_not_affect_buffers(
     storage: str, sampler: str, place: str, tmp_path: Path
 ) -> None:
     with PLACES[place]():
@@ -117,7 +117,7 @@ def test_a_buffer_is_used_inside_and_outside(
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_lanes_and_ranks_are_used_inside(place: str) -> None:
+def test_default_device_does_not_affect_lanes_and_max_value_writers(place: str) -> None:
     with PLACES[place]():
         lanes = ReplayBuffer(
             storage=LazyTensorStorage(12, ndim=2), sampler=PrioritizedSampler(alpha=1, beta=1)
@@ -137,7 +137,9 @@ def test_lanes_and_ranks_are_used_inside(place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_windows_are_used_inside_and_outside(kind: str, place: str, tmp_path: Path) -> None:
+def test_default_device_does_not_affect_samplers_of_windows(
+    kind: str, place: str, tmp_path: Path
+) -> None:
     def use() -> None:
         for start, count in ((0, 5), (5, 9), (14, 1)):
             rows = _rows(start, count)
@@ -168,7 +170,7 @@ def test_windows_are_used_inside_and_outside(kind: str, place: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_trees_are_used_inside_and_outside(place: str) -> None:
+def test_default_device_does_not_affect_segment_trees(place: str) -> None:
     with PLACES[place]():
         tree, most = SumSegmentTree(9), MaxSegmentTree(9)
     for where in (PLACES[place], lambda: torch.device("cpu")):

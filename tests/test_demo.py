@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from replaykit.inspection.style import DAY
+from replaykit.inspection.plots import DAY
 from replaykit.testing import RoboHiveWriter, make_trial
 
 pytestmark = pytest.mark.programs
@@ -41,7 +41,9 @@ def recorded(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_of_any_name_becomes_a_table_and_a_picture(tmp_path: Path, recorded: Path) -> None:
+def test_demo_makes_a_table_and_a_picture_of_a_file_of_any_name(
+    tmp_path: Path, recorded: Path
+) -> None:
     done = run_demo(tmp_path, recorded)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = sum(30 + seed - 1 for seed in range(4))
@@ -62,7 +64,7 @@ def test_a_file_of_any_name_becomes_a_table_and_a_picture(tmp_path: Path, record
     assert str(picture) in done.stdout.replace("\n", "")
 
 
-def test_a_file_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+def test_demo_names_a_file_that_is_not_hdf5_in_one_sentence(tmp_path: Path) -> None:
     data = tmp_path / "bad.h5"
     data.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     done = run_demo(tmp_path, data)

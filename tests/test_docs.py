@@ -83,14 +83,14 @@ def test_the_readme_has_examples() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_relative_links_of_pages_point_to_existing_files(page: str) -> None:
     folder = (ROOT / page).parent
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text_of(page))
     assert [link for link in links if not (folder / link).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_targets_and_files_that_are_named_exist(page: str) -> None:
+def test_make_targets_and_files_that_pages_name_exist(page: str) -> None:
     made = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
     assert set(re.findall(r"`make ([a-z-]+)", text_of(page))) <= made
     named = re.findall(
@@ -154,7 +154,7 @@ def test_table_of_decisions_names_definitions_in_its_files() -> None:
         assert set(re.findall(r"`([^`]+)`", names)) <= defined
 
 
-def test_every_guarantee_names_a_test_that_is_there() -> None:
+def test_every_guarantee_names_an_existing_test() -> None:
     named, file = 0, ""
     for found in re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", text_of("docs/guarantees.md")):
         file, function = found[0] or file, found[1]

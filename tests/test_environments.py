@@ -121,7 +121,7 @@ def play(steps: VectorSteps, count: int, write: Callable[[TensorDict], Any]) -> 
     [(SyncVectorEnv, {}), (SyncVectorEnv, {"copy": False}), (AsyncVectorEnv, {})],
     ids=["sync", "sync without copies", "async"],
 )
-def test_rows_are_those_of_each_environment_alone(
+def test_rows_equal_those_of_each_environment_run_alone(
     kind: Any, others: dict[str, Any], mode: AutoresetMode
 ) -> None:
     envs = make_envs(kind, mode, **others)
@@ -181,7 +181,7 @@ STORAGES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", STORAGES)
-def test_nothing_goes_from_one_episode_to_another(name: str, mode: AutoresetMode) -> None:
+def test_windows_and_transforms_never_mix_episodes(name: str, mode: AutoresetMode) -> None:
     """Rings have gone round; a flat storage gives windows of one row, but none that is false."""
     n_step = NStep(3, 0.9)
     stack = StackFrames("observation", 2)
@@ -233,7 +233,7 @@ def test_nothing_goes_from_one_episode_to_another(name: str, mode: AutoresetMode
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
-def test_steps_with_a_row_of_each_environment_are_steps_of_all_lanes(mode: AutoresetMode) -> None:
+def test_add_writes_a_vector_step_to_all_lanes(mode: AutoresetMode) -> None:
     rb = ReplayBuffer(
         storage=LazyTensorStorage(300, ndim=2),
         batch_size=24,
@@ -290,7 +290,7 @@ def test_actions_may_be_tensors() -> None:
     assert rows["next", "reward"].tolist() == [[0.0], [pytest.approx(0.1)], [pytest.approx(0.2)]]
 
 
-def test_several_vector_environments_have_lanes_of_their_own() -> None:
+def test_first_lane_separates_lanes_of_vector_environments() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(1000, lane_key="env"))
     both = [
         VectorSteps(make_envs(SyncVectorEnv, AutoresetMode.NEXT_STEP), first_lane=first)
@@ -305,7 +305,7 @@ def test_several_vector_environments_have_lanes_of_their_own() -> None:
     assert all(len(e.rows()["observation"][:, 1].unique()) == 1 for e in rb.episodes)
 
 
-def test_what_is_out_of_order_is_refused() -> None:
+def test_step_before_reset_or_after_an_end_is_refused() -> None:
     steps = VectorSteps(make_envs(SyncVectorEnv, AutoresetMode.DISABLED))
     with pytest.raises(RuntimeError, match=r"expected reset\(\) before the first step"):
         steps.step(np.zeros(ENVS, int))
@@ -325,7 +325,9 @@ def test_what_is_out_of_order_is_refused() -> None:
         (AutoresetMode.SAME_STEP, "next_step", "not NEXT_STEP"),
     ],
 )
-def test_a_wrong_mode_is_found_out(real: AutoresetMode, said: str, message: str) -> None:
+def test_wrong_autoreset_mode_is_detected_while_stepping(
+    real: AutoresetMode, said: str, message: str
+) -> None:
     makers = [lambda: gymnasium.wrappers.TimeLimit(Walk(0), 1) for _ in range(2)]
     steps = VectorSteps(SyncVectorEnv(makers, autoreset_mode=real), autoreset=said)
     steps.reset()
@@ -338,7 +340,7 @@ def test_a_wrong_mode_is_found_out(real: AutoresetMode, said: str, message: str)
         two_steps()
 
 
-def test_the_mode_is_that_of_the_metadata_or_said() -> None:
+def test_autoreset_mode_comes_from_metadata_or_argument() -> None:
     envs = make_envs(SyncVectorEnv, AutoresetMode.SAME_STEP)
     assert repr(VectorSteps(envs)) == "VectorSteps(num_envs=3, autoreset='same_step')"
     with pytest.raises(ValueError, match="expected autoreset as one of next_step, same_step"):
@@ -351,7 +353,7 @@ def test_the_mode_is_that_of_the_metadata_or_said() -> None:
     assert VectorSteps(envs, autoreset="NEXT_STEP").autoreset == "next_step"
 
 
-def test_wrapped_environments_give_what_the_wrapper_makes() -> None:
+def test_rows_hold_observations_of_the_outermost_wrapper() -> None:
     class Halved(VectorObservationWrapper):  # type: ignore[type-arg]
         def observations(self, observations: Any) -> Any:
             return observations / 2
@@ -388,7 +390,7 @@ def test_rewards_of_any_kind_have_one_dtype(reward: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [[5], [5, 1]])
-def test_a_batch_of_transitions_is_those_one_by_one(shape: list[int]) -> None:
+def test_batched_transition_equals_single_transitions(shape: list[int]) -> None:
     draw = np.random.default_rng(0)
     before, after = draw.normal(size=(2, 5, 3)).astype(np.float32)
     action, reward = draw.integers(9, size=5), draw.normal(size=5)
@@ -408,11 +410,11 @@ def test_a_batch_of_transitions_is_those_one_by_one(shape: list[int]) -> None:
     assert (grid[0] == many).all()
 
 
-def test_what_may_be_misread_is_refused() -> None:
+def test_ambiguous_arguments_of_transition_are_refused() -> None:
     before = np.zeros((8, 4))
-    with pytest.raises(ValueError, match=r"expected one reward a row.*\[8\]; give batch_size="):
+    with pytest.raises(ValueError, match=r"expected one reward per row.*\[8\]; pass batch_size="):
         transition(before, np.zeros(8), np.zeros(8), before, False, False)
-    with pytest.raises(ValueError, match="expected one terminated a row"):
+    with pytest.raises(ValueError, match="expected one terminated per row"):
         transition(before, 0, 0.0, before, np.zeros(8, bool), False)
     ends = np.zeros(8, bool)
     with pytest.raises(ValueError, match=r"begins with batch_size \[8\], got \[7\]"):
@@ -486,6 +488,6 @@ def test_spaces_without_batches_are_refused_by_name(kind: str, place: str) -> No
         VectorSteps(envs)
 
 
-def test_one_environment_is_no_vector_environment() -> None:
+def test_vector_steps_refuses_a_single_environment() -> None:
     with pytest.raises(TypeError, match=r"vector environment.*transition"):
         VectorSteps(gymnasium.make("CartPole-v1"))

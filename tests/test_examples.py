@@ -39,7 +39,7 @@ EXAMPLES = [example for module in MODULES for example in examples_of(module)]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-def test_an_example_imports_what_it_uses(
+def test_docstring_example_runs_with_its_imports_alone(
     example: doctest.DocTest, pytestconfig: pytest.Config
 ) -> None:
     assert example.globs == {"__name__": "__main__"}

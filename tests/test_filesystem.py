@@ -52,7 +52,7 @@ def test_every_file_is_synced_where_few_more_may_be_open(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_file_that_cannot_be_synced_is_told(
+def test_failing_sync_of_a_file_raises_its_error(
     code: int, tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = (tree / "1" / "77").stat().st_ino
@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_synced_is_told(
         assert str(tree / "1" / "77") in str(caught.value)
 
 
-def test_file_systems_that_cannot_sync_directories_are_no_error(
+def test_file_systems_that_cannot_sync_directories_raise_no_error(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(descriptor: int) -> None:
@@ -81,7 +81,7 @@ def test_file_systems_that_cannot_sync_directories_are_no_error(
     sync_tree(tree)
 
 
-def test_a_directory_that_cannot_be_synced_is_told(
+def test_failing_sync_of_a_directory_raises_its_error(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(descriptor: int) -> None:

@@ -128,7 +128,7 @@ def test_importing_takes_at_most_a_sixth_of_a_second_longer(run_python: Any) -> 
 
 
 @pytest.mark.programs
-def test_the_name_alone_loads_next_to_nothing(run_python: Any) -> None:
+def test_import_of_the_package_loads_no_torch(run_python: Any) -> None:
     program = "import replaykit, sys; print({*sys.modules} & {'torch', 'numpy', 'tensordict'})"
     assert run_python(program).stdout == "set()\n"
     found = run_python("import replaykit; print(replaykit.samplers.RandomSampler.__name__)")
@@ -182,7 +182,7 @@ def _public_classes() -> list[type]:
 
 
 @pytest.mark.parametrize("thing", _public_classes(), ids=lambda thing: thing.__name__)
-def test_every_public_class_shows_how_it_is_used(thing: type) -> None:
+def test_docstring_of_every_public_class_has_an_example(thing: type) -> None:
     # As it is written: tensordict puts a signature in the place of what a TensorClass says.
     (definition,) = ast.parse(inspect.getsource(thing)).body
     assert isinstance(definition, ast.ClassDef)
@@ -193,7 +193,7 @@ def test_every_public_class_shows_how_it_is_used(thing: type) -> None:
 
 @pytest.mark.pitfall("IF6")
 @pytest.mark.parametrize("thing", _public_classes(), ids=lambda thing: thing.__name__)
-def test_every_public_method_says_what_it_does(thing: type) -> None:
+def test_every_public_method_has_a_docstring_and_a_signature(thing: type) -> None:
     """IF6: and has a signature that tools can read."""
     inspect.signature(thing)
     for name, member in vars(thing).items():
@@ -205,7 +205,7 @@ def test_every_public_method_says_what_it_does(thing: type) -> None:
         assert any(getattr(part, "__doc__", None) for part in inherited if part), name
 
 
-def test_the_version_is_that_of_the_installed_package() -> None:
+def test_version_equals_the_installed_package() -> None:
     assert replaykit.__version__ == version("replaykit")
 
 

@@ -379,7 +379,7 @@ def check_order(rb: Any, twin: Any, interrupts: int) -> int:
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-def test_batches_come_in_order_whatever_is_interrupted(kind: str, tmp_path: Path) -> None:
+def test_batches_come_in_order_after_interrupts(kind: str, tmp_path: Path) -> None:
     assert drawn_under_interrupts(kind, tmp_path, 60) == 60
 
 
@@ -393,7 +393,7 @@ def test_batches_come_in_order_after_thousands_of_interrupts(kind: str, tmp_path
 # -- several buffers ------------------------------------------------------------------------------
 
 
-def test_a_batch_goes_to_all_of_its_shards_or_to_none() -> None:
+def test_interrupted_write_reaches_all_of_its_shards_or_none() -> None:
     with (
         ShardedReplayBuffer(
             num_shards=3, storage=lambda: LazyTensorStorage(5000), backend="local"
@@ -486,7 +486,7 @@ def interrupted_soon(call: Callable[[], Any], seconds: float = 0.3) -> float:
     return took
 
 
-def test_waiting_for_a_lock_is_ended() -> None:
+def test_interrupt_ends_a_wait_for_a_lock() -> None:
     rb = buffer(LazyTensorStorage(CAPACITY))
     rb.extend(rows(0, 5))
     held, done = threading.Event(), threading.Event()
@@ -507,7 +507,7 @@ def test_waiting_for_a_lock_is_ended() -> None:
     assert (len(rb), rb.write_count) == (5, 5)
 
 
-def test_waiting_for_a_rate_limiter_is_ended() -> None:
+def test_interrupt_ends_a_wait_for_a_rate_limiter() -> None:
     rb = buffer(LazyTensorStorage(CAPACITY), rate_limiter=RateLimiter.queue(4))
     rb.extend(rows(0, 4))
     assert interrupted_soon(lambda: rb.extend(rows(4, 4))) < 5
@@ -517,7 +517,7 @@ def test_waiting_for_a_rate_limiter_is_ended() -> None:
     assert rb.write_count == 8
 
 
-def test_waiting_for_a_batch_is_ended() -> None:
+def test_interrupt_ends_a_wait_for_a_batch() -> None:
     slow = threading.Event()
 
     def wait(data: Any) -> Any:
@@ -541,7 +541,7 @@ def test_waiting_for_a_batch_is_ended() -> None:
     rb.shutdown()
 
 
-def test_a_second_interrupt_ends_what_hangs() -> None:
+def test_second_interrupt_ends_a_hanging_sampler() -> None:
     class Hanging(RandomSampler):
         def sample(self, storage: Any, batch_size: int) -> Any:
             time.sleep(20)
@@ -583,7 +583,7 @@ def test_an_alarm_ends_a_transform_that_takes_too_long() -> None:
     assert rb.sample()["id"].tolist() == [0, 1, 2, 3]  # the interrupted batch comes next
 
 
-def test_a_handler_that_keeps_the_one_before_reaches_it() -> None:
+def test_handler_set_under_the_lock_can_call_the_previous_handler() -> None:
     rb = buffer(LazyTensorStorage(CAPACITY))
     came: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
@@ -618,7 +618,7 @@ def test_a_signal_reaches_an_event_loop_once() -> None:
     assert came == [1]
 
 
-def test_handlers_are_those_of_before_after_any_call() -> None:
+def test_calls_restore_signal_handlers() -> None:
     rb = buffer(LazyTensorStorage(CAPACITY))
     came: list[int] = []
     before = {
@@ -642,7 +642,7 @@ def test_handlers_are_those_of_before_after_any_call() -> None:
             signal.signal(number, handler)
 
 
-def test_a_handler_that_is_set_meanwhile_stays() -> None:
+def test_handler_set_during_a_call_stays() -> None:
     rb = buffer(LazyTensorStorage(CAPACITY))
     before = signal.getsignal(signal.SIGUSR1)
     try:
@@ -670,7 +670,7 @@ def test_a_child_forked_under_the_lock_takes_interrupts() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_two_processes_go_on_after_interrupts_of_one(tmp_path: Path) -> None:
+def test_other_process_continues_after_interrupts_of_one(tmp_path: Path) -> None:
     rb = KINDS["shared"](tmp_path)
     rb.extend(rows(0, 20))
     context = multiprocessing.get_context("fork")

@@ -34,7 +34,6 @@ ABOVE_ONE_ANOTHER = [
         "filesystem",
         "keywords",
         "interrupts",
-        "mapping",
         "native",
         "reductions",
         "registry",
@@ -90,7 +89,7 @@ def in_strings(tree: ast.AST) -> set[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_imports_what_lies_below(path: Path) -> None:
+def test_modules_import_only_lower_layers(path: Path) -> None:
     room, tree = room_of(path), ast.parse(path.read_text("utf-8"))
     level = LEVEL[room]
     found = imported(tree)

@@ -37,7 +37,7 @@ def test_the_newest_tensordict_is_installed_before_the_tests_run() -> None:
     assert {words[0] for words in (installs[0], commands[-1])} == {".venv-newest/bin/python"}
 
 
-def test_the_tests_for_the_newest_tensordict_are_there() -> None:
+def test_tests_for_the_newest_tensordict_exist() -> None:
     words = commands_of("test-newest")[-1]
     named = [word.removeprefix("--ignore=") for word in words if "tests/" in word]
     assert len(named) > 20

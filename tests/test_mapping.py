@@ -21,7 +21,7 @@ from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import open_published, remove_published, verify_published
 from replaykit.datasets.sources import Sources
-from replaykit.mapping import Span, map_private, map_spans
+from replaykit.filesystem import Span, map_private, map_spans
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from tests.limits import limited
 
@@ -111,7 +111,7 @@ def test_limit_on_open_files_is_named_with_the_file_and_the_remedy(tmp_path, lef
 
 
 @needs_proc
-def test_memory_is_unmapped_when_the_last_tensor_goes(tmp_path):
+def test_memory_is_unmapped_when_its_last_tensor_is_freed(tmp_path):
     tensor = mapped(tmp_path / "x", bytes(range(200)) * 100)
     part = tensor[100:].view(-1, 50)[3]
     array = part.numpy()
@@ -163,7 +163,7 @@ def test_tensors_may_outlive_the_finalizers_of_the_process(tmp_path, run_python)
 import atexit, sys, torch
 def late():
     print(tensor.tolist())
-from replaykit.mapping import map_private
+from replaykit.filesystem import map_private
 import weakref
 class Late:
     pass
@@ -178,7 +178,7 @@ atexit.register(late)
     assert done.stdout.split("\n")[:2] == ["[97, 98, 99]"] * 2
 
 
-def test_without_the_systems_call_python_maps(tmp_path, monkeypatch):
+def test_python_maps_files_without_the_system_call(tmp_path, monkeypatch):
     monkeypatch.setattr(mapping, "_SYSTEM", None)
     tensor = mapped(tmp_path / "x", b"abc")
     tensor[0] = 0
@@ -186,7 +186,7 @@ def test_without_the_systems_call_python_maps(tmp_path, monkeypatch):
     assert (tmp_path / "x").read_bytes() == b"abc"
 
 
-def test_what_the_system_refuses_is_an_error_of_its_number(tmp_path):
+def test_failing_private_mapping_raises_the_error_of_the_system(tmp_path):
     with (tmp_path / "x").open("wb") as file, pytest.raises(PermissionError):
         map_private(file.fileno(), 10)
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -198,7 +198,7 @@ def test_what_the_system_refuses_is_an_error_of_its_number(tmp_path):
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_spans_lie_where_they_are_wanted_and_files_stay_as_they_are(data, tmp_path_factory):
+def test_spans_of_files_join_into_one_tensor_and_files_stay_unchanged(data, tmp_path_factory):
     page = mmap.PAGESIZE
     lengths = st.integers(0, 3 * page) | st.sampled_from([page, 2 * page])
     folder, spans, expected = tmp_path_factory.mktemp("spans"), [], bytearray()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from replaykit import LazyTensorStorage, ReplayBuffer, mapping
-from replaykit.mapping import LARGE_PAGE, map_common
+from replaykit.filesystem import LARGE_PAGE, map_common
 from replaykit.native import HAS_CORE, join_pages
 
 SIZES = [10_000, LARGE_PAGE, 3 * LARGE_PAGE + 777]
@@ -26,7 +26,7 @@ def common(path: Path, nbytes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("system", [True, False])
-def test_changes_reach_the_file_and_all_who_map_it(
+def test_changes_reach_the_file_and_all_its_mappings(
     tmp_path: Path, nbytes: int, system: bool, monkeypatch: pytest.MonkeyPatch
 ):
     if not system:
@@ -48,7 +48,7 @@ def test_changes_reach_the_file_and_all_who_map_it(
 
 @needs_proc
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_the_memory_begins_at_a_large_page_and_goes_as_a_whole(tmp_path: Path, nbytes: int):
+def test_mapping_begins_at_a_large_page_and_is_unmapped_whole(tmp_path: Path, nbytes: int):
     def mappings() -> list[str]:
         return Path("/proc/self/maps").read_text().splitlines()
 
@@ -61,7 +61,7 @@ def test_the_memory_begins_at_a_large_page_and_goes_as_a_whole(tmp_path: Path, n
     assert sum("/x" in line for line in mappings()) == before
 
 
-def test_what_the_system_refuses_is_an_error_of_its_number(tmp_path: Path):
+def test_failing_common_mapping_raises_the_error_of_the_system(tmp_path: Path):
     with (tmp_path / "x").open("wb") as file:
         file.truncate(2 * LARGE_PAGE)
         with pytest.raises(PermissionError):

@@ -198,7 +198,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Wheel) -> None:
     assert licence.read_bytes() == (source / "LICENSE").read_bytes()
 
 
-def test_the_core_is_in_the_wheel_or_is_not(wheel: Wheel) -> None:
+def test_wheel_contains_the_core_only_if_built_with_it(wheel: Wheel) -> None:
     found = [path.relative_to(wheel.unpacked).as_posix() for path in wheel.binaries]
     if wheel.has_core:
         (name,) = found
@@ -207,7 +207,7 @@ def test_the_core_is_in_the_wheel_or_is_not(wheel: Wheel) -> None:
         assert found == []
 
 
-def test_the_tag_is_that_of_the_platform(wheel: Wheel) -> None:
+def test_wheel_tag_names_the_platform(wheel: Wheel) -> None:
     """Without the core as well: the backend chooses the tag before CMake leaves the core out."""
     information = wheel.information("WHEEL")
     (tag,) = information.get_all("Tag", [])
@@ -226,7 +226,7 @@ def test_the_tag_is_that_of_the_platform(wheel: Wheel) -> None:
 # -- metadata -------------------------------------------------------------------------------------
 
 
-def test_the_metadata(wheel: Wheel) -> None:
+def test_metadata_of_the_wheel_is_complete(wheel: Wheel) -> None:
     metadata = wheel.information("METADATA")
     namespace: dict[str, Any] = {}
     exec((wheel.source / "replaykit" / "_version.py").read_text(encoding="utf-8"), namespace)
@@ -239,7 +239,7 @@ def test_the_metadata(wheel: Wheel) -> None:
     assert str(metadata.get_payload()).startswith("# replaykit")
 
 
-def test_the_command_is_installed_with_it(wheel: Wheel) -> None:
+def test_wheel_installs_the_command(wheel: Wheel) -> None:
     (path,) = wheel.unpacked.glob("*.dist-info/entry_points.txt")
     assert path.read_text(encoding="utf-8").split("\n")[:2] == [
         "[console_scripts]",
@@ -373,7 +373,9 @@ def _use(wheel: Wheel, folder: Path) -> Any:
     return json.loads(_run([*program, argument], folder, **environment).splitlines()[-1])
 
 
-def test_both_wheels_work_and_give_the_same(built: Callable[[str], Wheel], tmp_path: Path) -> None:
+def test_wheels_with_and_without_the_core_give_equal_results(
+    built: Callable[[str], Wheel], tmp_path: Path
+) -> None:
     used = {kind: _use(built(kind), tmp_path) for kind in SETTINGS}
     for kind, seen in used.items():
         wheel = built(kind)

@@ -63,7 +63,7 @@ def test_page_is_divided_into_paragraphs_cells_and_comments(tmp_path: Path) -> N
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
-    """Return the kinds of the texts of a module that hold the word ``anew``."""
+    """Return the kinds of the texts of a module that hold the word ``reset``."""
     monkeypatch.setattr("tests.prose.ROOT", tmp_path)
     monkeypatch.setattr("tests.prose.public_names", lambda: {("m", "A"), ("m", "A.f")})
 
@@ -98,7 +98,7 @@ class A:
         raise ValueError(f"expected {self}, got anew", "anew")
 
     def _g(self):
-        """Anew, ``anew``."""
+        """Anew, ``reset``."""
         return field(help="anew", x="anew")
 '''
     assert module(source) == [

@@ -124,7 +124,7 @@ def test_a_subclass_of_a_user_is_no_sampler_of_the_package() -> None:
         law_of(RandomSampler2())
 
 
-def test_every_law_is_that_of_a_sampler() -> None:
+def test_every_law_belongs_to_a_sampler() -> None:
     named = [entry.law for entry in registry.ENTRIES if entry.law is not None]
     assert sorted(named) == sorted(LAWS)
     assert {entry.kind for entry in registry.ENTRIES if entry.law or entry.single_rows} == {
@@ -175,7 +175,7 @@ def test_a_part_stands_in_its_own_file_and_the_registry() -> None:
 
 
 @pytest.mark.parametrize("old", registry.MOVED)
-def test_an_old_name_works_and_names_the_new_one(old: str) -> None:
+def test_old_name_works_and_warns_of_the_new_name(old: str) -> None:
     package, _, name = old.rpartition(".")
     new = registry.MOVED[old]
     expected = re.escape(f"{old} is deprecated and works for one more release; use {new}")
@@ -190,3 +190,23 @@ def test_an_old_name_works_and_names_the_new_one(old: str) -> None:
 def test_the_changelog_lists_moved_names() -> None:
     text = (ROOT / "CHANGELOG.md").read_text("utf-8")
     assert [old for old in registry.MOVED if f"`{old}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("made", "old", "new"),
+    [
+        (replaykit.RandomSampler, "tells", "info_keys"),
+        (replaykit.Transition, "tells", "info_keys"),
+        (lambda: replaykit.LazyTensorStorage(3), "kept_beside", "overflow_rows"),
+        (lambda: replaykit.ListStorage(3), "look", "poll"),
+    ],
+)
+def test_renamed_attribute_works_and_warns_of_the_new_name(made: Any, old: str, new: str) -> None:
+    part = made()
+    name = type(part).__name__
+    expected = f"{name}.{old} is deprecated and works for one more release; use {name}.{new}"
+    with pytest.warns(DeprecationWarning, match=re.escape(expected)) as caught:
+        found = getattr(part, old)
+    assert caught[0].filename == __file__
+    assert found == getattr(part, new)
+    assert f"{old}`" in (ROOT / "CHANGELOG.md").read_text("utf-8")

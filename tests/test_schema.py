@@ -10,7 +10,7 @@ from tensordict import TensorDict, lazy_stack
 
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.errors import SchemaError
-from replaykit.schema import Schema, take_apart
+from replaykit.schema import Schema, split_leaves
 
 
 def test_the_first_write_fixes_the_schema_only_if_it_succeeds(make_rows: Any) -> None:
@@ -84,34 +84,34 @@ def test_lists_and_batches_share_a_schema(column_kind: Any, make_rows: Any) -> N
 
 def test_rows_are_taken_apart_with_time_first() -> None:
     data = TensorDict({"x": torch.arange(6).view(2, 3)}, [2, 3])
-    rows = take_apart(data, 2, time_dim=1)
+    rows = split_leaves(data, 2, time_dim=1)
     assert rows.batch == (3, 2)
     assert len(rows) == 3
     assert rows.leaves[("x",)].tolist() == [[0, 3], [1, 4], [2, 5]]
-    single = take_apart(data[:, 0], 2, single=True, time_dim=1)
+    single = split_leaves(data[:, 0], 2, single=True, time_dim=1)
     assert single.leaves[("x",)].tolist() == [[0, 3]]
 
 
-def test_time_that_is_not_there_is_named() -> None:
+def test_error_names_a_missing_time_dimension() -> None:
     with pytest.raises(SchemaError, match=r"time along batch dimension 1, got batch shape \[3\]"):
-        take_apart(torch.zeros(3), 2, time_dim=1)
+        split_leaves(torch.zeros(3), 2, time_dim=1)
     with pytest.raises(TypeError, match="got str"):
-        take_apart({"a": "text"}, 2, time_dim=1)
+        split_leaves({"a": "text"}, 2, time_dim=1)
 
 
 def test_optional_keys_are_left_out_where_the_schema_has_none() -> None:
     data = TensorDict({"x": torch.zeros(2), "td_error": torch.ones(2)}, [2])
     optional = [("td_error",)]
-    first = take_apart(data, 1, optional=optional)
+    first = split_leaves(data, 1, optional=optional)
     assert ("td_error",) in first.leaves
-    without = Schema(take_apart(data.exclude("td_error"), 1).root)
-    assert set(take_apart(data, 1, optional=optional, schema=without).leaves) == {("x",)}
+    without = Schema(split_leaves(data.exclude("td_error"), 1).root)
+    assert set(split_leaves(data, 1, optional=optional, schema=without).leaves) == {("x",)}
     with_it = Schema(first.root)
-    assert len(take_apart(data, 1, optional=optional, schema=with_it).leaves) == 2
+    assert len(split_leaves(data, 1, optional=optional, schema=with_it).leaves) == 2
 
 
-def test_a_schema_tells_its_size_and_layout(make_rows: Any) -> None:
-    schema = Schema(take_apart(make_rows(0, 2), 1).root)
+def test_schema_gives_its_size_and_layout(make_rows: Any) -> None:
+    schema = Schema(split_leaves(make_rows(0, 2), 1).root)
     assert schema.row_bytes() == 8 + 3 * 4 + 1 + 4 + 1
     assert repr(schema).splitlines()[2] == "    'observation': float32 [3]"
     assert Schema.from_json(schema.to_json()).leaves == schema.leaves

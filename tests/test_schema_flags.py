@@ -17,7 +17,7 @@ FLAGS = [
 
 @pytest.mark.pitfall("BD6")
 @pytest.mark.parametrize("flat_first", [True, False], ids=["[N] first", "[N,1] first"])
-def test_flags_are_stored_with_a_dimension_however_they_come(
+def test_flags_of_any_shape_are_stored_with_a_dimension(
     storage_kind: Any, flat_first: bool
 ) -> None:
     """BD6: ``[N]`` and ``[N, 1]`` may be mixed, at the root and under ``next``."""
@@ -81,7 +81,7 @@ def test_flags_in_records_that_are_no_tensordicts_are_left_alone() -> None:
 
 
 @pytest.mark.pitfall("WR16")
-def test_what_the_caller_gave_is_never_changed(
+def test_writes_never_change_data_of_the_caller(
     storage_kind: Any, make_rows: Any, fingerprint: Any
 ) -> None:
     """WR16 and E1: reserved keys and flat flags are dealt with in copies."""

@@ -142,7 +142,7 @@ WAYS: dict[str, Callable[[ReplayBuffer, Any], Any]] = {
 @pytest.mark.pitfall("WR3")
 @pytest.mark.pitfall("WR4")
 @pytest.mark.parametrize("mismatch", MISMATCHES)
-def test_what_does_not_fit_is_refused_on_every_way_in_and_changes_nothing(
+def test_every_way_of_writing_refuses_rows_that_do_not_fit(
     column_kind: Any, make_rows: Any, snapshot: Any, mismatch: str
 ) -> None:
     """WR1 to WR4: key, expected and got are named; bytes, counters and handles stay."""
@@ -211,7 +211,7 @@ SET_WAYS: dict[str, tuple[Callable[[ReplayBuffer], Any], type[Exception], str]] 
 @pytest.mark.pitfall("WR4")
 @pytest.mark.pitfall("WR14")
 @pytest.mark.parametrize("case", SET_WAYS)
-def test_columns_are_replaced_by_what_fits_only(
+def test_values_that_do_not_fit_a_column_are_refused(
     column_kind: Any, make_rows: Any, snapshot: Any, case: str
 ) -> None:
     """WR3, WR4, WR14 on ``set_``, ``set_at_``, ``update_`` and ``rb[key] =``."""

@@ -169,7 +169,7 @@ def test_a_plain_array_is_not_copied() -> None:
         (NonTensorData("a", batch_size=[3]), "non-tensor data"),
     ],
 )
-def test_what_is_no_tensor_is_refused_with_its_path(value: Any, message: str) -> None:
+def test_flatten_refuses_a_non_tensor_and_names_its_path(value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=rf"key \('a', 1\): .*{message}"):
         flatten({"a": (torch.zeros(3), value)}, 1)
 

@@ -15,7 +15,7 @@ from replaykit.ted import (
 )
 
 
-def test_the_vocabulary_is_the_documented_one() -> None:
+def test_flag_keys_and_reserved_keys_are_the_documented_ones() -> None:
     assert DEFAULT_DONE_KEYS == ("done", "truncated", "terminated")
     assert replaykit.DEFAULT_DONE_KEYS is DEFAULT_DONE_KEYS
     assert {
@@ -46,7 +46,7 @@ def test_a_key_becomes_a_flat_tuple(key: object, expected: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize("key", [None, 3, (), ("a", 1), ("a", ()), ["a"], b"a", ("a", None)])
-def test_what_is_no_key_is_refused_with_its_value(key: object) -> None:
+def test_unravel_refuses_an_invalid_key_and_shows_it(key: object) -> None:
     with pytest.raises(TypeError, match=r"expected a key .*, got"):
         unravel(key)
 

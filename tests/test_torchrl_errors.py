@@ -241,7 +241,7 @@ def test_columns_without_ends_are_an_error_of_either_kind(given: dict[str, Any])
         _without_ends(Peer()).sample()
 
 
-def test_the_first_batch_given_as_a_row_is_told_in_the_words_of_torchrl() -> None:
+def test_first_batch_passed_to_add_warns_in_the_words_of_torchrl() -> None:
     words = r"Using `add\(\)` with a TensorDict that has batch_size"
     for module in (Peer(), replaykit):
         for storage in (module.ListStorage(10), module.LazyTensorStorage(10)):
@@ -277,7 +277,7 @@ def test_errors_show_records_as_their_users_made_them(records: Any, told: str) -
 # -- what the README says differs -----------------------------------------------------------------
 
 
-def test_a_storage_wraps_no_rows_in_torchrl_alone() -> None:
+def test_only_torchrl_wraps_a_storage_of_zero_rows() -> None:
     none = TensorDict({"x": torch.zeros(0)}, [0])
     assert len(Peer().TensorStorage(none)) == 0
     with pytest.raises(ValueError, match="at least one row"):
@@ -290,7 +290,7 @@ def test_a_storage_wraps_no_rows_in_torchrl_alone() -> None:
 
 
 @pytest.mark.parametrize(("module", "kept"), [(Peer(), 1), (replaykit, 0)])
-def test_lists_keep_copies_here_and_the_objects_in_torchrl(module: Any, kept: int) -> None:
+def test_list_storage_copies_rows_and_torchrl_keeps_objects(module: Any, kept: int) -> None:
     def stored() -> int:
         return int(rb.storage[0]["x"])
 

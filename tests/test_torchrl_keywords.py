@@ -123,7 +123,7 @@ def test_every_keyword_of_a_data_set_of_torchrl_is_accepted_with_its_default(
         (0, {"checkpointer": object()}, "dumps"),
     ],
 )
-def test_another_value_of_a_data_set_names_what_to_use(
+def test_unsupported_value_for_a_data_set_names_the_alternative(
     index: int, given: dict[str, Any], instead: str, tmp_path: Path
 ) -> None:
     cls, dataset_id = DATASETS[index]
@@ -160,7 +160,9 @@ def test_keywords_of_one_data_set_are_unknown_to_another(tmp_path: Path) -> None
         (SliceSampler, {"slice_len": 2, "step_key": "time"}, "lane_key="),
     ],
 )
-def test_another_value_names_what_to_use(cls: Any, given: dict[str, Any], instead: str) -> None:
+def test_unsupported_keyword_value_names_the_alternative(
+    cls: Any, given: dict[str, Any], instead: str
+) -> None:
     with pytest.raises(ValueError, match=rf"^{cls.__name__} does not take .*{instead}"):
         cls(**given)
 
@@ -171,7 +173,7 @@ def public_classes() -> list[type]:
 
 
 @pytest.mark.parametrize("cls", public_classes(), ids=lambda cls: cls.__name__)
-def test_an_unexpected_keyword_is_told_by_the_class_that_was_called(cls: type) -> None:
+def test_error_for_an_unexpected_keyword_names_the_called_class(cls: type) -> None:
     if inspect.isabstract(cls) or cls.__name__ == "RayReplayBuffer":  # which starts Ray first
         pytest.skip("cannot be made so")
     with pytest.raises(TypeError, match=rf"^{cls.__name__}[.(]"):
@@ -216,7 +218,7 @@ def test_methods_have_the_names_of_public_classes(cls: type) -> None:
             assert method.__qualname__.partition(".")[0] in public, method
 
 
-def test_arguments_of_methods_are_told_by_the_class_that_users_know() -> None:
+def test_error_for_a_method_argument_names_the_public_class() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     with pytest.raises(TypeError, match=r"^ReplayBuffer\.sample\(\) got an unexpected keyword"):
         rb.sample(nothing=1)  # type: ignore[call-arg]
@@ -225,19 +227,19 @@ def test_arguments_of_methods_are_told_by_the_class_that_users_know() -> None:
     assert pickle.loads(pickle.dumps(ReplayBuffer.sample)) is ReplayBuffer.sample
 
 
-def test_private_classes_are_told_by_the_public_name() -> None:
+def test_error_of_a_private_class_shows_the_public_name() -> None:
     with pytest.raises(TypeError, match=r"^SliceSampler\.__init__\(\) got .*'slice_length'"):
         SliceSampler(draw="sequential", slice_length=2)
 
 
-def test_other_mismatches_are_told_by_the_class_that_was_called() -> None:
+def test_error_for_missing_or_extra_arguments_names_the_called_class() -> None:
     with pytest.raises(TypeError, match=r"^TensorDictPrioritizedReplayBuffer\..*'alpha'"):
         TensorDictPrioritizedReplayBuffer(beta=0.4)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^ReplayBuffer\.__init__\(\) takes 1 positional"):
         ReplayBuffer(ListStorage())  # type: ignore[misc]
 
 
-def test_type_errors_from_inside_are_left_as_they_are() -> None:
+def test_type_errors_raised_inside_a_call_stay_unchanged() -> None:
     def storage() -> ListStorage:
         return ListStorage(nothing=1)  # type: ignore[call-arg]
 
@@ -258,9 +260,7 @@ def write(buffer: ReplayBuffer, start: int) -> None:
 
 @pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
 @pytest.mark.parametrize("prioritized", [False, True])
-def test_processes_write_into_a_buffer_that_share_was_called_of(
-    kind: Any, prioritized: bool
-) -> None:
+def test_processes_write_into_a_buffer_after_share(kind: Any, prioritized: bool) -> None:
     sampler = PrioritizedSampler(**PRIORITY) if prioritized else None
     rb = ReplayBuffer(storage=kind(100), sampler=sampler, batch_size=16)
     assert not rb.shared
@@ -278,7 +278,7 @@ def test_processes_write_into_a_buffer_that_share_was_called_of(
     assert drawn == set(range(20))
 
 
-def test_share_refuses_what_cannot_be_shared_and_changes_nothing() -> None:
+def test_share_refuses_unshareable_buffers_and_changes_nothing() -> None:
     stored = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
     stored.extend(numbered(0, 4))
     ahead = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4, prefetch=2)
@@ -358,7 +358,7 @@ def test_cleanup_waits_where_files_are_still_used() -> None:
         shared.storage.cleanup()  # type: ignore[attr-defined]
 
 
-def test_auto_cleanup_goes_with_a_private_folder_alone(tmp_path: Path) -> None:
+def test_auto_cleanup_requires_a_private_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="auto_cleanup"):
         LazyMemmapStorage(100, auto_cleanup=True, scratch_dir=tmp_path)
     with pytest.raises(ValueError, match="auto_cleanup"):

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_the_example_learns(mode: str) -> None:
+def test_vector_environment_example_learns(mode: str) -> None:
     """Random play ends after 22 steps on average."""
     program = ROOT / "examples" / "vector_environments.py"
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""Iterate over a buffer as a data set for the workers of `torch.utils.data.DataLoader`."""
+"""Iterate over a buffer in workers of `torch.utils.data.DataLoader`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from replaykit.writers import ImmutableDatasetWriter
 
 __all__ = [
     "BufferDataset",
+    "BufferHandle",
     "DrawnRows",
-    "Elsewhere",
     "MemberFacts",
     "Parcel",
     "Reader",
+    "Readiness",
     "RemoteRequest",
-    "Standing",
     "check_loaded",
     "check_workers",
     "for_readers",
@@ -44,27 +44,28 @@ __all__ = [
 
 
 class RemoteRequest(Protocol):
-    """A batch that was asked for."""
+    """A pending request to a remote buffer, for a batch or for another answer."""
 
     def result(self, timeout: float | None = None) -> Any: ...
 
 
 @dataclass(frozen=True)
 class MemberFacts:
-    """What an ensemble has to know of a member that draws in other processes.
+    """The properties of a remote member that an ensemble needs.
 
     Attributes:
-        sampler: name of the class of its sampler.
-        tells: keys of what its samples always tell of their rows.
-        prioritized: whether it takes priorities, and ``priority_key``: where it looks for them.
-        width: numbers in an index.
+        sampler: class name of the member's sampler.
+        info_keys: keys in the info of each sample.
+        prioritized: whether the member accepts priorities.
+        priority_key: the key under which the member reads priorities.
+        width: number of coordinates in an index.
         weights: dtype of ``priority_weight``.
-        single: whether it draws single rows, however many at once; else windows.
-        ordered: whether a transform takes batches in the order of delivery.
+        single: whether the member draws single rows, in any number. If False, it draws windows.
+        ordered: whether a transform needs the batches in the order of delivery.
     """
 
     sampler: str
-    tells: frozenset[Any]
+    info_keys: frozenset[Any]
     prioritized: bool
     priority_key: tuple[str, ...]
     width: int
@@ -74,103 +75,117 @@ class MemberFacts:
 
 
 class DrawnRows(NamedTuple):
-    """Rows that were drawn elsewhere, along dimension 0, and what is known of them.
+    """Rows ``[B, ...]`` that another process has drawn, with their info.
 
-    ``info`` has ``index`` and ``index_generation``, and nothing of it is in ``data`` yet.
+    ``info`` has ``index`` and ``index_generation``. ``data`` does not contain the info yet.
     """
 
     data: Any
     info: dict[Any, Any]
 
 
-class Standing(NamedTuple):
-    """How many rows a member has, and whether it can give those that it was asked about."""
+class Readiness(NamedTuple):
+    """The number of rows of a member, and whether it can return the requested rows."""
 
     size: int
     ready: bool
 
 
-class Elsewhere(Uncompiled, ABC):
+class BufferHandle(Uncompiled, ABC):
     """A handle of a buffer that makes its batches in other processes.
 
-    Loaders ask it for streams of batches, each drawn with a generator of its own; what the handle
-    itself draws is left alone. New rows and priorities count from the next batch on. Ensembles ask
-    it for parts of their batches, each drawn with a seed. What is asked for is on its way at once
-    wherever that needs no waiting.
+    Loaders request streams of batches, and each stream is drawn with a separate generator. These
+    requests do not affect the handle's own draws. New rows and priorities count from the next batch
+    on.
+
+    Ensembles request parts of their batches, and each part is drawn with a seed. The handle sends a
+    request at once if it need not wait to do so.
     """
 
     @property
     @abstractmethod
     def sampler(self) -> Any:
-        """What the sampler is like."""
+        """The properties of the buffer's sampler."""
 
     @abstractmethod
     def _size_of(self, batch_size: int | None) -> int:
-        """Number of rows of a batch; RuntimeError: none is known."""
+        """Return the number of rows of a batch; RuntimeError if no batch size is known."""
 
     @abstractmethod
     def _check_loader(self) -> None:
-        """Raises ValueError or TypeError where streams cannot be drawn beside the buffer's own."""
+        """Raise ValueError or TypeError if loaders cannot draw separate streams."""
 
     @abstractmethod
     def _check_workers(self, method: str | None = None) -> None:
-        """Raises ValueError where worker processes could not reach the buffer.
+        """Raise ValueError if worker processes could not reach the buffer.
 
         Args:
-            method: how they are started; None: this is one of them.
+            method: the start method of the workers; None if this process is a worker.
         """
 
     @abstractmethod
     def _asking(self, generator: torch.Generator) -> Callable[[int], RemoteRequest]:
-        """What asks for one batch after the other of so many rows, drawn with that generator."""
+        """Return a function that requests one batch per call.
+
+        The function's argument is the number of rows. The batches are drawn with ``generator``.
+        """
 
     @abstractmethod
     def _carried(self) -> Any:
-        """What a spawned process gets in the place of the handle, to be ``made`` there."""
+        """Return an object whose ``made`` creates the handle in a spawned process."""
 
     # -- as a member of an ensemble -----------------------------------------------------------
 
     @abstractmethod
     def _facts_of_member(self) -> MemberFacts:
-        """What its samples are like; ValueError or TypeError where it cannot be a member."""
+        """Return the properties of the buffer's samples.
 
-    @abstractmethod
-    def _be_fresh(self, rows: int) -> None:
-        """Learns what a draw of so many rows needs to know, where it is too old; may wait."""
-
-    @abstractmethod
-    def _ask_part(self, rows: list[int], seed: int, known: MemberFacts) -> RemoteRequest:
-        """Asks for draws of so many rows, which follow from a seed, the rows and priorities.
-
-        Returns:
-            A future of a list of `DrawnRows`, and `MemberFacts` if they have changed, else None.
+        Raises:
+            TypeError, ValueError: the buffer cannot be a member.
         """
 
     @abstractmethod
-    def _ask_standing(self, rows: int) -> RemoteRequest:
-        """Asks for its `Standing`."""
+    def _be_fresh(self, rows: int) -> None:
+        """Update outdated data for a draw of ``rows`` rows; may wait."""
+
+    @abstractmethod
+    def _ask_part(self, rows: list[int], seed: int, known: MemberFacts) -> RemoteRequest:
+        """Request draws of ``rows`` rows. Seed, stored rows and priorities determine them.
+
+        Returns:
+            A future. Its result is a list of `DrawnRows`, and `MemberFacts` if they differ from
+            ``known``, else None.
+        """
+
+    @abstractmethod
+    def _ask_readiness(self, rows: int) -> RemoteRequest:
+        """Request the buffer's `Readiness` for a draw of ``rows`` rows."""
 
     @abstractmethod
     def _ask_stored(self, index: torch.Tensor) -> RemoteRequest:
-        """Asks whether rows are stored; -1 is any. The answer is None, or an IndexError."""
+        """Request a check that rows are stored. An entry -1 is not checked.
+
+        The answer is None, or an IndexError.
+        """
 
     @abstractmethod
     def _ask_call(self, name: str, *args: Any, **keywords: Any) -> RemoteRequest:
-        """Calls one of its methods."""
+        """Request a call of a method of the buffer."""
 
     @abstractmethod
     def _handed_on(self) -> Any:
-        """A handle that can be pickled."""
+        """Return a handle that can be pickled."""
 
 
 class Parcel:
-    """Arrives as the batch itself where it is unpickled.
+    """A wrapper that unpickles as the batch itself.
 
-    Its tensors are copied once, into one block of shared memory that the receiver has for itself;
-    sent as they are, each would be a file of its own to be opened there. Containers and objects are
-    pickled around them; tensors that are more than their bytes go with these.
+    Pickling copies the tensors once, into one block of shared memory that only the receiver uses.
+    Without the block, each tensor would be a file that the receiver has to open. Containers and
+    other objects are pickled separately. The same holds for tensors with more content than their
+    bytes.
 
-    Cost: one copy of the batch where it is sent, none where it arrives.
+    Cost: one copy of the batch in the sender, and none in the receiver.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -187,7 +202,7 @@ class Parcel:
 
 
 class _Around(pickle.Pickler):
-    """Pickles everything but plain tensors, which it keeps."""
+    """A pickler of all objects except plain tensors, which it collects in ``tensors``."""
 
     def __init__(self) -> None:
         self.stream = io.BytesIO()
@@ -216,7 +231,7 @@ def _opened(pickled: bytes, block: torch.Tensor, views: Sequence[View]) -> Any:
 
 @dataclass(frozen=True)
 class Reader:
-    """What a spawned process makes a buffer of that reads the same rows and writes none."""
+    """The parts of a read-only buffer for a spawned process. It reads the same rows."""
 
     rows: Any
     sampler: Sampler
@@ -231,9 +246,12 @@ class Reader:
         )
 
 
-def for_readers(buffer: Sampling | Elsewhere) -> Any:
-    """What a spawned process gets in the place of a buffer; what is not the buffer is ``made``."""
-    if isinstance(buffer, Elsewhere):
+def for_readers(buffer: Sampling | BufferHandle) -> Any:
+    """Return the object that a spawned process gets in place of a buffer.
+
+    The result is the buffer, or an object whose ``made`` creates a buffer or handle there.
+    """
+    if isinstance(buffer, BufferHandle):
         return buffer._carried()
     rows = buffer.storage.for_readers()
     if rows is buffer.storage:
@@ -253,15 +271,16 @@ def for_readers(buffer: Sampling | Elsewhere) -> Any:
 
 
 def check_workers(buffer: Any, method: str | None = None) -> None:
-    """Checks that worker processes can read the rows of a buffer.
+    """Check that worker processes can read the rows of a buffer.
 
     Args:
-        method: how they are started, where that is known.
+        method: the start method of the workers, if known.
 
     Raises:
-        ValueError: names what keeps them from it. RuntimeError: the rows would have to be copied.
+        ValueError: workers cannot read the rows; the error gives the reason.
+        RuntimeError: workers would have to copy the rows.
     """
-    if isinstance(buffer, Elsewhere):
+    if isinstance(buffer, BufferHandle):
         buffer._check_workers(method)
         return
     if buffer._target is not None:
@@ -282,39 +301,45 @@ _EPOCH, _START, _WRITTEN = range(3)
 
 
 class BufferDataset(IterableDataset):
-    """The batches of a buffer, drawn and made where it is iterated over: in each worker process.
+    """An iterable of a buffer's batches, which the iterating process makes.
 
-    For a ``DataLoader`` that has ``batch_size=None``, since batches come whole. The buffer's own
-    draws, its generator and its pass are left alone.
+    Use it in a ``DataLoader`` with ``batch_size=None``, because each item is a whole batch. With
+    workers, each worker makes its batches. An iteration changes neither the buffer's own draws, nor
+    its generator, nor its pass.
 
-    With a sampler that goes through the rows pass by pass (`SamplerWithoutReplacement`,
-    `SliceSamplerWithoutReplacement`) an iteration is one pass, and all ranks and workers together
-    get each of its batches once: rank r of R those at r, r + R, ..., in an order that does not
-    depend on the number of workers. With any other sampler each worker of each rank draws a stream
-    of its own, seeded by ``seed``, epoch, rank and worker; it ends after ``steps``.
+    With a sampler that works in passes (`SamplerWithoutReplacement`,
+    `SliceSamplerWithoutReplacement`), one iteration is one pass. All ranks and workers together
+    return each batch of the pass once. Rank r of R returns batches r, r + R, and so on. Their order
+    does not depend on the number of workers.
 
-    Workers read the rows where they lie. Forked ones have those that there were when they were
-    started, of any storage. Spawned ones open the files of a ``LazyMemmapStorage`` or a data set;
-    with ``shared=True`` either kind follows what is written. Handles of a buffer in actors of Ray
-    ask these for batches, from workers that are spawned; they follow what is written too.
+    With any other sampler, each worker of each rank draws a separate stream. The seed of a stream
+    is computed from ``seed``, epoch, rank and worker. The streams end when ``steps`` batches have
+    been returned.
+
+    Workers read the rows without a copy of the storage. Forked workers support any storage, and see
+    the rows that were stored when they started. Spawned workers open the files of a
+    ``LazyMemmapStorage`` or a data set. With ``shared=True`` both kinds also see later writes. If
+    the buffer is a handle of Ray actors, spawned workers request batches from the actors. These
+    batches include later writes.
 
     Args:
-        buffer: a ReplayBuffer or a data set, for workers without ``device``; or a handle of a
-            buffer in actors.
-        batch_size: number of rows; None: that of the buffer.
-        steps: batches of an iteration, of all workers of this rank together; None: it has no end.
-            Only with samplers that have no passes.
-        seed: the same for all ranks.
-        rank, world_size: of this process; None: those of ``torch.distributed`` where it was
-            initialized, else 0 of 1.
-        drop_last: leave out a last batch that would be shorter, and the last ones where not every
-            rank would get one. Only with samplers that have passes.
+        buffer: a ReplayBuffer, a data set, or a handle of a buffer in actors. A buffer that workers
+            read must not have a ``device``.
+        batch_size: number of rows; None for the buffer's batch size.
+        steps: number of batches of an iteration, counted over all workers of this rank. None for no
+            end. Only for samplers without passes.
+        seed: base of all seeds; the same for all ranks.
+        rank, world_size: rank of this process and number of ranks. None for the values of
+            ``torch.distributed`` if it is initialized, else 0 and 1.
+        drop_last: leave out a shorter last batch. Also leave out last batches that only some ranks
+            would get. Only for samplers with passes.
 
     Raises:
-        TypeError: no ReplayBuffer with rows of its own (an ensemble has none); ``rank`` without
-            ``world_size``. ValueError: a number that cannot be, an option that is for other
-            samplers; a buffer whose samples are counted, by a rate limiter or because they use
-            records up. RuntimeError: no batch size anywhere.
+        TypeError: ``buffer`` does not store rows itself (an ensemble does not), or ``rank`` is
+            given without ``world_size``.
+        ValueError: a number is out of range, or an option is for other samplers. Also if a rate
+            limiter counts the samples, or if the sampler uses rows up.
+        RuntimeError: no batch size is given.
 
     Example:
         >>> import torch
@@ -330,7 +355,7 @@ class BufferDataset(IterableDataset):
 
     def __init__(
         self,
-        buffer: Sampling | Elsewhere,
+        buffer: Sampling | BufferHandle,
         batch_size: int | None = None,
         *,
         steps: int | None = None,
@@ -355,45 +380,45 @@ class BufferDataset(IterableDataset):
             )
         if drop_last and not passes:
             raise ValueError(
-                "expected drop_last with a sampler that goes through the rows pass by pass, got "
+                "expected drop_last with a sampler that draws the rows in passes, got "
                 f"{type(sampler).__name__}"
             )
         self.batch_size = (
             buffer._size_of(None) if batch_size is None else checked_batch_size(batch_size)
         )
         self.steps, self.seed, self.drop_last = steps, seed, bool(drop_last)
-        self.rank, self.world_size = _place(rank, world_size)
+        self.rank, self.world_size = _shard_of_process(rank, world_size)
         self._buffer: Any = buffer
-        # Shared with workers, which go on from one iteration to the next without being told.
+        # Shared with workers. Persistent workers read it when the next iteration starts.
         self._at = torch.zeros(3, dtype=torch.int64, device="cpu").share_memory_()
         self._at[_WRITTEN] = -1
-        # By how much numbers of writes differ in this process from those where it came from.
+        # Difference between row ids in this process and in the one that pickled the data set.
         self._shift = 0
 
     @staticmethod
     def collate(batch: Any) -> Any:
-        """The batch as it is: the ``collate_fn`` of a ``DataLoader`` over this."""
+        """Return the batch unchanged. Use it as ``collate_fn`` of the ``DataLoader``."""
         return batch
 
     @property
     def buffer(self) -> Any:
-        """Whose batches these are."""
+        """The buffer or handle that the batches come from."""
         return self._buffer
 
     @property
     def epoch(self) -> int:
-        """Which pass, or which streams, an iteration that begins now draws."""
+        """Number of the pass, or of the streams, that the next iteration draws."""
         return int(self._at[_EPOCH])
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Chooses what the next iteration draws, in workers too.
+        """Choose the pass, or the streams, of the next iteration, also in workers.
 
         Args:
             epoch: number of the pass, or of the streams.
-            start: how many batches of it this rank has had already.
+            start: number of batches to skip, which this rank has already received.
 
         Raises:
-            ValueError: one of them is not an int of at least 0.
+            ValueError: ``epoch`` or ``start`` is not an int of at least 0.
         """
         for name, value in (("epoch", epoch), ("start", start)):
             if type(value) is not int or value < 0:
@@ -401,18 +426,22 @@ class BufferDataset(IterableDataset):
         self._at[_EPOCH], self._at[_START], self._at[_WRITTEN] = epoch, start, -1
 
     def begin(self, epoch: int, start: int) -> None:
-        """``set_epoch`` for an iteration that begins now, of the rows that there are now."""
+        """Call ``set_epoch`` for an iteration over the rows that are stored now.
+
+        If rows are written afterwards, workers whose draws depend on the stored rows raise
+        RuntimeError.
+        """
         self.set_epoch(epoch, start)
-        if isinstance(self._buffer, Elsewhere):
+        if isinstance(self._buffer, BufferHandle):
             return
         with self._buffer._locked() as storage:
             self._at[_WRITTEN] = storage.ledger.next_position
 
     def __len__(self) -> int:
-        """Batches of an iteration of this rank, all workers together.
+        """Return the number of batches of an iteration of this rank, over all workers.
 
         Raises:
-            TypeError: that is not known before: without ``steps``, or for slices.
+            TypeError: the number is unknown in advance, without ``steps`` or for slices.
         """
         if self.steps is not None:
             return self.steps
@@ -422,8 +451,8 @@ class BufferDataset(IterableDataset):
             type(buffer._sample_unit) is not Transition
         ):
             raise TypeError(
-                f"the batches of a {type(sampler).__name__} have no number that is known before; "
-                "give steps= where it has no passes"
+                f"the number of batches of a {type(sampler).__name__} is not known in advance; "
+                "give steps= if it has no passes"
             )
         with buffer._locked() as storage:
             rows = len(storage)
@@ -436,20 +465,20 @@ class BufferDataset(IterableDataset):
     # -- drawing ------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Draws, reads, transforms: in the process that asks for the batches."""
+        """Yield batches that the iterating process draws, reads and transforms."""
         buffer, info = self._buffer, get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         epoch, start, written = self._at.tolist()
         if info is not None:
             check_workers(buffer)
-        if isinstance(buffer, Elsewhere):
+        if isinstance(buffer, BufferHandle):
             asks = _Asks(buffer, self.batch_size)
             for asked, _ in self._stream(asks, epoch, start, worker, workers):
                 yield asked.batch() if info is None else Parcel(asked.batch())
             return
         buffer._ready()
         if info is not None:
-            buffer._pin_memory = False  # of this process alone; the one that trains does that
+            buffer._pin_memory = False  # only in this process; the training process pins batches
         passes, own = buffer._sampler.passes, False
         if info is not None:
             own = buffer.shared and buffer._sampler.prioritized
@@ -468,7 +497,10 @@ class BufferDataset(IterableDataset):
     def _pass(
         self, draws: _Draws, epoch: int, start: int, worker: int, workers: int
     ) -> Iterator[tuple[Drawn, int]]:
-        """Those of the batches of a pass that are this worker's: all draw all, and read theirs."""
+        """Yield this worker's draws of a pass, with their seeds.
+
+        Every worker of every rank makes all draws, but reads only rows of the draws that it yields.
+        """
         draws.seed(self.seed, epoch)
         written = draws.buffer.storage.ledger.next_position
         number, ended = 0, False
@@ -493,7 +525,11 @@ class BufferDataset(IterableDataset):
     def _stream(
         self, draws: Any, epoch: int, start: int, worker: int, workers: int
     ) -> Iterator[tuple[Any, int]]:
-        """The draws of a stream; which one, is such that batches come in turn from ``start`` on."""
+        """Yield the draws of a stream, with their seeds.
+
+        The loader takes batches from the workers in turn. The stream is chosen so that batch number
+        ``start`` comes first.
+        """
         stream = (start + worker) % workers
         draws.seed(self.seed, epoch, self.rank, stream)
         number, ended = stream, False
@@ -510,7 +546,7 @@ class BufferDataset(IterableDataset):
         if get_spawning_popen() is not None:
             check_workers(self._buffer)
             state["_buffer"] = for_readers(self._buffer)
-            if not isinstance(self._buffer, Elsewhere):
+            if not isinstance(self._buffer, BufferHandle):
                 state["_handed"] = self._buffer.storage.ledger.next_position
         return state
 
@@ -524,10 +560,10 @@ class BufferDataset(IterableDataset):
 
 
 class _Draws:
-    """Draws of a sampler, one after the other; rows are read for those that are asked for.
+    """Draws of a sampler, one after the other. Rows are read only on request.
 
-    Each has a seed of its own for what transforms draw, so that it does not matter who reads it,
-    and whether those before it were read.
+    Each draw has a separate seed for the random numbers of transforms. Its batch is therefore the
+    same in any worker, even if earlier draws were not read.
     """
 
     def __init__(self, buffer: Sampling, sampler: Sampler, size: int) -> None:
@@ -536,20 +572,20 @@ class _Draws:
         self._transforms = torch.Generator()
 
     def seed(self, *numbers: int) -> None:
-        """Begins anew."""
+        """Begin a stream."""
         self._generator.manual_seed(stream_seed(*numbers))
 
     def next(self) -> tuple[Drawn, int]:
-        """The next draw and its seed."""
+        """Return the next draw and its seed."""
         with self.buffer._locked() as storage:
             drawn = self.buffer._sampled(storage, self._sampler, self._size, self._generator)
         return drawn, int(torch.randint(2**62, (), generator=self._generator, device="cpu"))
 
     def read(self, drawn: Drawn, seed: int) -> Any:
-        """The batch of a draw."""
+        """Return the batch of a draw."""
         buffer = self.buffer
         lent = Lent(
-            self._transforms.manual_seed(seed), kept=drawn, generations=False, numbered=True
+            self._transforms.manual_seed(seed), draw=drawn, generations=False, numbered=True
         )
         with buffer._locked() as storage:
             found = buffer._drawn(storage, drawn.size, lent)
@@ -557,24 +593,24 @@ class _Draws:
 
 
 class _Asks:
-    """Batches that a handle asks for, one after the other, as `_Draws` draws them."""
+    """Requests for batches through a handle, one after the other, like `_Draws`."""
 
-    def __init__(self, handle: Elsewhere, size: int) -> None:
+    def __init__(self, handle: BufferHandle, size: int) -> None:
         self._handle, self._size = handle, size
         self._ask: Callable[[int], RemoteRequest] | None = None
 
     def seed(self, *numbers: int) -> None:
-        """Begins anew."""
+        """Begin a stream."""
         self._ask = self._handle._asking(torch.Generator().manual_seed(stream_seed(*numbers)))
 
     def next(self) -> tuple[_AskedFor, int]:
-        """The next batch, which may be on its way."""
+        """Request the next batch; return without waiting for it."""
         assert self._ask is not None
         return _AskedFor(self._ask(self._size)), 0
 
 
 class _AskedFor:
-    """A batch under way, one of a stream without an end."""
+    """A requested batch of an endless stream."""
 
     ran_out = False
 
@@ -586,34 +622,34 @@ class _AskedFor:
 
 
 def check_loaded(buffer: Any) -> None:
-    """Raises TypeError or ValueError where others cannot draw beside the buffer's own draws."""
-    if isinstance(buffer, Elsewhere):
+    """Raise TypeError or ValueError if loaders cannot draw separately from the buffer."""
+    if isinstance(buffer, BufferHandle):
         buffer._check_loader()
         return
     if not isinstance(buffer, Sampling) or type(buffer)._finish is not Sampling._finish:
         raise TypeError(
-            f"expected a ReplayBuffer with rows of its own, got {type(buffer).__name__}"
+            f"expected a ReplayBuffer that stores rows itself, got {type(buffer).__name__}"
         )
     if buffer.sampler.consumes:
         raise ValueError(
-            "expected a sampler that leaves the buffer as it is, got "
-            f"{type(buffer.sampler).__name__}, whose draws use records up"
+            "expected a sampler whose draws leave the buffer unchanged, got "
+            f"{type(buffer.sampler).__name__}, which uses rows up"
         )
     if buffer._pace is not None:
         raise ValueError(
-            "expected a buffer without rate_limiter, which would not know of the samples that "
-            "workers draw"
+            "expected a buffer without rate_limiter: it would not count the samples that workers "
+            "draw"
         )
 
 
 def stream_seed(*numbers: int) -> int:
-    """A seed that follows from numbers, in which every bit of them counts."""
+    """Return a seed that depends on every bit of the numbers."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def _sampler_of(buffer: Sampling, *, drop_last: bool) -> Sampler:
-    """A sampler like the buffer's, at the beginning of a pass."""
+    """Return a copy of the buffer's sampler, at the beginning of a pass."""
     with buffer._locked() as storage:
         sampler = copy.deepcopy(buffer._sampler, {id(storage): storage})
     if sampler.passes:
@@ -628,15 +664,15 @@ def _check_written(buffer: Sampling, written: int) -> None:
         now = storage.ledger.next_position
     if now != written:
         raise RuntimeError(
-            f"expected a buffer that nobody writes, got {abs(now - written)} rows written since "
-            "the iteration or its workers began; with a sampler that has no passes, shared=True "
-            "lets workers follow"
+            f"expected no writes during an iteration, got {abs(now - written)} rows written since "
+            "it or its workers began; with a sampler that has no passes, shared=True lets workers "
+            "follow writes"
         )
 
 
-def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _shard_of_process(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
-        raise TypeError("expected rank and world_size, got one of them")
+        raise TypeError("expected rank and world_size together, got one of them")
     if rank is None or world_size is None:
         known = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not known:

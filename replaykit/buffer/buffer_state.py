@@ -1,4 +1,4 @@
-"""Everything that the next batches of a buffer depend on: taken out, checked, and put back."""
+"""Save, check and load the state that determines the next batches of a buffer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from replaykit.buffer.component_checks import check_mapped_rows
 from replaykit.buffer.core import BufferCore
 from replaykit.buffer.drawing import put_back
 from replaykit.buffer.prefetch import Drawn
-from replaykit.buffer.sampling import check_told
-from replaykit.pace import Pace
+from replaykit.buffer.sampling import check_batch_info
+from replaykit.pace import LimiterQueue
 from replaykit.samplers import Sampler
 from replaykit.storages import LazyTensorStorage, Storage
 from replaykit.storages.content import Content
@@ -37,10 +37,10 @@ __all__ = [
     "draw_state",
     "finish_taking",
     "generator_state",
+    "load_rows",
     "parts_taken",
     "prepared_state",
     "saved_generator",
-    "take_rows",
 ]
 
 
@@ -49,13 +49,13 @@ class BufferState:
     """The parts of a saved buffer.
 
     Attributes:
-        content: the rows; None where the storage takes its own state dict, ``storage``, back.
+        content: the rows; None if the storage loads its own state dict, which is ``storage``.
         writer, sampler, transforms: state dicts of the components.
-        generator: device and state of the generator; None where there was none.
-        prepared: draws that were made ahead and not delivered.
+        generator: device and state of the generator; None without one.
+        prepared: prefetched draws that were not delivered.
         mapped: whether the rows stay in the files of the checkpoint.
-        same_rows: whether the rows are there already, and were not saved.
-        pace: counts of a rate limiter; None where there was none.
+        same_rows: whether the rows were not saved because the storage already holds them.
+        pace: counts of a rate limiter; None without one.
     """
 
     content: Content | None
@@ -71,9 +71,12 @@ class BufferState:
 
 
 def saved_sampler(sampler: Sampler, *, tracked: Storage | None = None) -> dict[str, Any]:
-    """Returns a sampler's state with its kind, which a sampler of one's own need not know of.
+    """Return a sampler's state together with the kind of the sampler.
 
-    ``tracked``: for a save of that storage, which writes what has changed. Its lock is held.
+    Custom samplers need not store their kind themselves. The caller holds the lock.
+
+    Args:
+        tracked: the storage, if the save writes only changes; else None.
     """
     state = sampler.state_dict() if tracked is None else sampler.state_to_save(tracked)
     if isinstance(state, Mapping) and state.get("_kind") == sampler.kind:
@@ -82,7 +85,7 @@ def saved_sampler(sampler: Sampler, *, tracked: Storage | None = None) -> dict[s
 
 
 def _checked_sampler(sampler: Sampler, saved: Any, storage: Storage) -> Any:
-    """Returns the state to give to the sampler; ValueError where it is not of its kind."""
+    """Return the state for the sampler; ValueError if it is that of another kind."""
     if not (isinstance(saved, Mapping) and "_state" in saved):
         sampler.check_state(saved, storage)
         return saved
@@ -94,27 +97,35 @@ def _checked_sampler(sampler: Sampler, saved: Any, storage: Storage) -> Any:
 
 
 def generator_state(generator: torch.Generator | None) -> dict[str, Any] | None:
-    """Returns device and state of a generator, as values that can be saved."""
+    """Return device and state of a generator, as values that can be saved."""
     if generator is None:
         return None
     return {"device": str(generator.device), "state": generator.get_state()}
 
 
 def prepared_state(buffer: BufferCore) -> list[dict[str, Any]]:
-    """Returns the draws made ahead and not delivered, without their rows, which are read again
-    here too. The lock is held."""
+    """Return the undelivered draws without their rows. The caller holds the lock.
+
+    Their rows are read again, both in this buffer and after a load.
+    """
     return [draw_state(drawn, buffer._storage) for drawn in buffer._made_again()]
 
 
 def copied_draws(buffer: BufferCore) -> list[dict[str, Any]]:
-    """Returns the same for a copy, which makes them by itself. The lock is held."""
+    """Return the undelivered draws for a copy of the buffer.
+
+    The copy reads the rows itself, and this buffer keeps its batches. The caller holds the lock.
+    """
     queue = buffer._queue()
     ahead = [] if queue is None else queue.pending()
     return [draw_state(drawn, buffer._storage) for drawn in (*ahead, *buffer._pending)]
 
 
 def draw_state(drawn: Drawn, storage: Storage) -> dict[str, Any]:
-    """Returns a draw without its rows, as values that can be saved. The lock is held."""
+    """Return a draw without its rows, as values that can be saved.
+
+    The caller holds the lock.
+    """
     return {
         "index": drawn.index.clone(),
         "anchors": drawn.anchors.clone(),
@@ -128,15 +139,15 @@ def draw_state(drawn: Drawn, storage: Storage) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CheckedState:
-    """A state that a buffer can take over, and what has been worked out of it.
+    """A state that a buffer can load, with the results of its check.
 
     Attributes:
         state: the state itself.
-        sampler: that of the sampler, as the sampler takes it.
-        writer: that of the writer, with what rows that are left out say of the others.
-        generator, prepared: the generator, and the draws that were made ahead.
-        target: where the storage puts the rows.
-        rows: the slots whose rows are kept, where rows have to move; None: all stay.
+        sampler: the state in the form that the sampler loads.
+        writer: the writer's state, including episode ends that are visible only in dropped rows.
+        generator, prepared: the generator, and the prefetched draws.
+        target: the destination of the rows, in the storage's own form.
+        rows: the slots of the rows to keep; None if all rows keep their slots.
     """
 
     state: BufferState
@@ -149,25 +160,27 @@ class CheckedState:
 
 
 def apply_state(buffer: BufferCore, state: BufferState) -> None:
-    """Puts a saved state into a buffer, all or nothing. The lock is held.
+    """Load a saved state into a buffer, or change nothing. The caller holds the lock.
 
     Raises:
-        ValueError: a part is not one of this buffer's kind of component, or contradicts another.
+        ValueError: a part belongs to another kind of component than the buffer has, or contradicts
+            another part.
     """
     checked = check_state(buffer, state, stacklevel=6)
     with parts_taken(buffer, checked):
-        take_rows(buffer, checked)
+        load_rows(buffer, checked)
     finish_taking(buffer, checked)
 
 
 def check_state(buffer: BufferCore, state: BufferState, *, stacklevel: int) -> CheckedState:
-    """Checks a saved state against a buffer; changes nothing. The lock is held.
+    """Check a saved state against a buffer; change nothing. The caller holds the lock.
 
     Args:
-        stacklevel: of the warning that rows will be left out, as for ``warnings.warn`` there.
+        stacklevel: as for ``warnings.warn``, for the warning about rows that will be dropped.
 
     Raises:
-        ValueError: a part is not one of this buffer's kind of component, or contradicts another.
+        ValueError: a part belongs to another kind of component than the buffer has, or contradicts
+            another part.
     """
     storage, writer, sampler = buffer._storage, buffer._writer, buffer._sampler
     writer.check_state(state.writer)
@@ -175,22 +188,26 @@ def check_state(buffer: BufferCore, state: BufferState, *, stacklevel: int) -> C
     buffer._chain.check_state(state.transforms)
     generator = saved_generator(state.generator)
     prepared = checked_prepared(state.prepared)
-    Pace.check_state(state.pace)
+    LimiterQueue.check_state(state.pace)
     _check_stored(sampler, sampler_state, state.content)
-    target, rows = _place(buffer, state, stacklevel)
+    target, rows = _target_of_rows(buffer, state, stacklevel)
     check_rows(prepared, state)
     check_random(prepared, generator)
     writer_state = state.writer
     if state.content is not None:
-        # What rows that are left out say of those that are kept is asked before they are gone.
-        writer_state = writer.state_of_kept(state.content, writer_state, rows)
+        # Dropped rows show where kept episodes begin, so the writer reads them before they are
+        # lost.
+        writer_state = writer.state_of_subset(state.content, writer_state, rows)
     return CheckedState(state, sampler_state, writer_state, generator, prepared, target, rows)
 
 
 @contextlib.contextmanager
 def parts_taken(buffer: BufferCore, checked: CheckedState) -> Iterator[None]:
-    """Has transforms and sampler take their states, which is user code; gives them back what they
-    had where anything fails inside. The lock is held."""
+    """Load the states of transforms and sampler; on an error, restore the old states.
+
+    An error inside the context also restores them. Both loads may run user code. The caller holds
+    the lock.
+    """
     sampler = buffer._sampler
     chain_before = copy.deepcopy(buffer._chain.state_dict())
     sampler_before = copy.deepcopy(sampler.state_dict())
@@ -206,8 +223,8 @@ def parts_taken(buffer: BufferCore, checked: CheckedState) -> Iterator[None]:
         raise
 
 
-def take_rows(buffer: BufferCore, checked: CheckedState) -> None:
-    """Has the storage take the rows: it takes memory before it changes anything."""
+def load_rows(buffer: BufferCore, checked: CheckedState) -> None:
+    """Load the rows. The storage allocates memory before it changes anything."""
     storage, state = buffer._storage, checked.state
     if state.same_rows:
         return
@@ -223,21 +240,21 @@ def take_rows(buffer: BufferCore, checked: CheckedState) -> None:
 def finish_taking(
     buffer: BufferCore, checked: CheckedState, *, elsewhere: Sequence[Drawn] = ()
 ) -> None:
-    """The rest of taking over a state, of which nothing fails. The lock is held.
+    """Load the rest of a state, which cannot fail. The caller holds the lock.
 
     Args:
-        elsewhere: saved draws that an ensemble holds. Where their rows have moved they go back to
-            the sampler.
+        ``elsewhere``: saved draws that an ensemble holds. If their rows have moved, the sampler
+            rolls these draws back.
     """
     storage, sampler, rows = buffer._storage, buffer._sampler, checked.rows
     prepared = checked.prepared
-    buffer._take_prepared()
+    buffer._withdraw_prefetched()
     buffer._pass_ended, buffer._restarted = False, True
     buffer._writer.restore(checked.writer, rows)
     continue_draws([*prepared, *elsewhere], storage)
-    _take_generator(buffer, checked.generator)
-    # Draws made ahead are delivered first. Where they cannot be, because rows moved or batches
-    # have another size now, they go back to the sampler, so that a pass still sees each row once.
+    _load_generator(buffer, checked.generator)
+    # Prefetched draws are delivered first. If rows have moved, or the batch size has changed, the
+    # sampler rolls these draws back. A pass then still returns each row once.
     sizes = {drawn.size for drawn in prepared if not drawn.ran_out}
     back: list[Drawn] = [] if rows is None else list(elsewhere)
     if rows is None and buffer._batch_size is not None and sizes <= {buffer._batch_size}:
@@ -254,7 +271,7 @@ def finish_taking(
 
 
 def _check_stored(sampler: Sampler, saved: Any, content: Content | None) -> None:
-    """Raises ValueError where a sampler's state tells of another number of rows."""
+    """Raise ValueError if a sampler's state is for another number of rows."""
     known = sampler.stored_in(saved)
     if known is None or content is None:
         return
@@ -263,10 +280,10 @@ def _check_stored(sampler: Sampler, saved: Any, content: Content | None) -> None
         raise ValueError(f"expected {stored} rows in the sampler's state, got {known}")
 
 
-def _place(
+def _target_of_rows(
     buffer: BufferCore, state: BufferState, stacklevel: int
 ) -> tuple[Any, torch.Tensor | None]:
-    """Where the rows will lie: the storage's target, and the slots kept if they have to move."""
+    """Return the storage's target, and the slots to keep if rows must move."""
     storage, ledger = buffer._storage, state.writer["_ledger"]
     if state.content is None:
         if storage.ledger.slots != ledger["slots"]:
@@ -285,7 +302,7 @@ def _place(
     rows = None if keeps_all else buffer._writer.survivors(slots, state.writer)
     if state.mapped:
         if rows is not None:
-            ledger_of(state.writer).read_tables()  # what is wrong with them is an error here
+            ledger_of(state.writer).read_tables()  # raises if tables are damaged
         check_mapped_rows(cast(LazyTensorStorage, storage), state.content, slots, rows)
     if rows is None:
         return target, None
@@ -294,23 +311,26 @@ def _place(
 
 
 def saved_generator(saved: Mapping[str, Any] | None) -> torch.Generator | None:
-    """Returns a generator in the saved state; None if there was none."""
+    """Return a generator in the saved state; None if no state was saved."""
     if saved is None:
         return None
     if not isinstance(saved, Mapping):
         raise ValueError(f"expected the state of a generator, got {saved!r}")
     try:
         generator = torch.Generator(torch.device(saved["device"]))
-        # A copy: torch reads from where the memory of a tensor begins, not where the tensor does.
+        # Copied, because torch reads from the start of the tensor's storage, not of the tensor.
         generator.set_state(saved["state"].cpu().clone())
     except (KeyError, RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"expected the state of a generator, got {error}") from None
     return generator
 
 
-def _take_generator(buffer: BufferCore, saved: torch.Generator | None) -> None:
-    """The user's generator goes on in the saved state; without one, or on another device, a new
-    one does. A state that had none leaves the buffer's as it is."""
+def _load_generator(buffer: BufferCore, saved: torch.Generator | None) -> None:
+    """Set the user's generator to the saved state.
+
+    A buffer without a generator gets a new generator. The same holds if its generator is on another
+    device. If no generator was saved, that of the buffer stays unchanged.
+    """
     if saved is None:
         return
     current = buffer._generator
@@ -321,23 +341,23 @@ def _take_generator(buffer: BufferCore, saved: torch.Generator | None) -> None:
 
 
 def continue_draws(prepared: list[Drawn], storage: Storage) -> None:
-    """Has saved draws count writes as the storage does into which they were loaded."""
+    """Renumber the writes of saved draws for the storage that loaded them."""
     for drawn in prepared:
         drawn.written += storage.ledger.next_position
 
 
 def check_random(prepared: list[Drawn], generator: torch.Generator | None) -> None:
-    """Raises ValueError where a draw tells of a state that its generator cannot have."""
+    """Raise ValueError if a draw's saved random state is invalid for the generator."""
     for drawn in prepared:
         if drawn.random is None:
             continue
         if generator is None:
-            raise ValueError("expected the generator of a draw made ahead, got none")
+            raise ValueError("expected the generator of a prefetched draw, got none")
         saved_generator({"device": generator.device, "state": drawn.random})
 
 
 def check_rows(prepared: list[Drawn], state: BufferState) -> None:
-    """Raises ValueError where a draw made ahead is not one of the saved rows."""
+    """Raise ValueError if a prefetched draw contains a row that was not saved."""
     if state.content is None:
         return
     shape = torch.tensor([state.content.rows, *state.content.lanes], device="cpu")
@@ -352,14 +372,20 @@ def check_rows(prepared: list[Drawn], state: BufferState) -> None:
 
 
 def checked_prepared(saved: object) -> list[Drawn]:
-    """Returns saved draws; ValueError where they are none. They count writes from the save."""
+    """Return saved draws; ValueError if they are invalid.
+
+    They count writes from the save on.
+    """
     if not isinstance(saved, list):
         raise ValueError(f"expected a list of prepared draws, got {saved!r}")
     return [checked_draw(record) for record in saved]
 
 
 def checked_draw(record: object) -> Drawn:
-    """Returns a saved draw; ValueError where it is none. It counts writes from the save."""
+    """Return a saved draw; ValueError if it is invalid.
+
+    It counts writes from the save on.
+    """
     fields = record if isinstance(record, Mapping) else {}
     index, anchors, ran_out = fields.get("index"), fields.get("anchors"), fields.get("ran_out")
     info, random = fields.get("info"), fields.get("random")
@@ -379,7 +405,7 @@ def checked_draw(record: object) -> Drawn:
     ):
         raise ValueError(f"expected a prepared draw, got {record!r}")
     known = {key: copy.deepcopy(value) for key, value in info}
-    check_told(known, len(index))
+    check_batch_info(known, len(index))
     return Drawn(
         index.clone(),
         known,

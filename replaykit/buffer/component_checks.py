@@ -40,10 +40,11 @@ __all__ = [
 def consuming_sampler(
     uses: object, sampler: Sampler | Callable[[], Sampler] | None, prefetch: int
 ) -> Sampler | Callable[[], Sampler] | None:
-    """Returns the sampler that ``consume_after_n_samples`` asks for, or what makes it.
+    """Return a sampler for ``consume_after_n_samples``, or a function that makes it.
 
     Raises:
-        TypeError: no int. ValueError: below 1, a sampler that draws otherwise, or ``prefetch``.
+        TypeError: the number is not an int.
+        ValueError: the number is below 1, the sampler draws by another law, or ``prefetch`` is set.
     """
     if uses is None:
         return sampler
@@ -64,13 +65,13 @@ def _consuming(count: int, sampler: Any) -> Any:
     if isinstance(sampler, ConsumingSampler) and sampler.max_sample_count == count:
         return sampler
     raise ValueError(
-        f"expected consume_after_n_samples={count} with a RandomSampler, or a ConsumingSampler of "
-        f"as many, got {sampler!r}"
+        f"expected consume_after_n_samples={count} with a RandomSampler, or a ConsumingSampler "
+        f"with the same number, got {sampler!r}"
     )
 
 
 def uses_of(sampler: Sampler) -> int | None:
-    """How often a sampler draws each record; None: there is no limit."""
+    """Return how often a sampler may draw each row; None for no limit."""
     return sampler.max_sample_count if isinstance(sampler, ConsumingSampler) else None
 
 
@@ -84,12 +85,12 @@ def check_consuming(
     prefetch: int,
     shared: bool,
 ) -> None:
-    """Checks that records can be used up in such a buffer.
+    """Check that a buffer of these parts can use rows up.
 
     Raises:
-        TypeError: a storage or a writer whose slots cannot be written again one by one.
-        ValueError: lanes, batches made ahead, windows, transforms that read the rows around, or
-            other processes.
+        TypeError: the storage or the writer cannot reuse single slots.
+        ValueError: the buffer has lanes, prefetch or windows, transforms read neighbouring rows, or
+            other processes share it.
     """
     if not sampler.consumes:
         return
@@ -109,7 +110,7 @@ def check_consuming(
         raise ValueError(f"expected a {name} without prefetch, got {prefetch}")
     if shared:
         raise ValueError(
-            f"expected a {name} without shared=True: each process would count draws of its own"
+            f"expected a {name} without shared=True: each process would count only its own draws"
         )
     if not isinstance(unit, Transition):
         raise ValueError(f"expected a {name} without a {type(unit).__name__}: slots are reused")
@@ -117,19 +118,19 @@ def check_consuming(
 
 
 def check_transforms_of(sampler: Sampler, chain: Compose) -> None:
-    """Raises ValueError where transforms read the rows around those that a sampler uses up."""
+    """Raise ValueError if transforms read neighbours of rows that a sampler uses up."""
     if sampler.consumes and chain.reads_around:
         raise ValueError(
             f"expected a {type(sampler).__name__} without transforms that read the rows around: "
-            "slots are reused, so that others lie there"
+            "slots are reused, so that neighbouring slots may hold other rows"
         )
 
 
 def check_mappable(storage: Storage) -> None:
-    """Raises ValueError where rows cannot stay in files for a storage; says why."""
+    """Raise ValueError with the reason if a storage cannot leave rows in files."""
     kind = type(storage).__name__
     if not isinstance(storage, LazyTensorStorage) or isinstance(storage, LazyMemmapStorage):
-        why = f"got a {kind}, whose rows lie elsewhere"
+        why = f"got a {kind}, which cannot map the files"
     elif storage.initialized or storage.ledger.next_position:
         why = f"got one that was written to, with {len(storage)} rows"
     elif str(storage.device).partition(":")[0] not in ("auto", "cpu"):
@@ -146,16 +147,16 @@ def check_mappable(storage: Storage) -> None:
 def check_mapped_rows(
     storage: LazyTensorStorage, content: Content, slots: int, rows: torch.Tensor | None
 ) -> None:
-    """Raises ValueError where saved rows cannot be used as they lie.
+    """Raise ValueError if saved rows cannot be mapped unchanged.
 
     Args:
-        slots: how many there will be.
+        slots: the number of slots after the load.
         rows: as for ``Storage.load_content``.
     """
     if rows is not None and not torch.equal(rows, arange(content.rows)):
         raise ValueError(
-            f"expected the capacity that was saved for mmap=True, got {slots} slots, in "
-            f"which the {content.rows} rows would have to lie elsewhere; load without mmap"
+            f"expected the saved capacity for mmap=True, got {slots} slots, where the "
+            f"{content.rows} rows would have to take other slots; load without mmap"
         )
     if not content.groups:
         return
@@ -164,25 +165,25 @@ def check_mapped_rows(
     if found is not None:
         path, why = found
         raise ValueError(
-            f"expected rows that lie in files as they are for mmap=True, got "
+            f"expected rows that can be mapped unchanged for mmap=True, got "
             f"{format_key(path)}, {why}; load without mmap"
         )
 
 
 def check_not_ahead(depth: int) -> None:
-    """Raises ValueError where batches would be prepared ahead by a shared buffer."""
+    """Raise ValueError if a shared buffer is to prefetch batches."""
     if depth:
         raise ValueError(
             "Cannot share prefetched replay buffers: expected prefetch=0 or shared=False, got "
-            f"prefetch={depth}; other processes may overwrite what is drawn ahead"
+            f"prefetch={depth}; other processes may overwrite the rows of prefetched batches"
         )
 
 
 def check_shareable(storage: Storage, writer: Writer, chain: Compose) -> None:
-    """Checks that the parts of a buffer can be shared, before anything is.
+    """Check that the parts of a buffer can be shared.
 
     Raises:
-        ValueError: names the part that cannot, and what can.
+        ValueError: a part cannot be shared. The error names it and parts that can be shared.
     """
     if not isinstance(storage, LazyTensorStorage):
         raise ValueError(
@@ -198,18 +199,21 @@ def check_shareable(storage: Storage, writer: Writer, chain: Compose) -> None:
 
 
 def check_transforms(chain: Compose) -> None:
-    """Raises ValueError where a transform follows every write, which another process may make."""
-    for transform in chain.told_of_writes:
+    """Raise ValueError if a transform has to follow every write.
+
+    A shared buffer does not allow that, because other processes write, too.
+    """
+    for transform in chain.checking_writes:
         raise ValueError(
-            f"expected transforms that need not be told of writes for shared=True, got "
+            f"expected transforms that do not follow every write for shared=True, got "
             f"{type(transform).__name__}: other processes write too"
         )
 
 
 def refuse_exchange(buffer: Any, part: str) -> None:
-    """Raises RuntimeError where a part of a shared buffer is about to be exchanged."""
+    """Raise RuntimeError if the buffer is shared. Its parts cannot be replaced."""
     if buffer._shared:
         raise RuntimeError(
-            f"the {part} of a shared buffer cannot be exchanged: other processes have the one "
-            "before; make a new buffer"
+            f"the {part} of a shared buffer cannot be replaced: other processes use the present "
+            "one; make a new buffer"
         )

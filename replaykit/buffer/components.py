@@ -1,4 +1,4 @@
-"""Exchanging a buffer's components while it is in use."""
+"""Exchange the components of a buffer while it is in use."""
 
 from __future__ import annotations
 
@@ -27,31 +27,35 @@ from replaykit.storages import Storage
 from replaykit.storages.content import Content
 from replaykit.writers import Writer
 
-__all__ = ["Components", "begun_anew", "of_another_kind"]
+__all__ = ["Components", "of_another_kind", "restarted"]
 
 
 class Components(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     """``set_storage``, ``set_sampler``, ``set_writer``, ``set_rng``, transforms.
 
-    A setter that would give a combination that cannot work raises and keeps the old component.
+    If the components cannot work together, a setter raises and keeps the old component.
     """
 
     def set_storage(
         self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None
     ) -> Storage:
-        """Takes another storage; writer, sampler, generator and listeners move to it.
+        """Replace the storage; return the previous one.
 
-        The next write continues after the new storage's newest row. A rate limiter counts anew.
+        The writer and the sampler use the new storage from then on, and the buffer follows its
+        writes. The next write continues after the storage's newest row. A rate limiter restarts its
+        counts.
 
         Args:
             storage: the new storage.
-            collate_fn: from now on; None: the new storage's own.
+            collate_fn: the new ``collate_fn``; None for the new storage's default.
 
         Returns:
             The previous storage.
 
         Raises:
-            TypeError: not a Storage. ValueError: the writer cannot work with it; nothing changed.
+            TypeError: ``storage`` is not a Storage.
+            ValueError: the other components cannot work with the storage; nothing has changed.
+            RuntimeError: the buffer is shared.
 
         Example:
             >>> import torch
@@ -81,7 +85,7 @@ class Components(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 sampler.attach(previous)
                 sampler.load_state_dict(before)
                 raise
-            self._take_prepared()
+            self._withdraw_prefetched()
             if self._pace is not None:
                 self._pace.start_from(len(storage))
             previous.detach(cast(Any, self))
@@ -92,9 +96,10 @@ class Components(BufferCore[DataT, StorageT, SamplerT, WriterT]):
 
     @contextlib.contextmanager
     def _both_locked(self, other: Storage) -> Iterator[Storage]:
-        """Holds the locks of the buffer's storage and of another; gives the buffer's.
+        """Lock the buffer's storage and another storage; yield the buffer's storage.
 
-        Always in the same order: two buffers may exchange their storages at the same time.
+        The locks are always taken in the same order, because two buffers may exchange their
+        storages at the same time.
         """
         self._ready()
         while True:
@@ -106,11 +111,15 @@ class Components(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                     return
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
-        """Takes another sampler, which sees the stored rows at once; returns the previous one.
+        """Replace the sampler; return the previous one.
+
+        The new sampler can draw all stored rows at once.
 
         Raises:
-            TypeError: not a Sampler. ValueError: ``drop_last`` without a batch size; slices with a
-                writer that does not keep the order of rows.
+            TypeError: ``sampler`` is not a Sampler.
+            ValueError: the sampler has ``drop_last`` but no batch size is known, or another buffer
+                uses it. Also for slices with a writer that does not keep the order of rows.
+            RuntimeError: the buffer is shared.
 
         Example:
             >>> from replaykit import ReplayBuffer, SamplerWithoutReplacement
@@ -133,16 +142,19 @@ class Components(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             sampler.attach(storage)
             sampler.generator = self._generator
             previous = self._sampler
-            put_back(self._take_prepared(), previous, storage)
+            put_back(self._withdraw_prefetched(), previous, storage)
             self._sampler = sampler
         return previous
 
     def set_writer(self, writer: Writer) -> Writer:
-        """Takes another writer, which goes on at the storage's cursor; returns the previous one.
+        """Replace the writer; return the previous one.
+
+        The new writer continues at the storage's cursor.
 
         Raises:
-            TypeError: not a Writer. ValueError: it cannot work with the storage, or the sampler not
-                with it.
+            TypeError: ``writer`` is not a Writer.
+            ValueError: the writer cannot work with the storage or with the sampler.
+            RuntimeError: the buffer is shared.
 
         Example:
             >>> from replaykit import ImmutableDatasetWriter, ReplayBuffer
@@ -159,30 +171,31 @@ class Components(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             writer.register_storage(storage)
             writer.time_dim = self.dim_extend
             previous, self._writer = self._writer, writer
-            put_back(self._take_prepared(), self._sampler, storage)
+            put_back(self._withdraw_prefetched(), self._sampler, storage)
         return previous
 
     def set_rng(self, generator: torch.Generator | None) -> None:
-        """Takes another source of randomness; None: torch's global generator."""
+        """Replace the random generator; None for torch's global generator."""
         if generator is not None:
             _check_type("generator", generator, torch.Generator)
         with self._locked() as storage:
-            put_back(self._take_prepared(), self._sampler, storage)
+            put_back(self._withdraw_prefetched(), self._sampler, storage)
             self._generator = generator
             self._sampler.generator = generator
 
     def share(self, shared: bool = True) -> Self:
-        """Has processes that get the buffer write and sample the same rows; returns the buffer.
+        """Let processes that receive the buffer share its rows; return the buffer.
 
-        The same as ``shared=True`` of the constructor, for a buffer that is there already. It is
-        called before the first write, and before other threads use the buffer.
+        All of them write and sample the same rows, as with ``shared=True`` in the constructor. Call
+        this method before the first write, and before other threads use the buffer.
 
         Args:
-            shared: False is for buffers that are not shared, and does nothing.
+            shared: False has no effect, and is allowed only if the buffer is not shared.
 
         Raises:
-            ValueError: parts that cannot be shared, rows that are stored already, or ``prefetch``;
-                nothing has changed. RuntimeError: ``shared=False`` of a shared buffer.
+            ValueError: a component cannot be shared, rows are already stored, or ``prefetch`` is
+                set. Nothing has changed.
+            RuntimeError: ``shared=False`` for a shared buffer.
 
         Example:
             >>> from replaykit import LazyTensorStorage, ReplayBuffer
@@ -211,14 +224,14 @@ class Components(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         return self
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
-        """Adds a transform at the end of the chain; returns the buffer.
+        """Add a transform at the end of the chain; return the buffer.
 
         Args:
-            transform: callable, or object with ``forward`` or ``inv``.
-            invert: use ``inv`` on reading and ``forward`` on writing.
+            transform: a callable, or an object with ``forward`` or ``inv``.
+            invert: use ``inv`` for reads and ``forward`` for writes.
 
         Raises:
-            RuntimeError: neither callable nor such an object.
+            RuntimeError: ``transform`` is neither a callable nor such an object.
 
         Example:
             >>> import torch
@@ -231,13 +244,14 @@ class Components(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         return self._insert(None, transform, invert)
 
     def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
-        """Adds a transform before position ``index`` of the chain; returns the buffer.
+        """Insert a transform before position ``index`` of the chain; return the buffer.
 
-        Batches that were prepared ahead are made anew, from the same rows.
+        The buffer makes prefetched batches again, from the same rows.
 
         Raises:
-            RuntimeError: neither callable nor an object with ``forward`` or ``inv``.
-            IndexError: no such position.
+            RuntimeError: ``transform`` is neither a callable nor an object with ``forward`` or
+                ``inv``.
+            IndexError: ``index`` is not a position in the chain.
         """
         return self._insert(index, transform, invert)
 
@@ -245,11 +259,11 @@ class Components(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         with self._locked():
             chain = self._chain.copy()
             chain.insert(len(chain) if index is None else index, transform, invert=invert)
-            self._take_chain(chain)
-            # The rows are read again: the old chain may have edited what was read.
-            self._pending.extend(self._take_prepared())
+            self._set_transforms(chain)
+            # The rows are read again, because the old chain may have edited them.
+            self._pending.extend(self._withdraw_prefetched())
             for drawn in self._pending:
-                drawn.random = None  # it was the old chain's
+                drawn.random = None  # recorded for the old chain
         return self
 
 
@@ -259,22 +273,23 @@ def _check_type(name: str, given: object, kind: type) -> None:
 
 
 def of_another_kind(saved: Any, sampler: Sampler) -> bool:
-    """Whether a saved state is that of a sampler of another kind."""
+    """Return whether a saved state belongs to another kind of sampler."""
     kind = saved.get("_kind") if isinstance(saved, Mapping) else None
     return isinstance(kind, str) and kind != sampler.kind
 
 
-def begun_anew(sampler: Sampler, saved: Mapping[str, Any], content: Content) -> dict[str, Any]:
-    """The state of a sampler that knows of rows which a sampler of another kind has drawn from;
-    says what it keeps of the other one's.
+def restarted(sampler: Sampler, saved: Mapping[str, Any], content: Content) -> dict[str, Any]:
+    """Return the state of a new sampler over the loaded rows.
+
+    The saved state belongs to another kind of sampler. A warning names the parts that are kept.
 
     Raises:
-        ValueError: priorities that are none.
+        ValueError: the saved priorities are invalid.
     """
     fresh = copy.deepcopy(sampler)
     fresh.empty()
     state, count = saved_sampler(fresh), content.rows * content.lanes.numel()
-    how = "which begins anew"
+    how = "which starts over"
     if sampler.prioritized and "_priorities" in state:
         raw = torch.ones(count, dtype=torch.float64, device="cpu")
         most, how = 1.0, "which gives each row priority 1"

@@ -25,7 +25,7 @@ from replaykit.buffer.component_checks import (
 )
 from replaykit.buffer.prefetch import Drawn, Prefetcher, PrefetchState
 from replaykit.keywords import Replaced, checked_keywords
-from replaykit.pace import INSERT, SAMPLE, Pace, RateLimiter, Ticket, checked_timeout
+from replaykit.pace import INSERT, SAMPLE, LimiterQueue, RateLimiter, Ticket, checked_timeout
 from replaykit.samplers import PrioritizedSampler, RandomSampler, Sampler, SampleUnit, Transition
 from replaykit.storages import ListStorage, Storage
 from replaykit.storages.save_hooks import check_no_checkpointer
@@ -54,8 +54,8 @@ __all__ = [
     "rows_stored",
 ]
 
-# Each has a default, so that ``ReplayBuffer`` alone stands for every buffer of TensorDicts, and is
-# covariant, so that a buffer with a special sampler is one of these.
+# By default a plain ``ReplayBuffer`` means any buffer of TensorDicts. The variables are covariant,
+# so that this includes a buffer with a special sampler.
 DataT = TypeVar("DataT", default=TensorDict, covariant=True)
 StorageT = TypeVar("StorageT", bound=Storage, default=Storage, covariant=True)
 SamplerT = TypeVar("SamplerT", bound=Sampler, default=Sampler, covariant=True)
@@ -64,20 +64,20 @@ PrioritizedT = TypeVar("PrioritizedT", bound=Sampler, default=PrioritizedSampler
 
 
 class LockedStorage:
-    """The lock of a buffer's storage, also while ``set_storage`` exchanges that.
+    """A lock of a buffer's current storage, even while ``set_storage`` replaces it.
 
-    A class, since a generator takes ten times as long as the lock itself.
+    This is a class because a generator takes ten times as long as the lock itself.
     """
 
-    __slots__ = ("_buffer", "_lock", "_patient", "_settled")
+    __slots__ = ("_buffer", "_lock", "_patient", "_wait_for_draws")
 
-    def __init__(self, buffer: BufferCore, patient: bool, settled: bool) -> None:
-        self._buffer, self._patient, self._settled = buffer, patient, settled
+    def __init__(self, buffer: BufferCore, patient: bool, wait_for_draws: bool) -> None:
+        self._buffer, self._patient, self._wait_for_draws = buffer, patient, wait_for_draws
 
     def __enter__(self) -> Storage:
         buffer = self._buffer
-        if self._settled and (buffer._prefetcher is not None or buffer._drawn_by):
-            buffer._settle_draws()
+        if self._wait_for_draws and (buffer._prefetcher is not None or buffer._drawn_by):
+            buffer._wait_for_draws()
         while True:
             storage = self._buffer._storage
             lock = self._lock = storage.lock
@@ -93,7 +93,7 @@ class LockedStorage:
             except BaseException:  # an interrupt
                 lock.release()
                 raise
-            lock.release()
+            lock.release()  # the storage was exchanged during the wait
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
@@ -103,17 +103,21 @@ _FREE: contextlib.AbstractContextManager[Ticket | None] = contextlib.nullcontext
 
 
 class Pacing:
-    """Tickets of calls that may have to wait; None where nothing makes them."""
+    """Tickets for calls that may wait for a rate limiter; None without a limiter."""
 
     _rate_limiter: RateLimiter | None = None
-    _pace: Pace | None = None
+    _pace: LimiterQueue | None = None
 
-    def _new_pace(self, storage: Storage, *, shared: bool) -> Pace | None:
-        """Makes the counts of a buffer over a storage; ValueError where it cannot keep the pace."""
+    def _new_pace(self, storage: Storage, *, shared: bool) -> LimiterQueue | None:
+        """Return the counts of the rate limiter for a storage; None without a limiter.
+
+        Raises:
+            ValueError: the storage is too small for its law.
+        """
         if self._rate_limiter is None:
             return None
         self._rate_limiter.check_capacity(storage.max_size)
-        return Pace(self._rate_limiter, storage.recovery.home.folder if shared else None)
+        return LimiterQueue(self._rate_limiter, storage.recovery.home.folder if shared else None)
 
     def _insert_ticket(
         self, timeout: float | None
@@ -135,7 +139,7 @@ class Pacing:
     def _pace_stats(self) -> dict[str, Any]:
         if self._rate_limiter is None:
             return {}
-        pace = Pace(self._rate_limiter) if self._pace is None else self._pace
+        pace = LimiterQueue(self._rate_limiter) if self._pace is None else self._pace
         return pace.stats()
 
     def _size(self) -> int:
@@ -143,27 +147,27 @@ class Pacing:
 
 
 def checked_limiter(limiter: object) -> RateLimiter | None:
-    """Returns what was given as ``rate_limiter``; TypeError where it is none."""
+    """Return the argument ``rate_limiter``; TypeError if it is not a RateLimiter."""
     if limiter is None or isinstance(limiter, RateLimiter):
         return limiter
     raise TypeError(f"expected rate_limiter as a RateLimiter, got {type(limiter).__name__}")
 
 
 def rows_of(rows: Any) -> int:
-    """How many elements there are in prepared rows."""
+    """Return the number of prepared rows, summed over all lanes."""
     batch = getattr(rows, "batch", None)
     return len(rows) if batch is None else math.prod(batch)
 
 
 def rows_stored(index: torch.Tensor) -> int:
-    """How many of the rows at an index that a write gave are stored."""
+    """Return how many rows were stored, given the index from a writer."""
     return len(index) if index.ndim > 1 else int(np.count_nonzero(index.numpy() >= 0))
 
 
 def rows_given(data: Any, ndim: int, *, single: bool) -> int:
-    """How many elements there seem to be in data that no transform has seen yet.
+    """Return the likely number of rows in data before transforms.
 
-    ``single``: a batch of one row.
+    ``single``: the data is a batch of one row.
     """
     if is_tensordict(data) or hasattr(data, "batch_size"):
         shape = tuple(data.batch_size)
@@ -183,10 +187,10 @@ def rows_given(data: Any, ndim: int, *, single: bool) -> int:
 
 
 class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
-    """Composes storage, sampler, writer and transforms; owns the lock order and the generator.
+    """A storage, a sampler, a writer and transforms, with their locks and generator.
 
-    Locks: ``storage.lock`` guards what a draw or a write reads or changes: rows, ledger,
-    components, the sampler's state, draws kept for later. The rest runs outside of it.
+    ``storage.lock`` guards everything that a draw or a write reads or changes: rows, ledger,
+    components, the sampler's state and kept draws. All other work runs without the lock.
     """
 
     _replaced: ClassVar[dict[str, Replaced]] = {
@@ -214,7 +218,7 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
     }
 
     _reads_index = False
-    """Whether ``rb[...]`` carries ``index``, and transforms see it, as in samples."""
+    """True if ``rb[...]`` carries ``index``, also for transforms, as samples do."""
 
     @checked_keywords
     def __init__(
@@ -270,7 +274,7 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
         if dim_extend is not None and (type(dim_extend) is not int or dim_extend < 0):
             raise ValueError(f"dim_extend must be a positive value or 0, got {dim_extend!r}")
         self._dim_extend = dim_extend
-        self._follows_storage = dim_extend is None
+        self._dim_of_storage = dim_extend is None
         self._sample_unit = Transition() if sample_unit is None else sample_unit
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
@@ -286,7 +290,7 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
         self._prefetcher: Prefetcher | None = None
         self._pending: deque[Drawn] = deque()
         self._pass_ended = False
-        # Whether rows that transforms hold back were written before a load.
+        # True after a load, until the rows are stored that transforms had held back before it.
         self._restarted = False
         self._closed = False
         self._initialized = False
@@ -298,7 +302,10 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
             self._initialize()
 
     def _initialize(self) -> None:
-        """Makes the components; if one cannot be made, none is kept and it may be tried again."""
+        """Make the components; keep none of them if an error occurs.
+
+        A later call then tries again.
+        """
         storage_maker, sampler_maker, writer_maker, transform, transform_factory = self._makers
         chain = as_chain(transform if transform_factory is None else transform_factory())
         sampler: Sampler = _made(sampler_maker, Sampler, RandomSampler)
@@ -309,7 +316,7 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
                 "buffer a batch_size"
             )
         check_order(sampler, writer)
-        # Last, since making a storage may be long work: all else has been checked by then.
+        # After all other checks, because making a storage may take long.
         storage: Storage = _made(storage_maker, Storage, lambda: ListStorage(1000))
         dim_extend = self._time_dim(storage)
         self._sample_unit.check(storage, sampler)
@@ -327,7 +334,7 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
         sampler.attach(storage)
         self._dim_extend = writer.time_dim = dim_extend
         self._storage, self._sampler, self._writer = storage, sampler, writer
-        self._take_chain(chain)
+        self._set_transforms(chain)
         if self._prefetch_depth:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
         storage.attach(cast(Any, self))
@@ -336,14 +343,14 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
             self._pace.start_from(len(storage))
         self._initialized = True
 
-    def _take_chain(self, chain: Compose) -> None:
-        """Transforms by these from now on; what they need around a row follows."""
+    def _set_transforms(self, chain: Compose) -> None:
+        """Set the chain, and compute which neighbours of a row it needs."""
         check_transforms_of(self._sampler, chain)
         if self._shared:
             check_transforms(chain)
         self._chain = chain
         self._needs = needs_of(list(chain))
-        self._listening = chain.told_of_writes
+        self._listening = chain.checking_writes
 
     def _check_consuming(
         self, sampler: Sampler, storage: Storage, writer: Writer, chain: Compose
@@ -358,10 +365,11 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
                     self._initialize()
 
     def _claim(self, *parts: Sampler | Writer) -> None:
-        """Takes a sampler or writer for this buffer alone.
+        """Claim a sampler or writer for this buffer alone.
 
         Raises:
-            ValueError: another buffer uses it, and would find its rows or its pass changed.
+            ValueError: another buffer uses the part, and sharing would change that buffer's rows or
+                pass.
         """
         for part in parts:
             owner = part.owner
@@ -371,15 +379,18 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
                 continue
             if owner._sampler is part or owner._writer is part:
                 raise ValueError(
-                    f"expected a {type(part).__name__} of this buffer's own, got one that another "
+                    f"expected a {type(part).__name__} for this buffer alone, got one that another "
                     "buffer uses"
                 )
         for part in parts:
             part.owner = self
 
     def _time_dim(self, storage: Storage) -> int:
-        """Dimension of written data that is time: what was asked for, else the storage's last."""
-        if self._dim_extend is None or self._follows_storage:
+        """Return the time dimension of written data.
+
+        This is the requested dimension, or by default the storage's last.
+        """
+        if self._dim_extend is None or self._dim_of_storage:
             return storage.ndim - 1
         if storage.ndim > 1 and self._dim_extend >= storage.ndim:
             raise ValueError(
@@ -388,40 +399,40 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
             )
         return self._dim_extend
 
-    def _locked(self, *, patient: bool = False, settled: bool = True) -> LockedStorage:
-        """Holds the lock of the storage that the buffer has now, and gives that storage.
+    def _locked(self, *, patient: bool = False, wait_for_draws: bool = True) -> LockedStorage:
+        """Lock the current storage of the buffer; the context yields it.
 
         Args:
-            patient: other processes that write all the time may go on for a while first.
-            settled: draws that this thread has had made ahead take place first; False where what
-                is done is part of delivering a batch.
+            patient: for a while, let processes that write without pause take the lock first.
+            wait_for_draws: wait for the prefetched draws that this thread has requested; False
+                while a batch is delivered.
         """
         if not self._initialized:
             self._ready()
-        return LockedStorage(self, patient and self._shared, settled)
+        return LockedStorage(self, patient and self._shared, wait_for_draws)
 
     # -- description --------------------------------------------------------------------------
 
     @property
     def initialized(self) -> bool:
-        """Whether the components have been made; False only with ``delayed_init``."""
+        """True if the components exist. With ``delayed_init`` they may not exist yet."""
         return self._initialized
 
     @property
     def storage(self) -> StorageT:
-        """Where the records live."""
+        """The storage, which holds the rows."""
         self._ready()
         return self._storage  # type: ignore[return-value]
 
     @property
     def sampler(self) -> SamplerT:
-        """Which records come next."""
+        """The sampler, which chooses the rows of a batch."""
         self._ready()
         return self._sampler  # type: ignore[return-value]
 
     @property
     def writer(self) -> WriterT:
-        """Which slots the next records take."""
+        """The writer, which chooses the slots of new rows."""
         self._ready()
         return self._writer  # type: ignore[return-value]
 
@@ -433,12 +444,12 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
 
     @property
     def batch_size(self) -> int | None:
-        """Default number of rows of a sample."""
+        """Default number of rows of a batch."""
         return self._batch_size
 
     @property
     def dim_extend(self) -> int:
-        """Dimension of written data that is time; it cannot be changed later."""
+        """The time dimension of written data, fixed by the constructor."""
         self._ready()
         assert self._dim_extend is not None
         return self._dim_extend
@@ -450,18 +461,18 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
 
     @property
     def priority_key(self) -> Any:
-        """Where written data and learners put priorities, as it was given."""
+        """The key of priorities in written rows and in batches, as it was given."""
         key = self._priority_key
         return key if len(key) > 1 else key[0]
 
     @property
     def service_backend(self) -> str:
-        """``"direct"``: the buffer is in the process that made it."""
+        """Always ``"direct"``: the buffer is in the process that made it."""
         return "direct"
 
     @property
     def checkpointer(self) -> None:
-        """None: a buffer saves itself, in one format. TypeError for any other value."""
+        """Always None, because a buffer saves itself. Other values raise TypeError."""
         return None
 
     @checkpointer.setter
@@ -470,18 +481,21 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
 
     @property
     def write_count(self) -> int:
-        """Rows written so far through this buffer (elements, for storages with lanes)."""
+        """Number of rows written through this buffer, summed over all lanes."""
         self._ready()
-        self._storage.look(whole=True)
+        self._storage.poll(whole=True)
         return self._writer.write_count
 
     @property
     def shared(self) -> bool:
-        """Whether processes that get this buffer write and sample the same rows."""
+        """True if processes that receive this buffer write and sample the same rows."""
         return self._shared
 
     def __len__(self) -> int:
-        """Number of stored rows; of those that can be drawn, where rows are used up."""
+        """Return the number of stored rows.
+
+        With a sampler that uses rows up, this counts only rows that can still be drawn.
+        """
         self._ready()
         if self._sampler.consumes:
             with self._locked() as storage:
@@ -489,14 +503,14 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
         return len(self._storage)
 
     def stats(self) -> dict[str, Any]:
-        """Returns size, write count, prepared batches, capacity and utilization, as numbers.
+        """Return size, write count, prefetched batches, capacity and utilization.
 
-        With a rate limiter also ``inserts`` and ``samples``, as it counts them, and in
-        ``insert_blocked_s`` and ``sample_blocked_s`` the seconds that calls have waited for it, all
-        of them together (of all processes that share the buffer).
+        With a rate limiter, ``inserts`` and ``samples`` are its counts. ``insert_blocked_s`` and
+        ``sample_blocked_s`` are the total seconds that calls have waited for it. In a shared buffer
+        all four cover all processes.
 
-        Works before initialisation and changes nothing; capacity and utilization are left out as
-        long as a function is yet to make the storage. Cost: O(1).
+        The method also works before initialization, and changes nothing. If a function makes the
+        storage, capacity and utilization are missing until it has done so. Cost: O(1).
 
         Example:
             >>> import torch
@@ -508,7 +522,7 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
         """
         if not self._initialized:
             given = self._makers[0]
-            # Of a storage that is yet to be made it is not known.
+            # Unknown until the storage exists.
             capacity = given.max_size if isinstance(given, Storage) else None
             size = len(given) if isinstance(given, Storage) else 0
             count = 0
@@ -549,7 +563,7 @@ def _made(given: Any, kind: type, default: Callable[[], Any]) -> Any:
 
 
 def check_order(sampler: Sampler, writer: Writer) -> None:
-    """Raises ValueError where a sampler reads rows in an order that the writer does not keep."""
+    """Raise ValueError if the writer does not keep the row order that a sampler needs."""
     if sampler.needs_write_order and not writer.keeps_order:
         raise ValueError(
             f"{type(sampler).__name__} needs rows in the order in which they were written, which "
@@ -558,21 +572,21 @@ def check_order(sampler: Sampler, writer: Writer) -> None:
 
 
 def _class_of(given: object) -> str:
-    """A class with its package: those of other libraries have the same names."""
+    """Return a class name with its package; other libraries use the same names."""
     cls = type(given)
     module = cls.__module__.split(".")[0]
     return cls.__qualname__ if module == "builtins" else f"{module} {cls.__qualname__}"
 
 
 def as_chain(transform: Any) -> Compose:
-    """What users give as transforms as a chain of the buffer's own."""
+    """Return a separate chain for the buffer from the user's transforms."""
     if transform is None:
         return Compose()
     return transform.copy() if type(transform) is Compose else Compose(transform)
 
 
 def checked_batch_size(batch_size: object) -> int:
-    """Returns a batch size; ValueError where it is not an int of at least 1."""
+    """Return a batch size; ValueError if it is not an int of at least 1."""
     if isinstance(batch_size, np.integer):
         batch_size = int(batch_size)
     if type(batch_size) is not int or batch_size < 1:

@@ -1,4 +1,4 @@
-"""``dataloader``: batches that worker processes make."""
+"""Define the method ``dataloader``, which makes batches in worker processes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, Generic
 import torch
 from torch.utils.data import DataLoader
 
-from replaykit.buffer.buffer_dataset import BufferDataset, Elsewhere, check_workers, stream_seed
+from replaykit.buffer.buffer_dataset import BufferDataset, BufferHandle, check_workers, stream_seed
 from replaykit.buffer.core import DataT, SamplerT, StorageT, WriterT
 from replaykit.buffer.sampling import Sampling
 
-__all__ = ["BufferLoader", "Loading", "LoadingElsewhere"]
+__all__ = ["BufferLoader", "Loading", "RemoteLoading"]
 
 
 class BufferLoader(DataLoader[DataT]):
-    """A ``DataLoader`` over a buffer that counts what it has delivered; made by ``rb.dataloader``.
+    """A ``DataLoader`` that counts the batches it delivers.
 
-    Every iteration is another epoch: another pass, or other streams. One iteration at a time. Where
-    it is left before its end, the next one is that of the next epoch, unless ``load_state_dict``
-    says where to go on.
+    ``rb.dataloader`` returns it. Every iteration is a new epoch, with another pass or other
+    streams. Only one iteration can run. If it stops early, the next iteration starts the next
+    epoch, unless ``load_state_dict`` sets another point.
 
     Attributes:
-        epoch: number of the iteration that is under way, or comes next.
-        step: batches of it that were delivered.
+        epoch: number of the current iteration, or of the next one between iterations.
+        step: number of delivered batches of that iteration.
 
     Example:
         >>> import torch
@@ -49,7 +49,7 @@ class BufferLoader(DataLoader[DataT]):
             raise ValueError(f"expected workers as an int of at least 0, got {workers!r}")
         if workers:
             check_workers(dataset.buffer, _start_method(options.get("multiprocessing_context")))
-        # Of its own: the base class draws a seed for workers from it, or from torch's global one.
+        # The base class draws the workers' seed from it, not from torch's global generator.
         generator = torch.Generator().manual_seed(stream_seed(dataset.seed, dataset.rank))
         super().__init__(
             dataset,
@@ -75,33 +75,33 @@ class BufferLoader(DataLoader[DataT]):
 
     def _counted(self, batches: Iterator[Any], turn: object, seen: Any) -> Iterator[Any]:
         buffer = self.dataset.buffer
-        apart = self.num_workers > 0 and not (isinstance(buffer, Elsewhere) or buffer.shared)
+        apart = self.num_workers > 0 and not (isinstance(buffer, BufferHandle) or buffer.shared)
         for batch in batches:
             if self._turn is not turn:
-                raise RuntimeError("expected one iteration at a time, another one has begun")
+                raise RuntimeError("expected one iteration at a time, but another one has begun")
             if apart and _state(buffer) != seen:
                 raise RuntimeError(
-                    "expected a buffer that nobody writes while worker processes read it, got "
-                    "other rows than there were; make it with shared=True, or use prefetch="
+                    "expected no writes while worker processes read the buffer, got other rows "
+                    "than at the start; make it with shared=True, or use prefetch="
                 )
             self.step += 1
             yield batch
         self.epoch, self.step = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Returns where the iteration is, and what its batches follow from.
+        """Return the point of the iteration, and the arguments that determine its batches.
 
-        They follow from the rows and priorities too, which are the buffer's to save.
+        The batches also depend on rows and priorities. The buffer saves those.
         """
         return {"epoch": self.epoch, "step": self.step, **self._law()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Has the next iteration go on where the state was taken.
+        """Make the next iteration continue at the point of a saved state.
 
-        Cost: batches that were delivered are drawn again, and not read.
+        Cost: the loader repeats the draws of delivered batches, without reading their rows.
 
         Raises:
-            ValueError: the state of a loader whose batches are others. Nothing has changed then.
+            ValueError: the state is from a loader with other batches; nothing has changed.
         """
         law = self._law()
         places = {"epoch": state_dict.get("epoch"), "step": state_dict.get("step")}
@@ -144,25 +144,27 @@ class Loading(Sampling[DataT, StorageT, SamplerT, WriterT]):
         worker_init_fn: Callable[[int], None] | None = None,
         timeout: float = 0,
     ) -> BufferLoader[DataT]:
-        """Returns a ``DataLoader`` of batches that worker processes draw, read and transform.
+        """Return a ``DataLoader`` whose worker processes make the batches.
 
-        See `BufferDataset` for what they draw and which rows they can read, and
-        ``docs/overlap.md`` for when to use it and when ``prefetch``.
+        The workers draw, read and transform batches. `BufferDataset` describes their draws and the
+        rows that they can read. ``docs/overlap.md`` compares workers with ``prefetch``.
 
         Args:
-            batch_size: number of rows; None: that of the constructor.
-            workers: number of processes; 0: batches are made by this one, when they are asked for.
+            batch_size: number of rows; None for the constructor's ``batch_size``.
+            workers: number of processes. With 0, this process makes each batch on request.
             steps, seed, rank, world_size, drop_last: as for `BufferDataset`.
-            pin_memory: have batches in pinned memory, where there is an accelerator; None: as the
-                buffer does.
+            pin_memory: return batches in pinned memory if there is an accelerator; None for the
+                buffer's setting.
             multiprocessing_context, prefetch_factor, persistent_workers, worker_init_fn, timeout:
-                as for ``DataLoader``. Workers that persist read the rows there were at their start.
+                as for ``DataLoader``. Persistent workers read the rows that were stored when they
+                started.
 
         Raises:
-            TypeError, ValueError: as `BufferDataset` and ``DataLoader`` do; rows that worker
-                processes cannot read, by name. RuntimeError: no batch size anywhere, rows that
-                spawned ones would have to copy; while it is iterated over, with ``workers`` and
-                without ``shared=True``: rows were written.
+            TypeError, ValueError: as for `BufferDataset` and ``DataLoader``. Also if workers cannot
+                read the rows; the error gives the reason.
+            RuntimeError: no batch size is given, or spawned workers would have to copy the rows.
+                The iteration raises it if rows are written meanwhile, with ``workers`` but without
+                ``shared=True``.
 
         Example:
             >>> import torch
@@ -196,7 +198,7 @@ class Loading(Sampling[DataT, StorageT, SamplerT, WriterT]):
         )
 
 
-class LoadingElsewhere(Elsewhere, Generic[DataT]):
+class RemoteLoading(BufferHandle, Generic[DataT]):
     """``dataloader`` of a handle."""
 
     def dataloader(
@@ -216,23 +218,26 @@ class LoadingElsewhere(Elsewhere, Generic[DataT]):
         worker_init_fn: Callable[[int], None] | None = None,
         timeout: float = 0,
     ) -> BufferLoader[DataT]:
-        """Returns a ``DataLoader`` whose worker processes ask for batches, each with a seed and a
-        handle of its own. They are made where the rows are: without workers, and with
-        ``client(prefetch=n)``, less processes wait for them.
+        """Return a ``DataLoader`` whose worker processes request batches.
+
+        Each worker has a separate seed and handle. The processes with the rows make the batches, so
+        the workers only wait. A handle from ``client(prefetch=n)`` without workers needs fewer
+        processes.
 
         Args:
-            batch_size: number of rows; None: that of the buffer.
-            workers: number of processes, which take seconds to connect with Ray; 0: this one asks.
+            batch_size: number of rows; None for the buffer's batch size.
+            workers: number of processes. Each needs seconds to connect to Ray. With 0, this process
+                requests the batches.
             steps, seed, rank, world_size: as for `BufferDataset`.
-            drop_last: only False: these batches are streams.
-            pin_memory: have batches in pinned memory, where there is an accelerator.
-            multiprocessing_context: how they are started: "spawn" by default, or "forkserver".
+            drop_last: must be False, because a stream has no last batch.
+            pin_memory: return batches in pinned memory if there is an accelerator.
+            multiprocessing_context: the start method of workers, "spawn" (default) or "forkserver".
             prefetch_factor, persistent_workers, worker_init_fn, timeout: as for ``DataLoader``.
 
         Raises:
-            TypeError, ValueError: as `BufferDataset` and ``DataLoader`` do; a buffer that has a
-                rate limiter; workers that are forked, or cannot reach the buffer. RuntimeError: no
-                batch size anywhere.
+            TypeError, ValueError: as for `BufferDataset` and ``DataLoader``. Also if the buffer has
+                a rate limiter, or if workers are forked or cannot reach the buffer.
+            RuntimeError: no batch size is given.
 
         Example:
             >>> import torch
@@ -268,7 +273,7 @@ class LoadingElsewhere(Elsewhere, Generic[DataT]):
 
 
 def _start_method(context: Any) -> str:
-    """How processes of a context are started; None: of the default one."""
+    """Return the start method of a context; None means the default context."""
     if isinstance(context, str):
         return context
     found = multiprocessing if context is None else context
@@ -276,8 +281,11 @@ def _start_method(context: Any) -> str:
 
 
 def _state(buffer: Any) -> tuple[int, int, int] | None:
-    """Numbers of which one changes with every write; None where writes do not matter."""
-    if isinstance(buffer, Elsewhere):
+    """Return numbers that every write changes; None for a handle.
+
+    At least one of them changes per write. A handle follows writes itself.
+    """
+    if isinstance(buffer, BufferHandle):
         return None
     storage = buffer.storage
     return storage.ledger.next_position, storage.ledger.changes, storage.edits

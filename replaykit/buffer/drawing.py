@@ -1,4 +1,4 @@
-"""Draw the index of a batch, read its rows, and restore the generator when a draw fails."""
+"""Draw batches, read their rows, and roll back failed draws."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ __all__ = [
 
 
 def random_state(generator: torch.Generator | None) -> torch.Tensor:
-    """The state of a generator; None: of torch's global one."""
+    """Return the state of a generator; None means torch's global generator."""
     return torch.get_rng_state() if generator is None else generator.get_state()
 
 
 def unchanged_since(generator: torch.Generator | None, origin: Origin) -> bool:
-    """Whether nobody has drawn from the generator after the draw."""
+    """Return whether the generator is unused since the draw."""
     after = origin.random_after
     return after is not None and torch.equal(random_state(generator), after)
 
 
 def set_random_state(generator: torch.Generator | None, state: torch.Tensor | None) -> None:
-    """Sets the state of a generator; None: of torch's global one."""
+    """Set the state of a generator; None means torch's global generator."""
     if state is None:
         return
     if generator is None:
@@ -53,38 +53,40 @@ def set_random_state(generator: torch.Generator | None, state: torch.Tensor | No
 
 
 _TRIES = 3
-"""Draws of which others overwrite rows before one keeps them out."""
+"""Number of tries to draw while other processes write, before a draw locks them out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """How a draw is made that is part of somebody else's batch.
+    """The options of a draw for a batch of an ensemble or loader.
 
-    Draws that the buffer has kept, or makes ahead, are left alone.
+    Such a draw does not affect the kept and prefetched draws of the buffer.
 
     Attributes:
-        generator: where its randomness comes from; None: as for the buffer's own.
-        collate: takes the place of the buffer's ``collate_fn``; None: it does not.
-        noted: whether it is noted how transforms draw, since the draw may be kept.
-        kept: a draw made before, to be read if its rows are still there.
-        generations: whether it knows them in any case, or as for the buffer's own.
-        numbered: whether transforms see ``index`` in the rows, as in the buffer's own.
+        generator: source of randomness; None for the buffer's generator.
+        collate: replaces the buffer's ``collate_fn``; None to use the ``collate_fn``.
+        records_random: record the generator's state before transforms, because the draw may be
+            kept.
+        draw: an earlier draw. It is read if its rows are still stored.
+        generations: always put generations into the info. False treats them as in the buffer's own
+            draws.
+        numbered: put ``index`` into the rows for transforms, as in the buffer's own draws.
     """
 
     generator: torch.Generator | None = None
     collate: Callable[[Any], Any] | None = None
-    noted: bool = False
-    kept: Drawn | None = None
+    records_random: bool = False
+    draw: Drawn | None = None
     generations: bool = True
     numbered: bool = False
 
 
 _LENT = -1
-"""The batch size of a draw that is not one of the buffer's own."""
+"""The batch size in the origin of a draw with `Lent` options."""
 
 
 class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
-    """Makes draws: under the lock, beside other processes, ahead of time, and once more."""
+    """The draws of a buffer, including prefetched, shared and repeated draws."""
 
     def _size_of(self, batch_size: int | None) -> int:
         self._ready()
@@ -108,12 +110,13 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         return self._draw_held(size, lent)
 
     def _draw_apart(self, size: int, lent: Lent | None = None) -> tuple[Drawn | None, bool]:
-        """Draws while other processes write, and looks afterwards whether they have overwritten
-        what was read: then there is no draw.
+        """Draw while other processes write, then check the rows that were read.
+
+        If another process has overwritten these rows, the draw is discarded.
 
         Returns:
-            The draw, or None and whether another try may do; else it takes the lock, which keeps
-            others out.
+            The draw and True; or None, and whether another try may succeed. If it cannot, the
+            caller takes the lock, which excludes other processes.
         """
         storage, sampler = self._storage, self._sampler
         sharing, lock = storage.recovery, storage.lock
@@ -131,7 +134,7 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             except Exception:
                 if sharing.intact(seen, None):
                     raise
-                return None, True  # it may come of rows that were overwritten
+                return None, True  # overwritten rows may have caused the error
             slots = None
             if not self._chain.reads_around:
                 slots = drawn.index[:, 0] if storage.ndim > 1 else drawn.index
@@ -148,16 +151,16 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
 
     def _draw_held(self, size: int, lent: Lent | None = None) -> Drawn:
         if lent is None and self._prefetcher is not None:
-            self._settle_draws()  # which were asked for before this one
+            self._wait_for_draws()  # draws that were requested before this one
         while True:
             storage = self._storage
             with storage.lock:
-                if storage is not self._storage:  # it may be exchanged until the lock is held
+                if storage is not self._storage:  # replaced before the lock was taken
                     continue
                 origin = Origin(storage, self._sampler, size, self._sampler.ran_out)
                 if lent is not None:
                     origin.size = _LENT
-                    # Of a generator that is not this buffer's own, its owner takes care.
+                    # The owner of a lent generator restores it.
                     own = lent.generator is None
                     origin.random = random_state(self._generator) if own else None
                     drawn = self._drawn(storage, size, lent, origin)
@@ -170,36 +173,38 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                     origin.random_after = random_state(self._generator)
                 return drawn
 
-    def _abandon(self, entry: Any, *, settled: bool = True) -> None:
-        """Takes back what was drawn for a prefetched batch that will not be delivered.
+    def _abandon(self, entry: Any, *, wait_for_draws: bool = True) -> None:
+        """Roll back the draw of a prefetched batch that will not be delivered.
 
-        ``settled``: draws that were asked for take place first. An interrupt does not wait for
-        them, which threads may be kept from by the very batch that it came for.
+        Args:
+            wait_for_draws: wait for requested draws first. Callers pass False after an interrupt,
+                because these draws may wait for the interrupted batch.
         """
-        with self._locked(settled=settled):
+        with self._locked(wait_for_draws=wait_for_draws):
             if self._prefetcher is not None:
                 self._prefetcher.forget(entry)
             if entry.drawn is not None:
                 self._give_back(entry.drawn)
 
-    def _give_back(self, drawn: Drawn, *, settled: bool = True) -> None:
-        """Takes back a draw whose batch could not be made: it comes next, as if not yet drawn."""
+    def _give_back(self, drawn: Drawn, *, wait_for_draws: bool = True) -> None:
+        """Roll back a draw whose batch failed, so that it comes next."""
         origin = drawn.origin
-        with self._locked(settled=settled) as storage:
+        with self._locked(wait_for_draws=wait_for_draws) as storage:
             if origin is None or origin.storage is not storage:
                 return
             if origin.sampler is not self._sampler:
                 return
             if self._untaken(drawn, origin, storage):
-                self._pending.extend([drawn.kept(), *self._take_prepared()])
+                self._pending.extend([drawn.without_rows(), *self._withdraw_prefetched()])
 
     def _untaken(self, drawn: Drawn, origin: Origin, storage: Storage) -> bool:
-        """Has the sampler be as before a draw; returns whether it is to be kept instead.
+        """Reset the sampler to its state before a draw, or keep the draw.
 
-        The lock is held.
+        Returns:
+            True if the draw is to be kept. The caller holds the lock.
         """
         show(self._sampler, origin.ran_out)
-        if self._sampler.consumes:  # its slots may be written before it would come again
+        if self._sampler.consumes:  # a write may reuse the slots before the next draw
             positions = storage.ledger.positions(drawn.anchors.cpu())
             unwritten = drawn.anchors[(positions < drawn.written).to(drawn.anchors.device)]
             self._sampler.put_back([unwritten], storage)
@@ -212,16 +217,16 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         return False
 
     def _draw_ahead(self, entry: Any) -> Drawn | None:
-        """Draws for a prefetched batch; None if nobody waits for it any more."""
+        """Draw for a prefetched batch; None if no caller waits for the batch any more."""
         if self._prefetcher is not None:
             self._prefetcher.give_way(self._storage.lock)
-        # What this thread has asked for before has been drawn: it is its turn.
-        with self._locked(settled=False) as storage:
+        # This draw is next in the order of requests, so it does not wait.
+        with self._locked(wait_for_draws=False) as storage:
             prefetcher, sampler = self._prefetcher, self._sampler
             if prefetcher is None or not prefetcher.wanted(entry):
                 return None
             entry.written = storage.ledger.next_position
-            # What users see of the sampler belongs to the batch that they got last.
+            # Users see the sampler as of the batch that was delivered last.
             delivered = sampler._shown = sampler.ran_out
             size = self._size_of(None)
             try:
@@ -243,21 +248,23 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         *,
         begin: bool = False,
     ) -> Drawn:
-        """Draws, or takes what was kept, and reads; where reading fails, the draw is taken back.
+        """Draw, or take a kept draw, and read its rows; if reading fails, roll back.
 
-        ``origin``: None: nothing is taken back. ``begin``: reading may go on by itself.
+        Args:
+            origin: the state for the rollback; None for no rollback.
+            begin: let the read continue in the background.
         """
         drawn, fresh, generator, theirs = None, False, self._generator, False
         if lent is not None:
             generator = generator if lent.generator is None else lent.generator
-            if lent.kept is not None:
-                drawn = self._still(lent.kept, storage)
+            if lent.draw is not None:
+                drawn = self._still(lent.draw, storage)
                 theirs = drawn is not None
         elif self._pending and size == self._batch_size:
-            drawn = self._kept(storage)
+            drawn = self._next_pending(storage)
         if drawn is None:
             drawn = self._sampled(storage, self._sampler, size, generator)
-            fresh = drawn.index is drawn.anchors  # and not what a sample unit has made of them
+            fresh = drawn.index is drawn.anchors  # unless a sample unit has expanded them
         drawn.origin = origin
         try:
             self._read(drawn, storage, lent, generator, fresh, begin)
@@ -266,7 +273,7 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 if origin.random is not None:
                     origin.random_after = random_state(self._generator)
                 if self._untaken(drawn, origin, storage):
-                    self._pending.appendleft(drawn.kept())  # what is prepared comes before it
+                    self._pending.appendleft(drawn.without_rows())  # after prefetched batches
             raise
         return drawn
 
@@ -279,12 +286,12 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         fresh: bool,
         begin: bool,
     ) -> None:
-        """Reads the rows of a draw, and what transforms read around them."""
-        # A draw that was kept meets what its slots hold now.
-        told = fresh and "index_generation" in drawn.info
+        """Read the rows of a draw, and the rows around them that transforms need."""
+        # A kept draw gets the current generations of its slots.
+        has_generations = fresh and "index_generation" in drawn.info
         track = self._writer.tracks_generations or self._sampler.prioritized
         track = track or (lent is not None and lent.generations)
-        if track and not told:
+        if track and not has_generations:
             drawn.info["index_generation"] = _generations(storage, drawn.index)
             if "anchor_index" in drawn.info:
                 anchors = drawn.info["anchor_index"]
@@ -292,9 +299,9 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         collate = self._collate_fn if lent is None or lent.collate is None else lent.collate
         own = collate is not None
         held = False
-        # A storage that defines `read` anew means every read.
+        # If a storage overrides `read`, every read calls it.
         if isinstance(storage, ColumnStorage) and type(storage).read is ColumnStorage.read:
-            # Of what was begun nobody looks at the values before it is over: transforms might.
+            # Transforms would use rows of an unfinished read, which is not allowed.
             if begin and not len(self._chain):
                 drawn.rows, drawn.begun = storage.begin_held(drawn.index, self._contiguous)
             else:
@@ -302,7 +309,7 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             held = not own and type(storage).collate is Storage.collate
         else:
             drawn.rows = storage.read(drawn.index, own=own)
-        # What it says of windows does not hold of those that a sample unit has made.
+        # The sampler describes its own windows, not the windows of a sample unit.
         if not (self._sampler.draws_windows and isinstance(self._sample_unit, Sequence)):
             drawn.sampler = self._sampler
         chain = self._chain
@@ -310,14 +317,14 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         drawn.numbered = self._reads_index and (lent is None or lent.numbered)
         if chain.reads_around:
             known = self._sample_unit.episodes(storage) or self._sampler.episodes(storage)
-            # Nobody looks at the rows before the first transform does.
+            # No code may use or replace the rows before the first transform.
             held = held and type(self._sampler).complete is Sampler.complete
-            if drawn.info and held:  # nor is anything put over them
+            if drawn.info and held:
                 held = not any(k in chain.changes or (k,) in chain.changes for k in drawn.info)
             rows = drawn.rows if held else None
             given = chain, storage, drawn.index, drawn.info, generator, known, rows
-            noted = self._prefetcher is not None if lent is None else lent.noted
-            if generator is None or (drawn.random is None and not noted):
+            records_random = self._prefetcher is not None if lent is None else lent.records_random
+            if generator is None or (drawn.random is None and not records_random):
                 drawn.fetched = chain, fetch_all(*given)
             else:
                 with self._random_of(drawn, generator):
@@ -328,8 +335,8 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     def _sampled(
         self, storage: Storage, sampler: Sampler, size: int, generator: torch.Generator | None
     ) -> Drawn:
-        """A draw of which nothing is read yet. The lock is held."""
-        # It may serve other buffers too.
+        """Draw without reading rows. The caller holds the lock."""
+        # Set before each draw, because a sampler may serve several buffers.
         sampler.generator, sampler.needs = generator, self._needs
         anchors, info = sampler.sample(storage, size)
         if type(anchors) is not torch.Tensor or anchors.dtype is not torch.int64:
@@ -343,11 +350,11 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         drawn.written = storage.ledger.next_position
         return drawn
 
-    def _kept(self, storage: Storage) -> Drawn | None:
-        """A draw made earlier, if there is one whose rows are still stored.
+    def _next_pending(self, storage: Storage) -> Drawn | None:
+        """Return the next kept draw whose rows are still stored, or None.
 
-        Windows of which a row was written anew are no windows any more: they go back, and so do
-        draws with a row that has lost what the transforms need.
+        If a row of a window was overwritten, the sampler rolls the window back. The same happens if
+        a row has lost neighbours that transforms need.
         """
         while self._pending:
             kept = self._pending.popleft()
@@ -369,14 +376,14 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         return len(draws)
 
     def _still(self, kept: Drawn, storage: Storage) -> Drawn | None:
-        """A draw that somebody else has kept, if its rows are still stored, as for ``_kept``."""
+        """Return a draw kept by another part; None if its rows are no longer stored."""
         if self._outdated(kept, storage):
             self._sampler.put_back([kept.anchors], storage)
             return None
         return kept if as_tensor(storage.contains(kept.index)).all() else None
 
     def _outdated(self, drawn: Drawn, storage: Storage) -> bool:
-        """Whether rows of a draw made earlier, all stored, could not be drawn so now."""
+        """Return whether the sampler could no longer make a kept draw of stored rows."""
         if self._windows_drawn() and _written_since(storage, drawn):
             return True
         anchors = drawn.anchors
@@ -384,7 +391,7 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             return False
         index = self._sampler.episodes(storage) or index_for(storage)
         flat = ravel(anchors, storage.lanes) if storage.ndim > 1 else anchors
-        place = index.place(flat.cpu().numpy())
+        place = index.time_and_lane(flat.cpu().numpy())
         return not index.eligible_starts(self._needs.single, *place).all()
 
     def _windows_drawn(self) -> bool:
@@ -392,9 +399,10 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
 
     @contextlib.contextmanager
     def _random_of(self, drawn: Drawn, generator: torch.Generator) -> Iterator[None]:
-        """While transforms read for a draw: those of one that was kept draw what they drew then.
+        """Set the generator for the reads of transforms.
 
-        What is drawn ahead notes how, since it may be kept.
+        A kept draw repeats the random numbers of its first read. Other draws record the generator's
+        state, because they may be kept later.
         """
         before, now = drawn.random, generator.get_state()
         if before is None:
@@ -409,9 +417,9 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
 
 
 def put_back(draws: list[Drawn], sampler: Sampler, storage: Storage) -> None:
-    """Gives draws that will not be delivered back to their sampler, in the order they were made.
+    """Roll back draws that will not be delivered, in the order of drawing.
 
-    Those after one that ended a pass go nowhere: the pass they are of has not begun.
+    Draws after the end of a pass are dropped, because their pass has not begun.
     """
     last = next((number for number, drawn in enumerate(draws, 1) if drawn.ran_out), None)
     if last is not None and sampler.passes:
@@ -421,19 +429,21 @@ def put_back(draws: list[Drawn], sampler: Sampler, storage: Storage) -> None:
 
 
 def show(sampler: Sampler, ran_out: bool) -> None:
-    """Sets what users see of a sampler; one's own may derive it from elsewhere."""
+    """Set the visible ``ran_out``, unless a custom sampler computes it."""
     with contextlib.suppress(AttributeError):
         sampler.ran_out = ran_out
 
 
 def shows(sampler: Sampler, ran_out: bool) -> bool:
-    """Whether users see that of a sampler already. Without the lock: what a draw that is under way
-    does to it is not seen."""
+    """Return whether users already see this value of ``ran_out``.
+
+    The lock is not needed, because changes by an unfinished draw are not visible.
+    """
     return type(sampler).ran_out is Sampler.ran_out and sampler.ran_out == ran_out
 
 
 def _ended(sampler: Sampler) -> bool:
-    """Whether the draw just made ended a pass, whatever ``ran_out`` shows meanwhile."""
+    """Return whether the newest draw ended a pass, independently of ``ran_out``."""
     overridden = type(sampler).ran_out is not Sampler.ran_out
     return sampler.ran_out if overridden else sampler._ran_out
 
@@ -443,7 +453,7 @@ def _generations(storage: Storage, index: torch.Tensor) -> torch.Tensor:
 
 
 def _written_since(storage: Storage, drawn: Drawn) -> bool:
-    """Whether a row of a draw was written after it."""
+    """Return whether a row of a draw was written after the draw."""
     if storage.ledger.next_position == drawn.written:
         return False
     slots = drawn.index[:, 0] if storage.ndim > 1 else drawn.index
@@ -451,7 +461,11 @@ def _written_since(storage: Storage, drawn: Drawn) -> bool:
 
 
 def _as_index(drawn: Any, ndim: int) -> torch.Tensor:
-    """What a sampler drew as int64 ``[B]`` or ``[B, ndim]``; it may be a tuple of coordinates."""
+    """Return a sampler's draw as int64 ``[B]`` or ``[B, ndim]``.
+
+    Args:
+        drawn: an index, or a tuple of coordinates.
+    """
     if isinstance(drawn, tuple):
         drawn = drawn[0] if ndim == 1 and len(drawn) == 1 else torch.stack(drawn, -1)
     return as_tensor(drawn, dtype=torch.int64)

@@ -32,26 +32,26 @@ Array = np.ndarray[Any, Any]
 
 
 class EpisodeValues(NamedTuple):
-    """What was known of episodes when they were looked up; int64 ``[J]`` each."""
+    """The properties of J episodes at the time of a lookup, each int64 ``[J]``."""
 
     lane: Array
     id: Array
-    begin: Array  # position of the first row, stored or not
-    evicted: Array  # rows before the first stored one
-    first: Array  # position of the first stored row
-    last: Array  # position of the last one
+    begin: Array  # row id of the first row, even if overwritten
+    evicted: Array  # number of rows before the first stored one
+    first: Array  # row id of the first stored row
+    last: Array  # row id of the last row
     length: Array
-    element: Array  # where the first stored row lies
+    element: Array  # slot of the first stored row; with lanes, slot * lanes + lane
     reason: Array
     head: Array
 
     @classmethod
     def none(cls) -> EpisodeValues:
-        """Of no episode."""
+        """Return an empty `EpisodeValues`."""
         return cls(*(np.zeros(0, np.int64) for _ in cls._fields))
 
     def at(self, which: Any) -> EpisodeValues:
-        """Of some of the episodes: a slice, or what NumPy indexes by."""
+        """Return the properties of some episodes, selected by a slice or NumPy index."""
         return EpisodeValues(*(values[which] for values in self))
 
 
@@ -64,7 +64,7 @@ def facts_of(
     code: Array,
     head: Array,
 ) -> EpisodeValues:
-    """Facts of episodes as an index tells them: see ``episodes.found.Table``."""
+    """Return the properties of episodes from an index; see ``episodes.found.Table``."""
     began = by.positions(begin, lane)
     return EpisodeValues(
         lane,
@@ -81,17 +81,19 @@ def facts_of(
 
 
 def positions(ledger: Ledger, slots: Array) -> Array:
-    """Positions of the rows in slots int64 ``[K]``."""
+    """Return the row ids of the rows in slots int64 ``[K]``."""
     return np.asarray(ledger.positions(torch.from_numpy(np.ascontiguousarray(slots))).numpy())
 
 
 class EpisodeLookup(Uncompiled):
-    """Answers for rows, by their ``index`` as ``extend`` returned it and samples carry it.
+    """Lookups of the episodes of rows, given the index of the rows.
 
-    An index is int64 ``[K]``, for storages with lanes ``[K, ndim]``; answers are ``[K]`` on its
-    device. Each method raises IndexError for rows that are not stored, TypeError for anything but
-    integers, and costs O(K). They see what is stored now. A position is the number of a row in
-    the order of writing, never used twice.
+    ``extend`` returns such an index, and samples carry it. It is int64 ``[K]``, or ``[K, ndim]``
+    for storages with lanes. Results are int64 ``[K]`` on the device of the index, and describe the
+    rows that are stored now.
+
+    Each method costs O(K). It raises IndexError if a row is not stored, and TypeError if the index
+    is not of integers. A row id is the number of a row in write order, and is never used twice.
 
     Example:
         >>> import torch
@@ -108,15 +110,18 @@ class EpisodeLookup(Uncompiled):
         self._storage = storage
 
     def id(self, index: Any) -> torch.Tensor:
-        """Ids of the episodes: that of no other one, in this buffer or after a load into it."""
+        """Return the ids of the rows' episodes.
+
+        An id is unique in this buffer, also after a load into it.
+        """
         return self._asked(index, lambda by, time, lane: by.ids(time, lane))
 
     def position(self, index: Any) -> torch.Tensor:
-        """Positions of the rows themselves."""
+        """Return the row ids of the rows."""
         return self._asked(index, lambda by, time, lane: by.positions(time, lane))
 
     def begin(self, index: Any) -> torch.Tensor:
-        """Positions of the episodes' first rows, also of those that were overwritten."""
+        """Return the row ids of the episodes' first rows, even if overwritten."""
 
         def begin(by: EpisodeIndex, time: Array, lane: Array) -> Array:
             return by.positions(by.begins(time, lane), lane)
@@ -124,7 +129,10 @@ class EpisodeLookup(Uncompiled):
         return self._asked(index, begin)
 
     def end(self, index: Any) -> torch.Tensor:
-        """Positions of the episodes' last rows; of an open one: of its newest row so far."""
+        """Return the row ids of the episodes' last rows.
+
+        For an open episode this is the row id of its newest row.
+        """
 
         def end(by: EpisodeIndex, time: Array, lane: Array) -> Array:
             return by.positions(by.spans(time, lane)[1], lane)
@@ -132,19 +140,22 @@ class EpisodeLookup(Uncompiled):
         return self._asked(index, end)
 
     def step(self, index: Any) -> torch.Tensor:
-        """Rows of the episode before this one, those that were overwritten too: from 0."""
+        """Return the step of each row in its episode, starting at 0.
+
+        Overwritten rows of the episode count, too.
+        """
         return self._asked(index, lambda by, time, lane: time - by.begins(time, lane))
 
     def steps_to_end(self, index: Any) -> torch.Tensor:
-        """Stored rows of the episode after this one: 0 at its last."""
+        """Return the number of stored rows after each row in its episode."""
         return self._asked(index, lambda by, time, lane: by.spans(time, lane)[1] - time)
 
     def reason(self, index: Any) -> torch.Tensor:
-        """Why the episodes have no further row: an ``EndReason`` each."""
+        """Return the reason why each episode has no further row, as an ``EndReason``."""
         return self._asked(index, lambda by, time, lane: by.reasons(time, lane))
 
     def head(self, index: Any) -> torch.Tensor:
-        """How the stored parts of the episodes begin: a ``Head`` each."""
+        """Return the kind of beginning of each episode's stored part, as a ``Head``."""
         return self._asked(index, lambda by, time, lane: by.heads(time, lane))
 
     def _asked(self, index: Any, question: Any) -> torch.Tensor:
@@ -153,11 +164,14 @@ class EpisodeLookup(Uncompiled):
             if not len(elements):
                 return torch.empty(0, dtype=torch.int64, device=device)
             by = self._storage.episodes
-            answer = question(by, *by.place(elements))
+            answer = question(by, *by.time_and_lane(elements))
         return torch.from_numpy(np.ascontiguousarray(answer, np.int64)).to(device)
 
     def _elements(self, index: Any) -> tuple[Array, torch.device]:
-        """Flat numbers of checked rows, and where the index lies; the lock is held."""
+        """Return the flat numbers of checked rows, and the device of the index.
+
+        The caller holds the lock.
+        """
         storage = self._storage
         at = as_tensor(index)
         if at.dtype == torch.bool or at.is_floating_point() or at.is_complex():
@@ -183,22 +197,24 @@ class EpisodeLookup(Uncompiled):
 
 _REWARD = ("next", "reward")
 _BLOCK = 2**20
-"""Rows of which the rewards are taken out at a time: 8 bytes and a few numbers each."""
+"""Number of rows per read of rewards. Each takes 8 bytes and a few numbers."""
 
 
 class Episodes(EpisodeLookup):
-    """The episodes of a buffer, in the order of time, lane after lane: what ``rb.episodes`` gives.
+    """The stored episodes of a buffer, in order of time, lane after lane.
 
-    A snapshot, taken when its episodes are first asked for: later writes do not change which
-    episodes these are, nor how long. Rows are read when they are asked for; those that have been
-    overwritten since raise StaleAddress, and no other row ever takes their place. What is asked by
-    an index (``begin`` and so on, see `EpisodeLookup`) is answered for what is stored now.
+    ``rb.episodes`` returns this object. The first access to an episode takes a snapshot, so later
+    writes change neither the episodes nor their lengths. Rows are read only when requested. If rows
+    were overwritten since the snapshot, the read raises StaleAddress and never returns other rows.
+    Methods that take an index, such as ``begin`` (see `EpisodeLookup`), describe the rows that are
+    stored now.
 
-    ``len``, iteration, an int, and a slice, list, LongTensor or bool mask ``[J]`` work as for a
-    list; the latter give Episodes. Every property is int64 ``[J]`` for J episodes, on the CPU.
+    ``len``, iteration and an int index work as for a list. A slice, list, LongTensor or bool mask
+    ``[J]`` returns Episodes. Unless its description differs, each property of J episodes is int64
+    ``[J]`` on the CPU.
 
-    Cost: the snapshot and each property O(J) without a step of Python per episode; ``returns`` one
-    pass over the rewards; an object is made for an episode only when that is asked for.
+    Cost: O(J) for the snapshot and for each property, without a Python step per episode.
+    ``returns`` makes one pass over the rewards. An Episode object is created only on access.
 
     Example:
         >>> import torch
@@ -231,7 +247,7 @@ class Episodes(EpisodeLookup):
                     self._known = EpisodeValues.none()
         return self._known
 
-    # -- which ----------------------------------------------------------------------------------
+    # -- selection ------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._facts.id)
@@ -243,10 +259,11 @@ class Episodes(EpisodeLookup):
     def __getitem__(self, index: Any) -> Episodes: ...
 
     def __getitem__(self, index: Any) -> Episode | Episodes:
-        """Returns one episode for an int, Episodes for anything else.
+        """Return one episode for an int, and Episodes for any other index.
 
         Raises:
-            IndexError: no such episode. TypeError: not something that indexes.
+            IndexError: no such episode.
+            TypeError: not an index.
         """
         at = as_index(index, len(self))
         if isinstance(at, int):
@@ -261,63 +278,67 @@ class Episodes(EpisodeLookup):
             yield self[number]
 
     def filter(self, predicate: Callable[[Episode], Any]) -> Episodes:
-        """Returns the episodes of which ``predicate(episode)`` is true.
+        """Return the episodes for which ``predicate(episode)`` is true.
 
-        Calls it once per episode; for millions take a mask: ``episodes[episodes.lengths > 9]``.
+        The method calls the predicate once per episode. For millions of episodes a mask such as
+        ``episodes[episodes.lengths > 9]`` is faster.
 
         Raises:
-            TypeError: the predicate cannot be called.
+            TypeError: the predicate is not callable.
         """
         if not callable(predicate):
             raise TypeError(f"expected a callable predicate, got {type(predicate).__name__}")
         return self._picked(np.array([bool(predicate(one)) for one in self], bool))
 
     def of(self, index: Any) -> Episodes:
-        """Returns the episodes of rows, one for each: int64 ``[K]`` (``[K, ndim]``) gives K.
+        """Return the episode of each row of an index.
+
+        For an index int64 ``[K]`` (``[K, ndim]`` with lanes) the result has K episodes.
 
         Raises:
-            IndexError: rows that are not stored. TypeError: not integers.
+            IndexError: a row is not stored.
+            TypeError: the index is not of integers.
         """
         with self._storage.lock:
             elements, _ = self._elements(index)
             if not len(elements):
                 return Episodes(self._storage)._picked(slice(0, 0))
             by = self._storage.episodes
-            time, lane = by.place(elements)
+            time, lane = by.time_and_lane(elements)
             first, last = by.spans(time, lane)
             begin, code, head = by.begins(time, lane), by.reasons(time, lane), by.heads(time, lane)
             return Episodes(self._storage, facts_of(by, lane, begin, first, last, code, head))
 
-    # -- what they are --------------------------------------------------------------------------
+    # -- description ----------------------------------------------------------------------------
 
     @property
     def ids(self) -> torch.Tensor:
-        """That of no other episode, in this buffer or after a load into it."""
+        """Ids of the episodes, unique in this buffer, also after a load into it."""
         return _own(self._facts.id)
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Stored rows."""
+        """Numbers of stored rows."""
         return _own(self._facts.length)
 
     @property
     def reasons(self) -> torch.Tensor:
-        """Why there is no further row: an ``EndReason`` each."""
+        """Reasons why the episodes have no further row, each an ``EndReason``."""
         return _own(self._facts.reason)
 
     @property
     def heads(self) -> torch.Tensor:
-        """How the stored parts begin: a ``Head`` each."""
+        """Beginnings of the stored parts, each a ``Head``."""
         return _own(self._facts.head)
 
     @property
     def lanes(self) -> torch.Tensor:
-        """Numbers of the lanes; 0 where the storage has none."""
+        """Numbers of the lanes; 0 for a storage without lanes."""
         return _own(self._facts.lane)
 
     @property
     def begins(self) -> torch.Tensor:
-        """Positions of the first rows, also of those that are stored no more."""
+        """Row ids of the first rows, even if they are overwritten."""
         return _own(self._facts.begin)
 
     @property
@@ -327,16 +348,17 @@ class Episodes(EpisodeLookup):
 
     @property
     def returns(self) -> torch.Tensor:
-        """Sums of the stored rewards: float64 ``[J]``, of vectors ``[J, *features]``.
+        """Sums of the stored rewards, float64 ``[J]``; ``[J, *features]`` for vectors.
 
         Raises:
-            KeyError: there is no ``("next", "reward")``. StaleAddress: rows were overwritten.
+            KeyError: there is no ``("next", "reward")``.
+            StaleAddress: rows were overwritten.
         """
         return self._sums(_REWARD)
 
     @property
     def index(self) -> torch.Tensor:
-        """Index of all rows, episode after episode: ``[N]``, or ``[N, ndim]``.
+        """Index of all rows, ``[N]``, or ``[N, ndim]`` with lanes; ordered by episode.
 
         Raises:
             StaleAddress: rows were overwritten.
@@ -346,14 +368,15 @@ class Episodes(EpisodeLookup):
         return self._index(np.concatenate(found) if found else np.zeros(0, np.int64))
 
     def rows(self) -> TensorDict:
-        """Reads all rows, episode after episode and in the order of time.
+        """Read all rows, ordered by episode and by time.
 
         Returns:
-            A fresh TensorDict ``[N]`` (or tensorclass), as stored: without the buffer's
-            transforms.
+            A new TensorDict or tensorclass ``[N]`` of the stored rows. The buffer's transforms do
+            not apply.
 
         Raises:
-            StaleAddress: rows were overwritten. RuntimeError: nothing was written yet.
+            StaleAddress: rows were overwritten.
+            RuntimeError: no row was written yet.
         """
         with self._storage.lock:
             return self._storage.read(self.index)
@@ -364,9 +387,9 @@ class Episodes(EpisodeLookup):
     # -- rows -----------------------------------------------------------------------------------
 
     def _blocks(self, size: int) -> Iterator[tuple[Array, Array]]:
-        """Yields of all rows, in pieces, the numbers of their episodes and their elements.
+        """Yield pieces of all rows, as numbers of their episodes and flat numbers.
 
-        The lock is held.
+        The caller holds the lock.
 
         Raises:
             StaleAddress: rows were overwritten.
@@ -377,7 +400,7 @@ class Episodes(EpisodeLookup):
         ledger, lanes = storage.ledger, storage.lanes.numel()
         self._check_stored(positions(ledger, facts.element // lanes) == facts.first)
         index = storage.episodes
-        start, lane = index.place(facts.element)
+        start, lane = index.time_and_lane(facts.element)
         stop = np.broadcast_to(index.bounds(lane)[1], lane.shape)
         self._check_stored(start + facts.length <= stop)
         end = index.element(start + facts.length - 1, lane) // lanes
@@ -401,15 +424,15 @@ class Episodes(EpisodeLookup):
     def _check_stored(self, stored: Array) -> None:
         if not stored.all():
             raise StaleAddress(
-                f"expected the rows of {len(self)} episodes to be there as they were looked up, "
-                "but rows were overwritten since; take rb.episodes again"
+                f"expected the rows of {len(self)} episodes as they were at the snapshot, but rows "
+                "were overwritten since; get rb.episodes again"
             )
 
     def _index(self, elements: Array) -> torch.Tensor:
         index, ndim = torch.from_numpy(np.ascontiguousarray(elements)), self._storage.ndim
         if ndim == 1:
             return index
-        if not len(index):  # perhaps nothing was written yet, and lanes are not known
+        if not len(index):  # lanes are unknown if nothing was written yet
             return index.view(0, 1).expand(0, ndim)
         return unravel_index(index, self._storage.lanes)
 
@@ -434,9 +457,9 @@ class Episodes(EpisodeLookup):
 
 
 class Episode(Uncompiled):
-    """One episode; see `Episodes`.
+    """One episode of a buffer; see `Episodes`.
 
-    Attributes are those of the moment at which it was looked up.
+    Its attributes describe the episode at the time of the snapshot.
 
     Example:
         >>> import torch
@@ -457,7 +480,7 @@ class Episode(Uncompiled):
 
     @property
     def id(self) -> int:
-        """That of no other episode, in this buffer or after a load into it."""
+        """Id of the episode, unique in this buffer, also after a load into it."""
         return int(self._only._facts.id[0])
 
     @property
@@ -470,53 +493,57 @@ class Episode(Uncompiled):
 
     @property
     def lane(self) -> int:
-        """Number of the lane; 0 where the storage has none."""
+        """Number of the lane; 0 for a storage without lanes."""
         return int(self._only._facts.lane[0])
 
     @property
     def begin(self) -> int:
-        """Position of the first row, also where that is stored no more."""
+        """Row id of the first row, even if it is overwritten."""
         return int(self._only._facts.begin[0])
 
     @property
     def end(self) -> int:
-        """Position of the last stored row."""
+        """Row id of the last stored row."""
         return int(self._only._facts.last[0])
 
     @property
     def evicted(self) -> int:
-        """How many of its first rows were overwritten."""
+        """Number of first rows that new rows have replaced."""
         return int(self._only._facts.evicted[0])
 
     @property
     def reason(self) -> EndReason:
-        """Why it has no further row."""
+        """Reason why the episode has no further row."""
         return EndReason(int(self._only._facts.reason[0]))
 
     @property
     def head(self) -> Head:
-        """How its stored part begins."""
+        """Kind of beginning of the stored part."""
         return Head(int(self._only._facts.head[0]))
 
     @property
     def complete(self) -> bool:
-        """Whether it is stored from the environment's reset to its end, terminated or truncated."""
+        """True if the episode is stored from the environment's reset to its end.
+
+        Its last row is terminated or truncated.
+        """
         ended = self.reason in (EndReason.TERMINATED, EndReason.TRUNCATED)
         return ended and self.head == Head.RESET
 
     @property
     def total_reward(self) -> float | torch.Tensor:
-        """Sum of its stored rewards, in float64; a tensor where a reward is one.
+        """Sum of the stored rewards in float64; a tensor if a reward is a vector.
 
         Raises:
-            KeyError: there is no ``("next", "reward")``. StaleAddress: rows were overwritten.
+            KeyError: there is no ``("next", "reward")``.
+            StaleAddress: rows were overwritten.
         """
         total = self._only.returns[0]
         return total if total.ndim else float(total)
 
     @property
     def index(self) -> torch.Tensor:
-        """Index of its rows in the order of time: int64 ``[n]``, ``[n, ndim]`` with lanes.
+        """Index of the rows in order of time, int64 ``[n]``; ``[n, ndim]`` with lanes.
 
         Raises:
             StaleAddress: rows were overwritten.
@@ -524,8 +551,9 @@ class Episode(Uncompiled):
         return self._only.index
 
     def rows(self) -> TensorDict:
-        """Reads its rows in the order of time: a fresh TensorDict ``[n]``, as stored, without the
-        buffer's transforms.
+        """Read the rows in order of time, as a new TensorDict ``[n]``.
+
+        The rows are returned as stored. The buffer's transforms do not apply.
 
         Raises:
             StaleAddress: rows were overwritten.
@@ -537,7 +565,7 @@ class Episode(Uncompiled):
 
 
 def _own(values: Array) -> torch.Tensor:
-    """A tensor that can be changed without the snapshot being so."""
+    """Return a tensor that can be changed without effect on the snapshot."""
     return torch.from_numpy(values.astype(np.int64, copy=True))
 
 
@@ -546,13 +574,12 @@ class Streams(Writing[DataT, StorageT, SamplerT, WriterT]):
 
     @property
     def episodes(self) -> Episodes:
-        """The stored episodes as objects, and what is known of each row's; see `Episodes`.
+        """The stored episodes as objects, with lookups by index; see `Episodes`.
 
-        Cost: none before something is asked.
+        Cost: none before the first access.
 
         Raises:
-            RuntimeError: a storage that does not know where episodes end, or records that are no
-                TensorDicts.
+            RuntimeError: the storage has no episode index, or rows are not TensorDicts.
 
         Example:
             >>> import torch
@@ -571,22 +598,22 @@ class Streams(Writing[DataT, StorageT, SamplerT, WriterT]):
                     "memmap storage"
                 )
             if storage.initialized:
-                _ = storage.episodes  # refuses here what has no keys
+                _ = storage.episodes  # raises if rows have no keys
             return Episodes(storage)
 
     def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
-        """Ends the episodes that are being written, without a flag: the stream is severed there.
+        """End the open episodes without a flag.
 
-        What is written next belongs to another episode, which begins in the middle. Rows that
-        transforms hold back are stored before, as by ``flush``, those of all lanes.
+        Rows that are written next belong to new episodes, which begin in the middle. Before the
+        cut, the buffer stores the rows that transforms hold back, as ``flush`` does, in all lanes.
 
         Args:
-            lane: number of a lane, or several; None: all. In a storage with ``lane_key`` the
-                lanes are its streams, by what stands in that column.
+            lane: number of a lane, or several numbers; None for all lanes. With ``lane_key``, a
+                lane is a stream of the storage, named by its value in that column.
 
         Raises:
-            IndexError: no such lane. RuntimeError: a storage that does not know where episodes
-                end.
+            IndexError: the lane does not exist.
+            RuntimeError: the storage has no episode index.
 
         Example:
             >>> import torch
@@ -600,7 +627,7 @@ class Streams(Writing[DataT, StorageT, SamplerT, WriterT]):
             tensor([3, 3])
         """
         with self._locked() as storage:
-            storage.lanes_named(lane)  # refuses before anything is stored
+            storage.lanes_named(lane)  # raises before anything is stored
             if type(storage).cut is not Storage.cut:
                 self.flush()
             self._writer.cut(lane)

@@ -1,4 +1,4 @@
-"""A buffer's state: in files, in dictionaries, in pickles."""
+"""Save a buffer to files, dictionaries or pickles, and load it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from replaykit.buffer.buffer_state import (
     saved_sampler,
 )
 from replaykit.buffer.component_checks import check_mappable, uses_of
-from replaykit.buffer.components import begun_anew, of_another_kind
+from replaykit.buffer.components import of_another_kind, restarted
 from replaykit.buffer.core import BufferCore, DataT, SamplerT, StorageT, WriterT
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot, save_snapshot
@@ -41,36 +41,40 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     """``dumps``, ``loads``, ``state_dict``, ``load_state_dict``, hooks, pickling."""
 
     def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:
-        """Saves the buffer into a directory: all of it, or what was there stays.
+        """Save the whole buffer into a directory, or leave the directory unchanged.
 
-        Rows that are in use, cursor, write count, generations, the sampler's state, transforms
-        with state, the generator, and batches drawn ahead. Raw arrays and JSON, no pickle.
+        A checkpoint holds the stored rows, cursor, write count and generations. It also holds the
+        states of the sampler, the transforms, the generator and the prefetched draws. The files are
+        raw arrays and JSON, without pickle.
 
-        What is saved is the buffer at the instant of the call. Other threads go on sampling and
-        writing meanwhile; they wait for copies of 8 MiB, and before what is not saved yet is
-        overwritten, for a copy of that.
+        The checkpoint holds the buffer as of the instant of the call. Other threads can sample and
+        write meanwhile. They wait at most for copies of 8 MiB. A writer also waits while unsaved
+        rows are copied that it is about to overwrite.
 
         Args:
-            path: the directory; made with its parents, replaced atomically if it holds a
-                checkpoint.
-            keep: how many checkpoints the directory holds afterwards, at most: this one and those
-                before it, which ``loads(path, version=...)`` reads.
+            path: the directory. It is created with its parents. If it holds a checkpoint, it is
+                replaced atomically.
+            keep: the maximum number of checkpoints in the directory afterwards, including the new
+                one. ``loads(path, version=...)`` reads the older ones.
 
         Raises:
-            TypeError: something that cannot be represented; names it, nothing was written.
+            TypeError: a value cannot be saved. The error names it, and nothing was written.
             ValueError: ``keep`` is below 1, or ``path`` is empty.
-            CheckpointError: the directory has a ``manifest.json`` of something else; other files
-                in it are left alone. OSError: the disk refused; names the file.
+            CheckpointError: ``manifest.json`` in the directory does not belong to a checkpoint.
+                Other files in the directory are not changed.
+            OSError: a file operation failed; the error names the file.
 
-        Cost: of the first save one pass over the bytes of the stored rows. Of a save into the
-        directory of one of this buffer's last four: the rows and priorities written since, in
-        chunks of 1/4096 of the capacity; all of it where somebody outside may have changed rows: a
-        TensorStorage, or while a view of rows (``rb[a:b]``) is held, and once after that. Rows of
-        lists, and what passed through a hook, are always written. With ``shared=True`` it is one of
-        the last sixteen, by any of the processes, and what any of them has written; that is copied
-        in memory first, while writers wait. A first save thus takes memory for all stored rows and
-        priorities, and writers wait for a copy of all of them; it is given back, some 64 MiB at a
-        time, as they are written.
+        Cost: the first save makes one pass over the bytes of the stored rows. Later saves may write
+        fewer rows, if their directory is that of one of this buffer's last four saves. Such a save
+        writes only the rows and priorities written since, in chunks of 1/4096 of the capacity. It
+        writes all rows if code outside the buffer may have changed them. For a TensorStorage this
+        is so while a view of rows (``rb[a:b]``) exists, and for one save after that. Rows of lists,
+        and rows that pass through a hook, are always written.
+
+        With ``shared=True`` the directory may be that of one of the last sixteen saves by any
+        process. A save then writes the rows that any process has written since. It first copies
+        these rows in memory, while writers wait. A first save therefore needs memory for all stored
+        rows and priorities. It frees that memory in steps of about 64 MiB as it writes.
 
         Example:
             >>> import tempfile, torch
@@ -111,13 +115,17 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             return Snapshot(parts, document, storage.lock, base)
 
     def _saved_parts(self, storage: Storage, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """The parts of a save, of which large ones are read later. The lock is held."""
+        """Return the parts of a save. Large parts are read later.
+
+        The caller holds the lock.
+        """
         writer = self._writer.state_dict()
         pace = {} if self._pace is None else {"pace": self._pace.state()}
-        prepared = prepared_state(self)  # first, since it may give draws back
+        prepared = prepared_state(self)  # first, because it may roll draws back
         return {
             **pace,
-            # No view of rows but those that the state holds is left: others are counted.
+            # Only the state may hold views of rows, because any other view counts as a possible
+            # change.
             "storage": content_to_save(storage, path).to_state(tracked=True),
             "writer": writer,
             "sampler": saved_sampler(self._sampler, tracked=storage),
@@ -134,49 +142,55 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         mmap: bool = False,
         verify: bool | None = None,
     ) -> None:
-        """Takes over a buffer that ``dumps`` saved; afterwards both draw the same batches.
+        """Load a buffer that ``dumps`` saved.
 
-        The writer is of the kind that was saved; the storage may be of another kind and capacity.
-        So may the sampler: it begins anew over the rows, a prioritized one with
-        the priorities that were saved, or 1 each; a UserWarning says which, and batches drawn ahead
-        are left out. With equal capacity every row keeps its slot. With another one the rows lie in
-        write order from 0; of a smaller one the newest (for a TensorDictMaxValueWriter: the
-        largest) are kept, and a UserWarning says how many were left out. Where episodes began stays
-        known, as in a ring that has overwritten their first rows.
+        This buffer and the saved one then draw the same batches. The writer must be of the saved
+        kind. The storage may have another kind and capacity. With the same capacity every row keeps
+        its slot. With another capacity the rows are stored in write order from slot 0. A smaller
+        storage keeps the newest rows, or the largest with a TensorDictMaxValueWriter. A UserWarning
+        reports the number of dropped rows. The buffer still stores where their episodes began, as
+        in a ring that has overwritten first rows.
 
-        What was open ends there. Rows that transforms held back are stored, cut short, by the first
-        write or ``flush``.
+        The sampler may also be of another kind. It then starts over with the loaded rows, and
+        prefetched draws are dropped. A prioritized sampler uses the saved priorities, or 1 for each
+        row if none were saved. A UserWarning reports the choice.
+
+        The load ends open episodes. The first write or ``flush`` stores the rows that transforms
+        held back, cut short.
 
         Args:
             path: the directory.
-            version: which of the checkpoints that ``dumps(path, keep=...)`` left there, as
-                ``replaykit.checkpoint.checkpoint_versions`` lists them; None: the newest.
-            mmap: whether the rows stay in the files, to be read page by page as they are sampled: a
-                checkpoint of any size is open in milliseconds. The files are mapped copy-on-write:
-                what is written afterwards lies in memory, page by page, and never reaches them.
-                They may be replaced or removed meanwhile, but not cut or written to. For a
-                LazyTensorStorage on the CPU that was never written to, without load hooks, with the
-                ``dedup_next`` and ``lane_key`` that were saved, of a capacity with which every row
-                keeps its slot.
-            verify: whether every file is read and its checksum compared. None: unless ``mmap``.
-                Sizes, and the manifest's own checksum, are always compared.
+            version: the number of a checkpoint that ``dumps(path, keep=...)`` has kept.
+                ``replaykit.checkpoint.checkpoint_versions`` lists the numbers. None for the newest.
+            mmap: leave the rows in the files, and read them page by page as they are sampled. A
+                checkpoint of any size then opens in milliseconds. The files are mapped
+                copy-on-write, so later writes change pages in memory and never reach the files. The
+                files may be replaced or removed meanwhile, but must not be truncated or written to.
+                The storage must be a LazyTensorStorage on the CPU, without load hooks and never
+                written to. Its ``dedup_next`` and ``lane_key`` must equal the saved ones. With its
+                capacity every row must keep its slot.
+            verify: read every file and compare its checksum. None verifies only without ``mmap``.
+                File sizes and the checksum of the manifest are always compared.
 
         Raises:
-            FileNotFoundError: there is no checkpoint, or not of that version. CheckpointError: it
-                is damaged, or of a newer format; names the file. ValueError: other keys, shapes,
-                dtypes, lanes, or kind of writer, or with ``mmap`` a storage that cannot have its
-                rows in these files. NotImplementedError: ``mmap`` elsewhere than on
-                a 64-bit POSIX system. OSError: the system does not map the files.
+            FileNotFoundError: there is no checkpoint, or no checkpoint of that version.
+            CheckpointError: the checkpoint is damaged, or has a newer format; the error names the
+                file.
+            ValueError: keys, shapes, dtypes, lanes or kind of writer differ. With ``mmap``, also if
+                the storage cannot map these files.
+            NotImplementedError: ``mmap`` on a system other than 64-bit POSIX.
+            OSError: the operating system cannot map the files.
 
-        Everything is checked first; nothing has changed if it raises. Without ``mmap`` the files
-        are not used afterwards. With it, priorities, counts of draws, the order of versions and
-        what is left of a pass over rows are read at the first draw or update, and the columns that
-        bound episodes at the first write or question for episodes, in full: O(rows) then.
+        The load checks everything first. If it raises, nothing has changed. Without ``mmap``, the
+        buffer does not use the files after the load. With ``mmap``, some state is read later, in
+        O(rows). The first draw or update reads priorities, draw counts, the order of policy
+        versions and the rest of a pass. The first write, or first use of episodes, reads the
+        columns that show where episodes end.
 
-        Cost: one pass over the files. With ``mmap``, what was saved beside rows and priorities:
-        nothing that grows with the rows, unless they were placed by hand, cleared, ranked, or of
-        streams (``lane_key``), of which 8 to 16 bytes a row are read, or a pass without replacement
-        over episodes was under way, of which 8 bytes an episode are.
+        Cost: one pass over the files. With ``mmap``, the load reads all state except rows and
+        priorities. The size of that state depends on the rows in two cases only. If rows were
+        placed, cleared, ranked or in streams (``lane_key``), the load reads 8 to 16 bytes per row.
+        For a pass without replacement over episodes, it reads 8 bytes per episode.
 
         Example:
             >>> import tempfile, torch
@@ -207,8 +221,8 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 except ValueError as error:
                     raise CheckpointError(f"the rows in {path} are damaged: {error}") from None
                 if checked and not mmap:
-                    # Fresh memory, which nobody sees before it is whole, is filled meanwhile.
-                    if storage.takes_over_whole:
+                    # Files may be verified after the copy, because no reader uses that memory yet.
+                    if storage.checks_before_load:
                         content = replace(content, check=saved.verify)
                     else:
                         saved.verify()
@@ -217,9 +231,9 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 sampler = saved.part("sampler", mapped=late[1])
                 prepared = saved.part("prepared")
                 if of_another_kind(sampler, self._sampler):
-                    if mmap:  # no part of it can be left for later
+                    if mmap:  # all of it is needed now
                         sampler = saved.part("sampler")
-                    sampler, prepared = begun_anew(self._sampler, sampler, content), []
+                    sampler, prepared = restarted(self._sampler, sampler, content), []
                 apply_state(
                     self,
                     BufferState(
@@ -239,12 +253,12 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     load = loads
 
     def register_save_hook(self, hook: Hook) -> None:
-        """Adds a function that maps the content before ``dumps`` writes it.
+        """Add a function that changes the rows before ``dumps`` writes them.
 
-        It gets a copy of all rows, and the path under ``path=`` if it accepts that. Its attributes
-        ``shift`` and ``is_full``, if it has them, are set before: the slot behind the newest row,
-        and whether every slot holds a row. Hooks run in the order they came and are not saved
-        themselves.
+        The hook receives a copy of all rows. It also receives the path as ``path=`` if it accepts
+        that argument. If the hook has attributes ``shift`` and ``is_full``, they are set before the
+        call. ``shift`` is the slot after the newest row, and ``is_full`` is True if every slot
+        holds a row. Hooks run in the order of registration. They are not saved.
 
         Example:
             >>> import tempfile, torch
@@ -262,20 +276,20 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         self.storage.register_save_hook(hook)
 
     def register_load_hook(self, hook: Hook) -> None:
-        """Adds a function that maps the content after ``loads`` has read it.
+        """Add a function that changes the rows after ``loads`` has read them.
 
-        It gets the rows that were saved, and what the buffer holds now under ``out=`` if it
-        accepts that (None if nothing). Hooks run in the order they came.
+        The hook receives the saved rows. If it accepts an argument ``out=``, it also receives the
+        buffer's current rows, or None if there are none. Hooks run in the order of registration.
         """
         self.storage.register_load_hook(hook)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of all that ``dumps`` saves, as a dictionary.
+        """Return a dictionary with copies of everything that ``dumps`` saves.
 
-        Later writes do not change it, and changing it does not change the buffer.
+        Later writes do not change the dictionary, and its changes do not affect the buffer.
 
         Raises:
-            TypeError: rows that are pytrees other than TensorDicts and tensors.
+            TypeError: rows are pytrees other than TensorDicts and tensors.
 
         Example:
             >>> import torch
@@ -289,7 +303,7 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             tensor([0, 1])
         """
         with self._locked() as storage:
-            prepared = prepared_state(self)  # first, since it may give draws back
+            prepared = prepared_state(self)  # first, because it may roll draws back
             return {
                 "_storage": storage.state_dict(),
                 "_sampler": copy.deepcopy(saved_sampler(self._sampler)),
@@ -303,7 +317,7 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what ``state_dict`` gave, by the rules of ``loads``; values are copied.
+        """Load a copy of a state from ``state_dict``, by the rules of ``loads``.
 
         Raises:
             ValueError: entries are missing, or do not fit this buffer; nothing has changed.
@@ -336,7 +350,7 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
 
     def __getstate__(self) -> dict[str, Any]:
         if self._shared:
-            self._ready()  # each process would make parts of its own
+            self._ready()  # otherwise each process would make separate components
         if not self._initialized:
             generator = by_value(generator_state(self._generator))
             state = {**self.__dict__, "_generator": generator, "_making": None, "_staging": None}
@@ -346,22 +360,22 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         if spawning and not self._shared and self._writer.kind != "immutable":
             raise RuntimeError(
                 "a buffer that can be written to cannot be handed to a spawned process: each "
-                "process would have a copy of its own, and rows would be lost; make it with "
+                "process would write to a separate copy, and rows would be lost; make it with "
                 "shared=True, save it with dumps() and load it there, or hand over a read-only "
                 "data set"
             )
         with self._locked() as storage:
             state = dict(self.__dict__)
             state["_prefetcher"] = state["_making"] = state["_staging"] = None
-            state.pop("_drawn_by", None)  # threads of this process
-            # Threads that draw ahead go on while the rest is pickled: what belongs to the draws
-            # that are taken along is taken now.
+            state.pop("_drawn_by", None)  # ensembles of this process
+            # Prefetch threads keep running while the rest is pickled. So the state that belongs to
+            # the pickled draws is copied now.
             sampler = state["_sampler"] = copy.deepcopy(self._sampler, {id(storage): storage})
             sampler.owner = self
             state["_generator"] = by_value(generator_state(self._generator))
             state["_pending"] = by_value(copied_draws(self))
-            state["_shared"] = self._shared and spawning  # a copy has rows of its own
-            # The counts of a copy are its own too; those of a shared buffer lie beside its rows.
+            state["_shared"] = self._shared and spawning  # any other copy has separate rows
+            # A copy has separate counts, too. A shared buffer stores the counts with its rows.
             state["_pace"] = None if self._pace is None else self._pace.state()
         return state
 

@@ -1,4 +1,4 @@
-"""Draw and make batches ahead, in threads, in the order in which they were requested."""
+"""Make batches in threads before callers ask for them, in the order of requests."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ from replaykit.transforms import Compose
 __all__ = ["Drawn", "Origin", "PrefetchState", "Prefetcher"]
 
 _PAUSE, _MOST_SECONDS = 2e-5, 0.02
-"""How often who draws ahead looks whether others still wait for the lock, and for how long."""
+"""Seconds between a drawing thread's checks for lock waiters, and in total."""
 
 
 @dataclass(slots=True)
 class Origin:
-    """Where a draw comes from, and what there was before it, for taking it back.
+    """The storage and sampler of a draw, and the state before it, for a rollback.
 
-    ``size``: the batch size that was asked for. ``ran_out``: what the sampler said before.
-    ``random``, ``random_after``: states of the generator around it, where they may be needed.
+    Attributes:
+        size: the batch size that was requested.
+        ran_out: the sampler's ``ran_out`` before the draw.
+        random, random_after: states of the generator before and after the draw, if they may be
+            needed.
     """
 
     storage: Any
@@ -47,17 +50,22 @@ class Origin:
 
 @dataclass(slots=True)
 class Drawn:
-    """A draw: the index, what is known of it, whether it ended a pass, and the rows read.
+    """A draw: the index, its info, whether it ended a pass, and the rows read.
 
-    ``anchors`` is the index as the sampler gave it, before the sample unit. ``collate`` and
-    ``stack_dim`` belong to the storage that the rows were read from. ``sampler`` is who drew it;
-    ``fetched`` is what the transforms have read besides. ``size``: the batch size asked for.
-    ``written``: the storage's next position at the draw. ``random``: the state of the buffer's
-    generator before the transforms drew from it; None where nobody may ask for it. ``fresh``: the
-    rows were read for this draw alone, and go to who asked for them as they are. ``arrival``: the
-    batch is on its way to a device. ``late``: the batch is made of the rows when it is delivered.
-    ``begun``: to be waited for before anybody looks at the rows. ``numbered``: transforms see
-    ``index`` in the rows.
+    Attributes:
+        anchors: the index as the sampler drew it, before the sample unit.
+        collate, stack_dim: settings of the storage that the rows were read from.
+        sampler: the sampler that made the draw.
+        fetched: the neighbouring rows that transforms have read.
+        size: the batch size that was requested.
+        written: the next row id of the storage at the draw.
+        random: the state of the buffer's generator before transforms used it; None if no later read
+            needs it.
+        fresh: the rows were read for this draw alone, and are delivered unchanged.
+        arrival: the batch is on its way to a device.
+        late: the batch is made from the rows at delivery.
+        begun: an unfinished read. Code waits for it before it uses the rows.
+        numbered: the rows contain ``index`` for transforms.
     """
 
     index: torch.Tensor
@@ -79,8 +87,8 @@ class Drawn:
     begun: Any = None
     numbered: bool = False
 
-    def kept(self) -> Drawn:
-        """The draw alone, to be delivered later."""
+    def without_rows(self) -> Drawn:
+        """Return the draw without its rows, for a later delivery."""
         return Drawn(
             self.index,
             self.info,
@@ -94,12 +102,13 @@ class Drawn:
 
 @dataclass
 class _Entry:
-    """A batch under way. ``drawn`` and ``written`` are set with the storage's lock held.
+    """A requested batch. The storage's lock guards ``drawn`` and ``written``.
 
-    ``written``: how far the storage was written when the draw was tried. ``here``: the draw was
-    left for who has asked for it, and the batch is made of it when it is delivered.
-    ``void``: not drawn, because a draw before it had ended a pass; ``release`` is then the number
-    of the release that it waits for.
+    Attributes:
+        here: the requesting thread itself makes the draw, and the batch at delivery.
+        void: no draw was made, because an earlier draw had ended a pass.
+        release: the number of the release that a void entry waits for.
+        written: the next row id of the storage when the draw was tried.
     """
 
     era: int
@@ -123,24 +132,26 @@ class _Source(Protocol):
 
     def _written(self) -> int: ...
 
-    def _abandon(self, entry: Any, *, settled: bool = True) -> None: ...
+    def _abandon(self, entry: Any, *, wait_for_draws: bool = True) -> None: ...
 
 
 class Prefetcher:
-    """Keeps ``depth`` batches in the making.
+    """A queue of ``depth`` requested batches.
 
-    Draws take place one after the other in the order of submission, so that they are the draws
-    that a buffer without prefetch would make; what comes after a draw runs in parallel. After a
-    draw that ends a pass, or fails, none follows before it has been delivered.
+    Draws are made one after the other, in the order of requests. They therefore equal the draws of
+    a buffer without prefetch at the time of each request. The work after a draw runs in parallel.
+    If a draw fails or ends a pass, the next draw waits until that batch is delivered.
 
-    What a thread changes counts for none of the draws that it had submitted before: it waits for
-    them first (``settle``). So which draws know of it follows from the program alone.
+    A thread that changes the buffer first waits for the draws that it has requested
+    (``wait_for_draws``). The order of calls in the program thus determines the draws that see the
+    change.
 
-    A draw that is over sooner than it is handed to a thread is made by who asks for it, at once,
-    where nobody is in the way (``_draws_at_once``): in the same order, so that it is the same draw.
+    A draw may take less time than its handover to a thread. The caller then makes it at once,
+    unless another thread holds the turn or the lock (``_draws_at_once``). The order and the draws
+    stay the same.
 
-    The threads hold no reference to the buffer and end with it. They stay behind when a process
-    forks: ``process`` says where they are.
+    The threads hold no reference to the buffer and end with it. A forked process does not have
+    them. ``process`` is the process in which they run.
     """
 
     def __init__(self, depth: int, source: _Source) -> None:
@@ -148,31 +159,33 @@ class Prefetcher:
         self.process = os.getpid()
         self._source = weakref.ref(source)
         self._changed = threading.Condition()
-        # A draw that a fork has cut would have used random numbers and be lost.
+        # A draw that a fork interrupts would use random numbers, and its batch would be lost.
         self._drawing = new_lock()
         self._entries: deque[_Entry] = deque()
         self._era = 0
         self._tickets = 0
-        self._settled = 0  # tickets whose draws have taken place, or never will; they do in order
+        # The number of requests that were drawn or dropped, in order.
+        self._draws_done = 0
         self._settling = 0
-        self._own = threading.local()  # .last: the tickets up to the last one of a thread's own
+        self._own = threading.local()  # .last is the number of the thread's newest request
         self._halted = False
         self._waiting: list[None] = []
         self._releases = 0
         self._closed = False
-        self._crew = ThreadPool(depth, "replaykit-prefetch")
-        weakref.finalize(self, self._crew.dismiss).atexit = False
+        self._pool = ThreadPool(depth, "replaykit-prefetch")
+        weakref.finalize(self, self._pool.dismiss).atexit = False
 
     def __len__(self) -> int:
         with self._changed:
             return len(self._entries)
 
     def next(self) -> tuple[Drawn, Any]:
-        """Returns the oldest batch, with its draw, and tops up; None for one that is yet to be
-        made of a draw that is ``late``.
+        """Return the oldest batch with its draw, and request further ones.
+
+        The batch is None if its draw is ``late``. The caller then makes the batch.
 
         Raises:
-            Exception: whatever making that batch has raised.
+            Exception: any error that occurred while the batch was made.
         """
         source = self._source()
         while True:
@@ -183,13 +196,13 @@ class Prefetcher:
                 entry.claimed = True
                 self._top_up(self.depth, here=here)
             try:
-                if self._crew.left and here:
+                if self._pool.left and here:
                     self._draw_here()
                 result = entry.outcome.get()
             except BaseException as error:
                 with shielded:
                     if source is not None:
-                        source._abandon(entry, settled=isinstance(error, Exception))
+                        source._abandon(entry, wait_for_draws=isinstance(error, Exception))
                     self._release(entry.drawn is None or entry.drawn.ran_out)
                 if isinstance(error, Exception) and self._outdated(entry):
                     continue
@@ -201,13 +214,16 @@ class Prefetcher:
             self._await_release(entry.release)
 
     def _outdated(self, entry: _Entry) -> bool:
-        """Whether a draw failed ahead of time, and rows have been written since."""
+        """Return whether rows were written since a failed draw."""
         source = self._source()
         return entry.drawn is None and source is not None and source._written() != entry.written
 
     def _await_release(self, number: int) -> None:
-        """Waits until another thread has delivered the batch that ended a pass; later passes may
-        have ended by the time this thread is awake: it waits for one only."""
+        """Wait until another thread has delivered the batch that ended a pass.
+
+        Later passes may have ended before this thread wakes. It waits only for the one with this
+        number.
+        """
         with self._changed:
             wait_for(self._changed, lambda: self._releases >= number or self._closed)
 
@@ -226,47 +242,53 @@ class Prefetcher:
         self._changed.notify_all()
 
     def _top_up(self, depth: int, *, here: bool = False) -> None:
-        """``here``: the draws are left for ``_draw_here``."""
+        """Request batches until ``depth`` are queued. With ``here``, ``_draw_here`` draws."""
         if self._closed:
             raise RuntimeError("this buffer was shut down")
         while len(self._entries) < depth:
             entry = _Entry(self._era, here)
-            # First, since it may fail; whoever does it waits for the lock that is held here.
-            hand = self._crew.leave if here else self._crew.give
+            # This comes first, because it may fail. A thread that runs it waits for the lock held
+            # here.
+            hand = self._pool.leave if here else self._pool.give
             hand(functools.partial(_run, weakref.ref(self), entry))
             self._entries.append(entry)
             self._tickets += 1
             self._own.last = self._tickets
 
     def _draw_here(self) -> None:
-        """Makes the draws that were asked for in this thread, or has threads make them where it
-        would have to wait for others."""
+        """Make the requested draws in this thread, or hand them to the prefetch threads.
+
+        This thread makes the draws if it need not wait.
+        """
         source = self._source()
         lock = None if source is None or self._waiting else source._free_lock()
         if lock is not None:
             try:
-                rest = self._crew.help()
+                rest = self._pool.help()
             finally:
                 lock.release()
-            for beside in rest:
-                beside()
-            # An interrupt is of this call, and not of the one that would have got the batch.
+            for make in rest:
+                make()
+            # An interrupt ends this call, not the later call that gets the batch.
             if (cut := self._own.__dict__.pop("cut", None)) is not None:
                 raise cut
-        if self._crew.left:
+        if self._pool.left:
             self._hand_over()
 
     def _hand_over(self) -> None:
         with self._changed, contextlib.suppress(RuntimeError):
             if not self._closed:
-                self._crew.hand_over()
+                self._pool.hand_over()
                 return
-        for beside in self._crew.help(wait=True):  # there are no threads
-            beside()
+        for make in self._pool.help(wait=True):  # no threads exist
+            make()
 
     def feed(self, count: int) -> None:
-        """Has draws that were kept be read at once, before anything is written; without a thread to
-        do it, when a batch is asked for. The storage's lock is held."""
+        """Request reads of kept draws now, before any write.
+
+        Without a thread, the draws are read when a batch is requested. The caller holds the
+        storage's lock.
+        """
         with self._changed, contextlib.suppress(RuntimeError):
             self._top_up(min(count, self.depth))
 
@@ -288,41 +310,41 @@ class Prefetcher:
             raise
         finally:
             with self._changed:
-                self._settled += 1
+                self._draws_done += 1
                 if self._settling:
                     self._changed.notify_all()
-                # A batch that was given up meanwhile is never delivered, so never released.
+                # A batch dropped meanwhile is never delivered, and so never released.
                 if not entry.void and (entry.claimed or entry.era == self._era):
                     self._halted = self._halted or ended
         return drawn
 
-    def settle(self, *locks: Any) -> None:
-        """Waits until the draws have taken place that this thread has submitted.
+    def wait_for_draws(self, *locks: Any) -> None:
+        """Wait until the draws that this thread has requested are made.
 
-        A draw waits for the storage's lock alone, and comes before what is made of draws.
+        A draw waits only for the storage's lock. The work on its batch comes after the draw.
 
         Args:
-            locks: those that draws take: who holds one of them does not wait.
+            locks: the locks that these draws take. A thread that holds one of them does not wait.
         """
         last = getattr(self._own, "last", 0)
-        if last <= self._settled or self.process != os.getpid():
+        if last <= self._draws_done or self.process != os.getpid():
             return
         if any(lock._is_owned() for lock in locks):
             return
-        if self._crew.left:  # of a call that was interrupted, perhaps
+        if self._pool.left:  # an interrupted call may have left tasks
             self._hand_over()
         with self._changed:
             self._settling += 1
             try:
                 wait_for(
                     self._changed,
-                    lambda: self._settled >= last or self._closed or self._crew.ending,
+                    lambda: self._draws_done >= last or self._closed or self._pool.ending,
                 )
             finally:
                 self._settling -= 1
 
     def acquire(self, lock: Any) -> None:
-        """Takes the storage's lock; the next draw lets whoever waits for it here go first."""
+        """Take the storage's lock. The next draw gives way to this thread."""
         if not lock.acquire(blocking=False):
             self._waiting.append(None)
             try:
@@ -331,8 +353,11 @@ class Prefetcher:
                 self._waiting.pop()
 
     def give_way(self, lock: Any) -> None:
-        """Lets those have the storage's lock who have waited for it while a batch was drawn: a
-        lock goes to whoever comes first, which would be who draws; he comes again at once."""
+        """Let the threads that wait for the storage's lock take it before the next draw.
+
+        A lock goes to the first thread that requests it. Without a pause, the drawing thread would
+        take it again at once.
+        """
         if not self._waiting:
             return
         until = time.monotonic() + _MOST_SECONDS
@@ -340,26 +365,29 @@ class Prefetcher:
             time.sleep(_PAUSE)
 
     def forget(self, entry: _Entry) -> None:
-        """Gives up a batch that was waited for. The storage's lock is held."""
+        """Drop a batch that a caller waited for. The caller holds the storage's lock."""
         with self._changed:
             entry.claimed, entry.era = False, -1
 
     def left_behind(self) -> list[Drawn]:
-        """Returns the draws not delivered, in a process that has forked off and has no threads."""
+        """Return the undelivered draws in a forked process, which has no threads."""
         return [entry.drawn for entry in self._entries if entry.drawn is not None]
 
     def wanted(self, entry: _Entry) -> bool:
-        """Whether a batch is still waited for. The storage's lock is held."""
+        """Return whether a batch is still wanted. The caller holds the storage's lock."""
         return entry.claimed or entry.era == self._era
 
     def pending(self) -> list[Drawn]:
-        """Returns the draws made and not delivered, in order. The storage's lock is held."""
+        """Return the undelivered draws, in order. The caller holds the storage's lock."""
         with self._changed:
             return [entry.drawn for entry in self._entries if entry.drawn is not None]
 
     def clear(self) -> list[Drawn]:
-        """Gives up all batches, but for those that a thread is already waiting for; returns their
-        draws. The storage's lock is held."""
+        """Drop all batches and return their draws.
+
+        A batch that a thread already waits for is still delivered. The caller holds the storage's
+        lock.
+        """
         with self._changed:
             undelivered = [entry.drawn for entry in self._entries if entry.drawn is not None]
             self._entries.clear()
@@ -368,18 +396,18 @@ class Prefetcher:
         return undelivered
 
     def shutdown(self) -> None:
-        """Joins the threads; ``next`` raises RuntimeError from now on."""
+        """Join the threads; later calls of ``next`` raise RuntimeError."""
         with self._changed:
             self._closed = True
             self._entries.clear()
             self._era += 1
             self._changed.notify_all()
-        self._crew.dismiss()
-        self._crew.join()
+        self._pool.dismiss()
+        self._pool.join()
 
 
 def _run(reference: weakref.ref[Prefetcher], entry: _Entry) -> Callable[[], None] | None:
-    """Draws; returns what makes the batch of it, beside other draws."""
+    """Draw, and return a function that makes the batch alongside other draws."""
     prefetcher = reference()
     if prefetcher is None:
         return None
@@ -407,9 +435,9 @@ def _make(source: _Source, drawn: Drawn, entry: _Entry) -> None:
 
 
 class PrefetchState:
-    """Draws made ahead by threads, and those kept for later, which come first.
+    """The prefetched and kept draws of a buffer. Kept draws precede new draws.
 
-    ``_drawn_by``: the ensembles that draw from the buffer.
+    ``_drawn_by`` holds references to the ensembles that draw from the buffer.
     """
 
     _initialized: bool
@@ -428,27 +456,30 @@ class PrefetchState:
 
     if TYPE_CHECKING:
 
-        def _locked(self, *, patient: bool = False, settled: bool = True) -> Any: ...
+        def _locked(self, *, patient: bool = False, wait_for_draws: bool = True) -> Any: ...
 
-    def _settle_draws(self, locks: tuple[Any, ...] = ()) -> None:
-        """Waits for the draws that this thread has had made ahead, which know of nothing that it
-        does afterwards: of this buffer, and of ensembles that draw from it.
+    def _wait_for_draws(self, locks: tuple[Any, ...] = ()) -> None:
+        """Wait for the draws that this thread has requested.
+
+        These are draws of this buffer and of ensembles that draw from it. Later changes by the
+        thread do not affect them.
 
         Args:
-            locks: of what these draws read besides; who holds one does not wait.
+            locks: further locks that these draws take. A thread that holds one of them does not
+                wait.
         """
         if not self._initialized or (self._prefetcher is None and not self._drawn_by):
             return
         locks = (*locks, self._storage.lock)
         if self._prefetcher is not None:
-            self._prefetcher.settle(*locks)
+            self._prefetcher.wait_for_draws(*locks)
         for reference in self._drawn_by:
             ensemble = reference()
             if ensemble is not None:
-                ensemble._settle_draws(locks)
+                ensemble._wait_for_draws(locks)
 
     def _draws_at_once(self) -> bool:
-        """Whether a draw ahead and what is made of it take little longer than to hand it over."""
+        """Return whether a draw with its batch takes little longer than a handover."""
         storage, sampler = self._storage, self._sampler
         if "prompt" not in vars(type(sampler)) or not isinstance(storage, ColumnStorage):
             return False
@@ -461,12 +492,12 @@ class PrefetchState:
         return storage.reads_at_once(self._batch_size or 0)
 
     def _free_lock(self) -> Any:
-        """The lock of the storage, taken; None where somebody has it."""
+        """Take and return the lock of the storage; None if another thread holds it."""
         lock = self._storage.lock
         return lock if lock.acquire(blocking=False) else None
 
     def _queue(self) -> Prefetcher | None:
-        """What prepares batches in threads; a forked process, where they are not, gets others."""
+        """Return the prefetcher. A forked process gets a new one with new threads."""
         queue = self._prefetcher
         if queue is not None and queue.process != os.getpid():
             with self._locked():
@@ -477,29 +508,37 @@ class PrefetchState:
         return queue
 
     def _feed(self) -> None:
-        """Has draws that were kept be read now, before anything is written. The lock is held."""
+        """Read kept draws now, before any write. The caller holds the lock."""
         if self._pending and not self._closed and (queue := self._queue()) is not None:
             queue.feed(len(self._pending))
 
     def _made_again(self) -> list[Drawn]:
-        """Has batches made ahead be made anew, of the same draws, which it returns in order: who
-        loads what is saved now has no others. The lock is held."""
-        draws = self._take_prepared()
+        """Make prefetched batches again from the same draws; return the draws in order.
+
+        A state that is saved now contains the same draws. The caller holds the lock.
+        """
+        draws = self._withdraw_prefetched()
         kept = self._readable(draws)
         self._pending = deque(draws[:kept])
         self._feed()
         return draws[:kept]
 
     def _readable(self, draws: list[Drawn]) -> int:
-        """How many of the draws can be read again; the others are given back. The lock is held."""
+        """Return the number of draws that can be read again; roll back the others.
+
+        The caller holds the lock.
+        """
         return len(draws)
 
-    def _take_prepared(self) -> list[Drawn]:
-        """Gives up batches drawn ahead; returns their draws in order. The lock is held."""
+    def _withdraw_prefetched(self) -> list[Drawn]:
+        """Drop prefetched batches; return their draws in order.
+
+        The caller holds the lock.
+        """
         queue = self._queue()
-        # A thread may still be making a batch of one: what is read anew must not be what it takes.
-        drawn = [] if queue is None else [one.kept() for one in queue.clear()]
-        # The queue is fed from what was kept, so what is left of that comes after it.
+        # Copies, because a thread may still make a batch from a draw and remove its rows.
+        drawn = [] if queue is None else [one.without_rows() for one in queue.clear()]
+        # The queue is filled from the kept draws, so the remaining kept draws come after it.
         drawn = [*drawn, *self._pending]
         self._pending.clear()
         return drawn

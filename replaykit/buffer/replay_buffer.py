@@ -11,10 +11,10 @@ from replaykit._ray import actor_class
 from replaykit.buffer.components import Components
 from replaykit.buffer.core import DataT, PrioritizedT, SamplerT, StorageT, WriterT
 from replaykit.buffer.dataloader import Loading
+from replaykit.buffer.editing import Editing
 from replaykit.buffer.episode_views import Streams
 from replaykit.buffer.persistence import Saving
 from replaykit.buffer.row_updates import Conditional, Priorities
-from replaykit.buffer.writing import Editing
 from replaykit.keywords import Replaced, checked_keywords, named_after
 from replaykit.samplers import PrioritizedSampler
 
@@ -37,49 +37,51 @@ class ReplayBuffer(
     Components[DataT, StorageT, SamplerT, WriterT],
     Saving[DataT, StorageT, SamplerT, WriterT],
 ):
-    """Records in a storage, chosen by a sampler, placed by a writer.
+    """Rows in a storage, chosen by a sampler and placed by a writer.
 
     Args:
-        storage: where records live, or a function that makes it; ``ListStorage(1000)``.
-        sampler: which records come next, or a function that makes it; ``RandomSampler()``.
-        writer: which slots new records take, or a function that makes it; ``RoundRobinWriter()``.
-        sample_unit: what a drawn record stands for; ``Transition()``: itself.
-        collate_fn: called with the rows as they were read; its result is what transforms see. By
-            default nothing for tensor storages, and a stack for lists.
-        pin_memory: pin the CPU tensors of a sample, where there is a CUDA device.
-        device: where samples go after the transforms; None: they stay with the storage. To a CUDA
-            device through a ring of pinned buffers, in one copy a batch that nobody waits for.
-        prefetch: number of batches prepared ahead in threads; needs ``batch_size``. See
+        storage: a storage, or a function that makes it. Default: ``ListStorage(1000)``.
+        sampler: a sampler, or a function that makes it. Default: ``RandomSampler()``.
+        writer: a writer, or a function that makes it. Default: ``RoundRobinWriter()``.
+        sample_unit: the law that turns a drawn row into rows. Default: ``Transition()``, which
+            returns the drawn row alone.
+        collate_fn: a function that combines the rows that were read. Transforms receive its result.
+            By default, rows of tensor storages are unchanged and rows of lists are stacked.
+        pin_memory: pin the CPU tensors of a batch if there is a CUDA device.
+        device: device of batches after the transforms; None for the storage's device. A batch is
+            copied to a CUDA device asynchronously, through a ring of pinned buffers.
+        prefetch: number of batches that threads prepare in advance; needs ``batch_size``. See
             ``docs/overlap.md``.
-        transform: callable, object with ``forward`` or ``inv``, or Compose of them.
-        transform_factory: function that makes the transform; implies ``delayed_init``.
-        batch_size: default number of rows of a sample.
-        dim_extend: dimension of written data that is time; ``storage.ndim - 1``.
-        generator: where all randomness comes from; torch's global generator.
-        consume_after_n_samples: how often a record is drawn before its slot is written again; has a
-            ``ConsumingSampler`` of as many in the place of a RandomSampler.
-        priority_key: where written data and learners put priorities.
-        delayed_init: make the components at first use only.
-        contiguous: every tensor of a sample lies in one piece. By default small columns come back
-            as strided views of one allocation, which is faster.
-        shared: processes that get the buffer, spawned or forked, write and sample the same rows.
-            For a LazyTensorStorage or LazyMemmapStorage and a RoundRobinWriter; see
+        transform: a callable, an object with ``forward`` or ``inv``, or a Compose of them.
+        transform_factory: a function that makes the transform; implies ``delayed_init``.
+        batch_size: default number of rows of a batch.
+        dim_extend: the time dimension of written data. Default: ``storage.ndim - 1``.
+        generator: source of all randomness. Default: torch's global generator.
+        consume_after_n_samples: number of draws after which the slot of a row is free for new rows.
+            A ``ConsumingSampler`` with this number replaces a RandomSampler.
+        priority_key: the key of priorities in written rows and in batches.
+        delayed_init: make the components only at first use.
+        contiguous: make every tensor of a batch contiguous. By default small columns are strided
+            views of one allocation, which is faster.
+        shared: let processes that receive the buffer, spawned or forked, write and sample the same
+            rows. Requires a LazyTensorStorage or LazyMemmapStorage, and a RoundRobinWriter. See
             ``docs/sharing.md``.
-        compilable: accepted for TorchRL's programs. Every call may stand in a function that
-            ``torch.compile`` compiles, with or without it: it breaks the graph there, and runs as
-            it does elsewhere; ``fullgraph=True`` refuses it.
-        rate_limiter: has writes wait for samples and samples for writes, so that neither runs
-            ahead of the other by more than it allows; see ``RateLimiter`` and ``docs/pace.md``.
+        compilable: no effect; accepted for compatibility with TorchRL. Compiled functions may call
+            every method. The call breaks the graph and runs uncompiled. With ``fullgraph=True``,
+            ``torch.compile`` raises an error.
+        rate_limiter: makes writes and samples wait for each other, so that neither runs too far
+            ahead. See ``RateLimiter`` and ``docs/pace.md``.
 
     Raises:
-        TypeError: an argument of another kind, or ``transform`` with ``transform_factory``.
-        ValueError: a value that cannot be, or components that do not go together.
+        TypeError: an argument has another type, or both ``transform`` and ``transform_factory`` are
+            given.
+        ValueError: a value is out of range, or components do not work together.
 
-    Every method may be called from any thread; no record is ever seen half written.
+    All methods may be called from any thread. A read never returns a half-written row.
 
-    For type checkers a batch is a TensorDict, and ``storage``, ``sampler`` and ``writer`` are of
-    the classes that were given (``ReplayBuffer`` alone: of any). For other records say what a batch
-    is: ``rb: ReplayBuffer[torch.Tensor] = ReplayBuffer(...)``.
+    For type checkers, a batch is a TensorDict. ``storage``, ``sampler`` and ``writer`` have the
+    types of the arguments; in an annotation ``ReplayBuffer`` they may be any. For other rows,
+    annotate the type of a batch: ``rb: ReplayBuffer[torch.Tensor] = ReplayBuffer(...)``.
 
     Example:
         >>> import torch
@@ -93,19 +95,21 @@ class ReplayBuffer(
     """
 
     def client(self) -> ReplayBuffer:
-        """Returns the buffer itself, which is its own handle in this process.
+        """Return the buffer itself, which is its own handle in this process.
 
-        ``RayReplayBuffer.client()`` returns a handle that can be sent to other processes; with
-        ``shared=True`` the buffer itself can.
+        ``RayReplayBuffer.client()`` returns a handle that can be sent to other processes. With
+        ``shared=True`` the buffer itself can be sent.
         """
         return self
 
     @classmethod
     def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
-        """Returns a Ray actor class of this buffer; ``.remote(...)`` with its arguments starts one.
+        """Return a Ray actor class of this buffer.
+
+        Its ``.remote(...)`` takes the buffer's arguments and starts an actor.
 
         Args:
-            remote_config: options of ``ray.remote``; one CPU and no GPU by default.
+            remote_config: options of ``ray.remote``. Default: one CPU and no GPU.
 
         Raises:
             RuntimeError: ray is not installed.
@@ -114,8 +118,9 @@ class ReplayBuffer(
 
 
 class TensorDictReplayBuffer(ReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
-    """The same as ReplayBuffer, under the name that code for TensorDicts uses; what
-    ``rb[...]`` gives carries ``index``, as samples do.
+    """A ReplayBuffer whose ``rb[...]`` carries ``index``, as samples do.
+
+    Code for TensorDicts uses this name. All other behaviour is that of the base class.
 
     Example:
         >>> from replaykit import TensorDictReplayBuffer
@@ -146,16 +151,17 @@ class TensorDictReplayBuffer(ReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
         update_priority: bool | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """Stores a batch, as ``ReplayBuffer.extend``.
+        """Store a batch, as ``ReplayBuffer.extend`` does.
 
         Args:
-            data: TensorDicts, or what ``ReplayBuffer.extend`` stores as they are stored.
-            tensordicts: TorchRL's name for ``data``.
-            update_priority, timeout: as ``ReplayBuffer.extend``.
+            data: TensorDicts, or other rows that ``ReplayBuffer.extend`` accepts.
+            tensordicts: the name of ``data`` in TorchRL.
+            update_priority, timeout: as for ``ReplayBuffer.extend``.
 
         Raises:
-            TypeError: both names. ValueError: something without rows. Else as
-                ``ReplayBuffer.extend``.
+            TypeError: both ``data`` and ``tensordicts`` are given.
+            ValueError: the data has no rows.
+            Other errors as for ``ReplayBuffer.extend``.
 
         Example:
             >>> import torch
@@ -170,10 +176,11 @@ class TensorDictReplayBuffer(ReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
 
 
 def rows_by_name(name: str, data: Any, tensordicts: Any) -> Any:
-    """Returns the rows that a buffer of TensorDicts was given, under either name.
+    """Return the rows that a caller passed as ``data`` or ``tensordicts``.
 
     Raises:
-        TypeError: both names. ValueError: something without rows.
+        TypeError: both ``data`` and ``tensordicts`` are given.
+        ValueError: the data has no rows.
     """
     if tensordicts is not None:
         if data is not None:
@@ -188,19 +195,19 @@ def rows_by_name(name: str, data: Any, tensordicts: Any) -> Any:
 
 
 class PrioritizedReplayBuffer(ReplayBuffer[DataT, StorageT, PrioritizedT, WriterT]):
-    """A ReplayBuffer with a PrioritizedSampler as large as its storage.
+    """A ReplayBuffer with a PrioritizedSampler over all slots of its storage.
 
     Args:
         alpha, beta, eps, dtype, reduction, max_priority_within_buffer, weight_norm, stratified:
-            of the PrioritizedSampler.
-        sampler: takes its place.
-        sampler_device: where priorities lie; by default with the storage.
-        kwargs: everything else that a ReplayBuffer takes.
+            options of the PrioritizedSampler.
+        sampler: a sampler to use instead.
+        sampler_device: device of the priorities; by default the storage's device.
+        kwargs: all other arguments of ReplayBuffer.
 
     Raises:
-        TypeError: ``sampler`` with ``sampler_device`` or another option of samplers, or what a
-            ReplayBuffer does not take.
-        ValueError: as a ReplayBuffer and a PrioritizedSampler do.
+        TypeError: ``sampler`` is given together with ``sampler_device`` or an option of the
+            sampler, or ReplayBuffer has no such argument.
+        ValueError: as for ReplayBuffer and PrioritizedSampler.
 
     Example:
         >>> import torch
@@ -272,19 +279,20 @@ class PrioritizedReplayBuffer(ReplayBuffer[DataT, StorageT, PrioritizedT, Writer
 class TensorDictPrioritizedReplayBuffer(
     PrioritizedReplayBuffer[DataT, StorageT, PrioritizedT, WriterT]
 ):
-    """The same as PrioritizedReplayBuffer, under the name that code for TensorDicts uses; what
-    ``rb[...]`` gives carries ``index``, as samples do.
+    """A PrioritizedReplayBuffer whose ``rb[...]`` carries ``index``, as samples do.
+
+    Code for TensorDicts uses this name. Everything else is as in PrioritizedReplayBuffer.
 
     Args:
-        alpha, beta, eps, reduction, max_priority_within_buffer, weight_norm, stratified: of the
-            PrioritizedSampler.
-        priority_key: where written data and learners put priorities.
-        sampler_device: where priorities lie; by default with the storage.
-        kwargs: everything else that a ReplayBuffer takes, ``sampler`` apart.
+        alpha, beta, eps, reduction, max_priority_within_buffer, weight_norm, stratified: options of
+            the PrioritizedSampler.
+        priority_key: the key of priorities in written rows and in batches.
+        sampler_device: device of the priorities; by default the storage's device.
+        kwargs: all other arguments of ReplayBuffer, except ``sampler``.
 
     Raises:
-        TypeError: ``sampler``, or what a ReplayBuffer does not take.
-        ValueError: as a ReplayBuffer and a PrioritizedSampler do.
+        TypeError: ``sampler`` is given, or ReplayBuffer has no such argument.
+        ValueError: as for ReplayBuffer and PrioritizedSampler.
 
     Example:
         >>> import torch
@@ -336,16 +344,17 @@ class TensorDictPrioritizedReplayBuffer(
         update_priority: bool | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """Stores a batch, as ``ReplayBuffer.extend``.
+        """Store a batch, as ``ReplayBuffer.extend`` does.
 
         Args:
-            data: TensorDicts, or what ``ReplayBuffer.extend`` stores as they are stored.
-            tensordicts: TorchRL's name for ``data``.
-            update_priority, timeout: as ``ReplayBuffer.extend``.
+            data: TensorDicts, or other rows that ``ReplayBuffer.extend`` accepts.
+            tensordicts: the name of ``data`` in TorchRL.
+            update_priority, timeout: as for ``ReplayBuffer.extend``.
 
         Raises:
-            TypeError: both names. ValueError: something without rows. Else as
-                ``ReplayBuffer.extend``.
+            TypeError: both ``data`` and ``tensordicts`` are given.
+            ValueError: the data has no rows.
+            Other errors as for ``ReplayBuffer.extend``.
 
         Example:
             >>> import torch

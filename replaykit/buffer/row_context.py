@@ -1,4 +1,4 @@
-"""The rows around those of a draw, read from a storage for the transforms of a buffer."""
+"""Read the rows around drawn rows from a storage, for the transforms of a buffer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _ALL = CountLaw(1, 0)
 
 
 class StoredSurroundings(Surroundings):
-    """Surroundings of drawn rows in their storage. The lock is held while it is made and asked."""
+    """The surroundings of drawn rows in their storage.
+
+    The caller holds the lock while it makes and uses them.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class StoredSurroundings(Surroundings):
         self.generator = generator
         self.keys = self._columns.schema.leaves
 
-    # What not every transform asks for is computed when one does.
+    # Computed on first use, because not every transform needs them.
 
     @cached_property
     def first(self) -> Array:  # type: ignore[override]
@@ -77,18 +80,21 @@ class StoredSurroundings(Surroundings):
             return None
         if columns.ndim > 1 or columns.advise:
             return None
-        columns.follow_memory()
+        columns.refresh_addresses()
         return columns.tensors.get(key)
 
     def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
         columns = self._storage.require()
-        # Only here rows of a lane that follow each other in time do so in the ring.
+        # Only with these types do consecutive rows in time have consecutive slots in the ring.
         if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
             return None
         return columns.discounted(key, self._cells, steps, gamma)
 
     def _before(self, time: Array | None = None) -> Before:
-        """The rows, or those of other times in their episodes, and how far back these reach."""
+        """Return the rows, or rows at ``time`` of their episodes, and their limits.
+
+        A limit is the number of steps that frames may reach back.
+        """
         lowest = self._index.lowest
         if time is None:
             return Before(self._cells, self.time, self.begin, lowest)
@@ -104,7 +110,7 @@ class StoredSurroundings(Surroundings):
         return ahead.lead(self.rows, self._cells, self.time, self.last)
 
     def _frames(self, keys: Sequence[Path]) -> Frames | None:
-        """What copies rows with those before them, if all of them are as they are stored."""
+        """Return the reader of stacked frames; None if the stored form does not allow it."""
         columns = self._columns
         if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
             return None
@@ -181,13 +187,13 @@ def fetch_all(
     episodes: EpisodeIndex | None = None,
     rows: Any = None,
 ) -> Prepared:
-    """Has the history transforms of a chain read what they need for rows at an index.
+    """Read the rows around an index that a chain's history transforms need.
 
     Args:
-        rows: the batch, in memory of its own, where nobody looks at it before the chain does.
+        rows: the batch in separate memory, if no code uses it before the chain; else None.
 
     Raises:
-        RuntimeError: a storage that does not know where episodes end.
+        RuntimeError: the storage does not record where episodes end.
     """
     if not isinstance(storage, ColumnStorage):
         raise RuntimeError(
@@ -211,13 +217,16 @@ def fetch_all(
 
 
 def fetch_more(chain: Compose, prepared: Prepared, start: int = 0) -> Prepared:
-    """Runs the first step of the history transforms of a chain from position ``start`` on, in
-    order; not of those that read what a transform before them makes of whole episodes."""
+    """Read rows for the history transforms of a chain, from position ``start`` on.
+
+    The function stops after a transform that edits whole episodes. Later transforms read the result
+    of that transform.
+    """
     around = prepared.around
     around.relabels = []
     for position, transform in chain.readers:
         if position:
-            around.rows = None  # somebody before it has seen them
+            around.rows = None  # an earlier transform has received them
         if position < start:
             continue
         if transform.edits_episodes:
@@ -232,18 +241,18 @@ def fetch_more(chain: Compose, prepared: Prepared, start: int = 0) -> Prepared:
 
 
 def apply_all(chain: Compose, data: Any, prepared: Prepared) -> Any:
-    """Runs a chain on a batch, with what its history transforms have read.
+    """Run a chain on a batch, with the rows that its history transforms have read.
 
     Raises:
-        RuntimeError: records that are no TensorDicts, or no single rows.
+        RuntimeError: the rows are not TensorDicts, or not single rows.
     """
     if type(data) is not TensorDict and not is_tensordict(data):
         raise RuntimeError(f"expected a TensorDict to transform, got {type(data).__name__}")
     if data.batch_size != (len(prepared.around),):
         raise RuntimeError(
             f"transforms that read the rows around expected a batch of [{len(prepared.around)}] "
-            f"rows, got {list(data.batch_size)}: where records are whole trajectories, or a "
-            "collate_fn makes another shape, there are none"
+            f"rows, got {list(data.batch_size)}: they cannot be used if rows are whole "
+            "trajectories, or if a collate_fn makes another shape"
         )
     prepared.around.relabels = []
     now = prepared
@@ -253,7 +262,7 @@ def apply_all(chain: Compose, data: Any, prepared: Prepared) -> Any:
         fetched = now.fetched.get(position)
         batch = transform.apply(batch, fetched, now.around)
         if transform.edits_episodes:
-            # Copies of the episodes are at hand: what comes after needs neither storage nor lock.
+            # Later transforms read copies of the episodes, without the storage and its lock.
             now = fetch_more(chain, Prepared(transform.surroundings(fetched)), position + 1)
             now.around.relabels = []
         elif transform.relabels:

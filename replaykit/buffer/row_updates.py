@@ -38,14 +38,14 @@ __all__ = [
 
 
 class ConditionalUpdateResult(TensorClass):
-    """What became of each record of ``update_if_present``.
+    """The outcome of ``update_if_present`` for each row.
 
     Attributes:
-        updated: bool ``[K]``, the record was patched.
-        version_rejected: bool ``[K]``, it was live but its stored version was newer; None without
-            versions.
+        updated: bool ``[K]``, True if the row was patched.
+        version_rejected: bool ``[K]``, True if the row was live but its stored version was newer;
+            None without versions.
 
-    What is neither was stale: the slot has been written again, or never was.
+    A row with neither is stale. Its slot has been overwritten, or was never written.
 
     Example:
         >>> import torch
@@ -60,23 +60,23 @@ class ConditionalUpdateResult(TensorClass):
 
     @property
     def updated_count(self) -> int:
-        """Number of records that were patched."""
+        """Number of rows that were patched."""
         return int(self.updated.sum())
 
     @property
     def version_rejected_count(self) -> int:
-        """Number of live records whose stored version was newer."""
+        """Number of live rows whose stored version was newer."""
         return 0 if self.version_rejected is None else int(self.version_rejected.sum())
 
     @property
     def stale_count(self) -> int:
-        """Number of records that are no longer there."""
+        """Number of rows that are no longer stored."""
         return len(self.updated) - self.updated_count - self.version_rejected_count
 
     _about = __doc__
 
 
-# TensorClass puts the signature in the place of the docstring.
+# TensorClass replaces the docstring with the signature.
 ConditionalUpdateResult.__doc__ = ConditionalUpdateResult._about
 
 
@@ -93,27 +93,32 @@ class Conditional(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         version: Any = None,
         require_newer: bool = False,
     ) -> ConditionalUpdateResult:
-        """Writes values into records whose slot has not been written again since they were seen.
+        """Write values into rows whose slots have not been overwritten.
+
+        A row is live if its slot still has the given generation. Other rows stay unchanged.
 
         Args:
-            index: slots, int64 ``[K]`` or ``[K, ndim]``, as a sample carries them.
-            generation: their ``index_generation``, int64 ``[K]``; -1 is never live.
-            patch: mapping of keys to ``[K, *F]``, or a TensorDict; for ``ndim > 1`` also laid out
-                as written data, ``[*lanes, T, *F]``, with the index that ``extend`` gave for it.
-            version_key, version: together or not at all: a live record is patched only if
-                ``version`` (an int, or one per record) is at least what it has stored under the
-                key; the version is stored with the patch.
-            require_newer: only if it is larger.
+            index: slots from a sample, int64 ``[K]`` or ``[K, ndim]``.
+            generation: ``index_generation`` of the slots, int64 ``[K]``; -1 is never live.
+            patch: a mapping of keys to tensors ``[K, *F]``, or a TensorDict. For ``ndim > 1`` also
+                in the layout of written data, ``[*lanes, T, *F]``. ``index`` must then be the index
+                that ``extend`` returned for that data.
+            version_key, version: given together or not at all. ``version`` is an int, or one int
+                per row. A live row is patched only if it is at least the version stored under the
+                key. The patch stores the new version.
+            require_newer: patch only if ``version`` is larger than the stored one.
 
-        The same record several times: the last one wins; with versions the one of the highest
-        version, the last of these. Patching does not advance the generation.
+        If a row occurs several times, the last values count. With versions, the values with the
+        highest version count; of several, the last. A patch does not advance the generation.
 
         Raises:
-            RuntimeError: a writer that does not track generations, a list storage, nothing stored.
+            RuntimeError: the writer does not track generations, the storage is a list, or nothing
+                is stored.
             KeyError: a patch key or the version key is not stored.
-            TypeError: a patch that is no mapping.
+            TypeError: the patch is not a mapping.
             ValueError: shapes, dtypes or lengths differ, or the version key is in the patch.
-            Nothing has changed then.
+
+        If it raises, nothing has changed.
 
         Example:
             >>> import torch
@@ -148,12 +153,13 @@ class Conditional(BufferCore[DataT, StorageT, SamplerT, WriterT]):
 
 
 class Patch(NamedTuple):
-    """Values that fit the columns of a storage.
+    """Checked values for the columns of a storage.
 
     Attributes:
-        values: ``[K, *F]`` by path. ``version_key``: the path of the versions; None without.
-        versions: of each record, ``[K]`` in the dtype of their column.
-        require_newer: whether the same version is too old.
+        values: tensors ``[K, *F]`` by path.
+        version_key: the path of the versions; None without versions.
+        versions: the version of each row, ``[K]`` in the dtype of their column.
+        require_newer: whether an equal version is rejected.
     """
 
     values: dict[Path, torch.Tensor]
@@ -165,10 +171,13 @@ class Patch(NamedTuple):
 def patched(
     columns: TensorStorage, handles: torch.Tensor, generation: torch.Tensor, patch: Patch
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Writes a checked patch into the records ``[K, ndim]`` that are live; the lock is held.
+    """Write a checked patch into the live rows among rows ``[K, ndim]``.
+
+    The caller holds the lock.
 
     Returns:
-        Which were patched, and which were refused for their version (None without): bool ``[K]``.
+        Two masks, bool ``[K]``: the patched rows, and the rows rejected for their version. The
+        second is None without versions.
     """
     count, values = len(handles), dict(patch.values)
     live = ((handles >= 0) & (handles < torch.tensor(columns.shape, device="cpu"))).all(-1)
@@ -189,7 +198,10 @@ def patched(
 
 
 def check_tracked(tracked: bool, of: str = "this buffer") -> None:
-    """RuntimeError unless the writer tracks generations; ``of`` names storage and writer."""
+    """Raise RuntimeError unless the writer tracks generations.
+
+    ``of`` describes storage and writer in the error.
+    """
     if not tracked:
         raise RuntimeError(
             f"Conditional updates are not supported by {of}: the writer tracks no generations; "
@@ -211,10 +223,10 @@ def _patchable(storage: Storage, writer: Writer) -> TensorStorage:
 
 
 def checked_handles(ndim: int, index: Any, generation: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the coordinates of the records ``[K, ndim]`` and their generations ``[K]``.
+    """Return the coordinates of rows ``[K, ndim]`` and their generations ``[K]``.
 
     Raises:
-        ValueError: other shapes or dtypes.
+        ValueError: shapes or dtypes differ.
     """
     index, generation = (as_tensor(item).cpu() for item in (index, generation))
     for name, item in (("index", index), ("generation", generation)):
@@ -240,12 +252,13 @@ def checked_patch(
     ndim: int = 1,
     time_dim: int = 0,
 ) -> Patch:
-    """Returns what ``update_if_present`` was given, once it fits the columns.
+    """Return the arguments of ``update_if_present``, checked against the columns.
 
     Args:
-        leaf_of: shape and dtype of a column by key; KeyError: there is none.
-        count: number of records.
-        ndim, time_dim: batch dimensions of written data, and which of them is time.
+        leaf_of: a function that returns shape and dtype of a column by key, or raises KeyError.
+        count: number of rows.
+        ndim, time_dim: number of batch dimensions of written data, and the time dimension among
+            them.
 
     Raises:
         As ``update_if_present``.
@@ -285,8 +298,11 @@ def _checked_values(
 
 
 def _by_record(value: torch.Tensor, count: int, ndim: int, time_dim: int) -> torch.Tensor:
-    """Values laid out as written data, ``[*lanes, T, ...]``, in the order of the index that
-    ``extend`` gave for it; others as they are."""
+    """Reorder values from the layout of written data, ``[*lanes, T, ...]``.
+
+    The result has the order of the index from ``extend``. Values in other layouts are returned
+    unchanged.
+    """
     if ndim == 1 or value.ndim < ndim or value.shape[:ndim].numel() != count:
         return value
     return value.transpose(0, time_dim).flatten(0, ndim - 1)
@@ -306,7 +322,7 @@ def _checked_version(
         raise ValueError(f"expected the version key {format_key(path)} not to be in the patch")
     leaf = leaf_of(path)
     if leaf.shape.numel() != 1:
-        raise ValueError(f"expected one version per record under {format_key(path)}")
+        raise ValueError(f"expected one version per row under {format_key(path)}")
     given = as_tensor(version).cpu()
     versions = given.to(leaf.dtype)
     if not bool((versions.to(given.dtype) == given).all()):
@@ -329,7 +345,7 @@ def _newer(
     versions: torch.Tensor,
     require_newer: bool,
 ) -> torch.Tensor:
-    """Which live records have a stored version that the given one may replace: bool ``[K]``."""
+    """Return a mask of the live rows whose stored version may be replaced."""
     column = storage.require().column(path, storage.ledger.length)
     stored = column[tuple(handles[live].to(column.device).unbind(-1))].reshape(-1).cpu()
     given = versions[live]
@@ -339,7 +355,10 @@ def _newer(
 
 
 def _best(handles: torch.Tensor, rank: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
-    """Of the entries ``among``, the one of highest rank per record, the last on ties: ``[K]``."""
+    """Return a mask of each row's highest-ranked entry ``among`` some: bool ``[K]``.
+
+    Of entries with the same rank, the last is selected.
+    """
     best = torch.zeros_like(among)
     chosen = among.nonzero().flatten()
     if not len(chosen):
@@ -361,15 +380,17 @@ class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     def update_priority(
         self, index: Any, priority: Any = None, *, generation: torch.Tensor | None = None
     ) -> None:
-        """Sets the priorities of rows, in buffers whose sampler has priorities.
+        """Set the priorities of rows, if the sampler has priorities.
 
         Args:
             index: slots, int64 ``[K]`` (``[K, ndim]``). Or, without ``priority``, a TensorDict as
                 for ``update_tensordict_priority``.
-            priority: a number, ``[K]`` or ``[K, 1]``; not negative, finite.
-            generation: that of the slots when they were sampled; rows written since are left out.
+            priority: a number, or a tensor ``[K]`` or ``[K, 1]``. All values are finite and not
+                negative.
+            generation: the generation of each slot when it was sampled. Slots written since are
+                skipped.
 
-        Without priorities: a UserWarning, and no change.
+        If the sampler has no priorities, nothing changes and a UserWarning is issued.
 
         Example:
             >>> import torch, warnings
@@ -390,31 +411,32 @@ class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             return
         values = priority
         if not isinstance(values, torch.Tensor):
-            # As torch would take them, numbers of Python would lose half of their digits.
+            # Python numbers would lose half of their digits in torch's default dtype.
             values = as_tensor(priority, dtype=torch.float64)
         dims = values.ndim
         if dims > 1 and values.shape[-1] == 1 and values.numel() == values.shape[0]:
             values = values.reshape(-1)
         elif dims > 1 and values.ndim == self._storage.ndim:
-            # Laid out like written data; the index that `extend` gave for it has time first.
+            # The value is in the layout of written data. The index from `extend` has time first.
             values = values.transpose(0, self.dim_extend).reshape(-1)
         with self._locked() as storage:
             self._sampler.update_priority(index, values, storage=storage, generation=generation)
 
     def update_tensordict_priority(self, data: Any) -> None:
-        """Sets priorities from a sample that the learner has put them into.
+        """Set priorities that the learner has written into a sample.
 
         Args:
-            data: a TensorDict as ``sample`` returned it, with values under ``priority_key``:
-                ``[B]``, ``[B, 1]``, or with more dimensions, which are reduced.
+            data: a TensorDict from ``sample``, with values under ``priority_key``. Their shape is
+                ``[B]``, ``[B, 1]``, or has more dimensions, which are reduced.
 
-        Rows that were overwritten since they were sampled are left out. Where the sampler has no
-        priorities nothing happens, without a warning: a learner may call this after every batch,
-        whatever the sampler. In a buffer of sequences the largest priority among the valid rows of
-        an anchor is that of the anchor; other rows keep theirs.
+        Rows that were overwritten since the sample are skipped. If the sampler has no priorities,
+        nothing happens. There is no warning, because a learner may call this method after every
+        batch. In a buffer of sequences, an anchor gets the largest priority among the valid rows of
+        its window. Other rows keep their priorities.
 
         Raises:
-            KeyError: no ``priority_key`` or no ``index`` in the data. TypeError: no TensorDict.
+            KeyError: the data has no ``priority_key`` or no ``index``.
+            TypeError: the data is not a TensorDict.
             ValueError: a priority is NaN, negative or infinite; nothing has changed.
         """
         self._ready()
@@ -424,8 +446,8 @@ class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         if not (is_tensordict(data) or is_tensorclass(data)):
             raise TypeError(
                 f"expected a TensorDict as sample() returns it, got {type(data).__name__}: batches "
-                "of rows that are no TensorDicts carry no index. Write TensorDicts, as "
-                "replaykit.transition() makes them, or take info['index'] of "
+                "of rows that are not TensorDicts carry no index. Write TensorDicts, as "
+                "replaykit.transition() makes them, or pass info['index'] of "
                 "sample(return_info=True) to update_priority()"
             )
         if isinstance(self._sample_unit, Sequence) or getattr(sampler, "unit", "") == "slice":
@@ -446,14 +468,14 @@ class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 try:
                     sampler.update_priority(index, value, storage=storage, generation=generation)
                 except ValueError:
-                    # The same, said by key and row.
+                    # Raises the same error with key and row.
                     reduced_priority(value, index.shape[0], sampler, self._priority_key)
                     raise
             return
         if data.batch_dims == 0:
             data, value, index = data.unsqueeze(0), value.unsqueeze(0), index.unsqueeze(0)
         with self._locked() as storage:
-            # Rows that are trajectories repeat what is known of them over their own dimensions.
+            # If rows are trajectories, their info is repeated over their inner dimensions.
             dim = storage.stack_dim if self._collate_fn is None else 0
             dim = min(dim if dim >= 0 else dim + data.batch_dims, data.batch_dims - 1)
             index, generation = (
@@ -466,7 +488,7 @@ class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             sampler.update_priority(index, value, storage=storage, generation=generation)
 
     def _update_anchors(self, data: Any) -> None:
-        """Sets the priorities of the rows that were drawn for the windows of a sample."""
+        """Set the priorities of the anchors of a sample's windows."""
         key, sampler = self._priority_key, self._sampler
         flat = data.reshape(-1)
         value, anchor = lookup(flat, key), lookup(flat, ("anchor_index",))
@@ -481,7 +503,7 @@ class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         if valid is None:  # slices without padding
             valid = torch.ones(len(anchor), dtype=torch.bool, device=anchor.device)
         with self._locked() as storage:
-            # What a learner computes for rows that fill a gap need not be a number.
+            # Values that a learner computes for padding may be NaN.
             mask = valid.to(value.device).reshape(-1, *(1,) * (value.ndim - 1))
             value = reduced_priority(value.where(mask, 0), len(valid), sampler, key)
             update = anchor_priorities(
@@ -492,16 +514,16 @@ class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             )
 
     def _only_real_rows(self, data: Any) -> Any:
-        """A sample of windows as flat rows, without those that are padding."""
+        """Return a sample of windows as flat rows without padding."""
         flat = data if data.batch_dims == 1 else data.reshape(-1)
         mask = lookup(flat, MASK)
         return flat if mask is None or bool(mask.all()) else flat[mask]
 
 
 def without_priorities(sampler: Sampler, *, above: int) -> bool:
-    """Whether a sampler has no priorities, so that an update has no effect; warns of it.
+    """Return whether a sampler has no priorities; warn that the update has no effect.
 
-    ``above``: how many calls above this function's caller the user is.
+    ``above``: the number of stack frames between the user and this function's caller.
     """
     if not sampler.prioritized:
         warnings.warn(
@@ -513,7 +535,7 @@ def without_priorities(sampler: Sampler, *, above: int) -> bool:
 
 
 def _per_row(value: torch.Tensor | None, dim: int, batch_dims: int) -> Any:
-    """One entry a row, of what is the same all over the other batch dimensions."""
+    """Return one entry per row of values repeated over other batch dimensions."""
     if value is None or batch_dims == 1:
         return value
     value = value.movedim(dim, 0)
@@ -531,16 +553,17 @@ def written_priorities(
     time_dim: int = 0,
     ndim: int = 1,
 ) -> torch.Tensor | None:
-    """Returns the priorities that written data carries, one per element; None if it has none, if
-    the sampler has none, or if they are not ``wanted`` (False).
+    """Return the priorities that written data carries, one per row.
+
+    The result is None if the data or the sampler has no priorities, or if ``wanted`` is False.
 
     Args:
-        rows: number of rows (time slots, where there are lanes).
-        single, time_dim: as in ``schema.take_apart``.
-        ndim: batch dimensions of the storage; each of their cells has a priority of its own.
+        rows: number of rows; with lanes, number of time steps.
+        single, time_dim: as in ``schema.split_leaves``.
+        ndim: batch dimensions of the storage. With lanes, each lane has a separate priority.
 
     Raises:
-        ValueError: not one per row, or one that is NaN, negative or infinite.
+        ValueError: there is not one priority per row, or a priority is NaN, negative or infinite.
     """
     if wanted is False or not sampler.prioritized:
         return None
@@ -573,10 +596,12 @@ def _found(data: Any, key: Key) -> torch.Tensor | None:
 
 
 def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key) -> torch.Tensor:
-    """Returns one priority per row: all other dimensions reduced as the sampler says.
+    """Return one priority per row, reduced over all other dimensions.
+
+    The sampler chooses the reduction.
 
     Raises:
-        ValueError: not one per row, or one that is NaN, negative or infinite.
+        ValueError: there is not one priority per row, or a priority is NaN, negative or infinite.
     """
     if value.ndim == 0 or value.shape[0] != rows or (rows and not value.numel()):
         raise ValueError(
@@ -596,17 +621,17 @@ def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key)
 
 
 def _is_column(value: torch.Tensor) -> bool:
-    """Whether there is nothing to reduce, and no dtype to bring to another."""
+    """Return whether a value needs neither reduction nor a dtype conversion."""
     return value.dim() == 1 and (value.dtype is torch.float32 or value.dtype is torch.float64)
 
 
 def _checks_itself(sampler: Sampler) -> bool:
-    """Whether a sampler refuses bad priorities by itself."""
+    """Return whether a sampler itself refuses invalid priorities."""
     return type(sampler).check_priorities is not Sampler.check_priorities
 
 
 def _all_plain(value: torch.Tensor) -> bool:
-    """Whether all numbers ``[K]`` are finite and not negative."""
+    """Return whether all numbers ``[K]`` are finite and not negative."""
     if (
         _core is not None
         and (value.dtype is torch.float32 or value.dtype is torch.float64)

@@ -28,11 +28,11 @@ from replaykit.transfer import Arrival, Staging, engine_for, pin, to_device
 
 __all__ = [
     "Sampling",
-    "check_told",
+    "check_batch_info",
     "is_ragged",
     "merged",
     "shaped",
-    "told_to_merge",
+    "should_merge",
     "with_each",
     "with_markers",
     "with_masks",
@@ -44,13 +44,13 @@ _READ: dict[Any, torch.dtype] = {
     "anchor_index": torch.int64,
     **dict.fromkeys(_MASKS, torch.bool),
 }
-"""What is read of what a draw tells, row by row, some of it by the compiled core."""
+"""Info that the package reads per row, with its dtypes."""
 
 
-def check_told(info: Mapping[Any, Any], rows: int) -> None:
-    """Raises ValueError where what a saved draw tells is not what will be read of it.
+def check_batch_info(info: Mapping[Any, Any], rows: int) -> None:
+    """Raise ValueError if the info of a saved draw has invalid entries.
 
-    What else a sampler tells is its own, and may be anything.
+    Only entries that the package reads are checked.
     """
     for key, dtype in _READ.items():
         value = info.get(key)
@@ -64,9 +64,13 @@ def check_told(info: Mapping[Any, Any], rows: int) -> None:
 
 
 def merged(data: Any, info: dict[Any, Any], dim: int, *, needed: bool = True) -> Any:
-    """Puts the info of a draw into a TensorDict whose rows lie along ``dim``; other data stay.
+    """Put the info of a draw into a TensorDict with rows along ``dim``.
 
-    Where it does not belong to the rows any more: an error if it is ``needed``.
+    Other data are returned unchanged. So is a TensorDict whose rows no longer fit the info, unless
+    the info is ``needed``.
+
+    Raises:
+        RuntimeError: the info is ``needed`` and does not fit.
     """
     rows = info["index"].shape[0]
     if type(data) is TensorDict and not dim and _put_all(data, info, rows):
@@ -82,7 +86,7 @@ def merged(data: Any, info: dict[Any, Any], dim: int, *, needed: bool = True) ->
         raise RuntimeError(
             f"a transform or collate_fn made batch size {list(data.batch_size)} of {rows} rows, "
             "so that index and info no longer belong to them; call sample(return_info=True), "
-            "which gives them beside the data"
+            "which returns them apart from the data"
         )
     found = {
         key: value
@@ -97,15 +101,18 @@ def merged(data: Any, info: dict[Any, Any], dim: int, *, needed: bool = True) ->
 
 
 def is_ragged(data: Any) -> bool:
-    """Whether rows are stacked whose batch sizes differ, so that no tensor spans the stack."""
+    """Return whether rows of different batch sizes are stacked.
+
+    Such a stack cannot be one tensor.
+    """
     return isinstance(data, LazyStackedTensorDict) and -1 in data.batch_size
 
 
 def with_each(data: LazyStackedTensorDict, values: Mapping[Any, torch.Tensor]) -> Any:
-    """Returns a stack of copies of the rows, with a value for each.
+    """Return a stack of copies of the rows, with an added value for each row.
 
     Args:
-        values: ``[B, ...]`` by key, for the rows along ``data.stack_dim``.
+        values: tensors ``[B, ...]`` by key, for the rows along ``data.stack_dim``.
     """
     rows = [row.copy() for row in data.tensordicts]
     for key, value in values.items():
@@ -115,12 +122,12 @@ def with_each(data: LazyStackedTensorDict, values: Mapping[Any, torch.Tensor]) -
 
 
 def shaped(data: Any, rows: int, shape: tuple[int, ...]) -> Any:
-    """A flat batch in another batch shape, where it still has its rows."""
+    """Return a flat batch in another batch shape, if no row is missing."""
     return data.reshape(shape) if data.batch_size == (rows,) else data
 
 
 def with_masks(data: Any, info: dict[Any, Any]) -> Any:
-    """Lets transforms see which rows are padding."""
+    """Put the padding masks into a batch for its transforms."""
     for key in _MASKS:
         mask = info.get(key)
         if mask is not None and is_tensordict(data) and data.batch_size == mask.shape:
@@ -129,7 +136,7 @@ def with_masks(data: Any, info: dict[Any, Any]) -> Any:
 
 
 def with_markers(data: Any, markers: dict[Any, Any]) -> Any:
-    """Lets transforms that change what a sampler marks see what it has marked."""
+    """Put the sampler's markers into a batch for transforms to change."""
     for key, value in markers.items():
         fits = isinstance(value, torch.Tensor) and is_tensordict(data)
         if fits and value.shape[:1] == data.batch_size[:1]:
@@ -138,7 +145,7 @@ def with_markers(data: Any, markers: dict[Any, Any]) -> Any:
 
 
 def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
-    """The plain case of ``merged``: one batch dimension, everything on one device."""
+    """Merge as ``merged`` does for one batch dimension and device; else return False."""
     if data.is_locked or data.batch_size != (rows,):
         return False
     device = data.device
@@ -154,7 +161,7 @@ def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
         if within:
             found = fields.get(key[0])
             if type(found) is TensorDict and fields_of(found).get(key[1]) is value:
-                continue  # marked where it is
+                continue  # already in the data
         if type(value) is not torch.Tensor or not value.ndim or value.shape[0] != rows:
             return False
         if not (on_cpu and value.is_cpu) and value.device != device:
@@ -178,7 +185,7 @@ def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
 
 
 def _over_rows(value: torch.Tensor, batch: torch.Size, dim: int) -> torch.Tensor:
-    """Repeats ``[B, ...]`` over the other batch dimensions, those that the rows have themselves."""
+    """Expand ``[B, ...]`` over the batch dimensions inside the rows."""
     if len(batch) == 1:
         return value
     shape = [1] * len(batch)
@@ -233,29 +240,30 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         *,
         timeout: float | None = None,
     ) -> Any:
-        """Draws a batch.
+        """Draw a batch.
 
         Args:
-            batch_size: number of rows; None: that of the constructor.
-            return_info: also return what is known of the draw. The data then goes without it
-                where a transform changed the number of rows.
-            include_info: ``False`` leaves ``index`` and the info out of the TensorDict;
-                deprecated.
-            timeout: seconds to wait where the buffer's rate limiter holds samples back; 0: none at
-                all, None: without end. Without a rate limiter nothing waits.
+            batch_size: number of rows; None for the constructor's ``batch_size``.
+            return_info: also return the info of the draw. If a transform changed the number of
+                rows, the data does not include the info.
+            include_info: if False, the TensorDict has neither ``index`` nor the info. Deprecated.
+            timeout: maximum seconds to wait for the buffer's rate limiter. With 0 the call does not
+                wait; None is no limit. Without a rate limiter it has no effect.
 
         Returns:
-            For TensorDict content a TensorDict of batch size ``[B]`` with ``index`` (int64 ``[B]``,
-            ``[B, ndim]``), ``index_generation`` where the writer tracks it, and all that the
-            sampler tells. For other content the data alone. It owns its memory and lies on the
-            buffer's ``device``, or else on the storage's. With ``return_info`` a pair of it and a
-            dict with ``index`` and the rest.
+            For TensorDict rows, a TensorDict of batch size ``[B]``. It contains ``index`` (int64
+            ``[B]`` or ``[B, ndim]``), ``index_generation`` if the writer tracks it, and the info of
+            the sampler. For other rows, the data alone. The batch owns its memory. It is on the
+            buffer's ``device``, or by default on the storage's. With ``return_info``, the result is
+            a pair of the batch and a dict with ``index`` and the info.
 
         Raises:
-            RuntimeError: no batch size anywhere, nothing stored, or a transform that changed the
-                number of rows; the buffer was shut down. ValueError: a batch size that is not an
-                int of at least 1, or for which the rate limiter never has room.
-            RateLimiterTimeout: writes lag behind; a TimeoutError. Nothing has changed then.
+            RuntimeError: no batch size is given, nothing is stored, a transform changed the number
+                of rows, or the buffer was shut down.
+            ValueError: the batch size is not an int of at least 1, or is more than the rate limiter
+                can ever admit.
+            RateLimiterTimeout: the timeout has passed before writes caught up; a TimeoutError.
+                Nothing has changed.
 
         Example:
             >>> import torch
@@ -267,15 +275,17 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
             >>> batch.shape, bool((batch["x"] == batch["index"] * 10).all())
             (torch.Size([3]), True)
         """
-        merge = told_to_merge(include_info)
+        merge = should_merge(include_info)
         _, data, info = self._in_turn(batch_size, timeout, merge=merge, needed=not return_info)
         return (data, info) if return_info else data
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Whether ``sample`` would succeed now, without waiting. Draws nothing, changes nothing.
+        """Return whether ``sample`` would succeed now without waiting.
+
+        The call draws and changes nothing.
 
         Raises:
-            RuntimeError: no batch size anywhere.
+            RuntimeError: no batch size is given.
         """
         size = self._size_of(batch_size)
         if self._pace is not None and not self._pace.may(SAMPLE, size, self._size()):
@@ -287,7 +297,9 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
             return self._sampler.can_sample(storage, size)
 
     def __iter__(self) -> Iterator[DataT]:
-        """Yields batches until the sampler has run out: endless for draws with replacement.
+        """Yield batches until the end of the sampler's pass.
+
+        With draws with replacement, the iteration never ends.
 
         Raises:
             RuntimeError: the buffer has no batch size.
@@ -307,7 +319,9 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
             yield data
 
     def next(self) -> DataT | None:
-        """Returns the next batch of an iteration of its own; None at its end, then starts over.
+        """Return the next batch of the buffer's own iteration, or None at its end.
+
+        The call after None starts the next iteration.
 
         Example:
             >>> import torch
@@ -331,9 +345,10 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         return data
 
     def shutdown(self) -> None:
-        """Joins the threads that prepare batches; sampling raises RuntimeError from now on.
+        """Join the prefetch threads. Later calls of ``sample`` raise RuntimeError.
 
-        So do calls of this process that wait for a rate limiter, and those that would have to.
+        In this process, calls that wait for a rate limiter, or would have to, also raise
+        RuntimeError.
         """
         self._closed = True
         if self._pace is not None:
@@ -343,11 +358,11 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
             queue.shutdown()
 
     def _used_up(self) -> bool:
-        """Whether there was something, which was drawn as often as it can be."""
+        """Return whether rows are stored, but none can be drawn again."""
         self._ready()
         return self._sampler.consumes and len(self._storage) > 0 and not len(self)
 
-    # -- the way of a batch -------------------------------------------------------------------
+    # -- making a batch -----------------------------------------------------------------------
 
     def _in_turn(
         self,
@@ -357,7 +372,7 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         merge: bool = True,
         needed: bool = True,
     ) -> tuple[Drawn, Any, dict[Any, Any]]:
-        """The next batch, as soon as the rate limiter lets it be; it counts as it is delivered."""
+        """Return the next batch once the rate limiter admits it; count it at delivery."""
         size = self._size_of(batch_size)
         with deferred, self._sample_ticket(timeout) as ticket:
             if ticket is not None:
@@ -370,9 +385,9 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
     def _next(
         self, batch_size: int | None, *, merge: bool = True, needed: bool = True
     ) -> tuple[Drawn, Any, dict[Any, Any]]:
-        """Returns a draw, its data, and what is known of them.
+        """Return a draw, its data and its info.
 
-        Where making the batch fails, the draw is the next one again.
+        If making the batch fails, the draw comes next again.
         """
         size = self._size_of(batch_size)
         queue = self._queue() if size == self._batch_size else None
@@ -386,26 +401,26 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
             check()  # the last moment at which the batch can still be the next one
         except BaseException as error:
             with shielded:
-                self._give_back(drawn, settled=isinstance(error, Exception))
+                self._give_back(drawn, wait_for_draws=isinstance(error, Exception))
             raise
-        # Who draws ahead has the lock for as long as it reads: it is waited for at the ends of
-        # passes only.
+        # A prefetch thread holds the lock while it reads. This thread waits for the lock only at
+        # the ends of passes.
         if queue is not None and not shows(self._sampler, drawn.ran_out):
-            with self._locked(settled=False):
+            with self._locked(wait_for_draws=False):
                 show(self._sampler, drawn.ran_out)
         return drawn, data, info
 
     def _delivered(
         self, drawn: Drawn, made: Any, *, merge: bool = True, needed: bool = True
     ) -> tuple[Any, dict[Any, Any]]:
-        """A batch as its user gets it, and what is known of it.
+        """Return a batch in the form for the caller, and its info.
 
         Args:
-            made: what ``_finish`` has made of the draw; None: that is yet to do.
+            made: the result of ``_finish`` for the draw; None if ``_finish`` was not called yet.
         """
         data, info = self._finish(drawn) if made is None else made
         if drawn.arrival is not None:
-            drawn.arrival.order()  # in the thread that will use it
+            drawn.arrival.order()  # in the thread that will use the batch
         if merge:
             data = merged(data, info, drawn.stack_dim, needed=needed)
         elif drawn.numbered and len(self._chain) and is_tensordict(data):
@@ -417,11 +432,11 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         return data, info
 
     def _written(self) -> int:
-        """A number that grows with every write: what failed before may work after it."""
+        """Return a number that grows with every write, so that failed draws are retried."""
         return self._storage.ledger.next_position
 
     def _finish(self, drawn: Drawn) -> tuple[Any, dict[Any, Any]]:
-        """Collates, transforms, and pins or moves; no lock is held."""
+        """Collate, transform, and pin or move a batch, without a lock."""
         data, drawn.rows = drawn.rows, None
         if drawn.begun is not None:
             drawn.begun.wait()
@@ -431,12 +446,12 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         if sampler is not None:
             data = (sampler.complete_fresh if drawn.fresh else sampler.complete)(data, info)
         if len(self._chain) or self._collate_fn is not None:
-            with allowed:  # users' code, which may take as long as it likes
+            with allowed:  # user code, which may take long
                 data = self._changed(drawn, data, info)
         elif drawn.collate is not None:
             data = drawn.collate(data)
         if self._contiguous:
-            data = contiguous(data)  # what a list, a transform or a storage of one's own made
+            data = contiguous(data)  # needed for lists, transforms and custom storages
         if self._target is not None:
             (data, info), drawn.arrival = self._moved((data, info), self._target)
         if self._pin_memory and torch.cuda.is_available():
@@ -444,7 +459,7 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         return data, info
 
     def _changed(self, drawn: Drawn, data: Any, info: dict[Any, Any]) -> Any:
-        """Collate and transform rows; ``info`` loses the markers that transforms change."""
+        """Collate and transform rows; remove markers from ``info`` that transforms change."""
         if drawn.collate is not None:
             data = drawn.collate(data)
         if drawn.numbered and len(self._chain):
@@ -455,7 +470,7 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         if drawn.fetched is not None:
             (chain, prepared), drawn.fetched = drawn.fetched, None
             if marked:
-                # What was made of the rows, not what was read.
+                # The batch gets the markers as changed by the transforms.
                 changes = chain.changes
                 markers = {
                     key: info.pop(key) for key in list(info) if key in changes or (key,) in changes
@@ -467,7 +482,11 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         return data
 
     def _moved(self, made: Any, target: torch.device) -> tuple[Any, Arrival | None]:
-        """What was made on another device, or on its way there."""
+        """Move a batch to another device.
+
+        Returns:
+            The batch, and its arrival if the copy is unfinished, else None.
+        """
         staging = self._staging
         if staging is None or staging.process != os.getpid():
             with self._making:
@@ -476,13 +495,13 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
                     engine = engine_for(target)
                     if engine is None:
                         return to_device(made, target), None
-                    # One for each batch in the making, and one whose copy is under way.
+                    # One for each unfinished batch, and one for an unfinished copy.
                     staging = self._staging = Staging(engine, self._prefetch_depth + 1)
         return staging.move(made)
 
 
-def told_to_merge(include_info: bool | None) -> bool:
-    """Whether what is known of a draw belongs into the batch; warns its caller's caller if not."""
+def should_merge(include_info: bool | None) -> bool:
+    """Return whether to put the info into the batch; if not, warn the caller's caller."""
     if include_info is None or include_info:
         return True
     warnings.warn(

@@ -1,4 +1,4 @@
-"""Run tasks in threads, each of which begins when the one before it has begun."""
+"""Run tasks in threads: first parts one after the other, second parts in parallel."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from replaykit.interrupts import acquire
 __all__ = ["Outcome", "Task", "ThreadPool", "new_lock"]
 
 _MOST_SECONDS = 0.5
-"""How long a fork waits for all locks together: a holder may wait for the thread that forks."""
+"""Maximum seconds that a fork waits for all locks, since a holder may wait for it."""
 
 _locks: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
 _taken = threading.local()
 
 
 def new_lock() -> threading.Lock:
-    """Returns a lock during which no process forks off, if that does not take half a second."""
+    """Return a lock. A fork waits for its release, at most half a second."""
     _register()
     lock = threading.Lock()
     _locks.add(lock)
@@ -34,7 +34,7 @@ def new_lock() -> threading.Lock:
 @functools.cache
 def _register() -> None:
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_take, after_in_parent=_let_go, after_in_child=_let_go)
+        os.register_at_fork(before=_take, after_in_parent=_drop, after_in_child=_drop)
 
 
 def _take() -> None:
@@ -44,17 +44,21 @@ def _take() -> None:
     ]
 
 
-def _let_go() -> None:
+def _drop() -> None:
     for lock in _taken.__dict__.pop("locks", ()):
         lock.release()
 
 
 Task = Callable[[], Callable[[], None] | None]
-"""What is done in turn; it returns what may be done beside others. Neither raises."""
+"""A function that runs in turn. It returns its second part, which may run in parallel, or None.
+Neither raises."""
 
 
 class Outcome:
-    """What comes of a task, for the one who waits for it. A lock is a quarter of a ``Future``."""
+    """The result of a task, for one waiting caller.
+
+    Its lock costs a quarter as much as a ``Future``.
+    """
 
     __slots__ = ("_error", "_ready", "_value")
 
@@ -65,73 +69,79 @@ class Outcome:
         self._error: BaseException | None = None
 
     def set(self, value: object, error: BaseException | None = None) -> None:
-        """Says what it is; once."""
+        """Set the value or the error, once."""
         self._value, self._error = value, error
         self._ready.release()
 
     def get(self) -> object:
-        """Waits for it, returns the value or raises the error; for one caller, once."""
+        """Wait, then return the value or raise the error. Call it once."""
         acquire(self._ready)
         try:
             if self._error is not None:
                 raise self._error
             return self._value
         finally:
-            self = None  # type: ignore[assignment] # the error knows this frame
+            self = None  # type: ignore[assignment] # the error refers to this frame
 
 
 class ThreadPool:
-    """Up to ``count`` threads. One at a time has the turn: it does what is to be done in turn, and
-    passes the turn on before it does the rest. One at a time waits for the next task, so that
-    nobody is woken but who has something to do. Who leaves a task may do it himself, if nobody has
-    the turn.
+    """Up to ``count`` threads that run tasks in turn.
 
-    They are daemons, since they wait for ever, and are joined before the interpreter ends: work of
-    torch must not be under way then. ``ending``: that has begun; what has not begun never will.
+    Threads take turns. The thread that has the turn runs a task, and passes the turn on before it
+    runs the second part of the task. Only one thread waits for the next task, so that no thread
+    wakes without work. If no thread has the turn, a caller may run the tasks that it has queued
+    with ``leave``.
+
+    The threads are daemons, because they wait for ever. They are joined before the interpreter
+    ends, because torch must not run then. From then on ``ending`` is True, and tasks that have not
+    begun will never run.
     """
 
     def __init__(self, count: int, name: str) -> None:
         self._count, self._name = count, name
         self._tasks: deque[Task] = deque()
-        # For each task that is for a thread, if it is not done before, 1; for each thread, 0.
+        # 1 for each task that a thread runs if the task is still queued; 0 ends a thread.
         self._calls: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._gate, self._turn = threading.Lock(), threading.Lock()
         self._threads: list[threading.Thread] = []
         self._process = os.getpid()
         self.ending = False
         _join_at_exit()
-        _CREWS.add(self)
+        _POOLS.add(self)
 
     def leave(self, task: Task) -> None:
-        """Has a task done after those before it, by who calls ``help``. Not for two at once."""
+        """Queue a task for a caller of ``help``. This method is not thread-safe."""
         self._tasks.append(task)
 
     def give(self, task: Task) -> None:
-        """Has a task done by a thread after those before it. Not for two at once.
+        """Queue a task for a thread. This method is not thread-safe.
 
         Raises:
-            RuntimeError: the system gives no thread, and there is none yet. The task is not given.
+            RuntimeError: there is no thread yet, and the system cannot start one. The task is not
+                queued.
         """
         self._one_more()
         self._tasks.append(task)
         self._calls.put(1)
 
     def help(self, *, wait: bool = False) -> list[Callable[[], None]]:
-        """Does the tasks that are there in this thread, if nobody has the turn.
-
-        Returns what may be done beside others. What is left is for ``hand_over``.
+        """Run the queued tasks in this thread while no other thread has the turn.
 
         Args:
-            wait: for whoever has the turn; then nothing is left.
+            wait: wait for the thread that has the turn. Then no task remains in the queue.
+
+        Returns:
+            The second parts of the tasks, which may run in parallel. Call ``hand_over`` to give the
+            remaining tasks to threads.
         """
         rest = []
         while self._tasks and self._has_turn(wait):
             try:
-                beside = self._next()
+                second = self._next()
             finally:
                 self._turn.release()
-            if beside is not None:
-                rest.append(beside)
+            if second is not None:
+                rest.append(second)
         return rest
 
     def _has_turn(self, wait: bool) -> bool:
@@ -141,21 +151,21 @@ class ThreadPool:
 
     @property
     def left(self) -> bool:
-        """Whether there are tasks that nobody has begun."""
+        """True if there are tasks that no thread has begun."""
         return bool(self._tasks)
 
     def hand_over(self) -> None:
-        """Has threads do what is left. Not for two at once.
+        """Give the remaining tasks to threads. This method is not thread-safe.
 
         Raises:
-            RuntimeError: as ``give``.
+            RuntimeError: as for ``give``.
         """
         for _ in range(len(self._tasks)):
             self._one_more()
             self._calls.put(1)
 
     def _one_more(self) -> None:
-        """Starts a thread, if there are not all of them."""
+        """Start a thread, unless all threads run."""
         if len(self._threads) < self._count:
             number = len(self._threads)
             thread = threading.Thread(
@@ -170,41 +180,41 @@ class ThreadPool:
                 self._threads.append(thread)
 
     def _next(self) -> Callable[[], None] | None:
-        """Does what is next, if somebody has not done it already. For who has the turn."""
+        """Run the next task, if one is left. The caller has the turn."""
         return self._tasks.popleft()() if self._tasks else None
 
     def dismiss(self) -> None:
-        """Has the threads end when they have done what was given; may be called from anywhere."""
+        """Make the threads end after the queued tasks. A finalizer may call this."""
         for _ in self._threads:
             self._calls.put(0)
 
     def join(self) -> None:
-        """Waits until the threads that were dismissed have ended."""
+        """Wait until the dismissed threads have ended."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
 
     def abandon(self) -> None:
-        """Ends at the end of the process: what is being done is waited for, the rest is not."""
+        """End the threads at exit; wait for running tasks and drop the others."""
         if self._process == os.getpid():
             self.ending = True
             self.dismiss()
             self.join()
 
 
-def _work(crew: ThreadPool) -> None:
+def _work(pool: ThreadPool) -> None:
     while True:
-        with crew._gate:
-            if not crew._calls.get() or crew.ending:
+        with pool._gate:
+            if not pool._calls.get() or pool.ending:
                 return
-            with crew._turn:
-                rest = crew._next()
+            with pool._turn:
+                rest = pool._next()
         if rest is not None:
             rest()
-        del rest  # nothing is held while it waits
+        del rest  # a waiting thread holds no reference
 
 
-_CREWS: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
+_POOLS: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 
 @functools.cache
@@ -213,5 +223,5 @@ def _join_at_exit() -> None:
 
 
 def _abandon_all() -> None:
-    for crew in list(_CREWS):
-        crew.abandon()
+    for pool in list(_POOLS):
+        pool.abandon()

@@ -1,4 +1,4 @@
-"""Buffers out of TorchRL's checkpoints."""
+"""Make buffers from TorchRL's checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replaykit.buffer.replay_buffer import ReplayBuffer
 from replaykit.checkpoint.torchrl_files import TorchRLCheckpoint, TorchRLPriorities, open_torchrl
 from replaykit.samplers import PrioritizedSampler, Sampler
 from replaykit.samplers.priority_rules import SavedPriorities
-from replaykit.schema import Schema, take_apart
+from replaykit.schema import Schema, split_leaves
 from replaykit.storages import LazyMemmapStorage, LazyTensorStorage, Storage
 from replaykit.storages.content import Content, Group
 
@@ -28,46 +28,49 @@ def read_torchrl(
     scratch_dir: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> ReplayBuffer:
-    """Makes a buffer of what ``ReplayBuffer.dumps(path)`` of TorchRL saved.
+    """Make a buffer from a checkpoint of TorchRL's ``ReplayBuffer.dumps(path)``.
 
-    Reads checkpoints of its memory-mapped and tensor storages with a RandomSampler, a
-    PrioritizedSampler or samplers of slices, and a round-robin writer, as TorchRL has written them
-    since 0.3. JSON and raw values only: no pickle is opened and no code runs, whatever the files
-    say. The directory is not changed, and not used afterwards.
+    The function reads checkpoints of TorchRL 0.3 and later. The storage must be memory-mapped or a
+    tensor storage, with a round-robin writer. The sampler must be a RandomSampler, a
+    PrioritizedSampler or a sampler of slices. Only JSON and raw values are read. No pickle is
+    opened, and no code from the files runs. The directory is not changed, and not used afterwards.
 
-    What is read: every stored row in its slot, capacity, cursor, write count, batch size, the
-    state of a generator on the CPU, and of a PrioritizedSampler ``alpha``, ``beta``, ``eps`` and
-    the priorities.
+    The buffer takes from the files every stored row in its slot, capacity, cursor, write count and
+    batch size. It also takes the state of a generator on the CPU, and ``alpha``, ``beta``, ``eps``
+    and the priorities of a PrioritizedSampler.
 
-    What is rebuilt: the episode index, from the columns. Raw priorities, from the powers that
-    TorchRL saves: probabilities are the same to the precision of these numbers; with ``alpha=0``,
-    where all powers are 1, all priorities are the largest. A column ``index``, which TorchRL's
-    TensorDictReplayBuffer stores, is left out: every sample brings its own.
+    The episode index is computed from the columns. TorchRL saves powers of the priorities, from
+    which the raw priorities are computed. Probabilities are equal up to the precision of these
+    numbers. With ``alpha=0`` all powers are 1, so each row gets the largest priority. TorchRL's
+    TensorDictReplayBuffer stores a column ``index``. It is not read, because every sample has its
+    own.
 
-    What is not read: generations, batches drawn ahead (``prefetch.pkl``), the state of transforms
-    (``transform.t``; a UserWarning), and which rows a pass of SamplerWithoutReplacement and others
-    has left.
+    Generations, prefetched batches (``prefetch.pkl``) and the rest of a pass (of
+    SamplerWithoutReplacement and others) are not read. Nor is the state of transforms
+    (``transform.t``), which causes a UserWarning.
 
     Args:
         path: the directory.
-        storage: where the rows go, of any kind and capacity; smaller ones keep the newest rows.
-            What it holds is replaced. None: a LazyTensorStorage of the same capacity.
-        sampler: None: PrioritizedSampler with the saved exponents, or RandomSampler. One with
-            priorities takes over what was saved; others begin anew.
-        scratch_dir: folder for a LazyMemmapStorage of the same capacity, in the place of
-            ``storage``.
-        options: further arguments of ReplayBuffer; ``batch_size`` and ``generator`` go before what
-            was saved.
+        storage: the storage for the rows, of any kind and capacity. Its rows are replaced. A
+            smaller storage keeps the newest rows. None for a LazyTensorStorage of the same
+            capacity.
+        sampler: the sampler. A sampler with priorities takes the saved priorities; others start
+            over. None for a PrioritizedSampler with the saved exponents, or a RandomSampler.
+        scratch_dir: folder for a LazyMemmapStorage of the same capacity, instead of ``storage``.
+        options: further arguments of ReplayBuffer. ``batch_size`` and ``generator`` override the
+            saved values.
 
     Raises:
-        FileNotFoundError: no checkpoint of TorchRL's. CheckpointError: a file is missing, has
-            another size than the others say, is a link, or contradicts the others; names it.
-        ValueError: what is not read, by name: entries that are no tensors, nested tensors,
-            tensorclasses, lists, other writers, other samplers without ``sampler``.
-        TypeError: both ``storage`` and ``scratch_dir``.
+        FileNotFoundError: there is no checkpoint of TorchRL.
+        CheckpointError: a file is missing, is a link, or contradicts another file in size or
+            content. The error names it.
+        ValueError: the checkpoint has parts that cannot be read; the error names them. These are
+            entries other than tensors, nested tensors, tensorclasses, lists, other writers, and
+            other samplers if ``sampler`` is not given.
+        TypeError: both ``storage`` and ``scratch_dir`` are given.
 
-    TorchRL's directories have no checksums and are overwritten in place: of a save that was killed
-    this finds only files that have another size than they should.
+    TorchRL's directories have no checksums and are overwritten in place. After an interrupted save,
+    only files of a wrong size are detected.
 
     Cost: one pass over the stored rows.
 
@@ -86,7 +89,7 @@ def read_torchrl(
     if saved.other_sampler is not None and sampler is None:
         raise ValueError(
             f"expected the state of a RandomSampler or PrioritizedSampler, got "
-            f"{saved.other_sampler}, which is not read; give sampler=, which then begins anew"
+            f"{saved.other_sampler}, which is not read; give sampler=, which then starts over"
         )
     if saved.transforms:
         warnings.warn(
@@ -125,8 +128,8 @@ def _generator(state: torch.Tensor) -> torch.Generator:
 
 
 def _state(buffer: ReplayBuffer, saved: TorchRLCheckpoint) -> BufferState:
-    """What a buffer of ours would have saved."""
-    rows = take_apart(saved.rows, saved.ndim)
+    """Return the state that a buffer of this package would have saved."""
+    rows = split_leaves(saved.rows, saved.ndim)
     group = Group(Schema(rows.root), tuple(rows.leaves.values()))
     elements = saved.length * saved.lanes.numel()
     sampler = buffer.sampler

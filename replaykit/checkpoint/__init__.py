@@ -1,6 +1,6 @@
-"""Parts <-> one directory on disk: atomic, checked, without pickle.
+"""Save parts to a directory atomically, and load them with checks, without pickle.
 
-A part is a state made of plain values and tensors; this room knows none of them by name.
+A part is a state of plain values and tensors, with any name.
 
 Example:
     >>> import tempfile, torch

@@ -1,4 +1,4 @@
-"""Read and write the manifests of a checkpoint, and encode state as JSON with tensors."""
+"""Read and write manifests of checkpoints, and encode state as JSON with tensors."""
 
 from __future__ import annotations
 
@@ -55,17 +55,18 @@ __all__ = [
 _FLAGS = os.O_RDONLY | sum(
     getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")
 )
-"""Neither through a link, which may lead anywhere, nor waiting for a pipe."""
+"""Flags that refuse links, which may lead anywhere, and do not wait for a pipe."""
 
 
 def open_file(file: Path, size: int | None = None) -> int:
-    """Opens a regular file for reading; returns its descriptor.
+    """Open a regular file for reading and return its descriptor.
 
     Args:
-        size: how many bytes it must have; None: any.
+        size: the number of bytes that the file must have; None for any number.
 
     Raises:
-        FileNotFoundError: there is none. CheckpointError: it is a link, no file, or torn.
+        FileNotFoundError: there is no such file.
+        CheckpointError: the path is a link or not a regular file, or the size differs.
         TooManyFilesError: the process has no descriptor left.
     """
     try:
@@ -94,17 +95,21 @@ _INT64 = 2**63
 
 
 def encode(value: Any, where: str, tensors: Tensors, depth: int = 0) -> Any:
-    """Returns JSON for ``value``; puts its tensors into ``tensors`` under fresh names.
+    """Return JSON for ``value``; add its tensors to ``tensors`` under new names.
 
-    Takes None, bool, int, float, str, bytes, tensors, tracked ones, NumPy arrays and numbers,
-    TensorDicts (also with values that are no tensors), tensorclasses, torch sizes, dtypes and
-    devices, and lists, tuples and dicts of these, up to 120 levels deep.
+    The value may be
+
+    - None, bool, int, float, str or bytes,
+    - a tensor, a tracked tensor, a NumPy array or number,
+    - a TensorDict (also with non-tensor values) or a tensorclass,
+    - a torch size, dtype or device,
+    - or lists, tuples and dicts of these, up to 120 levels deep.
 
     Args:
-        where: what the value is, for error messages.
+        where: a name for the value in error messages.
 
     Raises:
-        TypeError: something else, with the way to it.
+        TypeError: the value holds another kind of object; the error names the path to it.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -171,7 +176,7 @@ def _encode_container(value: Any, where: str, tensors: Tensors, depth: int) -> A
 
 
 def _encode_object(value: Any, where: str, tensors: Tensors, depth: int) -> Any:
-    """Encodes what a TensorDict holds beside tensors: one value for all rows, or one for each."""
+    """Encode a non-tensor value of a TensorDict, for all rows or for each row."""
     one = isinstance(value, NonTensorData)
     found = encode(value.data if one else value.tolist(), where, tensors, depth + 1)
     if not one and value.batch_dims != 1:
@@ -205,10 +210,10 @@ def _from_numpy(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
 
 
 def decode(record: Any, load: Callable[[str], Any]) -> Any:
-    """Rebuilds what ``encode`` took apart; ``load`` gives the tensor of a name.
+    """Rebuild an encoded value; ``load`` returns the tensor of a name.
 
     Raises:
-        ValueError: the record is not one that ``encode`` gave.
+        ValueError: ``encode`` cannot have made the record.
     """
     if isinstance(record, list):
         return [decode(item, load) for item in record]
@@ -288,28 +293,32 @@ FORMAT = "replaykit-checkpoint"
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 _MOST_VERSIONS = 10**15
-_KEPT = re.compile(r"manifest-([0-9]{1,15})\.json")
+_VERSIONED = re.compile(r"manifest-([0-9]{1,15})\.json")
 _DATA_FILE = re.compile(r"data-[0-9a-f]{12}-[0-9]{5,}\.bin")
 _CHECKSUM = re.compile(r', "crc32": ([0-9]{1,10})\}\Z')
 
 
 class _NoRecordError(CheckpointError):
-    """JSON of another kind than ours: what a save of the package leaves begins as a record, and
-    cut off or damaged it is no JSON of another kind."""
+    """A valid JSON file that no save of the package can have written.
+
+    A save writes a JSON object. If an object is truncated or damaged, the result is not valid JSON
+    of another kind.
+    """
 
 
 def version_of(manifest: Mapping[str, Any]) -> int:
-    """Returns the number of a checkpoint in its directory: 1 for the first one."""
+    """Return the number of a checkpoint in its directory, from 1 on."""
     return int(manifest.get("version", 1))
 
 
 def checkpoint_versions(path: str | os.PathLike[str]) -> list[int]:
-    """Returns the versions that a directory holds, rising; the last one is the newest.
+    """Return the versions that a directory holds, in rising order.
 
-    Each of them can be given to ``loads(path, version=...)``.
+    The last version is the newest. ``loads(path, version=...)`` accepts each of them.
 
     Raises:
-        FileNotFoundError: there is no checkpoint. CheckpointError: the newest one is damaged.
+        FileNotFoundError: there is no checkpoint.
+        CheckpointError: the newest checkpoint is damaged.
 
     Example:
         >>> import tempfile, torch
@@ -327,28 +336,29 @@ def checkpoint_versions(path: str | os.PathLike[str]) -> list[int]:
     """
     folder = Path(path).expanduser()
     newest = version_of(read_manifest(folder, check=True))
-    return [*(number for number in _kept(folder) if number < newest), newest]
+    return [*(number for number in _saved_versions(folder) if number < newest), newest]
 
 
-def _kept(folder: Path) -> list[int]:
-    found = (_KEPT.fullmatch(name) for name in os.listdir(folder))
+def _saved_versions(folder: Path) -> list[int]:
+    found = (_VERSIONED.fullmatch(name) for name in os.listdir(folder))
     return sorted(int(match[1]) for match in found if match and match[1] == str(int(match[1])))
 
 
-def _kept_name(version: int) -> str:
+def _manifest_name(version: int) -> str:
     return f"manifest-{version}.json"
 
 
 def read_manifest(
     folder: Path, version: int | None = None, *, check: bool = False
 ) -> dict[str, Any]:
-    """Reads the newest manifest of a directory, or that of a version.
+    """Read the newest manifest of a directory, or the manifest of a version.
 
     Args:
-        check: whether to refuse what cannot be read now.
+        check: whether to refuse a manifest that this version of the package cannot read.
 
     Raises:
-        FileNotFoundError: there is none. CheckpointError: it is damaged; names the file.
+        FileNotFoundError: there is no such manifest.
+        CheckpointError: the manifest is damaged; the error names the file.
     """
     if version is None:
         return _read(folder, MANIFEST, check)
@@ -357,13 +367,13 @@ def read_manifest(
         if version_of(newest) == version:
             return newest
     try:
-        found = _read(folder, _kept_name(version), check)
+        found = _read(folder, _manifest_name(version), check)
     except FileNotFoundError:
         there = checkpoint_versions(folder)
         raise FileNotFoundError(f"{folder} has no version {version}; there are {there}") from None
     if version_of(found) != version:
-        file = folder / _kept_name(version)
-        raise CheckpointError(f"{file} is damaged: it is that of version {version_of(found)}")
+        file = folder / _manifest_name(version)
+        raise CheckpointError(f"{file} is damaged: it belongs to version {version_of(found)}")
     return found
 
 
@@ -374,7 +384,7 @@ def _read(folder: Path, name: str, check: bool) -> dict[str, Any]:
             text = opened.read()
         manifest = json.loads(text)
     except CheckpointError:
-        raise  # a ValueError too: it is no plain file
+        raise  # this is also a ValueError, and already names the damage
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no checkpoint in {folder}") from None
     except NotADirectoryError:
@@ -389,10 +399,10 @@ def _read(folder: Path, name: str, check: bool) -> dict[str, Any]:
 
 
 def read_base(folder: Path) -> dict[str, Any] | None:
-    """Returns the manifest that a save follows; None where there is none that can be read.
+    """Return the manifest that a save builds on, or None if there is no readable one.
 
     Raises:
-        CheckpointError: the directory holds something else under ``manifest.json``.
+        CheckpointError: ``manifest.json`` in the directory is not the manifest of a checkpoint.
     """
     with contextlib.suppress(FileNotFoundError, CheckpointError):
         manifest = read_manifest(folder, check=True)
@@ -406,7 +416,7 @@ def read_base(folder: Path) -> dict[str, Any] | None:
     except _NoRecordError:
         found = "it holds no record"
     except (FileNotFoundError, CheckpointError):
-        return None  # nothing there, or nothing that could still be read
+        return None  # the manifest is missing or unreadable
     raise CheckpointError(
         f"{folder / MANIFEST} is not that of a checkpoint ({found}); choose another directory"
     )
@@ -415,35 +425,39 @@ def read_base(folder: Path) -> dict[str, Any] | None:
 def publish(
     folder: Path, manifest: dict[str, Any], base: Mapping[str, Any] | None, keep: int
 ) -> None:
-    """Puts a manifest in the place of the one there is, then removes what none names any more.
+    """Replace the newest manifest, then remove files that no manifest names.
 
-    Its files are on disk already, under names that no other manifest has, or are those of
-    ``base``. At any instant there is a whole checkpoint: the old one, then the new one.
+    The files of the manifest are already on disk. They belong to ``base``, or have names that no
+    other manifest uses. At any instant the directory holds a whole checkpoint, either the old or
+    the new one.
 
     Args:
-        manifest: without its checksum, and without ``version``, which it gets.
-        base: the manifest that is there; None: none that can be read.
-        keep: how many checkpoints there will be at most, this one included.
+        manifest: the new manifest, without a checksum. Its ``version`` is set here.
+        base: the present manifest; None if there is no readable manifest.
+        keep: the largest number of checkpoints in the directory, including the new one.
     """
-    token, kept = manifest["save"], _kept(folder)
+    token, kept = manifest["save"], _saved_versions(folder)
     newest = max([*kept, 0 if base is None else version_of(base)])
     if newest + 1 >= _MOST_VERSIONS:
         raise CheckpointError(
-            f"{folder} has a checkpoint of version {newest}, after which none can come; choose "
+            f"{folder} has a checkpoint of version {newest}, the largest possible one; choose "
             "another directory"
         )
     manifest["version"] = newest + 1
     if base is not None and keep > 1:
-        # The same text under the name of its version; until the end both are the newest one.
+        # This is a copy of the manifest under the name of its version. Until the replace below,
+        # both the old and the new manifest count as the newest.
         older = {name: value for name, value in base.items() if name != "crc32"}
-        _write(folder, {**older, "version": version_of(base)}, _kept_name(version_of(base)), token)
+        _write(
+            folder, {**older, "version": version_of(base)}, _manifest_name(version_of(base)), token
+        )
     _write(folder, manifest, MANIFEST, token)
     _remove_old(folder, manifest, keep)
 
 
 def _write(folder: Path, manifest: Mapping[str, Any], name: str, token: str) -> None:
     text = json.dumps(manifest, allow_nan=False)
-    # The last entry is the checksum of the text without it.
+    # The last entry is the checksum of the text without this entry.
     text = f'{text[:-1]}, "crc32": {zlib.crc32(text.encode())}}}'
     draft = folder / f".{name}.{token}"
     try:
@@ -460,7 +474,7 @@ def _write(folder: Path, manifest: Mapping[str, Any], name: str, token: str) -> 
 
 
 def is_published(folder: Path, token: str) -> bool:
-    """Whether the save of that name is the newest checkpoint."""
+    """Return whether the save ``token`` wrote the newest checkpoint."""
     try:
         return bool(read_manifest(folder).get("save") == token)
     except (OSError, CheckpointError):
@@ -468,22 +482,22 @@ def is_published(folder: Path, token: str) -> bool:
 
 
 def _remove_old(folder: Path, manifest: Mapping[str, Any], keep: int) -> None:
-    """Removes older manifests that are not kept, then the files that no manifest names."""
-    older = [number for number in _kept(folder) if number < manifest["version"]]
+    """Remove the oldest manifests, then the files that no manifest names."""
+    older = [number for number in _saved_versions(folder) if number < manifest["version"]]
     gone = older[: max(0, len(older) - (keep - 1))]
     for number in gone:
         with contextlib.suppress(OSError):  # the next save tries again
-            os.unlink(folder / _kept_name(number))
+            os.unlink(folder / _manifest_name(number))
     if gone:
-        sync_directory(folder)  # before the files that they name
+        sync_directory(folder)  # before the files that the removed manifests name are removed
     named = set(manifest["files"])
-    for number in _kept(folder):
+    for number in _saved_versions(folder):
         try:
-            named |= set(_read(folder, _kept_name(number), True)["files"])
+            named |= set(_read(folder, _manifest_name(number), True)["files"])
         except FileNotFoundError:
             continue
         except (OSError, CheckpointError):
-            return  # what it names is not known, so nothing is removed as long as it is kept
+            return  # its files are unknown, so remove no file as long as this manifest exists
     for entry in os.scandir(folder):
         stale = _DATA_FILE.fullmatch(entry.name) and entry.name not in named
         if stale or entry.name.startswith(".manifest"):
@@ -492,7 +506,7 @@ def _remove_old(folder: Path, manifest: Mapping[str, Any], keep: int) -> None:
 
 
 def _check(manifest: dict[str, Any], text: str, file: Path) -> None:
-    """Raises CheckpointError where the manifest is not one that can be read now."""
+    """Raise CheckpointError if this version of the package cannot read the manifest."""
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not a checkpoint's (format {manifest.get('format')!r})")
     version = manifest.get("format_version")
@@ -515,7 +529,7 @@ def _check(manifest: dict[str, Any], text: str, file: Path) -> None:
     if not isinstance(manifest.get("save"), str):
         raise CheckpointError(f"{file} is damaged: save {manifest.get('save')!r}")
     for name, record in manifest["files"].items():
-        # Only names of our own making: nothing outside the directory is ever opened.
+        # Allow only names that a save makes, so that no file outside the directory is ever opened.
         if not _DATA_FILE.fullmatch(name):
             raise CheckpointError(f"{file} is damaged: file name {name!r}")
         if not isinstance(record, dict) or not all(

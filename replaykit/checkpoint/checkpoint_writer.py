@@ -45,27 +45,28 @@ __all__ = ["Snapshot", "save_checkpoint", "save_snapshot"]
 
 
 class Snapshot:
-    """What a save will write; a context manager, which lets go of it.
+    """A context manager with the state that a save writes, as of one instant.
 
-    Tensors are copied, but for those whose changes are tracked: these are read block by block
-    later, and what is overwritten before is copied first. Of those that others write too, who say
-    so to nobody here, what the save will not name again is copied at once.
+    The snapshot copies all tensors except tracked tensors. The save reads these later, block by
+    block. If a writer overwrites rows before the save has read them, the writer first copies them.
+    If other processes also write a tracked tensor, the snapshot at once copies the chunks that the
+    save cannot reuse. The exit from the context releases the tracked tensors.
 
     Args:
-        parts: state of each part: values that ``tree.encode`` takes.
+        parts: state of each part, as values that ``encode`` takes.
         document: plain JSON values for the head of the manifest.
-        lock: guards the tracked tensors. Whoever makes a snapshot holds it.
-        base: the checkpoint that the save follows, as it was found a moment ago; None: of what is
-            copied at once, it is all.
+        lock: the lock of the tracked tensors, which the caller holds.
+        base: the latest checkpoint of the directory, whose chunks the save can reuse. With None, a
+            copy at once includes all chunks.
 
     Attributes:
-        encoded, head: parts and document as JSON.
-        plain: copies of the other tensors, by name.
-        frozen: the tracked tensors, those of one Changes together.
-        again: what of them the save names again, where some are copied at once; else None.
+        encoded, head: ``parts`` and ``document`` as JSON.
+        plain: copies of the tensors that are not tracked, by name.
+        frozen: the tracked tensors, grouped by their record of changes.
+        again: the chunks that the save reuses, if the other chunks are copied at once; else None.
 
     Raises:
-        TypeError: a state that cannot be represented.
+        TypeError: a state cannot be saved.
     """
 
     def __init__(
@@ -99,9 +100,12 @@ class Snapshot:
             self.__exit__()
             raise
 
-    def follows(self, base: Base) -> bool:
-        """Whether it can be saved over a checkpoint: that has no later state of the same tensors,
-        and is the one that it has copied what is new for."""
+    def extends(self, base: Base) -> bool:
+        """Return whether a save of the snapshot can build on a checkpoint.
+
+        The checkpoint must not have a later state of the same tensors. If chunks were copied at
+        once, it must be the ``base`` of the snapshot.
+        """
         if self.again is not None and self.again.base.save not in (None, base.save):
             return False
         if base.manifest is None:
@@ -118,12 +122,12 @@ class Snapshot:
 
 
 _BLOCK_BYTES = 8 * 2**20
-"""How much is copied at a time while writers wait."""
+"""Bytes of a block that is copied while writers wait."""
 _MOST_BLOCKS = 256
 _MOST_BLOCK_BYTES = 64 * 2**20
 _SYNC_THREADS = 8
-_LOOK = 0.05
-"""Seconds between looks for Ctrl-C while another process saves to the directory."""
+_POLL_S = 0.05
+"""Seconds between checks for Ctrl-C during a wait for another save."""
 
 
 def save_checkpoint(
@@ -133,19 +137,19 @@ def save_checkpoint(
     *,
     keep: int = 1,
 ) -> None:
-    """Writes parts and a document into a directory, all or nothing.
+    """Write parts and a document into a directory; an error leaves it unchanged.
 
     Args:
-        path: the directory; made with its parents.
-        parts: state of each part: values that ``tree.encode`` takes.
+        path: the directory, which is made with its parents.
+        parts: state of each part, as values that ``encode`` takes.
         document: plain JSON values for the head of the manifest.
-        keep: how many checkpoints the directory holds at most, this one included.
+        keep: the largest number of checkpoints in the directory, including the new one.
 
     Raises:
-        TypeError: a state that cannot be represented; nothing has been written.
+        TypeError: a state cannot be saved. Nothing was written then.
         ValueError: ``keep`` is below 1, or ``path`` is empty.
-        CheckpointError: the directory holds something else under ``manifest.json``.
-        OSError: the disk refused; names the file. What was there before is untouched.
+        CheckpointError: ``manifest.json`` in the directory is not the manifest of a checkpoint.
+        OSError: a write to the disk failed; the error names the file. Earlier files are unchanged.
 
     Cost: one pass over the bytes.
     """
@@ -153,31 +157,32 @@ def save_checkpoint(
 
 
 def save_snapshot(
-    path: str | os.PathLike[str], take: Callable[[Base], Snapshot], *, keep: int = 1
+    path: str | os.PathLike[str], snapshot_of: Callable[[Base], Snapshot], *, keep: int = 1
 ) -> None:
-    """Writes a snapshot into a directory, all or nothing; see ``save_checkpoint``.
+    """Write a snapshot into a directory; an error leaves it unchanged.
 
-    Of tracked tensors only those chunks are written that have changed since the save that the
-    directory holds, if that was one of the last of the same tensors.
+    See ``save_checkpoint``. If the directory holds one of the last saves of the same tracked
+    tensors, this writes only the chunks that have changed since.
 
     Args:
-        take: makes the snapshot, of the checkpoint that the directory holds; called again where
-            another one was saved before this one could be, and that matters.
+        snapshot_of: function that makes the snapshot, given the checkpoint in the directory. It is
+            called again if another save was published first, and the snapshot cannot build on that
+            save.
     """
     if type(keep) is not int or keep < 1:
         raise ValueError(f"expected keep as an int of at least 1, got {keep!r}")
-    if not os.fspath(path):  # to pathlib the current directory, which is then called "."
+    if not os.fspath(path):  # pathlib would treat an empty path as the current directory
         raise ValueError(f"expected path as that of a directory, got {path!r}")
     folder = Path(path).expanduser()
     with deferred, contextlib.ExitStack() as held:
-        snapshot = held.enter_context(take(Base.of(folder)))
+        snapshot = held.enter_context(snapshot_of(Base.of(folder)))
         with naming(folder):
             make_directory(folder)
         with _exclusive(folder):
             base = Base.of(folder)
-            if not snapshot.follows(base):
+            if not snapshot.extends(base):
                 held.close()
-                snapshot = held.enter_context(take(base))
+                snapshot = held.enter_context(snapshot_of(base))
             _save(snapshot, base, keep)
 
 
@@ -189,7 +194,7 @@ def _save(snapshot: Snapshot, base: Base, keep: int) -> None:
         writer = ChunkWriter(folder, token, chunk_bytes(plain + again.nbytes), early.wrote)
         try:
             tensors = {name: writer.write(tensor) for name, tensor in snapshot.plain.items()}
-            writer.finish()  # what every save writes anew does not lie with what stays
+            writer.finish()  # separate files, since later saves reuse only rows, not these tensors
             saved = []
             for frozen in snapshot.frozen:
                 records = _write_rows(writer, frozen, again.pieces[id(frozen)])
@@ -226,13 +231,13 @@ def _save(snapshot: Snapshot, base: Base, keep: int) -> None:
 def _write_rows(
     writer: ChunkWriter, frozen: FrozenRows, again: Mapping[str, Pieces]
 ) -> dict[str, dict[str, Any]]:
-    """Writes the rows that are wanted, some of all tensors after each other; returns the records.
+    """Write the wanted rows, a block of each tensor in turn; return the records.
 
-    So the rows of a ring that are overwritten together lie in one file, which goes with them.
+    Rows that a ring overwrites together then share a file. A later save can thus drop whole files.
     """
     size, width = frozen.changes.chunk, sum(frozen.row_bytes.values())
     block = max(_BLOCK_BYTES, frozen.rows * width // _MOST_BLOCKS) // max(width, 1)
-    # Rows of whole pages, where that is not too many; chunks and pages are powers of two.
+    # Blocks are whole pages, unless such blocks are too large. Chunks and pages are powers of two.
     paged = {n: frozen.rows * row_bytes >= PAGED_BYTES for n, row_bytes in frozen.row_bytes.items()}
     pages = [size, *(rows_of_pages(frozen.row_bytes[n]) for n in frozen.names if paged[n])]
     unit = max(pages) if max(pages) * width <= _MOST_BLOCK_BYTES else size
@@ -258,20 +263,20 @@ def _write_rows(
                 frozen.read(name, low, high, out)
                 yield raw_bytes(out).numpy().data
 
-        # A few rows are not worth the gap before them: whoever maps the tensor copies them.
+        # A few rows are not aligned, to save the padding. A mapped checkpoint copies them.
         large = paged[name] and (stop - first) * row_bytes >= 4 * PAGE_BYTES
         pieces[name] += writer.append(stop - first, row_bytes, blocks, first, size, large)
     return {name: _record(writer, frozen, name, pieces[name]) for name in frozen.names}
 
 
 class _Staging:
-    """Memory for rows on their way to a file, taken once."""
+    """Memory for rows on their way to a file, which all blocks reuse."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def rows(self, frozen: FrozenRows, name: str, count: int) -> torch.Tensor:
-        """Room for rows of a tensor."""
+        """Return memory for ``count`` rows of a tensor."""
         tensor, nbytes = frozen.tensors[name].tensor, count * frozen.row_bytes[name]
         if len(self._memory) < nbytes:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -282,7 +287,7 @@ def _record(
     writer: ChunkWriter, frozen: FrozenRows, name: str, pieces: list[RowExtent]
 ) -> dict[str, Any]:
     tensor, row_bytes = frozen.tensors[name].tensor, frozen.row_bytes[name]
-    if not pieces:  # no rows, or rows without bytes
+    if not pieces:  # there are no rows, or rows without bytes
         pieces = writer.append(frozen.rows, 0, lambda start, stop: ())
     return {
         "dtype": dtype_name(tensor.dtype),
@@ -292,7 +297,7 @@ def _record(
 
 
 def _sync(files: Iterable[Path]) -> None:
-    """Makes files durable; the system reports what was not written to one of these calls."""
+    """Make files durable; the system reports failures of earlier writes here."""
 
     def sync(file: Path) -> None:
         with naming(file):
@@ -313,13 +318,13 @@ def _sync(files: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """One saver at a time; the kernel lets go of the lock when a process dies."""
+    """Exclude other saves to the folder; the kernel frees the lock of a dead process."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / ".lock")
     while True:
         try:
-            held = lock.acquire(timeout=_LOOK)
+            held = lock.acquire(timeout=_POLL_S)
             break
         except Timeout:
             check()

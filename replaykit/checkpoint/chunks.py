@@ -1,4 +1,4 @@
-"""Write tensors into checksummed files of rows, and reuse those of the checkpoint before."""
+"""Write tensors into checksummed files of rows, and reuse files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SLACK_BYTES = 2**20
 
 @dataclass(frozen=True)
 class RowExtent:
-    """Rows that lie one after the other: ``rows`` of them from ``first`` on, in a file."""
+    """A piece of a tensor in a file: ``rows`` rows from row ``first`` on."""
 
     first: int
     rows: int
@@ -50,7 +50,7 @@ class RowExtent:
 
 
 class Pieces:
-    """Pieces of one tensor, rising by row; each row lies in at most one of them.
+    """The pieces of one tensor in row order; each row is in at most one of them.
 
     Args:
         row_bytes: bytes of a row.
@@ -62,7 +62,7 @@ class Pieces:
 
     @classmethod
     def of_record(cls, pieces: Sequence[Sequence[Any]], row_bytes: int) -> Pieces:
-        """Reads the pieces of a manifest, ``[file, offset, rows]`` in row order."""
+        """Read the pieces of a manifest, ``[file, offset, rows]`` in row order."""
         found, first = [], 0
         for file, offset, rows in pieces:
             found.append(RowExtent(first, rows, file, offset))
@@ -70,7 +70,7 @@ class Pieces:
         return cls(row_bytes, found)
 
     def to_record(self) -> list[list[Any]]:
-        """Returns them as a manifest has them; what lies one after the other is one piece."""
+        """Return the pieces for a manifest; join pieces that are adjacent in a file."""
         joined: list[list[Any]] = []
         for piece in self.pieces:
             last = joined[-1] if joined else None
@@ -85,7 +85,7 @@ class Pieces:
         return joined
 
     def spans(self, chosen: Iterable[tuple[int, int]]) -> Pieces:
-        """Returns the pieces of the rows ``first..stop`` of each span."""
+        """Return the pieces that cover the rows ``first..stop`` of each span."""
         starts = [piece.first for piece in self.pieces]
         found = []
         for first, stop in chosen:
@@ -99,7 +99,7 @@ class Pieces:
         return Pieces(self.row_bytes, found)
 
     def nbytes(self) -> dict[str, int]:
-        """Returns how many bytes of each file these rows are."""
+        """Return the number of bytes that the rows take in each file."""
         total: dict[str, int] = {}
         for piece in self.pieces:
             total[piece.file] = total.get(piece.file, 0) + piece.rows * self.row_bytes
@@ -107,7 +107,7 @@ class Pieces:
 
 
 def runs(chosen: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
-    """Returns the runs of True in bool ``[n]`` as ``(first, stop)``.
+    """Return the runs of True in bool ``[n]`` as ``(first, stop)``.
 
     Example:
         >>> import numpy as np
@@ -120,15 +120,15 @@ def runs(chosen: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
 
 
 def files_to_leave(live: Mapping[str, int], sizes: Mapping[str, int]) -> set[str]:
-    """Returns the files whose rows are better written anew.
+    """Return the files whose rows a save should rewrite.
 
-    So that a checkpoint takes at most half as much again as its rows, and few files. Of the files
-    written anew most is dead or they are the smallest, so that all saves together write at most a
-    few times what has changed.
+    A checkpoint then takes at most 1.5 times the bytes of its rows, and few files. The chosen files
+    hold mostly unused rows, or are the smallest. All saves together thus write at most a few times
+    the changed bytes.
 
     Args:
-        live: bytes of each file that would be named again.
-        sizes: bytes of all files.
+        live: for each file, the bytes that the save could reuse.
+        sizes: the size of each file in bytes.
 
     Example:
         >>> from replaykit.checkpoint.chunks import files_to_leave
@@ -151,11 +151,11 @@ def files_to_leave(live: Mapping[str, int], sizes: Mapping[str, int]) -> set[str
 
 @dataclass(frozen=True)
 class Base:
-    """The checkpoint that a save follows.
+    """The checkpoint in a directory before a save.
 
     Attributes:
         folder: the directory.
-        manifest: what it says; None: there is none that can be read.
+        manifest: the manifest of the checkpoint; None if there is no readable one.
     """
 
     folder: Path = Path()
@@ -163,22 +163,28 @@ class Base:
 
     @classmethod
     def of(cls, folder: Path) -> Base:
-        """The one that a directory holds; CheckpointError where it holds something else."""
+        """Read the manifest of a directory.
+
+        Raises:
+            CheckpointError: the manifest is not the manifest of a checkpoint.
+        """
         return cls(folder, read_base(folder))
 
     @property
     def save(self) -> str | None:
-        """The name of the save that wrote it."""
+        """The name of the save that wrote the checkpoint."""
         return None if self.manifest is None else self.manifest["save"]
 
 
 class Again:
-    """Which chunks of frozen rows a save names again, and tells these of the others.
+    """The chunks of frozen rows that a save reuses from a checkpoint.
+
+    The constructor passes all other chunks to ``want`` of the frozen rows.
 
     Attributes:
-        base: the checkpoint whose chunks they are.
-        pieces: by the frozen rows and by tensor, the pieces that are named again.
-        nbytes: bytes of the rows that are not.
+        base: the checkpoint with the reused chunks.
+        pieces: the reused pieces, by the id of the frozen rows and by tensor.
+        nbytes: bytes of the rows that are not reused.
     """
 
     def __init__(self, frozen_rows: Iterable[FrozenRows], base: Base) -> None:
@@ -210,7 +216,7 @@ class Again:
 
 
 def _sizes(folder: Path, base: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of those files of a checkpoint that are there and have them."""
+    """Return the sizes of the files of a checkpoint that exist and are whole."""
     found = {}
     for name, record in base["files"].items():
         with contextlib.suppress(OSError):
@@ -222,7 +228,7 @@ def _sizes(folder: Path, base: Mapping[str, Any]) -> dict[str, int]:
 def _unchanged(
     frozen: FrozenRows, name: str, saved: RowsAtSave | None, sizes: Mapping[str, int]
 ) -> Pieces:
-    """The pieces of the chunks that have not changed since a save, and whose files are there."""
+    """Return the pieces of chunks that have not changed since a save and still exist."""
     row_bytes, tensor = frozen.row_bytes[name], frozen.tensors[name].tensor
     record = None if saved is None else saved.records.get(frozen.tensors[name].key)
     if (
@@ -235,13 +241,13 @@ def _unchanged(
         return Pieces(row_bytes)
     size, rows, before = frozen.changes.chunk, frozen.rows, record["shape"][0]
     same = frozen.versions[name] <= saved.at
-    # A chunk that was not full has grown, or all of its rows were saved.
+    # A last chunk that is not full is unchanged only if all of its rows were saved.
     same[min(rows, before) // size :] = False
     if before >= rows and rows % size and frozen.versions[name][-1] <= saved.at:
         same[-1] = True
     spans = [(first * size, min(stop * size, rows)) for first, stop in runs(same)]
     old = Pieces.of_record(record["pieces"], row_bytes).spans(spans)
-    # Files are cut at the borders of chunks: with a file that is gone go whole chunks.
+    # Files end at the borders of chunks, so a missing file removes whole chunks.
     old.pieces = [piece for piece in old.pieces if piece.file in sizes]
     return old
 
@@ -250,28 +256,29 @@ _CHUNK_BYTES = 64 * 2**20
 _LARGE_CHUNK_BYTES = 256 * 2**20
 ALIGNMENT = 64
 PAGE_BYTES = 16 * 2**10
-"""Pages of all processors that matter are this or a part of it."""
+"""Alignment in bytes, a multiple of the page size of all supported processors."""
 PAGED_BYTES = 2**20
-"""Tensors from this size on lie page by page; for smaller ones it would be mostly padding."""
+"""Least bytes of a tensor that is aligned to pages, to limit the padding."""
 _BLOCK_BYTES = 8 * 2**20
 
 
 class ChunkWriter:
-    """Writes rows of tensors into ``<folder>/data-<token>-<number>.bin`` and notes what lies where.
+    """A writer of tensors into files ``<folder>/data-<token>-<number>.bin``.
 
-    Small tensors share a file; large ones are cut into files of whole rows. Of a large one every
-    piece lies in its file as it does in the tensor, modulo a page, so that the pieces can be mapped
-    one after the other as one range of memory; where rows allow it, pieces are whole pages. Nothing
-    is synced.
+    Small tensors share a file. Large tensors are cut into files of whole rows. A piece of a large
+    tensor has the same offset in its file as in the tensor, modulo a page. The pieces can thus be
+    mapped one after the other into one range of memory. Pieces are whole pages if the row size
+    permits it. The writer syncs no file.
 
     Args:
-        folder: where the files go.
-        token: what the names of the files have that no others have.
-        limit: size from which on a file is full.
-        wrote: told of every file how many bytes more were written to it.
+        folder: the directory for the files.
+        token: the part of the file names that is unique to this save.
+        limit: bytes from which on a file is full.
+        wrote: function that is called after each write, with the file and the number of written
+            bytes.
 
     Attributes:
-        files: per file its size in bytes and its crc32.
+        files: for each file, its size in bytes and its crc32.
     """
 
     def __init__(
@@ -287,19 +294,22 @@ class ChunkWriter:
         self._open: BinaryIO | None = None
         self._name = ""
         self._gathered: list[np.ndarray[Any, Any]] = []
-        """Two blocks: one is filled while the other one is written. The system takes large writes
-        of whole pages at several times the rate of others."""
+        """Two blocks. One block is filled while the other is written.
+
+        Large writes of whole pages are several times as fast as other writes.
+        """
         self._waiting = 0
-        """Bytes in the first one of them."""
+        """Number of gathered bytes in the first block."""
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[tuple[int, int | None]] | None = None
         self._sums = False
-        """Whether the checksum of what is being written was made here."""
+        """True if the caller's thread has computed the checksum of the block in progress."""
 
     def write(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Appends a tensor; returns its record: dtype, shape, and pieces ``[file, offset, rows]``.
+        """Append a tensor; return its dtype, shape and pieces ``[file, offset, rows]``.
 
-        Cost: one pass over its bytes; memory for one block of rows where they are no plain memory.
+        Cost: one pass over the bytes. If the tensor is not plain memory, it also takes memory for
+        one block of rows.
         """
         rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
         row_bytes = rows[:1].nbytes if len(rows) else 0
@@ -322,13 +332,13 @@ class ChunkWriter:
         granule: int = 1,
         paged: bool = False,
     ) -> list[RowExtent]:
-        """Appends rows; returns where they lie: at least one piece.
+        """Append rows; return their pieces, of which there is at least one.
 
         Args:
-            blocks: gives the bytes of the rows from one to before another, in turn.
+            blocks: function that returns the bytes of the rows ``start..stop``, in order.
             first: number of the first row.
-            granule: rows that are not divided between two files, counted from the first one.
-            paged: whether they lie in files as in the tensor, modulo a page.
+            granule: rows between two successive multiples of this number stay in one file.
+            paged: whether offsets in files equal the offsets in the tensor, modulo a page.
         """
         pieces: list[RowExtent] = []
         start, stop = first, first + count
@@ -341,7 +351,7 @@ class ChunkWriter:
                 if taken > room:
                     unit = math.lcm(granule, rows_of_pages(row_bytes)) if paged else granule
                     end = (start + room) // unit * unit
-                    if end <= start:  # not even one: of what must not be divided, one anyway
+                    if end <= start:  # no whole unit fits, so take at least one granule
                         end = max((start + room) // granule * granule, start + granule)
                     taken = min(taken, end - start)
                 for block in blocks(start, start + taken):
@@ -351,9 +361,10 @@ class ChunkWriter:
         return pieces
 
     def _room_for(self, nbytes: int, phase: int | None) -> int:
-        """Opens a file with room for a row, a small tensor whole; returns the offset in it.
+        """Return an offset with room for ``nbytes``; begin a new file if necessary.
 
-        ``phase``: what the offset is modulo a page; None: any multiple of ``ALIGNMENT``.
+        Args:
+            phase: the offset modulo a page; None for any multiple of ``ALIGNMENT``.
         """
         at, unit = (0, ALIGNMENT) if phase is None else (phase, PAGE_BYTES)
         if self._open is not None:
@@ -365,7 +376,7 @@ class ChunkWriter:
             self.finish()
         self._name = f"data-{self.token}-{len(self.files):05d}.bin"
         with naming(self.folder / self._name):
-            # Unbuffered: what was written is the kernel's, whatever happens to this process.
+            # The file is unbuffered, so the kernel has all written bytes even if this process dies.
             self._open = open(self.folder / self._name, "xb", buffering=0)  # noqa: SIM115
         self.files[self._name] = {"size": 0, "crc32": 0}
         self._append(bytes(at))
@@ -387,15 +398,16 @@ class ChunkWriter:
                 self._flush()
 
     def _flush(self) -> None:
-        """Has what was gathered written, after what was before; raises what that has met."""
+        """Start to write the gathered bytes; raise the error of the previous write."""
         waiting, self._waiting = self._waiting, 0
         block, busy = None, self._writing is not None and not self._writing.done()
         if waiting:
             block = self._gathered[0].data[:waiting]
         record = self.files[self._name]
-        if not (busy and self._sums):  # its checksum may be what is waited for
+        if not (busy and self._sums):  # the write's result may contain the checksum so far
             self._written()
-        # Whoever has time for it makes the checksum: this thread, where it has to wait.
+        # This thread computes the checksum if it would otherwise wait. If not, the writing thread
+        # does.
         self._sums = busy
         if busy and block is not None:
             record["crc32"] = crc32(block, record["crc32"])
@@ -409,7 +421,7 @@ class ChunkWriter:
             self._writing = self._thread.submit(_write_all, self._open, block, known)
 
     def _written(self) -> None:
-        """Waits for what is being written."""
+        """Wait for the write in progress."""
         writing, self._writing = self._writing, None
         if writing is not None:
             file = self.folder / self._name
@@ -421,7 +433,7 @@ class ChunkWriter:
                 self._wrote(file, count)
 
     def finish(self) -> None:
-        """Closes the file that is being written: what comes next goes into another one."""
+        """Close the current file; the next rows go into a new file."""
         if self._open is not None:
             try:
                 self._flush()
@@ -435,7 +447,7 @@ class ChunkWriter:
             self._open = None
 
     def discard(self) -> None:
-        """Removes every file that was written."""
+        """Remove all files that were written."""
         self._waiting = 0
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -449,8 +461,11 @@ class ChunkWriter:
 
 
 def _write_all(file: BinaryIO, left: memoryview, known: int | None) -> tuple[int, int | None]:
-    """Returns how many bytes were written, and the crc32 of those and of what was before, if that
-    is given."""
+    """Write all bytes; return their number and the crc32 of the file so far.
+
+    Args:
+        known: the crc32 of the file before these bytes; None to compute no crc32.
+    """
     count = len(left)
     known = known if known is None else crc32(left, known)
     while len(left):
@@ -460,7 +475,7 @@ def _write_all(file: BinaryIO, left: memoryview, known: int | None) -> tuple[int
 
 @contextlib.contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Has every refusal of the disk name the file."""
+    """Add the name of the file to every OSError."""
     try:
         with disk_errors(file, 0):
             yield
@@ -471,17 +486,17 @@ def naming(file: Path) -> Iterator[None]:
 
 
 def chunk_bytes(total: int) -> int:
-    """Size from which on a file is full: an eighth of all, from 64 to 256 MiB; more where that
-    would be too many files.
+    """Return the bytes from which on a file is full.
 
-    Disks read long files faster than short ones. A mapped file keeps a descriptor, of which a
-    process commonly has 1024.
+    The result is an eighth of all bytes, but from 64 to 256 MiB, or more if there would be too many
+    files. Disks read long files faster than short files. A mapped file keeps a descriptor open, and
+    a process commonly has 1024.
     """
     return max(_CHUNK_BYTES, min(total // 8, _LARGE_CHUNK_BYTES), -(-total // _MOST_FILES))
 
 
 def rows_of_pages(row_bytes: int) -> int:
-    """Returns the fewest rows that are whole pages: a power of two."""
+    """Return the smallest number of rows that fill whole pages, a power of two."""
     return PAGE_BYTES // math.gcd(row_bytes, PAGE_BYTES)
 
 

@@ -15,7 +15,7 @@ import torch
 from replaykit._compat import memory_users
 
 if TYPE_CHECKING:
-    from replaykit.checkpoint.shared_dirty_chunks import KeptChanges
+    from replaykit.checkpoint.shared_dirty_chunks import SharedChanges
 
 __all__ = [
     "RECORDS",
@@ -32,19 +32,20 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FrozenRows:
-    """The rows of some tensors at one instant, while they go on being written.
+    """The rows of some tensors as of one instant, while writers continue to write.
 
     Attributes:
-        at: the number of the save: what was written up to the instant has it, or a smaller one.
-        rows: how many rows there were.
-        names: the tensors.
-        row_bytes: bytes of a row of each.
+        at: the number of the save. Chunks written up to the instant have this number or a smaller
+            number.
+        rows: the number of rows at that instant.
+        names: the names of the tensors.
+        row_bytes: bytes of a row, by tensor.
 
-    Cost: nothing is copied before it is read or overwritten.
+    Cost: rows are copied only when they are read or overwritten.
     """
 
     at_once = False
-    """Whether all that is wanted is copied while the lock is still held; see ``CopiedRows``."""
+    """True if ``want`` copies rows under the lock of ``freeze``; see ``CopiedRows``."""
 
     def __init__(
         self,
@@ -75,16 +76,21 @@ class FrozenRows:
             self._kept = {name: {} for name in self.names}
 
     def saved(self, manifest: Mapping[str, Any]) -> RowsAtSave | None:
-        """Returns what the save wrote that left a manifest, if it was one of the last of these
-        rows."""
+        """Return the rows that the save of a manifest wrote, or None.
+
+        The result is None if the save is not one of the last saves of these rows.
+        """
         return self.changes.saved(manifest["save"])
 
     def remember(self, save: str, rows: RowsAtSave) -> None:
-        """Keeps in mind what a save of this has written, once it is published."""
+        """Remember the rows that a published save wrote."""
         self.changes.remember(save, rows)
 
-    def keep(self, chunks: np.ndarray[Any, Any], keys: Iterable[Any] | None) -> None:
-        """Copies chunks that will be overwritten and have not been read. The lock is held."""
+    def copy_chunks(self, chunks: np.ndarray[Any, Any], keys: Iterable[Any] | None) -> None:
+        """Copy chunks that were not read yet, before a write changes them.
+
+        The caller holds the lock.
+        """
         known = None if keys is None else set(keys)
         chunks = chunks[chunks < self.chunks]
         for name, tracked in self.tensors.items():
@@ -99,7 +105,10 @@ class FrozenRows:
         return slice(chunk * self.changes.chunk, min((chunk + 1) * self.changes.chunk, self.rows))
 
     def want(self, wanted: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Says which chunks of each tensor will be read, bool ``[chunks]``; each once."""
+        """Choose the chunks of each tensor that will be read, bool ``[chunks]``.
+
+        Each chosen chunk is read once.
+        """
         with self.lock:
             for name, chunks in wanted.items():
                 self._left[name] &= chunks
@@ -108,15 +117,15 @@ class FrozenRows:
                     del kept[number]
 
     def wanted(self, name: str) -> np.ndarray[Any, Any]:
-        """Returns which chunks of a tensor are still to be read, bool ``[chunks]``."""
+        """Return a mask ``[chunks]`` of the chunks of a tensor that are still to be read."""
         return self._left[name].copy()
 
     def read(self, name: str, first: int, stop: int, out: torch.Tensor) -> None:
-        """Copies the rows ``first..stop`` as they were at the instant, into ``out`` on the CPU.
+        """Copy the rows ``first..stop``, as of the instant, into ``out`` on the CPU.
 
         Args:
-            first, stop: both at the border of a chunk, or a part of one chunk; a chunk that is
-                read in parts is read in order.
+            first, stop: the span of rows. It covers whole chunks, or a part of one chunk. The parts
+                of a chunk must be read in order.
         """
         size = self.changes.chunk
         with self.lock:
@@ -132,15 +141,18 @@ class FrozenRows:
                 if stop >= min(start + size, self.rows):
                     left[number] = False
                     kept.pop(number, None)
-            if tracked.padding:  # whatever the memory held before
+            if tracked.padding:  # the content of the padding is undefined
                 blank(out, tracked.padding)
 
     def blocks(self, name: str, first: int, stop: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yields spans of rows to ``read``, of some bytes each, that make up chunks in a row."""
+        """Yield the spans of ``first..stop`` to ``read``, of at most ``nbytes`` each.
+
+        A span has at least one row.
+        """
         step = max(1, nbytes // max(self.row_bytes[name], 1))
         if step >= self.changes.chunk:
             step -= step % self.changes.chunk
-        else:  # parts of one chunk each
+        else:  # each span is a part of one chunk
             starts = range(first - first % self.changes.chunk, stop, self.changes.chunk)
             cuts = [
                 at
@@ -154,21 +166,24 @@ class FrozenRows:
 
 
 def blank(rows: torch.Tensor, padding: int) -> None:
-    """Sets the last ``padding`` bytes of rows uint8 ``[*batch, n]`` to zero.
+    """Set the last ``padding`` bytes of rows, uint8 ``[*batch, n]``, to zero.
 
-    Word by word: an operation on a few bytes of every row takes five times as long.
+    It masks whole words, because an operation on a few bytes of every row takes five times as long.
     """
     width = rows.shape[-1]
     size = next(size for size in (8, 4, 2, 1) if width % size == 0)
     count = -(-padding // size)
-    kept = bytes([255]) * (count * size - padding) + bytes(padding)
+    masks = bytes([255]) * (count * size - padding) + bytes(padding)
     words = rows.reshape(-1, width).numpy().view(f"u{size}")
-    for place, mask in enumerate(np.frombuffer(kept, f"u{size}"), width // size - count):
-        words[:, place] &= mask
+    for number, mask in enumerate(np.frombuffer(masks, f"u{size}"), width // size - count):
+        words[:, number] &= mask
 
 
 def copy_rows(out: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies rows bit for bit: on the CPU without torch's threads, which wait for each other."""
+    """Copy rows bit for bit.
+
+    On the CPU this avoids the threads of torch, which wait for each other.
+    """
     words = _WORDS.get(source.dtype.itemsize)
     if words is None or not source.is_cpu or source.is_conj() or source.is_neg():
         out.copy_(source)
@@ -180,21 +195,23 @@ _MOST_CHUNKS = 4096
 _LEAST_BYTES = 4096
 _MOST_LATE = 65536
 RECORDS = "records"
-"""Key of the tensor in which several others lie side by side, row by row."""
+"""Key of the tensor of records, whose rows hold the leaves of several keys."""
 _REMEMBERED = 4
-"""Saves that are remembered: of a buffer saved into several directories in turn."""
+"""Number of remembered saves; a buffer may be saved into several directories."""
 
 
 @dataclass(frozen=True)
 class TrackedTensor:
-    """A tensor to save, of whose rows it is known which have changed.
+    """A tensor to save, with a record of its changed rows.
 
     Attributes:
-        tensor: ``[n, ...]``, live memory; read while the save holds the lock.
-        changes: who is told of writes; several tensors, row by row together, may have one.
-        key: which of these it is.
-        check: called before it is read; raises where its memory is gone.
-        padding: the last elements of a row that nobody ever wrote; they are saved as zeros.
+        tensor: ``[n, ...]``, the memory that writers change. The save reads it under the lock.
+        changes: the record of writes. Several tensors with the same rows may share a record.
+        key: the key of the tensor in ``changes``.
+        check: function that is called before each read of the tensor. It raises an error if the
+            memory was released.
+        padding: number of elements at the end of each row that are never written. A save writes
+            zeros for them.
     """
 
     tensor: torch.Tensor
@@ -206,11 +223,11 @@ class TrackedTensor:
 
 @dataclass(frozen=True)
 class RowsAtSave:
-    """What a save wrote of the tensors of a Changes.
+    """The rows that a save wrote, of all tensors that share a Changes object.
 
     Attributes:
-        at: changes up to there are in it.
-        records: by key the record of the manifest: dtype, shape, pieces.
+        at: the number of the save, which includes all changes up to this number.
+        records: by key, the record of the manifest with dtype, shape and pieces.
     """
 
     at: int
@@ -218,23 +235,24 @@ class RowsAtSave:
 
 
 class Changes:
-    """When each chunk of rows was written last.
+    """A record of the last write to each chunk of rows.
 
-    Every chunk has the number of the save before which it was last written. Not thread-safe: calls
-    come under the lock that guards the rows.
+    Saves have rising numbers. Every chunk has the number of the first save after its last write.
+    The object is not thread-safe, so callers hold the lock that guards the rows.
 
     Attributes:
-        reads: gathers that go on without the lock: each write waits for them. None: there are none.
+        reads: the gathers that run without the lock, for which each write waits; None if there are
+            none.
 
     Args:
-        rows: how many rows there can be; chunks begin at multiples of ``chunk``.
+        rows: the largest number of rows. Chunks begin at multiples of ``chunk``.
         row_bytes: bytes of a row, of all tensors together.
-        tensors: what the rows lie in, to learn whether anybody else holds a view of that; none
-            where nobody can get one.
-        packed: keys of tensors that are not saved themselves, but as a part of ``RECORDS``.
+        tensors: the memory of the rows, to find out whether callers have views of it. It is empty
+            if no caller can get a view.
+        packed: keys of leaves that are saved as a part of the tensor ``RECORDS``.
 
-    Cost: of a write, under a microsecond and the chunks touched; 8 bytes a chunk, of which there
-    are at most 4096. While a save is in progress, a copy of each chunk before its first write.
+    Cost: under a microsecond per write, and the time to mark chunks. There are at most 4096 chunks
+    of 8 bytes each. While a save is in progress, the first write to a chunk copies it.
 
     Example:
         >>> from replaykit.checkpoint.dirty_chunks import Changes
@@ -257,7 +275,7 @@ class Changes:
         least = -(-_LEAST_BYTES // max(row_bytes, 1))
         self.rows, self.row_bytes = rows, row_bytes
         chunk = max(1, -(-rows // _MOST_CHUNKS), least)
-        self.chunk = 1 << (chunk - 1).bit_length()  # so that large ones are whole pages
+        self.chunk = 1 << (chunk - 1).bit_length()  # so that large chunks are whole pages
         self._clock: Any = [1]
         self._written = np.zeros(-(-rows // self.chunk), np.int64)
         self._keyed: dict[Hashable, np.ndarray[Any, Any]] = {}
@@ -265,7 +283,7 @@ class Changes:
         self._last = self._last_now = -1
         self._later: list[torch.Tensor] = []
         self._late = 0
-        self._users: int | None = None  # how many held the memory before a view was given away
+        self._users: int | None = None  # references to the memory before a caller got a view
         self._exposed = False
         self._frozen: list[FrozenRows] = []
         self._saves: dict[str, RowsAtSave] = {}
@@ -273,30 +291,30 @@ class Changes:
 
     @property
     def now(self) -> int:
-        """The number of the next save: what is written now has it."""
+        """The number of the next save, with which a write marks its chunks."""
         return int(self._clock[0])
 
     def versions(self, key: Hashable) -> np.ndarray[Any, Any]:
-        """Returns the number of the last write of each chunk, int64 ``[chunks]``: a copy."""
+        """Return a copy of the numbers of all chunks, int64 ``[chunks]``."""
         keyed = self._keyed.get(key)
         return self._written.copy() if keyed is None else np.maximum(self._written, keyed)
 
-    # -- told of writes -----------------------------------------------------------------------
+    # -- writes -------------------------------------------------------------------------------
 
     def wrote(self, first: int, count: int, keys: Iterable[Hashable] | None = None) -> None:
-        """Told that rows will be written: ``count`` from ``first`` on, round the ring.
+        """Mark ``count`` rows of the ring from ``first`` on, before they are written.
 
         Args:
-            keys: of which tensors; None: of all of them.
+            keys: the keys of the tensors that will be written; None for all tensors.
         """
         if count <= 0:
             return
         if self.reads is not None:
             self.reads.wait()
         chunk, stop = first // self.chunk, first + count
-        # The last chunk may be a part of one: rows beyond it are those at the beginning.
+        # The last chunk may be partial. After its end, the ring continues at the first row.
         if keys is None and stop <= self.rows and chunk == (stop - 1) // self.chunk:
-            # Rows come a few at a time: most often into the chunk that was told of last.
+            # Most writes are of a few rows, into the chunk that was marked last.
             now = self._clock[0]
             if self._last != chunk or self._last_now != now:
                 self._touch(slice(chunk, chunk + 1), None)
@@ -310,30 +328,34 @@ class Changes:
             self._touch(slice(0, (stop - self.rows - 1) // self.chunk + 1), keys)
 
     def wrote_at(self, rows: torch.Tensor, keys: Iterable[Hashable] | None = None) -> None:
-        """Told that rows ``[K]`` will be written, in any order; those of a device are not asked."""
+        """Mark rows ``[K]``, in any order, before they are written.
+
+        If ``rows`` is on another device, this marks all rows, to avoid a wait for the device.
+        """
         if not rows.is_cpu:
             self.wrote(0, self.rows, keys)
         elif len(rows) == 1:
             self.wrote(int(rows[0]), 1, keys)
         elif len(rows):
             chunks = rows.numpy() // self.chunk
-            # Most often they rise, or there are few of them: what is there twice costs nothing.
+            # Rows mostly rise, or are few. To mark a chunk twice costs nothing.
             self._touch(np.unique(chunks) if self._frozen else chunks, keys)
 
     def wrote_later(self, rows: torch.Tensor) -> None:
-        """Told of rows ``[K]`` that were written a moment ago, or will be; noted when asked for.
+        """Mark rows ``[K]`` later, which were just written or will be written soon.
 
-        While a save is in progress, before they are written.
+        The marks are made at the next save at the latest. While a save is in progress, call this
+        before the write.
         """
         if self._frozen or not rows.is_cpu:
             self.wrote_at(rows)
             return
-        self._later.append(rows.clone())  # they may be the caller's
+        self._later.append(rows.clone())  # the caller may change its rows
         self._late += rows.numel()
         if self._late > _MOST_LATE or len(self._later) > _MOST_LATE // 64:
-            self._note_late()
+            self._add_late()
 
-    def _note_late(self) -> None:
+    def _add_late(self) -> None:
         if self._later:
             rows = torch.cat([rows.reshape(-1) for rows in self._later])
             self._later, self._late = [], 0
@@ -341,13 +363,15 @@ class Changes:
 
     @property
     def saving(self) -> bool:
-        """Whether a save is in progress, so that writes have to be told of before they are made."""
+        """True while a save is in progress, so that marks must come before writes."""
         return bool(self._frozen)
 
     def wrote_index(self, at: Any, stop: int, keys: Iterable[Hashable] | None = None) -> None:
-        """Told that the rows will be written that ``at`` selects of the first ``stop``.
+        """Mark the rows that ``at`` selects among the first ``stop``, before their write.
 
-        An int, a slice, an int64 tensor or a mask; of anything else, all of them.
+        Args:
+            at: an int, a slice, an int64 tensor or a mask. Any other index marks all of the first
+                ``stop`` rows.
         """
         if isinstance(at, int):
             self.wrote(at % max(stop, 1), 1, keys)
@@ -371,7 +395,7 @@ class Changes:
         if self._frozen:
             numbers = np.arange(len(self._written))[chunks]
             for frozen in self._frozen:
-                frozen.keep(numbers, keys)
+                frozen.copy_chunks(numbers, keys)
         if keys is None:
             self._written[chunks] = self._clock[0]
             return
@@ -387,33 +411,37 @@ class Changes:
     # -- views ----------------------------------------------------------------------------------
 
     def expose(self) -> None:
-        """Told, before it happens, that somebody gets a view and may write without saying so."""
+        """Record that a caller will get a view, and may then write without a mark."""
         if self.reads is not None:
             self.reads.wait()
         if not self._exposed:
-            # A save in progress holds views that it lets go of: nothing can be told by counting.
+            # A save in progress will release its own views later, so a count now would be wrong.
             self._users = None if self._frozen else self._count()
             self._exposed = True
 
-    def follow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Count more tensors among those that the rows lie in; nobody else has a view of them."""
+    def track(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Add tensors to the memory of the rows.
+
+        No caller may have a view of them yet.
+        """
         self.tensors += tuple(tensors)
         if self._users is not None:
             counts = [memory_users(tensor) for tensor in tensors]
             self._users = None if None in counts else self._users + sum(n or 0 for n in counts)
 
     def lend(self) -> None:
-        """Told that somebody who may write without saying so has the memory for good."""
+        """Record that other code may at any time write to the memory without a mark."""
         self._users, self._exposed = None, True
 
     def _count(self) -> int | None:
         counts = [memory_users(tensor) for tensor in self.tensors]
         return None if None in counts else sum(count or 0 for count in counts)
 
-    def _settle_views(self, own: int) -> None:
-        """Takes all rows for changed while views may be about, and once after that.
+    def _check_views(self, own: int) -> None:
+        """Mark all rows if callers may have had views since the last check.
 
-        ``own``: how many views the save that begins has itself.
+        Args:
+            own: the number of views that the save itself has.
         """
         if not self._exposed:
             return
@@ -426,57 +454,62 @@ class Changes:
     def freeze(
         self, tensors: Mapping[str, TrackedTensor], lock: AbstractContextManager[Any]
     ) -> FrozenRows:
-        """Begins a save of tensors with equal numbers of rows; to be closed. The lock is held."""
-        self._settle_views(len(tensors))
-        self._note_late()
+        """Begin a save of tensors with equal numbers of rows.
+
+        The caller holds the lock. The result is a context manager, whose exit ends the save.
+        """
+        self._check_views(len(tensors))
+        self._add_late()
         frozen = FrozenRows(self, tensors, lock)
         self._clock[0] += 1
         self._frozen.append(frozen)
         return frozen
 
     def thaw(self, frozen: FrozenRows) -> None:
-        """Ends a save. The lock is held."""
+        """End a save. The caller holds the lock."""
         self._frozen = [other for other in self._frozen if other is not frozen]
 
     def saved(self, save: str) -> RowsAtSave | None:
-        """Returns what the save of that name wrote, if it was one of the last of these rows."""
+        """Return the rows that a save wrote; None if it is not one of the last saves."""
         return self._saves.get(save)
 
     def remember(self, save: str, rows: RowsAtSave) -> None:
-        """Keeps in mind what a save wrote, once it is published."""
+        """Remember the rows that a published save wrote."""
         self._saves[save] = rows
         for old in list(self._saves)[:-_REMEMBERED]:
             del self._saves[old]
 
 
 _BLOCK_BYTES = 64 * 2**20
-"""How much is copied in one piece, which is let go when all of it has been read."""
+"""Bytes of a copied piece, which is released when all of it has been read."""
 
 
 class CopiedRows(FrozenRows):
-    """``FrozenRows`` of which nobody says when they are overwritten: ``want`` copies what it names,
-    under the lock that was held when they were frozen, and no view of them is kept.
+    """Frozen rows that other processes may overwrite without a copy.
+
+    ``want`` therefore copies the wanted chunks, before the lock of ``freeze`` is released. It keeps
+    no view of the tensors.
 
     Args:
-        settled: whether what they hold stays; else no later save may go on from this one.
+        stable: whether all frozen values are final. If not, later saves do not build on this save.
 
-    Cost: the memory of what is wanted and not yet read.
+    Cost: memory for the wanted rows until they are read.
     """
 
-    changes: KeptChanges
+    changes: SharedChanges
     at_once = True
 
     def __init__(
         self,
-        changes: KeptChanges,
+        changes: SharedChanges,
         tensors: Mapping[str, TrackedTensor],
         lock: AbstractContextManager[Any],
-        settled: bool,
+        stable: bool,
     ) -> None:
         super().__init__(changes, tensors, lock)
-        self._settled = settled
+        self._stable = stable
         self._copies: dict[str, dict[int, tuple[int, torch.Tensor]]] = {}
-        # Under another name, or of other tensors, what a save wrote is not that of these.
+        # A save of other tensors, or under other names, is not a save of these rows.
         keys = sorted((name, repr(tracked.key)) for name, tracked in tensors.items())
         self._names = zlib.crc32(repr(keys).encode())
 
@@ -492,15 +525,15 @@ class CopiedRows(FrozenRows):
         return RowsAtSave(at, known)
 
     def remember(self, save: str, rows: RowsAtSave) -> None:
-        if self._settled:
+        if self._stable:
             with self.lock:
-                self.changes.note_saved(save, rows.at, self._names)
+                self.changes.mark_saved(save, rows.at, self._names)
 
-    def keep(self, chunks: np.ndarray[Any, Any], keys: Iterable[Any] | None) -> None:
-        raise AssertionError("they are copied before anybody writes")
+    def copy_chunks(self, chunks: np.ndarray[Any, Any], keys: Iterable[Any] | None) -> None:
+        raise AssertionError("these chunks are copied before the next write")
 
     def want(self, wanted: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Copies the chunks that will be read. The lock has been held since they were frozen."""
+        """Copy the chunks that will be read, under the lock of ``freeze``."""
         size = self.changes.chunk
         for name, chunks in wanted.items():
             tracked = self.tensors[name]
@@ -522,7 +555,7 @@ class CopiedRows(FrozenRows):
                         blank(rows, tracked.padding)
                     copies.update(dict.fromkeys(some.tolist(), (first, rows)))
             self._copies[name] = copies
-        # A view that is held here would be counted as one that somebody may write to.
+        # A view that this object kept would count as a view that a caller may write to.
         self.tensors = {
             name: replace(tracked, tensor=tracked.tensor.to("meta"))
             for name, tracked in self.tensors.items()

@@ -1,4 +1,4 @@
-"""Read checkpoints, in whole or mapped in place."""
+"""Read checkpoints into memory, or map them in place."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ import torch
 from replaykit._compat import arange, dtype_by_name
 from replaykit.checkpoint.checkpoint_format import MANIFEST, decode, open_file, read_manifest
 from replaykit.errors import CheckpointError
-from replaykit.filesystem import file_limit_errors
+from replaykit.filesystem import Span, can_map_spans, file_limit_errors, map_private, map_spans
 from replaykit.interrupts import check
-from replaykit.mapping import Span, can_map_spans, map_private, map_spans
 from replaykit.native import crc32
 
 __all__ = [
@@ -38,9 +37,9 @@ __all__ = [
 class RowChunks:
     """The rows of one tensor in several mapped files, read piece by piece.
 
-    Looks enough like a tensor to be read: ``len``, ``shape``, ``dtype``, ``device``, and indexing
-    by int, slice (forward) and int64 ``[K]``, which copies just those rows. A slice of rows that
-    lie in one piece is a view.
+    It can be read like a tensor: it has ``len``, ``shape``, ``dtype`` and ``device``. An index is
+    an int, a forward slice or int64 ``[K]``. An index copies only its rows, and a slice of rows in
+    one piece returns a view.
 
     Args:
         pieces: the rows, in order.
@@ -74,21 +73,22 @@ class RowChunks:
         return rows
 
     def each(self, view: Callable[[torch.Tensor], torch.Tensor]) -> RowChunks:
-        """Returns the rows with every piece seen in another way.
+        """Return the rows with ``view`` applied to every piece.
 
         Args:
-            view: gives as many rows, as views.
+            view: function that returns a view with the same number of rows.
         """
         return RowChunks([view(piece) for piece in self.pieces])
 
     def border(self, row: int) -> int:
-        """Returns the first row after the piece in which a row lies."""
+        """Return the number of the first row after the piece that holds a row."""
         number = bisect_right(self.starts, row) - 1
         return self.starts[number] + len(self.pieces[number])
 
     def views(self, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields the rows ``start..stop`` where they lie, one after the other: the number of the
-        first one, and views of rows of one piece.
+        """Yield views of the rows ``start..stop``, one for each piece.
+
+        Each view comes with the number of its first row.
         """
         number = max(bisect_right(self.starts, start) - 1, 0)
         while number < len(self.pieces) and self.starts[number] < stop:
@@ -111,14 +111,14 @@ class RowChunks:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes ``[rows, ...]``, a view: indexing knows every dtype that way."""
+    """Return a view as bytes ``[rows, ...]``, since not every dtype can be indexed."""
     return tensor.unsqueeze(-1).view(torch.uint8) if tensor.numel() else tensor
 
 
 def map_tensor(
     record: dict[str, Any], mappings: dict[str, mmap.mmap | None]
 ) -> torch.Tensor | RowChunks:
-    """Returns a tensor, or its rows in chunks, over mapped files; nothing is read yet.
+    """Return a tensor over mapped files, or its rows in chunks, without reading them.
 
     Raises:
         ValueError: the record contradicts the files.
@@ -151,10 +151,10 @@ def map_tensor(
 
 
 def copied(found: torch.Tensor | RowChunks) -> torch.Tensor:
-    """Returns what ``map_tensor`` gave in memory of its own."""
+    """Return a copy, in memory, of a result of ``map_tensor``."""
     if not isinstance(found, RowChunks):
         return found.clone()
-    rows = found[:]  # a copy of several pieces, unless all but one are empty
+    rows = found[:]  # a copy if there are several pieces, unless all pieces but one are empty
     return rows.clone() if any(len(piece) == len(found) for piece in found.pieces) else rows
 
 
@@ -163,21 +163,22 @@ _MOST_THREADS = 8
 
 
 class Checkpoint:
-    """An opened checkpoint: its files are held open, checked, and mapped.
+    """An open checkpoint, whose files are mapped after a check of their sizes.
 
-    Use as a context manager, or call ``close``. A save to the same directory does not disturb it.
+    Use it as a context manager, or call ``close``. A save to the same directory does not affect it.
 
     Args:
         path: the directory.
-        version: which of the checkpoints in it; None: the newest.
+        version: the number of the checkpoint in the directory; None for the newest.
 
     Attributes:
         folder: the directory.
-        manifest: what the manifest says.
+        manifest: the content of the manifest.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or not of that version.
-        CheckpointError: it is damaged, of another format, or of a newer version; names the file.
+        FileNotFoundError: there is no checkpoint, or no checkpoint of that version.
+        CheckpointError: the checkpoint is damaged, or has another or a newer format. The error
+            names the file.
     """
 
     def __init__(self, path: str | os.PathLike[str], version: int | None = None) -> None:
@@ -196,7 +197,8 @@ class Checkpoint:
                 }
                 return
             except FileNotFoundError as error:
-                # A save published and cleaned up meanwhile; its manifest is there by now.
+                # Another save may have published a manifest and removed files meanwhile. Read its
+                # manifest.
                 newer = read_manifest(self.folder, version).get("save")
                 if newer == self.manifest.get("save") or attempt == _ATTEMPTS - 1:
                     raise CheckpointError(f"{error.filename} is missing") from None
@@ -210,21 +212,21 @@ class Checkpoint:
             os.close(opened)
 
     def verify(self, *, wait: bool = True) -> None:
-        """Reads every file and compares checksums.
+        """Read every file and compare checksums.
 
         Args:
-            wait: False to go on at once. Then what ``part`` copies from a file waits until that
-                file was checked, before all others that are not under way, and raises if it is
-                damaged. What is mapped does not wait, so that who copies it and who checks it read
-                the disk once, side by side: nobody may be shown it before another call, which
-                waits.
+            wait: False returns at once, while threads check the files. ``part`` then waits for the
+                check of each file that it copies from, and raises an error if the file is damaged.
+                That check comes before other checks that have not begun. Mapped entries do not
+                wait, so that a copy and the check together read the disk only once. Do not use
+                mapped data before a second call with ``wait=True``.
 
         Raises:
-            CheckpointError: one differs; names the file.
+            CheckpointError: a checksum differs; the error names the file.
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
-            # In the order of the names, which is that in which they were written.
+            # The order of the names is the order of the writes.
             for name in sorted(self._mappings):
                 self._checks[name] = self._pool.submit(self._check, name, self._mappings[name])
         if wait:
@@ -245,13 +247,13 @@ class Checkpoint:
         return name in self.manifest["parts"]
 
     def part(self, name: str, *, mapped: Collection[str] = ()) -> Any:
-        """Returns the state of a part.
+        """Return the state of a part.
 
-        Tensors are copies in memory. Those under an entry named in ``mapped`` stay in the files,
-        large ones as RowChunks; they are meant to be read and let go.
+        Tensors are copied to memory. But tensors under an entry named in ``mapped`` stay in the
+        files, large tensors as RowChunks. Read and release such tensors soon.
 
         Raises:
-            CheckpointError: no such part, or a record that is damaged.
+            CheckpointError: there is no such part, or its record is damaged.
         """
         parts = self.manifest["parts"]
         if name not in parts:
@@ -265,7 +267,7 @@ class Checkpoint:
                 for key, item in record.items()
             }
         except CheckpointError:
-            raise  # a file
+            raise  # the error already names the file
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{self.folder / MANIFEST} is damaged: part {name!r}: {error}"
@@ -281,8 +283,11 @@ class Checkpoint:
         return copied(self._mapped(tensor))
 
     def _checked(self, name: str) -> None:
-        """Waits until a file was checked; here and now, if nobody has begun. Priorities lie behind
-        all rows: waiting for them in turn would be waiting for the whole."""
+        """Wait until a file is checked, or check it here if no thread has begun.
+
+        Priorities are stored after all rows. Without this, they would wait for the checks of all
+        files.
+        """
         check()
         if self._checks[name].cancel():
             here: Future[None] = Future()
@@ -295,7 +300,7 @@ class Checkpoint:
         self._checks[name].result()
 
     def close(self) -> None:
-        """Lets go of the files; tensors that are still in use keep their mapping."""
+        """Release the files; tensors in use keep their mapping."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._mappings = {}
@@ -308,12 +313,13 @@ class Checkpoint:
 
 
 class MappedRows(RowChunks):
-    """The rows of a tensor in files, which can be had as one tensor over these files.
+    """The rows of a tensor in files, which can also be mapped as one tensor.
 
     Args:
-        pieces: the rows, ``[n, *F]`` each, as for RowChunks.
-        places: for each of them the descriptor of its file and its offset in it.
-        folder: of the checkpoint, and ``files``, the names of theirs in it, for errors.
+        pieces: the rows as for RowChunks, ``[n, *F]`` each.
+        places: for each piece, the descriptor of its file and the offset in the file.
+        folder: the folder of the checkpoint, for error messages.
+        files: the names of the pieces' files in the folder, for error messages.
     """
 
     def __init__(
@@ -328,24 +334,25 @@ class MappedRows(RowChunks):
 
     @property
     def where(self) -> str:
-        """The files in which they lie, in words."""
+        """A description of the files of the rows."""
         if not self._files:
             return str(self._folder)
         first, last = self._files[0], self._files[-1]
         return f"{self._folder / first}" + (f" to {last}" if last != first else "")
 
-    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
+    @torch.inference_mode(False)  # a tensor made in that mode cannot be changed outside it
     def spanned(self, slots: int | None = None) -> torch.Tensor:
-        """Returns the rows and room for more, ``[slots, *F]``, mapped copy-on-write.
+        """Map the rows copy-on-write, with room for more rows, as ``[slots, *F]``.
 
-        What is written to it never reaches the files. Rows beyond those of the files are zero and
-        take memory once they are written. Only as long as the checkpoint is open; the tensor may
-        outlive it.
+        Writes to the tensor never reach the files. The rows after the rows in the files are zero,
+        and take memory only after they are written. Call this while the checkpoint is open. The
+        tensor may outlive the checkpoint.
 
         Raises:
-            OSError: the system refuses, for example with ``ENOMEM`` for too many mappings.
+            OSError: the system refuses, for example with ``ENOMEM`` if there are too many mappings.
 
-        Cost: no row is read where pieces lie as ``ChunkWriter`` puts large ones; others are copied.
+        Cost: large pieces, which ``ChunkWriter`` aligns to pages, are not read. Other pieces are
+        copied.
         """
         shape = [len(self) if slots is None else slots, *self.shape[1:]]
         row_bytes = torch.Size(shape[1:]).numel() * self.dtype.itemsize
@@ -370,10 +377,10 @@ class MappedRows(RowChunks):
 
 
 class MappedCheckpoint(Checkpoint):
-    """As Checkpoint; entries of a part that are ``mapped`` are MappedRows, whatever their size.
+    """A Checkpoint whose ``mapped`` entries are MappedRows of any size.
 
     Raises:
-        NotImplementedError: a system on which parts of files cannot be mapped in a row.
+        NotImplementedError: the system cannot map parts of files one after the other.
     """
 
     def __init__(self, path: str | os.PathLike[str], version: int | None = None) -> None:
@@ -391,7 +398,8 @@ class MappedCheckpoint(Checkpoint):
 
     def _map(self, name: str, size: int) -> Any:
         opened = open_file(self.folder / name, size)
-        # Of an attempt that a save overtook: names are not used twice, so it is the same file.
+        # An earlier attempt, before another save, may have opened the file. Names are never used
+        # twice.
         with contextlib.suppress(KeyError):
             os.close(self._descriptors.pop(name))
         self._descriptors[name] = opened
@@ -410,7 +418,7 @@ class MappedCheckpoint(Checkpoint):
         return copied(map_tensor(self.manifest["tensors"][tensor], self._mappings))
 
     def close(self) -> None:
-        """Lets go of the files; tensors over them keep what they need."""
+        """Release the files; tensors that map them stay valid."""
         super().close()
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
@@ -422,12 +430,16 @@ Made = TypeVar("Made", covariant=True)
 
 
 class ReadLater(Generic[Made]):
-    """What is made of saved arrays when somebody asks for it: opening a checkpoint reads nothing.
+    """An object that is made from saved arrays at first use.
+
+    So to open a checkpoint reads none of these arrays.
 
     Args:
-        make: makes it of the arrays; ValueError where they contradict themselves.
-        arrays: over files of a checkpoint, ``[K]`` each, which may be closed then.
-        what: they are, for the error.
+        make: function that makes the object from the arrays. It raises ValueError if they
+            contradict each other.
+        arrays: arrays over files of a checkpoint, ``[K]`` each. The checkpoint may be closed
+            afterwards.
+        ``what``: a noun for the object, for error messages.
 
     Example:
         >>> import numpy as np
@@ -446,10 +458,10 @@ class ReadLater(Generic[Made]):
         self._where = f", in {', '.join(files)}" if files else ""
 
     def read(self) -> Made:
-        """Makes it: O(K).
+        """Make the object. Cost: O(K).
 
         Raises:
-            CheckpointError: the arrays contradict themselves; names their files.
+            CheckpointError: the arrays contradict each other; the error names their files.
         """
         try:
             return self._make(*self._arrays)
@@ -460,8 +472,9 @@ class ReadLater(Generic[Made]):
 
 
 class ReadOnce(Generic[Held]):
-    """An attribute that is given something, or ReadLater, which is read when it is first asked for;
-    where that raises, whoever asks next asks again.
+    """A class attribute for a value, or for a ReadLater that the first access reads.
+
+    If the read raises an error, the next access reads again.
 
     Example:
         >>> import numpy as np

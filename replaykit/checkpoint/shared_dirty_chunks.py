@@ -1,4 +1,4 @@
-"""What is known of changes, in memory that outlives who wrote: several processes write the rows."""
+"""Track changes of rows by several processes, in memory that outlives them."""
 
 from __future__ import annotations
 
@@ -12,55 +12,62 @@ import torch
 
 from replaykit.checkpoint.dirty_chunks import Changes, CopiedRows, TrackedTensor
 
-__all__ = ["KeptChanges", "ViewsOfRows"]
+__all__ = ["SharedChanges", "ViewsOfRows"]
 
 Array = np.ndarray[Any, Any]
 
 _NOW, _NEXT, _SAVES = 0, 1, 2
 _REMEMBERED, _ENTRY = 16, 3
 _HEADER = 64
-"""Numbers before those of the chunks: the number of the next save, how many saves were noted, and
-of the last ones the name, the number and which tensors they wrote."""
+"""Count of the numbers that precede those of the chunks.
+
+They are the number of the next save and the count of recorded saves. Each recorded save adds its
+name, its number and its tensors.
+"""
 
 
 class ViewsOfRows(Protocol):
-    """Tells processes of each other's views of rows, which may be written to without a word."""
+    """A record of the processes that have views, and may write without a mark."""
 
     def hold(self) -> None:
-        """Told that this process gives views away."""
+        """Record that callers in this process get views."""
 
-    def let_go(self) -> None:
-        """Told that it has none any more, and that what was written to them is marked."""
+    def drop(self) -> None:
+        """Record that this process has no views left, and has marked their rows."""
 
     def of_others(self) -> bool:
-        """Whether another one has some, or had some when it died; that is said once."""
+        """Return whether another process has views, or had views when it died.
+
+        Each dead process is reported once.
+        """
 
 
-class KeptChanges(Changes):
-    """``Changes`` that all processes note which write the rows, and any of them saves by.
+class SharedChanges(Changes):
+    """A ``Changes`` that is shared by all processes that write or save the rows.
 
-    Who writes marks the chunks with the number of the next save before it touches a row: one that
-    is killed has marked too much, never too little. A save by one process counts for the others:
-    the table knows the saves by the random names that their manifests carry, so that a checkpoint
-    of another buffer, or of another run, is one of which nothing is known.
+    A writer marks the chunks with the number of the next save before it changes a row. A killed
+    writer may thus have marked too many chunks, but never too few. Saves by one process are known
+    to the other processes, because the table holds the random names of saves. Manifests also hold
+    these names. A checkpoint of another buffer or run is thus unknown.
 
     Args:
-        cells: int64, ``KeptChanges.length`` of them, zeros at first: memory of all processes.
-        like: of which rows; in every process of as many, and as large ones.
-        keys: of tensors whose changes are noted one by one; of others it may be all.
-        views: what processes tell each other of views; None: nobody can get one.
-        unsettled: whether something is changed that may yet be taken back, without a mark: a save
-            of that is not remembered.
+        cells: int64 ``[SharedChanges.length]`` in shared memory, zeros at first.
+        like: the changes of this process. All processes have the same number of rows, of the same
+            size.
+        keys: keys of tensors with separate marks. A write to any other tensor marks all tensors.
+        views: the record of processes with views; None if no caller can get a view.
+        pending_changes: function that returns whether an unmarked change may still be rolled back.
+            A save at such an instant is not remembered.
 
-    Every call is made under the lock that these processes share.
+    The caller of every method holds the lock that these processes share.
 
     Example:
         >>> import numpy as np
-        >>> from replaykit.checkpoint.shared_dirty_chunks import KeptChanges
+        >>> from replaykit.checkpoint.shared_dirty_chunks import SharedChanges
         >>> from replaykit.checkpoint.dirty_chunks import Changes
         >>> like = Changes(10_000, 8)
-        >>> cells = np.zeros(KeptChanges.length(like), np.int64)
-        >>> one, other = (KeptChanges(cells, like) for _ in range(2))
+        >>> cells = np.zeros(SharedChanges.length(like), np.int64)
+        >>> one, other = (SharedChanges(cells, like) for _ in range(2))
         >>> one.wrote(1000, 100)
         >>> (other.versions("any key") >= other.now).nonzero()[0].tolist()
         [1, 2]
@@ -72,7 +79,7 @@ class KeptChanges(Changes):
         like: Changes,
         keys: Sequence[Hashable] = (),
         views: ViewsOfRows | None = None,
-        unsettled: Callable[[], bool] | None = None,
+        pending_changes: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__(like.rows, like.row_bytes, like.tensors, like.packed)
         chunks = len(self._written)
@@ -84,18 +91,21 @@ class KeptChanges(Changes):
         self._written = marks[0]
         self._keyed = dict(zip(keys, marks[1:], strict=True))
         self._views, self._looked = views, 0
-        self._unsettled = unsettled
+        self._pending_changes = pending_changes
 
     @staticmethod
     def length(like: Changes, keys: Sequence[Hashable] = ()) -> int:
-        """Returns how many numbers it takes."""
+        """Return the number of cells that the table takes."""
         return _HEADER + (1 + len(keys)) * len(like._written)
 
     def _versions_of(self, key: Hashable) -> Array:
         return self._keyed.get(key, self._written)
 
     def wrote_rising(self, rows: Array) -> None:
-        """Told of rows, int64 ``[K]`` that rise, which most often lie in one chunk."""
+        """Mark rising rows, int64 ``[K]``.
+
+        In most calls all of them are in one chunk, which is fast.
+        """
         if not len(rows):
             return
         chunk = rows.item(0) // self.chunk
@@ -105,13 +115,13 @@ class KeptChanges(Changes):
             self.wrote(chunk * self.chunk, 1)
 
     def wrote_later(self, rows: torch.Tensor) -> None:
-        self.wrote_at(rows)  # before others can see them
+        self.wrote_at(rows)  # before other processes can read them
 
     # -- views ----------------------------------------------------------------------------------
 
     @property
     def exposed(self) -> bool:
-        """Whether somebody in this process may write without saying so."""
+        """True if a caller in this process may write without a mark."""
         return self._exposed
 
     def expose(self) -> None:
@@ -125,52 +135,59 @@ class KeptChanges(Changes):
         self.expose()
         self._users = None
 
-    def look(self) -> None:
-        """Looks whether the views of this process are gone, once a save of anybody. The lock is
-        held."""
+    def check_views(self) -> None:
+        """Check whether the views of this process are gone, once after each save.
+
+        Any process may have made the save. The caller holds the lock.
+        """
         if self._looked != self.now:
             self._looked = self.now
-            self._settle_views(0, others=False)
+            self._check_views(0, others=False)
 
-    def _settle_views(self, own: int, *, others: bool = True) -> None:
+    def _check_views(self, own: int, *, others: bool = True) -> None:
         mine = self._exposed
         if mine or (others and self._views is not None and self._views.of_others()):
             self._touch(slice(None), None)
         if mine and self._users is not None and (self._count() or 0) - own <= self._users:
             self._exposed = False
             if self._views is not None:
-                self._views.let_go()
+                self._views.drop()
 
     # -- saving ---------------------------------------------------------------------------------
 
     def freeze(
         self, tensors: Mapping[str, TrackedTensor], lock: AbstractContextManager[Any]
     ) -> CopiedRows:
-        """Begins a save; what is wanted of it is named before the lock is let go."""
-        self._settle_views(len(tensors))
-        settled = self._unsettled is None or not self._unsettled()
-        frozen = CopiedRows(self, tensors, lock, settled)
+        """Begin a save.
+
+        The caller must call ``want`` of the result before it releases the lock.
+        """
+        self._check_views(len(tensors))
+        stable = self._pending_changes is None or not self._pending_changes()
+        frozen = CopiedRows(self, tensors, lock, stable)
         self._head[_NOW] += 1
         return frozen
 
     def saved_at(self, save: str, tensors: int) -> int | None:
-        """Returns the number of the save of that name, which wrote these tensors; None: it is not
-        known here. The lock is held."""
+        """Return the number of a save of these tensors, or None if it is unknown.
+
+        The caller holds the lock.
+        """
         name = _number(save)
         for at in range(_SAVES, _SAVES + _REMEMBERED * _ENTRY, _ENTRY):
             if name and self._head[at] == name and self._head[at + 2] == tensors:
                 return int(self._head[at + 1])
         return None
 
-    def note_saved(self, save: str, at: int, tensors: int) -> None:
-        """Notes a save that is published. The lock is held."""
-        head, place = self._head, _SAVES + self._head[_NEXT] % _REMEMBERED * _ENTRY
-        head[place] = 0  # who is killed here has noted nothing
-        head[place + 1], head[place + 2] = at, tensors
-        head[place] = _number(save)
+    def mark_saved(self, save: str, at: int, tensors: int) -> None:
+        """Record a published save. The caller holds the lock."""
+        head, entry = self._head, _SAVES + self._head[_NEXT] % _REMEMBERED * _ENTRY
+        head[entry] = 0  # if the process is killed after this, the save is not recorded
+        head[entry + 1], head[entry + 2] = at, tensors
+        head[entry] = _number(save)
         head[_NEXT] += 1
 
 
 def _number(save: str) -> int:
-    """The name of a save, which is random, as a number; 0: it is none of ours."""
+    """Return the random name of a save as a number; 0 for any other name."""
     return int(save, 16) if re.fullmatch("[0-9a-f]{12}", save) else 0

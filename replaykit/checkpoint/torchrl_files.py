@@ -1,9 +1,10 @@
-"""TorchRL's checkpoint directories: what their files say, checked, without running anything.
+"""Read and check checkpoint directories of TorchRL, without use of pickle.
 
-``ReplayBuffer.dumps`` of TorchRL writes JSON and raw columns: ``storage/`` (a memory-mapped
-TensorDict or a tensor, at full capacity), ``writer/metadata.json``, ``sampler/`` and
-``buffer_metadata.json``. It has no checksums, and overwrites in place: a save that was cut off
-cannot be told from a whole one where all files have their size.
+``ReplayBuffer.dumps`` of TorchRL writes JSON and raw columns. The directory holds ``storage/``,
+``writer/metadata.json``, ``sampler/`` and ``buffer_metadata.json``. ``storage/`` is a memory-mapped
+TensorDict or a tensor, at full capacity. TorchRL writes no checksums, and overwrites files in
+place. An incomplete save cannot be distinguished from a complete save if all files have the right
+size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from replaykit._compat import TensorDict, dtype_by_name
 from replaykit.checkpoint.checkpoint_format import open_file
 from replaykit.errors import CheckpointError
-from replaykit.mapping import map_private
+from replaykit.filesystem import map_private
 
 __all__ = ["TorchRLCheckpoint", "TorchRLPriorities", "open_torchrl"]
 
@@ -34,14 +35,14 @@ _WRITER = {"cursor", "write_count", "generation_shape", "generation_dtype"}
 
 @dataclass(frozen=True)
 class TorchRLPriorities:
-    """What a PrioritizedSampler saved.
+    """The saved state of a PrioritizedSampler.
 
     Attributes:
-        alpha, beta, eps: of the sampler.
+        alpha, beta, eps: the parameters of the sampler.
         max_priority: the largest raw priority, at least 1.
-        raw: priorities float64 ``[N]`` in physical order, as near as ``(p + eps) ** alpha``, which
-            is what is saved, tells them; with ``alpha=0``, which tells nothing, ``max_priority``.
-        single: whether all of what was saved are float32 numbers.
+        raw: raw priorities, float64 ``[N]`` in slot order, computed from the saved ``(p + eps) **
+            alpha``. With ``alpha=0`` this is impossible, and all of them are ``max_priority``.
+        single: whether all saved values are float32 numbers.
     """
 
     alpha: float
@@ -54,22 +55,22 @@ class TorchRLPriorities:
 
 @dataclass(frozen=True)
 class TorchRLCheckpoint:
-    """A checkpoint of TorchRL's.
+    """A checkpoint that TorchRL wrote.
 
     Attributes:
-        rows: the stored rows over mapped files: TensorDict, tensor or dictionary of tensors, all
-            ``[n, *lanes, ...]``.
+        rows: the stored rows over mapped files, as a TensorDict, a tensor or a dictionary of
+            tensors. All tensors are ``[n, *lanes, ...]``.
         slots: capacity, in rows of dimension 0.
         ndim: number of leading dimensions that count as rows.
-        lanes: sizes of those beside the first one.
-        length: rows of dimension 0 that are stored.
-        cursor: where the next one goes.
-        written: how many were written, at least ``length``.
-        priorities: None where the sampler had none.
-        other_sampler: file of a sampler whose state is not read; None where there is none.
-        batch_size: of the buffer; None where it had none.
-        generator: state of its generator on the CPU, uint8; None where it had none.
-        transforms: whether transforms had a state, which is in a pickle and is not read.
+        lanes: sizes of these dimensions, without the first.
+        length: number of stored rows of dimension 0.
+        cursor: the slot of the next row.
+        written: number of rows written so far, at least ``length``.
+        priorities: the state of a PrioritizedSampler; None for another sampler.
+        other_sampler: file of another sampler's state, which is not read; None if there is none.
+        batch_size: the batch size of the buffer; None if the buffer had none.
+        generator: state of the buffer's generator on the CPU, uint8; None if the buffer had none.
+        transforms: whether the transforms had a state. It is in a pickle, and is not read.
     """
 
     rows: Any
@@ -87,14 +88,18 @@ class TorchRLCheckpoint:
 
 
 def open_torchrl(path: str | os.PathLike[str], ndim: int | None = None) -> TorchRLCheckpoint:
-    """Reads what a directory of TorchRL's says; columns are mapped copy-on-write, not read.
+    """Open a checkpoint of TorchRL, and map its columns copy-on-write.
+
+    No column is read.
 
     Args:
-        ndim: of the storage; None: what length and cursor tell of TensorDicts, else 1.
+        ndim: the ``ndim`` of the storage. With None, it is derived from length and cursor for
+            TensorDicts, and is 1 for other rows.
 
     Raises:
-        FileNotFoundError: no such checkpoint. CheckpointError: a file is missing, torn, or says
-            what cannot be; names it. ValueError: what is not read; names it.
+        FileNotFoundError: there is no such checkpoint.
+        CheckpointError: a file is missing, incomplete or contradictory; the error names it.
+        ValueError: some content is not supported; the error names it.
     """
     folder = Path(path).expanduser()
     if not (folder / "buffer_metadata.json").is_file():
@@ -112,17 +117,17 @@ def open_torchrl(path: str | os.PathLike[str], ndim: int | None = None) -> Torch
     writer = _json(described)
     if set(writer) - _WRITER:
         raise ValueError(
-            f"expected the state of a RoundRobinWriter in {described}, got {sorted(writer)}; what "
-            "other writers keep is not read"
+            f"expected the state of a RoundRobinWriter in {described}, got {sorted(writer)}; the "
+            "states of other writers are not read"
         )
     cursor = _count(writer, "cursor", described)
     dims, length = _layout(count, cursor, batch, ndim, folder)
     slots, lanes = batch[0], torch.Size(batch[1:dims])
     written = length
     if length == slots:
-        told: Any = writer.get("write_count")
-        fits = type(told) is int and slots <= told < 2**60 and told % slots == cursor
-        written = told if fits else slots + cursor
+        saved: Any = writer.get("write_count")
+        fits = type(saved) is int and slots <= saved < 2**60 and saved % slots == cursor
+        written = saved if fits else slots + cursor
     priorities, other = _sampler(folder / "sampler", count)
     return TorchRLCheckpoint(
         rows=_first(stored, length),
@@ -144,7 +149,7 @@ def open_torchrl(path: str | os.PathLike[str], ndim: int | None = None) -> Torch
 
 
 def _rows(folder: Path) -> tuple[Any, tuple[int, ...]]:
-    """Returns what is stored at full capacity, and the sizes that may count as rows."""
+    """Return the columns at full capacity, and the sizes that may count as rows."""
     described = folder / "storage_metadata.json"
     metadata = _json(described)
     if not metadata.get("is_pytree"):
@@ -198,11 +203,11 @@ def _tensordict(folder: Path, key: tuple[str, ...]) -> TensorDict:
     batch = _shape(metadata.get("shape"), described)
     found: dict[str, Any] = {}
     for name, record in metadata.items():
-        if not isinstance(record, dict):  # shape, device and the like
+        if not isinstance(record, dict):  # other metadata, such as shape and device
             if any(os.path.lexists(folder / f"{name}{end}") for end in ("", ".memmap")):
                 raise ValueError(
                     f"expected a record of each column in {described}, got none of "
-                    f"{(*key, name)}: tensordict has put that of the whole in its place"
+                    f"{(*key, name)}: tensordict has replaced it by the record of the whole"
                 )
             continue
         path = (*key, name)
@@ -212,14 +217,14 @@ def _tensordict(folder: Path, key: tuple[str, ...]) -> TensorDict:
                     f"expected tensors in {folder}, got {record['type']} under {path}, which is "
                     "not read: delete the entry before saving with TorchRL"
                 )
-            inner = _placed(folder, name, "", described)
+            inner = _path_of(folder, name, "", described)
             if inner.is_symlink():
                 raise CheckpointError(f"{inner} is damaged: it is a link")
             found[name] = _tensordict(inner, path)
         elif record.get("is_nested"):
             raise ValueError(f"expected plain tensors in {folder}, got a nested one under {path}")
         else:
-            found[name] = _column(_placed(folder, name, ".memmap", described), record, described)
+            found[name] = _column(_path_of(folder, name, ".memmap", described), record, described)
     for name, value in found.items():
         if value.shape[: len(batch)] != batch:
             raise _damaged(described, f"{name!r} of shape {list(value.shape)} in {list(batch)}")
@@ -227,7 +232,7 @@ def _tensordict(folder: Path, key: tuple[str, ...]) -> TensorDict:
 
 
 def _column(file: Path, record: Any, described: Path) -> torch.Tensor:
-    """Maps a file of raw values; ``record`` tells of shape and dtype."""
+    """Map a file of raw values; ``record`` holds its shape and dtype."""
     if not isinstance(record, dict):
         raise _damaged(described, f"record of {file.name}: {record!r}")
     shape = _shape(record.get("shape"), described)
@@ -238,7 +243,7 @@ def _column(file: Path, record: Any, described: Path) -> torch.Tensor:
     return _values(file, shape, dtype)
 
 
-@torch.inference_mode(False)  # what is made in that mode could not be changed outside
+@torch.inference_mode(False)  # a tensor made in that mode cannot be changed outside it
 def _values(file: Path, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     nbytes = shape.numel() * dtype.itemsize
     if not nbytes:
@@ -267,7 +272,7 @@ def _first(stored: Any, length: int) -> Any:
 def _layout(
     count: int, cursor: int, batch: tuple[int, ...], ndim: int | None, folder: Path
 ) -> tuple[int, int]:
-    """How many dimensions count as rows, and how many rows of the first one are stored."""
+    """Return the number of dimensions that count as rows, and the size of the first."""
     for dims in range(1, len(batch) + 1) if ndim is None else [ndim]:
         length, rest = divmod(count, max(math.prod(batch[1:dims]), 1))
         slots = batch[0]
@@ -298,7 +303,7 @@ def _sampler(folder: Path, count: int) -> tuple[TorchRLPriorities | None, Path |
             raise _damaged(described, f"{name} {value!r}")
         numbers[name] = float(value)
     most = metadata.get("_max_priority")
-    most = most[0] if isinstance(most, list) and most else most  # a number, or with its place
+    most = most[0] if isinstance(most, list) and most else most  # a number, or [number, index]
     if not isinstance(most, (int, float)) or isinstance(most, bool) or not math.isfinite(most):
         most = 1.0
     capacity = metadata.get("_max_capacity")
@@ -307,13 +312,13 @@ def _sampler(folder: Path, count: int) -> tuple[TorchRLPriorities | None, Path |
     file = folder / "sumtree.memmap"
     value = _values(file, torch.Size([int(capacity)]), torch.float64)[:count].numpy()
     if not (np.isfinite(value).all() and (value >= 0).all()):
-        raise _damaged(file, "expected finite numbers, none negative")
+        raise _damaged(file, "expected finite numbers that are not negative")
     alpha, eps = numbers["_alpha"], numbers["_eps"]
     if alpha:
         with np.errstate(over="ignore"):
             raw = np.maximum(value ** (1 / alpha) - eps, 0.0)
         if not np.isfinite(raw).all():
-            raise _damaged(file, f"numbers that are no power {alpha} of priorities")
+            raise _damaged(file, f"numbers that are not powers {alpha} of priorities")
     else:
         raw = np.full(count, max(most, 1.0))
     single = bool((value == value.astype(np.float32)).all())
@@ -349,9 +354,11 @@ def _json(file: Path) -> dict[str, Any]:
     raise CheckpointError(f"{file} is damaged: expected a JSON object")
 
 
-def _placed(folder: Path, name: str, end: str, described: Path) -> Path:
-    """Where tensordict puts what is under a key: newer versions escape what file systems may not
-    take."""
+def _path_of(folder: Path, name: str, end: str, described: Path) -> Path:
+    """Return the path at which tensordict stores a key.
+
+    Newer versions of tensordict escape characters that file systems may refuse.
+    """
     escaped = "".join(f"%{ord(c):02X}" if c in _ESCAPED or ord(c) < 32 else c for c in name)
     if not name.strip("."):
         escaped = "%2E" * len(name) if name in (".", "..") else name or "%"
@@ -361,7 +368,7 @@ def _placed(folder: Path, name: str, end: str, described: Path) -> Path:
 
 
 def _checked_name(name: str, described: Path) -> str:
-    """Nothing outside of the directory is ever opened, whatever keys are called."""
+    """Return the name; ValueError if the file would be outside its directory."""
     if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise ValueError(f"expected keys that are names of files in {described}, got {name!r}")
     return name

@@ -1,8 +1,16 @@
 """The command ``replaykit``; needs the extra ``cli``.
 
-Exit codes: 0 done; 1 ``validate`` found something wrong; 2 a wrong option or argument; 3 data that
-is refused, or no data set; 4 something is not there; 5 the network or a Hub; 6 the system: no room,
-no permission, a package that is not installed; 70 a fault of replaykit itself; 130 interrupted.
+Exit codes:
+
+- 0: the command succeeded.
+- 1: ``validate`` found an error.
+- 2: an option or argument is wrong.
+- 3: the data was refused, or is not a data set.
+- 4: a file, data set or repository does not exist.
+- 5: the network or a Hub failed.
+- 6: the system failed: disk space, permissions, or a package that is not installed.
+- 70: replaykit itself has a fault.
+- 130: the command was interrupted.
 """
 
 from __future__ import annotations
@@ -16,10 +24,10 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code; what it says goes to stdout, errors to stderr.
+    """Run the command, print errors to stderr, and return the exit code.
 
     Args:
-        arguments: those behind the name of the command; ``sys.argv[1:]``.
+        arguments: the arguments after the name of the command, by default ``sys.argv[1:]``.
 
     Example:
         >>> from replaykit.cli import main
@@ -47,5 +55,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _interrupted(given: Sequence[str]) -> int:
-    """What is imported takes a while: who goes away meanwhile need not see of what."""
+    """Report an interrupt during the slow imports, without a traceback."""
     return tell("KeyboardInterrupt", "interrupted: nothing was begun", 130, given)

@@ -1,4 +1,4 @@
-"""Define the command, and turn what it raises into one sentence and an exit code."""
+"""The commands, and the exit codes and messages of their errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from replaykit._version import __version__
-from replaykit.cli import data_sets, inspecting
+from replaykit.cli import commands
 from replaykit.cli.output import Output, sentence, write_no_more
 from replaykit.errors import CheckpointError, CorpusError, DownloadError, UploadError
 
@@ -20,9 +20,10 @@ __all__ = ["app", "exit_code_of", "run"]
 app = typer.Typer(
     name="replaykit",
     help=(
-        "Data sets and replay buffers on disk: fetch, convert, look into, check and share them.\n\n"
-        "Exit codes: 0 done, 1 validate found something wrong, 2 a wrong option, 3 data that is "
-        "refused, 4 something is not there, 5 the network, 6 the system, 130 interrupted."
+        "Fetch, convert, inspect, validate and share data sets and replay buffers on disk.\n\n"
+        "Exit codes: 0 success, 1 validate found an error, 2 wrong option, 3 refused data, "
+        "4 not found, 5 network failure, 6 system failure, 70 fault of replaykit, "
+        "130 interrupted."
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -44,23 +45,23 @@ def _replaykit(
         bool,
         typer.Option(
             "--version",
-            help="Print the version and end.",
+            help="Print the version and exit.",
             callback=_version,
             is_eager=True,
             show_default=False,
         ),
     ] = False,
 ) -> None:
-    """Takes the options that come before the command."""
+    """Accept the options that precede the command."""
 
 
-app.command("datasets")(data_sets.datasets)
-app.command("download")(data_sets.download)
-app.command("convert")(data_sets.convert)
-app.command("inspect")(inspecting.inspect)
-app.command("validate")(inspecting.validate)
-app.command("push")(data_sets.push)
-app.command("pull")(data_sets.pull)
+app.command("datasets")(commands.datasets)
+app.command("download")(commands.download)
+app.command("convert")(commands.convert)
+app.command("inspect")(commands.inspect)
+app.command("validate")(commands.validate)
+app.command("push")(commands.push)
+app.command("pull")(commands.pull)
 
 
 _USAGE: Final = 2
@@ -69,7 +70,7 @@ _INTERRUPTED: Final = 130
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs the command; see `replaykit.cli.main`."""
+    """Run the command; see `replaykit.cli.main`."""
     output = Output(as_json="--json" in arguments)
     debug = "--debug" in arguments
     code: object = 0
@@ -83,7 +84,7 @@ def run(arguments: Sequence[str]) -> int:
                 app(["--help"], prog_name="replaykit", standalone_mode=False)
             return _USAGE
         code = app(list(arguments), prog_name="replaykit", standalone_mode=False, obj=output)
-        if code == _INTERRUPTED:  # some versions of typer raise, some return
+        if code == _INTERRUPTED:  # some versions of typer raise an error instead
             raise KeyboardInterrupt
         code = code if isinstance(code, int) else 0
         if sys.stdout is not None:
@@ -94,14 +95,14 @@ def run(arguments: Sequence[str]) -> int:
         output.error("KeyboardInterrupt", text, _INTERRUPTED)
         return _INTERRUPTED
     except (BrokenPipeError, SystemExit) as error:
-        # The console that prints help ends the program where its reader has seen enough.
+        # The console that prints the help exits the program if the reader closes the pipe.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
         write_no_more(sys.stdout)
         return code if isinstance(code, int) else 0
     except Exception as error:
-        # What the parser of options raises is told by what it can do: typer brings one of its own
-        # or uses click's, depending on its version.
+        # Errors of the option parser are recognized by their attributes. Their class belongs to
+        # typer or click, depending on the version of typer.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
             return _usage(output, error)
         code = exit_code_of(error)
@@ -111,14 +112,14 @@ def run(arguments: Sequence[str]) -> int:
         if code == _INTERNAL:
             text = (
                 f"a fault of replaykit itself: {type(error).__name__}: {text}; run it again with "
-                "--debug and report what it prints"
+                "--debug and report the traceback"
             )
         output.error(type(error).__name__, text, code)
         return code
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Returns the exit code that stands for an error; see `replaykit.cli`.
+    """Return the exit code of an error; see `replaykit.cli`.
 
     Example:
         >>> from replaykit.cli.app import exit_code_of

@@ -1,4 +1,4 @@
-"""Print tables, JSON, errors and progress, and take policies as options."""
+"""Output of commands as text or JSON, and the options for policies."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ __all__ = [
     "Debug",
     "Json",
     "Output",
+    "add_policy_options",
     "plain",
     "sentence",
     "size",
-    "takes_policies",
     "write_no_more",
 ]
 
 Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document, of errors too.", show_default=False)
+    bool,
+    typer.Option("--json", help="Print one JSON document, also for errors.", show_default=False),
 ]
 Debug = Annotated[
     bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)
@@ -51,9 +52,9 @@ _WIDE: Final = 240
 
 
 def write_no_more(stream: IO[str] | None) -> None:
-    """Send what is still to be written to a closed pipe nowhere.
+    """Discard further output to a closed pipe.
 
-    The reader, such as `head`, has seen enough; Python does not complain at its end.
+    A reader such as `head` may end early. Python then prints no error at its exit.
     """
     if stream is None:
         return
@@ -63,7 +64,7 @@ def write_no_more(stream: IO[str] | None) -> None:
 
 
 class _Console(Console):
-    """A command goes on to its end without its reader: its exit code says what it has found."""
+    """A console that ignores a closed pipe, so that the command can return its exit code."""
 
     def on_broken_pipe(self) -> None:
         write_no_more(sys.stderr if self.stderr else sys.stdout)
@@ -71,12 +72,12 @@ class _Console(Console):
 
 @dataclass
 class Output:
-    """Where a command says what it has found; one for each run, the object of its context.
+    """The output of one run of a command, stored as the context's object.
 
     Attributes:
-        as_json: one JSON document on stdout, and nothing else there.
-        when_interrupted: what an interrupt leaves, and how to go on.
-        warned: warnings that came so far.
+        as_json: True to print one JSON document on stdout, and nothing else.
+        when_interrupted: the message after an interrupt, with the state and the way to continue.
+        warned: the warnings so far.
     """
 
     as_json: bool = False
@@ -85,17 +86,17 @@ class Output:
 
     @property
     def console(self) -> Console:
-        """For people, on stdout; into a file or a pipe no line is broken."""
+        """The console on stdout for readable text. It wraps lines only on a terminal."""
         is_terminal = sys.stdout is not None and sys.stdout.isatty()
         return _Console(markup=False, highlight=False, width=None if is_terminal else _WIDE)
 
     @property
     def stderr(self) -> Console:
-        """For progress, warnings and errors."""
+        """The console for progress, warnings and errors."""
         return _Console(stderr=True, markup=False, highlight=False)
 
     def document(self, value: Mapping[str, Any]) -> None:
-        """Prints the JSON document."""
+        """Print the JSON document."""
         from replaykit.inspection.facts import to_json
 
         text = json.dumps(to_json(value), allow_nan=False)
@@ -105,15 +106,15 @@ class Output:
             write_no_more(sys.stdout)
 
     def error(self, kind: str, text: str, code: int) -> None:
-        """Says what went wrong, in one sentence."""
+        """Print an error as one sentence."""
         if self.as_json:
             self.document({"error": {"kind": kind, "message": text, "exit_code": code}})
             return
         console = self.stderr
         console.print(Text.assemble(("replaykit: ", "bold red"), plain(text)), soft_wrap=True)
 
-    def tell_warnings(self) -> None:
-        """Says what was warned of, to people."""
+    def print_warnings(self) -> None:
+        """Print the collected warnings as readable text."""
         for text in self.warned:
             self.stderr.print(
                 Text.assemble(("warning: ", "bold yellow"), plain(text)), soft_wrap=True
@@ -121,7 +122,7 @@ class Output:
 
     @contextmanager
     def warnings(self) -> Iterator[list[str]]:
-        """Collects the warnings of what is done in it."""
+        """Collect the warnings of the block."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             warnings.simplefilter("always", UserWarning)
@@ -134,12 +135,12 @@ class Output:
 
     @property
     def shows_progress(self) -> bool:
-        """Whether somebody would see it."""
+        """Return whether progress is shown: on a terminal, unless the output is JSON."""
         return not self.as_json and sys.stderr is not None and sys.stderr.isatty()
 
     @contextmanager
     def working(self, title: str) -> Iterator[None]:
-        """Shows that something goes on that does not say how far it has come."""
+        """Show a spinner while the block runs."""
         if not self.shows_progress:
             yield
             return
@@ -148,7 +149,7 @@ class Output:
 
     @contextmanager
     def progress(self, title: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
-        """Shows how many bytes were worked off; yields what is told of them."""
+        """Show a bar of processed bytes, and yield the function that adds bytes to it."""
         if not self.shows_progress:
             yield lambda nbytes: None
             return
@@ -166,13 +167,13 @@ class Output:
 
 
 def plain(value: object) -> str:
-    """Returns a text as one can print it: no line of it, and no colour, is the work of a file."""
+    """Return a text that is safe to print, without added lines or colours."""
     text = str(value)
     return "".join(part if part.isprintable() else repr(part)[1:-1] for part in text)
 
 
 def sentence(error: BaseException) -> str:
-    """Returns what an error says, on one line."""
+    """Return the message of an error on one line."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return plain(f"{error.filename}: {error.strerror}")
     if isinstance(error, KeyError) and error.args:
@@ -181,7 +182,7 @@ def sentence(error: BaseException) -> str:
 
 
 def size(nbytes: int | None) -> str:
-    """Returns a number of bytes for people.
+    """Return a number of bytes as readable text.
 
     Example:
         >>> from replaykit.cli.output import size
@@ -200,24 +201,24 @@ def size(nbytes: int | None) -> str:
 
 _HELP: Final[Mapping[str, str]] = {
     "casts": "Store one dtype as another: float64=float32.",
-    "include": "Keep only this key and what is below it.",
+    "include": "Keep only this key and the keys below it.",
     "exclude": "Leave out this key, such as next/info.",
     "missing": "Keys that some episodes lack.",
-    "extra": "Datasets without a place.",
-    "constant": "Infos that never change.",
-    "all_nan": "Infos that are NaN throughout.",
-    "duplicate": "Infos that repeat a column.",
-    "repeated": "Next observations: all, or what rows do not repeat.",
+    "extra": "Datasets that the layout does not name.",
+    "constant": "Info keys whose value never changes.",
+    "all_nan": "Info keys that contain only NaN.",
+    "duplicate": "Info keys that repeat a column.",
+    "repeated": "Store all next observations, or only those that no row has as its observation.",
     "unrecorded": "Last steps whose next state was not recorded.",
     "copies": "Episodes that are copies of earlier ones.",
     "on_invalid": "Episodes that break a rule.",
-    "strict": "Refuse whatever would be a warning.",
+    "strict": "Raise an error instead of any warning.",
 }
-"""What a policy is about, in the order in which help lists them."""
+"""The help texts of the policies, in the order of the help."""
 
 
 class _Repeatable(NamedTuple):
-    """An option that may come again, each time with one word."""
+    """An option that may be repeated, with one value each time."""
 
     option: str
     metavar: str
@@ -245,17 +246,17 @@ _REPEATABLE: Final[Mapping[str, _Repeatable]] = {
 }
 
 
-def takes_policies(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command an option for each policy.
+def add_policy_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each policy.
 
     Args:
-        command: has a parameter ``policies``, in whose place among the options they come.
+        command: a function with a parameter ``policies``, which the options replace.
 
     Returns:
-        What typer sees: the command with these options, of which it makes the policies.
+        The command for typer, which builds the policies from these options.
 
     Raises:
-        ValueError: from the command, where an option says what there is not.
+        ValueError: from the command, if an option has an unknown value.
     """
     hints = get_type_hints(command, include_extras=True)
     hints.pop("policies")
@@ -303,7 +304,7 @@ def _option(policy: Field[Any], type_: Any, about: str) -> inspect.Parameter:
     elif type_ is bool:
         annotation = Annotated[bool, typer.Option(name, help=about, show_default=False)]
     else:
-        # Older versions of typer know enumerations, and no literals.
+        # Older versions of typer accept enumerations, but no literals.
         enumeration: Any = Enum
         choices = enumeration(policy.name, {each: each for each in get_args(type_)}, type=str)
         annotation = Annotated[choices, typer.Option(name, help=about)]

@@ -1,6 +1,6 @@
-"""Corpora: from H5 files, on a Hub or at hand, to transitions in memory-mapped columns.
+"""Conversion of H5 corpora, local or on a Hub, into memory-mapped columns.
 
-A name is loaded when it is first asked for: the command says its help without torch.
+Each name is imported at its first use, so the command can show its help without torch.
 """
 
 from replaykit.registry import room

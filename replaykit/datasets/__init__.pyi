@@ -7,6 +7,11 @@ from replaykit.datasets.converting import (
 from replaykit.datasets.dataset import (
     BaseDatasetExperienceReplay,
 )
+from replaykit.datasets.engine.episode_finders import (
+    Groups,
+    Segments,
+    WholeFile,
+)
 from replaykit.datasets.engine.fields import (
     ARRIVALS,
     FINAL_STATE,
@@ -14,11 +19,6 @@ from replaykit.datasets.engine.fields import (
     STEPS,
     Alignment,
     Field,
-)
-from replaykit.datasets.engine.finding import (
-    Groups,
-    Segments,
-    WholeFile,
 )
 from replaykit.datasets.engine.layout import (
     Layout,

@@ -1,4 +1,4 @@
-"""Write column files and the episode table of a data set."""
+"""The files of a data set: columns and the episode table."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ __all__ = [
     "write_episode_table",
 ]
 
-# Entries of tensordict's meta.json that are no keys: a key of that name would be lost silently.
+# Entries of tensordict's meta.json that are not keys. A key of such a name would be lost
+# silently.
 _META_NAMES: Final = frozenset({"shape", "device", "_type"})
 _MAX_NAME_BYTES: Final = 255
 _UNSAFE: Final = (*'/<>:"|?*\\ %\x7f', *map(chr, range(32)))
 _ESCAPES: Final = {ord(char): f"%{ord(char):02X}" for char in _UNSAFE}
-"""How tensordict writes what may not be part of a file's name."""
+"""Tensordict's escapes for characters that a file name may not contain."""
 _ZEROS: Final = bytes(1 << 16)
 _COMPARED_BYTES: Final = 1 << 20
 _SYNC_BYTES: Final = 4 << 20
-"""Bytes of a column after which it is synced: less of many columns is left for the end."""
+"""Number of written bytes after which a column is synced, so less remains for the end."""
 _READ_BYTES: Final = 1 << 14
-"""Bytes that are read in the time that a call takes: what is as dense is read back together."""
+"""Bytes that are read in the time of one call. Entries closer together are read as one block."""
 
 
 def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:
-    """Returns the torch dtype of the same name and layout as a NumPy dtype.
+    """Return the torch dtype of the same name and layout as a NumPy dtype.
 
     Raises:
-        TypeError: torch has none.
+        TypeError: torch has no such dtype.
 
     Example:
         >>> from replaykit.datasets.column_files import torch_dtype
@@ -69,7 +70,7 @@ def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:
 
 
 def unstorable(key: Sequence[str]) -> str | None:
-    """Says why a key cannot be a name on disk; ``None`` when it can.
+    """Return why a key cannot be a name on disk; ``None`` if it can be one.
 
     Example:
         >>> from replaykit.datasets.column_files import unstorable
@@ -86,7 +87,7 @@ def unstorable(key: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """A column to be made: ``shape`` is of one entry, without the batch dimensions."""
+    """The key, shape and dtype of a column; ``shape`` excludes the batch dimensions."""
 
     key: Key
     shape: tuple[int, ...]
@@ -94,15 +95,15 @@ class ColumnSpec:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry."""
+        """Size of one entry, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class ColumnOutput:
     """A column that is written from front to back, with a running checksum.
 
-    Memory: nothing is buffered. A file descriptor is held only while a block is written, so that
-    a table may have more columns than a process may have open files.
+    Nothing is buffered in memory. The file is open only while a block is written. So a table may
+    have more columns than a process may have open files.
     """
 
     def __init__(self, path: Path | None, spec: ColumnSpec, batch: tuple[int, ...]) -> None:
@@ -118,7 +119,7 @@ class ColumnOutput:
         self._written = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # Its threads stay where they are.
+        # The threads of the early sync belong to this process.
         return {**self.__dict__, "early_sync": None}
 
     def write(
@@ -129,23 +130,24 @@ class ColumnOutput:
         verify: Sequence[int] = (),
         shared: tuple[int, int, int] | None = None,
     ) -> None:
-        """Writes entries from ``position`` on, where the last write must have ended.
+        """Write entries at ``position``, which must be the end of the last write.
 
         Args:
             position: index of the first entry in the (flattened) batch.
-            entries: ``[n, ...]``, with the bytes of the column's dtype.
-            verify: which of them are read back and compared (rule V60).
-            shared: first and last but one of a run of them, and the CRC-32 of its bytes, where
-                that is known.
+            entries: an array ``[n, ...]`` with the item size of the column's dtype.
+            verify: indices of the entries to read back and compare (rule V60).
+            shared: start and stop of a range of ``entries`` whose CRC-32 is known, and that CRC-32.
 
         Raises:
-            OSError: there is no room, or an entry was not stored as written; names the file.
-            ValueError: the position is not the next one, or the column would run over.
+            OSError: the disk is full, or an entry was not stored as written. The message names the
+                file.
+            ValueError: ``position`` is not the end of the last write, or the entries exceed the
+                column.
         """
         size = self.spec.entry_bytes
         if position * size != self._written or self._written + entries.nbytes > self._stop:
             raise ValueError(
-                f"column {format_key(self.spec.key)} of {self.nbytes} bytes goes on at byte "
+                f"column {format_key(self.spec.key)} of {self.nbytes} bytes continues at byte "
                 f"{self._written}, got {entries.nbytes} bytes for {position * size}"
             )
         if not entries.nbytes or self.path is None:
@@ -165,7 +167,7 @@ class ColumnOutput:
                 verify = ()
             for index in verify:
                 part = slice(index * size, (index + 1) * size)
-                # Bytes with bytes: a comparison with a memoryview goes value by value.
+                # bytes() is faster, because memoryviews are compared value by value.
                 if os.pread(descriptor, size, self._written + part.start) != bytes(block[part]):
                     raise OSError(
                         errno.EIO,
@@ -179,10 +181,10 @@ class ColumnOutput:
             self.early_sync.wrote(self.path, len(block))
 
     def skip(self, entries: int) -> None:
-        """Leaves entries zero, as new files are: they enter the checksum but are not written.
+        """Leave the next entries zero.
 
-        Where an earlier conversion may have written something there (``is_new`` is False), they are
-        made zero.
+        New files contain zeros, so only the checksum changes. If an earlier conversion may have
+        written the entries (``is_new`` is False), zeros are written.
         """
         left = entries * self.spec.entry_bytes
         if self._written + left > self._stop:
@@ -196,7 +198,7 @@ class ColumnOutput:
             left -= step
 
     def _clear(self, nbytes: int) -> None:
-        """Writes zeros from where the last write has ended."""
+        """Write zeros from the end of the last write."""
         if not nbytes or self.path is None:
             return
         descriptor = os.open(self.path, os.O_WRONLY)
@@ -209,13 +211,13 @@ class ColumnOutput:
             os.close(descriptor)
 
     def skip_to(self, position: int) -> None:
-        """Leaves entries zero up to a position; does nothing where it has been written."""
+        """Leave entries zero up to a position that may have been written already."""
         left = position - (self._written // self.spec.entry_bytes if self.spec.entry_bytes else 0)
         if left > 0:
             self.skip(left)
 
     def read(self, position: int, count: int) -> npt.NDArray[np.uint8]:
-        """Returns entries that were written, as bytes ``[count, entry_bytes]``."""
+        """Return written entries as bytes ``[count, entry_bytes]``."""
         size = self.spec.entry_bytes
         if self.path is None or not size:
             return np.empty((count, size), np.uint8)
@@ -223,29 +225,29 @@ class ColumnOutput:
         return found.reshape(count, size)
 
     def finish(self) -> int:
-        """Leaves the rest zero; returns how many entries that were."""
+        """Leave the remaining entries zero, and return their number."""
         self.skip(left := (self._stop - self._written) // max(1, self.spec.entry_bytes))
         return left
 
     def describe(self, directory: Path, facts: Mapping[str, Any]) -> Array:
-        """Returns the manifest's entry of the column, with paths relative to a directory."""
+        """Return the manifest's entry of the column, with paths relative to a directory."""
         file = None if self.path is None else self.path.relative_to(directory).as_posix()
         spec = self.spec
         return Array(spec.key, file, spec.dtype, self.shape, self.nbytes, self.crc32, facts)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every entry has been written or left zero."""
+        """Return whether every entry has been written or left zero."""
         return self._written == self._stop
 
     def part(self, first: int, stop: int) -> ColumnOutput:
-        """Returns entries ``first .. stop - 1`` as a column that is written by itself.
+        """Return entries ``first .. stop - 1`` as a separate output.
 
-        It has a checksum of its own, which `join` takes. Parts may be written in any order, and
-        by processes that know nothing of each other.
+        The part has a separate checksum, which `join` adds to the checksum of the column.
+        Independent processes may write the parts, in any order.
         """
         found = copy(self)
-        found.early_sync = self.early_sync  # which a copy, made as for another process, lacks
+        found.early_sync = self.early_sync  # copy() drops the threads, as pickling does
         size = self.spec.entry_bytes
         found._begin = found._written = first * size
         found._stop = stop * size
@@ -254,23 +256,23 @@ class ColumnOutput:
 
     @property
     def reached(self) -> tuple[int, int]:
-        """How many bytes of it have been written or left zero, and their CRC-32."""
+        """The number of bytes that have been written or left zero, and their CRC-32."""
         return self._written - self._begin, self.crc32
 
     def go_on(self, nbytes: int, crc32: int) -> None:
-        """Takes its first bytes, which are there, as they were `reached`."""
+        """Continue after the bytes that an earlier process wrote, given its `reached`."""
         self._written, self.crc32 = self._begin + nbytes, crc32
 
     def join(self, crc32: int, entries: int) -> None:
-        """Takes the next part, which has been written, by its checksum and its length."""
+        """Add the checksum of the next part, which another output has written."""
         nbytes = entries * self.spec.entry_bytes
         self.crc32 = joined_crc32(self.crc32, crc32, nbytes)
         self._written += nbytes
 
 
 def _holds(descriptor: int, position: int, block: memoryview) -> bool:
-    """Whether a file has these bytes at a position."""
-    # In pieces that stay in a cache: as much memory as the block has would have to be made.
+    """Return whether a file contains these bytes at a position."""
+    # Small pieces stay in the CPU cache, and need no buffer as large as the block.
     piece = memoryview(bytearray(min(_COMPARED_BYTES, len(block))))
     for at in range(0, len(block), len(piece)):
         wanted = block[at : at + len(piece)]
@@ -284,7 +286,7 @@ def _holds(descriptor: int, position: int, block: memoryview) -> bool:
 
 @contextmanager
 def synced_early(columns: Mapping[Key, ColumnOutput]) -> Iterator[None]:
-    """Has long columns made durable while they are written in the block."""
+    """Sync long columns to disk while the block writes them."""
     with EarlySync(_SYNC_BYTES) as early_sync:
         for column in columns.values():
             column.early_sync = early_sync
@@ -302,20 +304,20 @@ def create_columns(
     *,
     is_new: bool = True,
 ) -> dict[Key, ColumnOutput]:
-    """Makes a directory of zero-filled columns that ``TensorDict.load_memmap`` can read.
+    """Make a directory of zero columns that ``TensorDict.load_memmap`` can read.
 
-    The blocks of the files are reserved. Cost: a few system calls for each column, whatever its
-    length.
+    The disk blocks of the files are reserved. Cost: a few system calls for each column, whatever
+    its length.
 
     Args:
-        directory: where they are made.
+        directory: the directory of the columns.
         specs: the columns.
         batch: the batch dimensions.
-        is_new: whether none of them is there; otherwise they keep what was written to them.
+        is_new: if False, files of an earlier conversion may exist. Their bytes are kept.
 
     Raises:
-        OSError: there is no room for them.
-        ValueError: a key cannot be a name on disk, or two keys have one file.
+        OSError: the disk has too little room.
+        ValueError: a key cannot be a name on disk, or two keys have the same file.
     """
     columns = [ColumnOutput(None, spec, batch) for spec in specs]
     total = sum(column.nbytes for column in columns)
@@ -339,7 +341,7 @@ def create_columns(
 
 
 def _reserved_bytes(directory: Path) -> int:
-    """Returns how many bytes of the disk the files below a directory have."""
+    """Return the bytes on disk of the column files below a directory."""
     files = (path.lstat() for path in directory.rglob("*.memmap"))
     return 512 * sum(getattr(status, "st_blocks", 0) for status in files)
 
@@ -350,11 +352,13 @@ def _make(
     batch: tuple[int, ...],
     seen: dict[tuple[int, int], ColumnOutput],
 ) -> None:
-    """Makes what `TensorDict.memmap_like` makes of such a tree, in a quarter of its time.
+    """Create the files that `TensorDict.memmap_like` would create, in a quarter of its time.
 
     Args:
-        tree: columns by name, and such trees.
-        seen: the columns made already, by the numbers of their files.
+        directory: the directory of the tree.
+        tree: columns or nested trees, by name.
+        batch: the batch dimensions.
+        seen: the columns created so far, by device and inode of their files.
     """
     os.makedirs(directory, exist_ok=True)
     said: dict[str, Any] = {}
@@ -378,15 +382,15 @@ def _make(
 
 
 def _create(column: ColumnOutput, path: Path, seen: dict[tuple[int, int], ColumnOutput]) -> None:
-    """Makes the file of a column, with the blocks that it needs."""
+    """Create the file of a column, and reserve its disk blocks."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         status = os.fstat(descriptor)
         other = seen.setdefault((status.st_dev, status.st_ino), column)
         if other is not column:
             raise ValueError(
-                f"columns {format_key(other.spec.key)} and {format_key(column.spec.key)} have one "
-                f"file name on this file system: {path}"
+                f"columns {format_key(other.spec.key)} and {format_key(column.spec.key)} have the "
+                f"same file name on this file system: {path}"
             )
         reserve_opened(descriptor, path, column.nbytes)
     finally:
@@ -395,7 +399,7 @@ def _create(column: ColumnOutput, path: Path, seen: dict[tuple[int, int], Column
 
 
 def _file_name(name: str) -> str:
-    """Returns a name as tensordict has it in the file system."""
+    """Return tensordict's file name for a key, without the suffix."""
     if name in ("", ".", ".."):
         return "%2E" * len(name) or "%"
     return name.translate(_ESCAPES)
@@ -404,7 +408,7 @@ def _file_name(name: str) -> str:
 EPISODE_DIRECTORY: Final = "episodes"
 GROUP_FILE: Final = "groups.txt"
 _TOGETHER: Final = 1 << 12
-"""Names that are written at a time."""
+"""Names per write."""
 
 EPISODE_FIELDS: Final[Mapping[str, tuple[npt.DTypeLike, str]]] = {
     "start": (np.int64, "first row"),
@@ -412,7 +416,7 @@ EPISODE_FIELDS: Final[Mapping[str, tuple[npt.DTypeLike, str]]] = {
     "seed": (np.int64, "position of the source file"),
     "episode": (np.int64, "number in the source file"),
     "source_seed": (np.int64, "seed that the path of the source file names, or -1"),
-    "success": (np.int8, "whether the source says that the task was solved: 1, 0, or -1 if not"),
+    "success": (np.int8, "the source's record of success: 1, 0, or -1 if it has none"),
     "terminated": (np.bool_, "the last row is terminated"),
     "truncated": (np.bool_, "the last row is truncated"),
     "return": (np.float64, "sum of the rewards, NaN without rewards"),
@@ -424,16 +428,16 @@ EPISODE_FIELDS: Final[Mapping[str, tuple[npt.DTypeLike, str]]] = {
 def write_episode_table(
     directory: Path, columns: Mapping[str, npt.NDArray[Any]], groups: Iterable[str]
 ) -> tuple[tuple[Array, ...], dict[str, Any]]:
-    """Writes the table below a data set's directory.
+    """Write the episode table below a data set's directory.
 
     Args:
         directory: the data set's directory.
-        columns: an array ``[E, ...]`` for each of `EPISODE_FIELDS`; those of an older version
-            may lack some.
-        groups: the group of each episode; they are written as they come.
+        columns: an array ``[E, ...]`` for each of `EPISODE_FIELDS`. Tables of an older version may
+            lack some of them.
+        groups: the name of each episode's group. Each name is written when the iterable yields it.
 
     Returns:
-        What the manifest says of its columns and of its text file.
+        The manifest's entries for the columns and for the text file of the groups.
     """
     specs = [
         ColumnSpec((name,), columns[name].shape[1:], torch_dtype(dtype))
@@ -447,7 +451,7 @@ def write_episode_table(
     arrays = tuple(file.describe(directory, {}) for file in files.values())
     path = home / GROUP_FILE
     nbytes = crc32 = 0
-    # A line break between strings, which hold none themselves once they are JSON.
+    # The separator is a line break, because JSON strings contain no line breaks.
     lines, left = json.JSONEncoder(separators=("\n", ":")), iter(groups)
     with path.open("wb") as names:
         while some := list(islice(left, _TOGETHER)):
@@ -465,5 +469,5 @@ def write_episode_table(
 
 
 def read_groups(path: Path) -> list[str]:
-    """Returns the group names in the order of the episodes. Cost: O(E)."""
+    """Return the group names in the order of the episodes. Cost: O(E)."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Converting files of one's own, and opening the result: the two functions that need no class."""
+"""Conversion of files and URLs, and opening of data sets, without a corpus class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.request import url2pathname
 from replaykit.buffer.core import SamplerT
 from replaykit.datasets.dataset_manifest import MANIFEST_NAME, Manifest
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset, stamps_of
-from replaykit.datasets.engine.finding import natural_key
+from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.engine.layout import Layout, rules_digest
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.http_files import WebFile
@@ -51,7 +51,7 @@ Files = (
     | Mapping[str, str | None]
     | Mapping[os.PathLike[str], str | None]
 )
-"""Files one by one or by their directories, as paths or URLs; or with a SHA-256 for each."""
+"""Files or their directories, as paths or URLs; or a mapping of files to their SHA-256."""
 
 
 def convert(
@@ -64,50 +64,52 @@ def convert(
     force: bool = False,
     progress: bool | None = None,
 ) -> CorpusExperienceReplay:
-    """Converts H5 files into a data set of transitions, and opens it.
+    """Convert H5 files into a data set of transitions, and open it.
 
-    All files are scanned before the first row is written. The result appears at ``dest`` complete
-    or not at all. A call that was interrupted, or whose process was killed, leaves a hidden
-    directory beside ``dest``, and the same call goes on with the files that it had not finished,
-    and in a long one where it had come to, up to the same bytes; any other call for ``dest``
-    removes it. Where the result is there already, made from these files by this layout and these
-    policies, it is opened as it is.
+    All files are scanned before the first row is written. The result appears at ``dest`` completely
+    or not at all. An existing data set at ``dest`` is opened unchanged if it has these files,
+    layout and policies.
+
+    An interrupted or killed call leaves a hidden directory next to ``dest``. Repeating the same
+    call continues the conversion, also within a long file. The result has the same bytes as that of
+    an uninterrupted call. Any other call for ``dest`` removes that directory.
 
     Args:
-        files: H5 files, or directories that are searched for them (``.h5``, ``.hdf5``,
-            ``.hdf``), as paths or ``file://`` URLs; or ``http://`` and ``https://`` URLs, which are
-            fetched as by `download`. Links to files are followed, those in such a directory too,
-            and links to directories in it are not. A mapping gives the SHA-256 of each, or None.
-            The order of rows is that of the paths.
-        layout: how the files are laid out; see `Layout`. What its parts are must show in their
-            ``repr``, as it does for dataclasses.
+        files: H5 files, or directories to search for ``.h5``, ``.hdf5`` and ``.hdf`` files, as
+            paths or ``file://`` URLs. ``http://`` and ``https://`` URLs are fetched as in
+            `download`. Links to files are followed, also inside a directory. Links to directories
+            inside a directory are not followed. A mapping gives the SHA-256 of each file, or None.
+            Rows are ordered by the paths of their files.
+        layout: the layout of the files; see `Layout`. The ``repr`` of its parts must show their
+            values, as for dataclasses.
         dest: directory of the data set.
-        policies: what is done with keys, dtypes and episodes that are not as one would wish.
-        workers: how many processes convert at once, each a file; the result does not depend on
-            it.
-        force: convert anew and replace the data set at ``dest``, in one step at the end.
-        progress: whether a bar is shown; by default only on a terminal.
+        policies: the treatment of unusual keys, dtypes and episodes.
+        workers: number of processes. Each process converts one file after another. The result does
+            not depend on this number.
+        force: convert again, and replace the data set at ``dest`` in one step at the end.
+        progress: show a progress bar; by default only on a terminal.
 
     Raises:
-        CorpusError: a file breaks a rule of its layout, or is not the one of its SHA-256; names
-            file, episode, key and rule. It is a ValueError.
-        ValueError: the policies name a key or dtype that no file has; a file is a pipe, a device
-            or a socket, also in a directory that is searched; or its name is not UTF-8.
-        FileNotFoundError: a file is not there, or a directory holds none.
-        DownloadError, PermissionError: as `download` does.
-        OSError: a file cannot be read, or there is no room; names the file. Before a download:
-            no room for the files and as much again for columns, unless policies may make these
-            smaller.
-        RuntimeError: without ``force``, what is at ``dest`` is something else; with it, files that
-            are no part of a data set, which are never removed.
+        CorpusError: a file breaks a rule of its layout, or does not match its SHA-256. The message
+            names file, episode, key and rule. The class is a subclass of ValueError.
+        ValueError: the policies name a key or dtype that no file has. Or a file is a pipe, a device
+            or a socket, or has a name that is not UTF-8.
+        FileNotFoundError: a file does not exist, or a directory holds no H5 file.
+        DownloadError, PermissionError: as in `download`.
+        OSError: a file cannot be read, or the disk has too little room. The message names the file.
+            Before a download, the disk must have room for the files and as much again for the
+            columns. The room for the columns is not checked if policies may make them smaller.
+        RuntimeError: without ``force``, ``dest`` holds anything but this data set. With ``force``,
+            ``dest`` holds files that are not part of a data set; such files are never removed.
         ImportError: h5py is not installed.
 
     Warns:
-        UserWarning: keys were left out, episodes skipped, or values are odd; one warning for all
-            of it. ``published.manifest.report`` of the result has the same and more.
+        UserWarning: keys were left out, episodes were skipped, or values are unusual. A call gives
+            at most one warning. ``published.manifest.report`` of the result has the details.
 
-    Cost: reads every value twice, once for the checksum of its file, and writes it once for each
-    column. Memory: some blocks of 16 MiB for each worker, and about 100 bytes for each episode.
+    Cost: every value is read once for the checksum of its file, and once for the conversion. It is
+    written once for each column that contains it. Memory: some blocks of 16 MiB for each worker,
+    and about 100 bytes for each episode.
 
     Example:
         >>> import tempfile, h5py, numpy as np
@@ -155,7 +157,7 @@ def open(
     sampler: SamplerT | Callable[[], SamplerT] | None = None,
     **kwargs: Any,
 ) -> CorpusExperienceReplay[SamplerT]:
-    """Opens a data set that was converted before; see `CorpusExperienceReplay`.
+    """Open a converted data set; see `CorpusExperienceReplay`.
 
     Example:
         >>> import replaykit.datasets
@@ -174,14 +176,19 @@ def local_sources(
     checked: bool = True,
     target: Path | None = None,
 ) -> Sources:
-    """Describes the H5 files that a caller gives, and fetches those that are URLs of the web.
+    """Describe the H5 files that a caller gives, and fetch web URLs.
 
-    ``target``: where columns will be made of them, if their room is to be looked at before a fetch.
+    Args:
+        files: the files; see `Files`.
+        natural: order numbers in the names by their value.
+        threads: number of files that are read at once.
+        checked: whether to refuse files that are not HDF5.
+        target: the directory of the columns. Its free space is checked before a download.
 
     Raises:
-        FileNotFoundError: a file is not there, or a directory holds none.
-        CorpusError: a file is not that of its SHA-256, or, where ``checked``, not HDF5.
-        ValueError: URLs of the web and paths are given together.
+        FileNotFoundError: a file does not exist, or a directory holds no H5 file.
+        CorpusError: a file does not match its SHA-256, or, with ``checked``, is not HDF5.
+        ValueError: ``files`` mixes web URLs and paths.
     """
     web = _web_files(files)
     if web:
@@ -199,12 +206,12 @@ def local_sources(
 
 
 def paths_of(files: Files) -> list[Path]:
-    """Returns the paths of H5 files that a caller gives, by natural order; URLs are fetched.
+    """Return the paths of the caller's H5 files, in natural order; fetch URLs.
 
     Raises:
-        FileNotFoundError: a file is not there, or a directory holds none.
-        DownloadError, PermissionError, OSError: as `download` does.
-        ValueError: URLs of the web and paths are given together.
+        FileNotFoundError: a file does not exist, or a directory holds no H5 file.
+        DownloadError, PermissionError, OSError: as in `download`.
+        ValueError: ``files`` mixes web URLs and paths.
     """
     web = _web_files(files)
     if web:
@@ -213,11 +220,11 @@ def paths_of(files: Files) -> list[Path]:
 
 
 def local_paths(files: Files) -> list[Path]:
-    """Returns the paths of H5 files that a caller gives, by natural order; none for URLs.
+    """Return the paths of the caller's H5 files, in natural order; none for web URLs.
 
     Raises:
-        FileNotFoundError: a file is not there, or a directory holds none.
-        ValueError: URLs of the web and paths are given together.
+        FileNotFoundError: a file does not exist, or a directory holds no H5 file.
+        ValueError: ``files`` mixes web URLs and paths.
     """
     if _web_files(files):
         return []
@@ -225,7 +232,7 @@ def local_paths(files: Files) -> list[Path]:
 
 
 def digest_of(sources: Sources, layout: Layout) -> str:
-    """Returns a digest of the content of files, and of the files beside that describe them."""
+    """Return a digest of source files and of the files that describe them."""
     digest = hashlib.sha256()
     for file in sources.files:
         digest.update(f"{file.name}\0{file.sha256}\n".encode())
@@ -236,18 +243,19 @@ def digest_of(sources: Sources, layout: Layout) -> str:
 
 
 def known_digest(files: Files, layout: Layout, path: Path) -> str | None:
-    """Returns the digest of files that a data set was made from, as its manifest has it.
+    """Return the digest of source files from the manifest, without reading them.
 
-    ``None`` where there is none, or where a file has another name, size or time of change than
-    when it was made: then only its content can tell. Cost: reads the manifest and no file.
+    The result is ``None`` if there is no data set. It is also ``None`` if the name, size or
+    modification time of a file has changed since the conversion. For web URLs, the result is a
+    digest of the URLs.
 
     Args:
-        files: those that are asked about.
-        layout: how they are laid out.
+        files: the source files.
+        layout: the layout of the files.
         path: the directory of the data set.
 
     Raises:
-        FileNotFoundError: a file is not there, or a directory holds none.
+        FileNotFoundError: a file does not exist, or a directory holds no H5 file.
     """
     web = _web_files(files)
     if web:
@@ -267,7 +275,7 @@ def known_digest(files: Files, layout: Layout, path: Path) -> str | None:
 
 
 def _listing(files: Sequence[WebFile]) -> str:
-    """Returns a digest of the URLs of files, and of what is known of their content."""
+    """Return a digest of the URLs and the known SHA-256 of files."""
     found = sorted(((file.url, file.sha256) for file in files), key=repr)
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
@@ -289,11 +297,11 @@ def _paths(files: Files) -> list[Path]:
 
 
 def _web_files(files: Files) -> tuple[WebFile, ...]:
-    """Returns the files of the web that are given; none where paths are."""
+    """Return the web files that a caller gives; none for paths."""
     given = _given(files)
     urls = [each for each in given if isinstance(each, str) and each.startswith(_WEB)]
     if urls and len(urls) < len(given):
-        raise ValueError(f"files: expected either URLs of the web or paths, got {given}")
+        raise ValueError(f"files: expected either web URLs or paths, got {given}")
     sums: Mapping[Any, str | None] = files if isinstance(files, Mapping) else {}
     return tuple(WebFile(url, sha256=sums.get(url)) for url in urls)
 

@@ -1,4 +1,4 @@
-"""What every corpus class shares: fetch and convert once, open, sample."""
+"""The base class of all corpus classes, which fetches, converts and opens data sets."""
 
 from __future__ import annotations
 
@@ -46,46 +46,49 @@ __all__ = ["BaseDatasetExperienceReplay"]
 class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
     """A ReplayBuffer over a published corpus.
 
-    A corpus class says which data sets there are, where their files are and how they lie in them:
-    ``available_datasets``, ``corpus``, ``layout``, and ``remote``, or ``sources`` for files that it
-    gets otherwise. Everything else is here.
+    A subclass declares its data sets and layout in ``available_datasets``, ``corpus`` and
+    ``layout``. It declares the location of the files in ``remote``, or overrides ``sources`` for
+    files from another origin.
 
     Args:
-        dataset_id: one of ``available_datasets``; with ``source`` any names with "/" between them.
+        dataset_id: one of ``available_datasets``. With ``source``, any names joined by "/".
         batch_size: default number of rows of a sample.
-        root: folder of the converted data sets; ``~/.cache/replaykit/<corpus>``.
-        download: ``True``: fetch and convert what is absent. ``False``: never touch the network.
-            ``"force"``: fetch and convert anew, then swap; the old copy stays until then.
-        sampler: which rows come next; ``RandomSampler()``.
-        writer: ``ImmutableDatasetWriter()``.
+        root: folder of the converted data sets; by default ``~/.cache/replaykit/<corpus>``.
+        download: ``True`` fetches and converts the data set if it is absent. ``False`` never uses
+            the network. ``"force"`` fetches and converts again, and replaces the old copy only at
+            the end.
+        sampler: chooses the rows of a batch; by default ``RandomSampler()``.
+        writer: the writer; by default ``ImmutableDatasetWriter()``.
         collate_fn, pin_memory, prefetch, transform: as for ReplayBuffer.
-        split_trajs: one row per episode, padded with zeros to the longest, with ``mask`` and
-            ``traj_ids``.
-        split: only a part of the episodes: a name that the corpus gives, such as robomimic's
-            ``"train"``; a range of positions such as ``"0:100"``; or a range of hundredths of all
-            episodes in a random order, ``"0%:80%"`` and ``"80%:100%"``, with a seed for the order
-            behind an ``@``, as in ``"0%:80%@7"``.
-        episodes: only these: positions in ``episode_table``, a slice of it, or a function that
-            gets the table and returns bool ``[E]``. With ``split``: those of both.
-        source: files to convert instead of those of the corpus, as for `convert`: paths, folders,
-            or URLs.
-        policies: what is done with keys, dtypes and episodes that are not as one would wish.
-        layout: how the files are laid out, where that is not as the family has it, such as
+        split_trajs: make one row per episode, padded with zeros to the longest episode. The keys
+            ``mask`` and ``traj_ids`` are added.
+        split: the part of the episodes to serve. It is a name that the corpus defines, such as
+            robomimic's ``"train"``, or a range of positions, such as ``"0:100"``. Or it is a range
+            of percentages of all episodes in a random order, such as ``"0%:80%"``. A seed for the
+            order may follow, as in ``"0%:80%@7"``.
+        episodes: the episodes to serve: positions in ``episode_table``, a slice of it, or a
+            function that maps the table to bool ``[E]``. With ``split``, only episodes that both
+            arguments choose are served.
+        source: files to convert instead of the files of the corpus: paths, folders or URLs, as for
+            `convert`.
+        policies: the treatment of unusual keys, dtypes and episodes.
+        layout: the layout of the files, if it is not the layout of the family, such as
             ``D4RLLayout(unreliable_ends=True)``.
-        workers: how many processes convert at once, each a file.
+        workers: number of processes. Each process converts one file after another.
         env_kwargs: other keywords of ReplayBuffer, such as ``generator``.
 
     Raises:
-        ValueError: an unknown id, or another value of ``download``; ``split`` or ``episodes``
-            choose what there is not, or nothing; no worker; the policies name a key or dtype that
-            no file has.
-        TypeError: an unknown keyword; policies or a layout that are none.
-        FileNotFoundError: ``download=False`` and the data set is not there.
-        RuntimeError: the folder holds something that is not a complete data set, or another one,
-            of other policies or another layout.
-        CorpusError, DownloadError, OSError: as converting and fetching do; names the file.
+        ValueError: the id or the value of ``download`` is unknown, or ``workers`` is below 1. Or
+            ``split`` or ``episodes`` name unknown episodes, or choose none. Or the policies name a
+            key or dtype that no file has.
+        TypeError: a keyword is unknown, or ``policies`` or ``layout`` has a wrong type.
+        FileNotFoundError: the data set does not exist, and ``download`` is False.
+        RuntimeError: the folder holds something that is not a complete data set, or a data set made
+            with other policies or another layout.
+        CorpusError, DownloadError, OSError: the conversion or the download failed, as in `convert`.
+            The message names the file.
 
-    Rows can be edited in place; edits are seen in this process only and never reach the disk.
+    Rows can be edited in place. Edits are visible in this process only, and never reach the disk.
 
     Example:
         >>> from replaykit import BaseDatasetExperienceReplay
@@ -101,13 +104,13 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
 
     available_datasets: ClassVar[list[str]] = []
     any_id: ClassVar[bool] = False
-    """Whether ids that are not listed are taken too."""
+    """True if the class also accepts ids that are not in ``available_datasets``."""
     corpus: ClassVar[str]
-    """Name of the corpus, and of its folder in the cache."""
+    """Name of the corpus and of its cache folder."""
     layout: ClassVar[Any]
-    """How the source files of the corpus are laid out; a `Layout`."""
+    """The layout of the source files of the corpus; a `Layout`."""
     license: ClassVar[str | None] = None
-    """Licence of the data that is fetched, as Hubs abbreviate it; None where there is not one."""
+    """Licence of the fetched data, in the notation of Hubs; None if licences differ."""
 
     @checked_keywords
     def __init__(
@@ -146,8 +149,8 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
         self.download = _download(download)
         self._own: Sources | None = None
         self._choice = (split, episodes)
-        # The storage is given as a function: all other arguments are checked before anything
-        # is fetched.
+        # The storage is passed as a function. So all other arguments are checked before a
+        # download.
         ReplayBuffer.__init__(
             self,
             storage=self._open,
@@ -163,7 +166,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
 
     @classmethod
     def _check_id(cls, dataset_id: str, *, is_own: bool = False) -> None:
-        """Refuses ids that there are not; files of one's own may have any."""
+        """Refuse unknown ids. Local files may have any id."""
         if dataset_id in cls.available_datasets:
             return
         if not cls.any_id and not is_own:
@@ -177,7 +180,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
 
     @classmethod
     def _meant(cls, dataset_id: str) -> str:
-        """Name the listed ids that look like one that is not listed."""
+        """Return a hint with the listed ids that are similar to an unknown one."""
         known = cls.available_datasets
         if dataset_id in known or not isinstance(dataset_id, str):
             return ""
@@ -186,7 +189,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
     @classmethod
     @contextmanager
     def _suggesting(cls, dataset_id: str) -> Iterator[None]:
-        """Add the nearest listed ids to the error for files that are not there."""
+        """Add the nearest listed ids to a FileNotFoundError of the block."""
         try:
             yield
         except FileNotFoundError as error:
@@ -197,12 +200,12 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
 
     @classmethod
     def remote(cls, dataset_id: str) -> Remote | None:
-        """Says where the files of a data set are fetched from; None where they cannot be."""
+        """Return the location of a data set's files; None if there is none."""
         return None
 
     @classmethod
     def plan(cls, dataset_id: str, *, root: str | Path | None = None) -> DownloadPlan:
-        """Says what fetching a data set would take, and fetches nothing.
+        """Return the files, sizes and target of a download, without fetching files.
 
         Args:
             dataset_id: one of ``available_datasets``.
@@ -210,12 +213,12 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
 
         Raises:
             ValueError: an unknown id.
-            FileNotFoundError: the files of this data set cannot be fetched, or are not there.
-            PermissionError, DownloadError: the server does not say.
+            FileNotFoundError: the files of this data set cannot be fetched, or do not exist.
+            PermissionError, DownloadError: the server refuses or fails to list the files.
         """
         cls._check_id(dataset_id)
         with cls._suggesting(dataset_id):
-            origin, files, cache = cls._require_remote(dataset_id).look()
+            origin, files, cache = cls._require_remote(dataset_id).listing()
         target = (_default_root(cls.corpus) if root is None else Path(root)) / dataset_id
         name, room = f"{cls.corpus}:{dataset_id}", free_bytes(cache)
         return DownloadPlan(name, origin, files, cache, room, target, target.exists())
@@ -226,13 +229,13 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
         if remote is None:
             raise FileNotFoundError(
                 f"files of {cls.corpus}:{dataset_id} cannot be fetched: none are hosted under this "
-                "id; pass those that you have with source=, or convert them by the command "
+                "id; pass local files with source=, or convert them with the command "
                 "replaykit convert"
             )
         return remote
 
     def sources(self) -> Sources:
-        """Returns the source files of the data set, fetched and verified."""
+        """Return the source files of the data set, fetched and verified."""
         with self._suggesting(self.dataset_id):
             return self._require_remote(self.dataset_id).sources(self._room())
 
@@ -251,14 +254,14 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
         return self._own
 
     def _room(self) -> Path | None:
-        """Where room for the columns is looked for before a download."""
+        """Return the directory whose free space is checked for the columns before a download."""
         return room_needed_at(
             self.data_path_root,
             may_shrink=self._options.policies.may_shrink,
             force=self.download == "force",
         )
 
-    # -- where it lies ------------------------------------------------------------------------
+    # -- paths --------------------------------------------------------------------------------
 
     @property
     def data_path_root(self) -> Path:
@@ -267,17 +270,18 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
 
     @property
     def data_path(self) -> Path:
-        """Folder of the data set in use: the flat one, or ``<root>/<dataset_id>_split``."""
+        """Folder of the opened data set: flat, or ``<root>/<dataset_id>_split``."""
         if not self.split_trajs:
             return self.data_path_root
         return self.data_path_root.with_name(self.data_path_root.name + "_split")
 
     def delete(self) -> None:
-        """Removes ``data_path`` from disk; rows that are open here stay readable.
+        """Remove ``data_path`` from disk. Opened rows stay readable in this process.
 
         Raises:
-            FileNotFoundError: it is not there (any more).
-            RuntimeError: there are files that are no part of a data set; names one.
+            FileNotFoundError: the folder does not exist.
+            RuntimeError: the folder holds files that are not part of a data set. The message names
+                one.
         """
         remove_published(self.data_path)
 
@@ -302,14 +306,14 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
 
     def _identity(self) -> dict[str, Any]:
         found: dict[str, Any] = {"corpus": self.corpus, "dataset_id": self.dataset_id}
-        # What is as the family has it is not there: it was so before there was a choice.
+        # Defaults of the family are None, because data sets of older versions lack these entries.
         policies = self._options.policies
         found["policies"] = None if policies == Policies() else policies.to_json()
         found["rules"] = None if self._rules == self.layout else rules_digest(self._rules)
         found["source"] = None
         if self.source is not None:
-            # Files of one's own are told apart from those of the corpus, and from others, by what
-            # is in them; they are only read where they have been touched since.
+            # Local files are identified by their content. They are read only if their name, size
+            # or modification time has changed.
             known = known_digest(self.source, self._rules, self.data_path_root)
             found["source"] = known or digest_of(self._sources(), self._rules)
         return found
@@ -342,7 +346,7 @@ def _default_root(corpus: str) -> Path:
 
 
 def _download(given: Any) -> bool | str:
-    """Checks the argument by its type: 0 is equal to False, and is none of the three."""
+    """Return a valid ``download``. The type counts: 0 equals False, but is refused."""
     if isinstance(given, (bool, np.bool_)):
         return bool(given)
     if isinstance(given, str) and given == "force":

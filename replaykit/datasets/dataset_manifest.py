@@ -1,4 +1,4 @@
-"""Read and write the manifest of a published data set, with its checksums."""
+"""The manifest of a published data set, and its checksums."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ __all__ = [
 ]
 
 LEAST_SHARED: Final = 1 << 22
-"""Bytes from which on joining two checksums costs less than computing one."""
+"""Least number of bytes for which it is cheaper to join two checksums than to compute one."""
 _BLOCK_BYTES: Final = 1 << 20
 _POLYNOMIAL: Final = 0xEDB88320
 
 
 def joined_crc32(first: int, second: int, length: int) -> int:
-    """Returns the CRC-32 of two byte strings in a row, given theirs and the second's length.
+    """Return the CRC-32 of two joined byte strings from their CRC-32s.
 
-    Cost: some 32 steps for each bit that is set in the length, about 100 microseconds.
+    ``length`` is the length of the second string, in bytes.
+
+    Cost: about 32 steps for each bit that is set in ``length``; about 100 microseconds in total.
 
     Example:
         >>> import zlib
@@ -49,7 +51,7 @@ def joined_crc32(first: int, second: int, length: int) -> int:
         >>> joined_crc32(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
         True
     """
-    # The checksum is linear: that of the first string goes on through as many zeros.
+    # The checksum is linear, so the first checksum is continued over ``length`` zeros.
     power = 0
     while length:
         if length & 1:
@@ -60,7 +62,7 @@ def joined_crc32(first: int, second: int, length: int) -> int:
 
 
 def crc32_of_file(path: Path) -> int:
-    """Returns the CRC-32 of a file, read in blocks of 1 MiB."""
+    """Return the CRC-32 of a file. The file is read in blocks of 1 MiB."""
     found = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -69,12 +71,12 @@ def crc32_of_file(path: Path) -> int:
 
 
 def crc32_of_parts(block: memoryview, start: int, shared: tuple[int, int, int] | None) -> int:
-    """Continues a CRC-32 over a block of which that of one part is known.
+    """Continue a CRC-32 over a block, given the CRC-32 of a part of the block.
 
     Args:
-        block: bytes.
-        start: the checksum of what comes before the block.
-        shared: first byte, byte after the last, and CRC-32 of a part of the block; or ``None``.
+        block: the bytes of the block.
+        start: the checksum of the bytes before the block.
+        shared: start, stop and CRC-32 of a part of the block; or ``None``.
     """
     if shared is None:
         return crc32(block, start)
@@ -85,7 +87,7 @@ def crc32_of_parts(block: memoryview, start: int, shared: tuple[int, int, int] |
 
 @lru_cache(maxsize=64)
 def _zeros(power: int) -> tuple[int, ...]:
-    """Returns what ``2 ** power`` zero bytes do to each single bit of a checksum."""
+    """Return the effect of ``2 ** power`` zero bytes on each bit of a checksum."""
     if power:
         half = _zeros(power - 1)
         return tuple(_applied(half, column) for column in half)
@@ -114,12 +116,12 @@ FORMAT_VERSION: Final = 2
 
 _CHECKSUM: Final = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\n\Z')
 _WITHOUT_FINALS: Final = 1
-"""Version of data sets all of whose columns are stored."""
+"""Format version of data sets that store all columns."""
 
 
 @dataclass(frozen=True)
 class Array:
-    """A file of one array: ``file`` is relative to the data set, ``shape`` is complete."""
+    """An array and its file, relative to the data set. ``shape`` has all dimensions."""
 
     key: Key
     file: str | None
@@ -130,7 +132,7 @@ class Array:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
+        """Return JSON values."""
         return {
             "key": list(self.key),
             "file": self.file,
@@ -143,10 +145,11 @@ class Array:
 
     @classmethod
     def from_json(cls, entry: Any) -> Array:
-        """Checks and returns an entry.
+        """Check an entry of a manifest and return its array.
 
         Raises:
-            ValueError: it is none, contradicts itself, or names a file outside the data set.
+            ValueError: the entry is malformed or contradictory, or names a file outside the data
+                set.
         """
         names = ("key", "file", "dtype", "shape", "nbytes", "crc32")
         if not isinstance(entry, dict) or any(name not in entry for name in names):
@@ -163,7 +166,7 @@ class Array:
         if entry["nbytes"] != nbytes:
             raise ValueError(f"{key}: {shape} of {dtype} is {nbytes} bytes, not {entry['nbytes']}")
         if not (isinstance(file, str) and _is_inside(file)) and not (file is None and not nbytes):
-            raise ValueError(f"{key}: {file!r:.80} is no file of the data set")
+            raise ValueError(f"{key}: {file!r:.80} is not a file of the data set")
         facts = {name: value for name, value in entry.items() if name not in names}
         checksum = int(str(entry["crc32"]), 16)
         return cls(tuple(key), file, dtype, tuple(shape), nbytes, checksum, facts)
@@ -171,24 +174,25 @@ class Array:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a published data set is.
+    """The description of a published data set.
 
     Attributes:
-        rows: entries of the first batch dimension.
+        rows: size of the first batch dimension.
         batch: all batch dimensions: ``(N,)``, or ``(E, T)`` for split trajectories.
-        episodes: how many episodes there are.
+        episodes: the number of episodes.
         arrays: the columns.
         episode_arrays: the columns of the episode table.
         group_file: the text file with the names of the episodes' groups.
         converter: name and version of the rules that made the rows.
-        identity: which data set it is; compared with what a caller asks for.
-        source: where the rows come from: origin and files with size and SHA-256.
-        report: decisions, warnings and what was left out or skipped; for people.
-        options: how the conversion was asked for.
-        finals: what episodes end with, ``[E, ...]``, of columns under ``next`` that otherwise
-            repeat the following row and are not stored.
-        made: when and by which version, and how old the sources are; all that differs between two
-            conversions of the same files.
+        identity: the identity of the data set, which is compared with the caller's request.
+        source: the origin of the rows, and the source files with size and SHA-256.
+        report: decisions, warnings, and the keys and episodes that were left out. Programs do not
+            read it.
+        options: the options of the conversion.
+        finals: the values of the last row of each episode, ``[E, ...]``, for columns under ``next``
+            that are not stored because they repeat the following row.
+        made: time and version of the conversion, and the time stamps of the source files. Only
+            these entries differ between two conversions of the same files.
     """
 
     rows: int
@@ -207,12 +211,15 @@ class Manifest:
 
     @property
     def format_version(self) -> int:
-        """The version that a reader must know: who knows of no finals must not take the other
-        columns for all."""
+        """The format version.
+
+        A data set with finals has a newer format version. A reader without support for finals would
+        miss columns, so it must refuse the data set.
+        """
         return FORMAT_VERSION if self.finals else _WITHOUT_FINALS
 
     def files(self) -> Iterable[tuple[str, int, int]]:
-        """Yields path, size and CRC-32 of every file of the data set but this one."""
+        """Yield path, size and CRC-32 of each file except the manifest."""
         for array in (*self.arrays, *self.episode_arrays, *self.finals):
             if array.file is not None:
                 yield array.file, array.nbytes, array.crc32
@@ -220,20 +227,22 @@ class Manifest:
         yield group["file"], group["nbytes"], int(group["crc32"], 16)
 
     def content_id(self) -> str:
-        """Returns a digest of all but ``made``: equal for two conversions of the same files."""
+        """Return a digest of the manifest without ``made``.
+
+        Two conversions of the same files have the same digest.
+        """
         content = {name: value for name, value in self._json().items() if name != "made"}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def dump(self) -> bytes:
-        """Returns the text of the file, which ends with a checksum of what stands before it."""
-        # With an indent json works in Python, and several times as long.
+        """Return the text of the file, which ends with a checksum of the text before it."""
+        # With an indent, json would use its Python code, which takes several times as long.
         entries = (f" {json.dumps(name)}: {_lines(said)}" for name, said in self._json().items())
         text = ("{\n" + ",\n".join(entries)).encode()
         return text + f',\n "crc32": "{zlib.crc32(text):08x}"\n}}\n'.encode()
 
     def is_text(self, text: bytes) -> bool:
-        """Whether the text that this was read from is as ``dump`` gave it, to the bit. One of a
-        version that wrote no checksum is taken for it."""
+        """Return whether a text matches its checksum. Texts of old versions have no checksum."""
         found = _CHECKSUM.search(text)
         if found is None:
             return set(json.loads(text)) <= {*self._json(), "finals"}
@@ -260,18 +269,18 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes) -> Manifest:
-        """Reads and checks the text of a manifest.
+        """Read and check the text of a manifest.
 
         Raises:
-            ValueError: it is no manifest, of an unknown version, or contradicts itself; the
-                message completes "its manifest ...".
+            ValueError: the text is not a manifest, has an unknown version, or contradicts itself.
+                The message completes a sentence that begins with "its manifest".
         """
         try:
             entry = json.loads(text)
         except ValueError as error:
             raise ValueError(f"is not JSON ({error})") from error
         if not isinstance(entry, dict) or entry.get("format") != FORMAT:
-            raise ValueError("is not one of a replaykit data set")
+            raise ValueError("is not the manifest of a replaykit data set")
         if entry.get("format_version") not in (_WITHOUT_FINALS, FORMAT_VERSION):
             raise ValueError(
                 f"has format version {entry.get('format_version')!r:.20}, this version of "
@@ -283,15 +292,15 @@ class Manifest:
             raise ValueError(f"is damaged ({error})") from error
         for array in manifest.arrays:
             if array.shape[: len(manifest.batch)] != manifest.batch:
-                raise ValueError(f"is damaged ({array.key} has not the batch {manifest.batch})")
+                raise ValueError(f"is damaged ({array.key} needs the batch {manifest.batch})")
         for array in (*manifest.episode_arrays, *manifest.finals):
             if array.shape[:1] != (manifest.episodes,):
-                raise ValueError(f"is damaged ({array.key} has not {manifest.episodes} entries)")
+                raise ValueError(f"is damaged ({array.key} needs {manifest.episodes} entries)")
         return manifest
 
 
 def provenance() -> dict[str, Any]:
-    """Returns when and by what a data set is made, as JSON values: nothing about the machine."""
+    """Return the time and versions of a conversion as JSON values."""
     return {
         "library": "replaykit",
         "version": __version__,
@@ -301,7 +310,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _lines(value: Any) -> str:
-    """Returns the JSON text of a value, a list with a line for each of its entries."""
+    """Return the JSON text of a value, with one line for each entry of a list."""
     if not isinstance(value, list) or not value:
         return json.dumps(value)
     return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"

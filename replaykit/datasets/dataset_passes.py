@@ -1,4 +1,4 @@
-"""Rewrite a data set: one row per episode, or every row through a function."""
+"""Split of a data set into episodes, and functions applied to every row."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ __all__ = ["MASK_KEY", "SPLIT_FORM", "TRAJ_IDS_KEY", "ensure_split", "preprocess
 MASK_KEY: Final[Key] = ("mask",)
 TRAJ_IDS_KEY: Final[Key] = ("traj_ids",)
 SPLIT_FORM: Final = {"form": "split trajectories"}
-"""What the identity of a split data set has beside that of the flat one."""
+"""The entries that a split data set adds to the identity of the flat data set."""
 _INDEX_BYTES: Final = 16
-"""Bytes per entry for finding out which entries are rows: an integer in, an integer out."""
+"""Bytes per entry while the mask of rows is computed: one integer in, one integer out."""
 _CONVERTER: Final = {"name": "split-trajectories", "version": 1}
 
 
@@ -73,39 +73,39 @@ def ensure_split(
     identity: Mapping[str, Any] | None = None,
     options: ConvertOptions | None = None,
 ) -> Published:
-    """Opens the split form of a data set; makes it where it is absent or of an older version.
+    """Open the split form of a data set, and make it if it is absent or outdated.
 
-    The split form has the batch size ``[E, T]``: an entry for each episode, as long as the
-    longest. Behind the end of an episode everything is zero and flags are ``False``. Two keys are
-    added: ``mask``, bool ``[E, T]``, true on the rows of the episode, and ``traj_ids``, int64
-    ``[E, T]``, the position of the episode. It is published as the flat one is: complete or not
-    at all, once for all processes that ask. The flat data set is kept and not changed.
+    The split form has the batch size ``[E, T]``, with one entry for each episode. Each episode is
+    padded with zeros and ``False`` to the length of the longest. The key ``mask``, bool ``[E, T]``,
+    is true on the rows of the episode. The key ``traj_ids``, int64 ``[E, T]``, contains the
+    position of the episode. The split data set is published like the flat data set: completely or
+    not at all, and once for all processes. The flat data set does not change.
 
     Args:
         flat: directory of the published flat data set.
-        target: directory of the split one.
-        force: make it anew.
-        progress: whether a bar is shown; by default only on a terminal.
-        identity: entries that the identities of both must have. Rules of another version are no
-            matter here: what was made by them from another flat data set is made again.
+        target: directory of the split data set.
+        force: make the split data set again.
+        progress: show a progress bar; by default only on a terminal.
+        identity: entries that the identities of both data sets must have. A split form of another
+            version of the flat data set is made again.
         options: ``block_bytes`` bounds the memory.
 
     Raises:
         FileNotFoundError: there is no flat data set.
-        OSError: there is no room for the result; names the file and what to do.
-        RuntimeError: one of the directories is there and is not the data set that it should be,
-            or one of another identity.
-        ValueError: the data set has a key ``mask`` or ``traj_ids`` of its own, or is split.
+        OSError: the disk has too little room. The message names the file and the remedy.
+        RuntimeError: one of the directories holds something else, or a data set of another
+            identity.
+        ValueError: the data set already has a key ``mask`` or ``traj_ids``, or is split.
 
-    Cost: reads and writes every value once; ``E * T`` entries are kept on disk, so one very long
-    episode among short ones makes the result large. Memory: one block.
+    Cost: every value is read and written once. The result has ``E * T`` entries on disk, so one
+    very long episode makes it large. Memory: one block.
     """
     options = ConvertOptions() if options is None else options
     origin = open_published(flat, identity=identity)
     made_from = origin.manifest.content_id()
 
     def build(directory: Path) -> Manifest:
-        # Held so that the flat data set is not replaced while it is read.
+        # The lock prevents a replacement of the flat data set while it is read.
         with target_lock(origin.path):
             return _split(directory, open_published(origin.path), options, progress)
 
@@ -126,7 +126,7 @@ def _split(
         raise ValueError(f"{flat.path} is split already: its batch is {list(manifest.batch)}")
     for key in (MASK_KEY, TRAJ_IDS_KEY):
         if key in flat.columns:
-            raise ValueError(f"{flat.path} has a key {format_key(key)} of its own")
+            raise ValueError(f"{flat.path} already has a key {format_key(key)}")
     lengths = flat.episodes["length"].numpy()
     batch = (len(lengths), int(lengths.max(initial=0)))
     arrays = [*manifest.arrays, *manifest.finals]
@@ -169,7 +169,7 @@ def _split_column(
     options: ConvertOptions,
     advance: Callable[[int], object],
 ) -> None:
-    """Copies one column. It is handled as bytes: no dtype needs to be known."""
+    """Copy one column, as bytes of any dtype."""
     width, size = column.shape[1], column.spec.entry_bytes
     if not size or array.file is None:
         return
@@ -182,7 +182,7 @@ def _split_column(
                 _copy_long(file, column, first * width, int(counts[0]), options.block_bytes)
                 column.skip(width - int(counts[0]))
             else:
-                # The rows of neighbouring episodes are neighbours in the flat file.
+                # Consecutive episodes have consecutive rows in the flat file.
                 rows = np.fromfile(file, np.uint8, int(counts.sum()) * size).reshape(-1, size)
                 block = np.zeros((stop - first, width, size), np.uint8)
                 block[_mask(counts, width)] = rows
@@ -197,7 +197,7 @@ def _split_following(
     lengths: npt.NDArray[np.int64],
     options: ConvertOptions,
 ) -> None:
-    """Copies a column that is not stored: its rows are those of the following row."""
+    """Copy a column that is not stored. Its values come from the following rows."""
     width, size = column.shape[1], column.spec.entry_bytes
     if not size:
         return
@@ -252,20 +252,24 @@ def _mask(lengths: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.bool_]:
 
 
 def _runs(count: int, nbytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields runs of episodes that fit a block together, at least one each."""
+    """Yield runs of episodes that fit into one block, at least one episode each."""
     step = max(1, block_bytes // max(1, nbytes))
     for first in range(0, count, step):
         yield first, min(first + step, count)
 
 
 _PIECE_BYTES: Final = 64 << 20
-"""Most bytes of the source in one piece, unless the user says how many rows: pieces of a large
-data set stay short enough for progress to be seen and for workers to end together."""
+"""Most bytes of the source in one piece, unless the user gives a number of rows.
+
+Short pieces make progress visible, and let all workers end at about the same time.
+"""
 _BLOCK_BYTES: Final = 1 << 20
-"""Most bytes of the source that a worker copies at a time; but at least one row. Allocators keep
-some tens of those that are let go."""
+"""Most bytes of the source in one copy by a worker, but at least one row.
+
+Allocators keep some tens of freed blocks.
+"""
 _BLOCK_ROWS: Final = 256
-"""Most rows at a time: beside its values, each has a container of its own, of some kilobytes."""
+"""Most rows in one copy by a worker. Each row has a container of some kilobytes."""
 
 
 def preprocess_rows(
@@ -286,7 +290,7 @@ def preprocess_rows(
     mp_start_method: str | None = None,
     num_frames: int | None = None,
 ) -> TensorStorage:
-    """Maps a storage; see BaseDatasetExperienceReplay.preprocess."""
+    """Apply a function to the rows of a storage; see BaseDatasetExperienceReplay.preprocess."""
     if not isinstance(storage, TensorStorage):
         raise TypeError(f"expected a tensor storage, got {type(storage).__name__}")
     workers = multiprocessing.cpu_count() if num_workers is None else num_workers
@@ -301,7 +305,7 @@ def preprocess_rows(
         raise ValueError(f"expected mp_start_method in {methods}, got {mp_start_method!r}")
     source = _Source.along(storage, dim, num_frames)
     step = _piece_rows(source, workers, chunksize, num_chunks)
-    # Links are followed: a folder behind one is replaced where it lies, not the link.
+    # Links are followed: the folder behind a link is replaced, not the link.
     target = Path(os.path.realpath(dest))
     _check_target(target)
     seed = _seed(generator)
@@ -325,13 +329,13 @@ def preprocess_rows(
 
     with target_lock(target):
         recover(target)
-        _check_target(target)  # it may have been filled while this waited for the lock
+        _check_target(target)  # another process may have filled it before this one got the lock
         draft = private_path(target, "tmp")
         try:
             files = _make_columns(draft, first, source.rows)
             job = _Job(source, _Portable(fn), draft, files, first.schema, seed)
             with closing(results(job)) as done:
-                _follow(done, source.rows, pbar)
+                _report_progress(done, source.rows, pbar)
             sync_tree(draft)
             os.rename(draft, target)  # an empty directory is replaced in the same step
             sync_directory(target.parent)
@@ -377,9 +381,9 @@ class _Source:
             yield start, min(start + step, self.rows)
 
     def copies(self, start: int, stop: int) -> Iterator[Any]:
-        """Yields copies of the rows ``[start, stop)``, one by one.
+        """Yield copies of the rows ``[start, stop)``, one by one.
 
-        Memory: one block, of ``_BLOCK_BYTES`` or one row, whatever the number of rows.
+        Memory: one block, of ``_BLOCK_BYTES`` or one row.
         """
         data = self.storage.view_at()
         block = min(_BLOCK_ROWS, max(1, _BLOCK_BYTES // max(1, self.row_bytes)))
@@ -390,7 +394,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _First:
-    """The result of the first row: what all results must look like."""
+    """The result of the first row, which sets the layout of all results."""
 
     value: Any
     schema: Schema
@@ -402,7 +406,7 @@ class _First:
 
 @dataclass(frozen=True)
 class _Job:
-    """What a worker has to know; small wherever the storage is mapped."""
+    """The job of a worker. Its pickle is small if the storage is mapped."""
 
     source: _Source
     fn: _Portable
@@ -412,7 +416,7 @@ class _Job:
     seed: int
 
     def run(self, piece: tuple[int, int]) -> int:
-        """Maps rows ``[start, stop)`` into their place; returns how many there were."""
+        """Map rows ``[start, stop)``, write the results, and return the number of rows."""
         start, stop = piece
         columns = {
             path: map_file(
@@ -422,7 +426,7 @@ class _Job:
             )
             for path, name in self.files.items()
         }
-        with torch.random.fork_rng(devices=[]):  # here, or in a process of the user's pool
+        with torch.random.fork_rng(devices=[]):  # the process may be the caller's or a pool's
             for row, data in enumerate(self.source.copies(start, stop), start):
                 _seed_row(self.seed, row)
                 root, leaves = flatten(self.fn(data), 0)
@@ -438,7 +442,7 @@ class _Job:
 
 
 class _Portable:
-    """A function that can be sent to another process, also if it is local or a lambda."""
+    """A wrapper that makes local functions and lambdas picklable."""
 
     def __init__(self, fn: Callable[[Any], Any]) -> None:
         self.fn = fn
@@ -446,7 +450,7 @@ class _Portable:
     def __call__(self, row: Any) -> Any:
         return self.fn(row)
 
-    # Only ever between a process and the workers that it has started itself.
+    # Unpickling is safe: the data comes only from the process that started the worker.
     def __getstate__(self) -> bytes:
         import cloudpickle
 
@@ -464,7 +468,7 @@ def _require_int(name: str, value: Any, least: int) -> None:
 
 
 def _check_target(target: Path) -> None:
-    """Refuses, before any work, a place to which no directory can be moved at the end."""
+    """Refuse a target that a directory cannot be renamed to, before any work."""
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"expected an empty or absent directory, {target} is neither")
     if os.path.ismount(target):
@@ -474,7 +478,7 @@ def _check_target(target: Path) -> None:
         )
     above = next(path for path in target.parents if os.path.lexists(path))
     if not above.is_dir():
-        raise NotADirectoryError(f"expected a directory above {target}, {above} is none")
+        raise NotADirectoryError(f"expected a directory above {target}, {above} is not one")
 
 
 def _piece_rows(
@@ -507,7 +511,7 @@ def _probe(source: _Source, fn: Callable[[Any], Any], seed: int) -> _First:
 
 
 def _make_columns(directory: Path, first: _First, rows: int) -> dict[LeafPath, str]:
-    """Makes empty columns, in the layout of ``TensorDict.load_memmap``; returns their files."""
+    """Create empty columns for ``TensorDict.load_memmap``, and return their file names."""
     total = rows * first.schema.row_bytes()
     largest = max(
         math.prod(first.column(p, rows)[0]) * first.column(p, rows)[1].itemsize
@@ -543,12 +547,12 @@ def _seed(generator: torch.Generator | None) -> int:
 
 
 def _seed_row(seed: int, row: int) -> None:
-    # By row: results depend neither on the pieces nor on who works them off. Not by
-    # `torch.manual_seed`: it costs a hundred times as much and would seed the GPUs of this process.
+    # The seed depends on the row only, so pieces and workers do not change the results.
+    # `torch.manual_seed` would take a hundred times as long and seed the GPUs of this process.
     torch.default_generator.manual_seed((seed + row) % 2**63)
 
 
-def _follow(results: Iterable[int], rows: int, pbar: bool) -> None:
+def _report_progress(results: Iterable[int], rows: int, pbar: bool) -> None:
     from tqdm import tqdm
 
     with tqdm(total=rows, unit="rows", disable=not pbar) as bar:

@@ -1,4 +1,4 @@
-"""Download files over HTTP in parts that outlive a process, and verify them."""
+"""Verified downloads over HTTP, which continue after an interruption."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ __all__ = [
 
 
 class Refused(Exception):
-    """An answer that another try does not change; the text says what is wrong with it."""
+    """An answer that another attempt would not change. The text gives the reason."""
 
 
 @dataclass(frozen=True)
 class WebSubject:
-    """A URL that was asked for."""
+    """A requested URL."""
 
     url: str
 
@@ -66,7 +66,7 @@ class WebSubject:
         return self.url
 
     def is_transient(self, error: Exception) -> bool:
-        """Whether the same call may succeed a little later."""
+        """Return whether a repeated call may succeed."""
         if isinstance(error, HTTPError):
             return error.code in BUSY
         cause = _cause(error)
@@ -75,11 +75,11 @@ class WebSubject:
         return isinstance(error, (OSError, HTTPException))
 
     def retry_after_s(self, error: Exception) -> float | None:
-        """Returns how long the server asks us to wait, if it says."""
+        """Return the wait in seconds that the server requests, or None."""
         return seconds_to_wait(dict(error.headers)) if isinstance(error, HTTPError) else None
 
     def explain(self, error: Exception) -> Exception:
-        """Returns the exception to raise: what failed and what to do."""
+        """Return the exception to raise. Its message has the failure and the remedy."""
         if isinstance(error, HTTPError):
             return self._explain_status(error)
         if isinstance(error, Refused):
@@ -96,15 +96,14 @@ class WebSubject:
                 f"any proxy ({said})"
             )
         return DownloadError(
-            f"could not fetch {self}: the transfer broke off; call again, it goes on from there "
-            f"({said})"
+            f"could not fetch {self}: the transfer broke off; call again to continue it ({said})"
         )
 
     def _explain_status(self, error: HTTPError) -> Exception:
         if error.code in (404, 410):
             return FileNotFoundError(
                 f"there is no {self} (HTTP {error.code}): it has been moved or removed; fetch it "
-                "elsewhere and pass it with source="
+                "from another server and pass it with source="
             )
         if error.code in (401, 403):
             return PermissionError(f"access to {self} was refused (HTTP {error.code})")
@@ -127,15 +126,16 @@ _SNIFFED: Final = 48
 
 @dataclass(frozen=True)
 class WebFile:
-    """A file under a URL, and what is known of it in advance.
+    """The URL of a file, with its size and SHA-256 if they are known.
 
     Attributes:
         url: ``http://`` or ``https://``.
-        size: bytes.
-        sha256: of its content, 64 hexadecimal digits.
+        size: the size in bytes; None if it is not known.
+        sha256: the SHA-256 of the content, 64 hexadecimal digits; None if it is not known.
 
     Raises:
-        ValueError: another kind of URL, one without a file name, or a malformed size or checksum.
+        ValueError: the URL is of another kind or has no file name, or the size or checksum is
+            malformed.
 
     Example:
         >>> from replaykit.datasets.http_files import WebFile
@@ -168,7 +168,7 @@ class WebFile:
 
 
 def default_downloads() -> Path:
-    """Returns where files of the web are kept: REPLAYKIT_DOWNLOADS, or below ``~/.cache``."""
+    """Return the folder of web downloads: REPLAYKIT_DOWNLOADS or a default."""
     given = os.environ.get("REPLAYKIT_DOWNLOADS")
     if given:
         return Path(os.path.abspath(os.path.expanduser(given)))
@@ -177,48 +177,46 @@ def default_downloads() -> Path:
 
 @dataclass(frozen=True)
 class DownloadCache:
-    """The files of the web that are below ``root``."""
+    """The cache of web files below ``root``."""
 
     root: Path
 
     def entry(self, file: WebFile) -> Path:
-        """Returns the path under which a file is, or would be, found."""
+        """Return the path of a file in the cache, whether it exists or not."""
         key = hashlib.sha256(f"{file.url}\0{file.sha256 or ''}".encode()).hexdigest()
         return self.root / key[:32] / file.name
 
     def part(self, file: WebFile) -> Path:
-        """Returns where a file is received."""
+        """Return the path of a file's received bytes."""
         entry = self.entry(file)
         return entry.with_name(f"{entry.name}.part")
 
     def known(self, file: WebFile) -> tuple[int | None, str | None]:
-        """Returns size and SHA-256 of a file: those given, or those it had when it was received."""
-        noted = _read_json(_beside(self.entry(file)))
+        """Return the given size and SHA-256 of a file, or those stored after its download."""
+        stored = _read_json(_beside(self.entry(file)))
         size, sha256 = file.size, file.sha256
-        if sha256 is None and _is_sha256(noted.get("sha256")):
-            sha256 = noted["sha256"]
-        if size is None and isinstance(noted.get("size"), int):
-            size = noted["size"]
+        if sha256 is None and _is_sha256(stored.get("sha256")):
+            sha256 = stored["sha256"]
+        if size is None and isinstance(stored.get("size"), int):
+            size = stored["size"]
         return size, sha256
 
     def problem(self, file: WebFile) -> str | None:
-        """Returns what is wrong with the file that is kept, or None where it is what it should be.
-
-        Cost: reads the file once. Memory: one block of 1 MiB.
-        """
+        """Return the problem of a cached file, or None if size and SHA-256 are right."""
         entry = self.entry(file)
         if not entry.is_file():
             return f"not in {self.root}"
         size, sha256 = self.known(file)
         if sha256 is None:
-            return "nothing is known of its content"
+            return "its checksum is not known"
         return _difference(entry, size, sha256)
 
     def accept(self, file: WebFile) -> str | None:
-        """Puts a file that was received in its place, or removes it and returns what is wrong.
+        """Move a received file into the cache, or remove it and return its problem.
 
-        One without a checksum is at least what its name says: no web page, LFS pointer or pickle
-        is kept under the name of an HDF5 file. Its checksum is kept for the next time.
+        A file without a known checksum must have the format of its suffix. For example, a web page,
+        LFS pointer or pickle with the name of an HDF5 file is refused. The checksum of an accepted
+        file is stored.
         """
         part, entry = self.part(file), self.entry(file)
         problem = None
@@ -239,22 +237,23 @@ class DownloadCache:
         return problem
 
     def discard(self, file: WebFile) -> None:
-        """Removes a file that is kept; never anything outside the cache."""
+        """Remove a cached file, but never a file outside the cache."""
         entry = self.entry(file)
         entry.unlink(missing_ok=True)
         _beside(entry).unlink(missing_ok=True)
 
     def forget_part(self, file: WebFile) -> None:
-        """Removes what has been received of a file."""
+        """Remove the received bytes of a file."""
         part = self.part(file)
         part.unlink(missing_ok=True)
         _beside(part).unlink(missing_ok=True)
 
     def resumable(self, file: WebFile) -> tuple[int, str | None]:
-        """Returns how many bytes can be kept, and the mark of the version that they belong to.
+        """Return the number of reusable bytes, and the validator of their version.
 
-        With a checksum any bytes can: it tells whether they fit. Without one, only if the server
-        has marked the version, and says whether that is still the one.
+        With a known checksum, all received bytes are reusable, because the checksum detects wrong
+        bytes. Otherwise the server must have sent a validator (ETag or date), which the next
+        request compares.
         """
         part = self.part(file)
         try:
@@ -266,18 +265,18 @@ class DownloadCache:
         mark = _read_json(_beside(part)).get("mark")
         return (length, mark) if isinstance(mark, str) and mark else (0, None)
 
-    def note_mark(self, file: WebFile, etag: str | None, modified: str | None) -> None:
-        """Keeps the mark of the version that is about to be received."""
-        # A weak mark says that two versions mean the same, not that their bytes are the same.
+    def store_validators(self, file: WebFile, etag: str | None, modified: str | None) -> None:
+        """Store the validator of a version before its bytes arrive."""
+        # Versions with equal weak validators may differ in bytes.
         mark = etag if etag and not etag.startswith("W/") else modified
         _write_json(_beside(self.part(file)), {"mark": mark, "url": file.url})
 
     def prepare(self, file: WebFile) -> None:
-        """Makes the folder of a file."""
+        """Make the folder of a file."""
         make_directory(self.entry(file).parent)
 
     def missing_bytes(self, files: Iterable[tuple[WebFile, int | None]]) -> list[int]:
-        """Returns how many bytes each file with its size still needs; none where one is kept."""
+        """Return the missing bytes of each file of known size that is not in the cache."""
         needed = []
         for file, size in files:
             if size is not None and not self.entry(file).is_file():
@@ -285,10 +284,10 @@ class DownloadCache:
         return needed
 
     def require_room(self, files: Iterable[tuple[WebFile, int | None]]) -> None:
-        """Checks that what is missing fits on the disk, before anything is written.
+        """Check that the missing bytes fit on the disk, before anything is written.
 
         Raises:
-            OSError: it does not; says what is needed and what is free.
+            OSError: the disk has too little room. The message has the needed and the free bytes.
         """
         needed = self.missing_bytes(files)
         if needed:
@@ -349,32 +348,34 @@ def download(
     max_workers: int = 4,
     retry: Retry = Retry(),  # noqa: B008 - frozen
 ) -> list[Path]:
-    """Returns the local paths of files of the web, each fetched once and verified.
+    """Return the local paths of web files, after fetching missing files.
 
-    What has been received of a file is kept when a download breaks off, by whatever cause, and the
-    next call goes on from there; a server that ignores ranges sends it anew. Files with a checksum
-    are verified by it whenever they are asked for. Others are kept if they are what their name
-    says, and verified from then on by the checksum that they came with.
+    Each file is fetched once and verified. An interrupted download keeps its received bytes, and
+    the next call continues it. A server that ignores ranges sends the whole file again. Files with
+    a given checksum are verified by it in every call. Other files must have the format of their
+    suffix. Later calls verify these files by the checksum of the first download.
 
     Args:
-        urls: ``http://`` or ``https://``, with the name of a file at the end.
+        urls: ``http://`` or ``https://`` URLs that end with the name of a file.
         checksums: SHA-256 in hexadecimal digits, by URL.
-        root: folder of what is fetched; by default that of the environment's
+        root: folder of the downloads; by default the environment variable
             ``REPLAYKIT_DOWNLOADS``, or ``~/.cache/replaykit/downloads``.
-        progress: True for a bar on stderr, or a function that is called with a `Progress`.
-        max_workers: files fetched at once.
-        retry: how long to go on with a server that fails.
+        progress: True shows a bar on stderr. A function is called with a `Progress`.
+        max_workers: number of files that are fetched at once.
+        retry: the attempts and waits after failures of a server.
 
     Raises:
-        FileNotFoundError: a file is not there; or offline mode (``HF_HUB_OFFLINE``) and files are
-            missing: all are named.
+        FileNotFoundError: a file does not exist on the server. Or files are missing in offline mode
+            (``HF_HUB_OFFLINE``); the message names all of them.
         PermissionError: the server refuses access.
-        DownloadError: a file could not be fetched, or does not verify.
-        OSError: the disk has too little room (before anything is written), or cannot be written.
-        ValueError: a malformed URL or checksum, a checksum of no URL, or ``max_workers`` below 1.
+        DownloadError: a file could not be fetched, or failed verification.
+        OSError: the disk has too little room, or cannot be written. The room is checked before the
+            first write.
+        ValueError: a URL or checksum is malformed, a checksum has no URL in ``urls``, or
+            ``max_workers`` is below 1.
 
-    Cost: reads every file once for its checksum; one request for the size of a file that is
-    missing, and one for its content. Memory: 256 KiB per worker.
+    Cost: every file is read once for its checksum. A missing file takes one request for its size
+    and one for its content. Memory: 256 KiB per worker.
 
     Example:
         >>> import tempfile
@@ -390,7 +391,7 @@ def download(
     sums = {} if checksums is None else dict(checksums)
     unused = sorted(sums.keys() - set(given))
     if unused:
-        raise ValueError(f"checksums: expected URLs that are fetched, got {unused}")
+        raise ValueError(f"checksums: expected only URLs of the call, got also {unused}")
     files = [WebFile(url, sha256=sums.get(url)) for url in given]
     return fetch_files(files, root=root, progress=progress, max_workers=max_workers, retry=retry)
 
@@ -404,10 +405,10 @@ def fetch_files(
     retry: Retry = Retry(),  # noqa: B008 - frozen
     target: Path | None = None,
 ) -> list[Path]:
-    """Returns the local paths of files, in their order; see `download`.
+    """Return the local paths of files, in their order; see `download`.
 
-    Either every file is returned or none is; those that are complete stay for the next call.
-    ``target``: where columns will be made of them, if their room is to be looked at as well.
+    The call returns all files or raises an error. Complete files stay in the cache for the next
+    call. With ``target``, the disk of the converted columns must have room as well.
     """
     if max_workers < 1:
         raise ValueError(f"max_workers: expected at least 1, got {max_workers}")
@@ -457,12 +458,14 @@ def sizes_of(
     retry: Retry = Retry(),  # noqa: B008 - frozen
     cancel: threading.Event | None = None,
 ) -> list[int | None]:
-    """Returns the size of each file: as given, as it is here, or as the server says.
+    """Return the size of each file: given, cached, or from the server.
 
-    None where it does not say.
+    A size is None if the server does not send it.
 
     Raises:
-        FileNotFoundError, PermissionError, DownloadError: the server does not have or give it.
+        FileNotFoundError: the server does not have the file.
+        PermissionError: the server refuses access.
+        DownloadError: the server fails.
     """
     cancel = threading.Event() if cancel is None else cancel
 
@@ -488,7 +491,7 @@ def _size(file: WebFile, timeout_s: float) -> int | None:
 
 @dataclass(frozen=True)
 class _Item:
-    """A file with the size that is shown for it: no more than a guess unless it was given."""
+    """A file, and its size for the progress bar, which may be inexact."""
 
     file: WebFile
     size: int
@@ -500,7 +503,7 @@ class _Item:
 
 @dataclass(frozen=True)
 class _Fetch:
-    """What the threads of one call share."""
+    """The state that the threads of one call share."""
 
     cache: DownloadCache
     meter: Meter
@@ -508,21 +511,21 @@ class _Fetch:
     cancel: threading.Event
 
     def verify(self, item: _Item) -> str | None:
-        """Returns what is wrong with a file that is kept, or None; makes no request."""
+        """Return the problem of a cached file, or None, without a request."""
         problem = self.cache.problem(item.file)
         if problem is None:
             self.meter.finish(item)
         return problem
 
     def obtain(self, item: _Item) -> str | None:
-        """Brings a file into the cache and verifies it: returns None, or raises."""
+        """Fetch a file into the cache and verify it; return None or raise an error."""
         problem = self.verify(item)
         if problem is None:
             return None
         self.cache.prepare(item.file)
         subject = WebSubject(item.file.url)
         with cancellable_lock(self.cache.entry(item.file).parent / ".lock", self.cancel):
-            # Whoever held the lock may have brought it meanwhile.
+            # Another process may have fetched the file while it held the lock.
             problem = self.verify(item)
             for _ in range(2):
                 if problem is None:
@@ -534,12 +537,12 @@ class _Fetch:
             self.meter.finish(item)
             return None
         raise DownloadError(
-            f"{subject} does not verify: {problem}; what was received has been removed: call "
-            "again, and if it stays so, the file is another one, or a proxy on the way alters it"
+            f"{subject} does not verify: {problem}; the received bytes have been removed: call "
+            "again; if the error persists, the file has changed, or a proxy alters it"
         )
 
     def _receive(self, item: _Item) -> None:
-        """Receives what is missing of a file; what has come stays, whatever happens."""
+        """Receive the missing bytes of a file, and keep them after an error."""
         file, size = item.file, item.file.size
         start, mark = self.cache.resumable(file)
         if size is not None and start >= size:
@@ -558,20 +561,20 @@ class _Fetch:
         except HTTPError as error:
             if error.code == 416 and start:
                 self.cache.forget_part(file)
-                raise ConnectionError("the server has no bytes where ours end") from error
+                raise ConnectionError("the server has fewer bytes than were received") from error
             raise
 
     def _receive_body(self, item: _Item, response: HTTPResponse, start: int) -> None:
         file, size = item.file, item.file.size
         coding = response.headers.get("Content-Encoding", "identity")
         if coding != "identity":
-            raise Refused(f"the server sends it in the coding {coding!r}, which was not asked for")
+            raise Refused(f"the server sends the coding {coding!r}, which was not requested")
         if response.status == 206:
             if _first(response) != start:
                 self.cache.forget_part(file)
-                raise ConnectionError("the server sends other bytes than were asked for")
+                raise ConnectionError("the server sends other bytes than requested")
         else:
-            start = 0  # it ignores ranges, or has another version
+            start = 0  # the server ignores ranges, or has another version
         rest = _length(response)
         total = None if rest is None else start + rest
         if size is not None and total is not None and total != size:
@@ -579,7 +582,7 @@ class _Fetch:
             raise Refused(f"the server has {total:,} bytes, expected {size:,}{hint}")
         expected = size if total is None else total
         if start == 0:
-            self.cache.note_mark(
+            self.cache.store_validators(
                 file, response.headers.get("ETag"), response.headers.get("Last-Modified")
             )
         self.meter.add(item, start)
@@ -604,7 +607,7 @@ def _opened(request: Request, timeout_s: float) -> Iterator[HTTPResponse]:
     try:
         response = cast(HTTPResponse, urlopen(request, timeout=timeout_s or None))
     except HTTPError as error:
-        error.close()  # it holds the connection
+        error.close()  # the error holds the connection
         raise
     with response:
         yield response

@@ -1,4 +1,4 @@
-"""Describe Hub repositories, their errors, and the cache of the Hub client."""
+"""Descriptions of Hub repositories, their errors, and the cache of the Hub client."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = [
     "cache_root",
     "endpoint",
     "is_offline",
-    "leave_note",
     "offline_error",
     "refusal",
     "repository_folder",
     "text_hint",
+    "write_marker",
 ]
 
 _LOGIN = "log in (`hf auth login`, or set HF_TOKEN)"
@@ -37,7 +37,7 @@ _LOGIN = "log in (`hf auth login`, or set HF_TOKEN)"
 
 @dataclass(frozen=True)
 class Subject:
-    """What was asked for: the words that every message needs."""
+    """A request to a Hub. Its text is used in error messages."""
 
     repo_id: str
     revision: str
@@ -53,15 +53,15 @@ class Subject:
         return f"{what}{self.repository}, revision {self.revision}"
 
     def is_transient(self, error: Exception) -> bool:
-        """Whether the same call may succeed a little later."""
+        """Return whether a repeated call may succeed."""
         return _is_transient(error)
 
     def retry_after_s(self, error: Exception) -> float | None:
-        """Returns how long the server asks us to wait, if it says."""
+        """Return the wait in seconds that the server requests, or None."""
         return _retry_after_s(error)
 
     def explain(self, error: Exception) -> Exception:
-        """Returns the exception to raise for what the client raised."""
+        """Return the exception to raise for an error of the client."""
         return _explain(error, self)
 
 
@@ -81,7 +81,10 @@ def _is_transient(error: Exception) -> bool:
 
 
 def refusal(error: Exception, subject: Subject) -> Exception | None:
-    """Returns what to raise where the Hub refuses: no such thing, or no access; else None."""
+    """Return the exception for an error, or None.
+
+    The result is None unless a repository or revision is missing, or access is refused.
+    """
     from huggingface_hub import errors as hub
 
     where = subject.repository
@@ -114,7 +117,7 @@ def _explain(error: Exception, subject: Subject) -> Exception:
         return offline_error(subject)
     if isinstance(error, hub.EntryNotFoundError):
         return FileNotFoundError(
-            f"there is no {subject}, though it was listed: the repository has been rewritten; "
+            f"there is no {subject}, although it was listed: the repository has been rewritten; "
             "list it again, or ask its owner"
         )
     if status in (401, 403):
@@ -125,10 +128,10 @@ def _explain(error: Exception, subject: Subject) -> Exception:
 
 
 def offline_error(subject: Subject) -> FileNotFoundError:
-    """Returns the error for a request that offline mode forbids."""
+    """Return the error for a request that offline mode forbids."""
     return FileNotFoundError(
         f"cannot fetch {subject}: offline mode forbids every request; unset HF_HUB_OFFLINE and "
-        "start anew with a network, or use data that has been fetched before"
+        "start again with a network, or use data that has been fetched before"
     )
 
 
@@ -145,8 +148,8 @@ def _reason(error: Exception, status: int | None) -> str:
             "no answer in time; check the connection, or raise HF_HUB_DOWNLOAD_TIMEOUT and "
             f"HF_HUB_ETAG_TIMEOUT ({said})"
         )
-    # Where one thread finds nobody there, the client closes its session under all others: these
-    # are what they get.
+    # If one thread cannot connect, the client closes the session that all threads share. The
+    # other threads then get these errors.
     collateral = isinstance(error, (AttributeError, RuntimeError))
     if collateral or _is_kind(error, "ConnectError", "ConnectionRefusedError"):
         return f"the server cannot be reached; check the connection and HF_ENDPOINT ({said})"
@@ -156,7 +159,7 @@ def _reason(error: Exception, status: int | None) -> str:
 
 
 def _unwrapped(error: Exception) -> Exception:
-    """Returns why the client could not locate a file: it says no more than that it could not."""
+    """Return the cause if an error only states that a file cannot be located."""
     from huggingface_hub import errors as hub
 
     cause = error.__cause__
@@ -166,12 +169,12 @@ def _unwrapped(error: Exception) -> Exception:
 
 
 def _is_strange_answer(error: Exception) -> bool:
-    """Whether the answer could not be read: a web page where JSON was due, missing fields."""
+    """Return whether an answer was not JSON, such as a web page, or lacked fields."""
     return isinstance(error, (ValueError, KeyError, TypeError))
 
 
 def _is_kind(error: Exception, *names: str) -> bool:
-    # By name: which HTTP library the client stands on depends on its version.
+    # Compared by name, because the client's HTTP library depends on its version.
     return any(name in kind.__name__ for kind in type(error).__mro__ for name in names)
 
 
@@ -195,14 +198,14 @@ class HubFile:
     """One file of a repository at one commit.
 
     Attributes:
-        path: where it lies in the repository, with ``/`` between parts.
-        size: bytes.
-        sha256: of its content, 64 hexadecimal digits; known for files that the Hub keeps in LFS.
-        blob_id: git's id, 40 hexadecimal digits. Without ``sha256`` it is the id of the content,
-            with it that of the LFS pointer, which says nothing of the content.
+        path: the path in the repository, with ``/`` between parts.
+        size: the size in bytes.
+        sha256: the SHA-256 of the content, 64 hexadecimal digits. It is known for files in LFS.
+        blob_id: git's id, 40 hexadecimal digits. Without ``sha256``, it is the id of the content.
+            With ``sha256``, it is the id of the LFS pointer, and does not identify the content.
 
     Raises:
-        ValueError: a path that leaves the repository, a negative size or a malformed hash.
+        ValueError: the path leaves the repository, the size is negative, or a hash is malformed.
 
     Example:
         >>> from replaykit.datasets.hub_cache import HubFile
@@ -220,7 +223,7 @@ class HubFile:
     blob_id: str | None
 
     def __post_init__(self) -> None:
-        # The path comes from a server and names a file of ours: nothing above the cache.
+        # The path comes from a server and becomes a local path, so it must stay in the cache.
         parts = self.path.split("/")
         if "\\" in self.path or "\0" in self.path or any(p in ("", ".", "..") for p in parts):
             raise ValueError(
@@ -237,7 +240,7 @@ class HubFile:
 
     @property
     def etag(self) -> str | None:
-        """The name under which the Hub and the client's cache keep the content."""
+        """The name of the content on the Hub and in the client's cache."""
         return self.sha256 or self.blob_id
 
 
@@ -245,12 +248,12 @@ class HubFile:
 class HubListing:
     """The files of a data set in a repository, pinned to one commit.
 
-    Everything needed to fetch and to check the files, also later and without a network: put
-    ``to_json()`` into a manifest. ``endpoint`` records where the listing was made; a fetch goes
-    to the endpoint that the environment names then.
+    A listing contains all information for a later fetch or check, which may be offline. A manifest
+    can store its ``to_json()``. ``endpoint`` is the Hub that sent the listing. A fetch uses the
+    endpoint of the environment instead.
 
     Raises:
-        ValueError: a malformed repository id or commit, or a path that occurs twice.
+        ValueError: the repository id or commit is malformed, or a path occurs twice.
 
     Example:
         >>> from replaykit.datasets.hub_cache import HubListing
@@ -275,11 +278,11 @@ class HubListing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files together."""
+        """Total size of the files, in bytes."""
         return sum(file.size for file in self.files)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain dicts, lists, strings and numbers that ``from_json`` takes back."""
+        """Return the listing as JSON values for ``from_json``."""
         return {
             "repo_id": self.repo_id,
             "commit": self.commit,
@@ -289,10 +292,10 @@ class HubListing:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HubListing:
-        """Returns the listing that ``to_json`` was called on.
+        """Return the listing from the JSON values of ``to_json``.
 
         Raises:
-            ValueError: ``data`` is something else; the message says what is wrong with it.
+            ValueError: ``data`` is not a listing. The message gives the reason.
         """
         try:
             files = tuple(HubFile(**file) for file in data["files"])
@@ -303,7 +306,7 @@ class HubListing:
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Raises ValueError where ``repo_id`` is not ``name`` or ``owner/name``."""
+    """Raise ValueError unless ``repo_id`` is ``name`` or ``owner/name``."""
     if not _REPO_ID.fullmatch(repo_id) or ".." in repo_id or "--" in repo_id:
         raise ValueError(
             f"repo_id: expected 'owner/name' in letters, digits, '-._', got {repo_id!r}"
@@ -311,7 +314,7 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def is_commit(revision: str) -> bool:
-    """Whether ``revision`` is a full commit id, which no push can move."""
+    """Return whether ``revision`` is a full commit id, not a branch or tag."""
     return _COMMIT.fullmatch(revision) is not None
 
 
@@ -322,29 +325,28 @@ _SNIFFED = 48
 
 
 def endpoint() -> str:
-    """Returns the Hub's base URL as HF_ENDPOINT says now; the client reads it at import only."""
+    """Return the Hub's URL from HF_ENDPOINT, which the client reads at import only."""
     return (os.environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT).rstrip("/")
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE, or its older name TRANSFORMERS_OFFLINE, forbids requests now."""
+    """Return whether HF_HUB_OFFLINE or the older TRANSFORMERS_OFFLINE is set."""
     value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return value.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def cache_root() -> Path:
-    """Returns the client's cache as HF_HUB_CACHE, HF_HOME and XDG_CACHE_HOME say now."""
+    """Return the client's cache folder from HF_HUB_CACHE, HF_HOME and XDG_CACHE_HOME."""
     env = os.environ.get
     home = env("HF_HOME") or os.path.join(env("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     root = env("HF_HUB_CACHE") or env("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     return Path(os.path.abspath(os.path.expandvars(os.path.expanduser(root))))
 
 
-def leave_note(path: Path, text: str) -> None:
-    """Writes a text that later calls without a network go by: whole, or not at all.
+def write_marker(path: Path, text: str) -> None:
+    """Write a text for later offline calls, completely or not at all.
 
-    Where that is not possible there is none: a cache that may only be read has the files, and that
-    is what was asked for.
+    Errors are ignored, because the files of a read-only cache are usable without the text.
     """
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     with suppress(OSError):
@@ -357,13 +359,13 @@ def leave_note(path: Path, text: str) -> None:
 
 
 def repository_folder(repo_id: str) -> str:
-    """Returns the name of a dataset repository's folder in the cache."""
+    """Return the name of a dataset repository's folder in the cache."""
     return "--".join(["datasets", *repo_id.split("/")])
 
 
 @dataclass(frozen=True)
 class HubCache:
-    """What the cache at ``root`` holds of one dataset repository at one commit."""
+    """The cached files of one dataset repository at one commit."""
 
     root: Path
     repo_id: str
@@ -374,24 +376,27 @@ class HubCache:
         return repository_folder(self.repo_id)
 
     def entry(self, file: HubFile) -> Path:
-        """Returns the path under which a file is, or would be, found; opening it gives the data."""
+        """Return the path of a file in the cache, whether it exists or not."""
         return self.root.joinpath(self._folder, "snapshots", self.commit, *file.path.split("/"))
 
     def blob(self, file: HubFile) -> Path | None:
-        """Returns the path of a file's content, shared by all commits; None without a hash."""
+        """Return the path of a file's content, or None without a hash.
+
+        All commits share the content.
+        """
         return self.root / self._folder / "blobs" / file.etag if file.etag else None
 
     def part(self, file: HubFile) -> Path | None:
-        """Returns where a large file is received; None without a hash."""
+        """Return the path of a large file's received bytes; None without a hash."""
         blob = self.blob(file)
         return None if blob is None else blob.with_name(f"{blob.name}.incomplete")
 
     def lock(self, file: HubFile) -> Path:
-        """Returns the file that the client locks while it brings the content of a file."""
+        """Return the lock file that the client holds while it fetches a file's content."""
         return self.root / ".locks" / self._folder / f"{file.etag}.lock"
 
     def problem(self, file: HubFile) -> str | None:
-        """Returns what is wrong with the cached file, or None where size and hash are right.
+        """Return the problem of a cached file, or None if size and hash are right.
 
         Cost: reads the file once. Memory: one block of 1 MiB.
         """
@@ -416,10 +421,10 @@ class HubCache:
         return None
 
     def discard(self, file: HubFile) -> None:
-        """Removes a file's entry and its content, so that the client fetches it anew.
+        """Remove a file's entry and its content, so that the client fetches it again.
 
-        The client trusts whatever lies under the right name: without this a damaged file would
-        be served for ever. Follows links, but removes nothing outside the cache.
+        The client trusts every file with the right name, so it would always return a damaged file.
+        The method follows links, but removes nothing outside the cache.
         """
         for start in (self.entry(file), self.blob(file)):
             if start is not None:
@@ -427,7 +432,7 @@ class HubCache:
                     path.unlink(missing_ok=True)
 
     def _chain(self, path: Path) -> Iterator[Path]:
-        """Yields a path and what its links lead to, as long as that is inside the cache."""
+        """Yield a path and the targets of its links, up to the first outside the cache."""
         root = self.root.resolve()
         while os.path.lexists(path):
             path = path.parent.resolve() / path.name
@@ -439,9 +444,9 @@ class HubCache:
             path = path.parent / os.readlink(path)
 
     def missing_bytes(self, files: Iterable[HubFile]) -> int:
-        """Returns how many bytes a fetch has to write; equal contents count once.
+        """Return the number of bytes that a fetch has to write.
 
-        What has been received of a file is taken for right.
+        Files with equal content count once. Received parts of files are assumed to be right.
         """
         sizes: dict[str, int] = {}
         for file in files:
@@ -454,10 +459,11 @@ class HubCache:
         return sum(sizes.values())
 
     def require_room(self, files: Iterable[HubFile]) -> None:
-        """Checks that what is missing fits on the disk, before anything is written.
+        """Check that the missing bytes fit on the disk, before anything is written.
 
         Raises:
-            OSError: ``ENOSPC``, with the numbers and what to do.
+            OSError: the disk has too little room (``ENOSPC``). The message has the numbers and the
+                remedy.
         """
         needed = self.missing_bytes(files)
         existing = self.root
@@ -474,13 +480,13 @@ class HubCache:
             )
 
     def remove_orphans(self, files: Iterable[HubFile]) -> None:
-        """Removes what killed downloads of these files have left behind.
+        """Remove the files that killed downloads of these files have left.
 
-        The client writes to ``<etag>.<8 digits>.incomplete``, never continues such a file, and
-        leaves it behind for ever when it is killed. While it downloads it holds a lock per etag;
-        a file whose lock is free therefore belongs to no living download. Where the file system
-        does not keep locks, that cannot be known, and nothing is removed. Parts without the
-        digits are continued: by `HubParts`, and by older clients.
+        The client writes to ``<etag>.<8 digits>.incomplete``. A killed client leaves this file
+        behind, and no client continues it. During a download the client holds a lock per etag. So a
+        file whose lock is free belongs to a killed download. If the file system does not support
+        locks, nothing is removed. Files without the digits are kept, because `HubParts` and older
+        clients continue them.
         """
         blobs = self.root / self._folder / "blobs"
         left: dict[str, list[Path]] = {}
@@ -489,7 +495,8 @@ class HubCache:
                 left.setdefault(match[1], []).append(path)
         for etag in left.keys() & {file.etag for file in files}:
             lock = self.root / ".locks" / self._folder / f"{etag}.lock"
-            # A cache that may only be read, or a download that ends at this moment: leave it.
+            # Errors are ignored, because the cache may be read-only, or a download may just have
+            # ended.
             with suppress(OSError), _sole_holder(lock) as is_free:
                 if is_free:
                     for path in left[etag]:
@@ -498,7 +505,10 @@ class HubCache:
 
 @contextmanager
 def _sole_holder(path: Path) -> Iterator[bool]:
-    """Whether this is now the only holder of a lock file, on a file system that keeps locks."""
+    """Try to lock a file, and yield whether this process is its only holder.
+
+    The result is False on a file system without locks.
+    """
     try:
         import fcntl
     except ImportError:  # not POSIX
@@ -511,11 +521,11 @@ def _sole_holder(path: Path) -> Iterator[bool]:
         except OSError:
             yield False
             return
-        # Two open files exclude each other even within a process; if not, locks are not kept.
+        # If locks work, two descriptors of one file exclude each other, even within a process.
         try:
             fcntl.flock(probe, exclusive)
         except OSError:
-            # A lock file that has been removed or replaced since guards nothing.
+            # A lock file that was removed or replaced in the meantime protects nothing.
             yield os.path.samestat(os.fstat(lock.fileno()), path.stat())
         else:
             yield False
@@ -529,7 +539,7 @@ def _size(path: Path) -> int | None:
 
 
 def text_hint(start: bytes) -> str:
-    """Returns how a file begins if that is text: a web page or an LFS pointer explains itself."""
+    """Return a hint with the first line of a file if it is text, such as a web page."""
     line = start[:_SNIFFED].split(b"\n")[0].strip()
     if not line or not line.isascii() or not line.decode("ascii").isprintable():
         return ""

@@ -1,4 +1,4 @@
-"""List, download and verify files of a Hub repository."""
+"""Listing, download and verification of the files of a Hub repository."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ _NO_SUCH_RANGE: Final = 416
 
 @dataclass(frozen=True)
 class HubParts:
-    """Receives files of one dataset repository at one commit.
+    """Resumable downloads from one dataset repository at one commit.
 
     Attributes:
-        cache: where they are kept.
-        endpoint: the Hub.
-        token: for repositories that are not public; None for the client's own.
-        timeout_s: how long to wait for what the Hub says of a file.
-        most: bytes above which the Hub gives nothing over plain HTTP.
-        cancel: set when the fetch is given up.
+        cache: the cache of the files.
+        endpoint: the URL of the Hub.
+        token: the token for repositories that are not public; None for the client's token.
+        timeout_s: the limit of the wait for the metadata of a file.
+        most: the largest size in bytes for which the Hub accepts plain HTTP.
+        cancel: the event that is set when the fetch is cancelled.
     """
 
     cache: HubCache
@@ -63,29 +63,33 @@ class HubParts:
     most: int
     cancel: threading.Event
 
-    def takes(self, file: HubFile) -> bool:
-        """Whether parts of a file are worth keeping, and there is a hash that tells wrong ones."""
+    def resumes(self, file: HubFile) -> bool:
+        """Return whether the download of a file can resume.
+
+        This requires a large file and a SHA-256.
+        """
         return file.sha256 is not None and _LEAST < file.size <= self.most
 
     def receive(
         self, file: HubFile, begin: Callable[[int], None], bar_class: type[Any]
     ) -> str | None:
-        """Brings the content of a file into the cache, from where the last one broke off.
-
-        Returns what is wrong with what came, which is removed then; None where it is right, or
-        where the client is to be asked, since the server has something else there.
+        """Fetch the content of a file into the cache, or continue an interrupted fetch.
 
         Args:
-            file: which one; one that `takes` takes.
-            begin: told how many bytes are there already.
-            bar_class: takes the others, as a progress bar.
+            file: a file for which `resumes` is True.
+            begin: is called with the number of bytes that are in the cache already.
+            bar_class: the class of the progress bar, which counts the other bytes.
+
+        Returns:
+            The problem of the received content, which is then removed. None if the content is
+            right. Also None if the server has another file, which is left to the client.
 
         Raises:
-            Cancelled: the fetch was given up.
-            Exception: whatever the client raises; what has come stays.
+            Cancelled: the fetch was cancelled.
+            Exception: the client raised an error. Received bytes are kept.
 
-        Cost: one request for where the content lies, one for the content; reads it once, for its
-        hash.
+        Cost: one request for the location of the content, and one request for the content. The
+        content is read once for its hash.
         """
         import huggingface_hub
         from huggingface_hub.utils import build_hf_headers
@@ -109,7 +113,7 @@ class HubParts:
         lock = self.cache.lock(file)
         lock.parent.mkdir(parents=True, exist_ok=True)
         with cancellable_lock(lock, self.cancel):
-            # Whoever held the lock may have brought it meanwhile.
+            # Another process may have fetched the file while it held the lock.
             if blob.exists():
                 return None
             self._receive(file, part, said.location, headers, begin, bar_class)
@@ -157,7 +161,7 @@ class HubParts:
                 if error.response.status_code != _NO_SUCH_RANGE:
                     raise
                 content.truncate(0)
-                raise ConnectionError("the server has no bytes where ours end") from error
+                raise ConnectionError("the server has fewer bytes than were received") from error
 
 
 _NAMED_DIRECTORIES = 10
@@ -174,28 +178,30 @@ def list_files(
     token: str | None = None,
     retry: Retry = Retry(),  # noqa: B008 - frozen
 ) -> HubListing:
-    """Returns the files below a directory of a dataset repository, pinned to one commit.
+    """Return the files below a directory of a dataset repository, at one commit.
 
-    The revision is resolved first; everything after that is of that commit, also when the branch
-    moves meanwhile. Files are chosen by path component (``a/64px`` does not take in
-    ``a/64px_extra``) and sorted by path in plain string order.
+    The revision is first resolved to a commit, so a later push to the branch has no effect. The
+    directory must match whole path components: ``a/64px`` does not match ``a/64px_extra``. Files
+    are sorted by path in plain string order.
 
     Args:
         repo_id: ``owner/name``.
-        directory: below which the files lie, at any depth; ``""`` for the whole repository.
-        suffix: how their names end, ``".h5"``; ``""`` for all.
-        revision: branch, tag, or commit id, full or abbreviated.
-        token: for repositories that are not public; by default the client's own.
-        retry: how long to go on with a server that fails.
+        directory: the directory of the files, at any depth; ``""`` for the whole repository.
+        suffix: the end of the file names, such as ``".h5"``; ``""`` for all files.
+        revision: a branch, a tag, or a full or abbreviated commit id.
+        token: for repositories that are not public; by default the client's token.
+        retry: the attempts and waits after failures of a server.
 
     Raises:
-        FileNotFoundError: no such repository, revision or file there; or offline mode.
+        FileNotFoundError: the repository, the revision or such a file does not exist, or offline
+            mode is on.
         PermissionError: the repository is gated, or refuses access.
         DownloadError: the server cannot be reached, fails, or does not answer as a Hub does.
         ImportError: huggingface_hub is not installed.
-        ValueError: a malformed ``repo_id``.
+        ValueError: ``repo_id`` is malformed.
 
-    Cost: one request for the commit unless given in full, and one per 1000 files of the repository.
+    Cost: one request for the commit unless a full commit id is given, and one request per 1000
+    files of the repository.
 
     Example:
         >>> import os, tempfile
@@ -252,37 +258,36 @@ def fetch(
     token: str | None = None,
     retry: Retry = Retry(),  # noqa: B008 - frozen
 ) -> list[Path]:
-    """Returns the local paths of all files of a listing, each verified by size and hash.
+    """Return the local paths of a listing's files, after fetching missing files.
 
-    What the cache has is verified and used without a request; what it lacks is fetched at the
-    listing's commit. A file that does not verify is removed from the cache and fetched anew,
-    once again if need be. Either every file is returned or none is; files that are complete stay in
-    the cache for the next call. A file above 10 MiB whose download is broken off, by whatever
-    cause, goes on where it ended; a smaller one begins anew. Parts that the client itself has left,
-    and would never use, are removed here.
+    Each file is verified by size and hash. Cached files need no request. Missing files are fetched
+    at the listing's commit. A file that fails verification is removed from the cache and fetched
+    again, at most twice. The call returns all files or raises an error. Complete files stay in the
+    cache for the next call. An interrupted download continues if the file has more than 10 MiB;
+    otherwise it begins again. Incomplete files that the client would never use are removed.
 
     Args:
-        listing: from `list_files`, or from the JSON of one made earlier.
-        progress: True for a bar on stderr, or a function that is called with a `Progress`, by one
-            thread at a time; what it raises ends the fetch and is raised here.
-        max_workers: files fetched at once.
-        token: for repositories that are not public; by default the client's own.
-        retry: how long to go on with a server that fails.
+        listing: the result of `list_files`, or a listing from stored JSON.
+        progress: True shows a bar on stderr. A function is called with a `Progress`, never by two
+            threads at once. An error in the function ends the fetch, and is raised to the caller.
+        max_workers: number of files that are fetched at once.
+        token: the token for repositories that are not public; by default the client's token.
+        retry: the attempts and waits after failures of a server.
 
     Raises:
-        FileNotFoundError: offline mode and files are missing (all are named), or the repository,
-            the commit or a file has vanished.
+        FileNotFoundError: the repository, the commit or a file no longer exists. Or files are
+            missing in offline mode; the message names all of them.
         PermissionError: the repository is gated, or refuses access.
-        DownloadError: a file could not be fetched, or does not verify.
-        OSError: the disk has too little room (``ENOSPC``, before the first request) or the cache
-            cannot be written.
-        ImportError: huggingface_hub is not installed and something is missing; or ``hf_xet`` is
-            not, and a file above 50 GB needs it.
-        ValueError: ``max_workers`` below 1.
+        DownloadError: a file could not be fetched, or failed verification.
+        OSError: the disk has too little room (``ENOSPC``), or the cache cannot be written. The room
+            is checked before the first request.
+        ImportError: a file is missing and huggingface_hub is not installed. Or a file is larger
+            than 50 GB and ``hf_xet`` is not installed.
+        ValueError: ``max_workers`` is below 1.
 
-    Cost: reads every file once for its hash, ``max_workers`` at a time, and one above 10 MiB once
-    more when it has come; no request for what is in the cache. Memory: blocks of 1 MiB and the
-    client's of 10 MiB per worker.
+    Cost: every file is read once for its hash. A file above 10 MiB that was received is read twice.
+    ``max_workers`` files are read at once. Memory: blocks of 1 MiB and the client's blocks of 10
+    MiB per worker.
     """
     if max_workers < 1:
         raise ValueError(f"max_workers: expected at least 1, got {max_workers}")
@@ -312,7 +317,7 @@ def fetch(
 
 @dataclass(frozen=True)
 class _Fetch:
-    """What the threads of one call of `fetch` share."""
+    """The state that the threads of one call of `fetch` share."""
 
     listing: HubListing
     endpoint: str
@@ -323,21 +328,21 @@ class _Fetch:
     token: str | None
 
     def verify(self, file: HubFile) -> str | None:
-        """Returns what is wrong with a file in the cache, or None; makes no request."""
+        """Return the problem of a cached file, or None, without a request."""
         problem = self.cache.problem(file)
         if problem is None:
             self.meter.finish(file)
         return problem
 
     def obtain(self, file: HubFile) -> str | None:
-        """Brings a file into the cache and verifies it: returns None, or raises."""
+        """Fetch a file into the cache and verify it; return None or raise an error."""
         subject = Subject(self.listing.repo_id, self.listing.commit, self.endpoint, file.path)
         problem = self.verify(file)
         for _ in range(2):
             if problem is None:
                 return None
-            # Only what is there and wrong: an entry that is missing may have a good blob, linked
-            # by another commit, which the client then links again.
+            # Only an existing entry is discarded. A missing entry may have a good blob from
+            # another commit, which the client then links.
             if self.cache.entry(file).exists():
                 self.cache.discard(file)
             download = partial(self._download, _client().hf_hub_download, file)
@@ -350,17 +355,17 @@ class _Fetch:
         self.cache.discard(file)
         raise DownloadError(
             f"{subject} does not verify: {problem}; the damaged copy has been removed: call "
-            "again, and if it stays so, the server or a proxy on the way alters the file"
+            "again; if the error persists, the server or a proxy alters the file"
         )
 
     def _receive(self, file: HubFile) -> str | None:
-        """Receives a large file so that it can go on later; returns what is wrong with it."""
+        """Receive a large file so that it can resume, and return its problem or None."""
         timeout_s = _etag_timeout_s()
         parts = HubParts(
             self.cache, self.endpoint, self.token, timeout_s, _MOST_BY_HTTP, self.cancel
         )
         blob = self.cache.blob(file)
-        if not parts.takes(file) or (blob is not None and blob.exists()):
+        if not parts.resumes(file) or (blob is not None and blob.exists()):
             return None
 
         def begin(received: int) -> None:
@@ -415,7 +420,7 @@ def _hub_file(entry: Any) -> HubFile:
 
 
 def _require_transport(cache: HubCache, listing: HubListing) -> None:
-    """Refuses before the first byte what plain HTTP cannot fetch: the Hub caps it at 50 GB."""
+    """Refuse files that plain HTTP cannot fetch, which are those above 50 GB."""
     for file in listing.files:
         too_large = file.size > _MOST_BY_HTTP and not cache.entry(file).exists()
         if too_large and importlib.util.find_spec("hf_xet") is None:
@@ -443,6 +448,6 @@ def _missing_offline(listing: HubListing, cache: HubCache, missing: list[str]) -
     return (
         f"offline mode, and {len(missing)} of {len(listing.files)} files of {listing.repo_id!r} "
         f"at commit {listing.commit} cannot be used from {cache.root}:\n{lines}\n"
-        "Call again with a network and without HF_HUB_OFFLINE, or fetch them elsewhere into that "
-        f"cache: hf download {listing.repo_id} --repo-type dataset --revision {listing.commit}"
+        "Call again with a network and without HF_HUB_OFFLINE, or fill that cache with "
+        f"hf download {listing.repo_id} --repo-type dataset --revision {listing.commit}"
     )

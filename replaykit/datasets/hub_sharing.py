@@ -1,4 +1,4 @@
-"""Push published data sets to a Hub, and pull them."""
+"""Push and pull of published data sets on a Hub."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from replaykit.datasets.hub_cache import (
     endpoint,
     is_commit,
     is_offline,
-    leave_note,
     offline_error,
     refusal,
+    write_marker,
 )
 from replaykit.datasets.hub_files import HubFile, HubListing, fetch, list_files
 from replaykit.datasets.published_buffer import CorpusExperienceReplay
@@ -58,10 +58,10 @@ def card(
     tags: Sequence[str] = (),
     existing: str | None = None,
 ) -> str:
-    """Returns the text of a card: a YAML block and a description.
+    """Return the text of a dataset card, which is a YAML block and a description.
 
-    The text of an existing card that somebody has written is kept, and so is what its YAML block
-    says of other things; tags are added to those that are there.
+    If replaykit did not write the existing card, its text and the other entries of its YAML block
+    are kept. New tags are added to the existing tags.
 
     Raises:
         ValueError: the YAML block of the existing card cannot be read.
@@ -74,7 +74,7 @@ def card(
         try:
             found = DatasetCard(existing, ignore_metadata_errors=False)
         except Exception as error:
-            # Whatever its parser of YAML raises.
+            # The YAML parser may raise errors of any class.
             raise ValueError(
                 f"the YAML block of {CARD_NAME} in {repo_id!r} cannot be read: {error}; correct "
                 "it, or remove the file"
@@ -97,7 +97,7 @@ def card(
 
 
 def size_category(rows: int) -> str:
-    """Returns the range of a number of rows as Hubs name it.
+    """Return the Hub's size category for a number of rows.
 
     Example:
         >>> from replaykit.datasets.hub_sharing import size_category
@@ -161,7 +161,7 @@ Converted by the rules `{manifest.converter.get("name")}`, version \
 T = TypeVar("T")
 
 FORMAT_TAG: Final = f"replaykit-format-{FORMAT_VERSION}"
-"""The tag of the newest commit of a repository that this version of the package can read."""
+"""The tag of the newest commit that this version of the package can read."""
 _META_NAME: Final = "meta.json"
 
 
@@ -176,34 +176,36 @@ def push(
     token: str | None = None,
     message: str | None = None,
 ) -> str:
-    """Uploads a converted data set to a Hub repository, and returns the URL of the commit.
+    """Upload a data set to a Hub repository, and return the URL of the commit.
 
-    The data set is read whole and checked first. The repository gets its files, a card, and nothing
-    else of the directory, in one commit; files of an earlier version that it no longer has are
-    removed by the same commit. A card whose text somebody has written is kept. The commit is tagged
-    by the version of the format. What a push that broke off has uploaded is not uploaded again.
+    The data set is first read completely and checked. One commit adds its files and a card. The
+    same commit removes files of the earlier version that the data set no longer has. Other files of
+    the local directory are not uploaded. The text of a card that replaykit did not write is kept.
+    The commit is tagged with the format version. A repeated call after an interruption does not
+    upload files again.
 
     Args:
-        path: directory of the data set, as `convert` and the corpus classes make it.
-        repo_id: ``owner/name``; made if it is not there.
-        license: as Hubs abbreviate it, such as ``"cc-by-4.0"``. By default that of the source,
-            which the manifest has for corpora that are known.
-        tags: of the card, beside ``replaykit`` and ``reinforcement-learning``.
-        private: whether the repository is made private, if it is made; others stay as they are.
-        revision: a branch, made if it is not there; by default ``main``. Only commits on
-            ``main`` are tagged.
-        token: of the Hub; by default the client's own.
-        message: of the commit.
+        path: directory of a data set that `convert` or a corpus class has made.
+        repo_id: ``owner/name``. A missing repository is created.
+        license: the licence in the notation of Hubs, such as ``"cc-by-4.0"``. The default is the
+            licence of the source, which the manifest contains for known corpora.
+        tags: tags of the card, in addition to ``replaykit`` and ``reinforcement-learning``.
+        private: make a new repository private. An existing repository does not change.
+        revision: a branch, which is created if it does not exist; by default ``main``. Only commits
+            on ``main`` are tagged.
+        token: the token of the Hub; by default the client's token.
+        message: the commit message.
 
     Raises:
-        FileNotFoundError: there is nothing at the path.
-        RuntimeError: what is there is not a complete data set, or files of it are damaged.
-        ValueError: the licence is not known and not given, or another one is; a malformed
-            ``repo_id``.
-        PermissionError: the Hub refuses; the token is missing or may not write there.
-        UploadError: the Hub cannot be reached or fails, or somebody else has pushed meanwhile.
+        FileNotFoundError: the path does not exist.
+        RuntimeError: the path is not a complete data set, or contains damaged files.
+        ValueError: the licence is neither known nor given, or differs from the licence of the
+            source. Or ``repo_id`` is malformed.
+        PermissionError: the token is missing, or may not write to the repository.
+        UploadError: the Hub cannot be reached or fails, or another client has pushed in the
+            meantime.
 
-    Cost: reads every file twice, once for its checksum and once to send it.
+    Cost: every file is read once for its checksum, and once for the upload.
 
     Example:
         >>> import os, tempfile, h5py, numpy as np
@@ -272,9 +274,9 @@ def push(
 
 
 def members(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """Yields the files of a data set: those that its manifest names, and what describes them.
+    """Yield the files of a data set: the files in its manifest, and ``meta.json`` files.
 
-    Locks, parts and whatever else lies in the directory are none.
+    Locks, parts and other files in the directory are not part of the data set.
     """
     names = [name for name, _, _ in manifest.files()]
     yield MANIFEST_NAME
@@ -289,7 +291,7 @@ def _licence(manifest: Manifest, given: str | None) -> str:
     known = manifest.source.get("origin", {}).get("license")
     if given is None and known is None:
         raise ValueError(
-            "the licence of the data set is not known: say under which one it may be passed on, "
+            "the licence of the data set is not known: name the licence of its publication, "
             'such as license="cc-by-4.0"'
         )
     if given is not None and known is not None and given.lower() != str(known).lower():
@@ -298,7 +300,7 @@ def _licence(manifest: Manifest, given: str | None) -> str:
 
 
 class _Asker:
-    """Calls the client; what it raises becomes what `push` raises."""
+    """A wrapper of client calls that converts their errors into the errors of `push`."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -307,7 +309,8 @@ class _Asker:
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            # The client lets exceptions of its HTTP library out: no narrower type will do.
+            # The client also raises exceptions of its HTTP library, so no narrower type is
+            # enough.
             raise self._explain(error) from error
 
     def _explain(self, error: Exception) -> Exception:
@@ -327,12 +330,12 @@ class _Asker:
         first = (str(error).strip() or "no details").splitlines()[0]
         said = f"{type(error).__name__}: {first}"
         if status == 412:
-            said = "somebody else has pushed to it meanwhile"
+            said = "another client has pushed to it in between"
         elif status is not None:
             said = f"the server answered HTTP {status} ({said})"
         return UploadError(
-            f"could not push to {where}, revision {self._subject.revision}: {said}; push again, "
-            "what has arrived is not sent anew"
+            f"could not push to {where}, revision {self._subject.revision}: {said}; push again: "
+            "uploaded files are not sent again"
         )
 
 
@@ -342,7 +345,7 @@ def _text(ask: _Asker, api: Any, known: Mapping[str, Any], commit: str, name: st
 
 
 def _named(text: str) -> set[str]:
-    """Returns the files that the manifest of an earlier version names; none where it is none."""
+    """Return the files in the text of an earlier manifest, or none if it is malformed."""
     try:
         manifest = Manifest.parse(text.encode())
     except ValueError:
@@ -380,37 +383,38 @@ def pull(
     sampler: SamplerT | Callable[[], SamplerT] | None = None,
     **kwargs: Any,
 ) -> CorpusExperienceReplay[SamplerT]:
-    """Opens a data set of a Hub repository, and fetches it first where it is not there.
+    """Open a data set of a Hub repository, after fetching it if it is not local.
 
-    The revision is resolved to a commit, every file is fetched at that commit and verified against
-    the Hub's hashes and the manifest's checksums, and the data set appears complete or not at all,
-    bit for bit as it was pushed. It lies in ``<root>/<owner>/<name>/<commit>``: commits lie beside
-    one another, and a data set that is open never changes. Files of a download that broke off are
-    kept in the client's cache and not fetched again; processes that ask for one commit at once
-    share one download. Offline, and with a full commit id, what is there is opened without a
-    request.
+    The revision is resolved to a commit. Every file is fetched at that commit, and verified by the
+    Hub's hashes and the manifest's checksums. The data set appears in
+    ``<root>/<owner>/<name>/<commit>``, completely or not at all. Its bytes equal the pushed bytes.
+    Each commit has a separate folder, so an open data set never changes.
+
+    The client's cache keeps the files of an interrupted download. Processes that pull the same
+    commit at once share one download. A local data set is opened without a request in offline mode,
+    or if a full commit id is given.
 
     Args:
         repo_id: ``owner/name``.
-        revision: branch, tag or commit id; by default ``main``.
-        root: folder of the pulled data sets; ``~/.cache/replaykit/pulled``.
+        revision: a branch, a tag or a commit id; by default ``main``.
+        root: folder of the pulled data sets; by default ``~/.cache/replaykit/pulled``.
         batch_size: default number of rows of a sample.
-        token: for repositories that are not public; by default the client's own.
-        progress: True for a bar on stderr, or a function that is called with a `Progress`.
-        retry: how long to go on with a server that fails.
-        sampler: which rows come next; ``RandomSampler()``.
+        token: the token for repositories that are not public; by default the client's token.
+        progress: True shows a bar on stderr. A function is called with a `Progress`.
+        retry: the attempts and waits after failures of a server.
+        sampler: chooses the rows of a batch; by default ``RandomSampler()``.
         kwargs: other arguments of `CorpusExperienceReplay`, such as ``split``.
 
     Raises:
-        FileNotFoundError: no such repository or revision, or no data set in it; or offline mode,
-            and it is not there.
+        FileNotFoundError: the repository or revision does not exist, or holds no data set. Or
+            offline mode is on, and the data set is not local.
         PermissionError: the repository is gated, or refuses access.
-        DownloadError: the server fails, or what it has does not verify.
-        OSError: there is no room.
-        ValueError: a malformed ``repo_id``.
+        DownloadError: the server fails, or a file fails verification.
+        OSError: the disk has too little room.
+        ValueError: ``repo_id`` is malformed.
 
-    Cost: reads every file twice, once for each checksum. The files are linked, not copied, where
-    the client's cache is on the same file system.
+    Cost: every file is read twice, once for each checksum. Files are linked, not copied, if the
+    client's cache is on the same file system.
 
     Example: see `push`.
     """
@@ -429,7 +433,7 @@ def pull(
         commit = listing.commit
 
     def build(directory: Path) -> bytes:
-        # Also where it has vanished since it was looked for: then there is no listing.
+        # There is no listing if the data set was local above, but was removed in the meantime.
         found = listing or list_files(repo_id, directory="", suffix="", revision=commit, **options)
         return _receive(found, directory, progress, options)
 
@@ -444,12 +448,12 @@ def _receive(
     progress: bool | Callable[[Progress], object],
     options: Mapping[str, Any],
 ) -> bytes:
-    """Fills a directory with the files of a data set; returns the text of its manifest."""
+    """Fill a directory with the files of a data set, and return its manifest's text."""
     known = {file.path: file for file in listing.files}
     if MANIFEST_NAME not in known:
         raise FileNotFoundError(
             f"dataset repository {listing.repo_id!r} has no {MANIFEST_NAME} at commit "
-            f"{listing.commit}: it holds no data set that was pushed by replaykit"
+            f"{listing.commit}: expected a data set that replaykit has pushed"
         )
     first = replace(listing, files=(known[MANIFEST_NAME],))
     text = fetch(first, **options)[0].read_bytes()
@@ -458,8 +462,8 @@ def _receive(
     except ValueError as error:
         raise DownloadError(
             f"dataset repository {listing.repo_id!r} at commit {listing.commit}: its "
-            f"{MANIFEST_NAME} {error}; what this version can read, if there is any, has the tag "
-            f"{FORMAT_TAG!r}"
+            f"{MANIFEST_NAME} {error}; the tag {FORMAT_TAG!r}, if it exists, marks a commit that "
+            "this version can read"
         ) from error
     checksums = {name: (size, crc32) for name, size, crc32 in manifest.files()}
     descriptions = {name for name in known if name.rpartition("/")[2] == _META_NAME}
@@ -479,9 +483,9 @@ def _receive(
     for file, path in zip(files, paths, strict=True):
         target = directory.joinpath(*file.path.split("/"))
         target.parent.mkdir(parents=True, exist_ok=True)
-        _place(path, target, file)
+        _link_or_copy(path, target, file)
         if file.path in checksums and crc32_of_file(target) != checksums[file.path][1]:
-            raise _broken(listing, f"has another {file.path} than its {MANIFEST_NAME} says")
+            raise _broken(listing, f"has another {file.path} than its {MANIFEST_NAME} describes")
     hold_back(directory)
     return text
 
@@ -494,7 +498,7 @@ def _broken(listing: HubListing, what: str) -> DownloadError:
 
 
 def _require_room(directory: Path, files: tuple[HubFile, ...]) -> None:
-    """Checks for room where files will be copied; `fetch` does where they are received."""
+    """Check the room in the target if files will be copied. `fetch` checks the cache."""
     cache = cache_root()
     while not cache.exists():
         cache = cache.parent
@@ -503,8 +507,8 @@ def _require_room(directory: Path, files: tuple[HubFile, ...]) -> None:
         require_room(directory, sum(sizes), max(sizes))
 
 
-def _place(path: Path, target: Path, file: HubFile) -> None:
-    """Links a file of the cache to its place, or copies it where that cannot be."""
+def _link_or_copy(path: Path, target: Path, file: HubFile) -> None:
+    """Link a cached file to its target, or copy it if linking is not possible."""
     source = os.path.realpath(path)
     try:
         os.link(source, target)
@@ -516,9 +520,9 @@ def _place(path: Path, target: Path, file: HubFile) -> None:
 
 
 def _recall(folder: Path, revision: str) -> str | None:
-    """Returns the commit that a branch or tag was at when it was pulled last."""
+    """Return the commit of a branch or tag at its last pull, or None."""
     try:
-        commit = _note(folder, revision).read_text(encoding="ascii")
+        commit = _record_revision(folder, revision).read_text(encoding="ascii")
     except (OSError, ValueError):
         return None
     return commit if is_commit(commit) else None
@@ -527,8 +531,8 @@ def _recall(folder: Path, revision: str) -> str | None:
 def _remember(folder: Path, revision: str, commit: str) -> None:
     if is_commit(revision) or _recall(folder, revision) == commit:
         return
-    leave_note(_note(folder, revision), commit)
+    write_marker(_record_revision(folder, revision), commit)
 
 
-def _note(folder: Path, revision: str) -> Path:
+def _record_revision(folder: Path, revision: str) -> Path:
     return folder / _REVISIONS / quote(revision, safe="")

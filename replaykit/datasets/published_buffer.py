@@ -1,4 +1,4 @@
-"""Serve a published data set as a storage and as a replay buffer."""
+"""A published data set as a storage and as a replay buffer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.core import SamplerT
 from replaykit.datasets.dataset_passes import preprocess_rows
 from replaykit.datasets.publishing import Published, open_directory, open_published
-from replaykit.schema import Rows, Schema, take_apart
+from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.storages import Storage, TensorStorage
 from replaykit.storages.columns import Columns, ScatteredColumns
-from replaykit.storages.dedup_columns import OnceColumns
+from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.next_rows import pairs_of
 from replaykit.storages.overflow_table import grow_in_memory
 from replaykit.structure import Path as KeyPath
@@ -34,24 +34,24 @@ _PERCENT: Final = r"(?:([0-9]+(?:\.[0-9]+)?)%)?"
 _FRACTION: Final = re.compile(rf"(?=.*%){_PERCENT}:{_PERCENT}(?:@([0-9]{{1,9}}))?")
 
 Episodes = slice | Iterable[int] | torch.Tensor | Callable[[TensorDict], torch.Tensor]
-"""Positions in the episode table, a slice of it, or a function that gets it and returns which."""
+"""Positions in the episode table, a slice of it, or a function that maps it to bool ``[E]``."""
 
 
 def chosen_episodes(
     published: Published, split: str | None, episodes: Episodes | None
 ) -> torch.Tensor | None:
-    """Returns the positions of episodes that both arguments choose, in order; ``None`` for all.
+    """Return the positions of episodes that both arguments choose; ``None`` for all.
 
     Args:
         published: the data set.
-        split: a part that the corpus names, such as ``"train"``; a range of positions such as
-            ``"0:100"``; or a range of hundredths of all episodes in a random order, ``"0%:80%"``,
-            with a seed for the order behind an ``@``.
+        split: a name that the corpus defines, such as ``"train"``, or a range of positions, such as
+            ``"0:100"``. Or a range of percentages of all episodes in a random order, such as
+            ``"0%:80%"``. A seed for the order may follow, as in ``"0%:80%@7"``.
         episodes: see `Episodes`.
 
     Raises:
-        ValueError: a name or range that is none, a position that there is not, a function that
-            returns something else, or nothing is chosen.
+        ValueError: the name is unknown, the range is malformed, or a position does not exist. Or a
+            function has a wrong result, or no episode is chosen.
     """
     if split is None and episodes is None:
         return None
@@ -85,14 +85,14 @@ def _of_split(published: Published, split: str, count: int) -> torch.Tensor:
 
 
 def _of_fraction(match: re.Match[str], split: str, count: int) -> torch.Tensor:
-    """Returns the positions between two hundredths of the episodes in a random order.
+    """Return the positions between two percentages of the episodes in a random order.
 
-    Ranges that meet are disjoint, and together have every episode: both ends are rounded alike.
+    Both ends are rounded in the same way. So adjacent ranges are disjoint and leave out no episode.
     """
     first, stop = Fraction(match[1] or "0"), Fraction(match[2] or "100")
     if not 0 <= first <= stop <= 100:
         raise ValueError(f"expected split as a range within '0%:100%', got {split!r}")
-    # A generator whose numbers NumPy has promised never to change.
+    # NumPy guarantees that the random numbers of RandomState never change between versions.
     order = np.random.RandomState(int(match[3] or 0)).permutation(count)
     begin, end = (round(count * part / 100) for part in (first, stop))
     return torch.from_numpy(order[begin:end].astype(np.int64))
@@ -126,9 +126,8 @@ def _mask(positions: torch.Tensor, count: int, name: str) -> torch.Tensor:
 
 
 def rows_of(published: Published, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns where the rows of episodes lie: runs, int64 ``[R]``, of first rows and of how many.
-
-    Episodes that follow one another make one run.
+    """Return the runs of rows of episodes: first rows and lengths, int64 ``[R]`` each. Consecutive
+    episodes make one run.
     """
     if len(published.manifest.batch) > 1:
         starts, lengths = positions, torch.ones_like(positions)
@@ -141,9 +140,13 @@ def rows_of(published: Published, positions: torch.Tensor) -> tuple[torch.Tensor
     return starts[first], starts[stops] + lengths[stops] - starts[first]
 
 
-def _following(stored: Columns, published: Published, episodes: torch.Tensor | None) -> OnceColumns:
-    """Returns columns that take what follows a row from the row after it, and at ends of episodes
-    from what the data set has of these."""
+def _following(
+    stored: Columns, published: Published, episodes: torch.Tensor | None
+) -> DedupColumns:
+    """Return columns that read next values from the following rows or the finals.
+
+    The finals are the next values of the last rows of episodes.
+    """
     lengths, finals = published.episodes["length"], published.finals
     if episodes is not None:
         lengths = lengths[episodes]
@@ -153,7 +156,7 @@ def _following(stored: Columns, published: Published, episodes: torch.Tensor | N
         finals = {key: value[at] for key, value in finals.items()}
     leaves = {**published.columns, **{key: published.columns[key[1:]] for key in finals}}
     pairs = pairs_of(
-        Schema(take_apart(_together(leaves), 1).root), tuple(key[1:] for key in finals)
+        Schema(split_leaves(_together(leaves), 1).root), tuple(key[1:] for key in finals)
     )
     if isinstance(stored, ScatteredColumns):
         rows = stored.part(list(pairs.stored.leaves))
@@ -161,13 +164,13 @@ def _following(stored: Columns, published: Published, episodes: torch.Tensor | N
         rows = Columns(
             pairs.stored, stored.tensors, 1, mapped=stored.advise, changes=stored.changes
         )
-    found = OnceColumns(pairs, rows, grow_in_memory(rows.device))
-    found.adopt(lengths.cumsum(0) - 1, Columns(pairs.beside, finals, 1))
+    found = DedupColumns(pairs, rows, grow_in_memory(rows.device))
+    found.adopt(lengths.cumsum(0) - 1, Columns(pairs.overflow, finals, 1))
     return found
 
 
 def _together(columns: Mapping[KeyPath, torch.Tensor]) -> TensorDict:
-    """Returns columns as one TensorDict with a batch dimension for the first of theirs."""
+    """Return columns as one TensorDict, whose batch size is their first dimension."""
     data = TensorDict({}, batch_size=[len(next(iter(columns.values())))])
     for key, value in columns.items():
         data.set(key, value)
@@ -177,14 +180,14 @@ def _together(columns: Mapping[KeyPath, torch.Tensor]) -> TensorDict:
 class MappedStorage(TensorStorage):
     """The rows of a published data set, mapped copy-on-write.
 
-    Opening costs no read of the data. Edits are seen by this process only and never reach the
-    disk. A copy of a storage without edits, as another process gets it, maps the same files.
+    Opening the storage reads no data. Edits are visible in this process only, and never reach the
+    disk. A pickled copy of a storage without edits maps the same files.
 
     Args:
         published: the opened data set.
-        episodes: positions of the episodes to serve, in order; ``None`` for all. Where they do not
-            follow one another, their rows are read where they lie all the same, but what would be
-            views (``storage[a:b]``, ``column``) are copies; see `ScatteredColumns`.
+        episodes: positions of the episodes to serve, in ascending order; ``None`` for all. Rows are
+            read from the files without a copy of the data set. If the episodes are not consecutive,
+            ``storage[a:b]`` and ``column`` return copies instead of views; see `ScatteredColumns`.
     """
 
     def __init__(self, published: Published, episodes: torch.Tensor | None = None) -> None:
@@ -199,10 +202,10 @@ class MappedStorage(TensorStorage):
         stored = self.require()
         stored.advise = True
         if len(starts) > 1:
-            leaves = take_apart(data, 1).leaves
+            leaves = split_leaves(data, 1).leaves
             everything = Columns(stored.schema, leaves, 1, mapped=True)
             stored = self._columns = ScatteredColumns(everything, starts, lengths)
-            stored.changes.lend()  # as of all of them
+            stored.changes.lend()  # the columns of all rows share the counters of changes
             self._adopt(stored)
         if published.finals and isinstance(stored, Columns):
             self._columns = _following(stored, published, episodes)
@@ -213,7 +216,7 @@ class MappedStorage(TensorStorage):
 
     @property
     def episode_table(self) -> TensorDict:
-        """The episodes that are served, a TensorDict ``[E]``; ``start`` counts the rows here."""
+        """The table of served episodes, ``[E]``. ``start`` counts rows of this storage."""
         table = self.published.episodes
         if self.chosen is None:
             return table
@@ -223,7 +226,7 @@ class MappedStorage(TensorStorage):
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """The data set and which of its episodes, as long as nobody has edited them here."""
+        """The content id and the chosen episodes; None after an edit in this process."""
         if self._edited:
             return None
         chosen = None if self.chosen is None else self.chosen.clone()
@@ -254,8 +257,8 @@ class MappedStorage(TensorStorage):
 
     def _check_addable(self, paths: Collection[KeyPath]) -> None:
         raise RuntimeError(
-            f"key {format_key(next(iter(paths)))}: expected a stored key, since a data set has "
-            "the columns that were published; preprocess(fn, dest=...) makes one with others"
+            f"key {format_key(next(iter(paths)))}: expected a stored key, since a published data "
+            "set has fixed columns; preprocess(fn, dest=...) makes one with other columns"
         )
 
     def load_content(self, content: Any, target: Any, rows: torch.Tensor | None) -> None:
@@ -284,39 +287,41 @@ class MappedStorage(TensorStorage):
         published = open_directory(FilePath(state["path"]))
         if published.manifest.content_id() != state["content"]:
             raise RuntimeError(
-                f"{state['path']} holds another version of the data set than the one that was "
-                "handed over; open it anew"
+                f"{state['path']} holds another version of the data set than the pickled one; "
+                "open it again"
             )
         self.__init__(published, state["chosen"])  # type: ignore[misc]
         self.ledger.restore(state["ledger"], None)
 
 
 class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]):
-    """A ReplayBuffer over a published data set: its rows as transitions, its episodes as a table.
+    """A ReplayBuffer over a published data set, with a table of its episodes.
 
     Args:
-        path: directory of the data set, as `convert` and the corpus classes make it; or what it
-            was opened as.
+        path: an opened data set, or the directory of a data set that `convert` or a corpus class
+            has made.
         batch_size: default number of rows of a sample.
-        split: only a part of the episodes: a name that the corpus gives, such as robomimic's
-            ``"train"``; a range of positions such as ``"0:100"``; or a range of hundredths of all
-            episodes in a random order, ``"0%:80%"`` and ``"80%:100%"``, with a seed for the order
-            behind an ``@``, as in ``"0%:80%@7"``.
-        episodes: only these: positions in the episode table, a slice of it, or a function that
-            gets the table and returns bool ``[E]``. With ``split``: those of both.
-        sampler: which rows come next, or a function that makes it; ``RandomSampler()``.
-        kwargs: other keywords of ReplayBuffer, such as ``transform``, ``generator``; not
+        split: the part of the episodes to serve. It is a name that the corpus defines, such as
+            robomimic's ``"train"``, or a range of positions, such as ``"0:100"``. Or it is a range
+            of percentages of all episodes in a random order, such as ``"0%:80%"``. A seed for the
+            order may follow, as in ``"0%:80%@7"``.
+        episodes: the episodes to serve: positions in the episode table, a slice of it, or a
+            function that maps the table to bool ``[E]``. With ``split``, only episodes that both
+            arguments choose are served.
+        sampler: chooses the rows of a batch, or a function that returns the sampler; by default
+            ``RandomSampler()``.
+        kwargs: other keywords of ReplayBuffer, such as ``transform`` and ``generator``, but not
             ``storage``.
 
     Raises:
-        FileNotFoundError: there is nothing at the path.
-        RuntimeError: what is there is not a complete data set; says what to do.
-        ValueError: ``split`` or ``episodes`` choose what there is not, or nothing.
+        FileNotFoundError: the path does not exist.
+        RuntimeError: the path is not a complete data set. The message has the remedy.
+        ValueError: ``split`` or ``episodes`` name unknown episodes, or choose none.
 
-    Opening maps the columns and reads none of them. Episodes that are chosen are served in the
-    order of the data set, from where they lie; where they do not follow one another, what would be
-    views of rows (``data[2:5]``, ``data["action"]``) are copies. Rows can be edited in place; edits
-    are seen in this process only and never reach the disk.
+    Opening a data set maps the columns without reading them. Chosen episodes are served in the
+    order of the data set, without a copy. If the episodes are not consecutive, ``data[2:5]`` and
+    ``data["action"]`` return copies instead of views. Rows can be edited in place. Edits are
+    visible in this process only, and never reach the disk.
 
     Example:
         >>> from replaykit.datasets import CorpusExperienceReplay
@@ -345,23 +350,25 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
 
     @property
     def published(self) -> Published:
-        """The data set as it lies on disk: path, manifest, columns, episode table."""
+        """The data set on disk, with path, manifest, columns and episode table."""
         return self._mapped().published
 
     def _mapped(self) -> MappedStorage:
         storage = self.storage
         if not isinstance(storage, MappedStorage):
-            raise RuntimeError("the storage was exchanged; this is no published data set any more")
+            raise RuntimeError(
+                "the storage was replaced, so this is no longer a published data set"
+            )
         return storage
 
     @property
     def episode_table(self) -> TensorDict:
-        """The episodes that are served, a TensorDict ``[E]``.
+        """The table of served episodes, a TensorDict ``[E]``.
 
-        ``start`` and ``length`` in rows, ``seed`` and ``episode`` (position of the source file and
-        number in it), ``source_seed``, ``success`` (1, 0, or -1 where the source does not say),
-        ``terminated``, ``truncated``, ``return`` (NaN where rows have no reward), and ``digest``
-        ``[E, 16]``.
+        ``start`` and ``length`` count rows. ``seed`` is the position of the source file, and
+        ``episode`` is the number of the episode in that file. ``success`` is 1, 0, or -1 if it is
+        not known. ``return`` is NaN without rewards. ``digest`` has the shape ``[E, 16]``. The
+        other keys are ``source_seed``, ``terminated`` and ``truncated``.
         """
         return self._mapped().episode_table
 
@@ -385,48 +392,47 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
         num_frames: int | None = None,
         dest: str | Path,
     ) -> TensorStorage:
-        """Applies a function to every row and returns the results as a memory-mapped storage.
+        """Apply a function to every row, and return the results as a storage.
 
         Args:
-            fn: gets one row (for ``dim=0`` a TensorDict of batch size ``[]``, for split
-                trajectories that of an episode) and returns a TensorDict, tensorclass or tensor.
-                All results have the layout of the first.
-            dim: dimension along which rows are taken; negative ones count from the last.
-            num_workers: processes; None: as many as there are processors; 0: none, all work is
-                done here.
-            chunksize: rows given to a worker at a time; by default all are divided evenly, in
-                pieces of at most 64 MiB of the source.
-            num_chunks: into how many pieces the rows are divided; not together with
-                ``chunksize``.
-            pool: a pool of processes to use instead of own ones.
-            generator: what the seed of torch's CPU generator in ``fn`` is drawn from; None: the
-                generator of this data set, or the global one. Every row has a seed of its own:
-                pieces and workers do not change the results. The caller's global generator is
-                not changed but by that draw.
-            max_tasks_per_child: pieces after which a worker is replaced.
+            fn: maps one row to a TensorDict, tensorclass or tensor. For ``dim=0``, a row is a
+                TensorDict of batch size ``[]``; for split trajectories, it is an episode. All
+                results must have the layout of the first result.
+            dim: the dimension of the rows. A negative number counts from the last dimension.
+            num_workers: number of processes. None is the number of processors. With 0, this process
+                does all work.
+            chunksize: number of rows in one piece of work. By default, the rows are divided into
+                equal pieces of at most 64 MiB of the source.
+            num_chunks: number of pieces. It excludes ``chunksize``.
+            pool: a pool of processes to use instead of new ones.
+            generator: draws the seed for torch's CPU generator in ``fn``. None uses the generator
+                of this data set or, without one, the global generator. Each row has a separate
+                seed, so pieces and workers do not change the results. The caller's global generator
+                is used for this draw only.
+            max_tasks_per_child: number of pieces after which a worker is replaced.
             worker_threads: torch threads in each worker.
-            index_with_generator: make the pieces one by one instead of all at first.
+            index_with_generator: make the pieces one by one, instead of all at the start.
             pbar: show a progress bar.
             mp_start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
-            num_frames: only the first rows.
-            dest: folder of the result, or a link to it; it appears there complete or not at
-                all. Beside it stays a lock file: calls for one ``dest`` run one after the other,
-                and remove what killed ones have left.
+            num_frames: the number of rows to map, from the first row on; by default all.
+            dest: folder of the result, or a link to it. The result appears there completely or not
+                at all. A lock file stays next to the folder. Calls with the same ``dest`` run one
+                after the other. A call removes the files that killed calls have left.
 
         Returns:
-            The storage; changes to it reach the files.
+            The memory-mapped storage. Changes to it reach the files.
 
         Raises:
-            FileExistsError: ``dest`` is there and not empty.
-            TypeError: ``pool`` is one of threads.
-            ValueError: an option is out of range (before any work); or a row's result differs in
-                layout from the first one's; names the row.
-            RuntimeError: a worker died; says how.
+            FileExistsError: ``dest`` exists and is not empty.
+            TypeError: ``pool`` is a pool of threads.
+            ValueError: an option is out of range, which is checked before any work. Or the result
+                of a row differs in layout from the first result; the message names the row.
+            RuntimeError: a worker died. The message names the signal or exit code.
             OSError: the disk has too little room.
 
-        Whatever ``fn`` raises is raised here, and nothing is left at ``dest``. The source does
-        not change. Own workers end with this process, however it ends. A worker copies 1 MiB of
-        the source, or one row, at a time.
+        An error in ``fn`` is raised to the caller, and ``dest`` stays empty. The source does not
+        change. New workers always end with this process, even if it is killed. A worker copies
+        blocks of 1 MiB of the source, or of one row.
         """
         return preprocess_rows(
             self.storage,

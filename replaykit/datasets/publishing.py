@@ -1,4 +1,4 @@
-"""Publish a directory atomically, and open and verify published ones."""
+"""Atomic publication of a data set's directory; opening and verification."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from replaykit.filesystem import (
     disk_errors,
     exchange,
     file_limit_errors,
+    map_private,
     private_path,
     remove_tree,
     siblings,
     sync_directory,
     sync_tree,
 )
-from replaykit.mapping import map_private
 from replaykit.ted import Key
 
 __all__ = [
@@ -52,22 +52,22 @@ __all__ = [
 META: Final = "meta.json"
 HELD_BACK: Final = "meta.json.incomplete"
 UNFINISHED_NAME: Final = "unfinished"
-"""A file by which a directory that was not published says that its making can go on."""
+"""The file that marks an unpublished directory whose build can continue."""
 
 _NAMES: Final = frozenset({META, HELD_BACK, UNFINISHED_NAME, MANIFEST_NAME, GROUP_FILE})
 _COLUMN: Final = ".memmap"
 
 
 def check_own(path: Path) -> None:
-    """Looks whether all that lies at a path could be a data set's, whole or damaged.
+    """Check that a path holds only files of a data set, complete or damaged.
 
     Args:
-        path: a directory, or where nothing is.
+        path: a directory, or a path that does not exist.
 
     Raises:
-        RuntimeError: there are files of somebody else; names one.
+        RuntimeError: the path holds other files. The message names one of them.
 
-    Cost: lists the directory, and those in it.
+    Cost: the directory and its subdirectories are listed.
 
     Example:
         >>> import tempfile
@@ -86,8 +86,8 @@ def check_own(path: Path) -> None:
         return
     if path.is_symlink() or not path.is_dir():
         raise RuntimeError(
-            f"{path} is no directory, and only data sets are replaced or removed; move it away, "
-            "or choose another place"
+            f"{path} is not a directory, and only data sets are replaced or removed; move it away, "
+            "or choose another path"
         )
     for folder, folders, files in os.walk(path, onerror=_raise):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
@@ -96,7 +96,7 @@ def check_own(path: Path) -> None:
             found = os.path.relpath(os.path.join(folder, name), path)
             raise RuntimeError(
                 f"{path} holds {found}, which is no part of a data set: only data sets are "
-                "replaced or removed; move it away, or choose another place"
+                "replaced or removed; move it away, or choose another path"
             )
 
 
@@ -115,12 +115,13 @@ class Published:
 
     Attributes:
         path: its directory.
-        manifest: what it says of itself.
-        columns: key to tensor ``[*batch, ...]``; private to the process, edits never reach the
-            disk.
-        episodes: the episode table, a TensorDict ``[E]``, see `EPISODE_FIELDS`.
-        finals: what episodes end with, ``[E, ...]``, of columns under ``next`` that are not
-            stored: their other rows are those of the following row, see `following`.
+        manifest: its manifest.
+        columns: the stored columns by key, ``[*batch, ...]``. They are private to the process, and
+            edits never reach the disk.
+        episodes: the episode table, a TensorDict ``[E]``; see `EPISODE_FIELDS`.
+        finals: the values of the last row of each episode, ``[E, ...]``, for columns under ``next``
+            that are not stored. The other values of these columns come from the following rows; see
+            `following`.
     """
 
     path: Path
@@ -131,19 +132,19 @@ class Published:
 
     @property
     def rows(self) -> int:
-        """How many entries the first batch dimension has."""
+        """The size of the first batch dimension."""
         return self.manifest.rows
 
     @property
     def batch_size(self) -> torch.Size:
-        """``[N]``, or ``[E, T]`` for split trajectories."""
+        """The batch size: ``[N]``, or ``[E, T]`` for split trajectories."""
         return torch.Size(self.manifest.batch)
 
     def tensordict(self) -> TensorDict:
-        """Returns the columns as one TensorDict; nested ones have the batch size of the root.
+        """Return the columns as one TensorDict; nested ones have the same batch size.
 
-        No value is copied: the tensors are those of `columns`. Those that are not stored are put
-        together, which takes memory for them.
+        Stored columns are not copied: the result contains the tensors of `columns`. Columns that
+        are not stored are built in memory.
         """
         data = TensorDict({}, batch_size=self.batch_size)
         for key, value in self.columns.items():
@@ -153,8 +154,8 @@ class Published:
         return data
 
     def following(self, key: Key, start: int, stop: int) -> torch.Tensor:
-        """Returns rows ``start .. stop - 1`` of a column that is not stored, in fresh memory."""
-        # In NumPy: torch cannot index all dtypes, such as uint16.
+        """Return rows ``start .. stop - 1`` of a column that is not stored, in new memory."""
+        # NumPy is used because torch cannot index some dtypes, such as uint16.
         root, finals = self.columns[key[1:]].numpy(), self.finals[key].numpy()
         found = np.empty((stop - start, *root.shape[1:]), root.dtype)
         inside = root[start + 1 : stop + 1]
@@ -165,21 +166,20 @@ class Published:
         return torch.from_numpy(found)
 
     def groups(self) -> list[str]:
-        """Returns the name of the source group of each episode. Cost: O(E), on each call."""
+        """Return the name of each episode's source group. Each call costs O(E)."""
         return read_groups(self.path / self.manifest.group_file["file"])
 
 
 def open_directory(path: Path) -> Published:
-    """Opens a published data set.
+    """Open a published data set.
 
-    Checks that the manifest is there, of a known version and sound, and that every file has its
-    exact size. What is a link, or reached through one inside of the data set, is refused: it could
-    be any file of this machine. Cost: a few system calls for each column, whatever the number of
-    rows.
+    The manifest must be valid and have a known version. Every file must have its exact size. Links
+    in the data set are refused, because they could point to any file of this machine. Cost: a few
+    system calls for each column, whatever the number of rows.
 
     Raises:
-        FileNotFoundError: there is nothing at the path.
-        RuntimeError: what is there is not a complete data set; names it and says what to do.
+        FileNotFoundError: the path does not exist.
+        RuntimeError: the path is not a complete data set. The message has the remedy.
     """
     for _ in range(_RETRIES):
         try:
@@ -187,8 +187,8 @@ def open_directory(path: Path) -> Published:
         except NotADirectoryError:
             raise _refusal(path, "it is not a directory") from None
         try:
-            # All files are opened relative to this descriptor: a new version that is swapped in
-            # meanwhile cannot lend its columns to the old manifest.
+            # All files are opened relative to this descriptor. So the old manifest is never
+            # combined with the columns of a new version that replaces the directory.
             return _open_at(directory, path)
         except _GoneError as error:
             if os.fstat(directory).st_ino == _inode(path):
@@ -199,13 +199,14 @@ def open_directory(path: Path) -> Published:
 
 
 def verify_directory(path: Path) -> None:
-    """Reads a published data set whole and compares every checksum.
+    """Read all files of a published data set and compare every checksum.
 
     Memory: one block of 1 MiB.
 
     Raises:
-        FileNotFoundError: there is nothing at the path.
-        RuntimeError: it is no data set, or files of it are damaged; names them (rule V61).
+        FileNotFoundError: the path does not exist.
+        RuntimeError: the path is not a data set, or files are damaged (rule V61). The message names
+            the damaged files.
     """
     manifest = open_directory(path).manifest
     damaged = []
@@ -213,11 +214,11 @@ def verify_directory(path: Path) -> None:
         if crc32_of_file(path / name) != crc32:
             damaged.append(name)
     if damaged:
-        raise _refusal(path, f"the content of {', '.join(damaged)} is not what was written [V61]")
+        raise _refusal(path, f"the content of {', '.join(damaged)} has a wrong checksum [V61]")
 
 
 class _GoneError(Exception):
-    """A file that the manifest names is not there, or not of its size."""
+    """A file of the manifest is missing, or has another size."""
 
 
 def _refusal(path: Path, why: str) -> RuntimeError:
@@ -256,24 +257,24 @@ def _open_at(directory: int, path: Path) -> Published:
 
 
 def _check_folders(directory: int, manifest: Manifest) -> None:
-    """Checks that no folder of the data set, and nothing that describes one, is a link."""
+    """Check that no folder of the data set, and no ``meta.json``, is a link."""
     names = (PurePosixPath(name) for name, _, _ in manifest.files())
     for folder in {parent for name in names for parent in name.parents}:
         for each in (folder, folder / META):
             try:
                 found = os.stat(each, dir_fd=directory, follow_symlinks=False)
             except (FileNotFoundError, NotADirectoryError):
-                continue  # the files in it are missing, and named
+                continue  # missing files are reported when they are opened
             if stat.S_ISLNK(found.st_mode):
                 raise _linked(str(each))
 
 
 def _linked(name: str) -> _GoneError:
-    return _GoneError(f"{name} is a link, which is not followed: put there what it leads to")
+    return _GoneError(f"{name} is a link, which is not followed: replace it by its target")
 
 
 def _open_plain(directory: int, file: str) -> int:
-    """Opens a file that is neither a link nor a pipe; see `os.open` for what else is raised."""
+    """Open a plain file, but no link or pipe; see `os.open` for other errors."""
     try:
         # Opening a pipe would wait for a writer.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -284,12 +285,12 @@ def _open_plain(directory: int, file: str) -> int:
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _GoneError(f"{file} is no plain file")
+        raise _GoneError(f"{file} is not a plain file")
     return descriptor
 
 
 def _open_sized(directory: int, file: str, nbytes: int) -> int:
-    """Opens a file of a known size for reading; the caller closes the descriptor."""
+    """Open a file of known size for reading. The caller closes the descriptor."""
     try:
         descriptor = _open_plain(directory, file)
     except (FileNotFoundError, NotADirectoryError):
@@ -324,19 +325,20 @@ _RETIRED: Final = "old"
 
 
 def open_published(path: str | Path, *, identity: Mapping[str, Any] | None = None) -> Published:
-    """Opens a published data set; see `open_directory` for what is checked and what it costs.
+    """Open a published data set; see `open_directory` for checks and costs.
 
-    What dead processes left beside it is removed, unless somebody is at work there.
+    Leftovers of dead processes next to the directory are removed, unless another process holds the
+    lock.
 
     Args:
-        path: where the data set is.
-        identity: entries that the identity in the manifest must have; ``None`` stands for one
-            that must not be there.
+        path: the directory of the data set.
+        identity: entries that the identity in the manifest must have. If a value is ``None``, the
+            entry must be absent.
 
     Raises:
-        FileNotFoundError: there is nothing at the path.
-        RuntimeError: what is there is not a complete data set, or the data set of another
-            identity; names it and says what to do.
+        FileNotFoundError: the path does not exist.
+        RuntimeError: the path is not a complete data set, or is a data set of another identity. The
+            message has the remedy.
     """
     target = _resolve(path)
     with file_limit_errors(target):
@@ -352,11 +354,12 @@ def open_published(path: str | Path, *, identity: Mapping[str, Any] | None = Non
 
 
 def verify_published(path: str | Path) -> None:
-    """Reads a published data set whole and compares every checksum.
+    """Read all files of a published data set and compare every checksum.
 
     Raises:
-        FileNotFoundError: there is nothing at the path.
-        RuntimeError: it is no data set, or files of it are damaged; names them.
+        FileNotFoundError: the path does not exist.
+        RuntimeError: the path is not a data set, or files are damaged. The message names the
+            damaged files.
     """
     target = _resolve(path)
     with file_limit_errors(target):
@@ -364,13 +367,14 @@ def verify_published(path: str | Path) -> None:
 
 
 def remove_published(path: str | Path) -> None:
-    """Removes the data set at the path; it is gone in one step, never half there.
+    """Remove the data set at a path, in one step.
 
-    What dead or interrupted processes left beside it goes too.
+    Leftovers of dead or interrupted processes next to the data set are also removed.
 
     Raises:
-        FileNotFoundError: there is nothing at the path.
-        RuntimeError: there are files that are no part of a data set; names one.
+        FileNotFoundError: the path does not exist.
+        RuntimeError: the path holds files that are not part of a data set. The message names one of
+            them.
     """
     target = _resolve(path)
     if not target.exists():
@@ -394,28 +398,29 @@ def ensure_published(
     prepare: Callable[[], object] | None = None,
     goes_on: bool = False,
 ) -> Published:
-    """Opens the data set at a path, and builds it first where there is none.
+    """Open the data set at a path, after building it if there is none.
 
-    Processes and threads that ask for one path at once share one build: the others wait, then
-    open its result.
+    If several processes or threads call this function for one path, one of them builds. The others
+    wait, and then open the result.
 
     Args:
-        path: where the data set is, or will be.
-        build: fills the empty directory that it is given and returns the manifest, or its text.
-            Whatever it raises is raised here, and nothing has changed.
-        force: build even where there is a data set, or a damaged one; that is replaced in one step
-            when the new one is complete, and kept if anything fails.
+        path: the directory of the data set.
+        build: fills the empty directory that it receives, and returns the manifest or its text. An
+            error in ``build`` is raised to the caller, and the path does not change.
+        force: build even if the path holds a complete or damaged data set. The new data set
+            replaces the old one in one step when it is complete. After an error, the old data set
+            stays.
         identity: as for `open_published`.
-        is_current: whether what is there is still what is asked for; if not, it is built anew
-            as with ``force``.
-        prepare: called before ``build``, when nothing has been made or removed for it yet.
-        goes_on: whether ``build`` can go on where an interrupted one ended. It may then be given a
-            directory with a file `UNFINISHED_NAME`, which an earlier one has made, and where it is
-            interrupted while there is such a file, the directory stays for the next one.
+        is_current: returns whether the existing data set is up to date. If it is outdated, it is
+            built again as with ``force``.
+        prepare: called before ``build``, and before files are created or removed for it.
+        goes_on: if True, ``build`` can continue an interrupted build. It may then receive the
+            directory of an earlier call, which contains the file `UNFINISHED_NAME`. If ``build`` is
+            interrupted while that file exists, the directory stays for the next call.
 
     Raises:
-        RuntimeError: without ``force``, there is something that is not a complete data set, or
-            the data set of another identity; in any case, files that are no part of one.
+        RuntimeError: the path holds files that are not part of a data set. Or, without ``force``,
+            the path holds an incomplete data set or a data set of another identity.
     """
     target = _resolve(path)
     with file_limit_errors(target):
@@ -443,26 +448,26 @@ def publish(
     unfinished: Path | None = None,
     goes_on: bool = False,
 ) -> Published:
-    """Builds beside the target, then puts the result in its place. The caller holds the lock.
+    """Build in a private directory under the lock, then move it to the target.
 
     Args:
-        target: where the result will be.
+        target: the directory of the result.
         build: fills a directory.
-        unfinished: a directory to go on with, if there is one.
+        unfinished: the directory of an interrupted build to continue; ``None`` if there is none.
         goes_on: as for `ensure_published`.
 
     Returns:
         The result, opened.
 
     Raises:
-        OSError: there is no room; names the file and what it needs.
-        RuntimeError: sizes, shapes or counts of the files are not those of the manifest (rule V61).
+        OSError: the disk has too little room. The message names the file and the needed bytes.
+        RuntimeError: sizes, shapes or counts of the files differ from the manifest (rule V61).
     """
     with _private_directory(target, unfinished, goes_on) as directory:
         manifest = build(directory)
         (directory / HELD_BACK).rename(directory / META)
         sync_tree(directory)
-        # From here on it is a data set, or nothing.
+        # From here on, a killed process leaves no directory that can be continued.
         (directory / UNFINISHED_NAME).unlink(missing_ok=True)
         text = manifest if isinstance(manifest, bytes) else manifest.dump()
         path = directory / MANIFEST_NAME
@@ -477,21 +482,21 @@ def publish(
 
 
 def _opened(directory: Path, target: Path) -> Published:
-    """Opens what is about to appear, which checks the sizes, shapes and counts of its manifest."""
+    """Open a directory before its publication, to check sizes, shapes and counts."""
     try:
         return open_directory(directory)
     except RuntimeError as error:
-        text = f"{target} was not made: what was written is not what its manifest says [V61]"
+        text = f"{target} was not made: the written files do not match its manifest [V61]"
         raise RuntimeError(text) from error
 
 
 def hold_back(directory: Path) -> None:
-    """Hides the root description of the columns, so that a half-built table does not load."""
+    """Hide the root ``meta.json``, so that tensordict cannot load an incomplete table."""
     (directory / META).rename(directory / HELD_BACK)
 
 
 def _resolve(path: str | Path) -> Path:
-    """Follows links: a data set behind a link is replaced where it lies, not the link."""
+    """Return the real path, so that a data set behind a link is replaced, not the link."""
     return Path(os.path.realpath(path))
 
 
@@ -502,8 +507,8 @@ def _existing(target: Path, identity: Mapping[str, Any] | None) -> Published | N
         return None
     _check_identity(found, identity)
     if siblings(target, _RETIRED) or siblings(target, _BUILDING):
-        # A replacement that was killed leaves as much as the data set takes, and there may never
-        # be another one to clear it away. Whoever is alive holds the lock.
+        # A killed replacement leaves files up to the size of the data set. They are removed here,
+        # because no later replacement may come. A running replacement holds the lock.
         with target_lock_if_free(target) as is_held:
             if is_held:
                 recover(target)
@@ -516,7 +521,7 @@ def _check_identity(found: Published, identity: Mapping[str, Any] | None) -> Non
         if there != wanted:
             raise RuntimeError(
                 f"{found.path} holds a data set whose {name} is {there!r}, but {wanted!r} was "
-                f"asked for; choose another place, or replace it with {FORCE}"
+                f"asked for; choose another path, or replace it with {FORCE}"
             )
 
 
@@ -530,13 +535,13 @@ def _private_directory(
     try:
         yield directory
     except BaseException as error:
-        # What was interrupted can go on; what failed would fail again.
+        # An interrupted build can continue. A failed build would fail again.
         is_interrupted = not isinstance(error, Exception)
         if not (keeps_unfinished and is_interrupted and _is_unfinished(directory)):
             remove_tree(directory)
         raise
     else:
-        # After a swap the old version.
+        # After a swap, this directory holds the old version.
         remove_tree(directory)
 
 
@@ -545,7 +550,7 @@ def _is_unfinished(directory: Path) -> bool:
 
 
 def _put(directory: Path, target: Path) -> None:
-    """Moves a complete directory to the target, which may hold a data set."""
+    """Move a complete directory to the target, which may hold a data set."""
     check_own(target)
     parent = target.parent
     if not os.path.lexists(target):
@@ -555,7 +560,8 @@ def _put(directory: Path, target: Path) -> None:
     if exchange(directory, target):
         sync_directory(parent)
         return
-    # Two steps. Dying in between leaves the old version retired, and `recover` restores it.
+    # The replacement takes two steps. After a kill between them, `recover` restores the old
+    # version.
     retired = private_path(target, _RETIRED)
     os.rename(target, retired)
     try:
@@ -568,13 +574,13 @@ def _put(directory: Path, target: Path) -> None:
 
 
 def recover(target: Path, *, keeps: bool = False) -> Path | None:
-    """Removes what dead processes left, restoring a version that was about to be replaced.
+    """Remove leftovers of dead processes, and restore a half-replaced data set.
 
-    The caller holds the lock, so nobody alive is building for this target.
+    The caller holds the lock, so no other process is building for this target.
 
     Args:
-        target: where the data set is, or will be.
-        keeps: leave one directory whose making can go on, if there is one, and return it.
+        target: the directory of the data set.
+        keeps: keep and return one unfinished directory that can be continued, if there is one.
     """
     retired = siblings(target, _RETIRED)
     if retired and not os.path.lexists(target):

@@ -1,4 +1,4 @@
-"""List the source files of a corpus on a web server or on a Hub."""
+"""Source files of a corpus on a web server or on a Hub."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from replaykit.datasets.hub_cache import (
     HubCache,
     cache_root,
     is_offline,
-    leave_note,
     repository_folder,
+    write_marker,
 )
 from replaykit.datasets.hub_files import HubListing, fetch, list_files
 from replaykit.datasets.sources import (
@@ -39,35 +39,35 @@ __all__ = ["HubFiles", "WebFiles"]
 
 @dataclass(frozen=True)
 class WebFiles:
-    """Files of the web; their names are the paths below the deepest folder that holds all of them.
+    """Files on web servers, named by their paths below the deepest common folder.
 
     Attributes:
         files: the files.
-        natural: whether numbers in the names compare as numbers.
+        natural: compare numbers in the names as numbers.
     """
 
     files: tuple[WebFile, ...]
     natural: bool = False
 
     @property
-    def place(self) -> str:
-        """The servers, for people."""
+    def location(self) -> str:
+        """The host names of the servers, for display."""
         return ", ".join(sorted({urlsplit(file.url).netloc for file in self.files}))
 
     @property
     def known_bytes(self) -> int | None:
-        """Bytes of all files, where every size was given."""
+        """Total size of the files in bytes; None unless every size was given."""
         sizes = [file.size for file in self.files]
         return None if None in sizes else sum(size or 0 for size in sizes)
 
     def sources(self, target: Path | None = None) -> Sources:
-        """Fetches and verifies the files.
+        """Fetch and verify the files.
 
         Args:
-            target: where columns will be made of them, if their room is to be looked at as well.
+            target: the directory of the columns, to check its free space as well.
 
         Raises:
-            FileNotFoundError, PermissionError, DownloadError, OSError: as `download` does.
+            FileNotFoundError, PermissionError, DownloadError, OSError: as in `download`.
             ValueError: a file is given twice.
         """
         paths = fetch_files(self.files, progress=sys.stderr.isatty(), target=target)
@@ -83,8 +83,8 @@ class WebFiles:
         )
         return Sources(found, self._origin(), self.natural)
 
-    def look(self) -> tuple[dict[str, Any], tuple[PlannedFile, ...], Path]:
-        """Returns origin, files and cache; asks for sizes that are not known, unless offline."""
+    def listing(self) -> tuple[dict[str, Any], tuple[PlannedFile, ...], Path]:
+        """Return origin, files and cache. Unknown sizes are requested unless offline."""
         cache = DownloadCache(default_downloads())
         sizes = [file.size for file in self.files] if is_offline() else sizes_of(self.files, cache)
         files = tuple(
@@ -111,10 +111,11 @@ class HubFiles:
 
     Attributes:
         repo_id: ``owner/name``.
-        directory: below which the files lie.
-        suffix: how their names end.
-        beside: how the names of files end that describe them, and are fetched with them.
-        natural: whether numbers in the names compare as numbers.
+        directory: the directory of the files.
+        suffix: the end of the file names.
+        ``beside``: the endings of the names of further files, which describe the files and are
+            fetched with them.
+        natural: order numbers in the names by their value.
     """
 
     repo_id: str
@@ -124,27 +125,27 @@ class HubFiles:
     natural: bool = False
 
     @property
-    def place(self) -> str:
-        """The repository, for people."""
+    def location(self) -> str:
+        """The repository, for display."""
         return f"the Hub, {self.repo_id}"
 
     @property
     def known_bytes(self) -> int | None:
-        """None: a repository must be asked."""
+        """None, because only a request to the repository gives the sizes."""
         return None
 
     def sources(self, target: Path | None = None) -> Sources:
-        """Lists, fetches and verifies the files.
+        """List, fetch and verify the files.
 
-        Once all of them are there, the listing is kept beside them in the client's cache. Where
-        the network is turned off, the files are those of the last listing that was kept.
+        After the fetch, the listing is stored in the client's cache. In offline mode, the last
+        stored listing names the files.
 
         Args:
-            target: where columns will be made of them, if their room is to be looked at as well.
+            target: the directory of the columns. Its free space is checked as well.
 
         Raises:
-            FileNotFoundError, PermissionError, DownloadError, OSError, ImportError: as
-                `list_files` and `fetch` do.
+            FileNotFoundError, PermissionError, DownloadError, OSError, ImportError: as in
+                `list_files` and `fetch`.
         """
         listing = self._listing()
         if target is not None and not is_offline():
@@ -160,8 +161,8 @@ class HubFiles:
         )
         return Sources(files, _origin(listing), self.natural)
 
-    def look(self) -> tuple[dict[str, Any], tuple[PlannedFile, ...], Path]:
-        """Returns origin, files and cache; one listing, and no file is fetched."""
+    def listing(self) -> tuple[dict[str, Any], tuple[PlannedFile, ...], Path]:
+        """Return origin, files and cache from one listing, without fetching files."""
         listing = self._listing()
         cache = HubCache(cache_root(), listing.repo_id, listing.commit)
         files = tuple(
@@ -194,7 +195,7 @@ def _origin(listing: HubListing) -> dict[str, Any]:
 
 
 def _memory(repo_id: str, directory: str, suffix: str) -> Path:
-    """Returns where a listing is kept: with the files, whichever root they are converted to."""
+    """Return the path of a stored listing, in the cache of the files."""
     name = hashlib.sha256(f"{directory}\0{suffix}".encode()).hexdigest()[:16]
     return cache_root() / repository_folder(repo_id) / "replaykit" / f"{name}.json"
 
@@ -208,5 +209,5 @@ def _recall(repo_id: str, directory: str, suffix: str) -> HubListing | None:
 
 
 def _remember(listing: HubListing, directory: str, suffix: str) -> None:
-    """Keeps a listing of which every file is in the cache; one that is not stays as it was."""
-    leave_note(_memory(listing.repo_id, directory, suffix), json.dumps(listing.to_json()))
+    """Store a listing after all its files have been fetched."""
+    write_marker(_memory(listing.repo_id, directory, suffix), json.dumps(listing.to_json()))

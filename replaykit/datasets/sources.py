@@ -1,4 +1,4 @@
-"""Describe source files, and plan what a download would take."""
+"""Source files and plans of downloads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from replaykit.datasets.engine.finding import natural_key
+from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.engine.h5_checks import check_signature
 from replaykit.errors import CorpusError
 from replaykit.filesystem import NoRoomError, siblings
@@ -33,21 +33,22 @@ __all__ = [
     "sha256_of",
 ]
 
+
 SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
-"""How the names of H5 files end that are looked for in a folder."""
+"""The suffixes by which a folder is searched for H5 files."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file on this machine, and what is known of it.
+    """A local file, with its name in the corpus and its checksum.
 
     Attributes:
-        path: where it lies.
-        name: its path in the corpus, with ``/`` between parts; the order of files is by it.
-        size: bytes.
-        sha256: of its content, 64 hexadecimal digits.
-        is_verified: the content is known to be what its source says; fetching it again would give
-            the same bytes.
+        path: the path on this machine.
+        name: the path in the corpus, with ``/`` between parts. Files are ordered by name.
+        size: the size in bytes.
+        sha256: the SHA-256 of the content, 64 hexadecimal digits.
+        is_verified: True if the content was verified against its source. A second fetch would then
+            give the same bytes.
     """
 
     path: Path
@@ -59,12 +60,12 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Sources:
-    """The files of a corpus in the order of their names, and where they come from.
+    """The files of a corpus in the order of their names, and their origin.
 
     Attributes:
-        files: sorted by name; the position of a file is the ``seed`` of its rows.
-        origin: JSON values for the manifest: repository, commit, and so on.
-        natural: whether numbers in the names compare as numbers.
+        files: the files, sorted by name. The position of a file is the ``seed`` of its rows.
+        origin: JSON values for the manifest, such as repository and commit.
+        natural: order numbers in the names by their value.
     """
 
     files: tuple[SourceFile, ...]
@@ -78,7 +79,7 @@ class Sources:
         object.__setattr__(self, "files", ordered)
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise ValueError(f"source files must have names of their own, got twice: {twice}")
+            raise ValueError(f"source files must have different names, got twice: {twice}")
 
     @classmethod
     def local(
@@ -90,11 +91,11 @@ class Sources:
         threads: int = 1,
         checked: bool = True,
     ) -> Sources:
-        """Describes files of this machine; nothing is ever written beside them.
+        """Describe local files, without writing to their directories.
 
-        Names are the paths below the deepest directory that holds all of them. Cost: reads every
-        file once, for its checksum, ``threads`` at a time. Files that are not HDF5 are only taken
-        where ``checked`` is False, for a conversion that skips and reports them.
+        The name of a file is its path below the deepest common directory. Files that are not HDF5
+        are only accepted if ``checked`` is False, for a conversion that skips and reports them.
+        Cost: every file is read once for its checksum; ``threads`` files are read at once.
 
         Raises:
             CorpusError: a file is not HDF5.
@@ -120,11 +121,11 @@ class Sources:
         return cls(tuple(files), {"kind": "local"} if origin is None else origin, natural)
 
     def check(self) -> None:
-        """Checks that there are files and that each has the bytes it should (rules V02, V05).
+        """Check that files are given, and that each has its size (rules V02, V05).
 
         Raises:
-            CorpusError: there is no file, or one has another size.
-            FileNotFoundError: a file is not there.
+            CorpusError: there is no file, or a file has another size.
+            FileNotFoundError: a file does not exist.
         """
         if not self.files:
             raise CorpusError("no source file matches the data set: nothing to convert [V05]")
@@ -138,10 +139,10 @@ class Sources:
 
 
 def names_of(paths: Iterable[str | Path]) -> list[tuple[Path, str]]:
-    """Returns files with their paths below the deepest directory that holds all of them.
+    """Return files with their paths below the deepest common directory.
 
     Raises:
-        ValueError: such a path is not UTF-8: manifests and messages could not have it.
+        ValueError: a path is not UTF-8, so manifests and messages cannot contain it.
     """
     absolute = [Path(os.path.abspath(path)) for path in paths]
     if not absolute:
@@ -155,10 +156,12 @@ def names_of(paths: Iterable[str | Path]) -> list[tuple[Path, str]]:
 
 
 def require_plain(path: Path) -> None:
-    """Checks that a path is no pipe, device or socket: opening one may wait for ever.
+    """Check that a path is no pipe, device or socket.
+
+    Opening such a file may wait forever. A path that does not exist is accepted.
 
     Raises:
-        ValueError: it is one, or a link to one. A path that is not there is no error here.
+        ValueError: the path is a pipe, device or socket, or a link to one.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(
@@ -168,10 +171,10 @@ def require_plain(path: Path) -> None:
 
 
 def h5_below(folder: Path) -> list[Path]:
-    """Returns the H5 files below a folder that a user names, by their suffixes.
+    """Return the H5 files below a folder, by their suffixes.
 
-    Links to files are followed, since folders of downloads and of selections are made of them.
-    Links to folders are not, which may lead in circles.
+    Links to files are followed, because folders of downloads often consist of links. Links to
+    folders are not followed, because they may form cycles.
 
     Raises:
         ValueError: a path with such a suffix is a pipe, a device or a socket.
@@ -183,7 +186,7 @@ def h5_below(folder: Path) -> list[Path]:
 
 
 def sha256_of(path: Path) -> str:
-    """Returns the SHA-256 of a file as hexadecimal digits. Memory: one block of 1 MiB."""
+    """Return the SHA-256 of a file as hexadecimal digits. Memory: one block of 1 MiB."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -193,12 +196,12 @@ def sha256_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file of a data set.
+    """A file in the plan of a download.
 
     Attributes:
-        name: its path in the corpus.
-        size: bytes; None where a server does not say.
-        is_cached: whether it is on this machine, not verified yet.
+        name: the path in the corpus.
+        size: the size in bytes; None if the server does not send it.
+        is_cached: True if the file is in the cache. It is not verified yet.
     """
 
     name: str
@@ -208,16 +211,16 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class DownloadPlan:
-    """What fetching and converting a data set would take.
+    """The files, sizes and target of a data set to fetch and convert.
 
     Attributes:
         name: ``family:id``.
-        origin: where the files come from: repository and commit, or URLs.
-        files: in the order of their names.
-        cache: where they are kept.
-        free_bytes: room on the disk of ``cache``.
-        target: where the converted data set will lie.
-        is_converted: whether something lies there already, so that nothing would be fetched.
+        origin: the origin of the files: repository and commit, or URLs.
+        files: the files, in the order of their names.
+        cache: the folder of the fetched files.
+        free_bytes: free space on the disk of ``cache``.
+        target: the folder of the converted data set.
+        is_converted: True if ``target`` exists already, so nothing would be fetched.
 
     Example:
         >>> from pathlib import Path
@@ -238,73 +241,76 @@ class DownloadPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files, as far as their sizes are known."""
+        """Total size in bytes of the files whose sizes are known."""
         return sum(file.size or 0 for file in self.files)
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes of the files that would be fetched, as far as their sizes are known."""
+        """Total size in bytes of the files to fetch whose sizes are known."""
         return sum(file.size or 0 for file in self.files if not file.is_cached)
 
 
 class Remote(Protocol):
-    """Where the files of a data set are fetched from."""
+    """The remote location of a data set's files."""
 
     @property
-    def place(self) -> str:
-        """The repository or server, for people."""
+    def location(self) -> str:
+        """The repository or server, for display."""
 
     @property
     def known_bytes(self) -> int | None:
-        """Bytes of all files where that is known without a request."""
+        """Total size of the files in bytes; None if a request is needed."""
 
     def sources(self, target: Path | None = None) -> Sources:
-        """Fetches and verifies the files.
+        """Fetch and verify the files.
 
         Args:
-            target: where columns will be made of them, if their room is to be looked at as well.
+            target: the directory of the columns. Its free space is checked as well.
 
         Raises:
-            FileNotFoundError, PermissionError, DownloadError, OSError: they cannot be had.
+            FileNotFoundError, PermissionError, DownloadError, OSError: the files cannot be
+                fetched.
         """
 
-    def look(self) -> tuple[dict[str, Any], tuple[PlannedFile, ...], Path]:
-        """Returns origin, files and cache, and fetches nothing.
+    def listing(self) -> tuple[dict[str, Any], tuple[PlannedFile, ...], Path]:
+        """Return origin, files and cache, without fetching files.
 
         Raises:
-            FileNotFoundError, PermissionError, DownloadError: the server does not say.
+            FileNotFoundError, PermissionError, DownloadError: the server refuses or fails to list
+                the files.
         """
 
 
 def free_bytes(path: Path) -> int:
-    """Returns the room on the disk on which a path lies, or will lie."""
+    """Return the free bytes on the disk of a path, which need not exist."""
     return shutil.disk_usage(_existing(path)).free
 
 
 def room_needed_at(target: Path, *, may_shrink: bool, force: bool = False) -> Path | None:
-    """Returns where there must be room for as much as the files of a corpus take.
+    """Return the directory that needs as much room as the source files, or ``None``.
 
-    ``None`` where that is not known: the columns may be smaller, are there already, or some of
-    their room has been taken by a conversion that was interrupted.
+    ``None`` means that the needed room is not known. The columns may be smaller than the files or
+    exist already, or an interrupted conversion may have reserved some of the space.
     """
     is_there = target.exists() and not force
     return None if may_shrink or is_there or siblings(target, "tmp") else target
 
 
 def require_room_for_columns(cache: Path, missing: int, target: Path, nbytes: int) -> None:
-    """Checks, before a download, that what is made of it will most probably fit too.
+    """Check before a download that the columns will probably fit on the disk.
 
-    Columns are as large as uncompressed files at least, since observations are mostly stored twice:
-    before a step and after it. How large is known when the files are there, and checked then.
+    Columns are at least as large as uncompressed files, because most observations are stored twice:
+    before a step and after it. The conversion checks the exact size later.
 
     Args:
-        cache: where the files will lie.
-        missing: how many bytes are fetched.
-        target: where the columns will lie.
-        nbytes: bytes of all files.
+        cache: the folder of the fetched files.
+        missing: number of bytes to fetch.
+        target: the folder of the columns.
+        nbytes: total size of the files, in bytes.
 
     Raises:
-        OSError: ``ENOSPC``, with the numbers and what to do; only where something is fetched.
+        OSError: the disk is too small (``ENOSPC``). The message has the numbers and the remedy. The
+            error is never raised if ``missing`` is zero.
     """
     if not missing:
         return
@@ -316,7 +322,7 @@ def require_room_for_columns(cache: Path, missing: int, target: Path, nbytes: in
             errno.ENOSPC,
             f"not enough disk space for {target}: {fetched}about {nbytes:,} bytes or more for the "
             f"columns that are made of the files, {free:,} bytes are free; free some space, choose "
-            "another root, or fetch the files by themselves and give them as source=",
+            "another root, or fetch the files separately and pass them with source=",
             str(target),
         )
 

@@ -1,4 +1,4 @@
-"""Run downloads in threads, with retries, progress and locks."""
+"""Threads, retries, progress and locks for downloads."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ __all__ = [
 T = TypeVar("T")
 
 BUSY: Final = (408, 429, 500, 502, 503, 504)
-"""Answers that another try may change."""
+"""HTTP statuses after which another attempt may succeed."""
 
-# Faults of this machine: trying again changes nothing, and the caller must see the number.
+# Errors of this machine. Another attempt would not help, and the caller needs the errno.
 _LOCAL: Final = {
     errno.EACCES,
     errno.EDQUOT,
@@ -63,40 +63,42 @@ _LOCAL: Final = {
 
 
 class Cancelled(Exception):
-    """The fetch was given up elsewhere; its ``__cause__``, if any, says why."""
+    """Another thread cancelled the fetch; ``__cause__`` is the reason, if there is one."""
 
 
 class Stalled(TimeoutError):
-    """Nothing has arrived for as long as we are willing to wait."""
+    """No data has arrived within the time limit."""
 
 
 class Requested(Protocol):
-    """What was asked of a server, and what its errors mean."""
+    """A request to a server, with methods that explain its errors."""
 
     def is_transient(self, error: Exception) -> bool:
-        """Whether the same call may succeed a little later."""
+        """Return whether a repeated call may succeed."""
 
     def retry_after_s(self, error: Exception) -> float | None:
-        """Returns how long the server asks us to wait, if it says."""
+        """Return the wait in seconds that the server requests, or None."""
 
     def explain(self, error: Exception) -> Exception:
-        """Returns the exception to raise: what failed and what to do."""
+        """Return the exception to raise. Its message has the failure and the remedy."""
 
 
 @dataclass(frozen=True)
 class Retry:
-    """How long to go on with a server that does not answer as it should.
+    """The attempts and waits after failures of a server.
 
     Attributes:
-        attempts: calls in all; the Hub's client makes several requests in each.
-        first_wait_s: wait before the second call; it doubles from then on.
-        longest_wait_s: no wait is longer. A server that asks for more (``Retry-After``) gets no
-            further call: the error says how long it wants us to stay away.
-        stall_s: longest silence while a repository is being listed, or a file is received over
-            plain HTTP.
+        attempts: total number of calls. The Hub's client makes several requests in each call.
+        first_wait_s: the wait before the second call, in seconds. It doubles before each later
+            call.
+        longest_wait_s: the longest wait, in seconds. If a server requests a longer wait
+            (``Retry-After``), no further call is made. The error message then has the requested
+            wait.
+        stall_s: the longest time without data, in seconds, while a repository is listed or a file
+            is received over plain HTTP.
 
     Raises:
-        ValueError: fewer than one attempt, or a negative wait.
+        ValueError: ``attempts`` is below 1, or a wait is negative.
 
     Example:
         >>> from replaykit.datasets.transfers import Retry
@@ -116,7 +118,7 @@ class Retry:
             raise ValueError(f"expected waits >= 0, got {self}")
 
     def run(self, call: Callable[[], T], subject: Requested, cancel: Event) -> T:
-        """Returns what ``call`` returns; where it goes on failing, raises what the subject says."""
+        """Return the result of ``call``, or raise the explained error after all attempts."""
         wait_s = self.first_wait_s
         for left in reversed(range(self.attempts)):
             try:
@@ -124,8 +126,8 @@ class Retry:
             except Cancelled:
                 raise
             except Exception as error:
-                # The Hub's client lets exceptions of its HTTP library out: no narrower type will
-                # do.
+                # The Hub's client also raises exceptions of its HTTP library, so no narrower type
+                # is enough.
                 asked_s = subject.retry_after_s(error)
                 pause_s = min(wait_s, self.longest_wait_s) if asked_s is None else asked_s
                 if not left or pause_s > self.longest_wait_s or not subject.is_transient(error):
@@ -137,7 +139,10 @@ class Retry:
 
 
 def seconds_to_wait(headers: Mapping[str, Any]) -> float | None:
-    """Returns how long a server asks us to wait: ``Retry-After`` as seconds or as a date."""
+    """Return the wait of a ``Retry-After`` header, in seconds, or None.
+
+    The header may contain a date.
+    """
     value = str(headers.get("Retry-After", "")).strip()
     if value.isdigit():
         return float(value)
@@ -148,12 +153,12 @@ def seconds_to_wait(headers: Mapping[str, Any]) -> float | None:
 
 
 def is_local(error: Exception) -> bool:
-    """Whether this machine failed, and not the server."""
+    """Return whether an error comes from this machine, not from the server."""
     return isinstance(error, OSError) and error.errno in _LOCAL
 
 
 def local_error(error: Exception, subject: object, where: str) -> OSError:
-    """Returns the error for a file that could not be stored; ``where`` is what else to do."""
+    """Return the error for a file that could not be stored. ``where`` is the remedy."""
     assert isinstance(error, OSError)
     remedy = f"free some space, or {where}"
     if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -165,13 +170,13 @@ def local_error(error: Exception, subject: object, where: str) -> OSError:
 _NAME = "replaykit-transfer"
 _GRACE_S = 1.0
 _POLL_S = 0.02
-# Bytes that a download may receive before it is taken for one that starts anew for ever.
+# A download that receives more than this many copies and bytes would restart forever.
 _MOST_COPIES = 6
 _MOST_EXTRA = 64 << 20
 
 
 class Received(Protocol):
-    """A file that is received: its name among the others, and its bytes."""
+    """A file to receive, with a unique name and a size."""
 
     @property
     def path(self) -> str: ...
@@ -182,7 +187,7 @@ class Received(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a fetch has come; bytes count when received, files when verified."""
+    """The progress of a fetch, with received bytes and verified files."""
 
     files_done: int
     files_total: int
@@ -193,11 +198,11 @@ class Progress:
 def run_all(
     jobs: Sequence[Callable[[], T]], *, max_workers: int, cancel: threading.Event
 ) -> list[T]:
-    """Returns the results in the order of the jobs, or raises the error of the first that failed.
+    """Run jobs in threads; return their results in order, or raise the first error.
 
-    After an error no further job is begun, and those under way are finished. An interrupt sets
-    ``cancel`` and is raised within a second: the threads are daemons, so that a client that sleeps
-    or hangs keeps neither the caller nor the end of the process.
+    After an error, no further job begins, and running jobs finish. An interrupt sets ``cancel``,
+    and is raised within a second. The threads are daemons. So a job that sleeps or hangs blocks
+    neither the caller nor the exit of the process.
     """
     waiting = deque(enumerate(jobs))
     ended = threading.Semaphore(0)
@@ -224,7 +229,7 @@ def run_all(
     try:
         for thread in threads:
             thread.start()
-        # Not by join: where that is interrupted, the thread is taken for one that has ended.
+        # join() is not used, because after an interrupt it would treat the thread as ended.
         for _ in threads:
             ended.acquire()
     except BaseException:
@@ -239,7 +244,7 @@ def run_all(
 
 
 def collect(items: Callable[[], Iterable[T]], stall_s: float) -> list[T]:
-    """Returns all items of an iterable that may hang: the client's listing sets no limit.
+    """Return all items of an iterable that may hang, such as the client's listing.
 
     Raises:
         Stalled: no item came for ``stall_s`` seconds.
@@ -251,7 +256,7 @@ def collect(items: Callable[[], Iterable[T]], stall_s: float) -> list[T]:
     def work() -> None:
         try:
             for item in items():
-                found.append(item)  # noqa: PERF402 - one by one: each shows that it goes on
+                found.append(item)  # noqa: PERF402 - one by one, so that each item shows progress
         except BaseException as error:
             errors.append(error)
         finally:
@@ -270,68 +275,68 @@ def collect(items: Callable[[], Iterable[T]], stall_s: float) -> list[T]:
 
 
 class Meter:
-    """Counts what the threads of one fetch receive and tells it; its lock guards every count.
+    """The counts of received files and bytes of one fetch, under one lock.
 
-    ``failure`` is what the function that is told has raised: it ends the fetch.
+    ``failure`` is the error that the progress function has raised. It ends the fetch.
     """
 
     def __init__(
         self,
         files_total: int,
         bytes_total: int,
-        tell: Callable[[Progress], object] | None,
+        notify: Callable[[Progress], object] | None,
         cancel: threading.Event,
     ) -> None:
         self.failure: BaseException | None = None
         self._total = files_total, bytes_total
-        self._tell = tell
+        self._notify = notify
         self._cancel = cancel
         self._received: dict[str, int] = {}
         self._done: set[str] = set()
         self._lock = threading.Lock()
 
     def add(self, file: Received, nbytes: int) -> None:
-        """Counts received bytes of a file; negative where the client begins again."""
+        """Count received bytes of a file. The number is negative if the client begins again."""
         with self._lock:
             self._received[file.path] = self._received.get(file.path, 0) + nbytes
-            self._tell_locked()
+            self._report_locked()
 
     def begin(self, file: Received) -> None:
-        """Forgets what an earlier attempt has received."""
+        """Reset the count of a file's bytes to zero, for a new attempt."""
         with self._lock:
             self._received[file.path] = 0
 
     def finish(self, file: Received) -> None:
-        """Counts a file as done, whether it was received or lay in the cache."""
+        """Count a file as done, whether it was received or cached."""
         with self._lock:
             self._received[file.path] = file.size
             self._done.add(file.path)
-            self._tell_locked()
+            self._report_locked()
 
-    def _tell_locked(self) -> None:
-        """Under the lock, so that reports come one at a time and never run backwards in files."""
-        if self._tell is None or self._cancel.is_set():
+    def _report_locked(self) -> None:
+        """Report under the lock, so that reports are in order and never overlap."""
+        if self._notify is None or self._cancel.is_set():
             return
         files_total, bytes_total = self._total
         received = min(sum(self._received.values()), bytes_total)
         try:
-            self._tell(Progress(len(self._done), files_total, received, bytes_total))
+            self._notify(Progress(len(self._done), files_total, received, bytes_total))
         except BaseException as error:
             self.failure = error
             self._cancel.set()
             raise Cancelled from error
 
     def bar_class(self, file: Received) -> type[Any]:
-        """Returns what the client takes for a progress bar: it counts here and shows nothing.
+        """Return a progress bar class for the client that counts and shows nothing.
 
-        Its ``update`` is the one place in which a download under way can be given up.
+        Its ``update`` is the only place that can cancel a running download.
         """
         from tqdm import tqdm
 
         meter, most = self, _MOST_COPIES * file.size + _MOST_EXTRA
 
         class Bar(tqdm):
-            monitor_interval = 0  # no thread of its own
+            monitor_interval = 0  # no monitor thread
 
             def __init__(self, *args: object, total: float | None = None, **kwargs: object) -> None:
                 super().__init__(disable=True, total=total)
@@ -351,7 +356,7 @@ class Meter:
                 return None
 
             def update_transfer(self, n: float) -> None:
-                """Bytes on the wire, which may be fewer than those of the file: not counted."""
+                """Ignore the bytes on the wire, which may be fewer than the bytes of the file."""
 
         return Bar
 
@@ -363,7 +368,7 @@ def metered(
     progress: bool | Callable[[Progress], object],
     cancel: threading.Event,
 ) -> Iterator[Meter]:
-    """A meter that shows a bar on stderr (True), calls a function, or tells nobody (False)."""
+    """Yield a meter that shows a bar (True), calls a function, or is silent (False)."""
     nbytes = sum(file.size for file in files)
     if not isinstance(progress, bool):
         yield Meter(len(files), nbytes, progress, cancel)
@@ -384,10 +389,12 @@ def metered(
 
 @contextmanager
 def progress_bar(title: str, nbytes: int, shown: bool | None) -> Iterator[Callable[[int], object]]:
-    """Shows a bar for work on so many bytes; yields what is told of each step's bytes.
+    """Show a bar for ``nbytes`` bytes, and yield the function that adds bytes to it.
 
     Args:
-        shown: whether there is a bar; ``None`` shows it on a terminal only.
+        title: the text before the bar.
+        nbytes: the total number of bytes.
+        shown: whether to show the bar. ``None`` shows it on a terminal only.
     """
     from tqdm import tqdm
 
@@ -401,11 +408,11 @@ _LOGGER = logging.getLogger("replaykit")
 
 @contextmanager
 def target_lock(target: Path) -> Iterator[None]:
-    """Holds the lock of a target while the block runs; waits for whoever holds it.
+    """Wait for the lock of a target, and hold it while the block runs.
 
-    The lock is a file beside the target that the kernel unlocks when its holder dies, so that a
-    dead process never blocks another. The file stays: removing it would let two waiters lock two
-    files of one name. One line is logged when there is a wait.
+    The lock is a file next to the target. The kernel unlocks it when its holder dies, so a dead
+    process never blocks another process. The file is not removed. Otherwise two waiting processes
+    could lock two files of the same name. A wait is logged in one line.
     """
     from filelock import Timeout
 
@@ -414,7 +421,7 @@ def target_lock(target: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        # Where no file can be made this fails, and says so; the lock would be tried for ever.
+        # Fail if the lock file cannot be created. acquire() would try forever.
         os.close(os.open(lock.lock_file, os.O_RDWR | os.O_CREAT, 0o666))
         _LOGGER.warning("%s is being prepared by another process; waiting for it", target)
         lock.acquire()
@@ -426,10 +433,10 @@ def target_lock(target: Path) -> Iterator[None]:
 
 @contextmanager
 def target_lock_if_free(target: Path) -> Iterator[bool]:
-    """Holds the lock of a target while the block runs, if nobody else does; never waits.
+    """Hold the lock of a target while the block runs, if it is free, without waiting.
 
-    Yields whether it is held. Where there may be no lock, as on a disk that may only be read, it
-    is not.
+    The function yields whether the lock is held. The lock is not held if no lock file can be
+    created, as on a read-only disk.
     """
     from filelock import Timeout
 
@@ -456,10 +463,10 @@ _STEP_S: Final = 0.1
 
 @contextmanager
 def cancellable_lock(path: Path, cancel: Event) -> Iterator[None]:
-    """Holds the lock of a file that is fetched; who wants the same file waits, if not cancelled.
+    """Wait for the lock of a file to fetch, unless ``cancel`` is set, and hold it.
 
     Raises:
-        Cancelled: ``cancel`` was set before the lock was had.
+        Cancelled: ``cancel`` was set before the lock was free.
 
     Example:
         >>> import tempfile, threading

@@ -1,4 +1,4 @@
-"""Share work among processes, and notice when one dies."""
+"""Pools of worker processes, which report the death of a worker."""
 
 from __future__ import annotations
 
@@ -41,35 +41,37 @@ __all__ = [
 
 Piece = tuple[int, int]
 Job = Callable[[Piece], Any]
-"""Works off a piece and returns what is to be known of it, not ``None``; can be sent to another
-process, and so can what it returns."""
+"""A function that processes a piece and returns a result, which is not ``None``.
+
+Function and result must be picklable.
+"""
 
 POLL: Final = 1.0
-"""Seconds between looks for deaths that no descriptor tells of."""
+"""Seconds between checks for deaths that no descriptor signals."""
 GRACE: Final = 10.0
-"""Seconds that a worker gets to end by itself."""
+"""Seconds that a worker has to end before it is killed."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(eq=False)
 class Worker:
-    """A process and the way to it; ``given`` is how many pieces it has had."""
+    """A process and the connection to it; ``given`` counts the pieces sent to it."""
 
     process: Any
     connection: Connection
     given: int = 0
 
     def give(self, piece: Piece) -> None:
-        """Has it work off a piece.
+        """Send the worker a piece to process.
 
         Raises:
-            RuntimeError: it died.
+            RuntimeError: the worker died.
         """
         self.given += 1
-        self.tell(piece)
+        self.send(piece)
 
-    def tell(self, message: Piece | None) -> None:
-        """Sends a piece, or that there is none any more."""
+    def send(self, message: Piece | None) -> None:
+        """Send a piece, or ``None`` after the last one."""
         try:
             self.connection.send(message)
         except OSError:
@@ -77,18 +79,18 @@ class Worker:
                 raise self.death() from None
 
     def has_answered(self) -> bool:
-        """Whether there is something to read: an answer, or the end."""
-        # In this order: a worker may answer and die in between.
+        """Return whether an answer or the end of the connection can be read."""
+        # The order matters, because a worker may answer and die between the two calls.
         alive = self.process.is_alive()
         return self.connection.poll() or not alive
 
     def answer(self) -> Any:
-        """Returns what the job has returned.
+        """Return the result of the job.
 
         Raises:
-            RuntimeError: it died.
+            RuntimeError: the worker died.
 
-        What the job raised is raised, with its traceback there as the cause.
+        An error in the job is raised to the caller, with the worker's traceback as its cause.
         """
         try:
             found, error, text = self.connection.recv()
@@ -99,12 +101,12 @@ class Worker:
         return found
 
     def death(self) -> RuntimeError:
-        """Returns the error that says how it died."""
+        """Return the error for the death of this worker."""
         self.process.join(GRACE)
         return death_of(self.process.exitcode)
 
     def is_gone(self) -> bool:
-        """Whether it has ended; then the way to it is closed."""
+        """Return whether the process has ended, and then close the connection."""
         if self.process.is_alive():
             return False
         self.connection.close()
@@ -112,10 +114,10 @@ class Worker:
 
 
 def start_worker(context: Any, job: Job, threads: int) -> Worker:
-    """Starts a process that does a job; it ends with the thread that calls this."""
+    """Start a worker process, which ends when the calling thread ends."""
     ours, theirs = context.Pipe()
-    # A process that is forked from this one later has a copy of `ours`, so that a worker may wait
-    # in vain for its end: that is no way to notice that the parent is gone.
+    # A process that is forked later has a copy of `ours`. So the end of the parent does not close
+    # the pipe, and a worker must notice it in another way.
     direct = context.get_start_method() != "forkserver"
     process = context.Process(target=_main, args=(theirs, job, threads, os.getpid(), direct))
     with theirs:
@@ -124,9 +126,9 @@ def start_worker(context: Any, job: Job, threads: int) -> Worker:
 
 
 def end_workers(workers: Sequence[Worker]) -> None:
-    """Ends workers, whatever they are at; none is left."""
-    # Killed, not asked: what a worker has done is in the files, and asked by SIGTERM it might
-    # run a handler of its parent's. A worker that has ended is not touched.
+    """Kill workers, and wait until they have ended."""
+    # SIGKILL is used because SIGTERM might run a handler of the parent. Finished work is already
+    # in the files. A worker that has ended is not affected.
     for worker in workers:
         worker.process.kill()
     for worker in workers:
@@ -136,10 +138,10 @@ def end_workers(workers: Sequence[Worker]) -> None:
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Has an interrupt (SIGINT) raise what it raises at the end of the block.
+    """Delay an interrupt (SIGINT) until the end of the block.
 
-    What Python itself runs around a fork swallows a KeyboardInterrupt: this process would go on as
-    if nobody had asked it to end.
+    Python's hooks around a fork discard a KeyboardInterrupt. Without the delay, this process would
+    ignore the interrupt.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -155,30 +157,33 @@ def interrupts_held_back() -> Iterator[None]:
             handler(*came[0])
 
 
-def heard(crew: Sequence[Worker]) -> list[Worker]:
-    """Waits for answers and deaths; some worker of the crew owes an answer."""
+def heard(group: Sequence[Worker]) -> list[Worker]:
+    """Return the workers that answered or died, after waiting for the first of them.
+
+    At least one worker of the group must have a piece.
+    """
     while True:
-        wait([part for w in crew for part in (w.connection, w.process.sentinel)], POLL)
-        heard = [worker for worker in crew if worker.has_answered()]
+        wait([part for w in group for part in (w.connection, w.process.sentinel)], POLL)
+        heard = [worker for worker in group if worker.has_answered()]
         if heard:
             return heard
 
 
 def death_of(code: int | None) -> RuntimeError:
-    """Returns the error that says how a process died, by its exit code."""
+    """Return the error for the death of a process with this exit code."""
     if code is not None and code < 0:
         known = {int(number): number.name for number in signal.Signals}
         how = f"by signal {known.get(-code, -code)}"
     else:
         how = f"with exit code {code}"
     return RuntimeError(
-        f"a worker died before it was done, {how}; where memory ran out, use fewer workers or "
+        f"a worker died before it was done, {how}; if memory ran out, use fewer workers or "
         "smaller rows"
     )
 
 
 class _RemoteTraceback(Exception):
-    """The traceback of a worker, as the cause of what is raised here."""
+    """The traceback of a worker, as the cause of the error in this process."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -189,10 +194,10 @@ def _restored(error: bytes | None, text: str) -> BaseException:
 
     try:
         restored = cloudpickle.loads(error)
-    except Exception:  # of a class that this process cannot make: its text is told
+    except Exception:  # its class cannot be created here, so the traceback text replaces it
         restored = None
     if not isinstance(restored, BaseException):
-        return RuntimeError(f"a worker raised what cannot be sent to this process:\n{text}")
+        return RuntimeError(f"a worker raised an error that cannot be pickled:\n{text}")
     restored.__cause__ = _RemoteTraceback(text)
     return restored
 
@@ -202,7 +207,7 @@ def _restored(error: bytes | None, text: str) -> BaseException:
 
 def _main(connection: Connection, job: Job, threads: int, parent: int, direct: bool) -> None:
     _end_with(parent, direct)
-    # An interrupt goes to all processes of a terminal; it is the parent that acts on it.
+    # A terminal sends an interrupt to all its processes. Only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(threads)
@@ -210,7 +215,7 @@ def _main(connection: Connection, job: Job, threads: int, parent: int, direct: b
         while (piece := connection.recv()) is not None:
             connection.send(_answer(job, piece))
     except (EOFError, OSError):
-        return  # nobody is there any more
+        return  # the parent has ended
 
 
 def _answer(job: Job, piece: Piece) -> tuple[Any, bytes | None, str]:
@@ -222,24 +227,24 @@ def _answer(job: Job, piece: Piece) -> tuple[Any, bytes | None, str]:
         text = traceback.format_exc()
         try:
             return None, cloudpickle.dumps(error), text
-        except Exception:  # it cannot be pickled: its text is told
+        except Exception:  # it cannot be pickled, so the traceback text replaces it
             return None, None, text
 
 
 def _end_with(parent: int, direct: bool) -> None:
-    """Makes this process end when its parent does, however that ends and whatever runs here.
+    """Make this process end when its parent ends, even if the parent is killed.
 
-    ``direct``: the parent has started this process itself, not through a fork server.
+    ``direct`` is True if the parent started this process without a fork server.
     """
     if direct and _kill_me_with_parent():
-        if os.getppid() != parent:  # it died before the kernel was told
+        if os.getppid() != parent:  # the parent died before the call of prctl
             os._exit(1)
         return
     threading.Thread(target=_watch, args=(parent, direct), daemon=True).start()
 
 
 def _kill_me_with_parent() -> bool:
-    """Has the kernel end this process together with the thread that started it (Linux)."""
+    """Make Linux kill this process when the thread that started it ends."""
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None)
@@ -279,41 +284,45 @@ def run_in_processes(
     start_method: str | None,
     max_tasks: int | None,
 ) -> Generator[Any, None, None]:
-    """Works off pieces in ``count`` new processes; yields what ``job`` returns as it comes.
+    """Process pieces in ``count`` new processes, and yield the results as they arrive.
 
-    All workers are started from the thread that iterates; that thread must outlive the iteration
-    or close it. However it ends, no worker is left.
+    The thread that iterates starts all workers. It must outlive the iteration, or close the
+    generator. No worker remains after the iteration.
 
     Args:
+        job: the function for a piece.
+        pieces: the pieces.
+        count: the number of processes.
         threads: torch threads in each worker.
-        max_tasks: pieces after which a worker is replaced.
+        start_method: the start method of `multiprocessing`; None for the default.
+        max_tasks: number of pieces after which a worker is replaced.
 
     Raises:
-        RuntimeError: a worker died; says how.
+        RuntimeError: a worker died; names the signal or exit code.
 
-    What ``job`` raises is raised here, with the traceback of the worker as its cause.
+    An error in ``job`` is raised to the caller, with the worker's traceback as its cause.
     """
     context = multiprocessing.get_context(start_method)
     todo = iter(pieces)
-    crew: list[Worker] = []
+    group: list[Worker] = []
     leaving: list[Worker] = []
 
     def start() -> Worker:
         with interrupts_held_back():
             worker = start_worker(context, job, threads)
-            crew.append(worker)
+            group.append(worker)
         return worker
 
     def dismiss(worker: Worker) -> None:
-        worker.tell(None)
-        crew.remove(worker)
+        worker.send(None)
+        group.remove(worker)
         leaving[:] = [other for other in leaving if not other.is_gone()] + [worker]
 
     try:
         for piece in islice(todo, count):
             start().give(piece)
-        while crew:
-            for worker in heard(crew):
+        while group:
+            for worker in heard(group):
                 yield worker.answer()
                 piece_or_none = next(todo, None)
                 spent = worker.given == max_tasks
@@ -324,15 +333,15 @@ def run_in_processes(
         for worker in leaving:
             worker.process.join(GRACE)
     finally:
-        end_workers((*crew, *leaving))
+        end_workers((*group, *leaving))
 
 
 def pool_size(pool: Any) -> int | None:
-    """Returns how many processes a pool of the user's has, None where it does not tell.
+    """Return the number of processes in a user's pool, or None if it is not known.
 
     Raises:
-        TypeError: it is no pool of processes. Threads share one state of torch's generator:
-            results would depend on who comes first, and what the caller draws would change.
+        TypeError: ``pool`` is not a pool of processes. Threads would share torch's global
+            generator. Their order would change the results and the caller's random numbers.
     """
     if isinstance(pool, ThreadPool) or not hasattr(pool, "apply_async"):
         raise TypeError(
@@ -342,48 +351,47 @@ def pool_size(pool: Any) -> int | None:
 
 
 def run_in_pool(pool: Pool, job: Job, pieces: Iterable[Piece]) -> Generator[Any, None, None]:
-    """Works off pieces in a pool of the user's; yields what ``job`` returns, in order.
+    """Process pieces in a user's pool, and yield the results in order.
 
     Raises:
-        RuntimeError: a process of the pool died. The pool itself replaces it, and would let its
-            piece be waited for for ever.
+        RuntimeError: a process of the pool died. The pool replaces the process but loses its piece,
+            so a wait for the result would never end.
     """
     todo = iter(pieces)
     ahead = _PIECES_AHEAD * (pool_size(pool) or 1)
     waiting = deque(pool.apply_async(job, (piece,)) for piece in islice(todo, ahead))
-    crew: list[Any] = []
+    processes: list[Any] = []
     while waiting:
-        # Kept from before a death: the pool forgets the process that it replaces.
-        crew += [process for process in _processes(pool) if process not in crew]
+        # The list keeps dead processes, because the pool forgets a process that it replaces.
+        processes += [process for process in _processes(pool) if process not in processes]
         waiting[0].wait(POLL)
         if waiting[0].ready():
             yield waiting.popleft().get()
             waiting.extend(pool.apply_async(job, (piece,)) for piece in islice(todo, 1))
             continue
-        for process in crew:
+        for process in processes:
             if process.exitcode not in (None, 0):
                 raise death_of(process.exitcode)
-        crew = [process for process in crew if process.exitcode is None]
+        processes = [process for process in processes if process.exitcode is None]
 
 
 def _processes(pool: Pool) -> list[Any]:
-    # Not public. Without it (pools of other makers) deaths are not noticed.
+    # The attribute is private. In pools without it, deaths are not noticed.
     return list(getattr(pool, "_pool", ()))
 
 
 class WorkerPool:
-    """Workers that take pieces from the front of a heap; a context manager, to be used once.
+    """A single-use context manager of workers that take pieces from a queue.
 
-    They are started on entering, by the thread that enters, which must outlive the block. Who gets
-    no piece any more is ended at once, beside the work of the others and of the caller. However
-    it ends, no worker is left.
+    The thread that enters the block starts the workers, and must outlive the block. A worker ends
+    as soon as it gets no further piece. No worker remains after the block.
 
     Args:
-        job: what is done with a piece.
-        pieces: the heap.
-        count: how many workers at most.
-        ahead: how many pieces may be with workers or answered and not yet asked for, at least
-            ``count``; by default any number.
+        job: the function for a piece.
+        pieces: the queue of pieces.
+        count: the greatest number of workers.
+        ahead: the greatest number of pieces that workers have or whose results the caller has not
+            taken yet. It is at least ``count``. By default there is no limit.
     """
 
     def __init__(
@@ -398,7 +406,7 @@ class WorkerPool:
         self._idle: list[Worker] = []
         self._working: list[Worker] = []
         self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        # Of the heap, what was given, and who is idle.
+        # Guards `_todo`, `_given` and `_idle`.
         self._lock = threading.Lock()
         self._is_closing = False
         self._listener: threading.Thread | None = None
@@ -430,9 +438,10 @@ class WorkerPool:
         end_workers(self._workers)
 
     def take(self, piece: Piece | None = None) -> Piece | None:
-        """Returns the next piece, or this one, for the caller to work off; ``None`` if it is gone.
+        """Return the next piece, or a given piece, for the caller to process.
 
-        Nobody else gets it.
+        No worker gets the returned piece. The result is ``None`` if a worker has the piece already,
+        or if none is left.
         """
         with self._lock:
             if not self._todo or (piece is not None and piece not in self._todo):
@@ -443,14 +452,15 @@ class WorkerPool:
             return piece
 
     def answer(self, *, waits: bool = True) -> Any:
-        """Returns what the job has returned of a piece that a worker took; whichever is first.
+        """Return the first available result of the workers.
 
-        ``None`` where no worker has a piece, or, if it must not wait, none has answered.
+        The result is ``None`` if no worker has a piece. Without ``waits``, it is also ``None`` if
+        no result is available yet.
 
         Raises:
-            RuntimeError: a worker died; says how.
+            RuntimeError: a worker died. The message names the signal or exit code.
 
-        What the job raised in a worker is raised here, with its traceback there as the cause.
+        An error in the job is raised to the caller, with the worker's traceback as its cause.
         """
         if not self._given:
             return None
@@ -467,9 +477,10 @@ class WorkerPool:
         return found
 
     def _hand(self, worker: Worker) -> None:
-        """Gives a worker the next piece, or none; the caller holds the lock, or is alone.
+        """Send a worker the next piece, if there is one.
 
-        Who gets none any more ends, so that nobody waits later until its memory is taken apart.
+        The caller must hold the lock, or be the only thread. If there is no further piece, the
+        worker is killed, so that the system soon frees its memory.
         """
         if not self._todo:
             self._working.remove(worker)
@@ -482,24 +493,25 @@ class WorkerPool:
         worker.give(self._todo.popleft())
 
     def _listen(self) -> None:
-        """Hears the workers until they are ended."""
+        """Receive the answers of the workers until all have ended."""
         try:
             while self._working and not self._is_closing:
                 for worker in heard(self._working):
                     found = worker.answer()
-                    # Together: who had the answer and asks again would find nothing given.
+                    # Both steps are under one lock. Otherwise the caller could take the answer in
+                    # between, and find no worker with a piece.
                     with self._lock:
                         self._answers.put((found, None))
                         self._hand(worker)
-        except BaseException as error:  # for the caller, who asks for answers
+        except BaseException as error:  # answer() raises it to the caller
             self._answers.put((None, error))
 
 
 def _give_back_free_memory() -> None:
-    """Returns the free pages of the heap to the system, a few milliseconds.
+    """Return the free pages of the heap to the system, in a few milliseconds.
 
-    After a fork each of them would be copied when either process takes it again, and large pages
-    in small pieces; new ones only have to be zeroed.
+    After a fork, the first write of either process to a free page would copy that page. Large pages
+    would be copied in small pieces. New pages only have to be zeroed.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # of glibc

@@ -1,4 +1,4 @@
-"""Several buffers sampled as one."""
+"""Ensembles, which sample several buffers as one."""
 
 from replaykit.ensembles.ensemble import ReplayBufferEnsemble
 from replaykit.ensembles.ensemble_sampler import SamplerEnsemble

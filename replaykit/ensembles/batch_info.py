@@ -13,7 +13,7 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup, new_tensordict
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.buffer_dataset import DrawnRows, MemberFacts, Standing
+from replaykit.buffer.buffer_dataset import DrawnRows, MemberFacts, Readiness
 from replaykit.buffer.drawing import Lent
 from replaykit.ensembles.ensemble_core import EnsembleCore
 from replaykit.ensembles.ensemble_sampler import filled, requests
@@ -28,8 +28,8 @@ __all__ = [
     "INDEX",
     "INNER",
     "PLACES",
+    "BatchParts",
     "InfoSpec",
-    "Places",
     "check_member",
     "check_stored",
     "facts_of",
@@ -40,29 +40,29 @@ __all__ = [
     "part_of",
     "piece_of",
     "put_back_marks",
+    "readiness_of",
     "select",
     "sliced",
     "stacked",
-    "standing_of",
 ]
 
 _LARGE_BYTES = 2**20
-"""From this size on rows are put where they belong member by member: once, not twice."""
+"""Size from which ``join`` copies rows per member, once instead of twice."""
 
 
-class Places:
-    """Where the rows of a batch of K parts come from.
+class BatchParts:
+    """The positions of rows in a batch of K parts.
 
     Args:
         members: the member of each part.
-        rows: of a part.
+        rows: number of rows per part.
     """
 
     def __init__(self, members: list[int], rows: int) -> None:
         self.members, self.rows = members, rows
         self.shape = (len(members), rows)
         self._order: torch.Tensor | None = None
-        """For each row of the batch its place among those of all members; None: in that order."""
+        """Position of each batch row in the rows of all members; None if equal."""
         if any(a > b for a, b in itertools.pairwise(members)):
             first = np.argsort(members, kind="stable")
             place = np.empty_like(first)
@@ -71,8 +71,11 @@ class Places:
             self._order = torch.from_numpy(rows_of.reshape(-1))
 
     def join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Returns rows ``[K, rows, *F]`` of rows ``[n, *F]`` of members, which come in the order
-        of their numbers; a member's together are those of its parts."""
+        """Combine rows ``[n, *F]`` of members to rows ``[K, rows, *F]``.
+
+        The members are in the order of their numbers. The tensors of a member together have the
+        rows of its parts.
+        """
         if len(tensors) == 1:
             return tensors[0].unflatten(0, self.shape)
         first = tensors[0]
@@ -83,7 +86,7 @@ class Places:
         if first[:1].nbytes * count < _LARGE_BYTES:
             return torch.cat(tensors).index_select(0, order).view(*self.shape, *first.shape[1:])
         out = first.new_empty((count, *first.shape[1:]))
-        target = torch.empty_like(order)  # of each row of the members, where it goes
+        target = torch.empty_like(order)  # position in the batch of each row of the members
         target[order] = torch.arange(count, device=order.device)
         start = 0
         for tensor in tensors:
@@ -92,13 +95,18 @@ class Places:
         return out.view(*self.shape, *first.shape[1:])
 
     def ids(self, device: torch.device) -> torch.Tensor:
-        """The member of each row, int64 ``[K, rows]``."""
+        """Return the member of each row, int64 ``[K, rows]``."""
         members = torch.tensor(self.members, dtype=torch.int64, device=device)
         return members[:, None].repeat(1, self.rows)
 
 
 def select(data: Any, keys: Sequence[Any], member: int) -> Any:
-    """Returns a TensorDict with these keys only; names the member and the keys that it lacks."""
+    """Return a TensorDict with only these keys.
+
+    Raises:
+        TypeError: the data is not a TensorDict; the error names the member.
+        KeyError: keys are missing; the error names them and the member.
+    """
     if not is_tensordict(data):
         raise TypeError(
             f"member {member}: expected a TensorDict to take keys= of, got {type(data).__name__}"
@@ -112,17 +120,18 @@ def select(data: Any, keys: Sequence[Any], member: int) -> Any:
     return data.select(*keys)
 
 
-def stacked(pieces: Sequence[tuple[int, Any]], places: Places) -> Any:
-    """Returns the samples of members as one container of batch size ``[K, rows]``.
+def stacked(pieces: Sequence[tuple[int, Any]], places: BatchParts) -> Any:
+    """Return the samples of members as one container of batch size ``[K, rows]``.
 
     Args:
-        pieces: members and their samples, rows along dimension 0, as for ``Places.join``.
+        pieces: members and their samples, rows along dimension 0, as for ``BatchParts.join``.
 
     Raises:
-        ValueError: samples that differ in keys, shapes, dtypes, or kinds of container; names what
-            differs and the members. TypeError: something other than tensors; names the key.
+        ValueError: samples differ in keys, shapes, dtypes, devices or kinds of container; the error
+            names the difference and the members.
+        TypeError: a value is not a tensor; the error names the key.
 
-    Cost: one pass over the bytes, and a few Python steps a leaf and member.
+    Cost: one pass over the bytes, and a few Python steps per leaf and member.
     """
     if all(type(data) is TensorDict for _, data in pieces):
         found = _plain([data for _, data in pieces], places, torch.Size(places.shape))
@@ -134,7 +143,7 @@ def stacked(pieces: Sequence[tuple[int, Any]], places: Places) -> Any:
             taken.append((member, *flatten(data, 1)))
         except (TypeError, ValueError) as error:
             raise type(error)(
-                f"member {member}: {error}; give collate_fn= what stacks its samples"
+                f"member {member}: {error}; give a collate_fn= that stacks its samples"
             ) from None
     first, tree, leaves = taken[0]
     for member, other, found in taken[1:]:
@@ -151,10 +160,10 @@ def stacked(pieces: Sequence[tuple[int, Any]], places: Places) -> Any:
     return assembler(tree, order)(joined, torch.Size(places.shape), _device(pieces))
 
 
-def _plain(samples: list[Any], places: Places, batch: torch.Size) -> Any:
-    """The usual case of ``stacked`` in fewer steps: TensorDicts of the same tensors.
+def _plain(samples: list[Any], places: BatchParts, batch: torch.Size) -> Any:
+    """Stack TensorDicts with the same keys as ``stacked`` does, in fewer steps.
 
-    None where there is anything else, or a difference.
+    Return None in all other cases.
     """
     first = samples[0]
     others = samples[1:]
@@ -190,15 +199,16 @@ def _plain(samples: list[Any], places: Places, batch: torch.Size) -> Any:
 
 
 def _device(pieces: Sequence[tuple[int, Any]]) -> torch.device | None:
-    """The device that a stack says it is on: where all samples say so."""
+    """Return the device of a stack; None if samples name different devices."""
     said = {data.device for _, data in pieces if is_tensordict(data) or is_tensorclass(data)}
     return said.pop() if len(said) == 1 else None
 
 
 def check_alike(one: tuple[int, Node], other: tuple[int, Node]) -> None:
-    """Raises SchemaError where the samples of two members differ in what is in them.
+    """Raise SchemaError if the samples of two members differ in their contents.
 
-    Classes, order of keys, and constants of containers are those of the first.
+    The classes, the order of keys, and the constants of containers may differ. A batch takes them
+    from the first sample.
     """
     (first, tree), (second, found) = one, other
     known, there = dict(leaf_paths(tree)), dict(leaf_paths(found))
@@ -212,9 +222,9 @@ def check_alike(one: tuple[int, Node], other: tuple[int, Node]) -> None:
         lines.append("containers of other kinds")
     if lines:
         raise SchemaError(
-            f"expected the same in the samples of all members, got in those of members {first} and "
-            f"{second}: {'; '.join(lines)}. Choose what all have with keys=, or give the members "
-            "transforms, or a collate_fn="
+            "expected equal keys, shapes and dtypes in all samples, got others in those of members "
+            f"{first} and {second}: {'; '.join(lines)}. Choose common keys with keys=, or give the "
+            "members transforms, or a collate_fn="
         )
 
 
@@ -223,7 +233,7 @@ def _said(leaf: Leaf | None) -> str:
 
 
 def _same_kinds(one: Node, other: Node, path: Path = ()) -> bool:
-    """Whether two trees with the same leaves have containers of the same kinds."""
+    """Return whether two trees with the same leaves have the same kinds of containers."""
     if isinstance(one, Leaf) or isinstance(other, Leaf):
         return isinstance(one, Leaf) and isinstance(other, Leaf)
     if one.kind != other.kind or one.extra != other.extra:
@@ -236,8 +246,8 @@ def _children_alike(one: Branch, other: Branch) -> bool:
     return all(part in theirs and _same_kinds(child, theirs[part]) for part, child in one.children)
 
 
-def sliced(pieces: Sequence[tuple[int, Any]], places: Places) -> list[Any]:
-    """Returns the rows of each part, in the order of the parts."""
+def sliced(pieces: Sequence[tuple[int, Any]], places: BatchParts) -> list[Any]:
+    """Return the rows of each part, in the order of the parts."""
     by_member: dict[int, list[Any]] = {}
     for member, data in pieces:
         by_member.setdefault(member, []).append(data)
@@ -256,7 +266,7 @@ def sliced(pieces: Sequence[tuple[int, Any]], places: Places) -> list[Any]:
 
 
 def length_of(data: Any) -> int:
-    """How many rows a sample has."""
+    """Return the number of rows of a sample; -1 if it has no length."""
     if isinstance(data, torch.Tensor) or is_tensordict(data) or is_tensorclass(data):
         return data.shape[0] if len(data.shape) else -1
     if isinstance(data, dict):
@@ -267,7 +277,7 @@ def length_of(data: Any) -> int:
 
 
 def flat_rows(data: Any) -> Any:
-    """Returns a batch ``[K, rows, *S]`` of tensors as ``[K * rows, *S]``."""
+    """Return a batch ``[K, rows, *S]`` of tensors as ``[K * rows, *S]``."""
     if isinstance(data, dict):
         return {key: flat_rows(value) for key, value in data.items()}
     if isinstance(data, (tuple, list)):
@@ -277,32 +287,35 @@ def flat_rows(data: Any) -> Any:
 
 
 INDEX = ("index", "index")
-"""Where a row lies in its member."""
+"""The key of the index of a row in its member."""
 
 IDS = ("index", "buffer_ids")
-"""The member that a row is of."""
+"""The key of the member of a row."""
 
 INNER = ("index", "inner_ids")
-"""Where members are ensembles: their member, and so on, -1 below a buffer; ``[..., depth]``."""
+"""The key of members in nested ensembles, ``[..., depth]``; -1 for no member."""
 
 PLACES = (INDEX, IDS, INNER)
 
 _GENERATION = "index_generation"
 
 
-def tells(member: Any) -> frozenset[Any]:
-    """Keys of what a member always tells of its rows, but for the index and marks of ends."""
+def info_keys(member: Any) -> frozenset[Any]:
+    """Return the info keys that a member's samples always have.
+
+    The index and the marks of ends are not included.
+    """
     if isinstance(member, EnsembleCore):
-        return frozenset().union(*(tells(one) for one in member._members))
-    return frozenset((*member.sampler.tells, *member._sample_unit.tells))
+        return frozenset().union(*(info_keys(one) for one in member._members))
+    return frozenset((*member.sampler.info_keys, *member._sample_unit.info_keys))
 
 
 _Fill = Callable[[dict[Any, Any], torch.Tensor], torch.Tensor]
 
 _FILLS: dict[Any, _Fill] = {
-    # Likely as all others, as far as is known: nothing to be corrected.
+    # Without priorities all rows are equally likely, so there is nothing to correct.
     "priority_weight": lambda info, row: torch.ones_like(row, dtype=torch.float32),
-    # A row by itself is its own anchor, and a sequence of one.
+    # A single row is its own anchor, and a sequence of length 1.
     "anchor_index": lambda info, row: info[INDEX],
     "anchor_generation": lambda info, row: info[_GENERATION],
     "sequence_id": lambda info, row: row,
@@ -311,13 +324,13 @@ _FILLS: dict[Any, _Fill] = {
     "validity_mask": lambda info, row: torch.ones_like(row, dtype=torch.bool),
     MASK: lambda info, row: torch.ones_like(row, dtype=torch.bool),
 }
-"""What is said of the rows of members that do not tell it, where others do."""
+"""Default info for rows of members that lack a key of other members."""
 
 
 def put_back_marks(data: Any, info: dict[Any, Any]) -> Any:
-    """Puts what a sampler marks (where windows end) over what was read; of TensorDicts only.
+    """Overwrite read values with a sampler's marks, such as window ends.
 
-    The rest stays in ``info``.
+    Only TensorDicts have marks. Other info stays in ``info``.
     """
     if not is_tensordict(data):
         return data
@@ -337,19 +350,19 @@ def put_back_marks(data: Any, info: dict[Any, Any]) -> Any:
 
 
 def index_width(member: Any) -> int:
-    """How many numbers say where a row lies in a member: more than one where it has lanes."""
+    """Return the number of coordinates of an index in a member; 1 without lanes."""
     if isinstance(member, EnsembleCore):
         return max(map(index_width, member._members))
     return int(member.storage.ndim)
 
 
 def depth(member: Any) -> int:
-    """How many members one has to go down in a member to a buffer: none in a buffer."""
+    """Return the number of levels of ensembles in a member; 0 for a buffer."""
     return 1 + max(map(depth, member._members)) if isinstance(member, EnsembleCore) else 0
 
 
 def weight_dtype(members: Iterable[Any]) -> torch.dtype:
-    """The dtype of ``priority_weight`` in a batch of these members."""
+    """Return the dtype of ``priority_weight`` in a batch of these members."""
     found = torch.float32
     for member in members:
         if isinstance(member, EnsembleCore):
@@ -362,12 +375,12 @@ def weight_dtype(members: Iterable[Any]) -> torch.dtype:
 
 @dataclass(frozen=True)
 class InfoSpec:
-    """What is said of the rows of every batch, whichever members it is of.
+    """The info that rows of every batch have, for any choice of members.
 
     Attributes:
-        keys: what members tell, beside where rows lie and their generations.
-        width: numbers in an index.
-        depth: numbers in ``("index", "inner_ids")``; 0: there is none.
+        keys: the info keys of members, without index and generations.
+        width: number of coordinates in an index.
+        depth: number of columns of ``("index", "inner_ids")``; 0 without this key.
         weights: dtype of ``priority_weight``.
     """
 
@@ -378,20 +391,20 @@ class InfoSpec:
 
     @classmethod
     def of(cls, members: Sequence[Any]) -> InfoSpec:
-        """That of an ensemble of these members."""
+        """Return the specification for an ensemble of these members."""
         return cls(
-            frozenset().union(*map(tells, members)),
+            frozenset().union(*map(info_keys, members)),
             max(map(index_width, members)),
             max(map(depth, members)),
             weight_dtype(members),
         )
 
     def fill(self, info: dict[Any, Any], rows: int) -> dict[Any, Any]:
-        """Returns what is known of some rows of a member, with all that is said of others.
+        """Return the info of a member's rows, with the keys of other members added.
 
         Args:
-            info: what the member told, and where the rows lie.
-            rows: of a part of the batch; sequences are numbered anew in each.
+            info: the info from the member, and the index of the rows.
+            rows: number of rows per part. Sequences are numbered from 0 in each part.
         """
         index = info[INDEX]
         missing = [key for key in self.keys if key not in info and key in _FILLS]
@@ -409,13 +422,13 @@ class InfoSpec:
 
 
 def joined(
-    infos: Sequence[dict[Any, Any]], places: Places, device: torch.device | None
+    infos: Sequence[dict[Any, Any]], places: BatchParts, device: torch.device | None
 ) -> dict[Any, torch.Tensor]:
-    """Returns what all members of a batch tell of their rows, ``[K, rows, ...]``.
+    """Return the info common to all members of a batch, ``[K, rows, ...]``.
 
     Args:
-        infos: what is known of rows of members, as for ``Places.join``.
-        device: where to; None: where that of the first member is.
+        infos: the info of rows of members, in the order of ``BatchParts.join``.
+        device: the device of the result; None for the device of the first member's index.
     """
     home = infos[0][INDEX].device if device is None else device
     found: dict[Any, torch.Tensor] = {INDEX: places.join(_there(infos, INDEX, home))}
@@ -433,10 +446,13 @@ def joined(
 
 
 def merged(data: Any, info: dict[Any, torch.Tensor], needed: bool) -> Any:
-    """Puts what is known of the rows into a TensorDict of them; other data stay.
+    """Put the info of rows into a TensorDict; return other data unchanged.
 
-    The rows lie along its first two dimensions, or along one. Where they do not any more: an error
-    if they are ``needed``.
+    The rows are along its first one or two dimensions. A TensorDict of any other shape is returned
+    unchanged, unless the info is ``needed``.
+
+    Raises:
+        RuntimeError: the info is ``needed`` and does not fit.
     """
     if not is_tensordict(data):
         return data
@@ -448,7 +464,7 @@ def merged(data: Any, info: dict[Any, torch.Tensor], needed: bool) -> Any:
         raise RuntimeError(
             f"a transform or collate_fn made batch size {list(data.batch_size)} of {list(lead)} "
             "rows, so that index and info no longer belong to them; call sample(return_info=True), "
-            "which gives them beside the data"
+            "which returns them apart from the data"
         )
     if data.is_locked:
         data = data.copy()
@@ -456,7 +472,7 @@ def merged(data: Any, info: dict[Any, torch.Tensor], needed: bool) -> Any:
     for key, value in info.items():
         if dims == 1:
             value = value.flatten(0, 1)
-        if own:  # dimensions of the rows themselves
+        if own:  # dimensions inside the rows
             rest = value.shape[dims:]
             wide = value.reshape(*value.shape[:dims], *(1,) * len(own), *rest)
             value = wide.expand(*data.batch_size, *rest).clone()
@@ -470,7 +486,7 @@ def _there(infos: Sequence[dict[Any, Any]], key: Any, home: torch.device) -> lis
 
 
 def _as_wide(numbers: torch.Tensor, width: int) -> torch.Tensor:
-    """Numbers ``[n]`` or ``[n, K]`` as ``[n, width]``, with -1 behind them."""
+    """Return numbers ``[n]`` or ``[n, K]`` as ``[n, width]``, padded with -1."""
     columns = numbers.reshape(len(numbers), -1)
     if columns.shape[1] == width:
         return columns
@@ -483,11 +499,11 @@ def _of_rows(value: Any, rows: int) -> bool:
 
 
 def check_member(buffer: Any) -> None:
-    """Raises TypeError or ValueError where a buffer in another process cannot be a member."""
+    """Raise TypeError or ValueError if a remote buffer cannot be a member."""
     if isinstance(buffer, EnsembleCore) or not isinstance(buffer, ReplayBuffer):
         raise TypeError(
-            "expected a ReplayBuffer with rows of its own in the actor of a member, got "
-            f"{type(buffer).__name__}; make its members those of the ensemble"
+            "expected a ReplayBuffer that stores rows itself in the actor of a member, got "
+            f"{type(buffer).__name__}; make its members members of the ensemble"
         )
     if buffer._rate_limiter is not None:
         raise ValueError(
@@ -497,18 +513,21 @@ def check_member(buffer: Any) -> None:
     if buffer.sampler.passes or buffer.sampler.consumes:
         raise ValueError(
             "expected a sampler that draws with replacement in an actor, got a "
-            f"{type(buffer.sampler).__name__}: batches that are not delivered could not give their "
-            "rows back to it"
+            f"{type(buffer.sampler).__name__}: it could not roll back draws that are not delivered"
         )
 
 
 def facts_of(buffer: Any) -> MemberFacts:
-    """What an ensemble has to know of a buffer; raises as `check_member`."""
+    """Return the properties of a buffer that an ensemble needs.
+
+    Raises:
+        As for `check_member`.
+    """
     check_member(buffer)
     sampler = buffer.sampler
     return MemberFacts(
         sampler=type(sampler).__name__,
-        tells=tells(buffer),
+        info_keys=info_keys(buffer),
         prioritized=sampler.prioritized,
         priority_key=buffer._priority_key,
         width=buffer.storage.ndim,
@@ -518,13 +537,13 @@ def facts_of(buffer: Any) -> MemberFacts:
     )
 
 
-def standing_of(buffer: Any, rows: int) -> Standing:
-    """How many rows a buffer holds, and whether it can give that many now."""
-    return Standing(len(buffer.storage), buffer.can_sample(rows))
+def readiness_of(buffer: Any, rows: int) -> Readiness:
+    """Return the number of rows of a buffer, and whether it can return ``rows`` now."""
+    return Readiness(len(buffer.storage), buffer.can_sample(rows))
 
 
 def part_of(buffer: Any, rows: list[int], seed: int) -> list[DrawnRows]:
-    """Draws that many rows, each number by itself; the buffer's own draws are left alone."""
+    """Make one draw per entry of ``rows``; do not affect the buffer's own draws."""
     check_member(buffer)
     lent = Lent(torch.Generator().manual_seed(seed))
 
@@ -537,7 +556,7 @@ def part_of(buffer: Any, rows: list[int], seed: int) -> list[DrawnRows]:
 
 
 def piece_of(buffer: Any, drawn: Any) -> DrawnRows:
-    """A draw of a buffer, read and transformed, with its rows along dimension 0."""
+    """Read and transform the rows of a draw; return them along dimension 0."""
     data, info = buffer._finish(drawn)
     if drawn.arrival is not None:
         drawn.arrival.order()
@@ -547,8 +566,10 @@ def piece_of(buffer: Any, drawn: Any) -> DrawnRows:
 
 
 def check_stored(buffer: Any, index: torch.Tensor) -> None:
-    """Raises IndexError where one of these rows, ``[K]`` or ``[K, ndim]``, is not stored; -1 is
-    any."""
+    """Raise IndexError if a row of an index is not stored.
+
+    The index is ``[K]`` or ``[K, ndim]``. An entry -1 is not checked.
+    """
     storage = buffer.storage
     cells = index.reshape(len(index), -1)
     for column, limit in enumerate((storage.ledger.length, *storage.lanes)):

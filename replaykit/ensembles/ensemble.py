@@ -1,4 +1,4 @@
-"""Define `ReplayBufferEnsemble`: its priorities, its rows, and the whole class."""
+"""Define `ReplayBufferEnsemble`, its priority updates and its indexing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replaykit.ensembles.batch_info import (
     IDS,
     INDEX,
     INNER,
-    Places,
+    BatchParts,
     check_stored,
     length_of,
     select,
@@ -38,11 +38,11 @@ from replaykit.ted import Key, format_key, unravel
 __all__ = ["EnsemblePriorities", "EnsembleReading", "ReplayBufferEnsemble"]
 
 _ALONG = ("index_generation", "anchor_index", "anchor_generation", "validity_mask", MASK)
-"""What a member asks of a sample beside priorities and the index."""
+"""Keys of a sample that a member reads, except priorities and index."""
 
 
 class MemberPriorities(NamedTuple):
-    """Rows of one buffer, and the key under which it looks for priorities."""
+    """Rows of one buffer, and the key under which the buffer reads priorities."""
 
     member: str
     buffer: Any
@@ -54,24 +54,26 @@ class EnsemblePriorities(EnsembleCore[DataT]):
     """``update_priority``, ``update_tensordict_priority``."""
 
     def update_tensordict_priority(self, data: Any) -> None:
-        """Sets priorities from a sample that the learner has put them into, member by member.
+        """Set priorities that the learner has written into a sample.
+
+        Each member receives the priorities of its rows.
 
         Args:
-            data: a TensorDict as ``sample`` returned it, or some of its rows, in any batch shape,
-                with values under the ``priority_key`` of the ensemble, or else of each member:
-                one a row, or with more dimensions, which are reduced.
+            data: a TensorDict from ``sample``, or some of its rows in any batch shape. The values
+                are under the ``priority_key`` of the ensemble, or by default of each member. There
+                is one value per row. Further dimensions are reduced.
 
-        Rows of members without priorities are left alone, and so are rows that were overwritten
-        since they were sampled.
+        Rows of members without priorities are skipped. So are rows that were overwritten since the
+        sample.
 
         Raises:
-            KeyError: no ``priority_key``, or nothing that says which member a row is of.
+            KeyError: the ``priority_key``, or the key that names the member of a row, is missing.
             ValueError: a priority of a real row is NaN, negative or infinite.
-            IndexError: no such member, or a row that it does not hold. Nothing has changed then.
-            ActorLost, TimeoutError: a member elsewhere has ended, or does not answer; nothing has
-                changed, unless that was after all of them had said that they hold their rows.
+            IndexError: a member does not exist, or does not store a row. Nothing has changed.
+            ActorLost, TimeoutError: a remote member has ended, or does not answer. Priorities may
+                have changed only if all members had already confirmed their rows.
 
-        Members elsewhere are asked first, all at a time. Cost: of them two round trips.
+        Requests go to remote members first, all at the same time. They cost two round trips.
 
         Example:
             >>> import torch
@@ -91,28 +93,30 @@ class EnsemblePriorities(EnsembleCore[DataT]):
         """
         routed = self._routed(_row_by_row(data), "")
         _check_all(routed)
-        with deferred:  # Ctrl-C comes before all members or after all of them
+        with deferred:  # Ctrl-C takes effect before all members or after all of them
             for part in _far_first(routed, lambda part: ("update_tensordict_priority", part.rows)):
                 part.buffer.update_tensordict_priority(part.rows)
 
     def update_priority(
         self, index: Any, priority: Any = None, *, generation: torch.Tensor | None = None
     ) -> None:
-        """Sets the priorities of rows of members.
+        """Set the priorities of rows of members.
 
         Args:
-            index: the ``index`` of a sample: a TensorDict or mapping with ``index`` and
-                ``buffer_ids``, and ``inner_ids`` where members are ensembles. Or, without
+            index: the ``index`` of a sample. It is a TensorDict or mapping with ``index`` and
+                ``buffer_ids``, and with ``inner_ids`` if members are ensembles. Or, without
                 ``priority``, a TensorDict as for ``update_tensordict_priority``.
-            priority: a number, or one a row, in the batch shape of ``index``.
-            generation: those of the rows when they were sampled; what was written since is left
-                out.
+            priority: a number, or one number per row in the batch shape of ``index``.
+            generation: the generations of the slots when they were sampled. Slots written since are
+                skipped.
 
-        Rows of members without priorities are left alone; a warning says when no member has any.
+        Rows of members without priorities are skipped. If no member has priorities, a UserWarning
+        is issued.
 
         Raises:
-            As ``update_tensordict_priority``. TypeError: an index that does not name members.
-            ValueError: priorities that are not one a row.
+            TypeError: the index does not name members.
+            ValueError: there is not one priority per row.
+            Other errors as for ``update_tensordict_priority``.
         """
         if not self._has_priorities():
             warnings.warn(
@@ -155,14 +159,14 @@ class EnsemblePriorities(EnsembleCore[DataT]):
         def update(part: MemberPriorities) -> tuple[Any, ...]:
             return "update_priority", part.rows.get("index"), part.rows.get("_priority")
 
-        with deferred:  # Ctrl-C comes before all members or after all of them
+        with deferred:  # Ctrl-C takes effect before all members or after all of them
             for part in _far_first(routed, update):
                 generation = part.rows.get("index_generation", None)
                 _, index, values = update(part)
                 part.buffer.update_priority(index, values, generation=generation)
 
     def _has_priorities(self) -> bool:
-        """Return whether any buffer below has priorities."""
+        """Return whether any buffer of the ensemble, at any depth, has priorities."""
         return any(
             member._has_priorities()
             if isinstance(member, EnsemblePriorities)
@@ -171,12 +175,12 @@ class EnsemblePriorities(EnsembleCore[DataT]):
         )
 
     def _routed(self, flat: Any, path: str, given: Key | None = None) -> list[MemberPriorities]:
-        """Rows of the buffers that have priorities; what each of them needs of these.
+        """Return the rows and the priority key of each buffer with priorities.
 
         Args:
-            flat: rows with what a sample says of them, batch size ``[N]``.
-            path: of this ensemble in the one above, for errors.
-            given: the key of the priorities; None: that of the ensemble, or of each member.
+            flat: rows of a sample with their info, batch size ``[N]``.
+            path: the path of this ensemble in the outer ensemble, for errors.
+            given: the key of the priorities; None for the key of the ensemble, or of each member.
         """
         index, ids, inner = (lookup(flat, key) for key in (INDEX, IDS, INNER))
         for key, found in ((INDEX, index), (IDS, ids)):
@@ -209,7 +213,7 @@ class EnsemblePriorities(EnsembleCore[DataT]):
 def _of_member(
     name: str, buffer: Any, flat: Any, rows: torch.Tensor, given: Key | None
 ) -> MemberPriorities:
-    """The rows of a buffer as it knows them, with priorities under a key that it looks for."""
+    """Return rows with the index of their buffer, and priorities under its key."""
     own = buffer._priority_key
     key = own if given is None else given
     value = lookup(flat, key)
@@ -229,33 +233,36 @@ def _of_member(
 
 
 def _row_by_row(data: Any) -> Any:
-    """A sample with its rows along one dimension; those that rows have themselves are features."""
+    """Return a sample with its rows along one dimension.
+
+    Batch dimensions inside the rows become feature dimensions.
+    """
     if data.batch_dims <= 2:
         return data if data.batch_dims == 1 else data.reshape(-1)
     flat = data.flatten(0, 1).copy()
     own = flat.batch_dims - 1
-    told = {
+    info = {
         key: value.flatten(1, own)[:, 0]
         for key in (INDEX, IDS, INNER, *((k,) if isinstance(k, str) else k for k in _ALONG))
         if (value := lookup(flat, key)) is not None
     }
     flat.batch_size = flat.batch_size[:1]
-    for name in {key[0] for key in told}:
+    for name in {key[0] for key in info}:
         del flat[name]
-    for key, value in told.items():
+    for key, value in info.items():
         flat.set(key, value)
     return flat
 
 
 def _as_own(index: torch.Tensor, ndim: int) -> torch.Tensor:
-    """An index as a member with so many dimensions gave it, before it was put beside others."""
+    """Return an index without padding, as its member returned it."""
     if index.ndim == 1:
         return index
     return index[:, 0] if ndim == 1 else index[:, :ndim]
 
 
 def _check_all(routed: list[MemberPriorities]) -> None:
-    """Raises where a member would refuse the priorities of its rows; changes nothing."""
+    """Raise if a member would refuse the priorities of its rows; change nothing."""
     for part in routed:
         _check_values(part)
     asked = []
@@ -273,7 +280,7 @@ def _check_all(routed: list[MemberPriorities]) -> None:
 def _far_first(
     routed: list[MemberPriorities], call: Callable[[MemberPriorities], tuple[Any, ...]]
 ) -> Iterator[MemberPriorities]:
-    """Has members elsewhere take their priorities, all at a time; then yields the others."""
+    """Send priorities to all remote members at once; then yield the local members."""
     asked = []
     for part in routed:
         if isinstance(part.buffer, Member):
@@ -291,7 +298,7 @@ def _far_first(
 
 @contextlib.contextmanager
 def _naming(part: MemberPriorities) -> Iterator[None]:
-    """Has an error name the member."""
+    """Make errors inside the context name the member."""
     try:
         yield
     except Exception as error:
@@ -299,7 +306,7 @@ def _naming(part: MemberPriorities) -> Iterator[None]:
 
 
 def _check_values(part: MemberPriorities) -> None:
-    """Raises where the priorities of rows cannot be any."""
+    """Raise ValueError if a priority of a real row is NaN, infinite or negative."""
     value, index = part.rows.get(part.key), part.rows.get("index")
     real = part.rows.get("validity_mask", part.rows.get(MASK, None))
     wrong = ~((value >= 0) & value.isfinite())
@@ -330,18 +337,20 @@ class EnsembleReading(EnsembleCore[DataT]):
     @overload
     def __getitem__(self, index: Any) -> Any: ...
     def __getitem__(self, index: Any) -> Any:
-        """Returns a member, an ensemble of several, or rows of members.
+        """Return a member, an ensemble of several members, or rows of members.
 
         Args:
-            index: an int for a member; a slice, list, tensor of ints, or bools, for an ensemble
-                over these members, with their weights; ``...`` for one over all. With a second
-                index what that gives of the member, or of each of these, put together:
-                ``ensemble[:, 3]`` is row 3 of every member, ``ensemble[:, :8]`` a batch ``[K, 8]``.
+            index: an int for one member. A slice, list or tensor of ints or bools for an ensemble
+                of these members, with their weights. ``...`` for an ensemble of all members. A
+                second index applies to the member, or to each of the members. The rows of several
+                members are stacked. For example, ``ensemble[:, 3]`` is row 3 of every member, and
+                ``ensemble[:, :8]`` is a batch ``[K, 8]``.
 
         Raises:
-            IndexError: no such member or row. TypeError: numbers with fractions. RuntimeError: an
-                index of more than one dimension. ValueError: rows of members that differ in keys,
-                shapes or dtypes, or are not equally many.
+            IndexError: a member or row does not exist.
+            TypeError: the index has numbers with fractions.
+            RuntimeError: the index has more than one dimension.
+            ValueError: the rows of members differ in keys, shapes, dtypes or number.
 
         Example:
             >>> import torch
@@ -379,7 +388,7 @@ class EnsembleReading(EnsembleCore[DataT]):
         return self._rows(numbers, inner)
 
     def _rows(self, numbers: list[int], inner: Any) -> Any:
-        """What an index gives of each of some members, put together and transformed."""
+        """Return the rows at an index of some members, combined and transformed."""
         single = _is_number(inner)
         pieces = []
         for number in numbers:
@@ -393,15 +402,15 @@ class EnsembleReading(EnsembleCore[DataT]):
             counts = {length_of(data) for _, data in pieces}
             if len(counts) > 1:
                 raise ValueError(f"expected equally many rows of each member, got {sorted(counts)}")
-            # By position: a member may be named twice, in any order.
-            places = Places(list(range(len(pieces))), counts.pop())
+            # By position, because an index may name a member twice and in any order.
+            places = BatchParts(list(range(len(pieces))), counts.pop())
             data = stacked([(i, data) for i, (_, data) in enumerate(pieces)], places)
         if single:
             data = _without_rows(data)
         return self._chain.forward(data) if len(self._chain) else data
 
     def _of(self, numbers: list[int]) -> Any:
-        """An ensemble like this over some of the members."""
+        """Return an ensemble like this one, of some of the members."""
         if numbers == list(range(len(self))):
             return self
         if not numbers:
@@ -451,56 +460,64 @@ def _without_rows(data: Any) -> Any:
 class ReplayBufferEnsemble(
     EnsembleReading[DataT], EnsemblePriorities[DataT], EnsembleSaving[DataT]
 ):
-    """Several buffers sampled as one: data sets, online buffers, ensembles, in any mixture.
+    """Several buffers sampled as one. Members are buffers, data sets or ensembles.
 
-    A batch of B rows has K parts of ``B // K`` rows, each of one member, and batch size
-    ``[K, B // K]``; with ``num_buffer_sampled=B`` every row is of a member of its own. Members are
-    used as they are: each draws by its sampler, in its storage, through its transforms, and goes on
-    being written to and sampled by itself, as ``ensemble[i]``.
+    A batch of B rows has batch size ``[K, B // K]``. Its K parts of ``B // K`` rows each come from
+    one member. With ``num_buffer_sampled=B`` the member of every row is chosen separately. Each
+    member uses its own sampler, storage and transforms. Members may be written to and sampled
+    separately at any time, as ``ensemble[i]``.
 
     Args:
-        rbs: the buffers; of those in other processes a RayReplayBuffer, a ShardedReplayBuffer, or a
-            ``client()`` of one. Or, instead of them, all of the next three.
-        storages, samplers, writers: the parts of buffers that are made of them.
-        transform: of the batch, after those of the members; not one that reads the rows around.
+        rbs: the buffers. A remote buffer is a RayReplayBuffer, a ShardedReplayBuffer, or a
+            ``client()`` of such a buffer. Instead of buffers, all of the next three arguments may
+            be given.
+        storages, samplers, writers: the components from which the buffers are made.
+        transform: transform of the batch, applied after the members' transforms. It must not read
+            neighbouring rows.
         batch_size: default number of rows of a batch.
-        collate_fn: makes a batch of the samples of the parts, a list of K; by default tensors are
-            stacked, and what is in the samples has to be the same.
-        collate_fns: one function a member, or None, in the place of its own ``collate_fn``.
-        p: relative weights of the members; ``"size"``: by the rows that each holds at the draw;
-            None: equal ones. ``ensemble.sampler.p`` may be set at any time, and by a scheduler:
-            ``LinearScheduler(ensemble, "p", [0.5, 0.5], num_steps)``.
-        sample_from_all: every member has one part, in their order.
-        num_buffer_sampled: K; by default the number of members.
-        counts: "multinomial": the member of each part is drawn independently, with replacement;
-            "exact": each member has ``K * p`` parts, rounded at random where that is no whole
-            number.
-        unready: what becomes of a member that can be chosen and cannot give its rows. "raise": its
-            error, whoever would be chosen. "skip": it is left out as if its weight were 0.
-        keys: what to take of the samples of members that have more in them; None: everything.
-        device: where samples of members are moved to; None: they have to be on one.
-        generator: chooses members, and has them draw; None: members are chosen by torch's global
-            generator, and draw by their own. Those elsewhere draw by seeds from it.
-        shared: processes that get the ensemble write and sample the same rows; members have to be
-            shared, or data sets.
-        priority_key: where learners put priorities, for all members; None: where each looks.
+        collate_fn: a function that makes a batch of a list of K samples, one per part. By default
+            tensors are stacked, and all samples must have the same keys.
+        collate_fns: one function or None per member. A function replaces the member's own
+            ``collate_fn``.
+        p: relative weights of the members. With ``"size"``, a weight is the number of rows of the
+            member at the draw. None means equal weights. ``ensemble.sampler.p`` may be set at any
+            time, also by a scheduler: ``LinearScheduler(ensemble, "p", [0.5, 0.5], num_steps)``.
+        sample_from_all: every member has one part, in the order of the members.
+        num_buffer_sampled: the number of parts K; by default the number of members.
+        counts: with "multinomial", the member of each part is drawn independently, with
+            replacement. With "exact", each member has ``K * p`` parts, rounded at random if this is
+            not a whole number.
+        unready: the treatment of members with a positive weight that cannot return their rows now.
+            "raise" raises the error of such a member, even if it would not be chosen. "skip" treats
+            its weight as 0.
+        keys: the keys to keep, if samples of members have further keys; None for all.
+        device: device to which the samples of members are moved. With None, all samples must be on
+            one device.
+        generator: source of randomness for the choice of members and for their draws. With None,
+            torch's global generator chooses members, and each member draws with its own generator.
+            Remote members draw with seeds from the source that chooses members.
+        shared: let processes that receive the ensemble write and sample the same rows. The members
+            must be shared, or data sets.
+        priority_key: the key under which learners write priorities, for all members. None for the
+            key of each member.
         pin_memory, prefetch, transform_factory, delayed_init, contiguous, compilable: as for
-            ReplayBuffer; members' own batches made ahead are not used.
+            ReplayBuffer. Batches that members have prefetched are not used.
 
     Raises:
-        RuntimeError: buffers and parts of them; weights with ``sample_from_all``.
-        TypeError: neither, or arguments of another kind. ValueError: values that cannot be; a
-            buffer with a rate limiter, or one elsewhere whose sampler has passes.
+        RuntimeError: both buffers and components are given, or weights with ``sample_from_all``.
+        TypeError: neither buffers nor components are given, or an argument has another type.
+        ValueError: a value is out of range, a buffer has a rate limiter, or the sampler of a remote
+            buffer has passes.
 
-    Samples carry ``("index", "index")``, ``("index", "buffer_ids")`` and, where a member is an
-    ensemble, ``("index", "inner_ids")``: the member's member, and so on. Beside it is what
-    samplers tell, the same in every batch: what one member tells and another does not is 1 in
-    ``priority_weight``, True in masks; a row by itself is its own anchor, and a sequence of one.
-    Windows are numbered anew in each part.
+    Samples carry ``("index", "index")`` and ``("index", "buffer_ids")``. If a member is an
+    ensemble, ``("index", "inner_ids")`` names the member of that ensemble, and so on. All batches
+    have the same info keys. If a member's sampler does not return a key of another member, its rows
+    get default values. These are 1 for ``priority_weight`` and True for masks. Such a row is its
+    own anchor, and a sequence of length 1. Windows are numbered from 0 in each part.
 
-    A member that draws without replacement begins another pass where one ends. Iteration ends with
-    the batch in which the last of the members that can be chosen has ended one; if any draws with
-    replacement, never.
+    A member that draws without replacement starts another pass at the end of a pass. An iteration
+    ends after the batch with which every member that can be chosen has ended a pass. If such a
+    member draws with replacement, the iteration never ends.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""An ensemble's members and parts: how they are given, checked, and locked."""
+"""Check the members and parts of an ensemble, and hold its state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 import torch
 
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.buffer_dataset import Elsewhere
+from replaykit.buffer.buffer_dataset import BufferHandle
 from replaykit.buffer.core import DataT, as_chain
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.ensembles.ensemble_sampler import SamplerEnsemble, naming_member
@@ -23,11 +23,12 @@ __all__ = ["EnsembleCore"]
 
 
 class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterEnsemble]):
-    """Composes members. What they are made of is theirs alone: nothing of it is copied here.
+    """The members of an ensemble. The ensemble does not copy their components.
 
-    Locks: that of the StorageEnsemble guards what is the ensemble's own (the choice of members, the
-    generator, draws kept for later); each member's guards the member. It is taken before those of
-    the members; several of these are held at once only to save or load, in one order.
+    The lock of the StorageEnsemble guards the ensemble's own state: the choice of members, the
+    generator and kept draws. The lock of each member guards that member. A thread takes the
+    ensemble's lock before a member's lock. It holds several members' locks only to save or load,
+    and takes them in a fixed order.
     """
 
     _storage: StorageEnsemble
@@ -37,7 +38,7 @@ class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterE
     @checked_keywords
     def __init__(
         self,
-        *rbs: ReplayBuffer[DataT] | Elsewhere,
+        *rbs: ReplayBuffer[DataT] | BufferHandle,
         storages: StorageEnsemble | None = None,
         samplers: SamplerEnsemble | None = None,
         writers: WriterEnsemble | None = None,
@@ -66,7 +67,7 @@ class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterE
         given = [name for name, part in parts.items() if part is not None]
         if rbs and given:
             raise RuntimeError(
-                f"expected buffers or storages, samplers and writers, got {given} too"
+                f"expected either buffers or storages, samplers and writers, got {given} too"
             )
         if not rbs and len(given) < len(parts):
             raise TypeError(
@@ -82,7 +83,7 @@ class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterE
         ):
             raise TypeError(
                 "expected p=, sample_from_all=, num_buffer_sampled=, counts= and unready= of the "
-                "SamplerEnsemble where one is given"
+                "SamplerEnsemble if one is given"
             )
         members = _checked_members(rbs or _made_of(parts, collate_fns, priority_key))
         for number, member in enumerate(members):
@@ -93,8 +94,8 @@ class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterE
                 )
             if prefetch and _uses_up(member):
                 raise ValueError(
-                    f"expected member {number} without a ConsumingSampler where prefetch={prefetch}"
-                    ": batches that nobody takes would use its records up"
+                    f"expected member {number} without a ConsumingSampler if prefetch={prefetch}: "
+                    "batches that are not delivered would use its rows up"
                 )
         self._members = members
         self._collate_fns = _checked_collates(collate_fns, members)
@@ -116,7 +117,7 @@ class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterE
             writers = WriterEnsemble(*(member.writer for member in members))
         for part in (storages, samplers, writers):
             assert part is not None
-            part.follow(members)
+            part.attach_members(members)
         super().__init__(
             storage=storages,
             sampler=samplers,
@@ -140,7 +141,7 @@ class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterE
         self._storage = cast(StorageEnsemble, storages)
         self._sampler = cast(SamplerEnsemble, samplers)
         self._writer = cast(WriterEnsemble, writers)
-        self._take_chain(chain)
+        self._set_transforms(chain)
         self._be_known_to_members()
         if self._prefetch_depth:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
@@ -148,26 +149,26 @@ class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterE
         self._initialized = True
 
     def _be_known_to_members(self) -> None:
-        """What is written to them waits for draws that were asked for before it."""
+        """Register with the members, so that their writes wait for requested draws."""
         for member in self._members:
-            if isinstance(member, Member):  # writes reach it through any handle
+            if isinstance(member, Member):  # other handles may write to it
                 continue
             living = [one for one in member._drawn_by if one() not in (None, self)]
             member._drawn_by = (*living, weakref.ref(self))
 
-    def _take_chain(self, chain: Compose) -> None:
+    def _set_transforms(self, chain: Compose) -> None:
         if chain.spans_rows:
             raise ValueError(
                 "expected transforms of batches, got one that reads the rows around those of a "
-                "batch, holds rows back or follows what is written; give it to the members"
+                "batch, holds rows back or follows writes; give it to the members"
             )
-        super()._take_chain(chain)
+        super()._set_transforms(chain)
 
     # -- description ----------------------------------------------------------------------------
 
     @property
     def members(self) -> tuple[Any, ...]:
-        """The buffers that it draws from; of those elsewhere the handles that were given."""
+        """The buffers that the ensemble draws from; handles for remote ones."""
         return tuple(map(as_given, self._members))
 
     @property
@@ -178,7 +179,7 @@ class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterE
 
     @property
     def sampler(self) -> SamplerEnsemble:
-        """The samplers of the members, and by what weights these are chosen."""
+        """The samplers of the members, with the weights that choose among them."""
         self._ready()
         return self._sampler
 
@@ -190,18 +191,18 @@ class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterE
 
     @property
     def write_count(self) -> int:
-        """Rows written so far through all members (elements, where they have lanes)."""
+        """Number of rows written through all members, summed over all lanes."""
         return sum(member.write_count for member in self._members)
 
     def __len__(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return len(self._members)
 
     def stats(self) -> dict[str, Any]:
-        """Returns size, write count, capacity and utilization of all members together, prepared
-        batches, and the number of members, as numbers.
+        """Return size, write count, capacity and utilization of all members together.
 
-        Changes nothing. Cost: O(members).
+        The result also has the number of prefetched batches and the number of members. The method
+        changes nothing. Cost: O(members).
 
         Example:
             >>> import torch
@@ -237,7 +238,7 @@ class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterE
         inside = ",\n".join("    " + part.replace("\n", "\n    ") for part in parts)
         return f"{type(self).__name__}(\n{inside})"
 
-    # -- what is for the members ----------------------------------------------------------------
+    # -- refused: for members only --------------------------------------------------------------
 
     @property  # type: ignore[misc]
     def dim_extend(self) -> int:
@@ -246,7 +247,7 @@ class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterE
 
     @property
     def episodes(self) -> NoReturn:
-        """Always raises NotImplementedError: the stored episodes are those of a member."""
+        """Always raises NotImplementedError; use the episodes of a member."""
         refuse_writing("episodes")
 
     def _only_of_members(name: str) -> Any:  # type: ignore[misc]
@@ -285,12 +286,16 @@ def _uses_up(buffer: Any) -> bool:
 
 
 def _checked_members(given: Sequence[Any]) -> tuple[Any, ...]:
-    """Buffers, and handles in the form of members; TypeError or ValueError names another one."""
+    """Return the members, with handles in the form of members.
+
+    Raises:
+        TypeError, ValueError: a buffer cannot be a member; the error names it.
+    """
     for number, member in enumerate(given):
-        if not isinstance(member, (ReplayBuffer, Elsewhere)):
+        if not isinstance(member, (ReplayBuffer, BufferHandle)):
             raise TypeError(
-                f"expected member {number} as a ReplayBuffer, got {type(member).__name__}; of a "
-                "buffer elsewhere a RayReplayBuffer, a ShardedReplayBuffer, or a client() of one"
+                f"expected member {number} as a ReplayBuffer, got {type(member).__name__}; for a "
+                "remote buffer give a RayReplayBuffer, a ShardedReplayBuffer, or a client() of one"
             )
     found = []
     for number, member in enumerate(given):
@@ -304,7 +309,12 @@ def _checked_members(given: Sequence[Any]) -> tuple[Any, ...]:
 def _made_of(
     parts: dict[str, Any], collate_fns: Sequence[Any] | None, priority_key: Any
 ) -> tuple[ReplayBuffer, ...]:
-    """Buffers of the members of three ensembles; ValueError where these are not equally many."""
+    """Return buffers made from the members of three ensembles.
+
+    Raises:
+        TypeError: an ensemble is of another kind.
+        ValueError: the ensembles have different numbers of members.
+    """
     kinds = {"storages": StorageEnsemble, "samplers": SamplerEnsemble, "writers": WriterEnsemble}
     for name, kind in kinds.items():
         if not isinstance(parts[name], kind):
@@ -338,8 +348,8 @@ def _checked_collates(given: Sequence[Any] | None, members: Sequence[Any]) -> li
     for number, (one, member) in enumerate(zip(found, members, strict=True)):
         if one is not None and isinstance(member, Member):
             raise ValueError(
-                f"expected None in collate_fns for member {number}, whose rows are put together "
-                "where they lie: give its buffer the collate_fn"
+                f"expected None in collate_fns for member {number}, whose rows are collated in "
+                "another process: give its buffer the collate_fn"
             )
     return found
 

@@ -1,4 +1,4 @@
-"""Batches of an ensemble: drawn by the members, put together here."""
+"""Draw batches with the members of an ensemble, and combine their parts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from replaykit.ensembles.batch_info import (
     IDS,
     INDEX,
     INNER,
+    BatchParts,
     InfoSpec,
-    Places,
     flat_rows,
     joined,
     length_of,
@@ -84,32 +84,34 @@ class EnsembleDrawing(Asking[DataT]):
         *,
         timeout: float | None = None,
     ) -> Any:
-        """Draws a batch.
+        """Draw a batch.
 
         Args:
-            batch_size: number of rows of all parts together; None: that of the constructor.
-            return_info: also return what is known of the draw.
-            include_info: ``False`` leaves it out of the TensorDict; deprecated.
-            timeout: seconds to wait for members elsewhere; None: as long as they live, those over
-                shards their own ``timeout``. No others wait.
+            batch_size: number of rows of all parts together; None for the constructor's
+                ``batch_size``.
+            return_info: also return the info of the draw.
+            include_info: if False, the TensorDict does not contain the info. Deprecated.
+            timeout: seconds to wait for remote members. With None the call waits until they answer
+                or end, or up to the ``timeout`` of a sharded buffer. Local members need no wait.
 
         Returns:
-            For TensorDict content a TensorDict of batch size ``[K, B // K]`` for K parts, with
-            ``("index", "index")``, int64 (``[K, B // K, ndim]`` where a member has lanes, -1 behind
-            those of members with fewer), ``("index", "buffer_ids")``, the member of each row,
-            ``index_generation``, and what samplers of members tell; see `ReplayBufferEnsemble`. For
-            other content the data alone. It owns its memory. With ``return_info`` a pair of it and
-            a TensorDict of what is known.
+            For TensorDict rows, a TensorDict of batch size ``[K, B // K]`` for K parts. Its
+            ``("index", "index")`` is int64. If a member has lanes, its shape is ``[K, B // K,
+            ndim]``, padded with -1 for members with fewer dimensions. ``("index", "buffer_ids")``
+            is the member of each row. The batch also has ``index_generation`` and the info of the
+            members' samplers; see `ReplayBufferEnsemble`. For other rows, the data alone. The batch
+            owns its memory. With ``return_info``, the result is a pair of the batch and a
+            TensorDict of the info.
 
         Raises:
-            RuntimeError: no batch size anywhere, or a transform that changed the number of rows.
-            ValueError: a batch size that the number of parts does not divide; samples of members
-                that differ in keys, shapes or dtypes: names them. The error of a member that cannot
-                give its rows, with the number of the member. TimeoutError, ActorLost: a member
-                elsewhere has not answered in time, or has ended.
+            RuntimeError: no batch size is given, or a transform changed the number of rows.
+            ValueError: the number of parts does not divide the batch size, or samples of members
+                differ in keys, shapes or dtypes. The error names the difference.
+            TimeoutError, ActorLost: a remote member has not answered in time, or has ended.
+            The error of a member that cannot return its rows, with the number of the member.
 
-        Where it raises, no row has left a pass, and the next batch is that which this would have
-        been.
+        If the call raises, all draws are rolled back. No row has left a pass, and the next call
+        returns the batch that this call would have returned.
 
         Example:
             >>> import torch
@@ -131,35 +133,38 @@ class EnsembleDrawing(Asking[DataT]):
         if not return_info:
             return found
         data, info = found
-        told = TensorDict({}, info[INDEX].shape[:2])
+        collated = TensorDict({}, info[INDEX].shape[:2])
         for key, value in info.items():
-            told.set(key, value)
-        return data, told
+            collated.set(key, value)
+        return data, collated
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Whether ``sample`` would succeed now: every member that can be chosen is ready.
+        """Return whether ``sample`` would succeed now.
+
+        It would succeed if every member that can be chosen is ready.
 
         Raises:
-            RuntimeError: no batch size anywhere.
+            RuntimeError: no batch size is given.
         """
         size = self._size_of(batch_size)
         known = self._known(size, everyone=True)
         with self._locked():
-            if self._kept_of(size) is not None:
+            if self._pending_draw(size) is not None:
                 return True
             return self._sampler.can_choose(size, Buffers(self._members, self._generator, known))
 
     def set_rng(self, generator: torch.Generator | None) -> None:
-        """Takes another source of randomness for members to be chosen by, and to draw from.
+        """Replace the generator that chooses members and draws their rows.
 
         Args:
-            generator: None: members draw from their own, and are chosen by torch's global one.
+            generator: the new generator. With None, torch's global generator chooses members, and
+                each member draws with its own generator.
         """
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"expected a torch.Generator, got {type(generator).__name__}")
         with self._locked():
             drawn: Any
-            for drawn in self._take_prepared():
+            for drawn in self._withdraw_prefetched():
                 self._return(drawn)
             self._generator = generator
 
@@ -171,17 +176,17 @@ class EnsembleDrawing(Asking[DataT]):
             return self._drawn_together(size, lent, known)
 
     def _drawn_together(self, size: int, lent: Lent | None, known: KnownMember) -> EnsembleDrawn:
-        """Chooses members and has them draw; all of them or none. The lock is held."""
+        """Choose members; all of them draw, or none. The caller holds the lock."""
         sampler, generator = self._sampler, self._generator
         kept: EnsembleDrawn | None = None
         if lent is not None:
             generator = generator if lent.generator is None else lent.generator
-            kept = lent.kept  # type: ignore[assignment]
+            kept = lent.draw  # type: ignore[assignment]
         else:
-            kept = self._kept_of(size)
+            kept = self._pending_draw(size)
             if kept is not None:
                 self._pending.remove(kept)  # type: ignore[arg-type]
-        noted = self._prefetcher is not None if lent is None else lent.noted
+        records_random = self._prefetcher is not None if lent is None else lent.records_random
         before = random_state(generator)
         ended, was_out = sampler._ended, sampler.ran_out
         done: list[tuple[Any, Any]] = []
@@ -194,9 +199,9 @@ class EnsembleDrawing(Asking[DataT]):
                 choice = Choice(kept.members, kept.rows, frozenset())
                 stored = {part.member: list(part.draws) for part in kept.parts}
             checks = self._checks(choice)
-            # Who draws elsewhere does it while those here do.
+            # Remote members come first, so that they draw at the same time as local members.
             parts = [
-                self._part(member, choice, generator, noted, stored.get(member, []), done)
+                self._part(member, choice, generator, records_random, stored.get(member, []), done)
                 for member in sorted(set(choice.members), key=self._is_here)
             ]
             parts.sort(key=lambda part: part.member)
@@ -209,7 +214,7 @@ class EnsembleDrawing(Asking[DataT]):
             raise
         if kept is None:
             over = {part.member for part in parts if any(draw.ran_out for draw in part.draws)}
-            ran_out = sampler.note_ended(over, choice.possible)
+            ran_out = sampler.mark_ended(over, choice.possible)
         else:
             ran_out = kept.ran_out
             show(sampler, ran_out)
@@ -228,10 +233,10 @@ class EnsembleDrawing(Asking[DataT]):
         )
 
     def _readable(self, draws: list[Any]) -> int:
-        return len(draws)  # members say it of theirs when they read
+        return len(draws)  # members check their draws when they read
 
-    def _kept_of(self, size: int) -> EnsembleDrawn | None:
-        """The next draw of that batch size that was made and not delivered. The lock is held."""
+    def _pending_draw(self, size: int) -> EnsembleDrawn | None:
+        """Return the next kept draw with this batch size. The caller holds the lock."""
         for kept in self._pending:
             if kept.size == size:
                 return kept  # type: ignore[return-value]
@@ -242,15 +247,15 @@ class EnsembleDrawing(Asking[DataT]):
         member: int,
         choice: Choice,
         generator: torch.Generator | None,
-        noted: bool,
+        records_random: bool,
         stored: list[Any],
         done: list[tuple[Any, Any]],
     ) -> MemberDraw:
-        """Has a member draw for its parts of a batch. The lock is held.
+        """Draw a member's parts of a batch. The caller holds the lock.
 
         Args:
-            stored: draws of it that were kept, to be read again.
-            done: what has been drawn is noted there.
+            stored: kept draws of the member, to be read again.
+            done: list to which new draws are appended.
         """
         buffer, collate = self._members[member], self._collate_fns[member]
         plain = not isinstance(buffer, EnsembleCore)
@@ -259,7 +264,7 @@ class EnsembleDrawing(Asking[DataT]):
 
         def draw(rows: int) -> tuple[Any, int, bool]:
             kept = stored.pop(0) if stored else None
-            lent = Lent(generator, collate, noted, kept)
+            lent = Lent(generator, collate, records_random, kept)
             drawn = buffer._draw(rows if kept is None else kept.size, lent)
             if kept is None:
                 done.append((buffer, drawn))
@@ -278,7 +283,7 @@ class EnsembleDrawing(Asking[DataT]):
             raise naming_member(error, member) from error
 
     def _draws_at_once(self) -> bool:
-        return False  # members have locks of their own, which others may hold
+        return False  # members have separate locks, which other threads may hold
 
     def _free_lock(self) -> Any:
         return None
@@ -301,10 +306,10 @@ class EnsembleDrawing(Asking[DataT]):
     def _written(self) -> int:
         return sum(member._written() for member in self._members)
 
-    def _give_back(self, drawn: Any, *, settled: bool = True) -> None:
-        with self._locked(settled=settled):
+    def _give_back(self, drawn: Any, *, wait_for_draws: bool = True) -> None:
+        with self._locked(wait_for_draws=wait_for_draws):
             if drawn.lent:
-                # Whose batch it was takes care of the generator.
+                # The ensemble that made the batch restores the generator.
                 for part in reversed(drawn.parts):
                     for one in reversed(part.draws):
                         self._members[part.member]._give_back(one)
@@ -312,11 +317,14 @@ class EnsembleDrawing(Asking[DataT]):
             elif lost(drawn):
                 self._drop(drawn)
             else:
-                self._pending.extend([drawn.kept(), *self._take_prepared()])
+                self._pending.extend([drawn.without_rows(), *self._withdraw_prefetched()])
             show(self._sampler, drawn.was_out)
 
     def _return(self, drawn: EnsembleDrawn) -> None:
-        """Gives draws of members that will not be delivered back to them. The lock is held."""
+        """Roll back draws of members that will not be delivered.
+
+        The caller holds the lock.
+        """
         for part in reversed(drawn.parts):
             buffer = self._members[part.member]
             for one in reversed(part.draws):
@@ -354,15 +362,15 @@ class EnsembleDrawing(Asking[DataT]):
             check()  # the last moment at which the batch can still be the next one
         except BaseException as error:
             with shielded:
-                self._give_back(drawn, settled=isinstance(error, Exception))
+                self._give_back(drawn, wait_for_draws=isinstance(error, Exception))
             raise
         if queue is not None:
-            with self._locked(settled=False):
+            with self._locked(wait_for_draws=False):
                 show(self._sampler, drawn.ran_out)
         return drawn, data, info
 
     def _finish(self, drawn: Any) -> tuple[Any, dict[Any, Any]]:
-        """Has members make their samples, puts them together, transforms and pins; no lock."""
+        """Combine the samples of members, transform and pin them, without a lock."""
         pieces: list[tuple[int, Any]] = []
         infos: list[dict[Any, Any]] = []
         found = {
@@ -385,7 +393,7 @@ class EnsembleDrawing(Asking[DataT]):
                 )
             pieces += [(part.member, data) for data, _ in made]
             infos += [layout.fill(info, rows) for _, info in made]
-        places = Places(drawn.members, width)
+        places = BatchParts(drawn.members, width)
         data = self._together(pieces, places)
         if len(self._chain):
             data = self._chain.forward(data)
@@ -397,7 +405,7 @@ class EnsembleDrawing(Asking[DataT]):
         return data, info
 
     def _finished(self, member: int, drawn: Any) -> tuple[Any, dict[Any, Any]]:
-        """A member's sample with its rows along dimension 0, and what is known of them."""
+        """Return a member's sample with its rows along dimension 0, and its info."""
         buffer = self._members[member]
         if not isinstance(buffer, EnsembleCore):
             return self._as_rows(member, *piece_of(buffer, drawn))
@@ -412,12 +420,16 @@ class EnsembleDrawing(Asking[DataT]):
         return self._filling(member, data, info)
 
     def _as_rows(self, member: int, data: Any, info: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
-        """What a buffer has drawn, in the words of the ensemble."""
+        """Return rows and info of a buffer, under the keys of the ensemble."""
         info = {INDEX: info["index"], **{key: info[key] for key in info if key != "index"}}
         return self._filling(member, put_back_marks(data, info), info)
 
     def _filling(self, member: int, data: Any, info: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
-        """The same with what is wanted of it, where it is wanted."""
+        """Return rows with the requested keys and device, and their info.
+
+        Raises:
+            RuntimeError: the number of rows has changed.
+        """
         rows, made = len(info[INDEX]), length_of(data)
         if made != rows:
             raise RuntimeError(
@@ -430,7 +442,7 @@ class EnsembleDrawing(Asking[DataT]):
             data = to_device(data, self._device)
         return data, info
 
-    def _together(self, pieces: Sequence[tuple[int, Any]], places: Places) -> Any:
+    def _together(self, pieces: Sequence[tuple[int, Any]], places: BatchParts) -> Any:
         collate: Callable[[list[Any]], Any] | None = self._collate_fn
         if collate is None:
             return stacked(pieces, places)
@@ -438,5 +450,5 @@ class EnsembleDrawing(Asking[DataT]):
 
 
 def _is_ordered(buffer: Any) -> bool:
-    """Whether a transform of a buffer, or of a member, takes batches in the order of delivery."""
+    """Return whether a transform of a buffer or member needs the order of delivery."""
     return buffer._chain.ordered or any(map(_is_ordered, getattr(buffer, "_members", ())))

@@ -1,4 +1,4 @@
-"""Choose the members that an ensemble samples from, and in what share."""
+"""Choose the members that an ensemble samples from, and their shares."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class SamplerPairs:
-    """Samplers with a storage each, as members of a choice."""
+    """Samplers and their storages as the members among which to choose."""
 
     def __init__(self, samplers: Sequence[Sampler], storage: Storage) -> None:
         if not isinstance(storage, StorageEnsemble):
@@ -45,23 +45,23 @@ class SamplerPairs:
         self.samplers, self.storages = samplers, storage.storages
 
     def size(self, member: int) -> int:
-        """Rows that a member holds."""
+        """Return the number of rows of a member."""
         return rows_in(self.storages[member])
 
     def ready(self, member: int, rows: int) -> bool:
-        """Whether a member can give that many rows now."""
+        """Return whether a member can return ``rows`` rows now."""
         sampler, storage = self.samplers[member], self.storages[member]
         if sampler.consumes:
-            return sampler.left(storage) >= rows  # what it gives less of fills no part
+            return sampler.left(storage) >= rows  # fewer rows would not fill a part
         return sampler.can_sample(storage, rows)
 
     def refuse(self, member: int, rows: int) -> NoReturn:
-        """Raises the error of a member that cannot."""
-        self.draw(member, rows)  # raises why
-        raise NotEnoughData(f"member {member}: expected {rows} rows, and it cannot give them now")
+        """Raise the error of a member that cannot return its rows."""
+        self.draw(member, rows)  # raises the member's error
+        raise NotEnoughData(f"member {member}: expected {rows} rows, but it cannot return them now")
 
     def draw(self, member: int, rows: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Has a member's sampler draw; its errors name the member."""
+        """Draw with the sampler of a member; its errors name the member."""
         try:
             index, info = self.samplers[member].sample(self.storages[member], rows)
         except Exception as error:
@@ -70,7 +70,10 @@ class SamplerPairs:
 
 
 def naming_member(error: Exception, member: int | str) -> Exception:
-    """An error of the same class that says which member raised it, or itself where it cannot."""
+    """Return an error of the same class that names the member.
+
+    If the class does not allow this, the function returns the error itself.
+    """
     text = error.args[0] if error.args else ""
     if len(error.args) > 1 or not isinstance(text, str):
         return error
@@ -86,18 +89,19 @@ def laid_out(
     rows: int,
     drawn: dict[int, list[tuple[torch.Tensor, dict[Any, Any]]]],
 ) -> tuple[Any, dict[Any, Any]]:
-    """Returns the draws of members part by part, in the order in which these were chosen.
+    """Return the draws of members part by part, in the order of the choice.
 
     Args:
         members: the member of each part.
-        rows: of a part.
-        drawn: draws by member, index and info; together they have the rows of its parts.
+        rows: number of rows per part.
+        drawn: draws by member, each an index and its info. Together a member's draws have the rows
+            of its parts.
     """
     lanes = {draws[0][0].shape[1:] for draws in drawn.values()}
     if len(lanes) > 1:
         raise RuntimeError(
-            "expected members whose rows have indices of one shape; with lanes and without they go "
-            "into one batch of a ReplayBufferEnsemble only"
+            "expected members whose rows have indices of one shape; only a ReplayBufferEnsemble "
+            "puts members with and without lanes into one batch"
         )
     shared = set.intersection(*(set(info) for draws in drawn.values() for _, info in draws))
     shared = {
@@ -108,17 +112,18 @@ def laid_out(
     pieces: dict[int, list[Any]] = {}
     for member, draws in drawn.items():
         index = torch.cat([index for index, _ in draws])
-        told = {key: torch.cat([info[key] for _, info in draws]) for key in shared}
+        infos = {key: torch.cat([info[key] for _, info in draws]) for key in shared}
         parts = [*index.split(rows)]
-        tolds: dict[Any, Any] = {key: value.split(rows) for key, value in told.items()}
+        by_part: dict[Any, Any] = {key: value.split(rows) for key, value in infos.items()}
         pieces[member] = [
-            (part, {key: value[i] for key, value in tolds.items()}) for i, part in enumerate(parts)
+            (part, {key: value[i] for key, value in by_part.items()})
+            for i, part in enumerate(parts)
         ]
     turn = {member: iter(parts) for member, parts in pieces.items()}
     laid = [next(turn[member]) for member in members]
     index = torch.stack([part for part, _ in laid])
     ids = torch.tensor(members, dtype=torch.int64, device=index.device)
-    info = {key: torch.stack([told[key] for _, told in laid]) for key in shared}
+    info = {key: torch.stack([each[key] for _, each in laid]) for key in shared}
     return TensorDict({"index": index, "buffer_ids": ids}, [len(laid)]), info
 
 
@@ -130,11 +135,11 @@ T = TypeVar("T")
 
 
 def requests(sampler: Sampler, unit: SampleUnit | None, times: int, rows: int) -> list[int]:
-    """Returns how many rows to ask a member for, one entry a draw.
+    """Return the number of rows to request from a member in each draw.
 
-    All at once where it draws single rows, whatever their number. What draws windows, or is one's
-    own, is asked for the rows of one part of the batch at a time: the length of windows may depend
-    on it.
+    A sampler that draws any number of single rows draws all rows in one draw. A sampler of windows,
+    or a custom sampler, makes one draw per part, because its windows may depend on the number of
+    rows.
     """
     entry = entry_of(type(sampler))
     single = entry is not None and entry.single_rows and (unit is None or type(unit) is Transition)
@@ -146,16 +151,18 @@ def requests(sampler: Sampler, unit: SampleUnit | None, times: int, rows: int) -
 def filled(
     wanted: int, draw: Callable[[int], tuple[T, int, bool]], sampler: Sampler | None
 ) -> list[T]:
-    """Returns draws that have the wanted number of rows together.
+    """Return draws that together have the wanted number of rows.
 
-    A draw may be short where it ends a pass over the member; the next pass then gives the rest.
+    A draw may be short if it ends a pass over the member. The next pass then provides the rest.
 
     Args:
-        draw: draws that many rows; returns the draw, how many it has, whether it ended a pass.
-        sampler: of the member, where it is one.
+        draw: a function that draws a number of rows. It returns the draw, its number of rows, and
+            whether it ended a pass.
+        sampler: the sampler of the member; None for an ensemble.
 
     Raises:
-        ValueError: a draw that is short for another reason, or whose rest is no whole slices.
+        ValueError: a draw is short for another reason, or the missing rows are not a whole number
+            of slices.
     """
     draws: list[T] = []
     left = wanted
@@ -171,7 +178,7 @@ def filled(
         if left > 0 and _by_number(sampler):
             raise ValueError(
                 f"expected {wanted} rows, got {wanted - left} at the end of a pass, and with "
-                "num_slices= the rest is no whole slices; use slice_len="
+                "num_slices= the rest is not a whole number of slices; use slice_len="
             )
         if left < 0:
             raise ValueError(f"expected {wanted} rows, got {wanted - left}")
@@ -186,22 +193,24 @@ def _by_number(sampler: Sampler | None) -> bool:
 Array = np.ndarray[Any, Any]
 
 SIZE = "size"
-"""Weights by the number of rows that the members hold at each draw."""
+"""The value of ``p`` for weights equal to the members' numbers of rows at each draw."""
 
 COUNTS = ("multinomial", "exact")
 
 _ROUNDING = 1e-9
-"""What a share of a batch may differ from a whole number and still be one: 0.8 * 5 is not 4."""
+"""Maximum rounding error by which a share may be below a whole number."""
 
 
 def checked_weights(p: Any, count: int) -> torch.Tensor | str | None:
-    """Returns weights float64 ``[count]`` with sum 1, ``"size"``, or None for equal ones.
+    """Return weights float64 ``[count]`` with sum 1, ``"size"``, or None.
+
+    None means equal weights.
 
     Args:
-        p: relative weights, one a member; "size"; or None.
+        p: relative weights, one per member; "size"; or None.
 
     Raises:
-        ValueError: negative, NaN or infinite ones, nothing but zeros, or not one a member.
+        ValueError: weights are negative, NaN, infinite or all 0, or there is not one per member.
     """
     if p is None:
         return None
@@ -219,15 +228,15 @@ def checked_weights(p: Any, count: int) -> torch.Tensor | str | None:
     largest = weights.max()
     if not largest > 0:
         raise ValueError(f"expected a weight above 0, got {p}")
-    weights = weights / largest  # a sum of the largest numbers there are is infinite
+    weights = weights / largest  # the sum of very large weights would be infinite
     return weights / weights.sum()
 
 
 def multinomial(weights: Array | None, draws: int, count: int, generator: Any) -> Array:
-    """Draws members independently: int64 ``[draws]``; one of weight 0 is never among them.
+    """Draw members independently, int64 ``[draws]``; never a member of weight 0.
 
     Args:
-        weights: not negative, with a sum above 0; None: equal ones.
+        weights: not negative, with a sum above 0; None for equal weights.
         count: number of members.
     """
     if weights is None:
@@ -236,11 +245,15 @@ def multinomial(weights: Array | None, draws: int, count: int, generator: Any) -
 
 
 def exact(weights: Array | None, draws: int, count: int, generator: Any) -> Array:
-    """Draws each member ``draws * weight / sum`` times, rounded down or up: int64 ``[draws]``.
+    """Draw each member ``draws * weight / sum`` times, rounded down or up.
 
-    What is left after rounding down goes to members at points that lie at equal distances on the
-    rests, from one uniform number (systematic sampling), so that each comes up as often, on
-    average, as its weight says. Nothing is drawn where nothing is left. The numbers rise.
+    Rounding down leaves some draws, which systematic sampling distributes. It places points at
+    equal distances on the cumulative remainders, from one uniform random offset. The member at each
+    point gets a draw. On average, each member is thus drawn in proportion to its weight. Without
+    remaining draws, no random number is used.
+
+    Returns:
+        Numbers of members in ascending order, int64 ``[draws]``.
     """
     share = np.full(count, 1.0 / count) if weights is None else weights / weights.sum()
     quota = share * draws
@@ -254,24 +267,25 @@ def exact(weights: Array | None, draws: int, count: int, generator: Any) -> Arra
 
 
 def _at(weights: Array, points: Array) -> Array:
-    """The members at points of [0, 1) of the sum of weights."""
+    """Return the members at points in [0, 1), as fractions of the sum of weights."""
     ends = np.cumsum(weights)
-    # The last with a weight ends at the sum, whatever the product is rounded to.
+    # A product may be rounded up to the sum. So the result is at most the last member with a
+    # weight.
     last = int(np.nonzero(weights)[0][-1])
     return np.minimum(np.searchsorted(ends, points * ends[-1], side="right"), last)
 
 
 def require_any(weights: Array) -> None:
-    """Raises NotEnoughData where no member has a weight."""
+    """Raise NotEnoughData if no member has a positive weight."""
     if not weights.any():
-        raise NotEnoughData("no member of the ensemble can be drawn: none has a row, or weight")
+        raise NotEnoughData("no member of the ensemble can be drawn: none has rows and a weight")
 
 
 UNREADY = ("raise", "skip")
 
 
 class Choice(NamedTuple):
-    """Of which members the parts of a batch are, and how many rows a part has.
+    """The member of each part of a batch, and the number of rows per part.
 
     ``possible``: the members that could have been chosen.
     """
@@ -282,43 +296,46 @@ class Choice(NamedTuple):
 
 
 class Members(Protocol):
-    """What a choice depends on."""
+    """The members among which to choose, with the data that the choice needs."""
 
     def size(self, member: int) -> int:
-        """Rows that a member holds."""
+        """Return the number of rows of a member."""
 
     def ready(self, member: int, rows: int) -> bool:
-        """Whether a member can give that many rows now."""
+        """Return whether a member can return ``rows`` rows now."""
 
     def refuse(self, member: int, rows: int) -> NoReturn:
-        """Raises the error of a member that cannot."""
+        """Raise the error of a member that cannot return its rows."""
 
 
 class SamplerEnsemble(Sampler):
-    """Chooses members of an ensemble for each batch; its samplers draw the rows.
+    """A sampler that chooses members for each batch. The members draw the rows.
 
-    A batch of B rows has ``num_buffer_sampled`` parts of ``B // num_buffer_sampled`` rows, each of
-    one member.
+    A batch of B rows has ``num_buffer_sampled`` parts. Each part has ``B // num_buffer_sampled``
+    rows of one member.
 
     Args:
         samplers: the members.
-        p: relative weights, one a member; ``"size"``: by the number of rows that each holds at the
-            draw; None: equal ones. May be set at any time, also by a scheduler.
-        sample_from_all: every member has one part, in their order.
-        num_buffer_sampled: number of parts; by default that of the members.
-        counts: ``"multinomial"``, the default: the members of the parts are drawn independently,
-            with replacement. ``"exact"``: each member has ``num_buffer_sampled * p`` parts,
-            rounded down or up so that it comes up as often as ``p`` says; parts of one member lie
-            side by side.
-        unready: what becomes of a member that can be chosen and cannot give its rows: ``"raise"``
-            its error, whoever would be chosen; ``"skip"``: it is as if its weight were 0.
+        p: relative weights, one per member. With ``"size"``, a weight is the number of rows of the
+            member at the draw. None means equal weights. May be set at any time, also by a
+            scheduler.
+        sample_from_all: every member has one part, in the order of the members.
+        num_buffer_sampled: number of parts; by default the number of members.
+        counts: with ``"multinomial"``, the default, the members of the parts are drawn
+            independently, with replacement. With ``"exact"``, each member has ``num_buffer_sampled
+            * p`` parts. The number is rounded down or up at random, so that the average share is
+            ``p``. Parts of one member are adjacent.
+        unready: the treatment of members with a positive weight that cannot return their rows now.
+            ``"raise"`` raises the error of such a member, even if it would not be chosen.
+            ``"skip"`` treats its weight as 0.
 
     Raises:
-        TypeError: a member that is no Sampler. ValueError: no member; weights that are negative,
-            NaN, infinite, all 0, or not one a member; another value of an option.
+        TypeError: a member is not a Sampler.
+        ValueError: there is no member, or an option has an invalid value. Also if weights are
+            negative, NaN, infinite or all 0, or if there is not one per member.
         RuntimeError: ``p``, ``counts`` or ``unready="skip"`` together with ``sample_from_all``.
 
-    Cost: a few Python steps a member that is chosen, and what its sampler takes.
+    Cost: a few Python steps for each chosen member, and the cost of its sampler.
 
     Example:
         >>> import torch
@@ -372,26 +389,28 @@ class SamplerEnsemble(Sampler):
         self.num_buffer_sampled = num_buffer_sampled
         self._p = checked_weights(p, len(samplers))
 
-    def follow(self, buffers: Sequence[Any]) -> None:
-        """Has the members be what these buffers work with at any time."""
+    def attach_members(self, buffers: Sequence[Any]) -> None:
+        """Use the current samplers of these buffers as the members."""
         self._buffers = tuple(buffers)
 
-    # -- what it is made with -------------------------------------------------------------------
+    # -- options --------------------------------------------------------------------------------
 
     @property
     def samplers(self) -> tuple[Sampler, ...]:
-        """The members."""
+        """The samplers of the members."""
         if self._buffers is None:
             return self._samplers
         return tuple(buffer.sampler for buffer in self._buffers)
 
     @property
     def p(self) -> Any:
-        """Weights of the members, float64 ``[members]`` with sum 1; ``"size"``; None: equal ones.
+        """Weights of the members, float64 ``[members]`` with sum 1, ``"size"`` or None.
+
+        None means equal weights. Only an assignment raises; nothing has changed then.
 
         Raises:
-            ValueError: weights that cannot be. RuntimeError: with ``sample_from_all``. Both when it
-                is set; nothing has changed then.
+            ValueError: the weights are invalid.
+            RuntimeError: weights are given with ``sample_from_all``.
         """
         return self._p.clone() if isinstance(self._p, torch.Tensor) else self._p
 
@@ -403,17 +422,17 @@ class SamplerEnsemble(Sampler):
 
     @property
     def sample_from_all(self) -> bool:
-        """Whether every member has one part of each batch."""
+        """True if every member has one part of each batch."""
         return self._sample_from_all
 
     @property
     def counts(self) -> str:
-        """The law by which weights become numbers of parts."""
+        """The law that turns weights into numbers of parts."""
         return self._counts
 
     @property
     def unready(self) -> str:
-        """What becomes of a member that cannot give its rows."""
+        """The treatment of members that cannot return their rows."""
         return self._unready
 
     @property
@@ -436,11 +455,12 @@ class SamplerEnsemble(Sampler):
     def choose(
         self, batch_size: int, members: Members, generator: torch.Generator | None
     ) -> Choice:
-        """Chooses the member of each part of a batch.
+        """Choose the member of each part of a batch.
 
         Raises:
-            ValueError: a batch size that the number of parts does not divide. NotEnoughData: no
-                member can be chosen. The error of a member that cannot give its rows.
+            ValueError: the number of parts does not divide the batch size.
+            NotEnoughData: no member can be chosen.
+            The error of a member that cannot return its rows.
         """
         parts, count = self.num_buffer_sampled, len(self)
         if batch_size % parts:
@@ -461,7 +481,10 @@ class SamplerEnsemble(Sampler):
     def _chances(
         self, rows: int, members: Members
     ) -> tuple[np.ndarray[Any, Any] | None, list[int]]:
-        """Weights float64 ``[members]``, None for equal ones, and who has one above 0."""
+        """Return the weights of members, and the members with a weight above 0.
+
+        The weights are float64 ``[members]``; None for equal weights.
+        """
         weights: np.ndarray[Any, Any] | None = None
         if isinstance(self._p, torch.Tensor):
             weights = self._p.numpy()
@@ -484,7 +507,7 @@ class SamplerEnsemble(Sampler):
                 members.refuse(member, rows)
 
     def can_choose(self, batch_size: int, members: Members) -> bool:
-        """Whether ``choose`` would succeed, and the members then give their rows."""
+        """Return whether ``choose`` would succeed and the members could then draw."""
         parts = self.num_buffer_sampled
         if batch_size % parts:
             return False
@@ -497,9 +520,12 @@ class SamplerEnsemble(Sampler):
             return False
         return all(members.ready(member, rows) for member in possible)
 
-    def note_ended(self, ended: set[int], possible: frozenset[int]) -> bool:
-        """Takes note of members whose pass has ended; returns whether that ends one of the
-        ensemble: every member that can be chosen has ended one since the last."""
+    def mark_ended(self, ended: set[int], possible: frozenset[int]) -> bool:
+        """Record members whose pass has ended; return whether the ensemble's pass ends.
+
+        It ends when every member that can be chosen has ended a pass since the ensemble's last pass
+        ended.
+        """
         self._ended |= ended
         self._ran_out = bool(ended) and self._ended >= possible
         if self._ran_out:
@@ -507,17 +533,17 @@ class SamplerEnsemble(Sampler):
         return self._ran_out
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
-        """Chooses members and has their samplers draw.
+        """Choose members and draw rows with their samplers.
 
         Returns:
-            A TensorDict with ``buffer_ids``, int64 ``[K]`` for K parts, and ``index`` ``[K, B]``
-            (``[K, B, ndim]``), which ``StorageEnsemble.get`` takes; and what all members of the
-            batch tell of their rows, ``[K, B, ...]``.
+            Two results. The first is a TensorDict for ``StorageEnsemble.get``. It has
+            ``buffer_ids``, int64 ``[K]`` for K parts, and ``index`` ``[K, B]`` (``[K, B, ndim]``).
+            The second is the info that all members of the batch have in common, ``[K, B, ...]``.
 
         Raises:
-            TypeError: the storage is no StorageEnsemble. ValueError: it has another number of
-                members, or as ``choose`` does. RuntimeError: members with lanes and without in one
-                batch.
+            TypeError: the storage is not a StorageEnsemble.
+            ValueError: the storage has another number of members; also as for ``choose``.
+            RuntimeError: a batch has members with and without lanes.
         """
         members = SamplerPairs(self.samplers, storage)
         choice = self.choose(batch_size, members, self.generator)
@@ -539,17 +565,20 @@ class SamplerEnsemble(Sampler):
                     if sampler.ran_out:
                         ended.add(member)
             drawn[member] = found
-        self.note_ended(ended, choice.possible)
+        self.mark_ended(ended, choice.possible)
         return laid_out(choice.members, choice.rows, drawn)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether ``sample`` would succeed now: every member that can be chosen is ready."""
+        """Return whether ``sample`` would succeed now.
+
+        It would succeed if every member that can be chosen is ready.
+        """
         return self.can_choose(batch_size, SamplerPairs(self.samplers, storage))
 
     # -- members --------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Any:
-        """The member of that number, or a SamplerEnsemble of several with their weights."""
+        """Return a member by number, or a SamplerEnsemble of several members."""
         numbers = chosen(index, len(self), "an ensemble")
         samplers = self.samplers
         if isinstance(numbers, int):
@@ -557,7 +586,11 @@ class SamplerEnsemble(Sampler):
         return self.of(numbers, [samplers[number] for number in numbers])
 
     def of(self, numbers: list[int], samplers: Sequence[Sampler]) -> SamplerEnsemble:
-        """One like this, of some of the members; ValueError where none of them has a weight."""
+        """Return an ensemble of some of the members, with their weights.
+
+        Raises:
+            ValueError: none of these members has a positive weight.
+        """
         p = self._p[numbers] if isinstance(self._p, torch.Tensor) else self._p
         return SamplerEnsemble(
             *samplers,
@@ -569,18 +602,18 @@ class SamplerEnsemble(Sampler):
         )
 
     def __len__(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return len(self._samplers if self._buffers is None else self._buffers)
 
     def empty(self) -> None:
-        """Told that all records are gone: so are the members'."""
+        """Follow the removal of all rows, also in the members."""
         super().empty()
         self._ended = frozenset()
         for sampler in self.samplers:
             sampler.empty()
 
     def alone(self) -> SamplerEnsemble:
-        """One like this without members, which ``follow`` then gives it."""
+        """Return a copy without members. ``attach_members`` then sets them."""
         other = copy.copy(self)
         other._samplers, other._buffers = (), ()
         return other
@@ -588,7 +621,7 @@ class SamplerEnsemble(Sampler):
     # -- state ----------------------------------------------------------------------------------
 
     def own_state(self) -> dict[str, Any]:
-        """Returns what the next choice depends on, the members apart."""
+        """Return the state of the choice of members, without the members' states."""
         return {
             "_kind": self.kind,
             "_p": self.p,
@@ -597,7 +630,11 @@ class SamplerEnsemble(Sampler):
         }
 
     def check_own_state(self, state_dict: Any) -> None:
-        """Raises ValueError where it is not the state of as many members, chosen in this way."""
+        """Check the result of ``own_state`` before it is loaded.
+
+        Raises:
+            ValueError: the state has another number of members, or another way to choose them.
+        """
         super().check_state(state_dict, None)  # type: ignore[arg-type]
         checked_weights(state_dict.get("_p"), len(self))
         if state_dict.get("_p") is not None and self._sample_from_all:
@@ -610,17 +647,21 @@ class SamplerEnsemble(Sampler):
             raise ValueError(f"expected ran_out as a bool, got {ran_out!r}")
 
     def load_own_state(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a checked state without those of the members."""
+        """Load a checked result of ``own_state``."""
         self._p = checked_weights(state_dict["_p"], len(self))
         self._ended, self._ran_out = frozenset(state_dict["_ended"]), state_dict["_ran_out"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the next draw depends on, generators apart: weights, and each member's."""
+        """Return the weights and the members' states, without generators."""
         states = [sampler.state_dict() for sampler in self.samplers]
         return {**self.own_state(), **{str(i): state for i, state in enumerate(states)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state over; ValueError where it is not one of as many members of these kinds."""
+        """Load the result of ``state_dict``.
+
+        Raises:
+            ValueError: the state has another number of members, or members of other kinds.
+        """
         check_members(state_dict, len(self))
         self.check_own_state(state_dict)
         for number, sampler in enumerate(self.samplers):

@@ -1,4 +1,4 @@
-"""An ensemble's state: all members together, in files, in dictionaries, in pickles."""
+"""Save and load an ensemble with its members."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot, s
 from replaykit.ensembles.ensemble_drawing import EnsembleDrawing
 from replaykit.ensembles.ensemble_storage import StorageEnsemble, WriterEnsemble
 from replaykit.ensembles.member_state import (
-    ELSEWHERE,
+    REMOTE_PART,
     MemberLoad,
     buffers_of,
+    check_remote,
     checked_draws,
-    checked_elsewhere,
     described,
     ensembles_of,
-    folders_elsewhere,
     leaves_of,
-    load_elsewhere,
+    load_remote_members,
+    load_remote_members_from,
     member_state,
     members_locked,
+    remote_folders,
+    remote_states,
     saved_draws,
-    saved_elsewhere,
+    saved_remote,
     state_of_member,
-    states_elsewhere,
-    take_elsewhere,
 )
 from replaykit.ensembles.remote_draws import EnsembleDrawn
 from replaykit.ensembles.remote_members import Member
@@ -51,20 +51,20 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
     """``dumps``, ``loads``, ``state_dict``, ``load_state_dict``, pickling."""
 
     def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:
-        """Saves all members and what is the ensemble's own into one directory: all, or none.
+        """Save the ensemble and all its members into one directory, or change nothing.
 
-        It is a checkpoint as that of a buffer is, of all members at one instant. Rows of a data
-        set that nobody has edited are not saved, but which they are.
+        The result is a checkpoint like that of a buffer. It holds all members as of one instant.
+        Unedited rows of a data set are not saved. The checkpoint only identifies them.
 
         Args:
-            path: the directory; made with its parents, replaced atomically if it holds a
-                checkpoint. Members elsewhere write there too, each at an instant of its own.
-            keep: how many checkpoints the directory holds afterwards, at most.
+            path: the directory. It is created with its parents. If it holds a checkpoint, it is
+                replaced atomically. Remote members also save there, each as of a separate instant.
+            keep: the maximum number of checkpoints in the directory afterwards.
 
         Raises:
-            As ``ReplayBuffer.dumps``.
+            As for ``ReplayBuffer.dumps``.
 
-        Cost: that of saving the members. Writers of all of them wait for copies of 8 MiB.
+        Cost: the cost of saving the members. Writers to any member wait for copies of 8 MiB.
 
         Example:
             >>> import tempfile, torch
@@ -83,14 +83,14 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
             >>> [bool((ensemble.sample() == other.sample()).all()) for _ in range(3)]
             [True, True, True]
         """
-        with saved_elsewhere(self, path) as far:
+        with saved_remote(self, path) as far:
             save_snapshot(path, lambda base: self._snapshot(path, base, far), keep=keep)
 
     def _snapshot(
         self, path: str | os.PathLike[str], base: Base, far: Mapping[str, Any] | None = None
     ) -> Snapshot:
         with members_locked(self) as lock:
-            parts: dict[str, Any] = {} if far is None else {ELSEWHERE: far}
+            parts: dict[str, Any] = {} if far is None else {REMOTE_PART: far}
             documents = []
             for name, buffer in buffers_of(self):
                 for part, state in member_state(buffer, path).items():
@@ -113,30 +113,33 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
         mmap: bool = False,
         verify: bool | None = None,
     ) -> None:
-        """Takes over an ensemble that ``dumps`` saved; afterwards both draw the same batches.
+        """Load an ensemble that ``dumps`` saved.
 
-        Members are matched by their numbers, each by the rules of ``ReplayBuffer.loads``. A member
-        that is a data set has to be the one that was saved.
+        This ensemble and the saved one then draw the same batches. Members are matched by number,
+        and each loads by the rules of ``ReplayBuffer.loads``. If a member is a data set, it must be
+        the saved data set.
 
         Args:
             path: the directory.
-            version: which of the checkpoints there; None: the newest.
-            mmap: whether the rows of members stay in the files, to be read as they are sampled, by
-                the rules of ``ReplayBuffer.loads`` for each. Members that are data sets have theirs
-                already.
-            verify: whether every file is read and its checksum compared. None: unless ``mmap``.
+            version: the number of the checkpoint in it; None for the newest.
+            mmap: leave the rows of members in the files, and read them as they are sampled. The
+                rules of ``ReplayBuffer.loads`` apply to each member. Rows of data sets are always
+                in files.
+            verify: read every file and compare its checksum. None verifies only without ``mmap``.
 
         Raises:
-            FileNotFoundError: there is no checkpoint. CheckpointError: it is damaged, or of a newer
-                format; names the file. ValueError: it is not one of such members, or ``mmap`` with
-                members elsewhere; names the member. NotImplementedError: ``mmap`` elsewhere than on
-                a 64-bit POSIX system.
-            OSError: the system does not map the files.
+            FileNotFoundError: there is no checkpoint.
+            CheckpointError: the checkpoint is damaged, or has a newer format; the error names the
+                file.
+            ValueError: the checkpoint has other members, or ``mmap`` is given with remote members;
+                the error names the member.
+            NotImplementedError: ``mmap`` on a system other than 64-bit POSIX.
+            OSError: the operating system cannot map the files.
 
-        All members are checked first, and the files read; nothing has changed if it raises. Where
-        memory for the rows of a member runs out after others have theirs, these get back what they
-        held; a copy of it is kept meanwhile. Members elsewhere take theirs after all that has been
-        checked, one after the other; where one fails at that its error says who has taken theirs.
+        The load first checks all members and reads the files. If this raises, nothing has changed.
+        The load copies the former rows of members. If memory for the rows of a member runs out,
+        earlier members get their former rows back. Remote members load last, one after the other.
+        If a remote member fails then, the error names the remote members that have already loaded.
         """
         members = dict(buffers_of(self))
         with deferred, (MappedCheckpoint if mmap else Checkpoint)(path, version) as saved:
@@ -150,7 +153,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
                     f"expected the checkpoint of an ensemble with the members {names}, got "
                     f"{there or 'that of one buffer'} in {path}"
                 )
-            far = folders_elsewhere(self, saved, path, mmap=mmap)
+            far = remote_folders(self, saved, path, mmap=mmap)
 
             def part(name: str, which: str) -> Any:
                 key = f"{name}/{which}"
@@ -161,10 +164,10 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
                 return saved.part(key)
 
             own = {name: saved.part(f"{name}{_OWN}") for name, _ in ensembles_of(self)}
-            self._take(
+            self._load_states(
                 lambda name, buffer: state_of_member(buffer, name, part, path, mapped=mmap),
                 own,
-                lambda: load_elsewhere(far, verify=verify is not False),
+                lambda: load_remote_members_from(far, verify=verify is not False),
                 apart=bool(far),
             )
 
@@ -172,7 +175,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
     load = loads
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of all that ``dumps`` saves, as a dictionary.
+        """Return a dictionary with copies of everything that ``dumps`` saves.
 
         Example:
             >>> import torch
@@ -186,7 +189,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
             >>> rb[:]
             tensor([0, 1])
         """
-        far = states_elsewhere(self)
+        far = remote_states(self)
         with members_locked(self):
             return {
                 "_elsewhere": far,
@@ -196,7 +199,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what ``state_dict`` gave, by the rules of ``loads``; values are copied.
+        """Load a copy of a state from ``state_dict``, by the rules of ``loads``.
 
         Raises:
             ValueError: entries are missing, or do not fit this ensemble; nothing has changed.
@@ -204,7 +207,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
         members = state_dict.get("_members") if isinstance(state_dict, Mapping) else None
         own = state_dict.get("_own") if isinstance(state_dict, Mapping) else None
         names = [name for name, _ in buffers_of(self)]
-        far = checked_elsewhere(self, state_dict)
+        far = check_remote(self, state_dict)
         if (
             not isinstance(members, Mapping)
             or not isinstance(own, Mapping)
@@ -221,38 +224,38 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
                 raise ValueError(f"expected the entry {which!r} in its state")
             return state[which]
 
-        self._take(
+        self._load_states(
             lambda name, buffer: state_of_member(buffer, name, part, None),
             own,
-            lambda: take_elsewhere(far),
+            lambda: load_remote_members(far),
             apart=bool(far),
         )
 
-    def _take(
+    def _load_states(
         self,
         state_of: Any,
         own: Mapping[str, Any],
-        take_far: Callable[[], None],
+        load_remote: Callable[[], None],
         *,
         apart: bool,
     ) -> None:
-        """Has all members and ensembles take over their states, all or nothing.
+        """Load the states of all members and ensembles, or change nothing.
 
         Args:
-            take_far: has members elsewhere take theirs; called after all have been checked, without
-                a lock.
-            apart: whether there are any.
+            load_remote: a function that loads the states of remote members. It is called without a
+                lock, after all states have been checked.
+            apart: whether there are remote members.
         """
         if apart:
             with members_locked(self):
                 self._checked_all(state_of, own)
-            take_far()
+            load_remote()
         with members_locked(self):
             ensembles, loading = self._checked_all(state_of, own)
             with contextlib.ExitStack() as taken:
                 for ensemble, state in ensembles:
                     taken.enter_context(ensemble._own_taken(state))
-                loading.take()
+                loading.apply()
             for ensemble, state in ensembles:
                 kept = [one for one in state.draws if loading.deliverable(ensemble, one)]
                 ensemble._finish_own(state.random, kept)
@@ -260,7 +263,10 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
     def _checked_all(
         self, state_of: Any, own: Mapping[str, Any]
     ) -> tuple[list[tuple[Any, _Own]], MemberLoad]:
-        """States that all can take over; changes nothing. The locks are held."""
+        """Return checked states for all members and ensembles; change nothing.
+
+        The caller holds the locks.
+        """
         ensembles = [
             (ensemble, ensemble._checked_own(own[name])) for name, ensemble in ensembles_of(self)
         ]
@@ -271,7 +277,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
             loading.check(name, buffer, state_of)
         return ensembles, loading
 
-    # -- what is the ensemble's own -------------------------------------------------------------
+    # -- the ensemble's own state ---------------------------------------------------------------
 
     def _own_state(self) -> dict[str, Any]:
         draws: list[Any] = self._made_again()
@@ -283,7 +289,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
         }
 
     def _checked_own(self, state: Any) -> _Own:
-        """Returns a saved state; ValueError where it is not one of such an ensemble."""
+        """Return a saved state; ValueError if it is not that of such an ensemble."""
         names = ("sampler", "transforms", "generator", "prepared")
         if not isinstance(state, Mapping) or any(name not in state for name in names):
             raise ValueError(f"expected the entries {names} in the state of an ensemble")
@@ -298,7 +304,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
 
     @contextlib.contextmanager
     def _own_taken(self, state: _Own) -> Iterator[None]:
-        """Takes over choice and transforms; gives back what there was where anything fails."""
+        """Load the choice of members and the transforms; on an error, restore both."""
         chain, sampler = copy.deepcopy(self._chain.state_dict()), self._sampler.own_state()
         try:
             self._chain.load_state_dict(copy.deepcopy(state.transforms))
@@ -311,8 +317,8 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
             raise
 
     def _finish_own(self, saved: torch.Generator | None, draws: list[EnsembleDrawn]) -> None:
-        """Goes on with a saved generator and with draws that were made ahead."""
-        self._take_prepared()
+        """Set a saved generator and saved draws for later draws."""
+        self._withdraw_prefetched()
         self._pass_ended = False
         self._pending = deque(draws)  # type: ignore[arg-type]
         current = self._generator
@@ -337,8 +343,8 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
                 [saved_draws(self, draw) for draw in (*ahead, *self._pending)]
             )
             if queue is not None:
-                # Threads that draw ahead go on while the rest is pickled: what members are now
-                # belongs to the draws that are taken along.
+                # Prefetch threads keep running while the rest is pickled. So the states of members
+                # that belong to the pickled draws are copied now.
                 state["_members"] = [
                     member
                     if isinstance(member, Member)
@@ -358,7 +364,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
             self._storage = StorageEnsemble(*(member.storage for member in self._members))
             self._writer = WriterEnsemble(*(member.writer for member in self._members))
             for part in (self._storage, self._sampler, self._writer):
-                part.follow(self._members)
+                part.attach_members(self._members)
         self._making = threading.RLock()
         self._generator = saved_generator(from_value(state["_generator"]))
         draws = [checked_draws(self, record) for record in from_value(state["_pending"])]
@@ -372,20 +378,20 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
 
 
 class _Taken(NamedTuple):
-    """A buffer's state at an instant, to be pickled later."""
+    """The state of a buffer at an instant, to be pickled later."""
 
     cls: Any
     state: dict[str, Any]
 
     def made(self) -> Any:
-        """The buffer in that state."""
+        """Return a buffer in that state."""
         buffer = self.cls.__new__(self.cls)
         buffer.__setstate__(self.state)
         return buffer
 
 
 class _Own(NamedTuple):
-    """What is an ensemble's own of a saved state, checked."""
+    """The ensemble's own part of a saved state, after its check."""
 
     sampler: dict[str, Any]
     transforms: dict[str, Any]

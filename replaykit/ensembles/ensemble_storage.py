@@ -16,17 +16,18 @@ __all__ = ["StorageEnsemble", "WriterEnsemble", "chosen", "refuse_writing"]
 
 
 def chosen(index: Any, count: int, what: str) -> int | list[int]:
-    """Returns the number of the member that an index names, or of those that it names, in order.
+    """Return the number of the member that an index names, or a list of numbers.
 
     Args:
-        index: int, slice, ``...``, range, list, NumPy array or tensor ``[K]`` of integers, or of
-            bools, one a member. Negative ones count from the end.
+        index: int, slice, ``...``, range, list, NumPy array or tensor. Its elements are integers
+            ``[K]``, or bools, one per member. Negative integers count from the end.
         count: number of members.
-        what: what is indexed, for errors.
+        ``what``: the name of the indexed object, for errors.
 
     Raises:
-        TypeError: numbers with fractions, or no index at all. RuntimeError: more than one
-            dimension. IndexError: no such member.
+        TypeError: the index has numbers with fractions, or is not an index.
+        RuntimeError: the index has more than one dimension.
+        IndexError: a member does not exist.
     """
     if index is Ellipsis:
         return list(range(count))
@@ -66,15 +67,15 @@ def _member(number: int, count: int, what: str) -> int:
 class StorageEnsemble(Storage):
     """The storages of several buffers, each with the transforms of its buffer.
 
-    It is made for `ReplayBufferEnsemble`, and holds no rows itself.
+    It is a part of a `ReplayBufferEnsemble`, and stores no rows itself.
 
     Args:
         storages: the members.
-        transforms: one a member: a transform, several in a Compose, or None.
+        transforms: one entry per member, which is a transform, a Compose, or None.
 
     Raises:
-        TypeError: a member that is no Storage, or not one transform a member. ValueError: no
-            member.
+        TypeError: a member is not a Storage, or there is not one transform per member.
+        ValueError: there is no member.
 
     Example:
         >>> import torch
@@ -86,7 +87,7 @@ class StorageEnsemble(Storage):
         (2, 5, 8)
     """
 
-    # None of what a storage keeps of its own rows is here: no ledger, no hooks, no listeners.
+    # It stores no rows, so it has no ledger, no hooks and no listeners.
     def __init__(self, *storages: Storage, transforms: Sequence[Any] | None = None) -> None:
         if not storages:
             raise ValueError("expected at least one storage, got none")
@@ -105,13 +106,13 @@ class StorageEnsemble(Storage):
         self.ndim = 1
         self.recovery = None
 
-    def follow(self, buffers: Sequence[Any]) -> None:
-        """Has the members be what these buffers work with at any time."""
+    def attach_members(self, buffers: Sequence[Any]) -> None:
+        """Use the current storages and transforms of these buffers as the members."""
         self._buffers = tuple(buffers)
 
     @property
     def storages(self) -> tuple[Storage, ...]:
-        """The members."""
+        """The storages of the members."""
         if self._buffers is None:
             return self._storages
         return tuple(buffer.storage for buffer in self._buffers)
@@ -125,18 +126,18 @@ class StorageEnsemble(Storage):
 
     @property
     def max_size(self) -> int:  # type: ignore[override]
-        """Rows that fit into all members together."""
+        """Capacity of all members together, in rows."""
         return sum(storage.max_size for storage in self.storages)
 
     def get(self, index: Any) -> list[tuple[int, Any]]:
-        """Reads rows of members, and has the members' transforms change them.
+        """Read rows of members, through the members' transforms.
 
         Args:
-            index: TensorDict or mapping with ``buffer_ids``, int64 ``[K]``, and ``index``
-                ``[K, B]`` (``[K, B, ndim]``): of which member and which rows each of K batches is.
+            index: a TensorDict or mapping with the members and rows of K batches. ``buffer_ids`` is
+                int64 ``[K]``, and ``index`` is ``[K, B]`` (``[K, B, ndim]``).
 
         Returns:
-            For each of them the number of the member and its rows.
+            For each batch, the number of the member and the rows.
         """
         members = torch.as_tensor(index["buffer_ids"])
         if members.ndim > 1:
@@ -151,9 +152,10 @@ class StorageEnsemble(Storage):
         return found
 
     def __getitem__(self, index: Any) -> Any:
-        """The member of that number, or a StorageEnsemble of several.
+        """Return a member by number, or a StorageEnsemble of several members.
 
-        With a tuple, what the rest of it indexes in that member, or a list of that in each.
+        If the index is a tuple, its rest indexes that member, or each of the members. For several
+        members the result is a list.
         """
         if isinstance(index, tuple):
             first, rest = index[0], index[1:]
@@ -175,55 +177,55 @@ class StorageEnsemble(Storage):
         )
 
     def __len__(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return len(self._storages if self._buffers is None else self._buffers)
 
     def __iter__(self) -> Any:
         return iter(self.storages)
 
     def contains(self, item: Any) -> bool:
-        """Whether there is a member of that number."""
+        """Return whether there is a member with this number."""
         return isinstance(item, int) and -len(self) <= item < len(self)
 
     def rows(self) -> int:
-        """Rows that all members hold together."""
+        """Return the number of rows of all members together."""
         return sum(rows_in(storage) for storage in self.storages)
 
-    # -- what belongs to the members ------------------------------------------------------------
+    # -- for the members ------------------------------------------------------------------------
 
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
-            f"a StorageEnsemble has no rows of its own to {what}; use one of its members, "
-            "ensemble[i]"
+            f"a StorageEnsemble stores no rows itself that it could {what}; use one of its "
+            "members, ensemble[i]"
         )
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> NoReturn:
-        """Always raises RuntimeError: write to a member."""
+        """Always raises RuntimeError; write to a member."""
         self._refuse("write")
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
         self._refuse("write")
 
     def clear(self) -> NoReturn:
-        """Always raises RuntimeError: empty a member."""
+        """Always raises RuntimeError; empty a member."""
         self._refuse("clear")
 
     def attach(self, buffer: Any) -> NoReturn:
-        """Always raises RuntimeError: what reads an ensemble is a ReplayBufferEnsemble."""
+        """Always raises RuntimeError; only a ReplayBufferEnsemble can read an ensemble."""
         raise RuntimeError(
             "a StorageEnsemble cannot be the storage of a buffer; make a ReplayBufferEnsemble"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of what each member holds, by its number."""
+        """Return copies of the rows of each member, by member number."""
         return {str(i): storage.state_dict() for i, storage in enumerate(self.storages)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what each member held, after all were checked.
+        """Load the result of ``state_dict``, after a check of all members.
 
         Raises:
-            ValueError: not the state of as many members, or not one of such a storage; nothing has
-                changed.
+            ValueError: the state has another number of members, or does not fit their storages;
+                nothing has changed.
         """
         check_members(state_dict, len(self))
         for number, storage in enumerate(self.storages):
@@ -234,11 +236,11 @@ class StorageEnsemble(Storage):
             storage.load_state_dict(state_dict[str(number)])
 
     def dumps(self, path: Any, *, keep: int = 1) -> NoReturn:
-        """Always raises RuntimeError: what saves all members is a ReplayBufferEnsemble."""
+        """Always raises RuntimeError; a ReplayBufferEnsemble saves all members."""
         self._refuse("save")
 
     def loads(self, path: Any) -> NoReturn:
-        """Always raises RuntimeError: what loads all members is a ReplayBufferEnsemble."""
+        """Always raises RuntimeError; a ReplayBufferEnsemble loads all members."""
         self._refuse("load")
 
     dump = save = dumps
@@ -252,7 +254,7 @@ class StorageEnsemble(Storage):
 
 
 def check_members(state: Any, count: int) -> None:
-    """Raises ValueError where a state is not one of that many members, by their numbers."""
+    """Raise ValueError if a state does not have ``count`` members, by number."""
     wanted = [str(number) for number in range(count)]
     found = sorted(state, key=str) if isinstance(state, dict) else state
     if not isinstance(state, dict) or set(wanted) - set(state):
@@ -260,7 +262,7 @@ def check_members(state: Any, count: int) -> None:
 
 
 def rows_in(storage: Storage) -> int:
-    """How many rows a storage holds, elements where it has lanes."""
+    """Return the number of rows of a storage, or of all members of an ensemble."""
     return storage.rows() if isinstance(storage, StorageEnsemble) else len(storage)
 
 
@@ -271,7 +273,7 @@ def _chain(transform: Any) -> Compose:
 
 
 def refuse_writing(what: str) -> NoReturn:
-    """Raises NotImplementedError: the members of an ensemble are written to, not the ensemble."""
+    """Raise NotImplementedError; only members of an ensemble can be written to."""
     raise NotImplementedError(
         f"ReplayBufferEnsemble writes are disabled: {what} is for one of its members, as "
         f"ensemble[i].{what}"
@@ -279,13 +281,14 @@ def refuse_writing(what: str) -> NoReturn:
 
 
 class WriterEnsemble(Writer):
-    """The writers of several buffers; writes nothing itself.
+    """The writers of several buffers. A WriterEnsemble writes nothing itself.
 
     Args:
         writers: the members.
 
     Raises:
-        TypeError: a member that is no Writer. ValueError: no member.
+        TypeError: a member is not a Writer.
+        ValueError: there is no member.
 
     Example:
         >>> from replaykit import ImmutableDatasetWriter, RoundRobinWriter, WriterEnsemble
@@ -311,32 +314,33 @@ class WriterEnsemble(Writer):
         self._writers = writers
         self._buffers: tuple[Any, ...] | None = None
 
-    def follow(self, buffers: Sequence[Any]) -> None:
-        """Has the members be what these buffers work with at any time."""
+    def attach_members(self, buffers: Sequence[Any]) -> None:
+        """Use the current writers of these buffers as the members."""
         self._buffers = tuple(buffers)
 
     @property
     def writers(self) -> tuple[Writer, ...]:
-        """The members."""
+        """The writers of the members."""
         if self._buffers is None:
             return self._writers
         return tuple(buffer.writer for buffer in self._buffers)
 
     @property
     def write_count(self) -> int:
-        """Rows that all members have written so far."""
+        """Number of rows that all members have written so far."""
         return sum(writer.write_count for writer in self.writers)
 
     @property
     def tracks_generations(self) -> bool:  # type: ignore[override]
-        """Whether all members do."""
+        """True if all members track generations."""
         return all(writer.tracks_generations for writer in self.writers)
 
     def register_storage(self, storage: Storage) -> None:
-        """Gives each member its storage of a StorageEnsemble.
+        """Give each member its storage from a StorageEnsemble.
 
         Raises:
-            TypeError: another storage. ValueError: of another number of members.
+            TypeError: ``storage`` is not a StorageEnsemble.
+            ValueError: ``storage`` has another number of members.
         """
         if not isinstance(storage, StorageEnsemble):
             raise TypeError(f"expected a StorageEnsemble, got {type(storage).__name__}")
@@ -348,11 +352,11 @@ class WriterEnsemble(Writer):
             writer.register_storage(member)
 
     def generations_of(self, index: Any) -> torch.Tensor:
-        """How often slots of members were written, int64 of the shape of ``index``'s entries.
+        """Return the generations of members' slots, int64 in the shape of ``buffer_ids``.
 
         Args:
-            index: TensorDict or mapping with ``index``, int64 ``[*B]`` (``[*B, ndim]`` where
-                members have lanes), and ``buffer_ids`` ``[*B]``.
+            index: a TensorDict or mapping with ``index``, int64 ``[*B]``, and ``buffer_ids``
+                ``[*B]``. If members have lanes, ``index`` is ``[*B, ndim]``.
         """
         members, slots = torch.as_tensor(index["buffer_ids"]), torch.as_tensor(index["index"])
         if slots.ndim > members.ndim + 1 or slots.shape[: members.ndim] != members.shape:
@@ -371,7 +375,7 @@ class WriterEnsemble(Writer):
         return found
 
     def __getitem__(self, index: Any) -> Any:
-        """The member of that number, or a WriterEnsemble of several."""
+        """Return a member by number, or a WriterEnsemble of several members."""
         numbers = chosen(index, len(self), "an ensemble")
         writers = self.writers
         if isinstance(numbers, int):
@@ -379,7 +383,7 @@ class WriterEnsemble(Writer):
         return WriterEnsemble(*(writers[number] for number in numbers))
 
     def __len__(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return len(self._writers if self._buffers is None else self._buffers)
 
     def write(self, rows: Any) -> NoReturn:
@@ -407,14 +411,15 @@ class WriterEnsemble(Writer):
         refuse_writing("empty")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of each member, by its number."""
+        """Return the state of each member, by member number."""
         return {str(i): writer.state_dict() for i, writer in enumerate(self.writers)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the state of each member, after all were checked.
+        """Load the result of ``state_dict``, after a check of all members.
 
         Raises:
-            ValueError: not the state of as many members of these kinds; nothing has changed.
+            ValueError: the state has another number of members, or members of other kinds; nothing
+                has changed.
         """
         check_members(state_dict, len(self))
         for number, writer in enumerate(self.writers):

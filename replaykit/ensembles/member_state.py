@@ -1,4 +1,4 @@
-"""Save and load the states of members, all or nothing."""
+"""Save and load the states of all members, or of none on an error."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from replaykit.buffer.buffer_state import (
     draw_state,
     finish_taking,
     generator_state,
+    load_rows,
     parts_taken,
     prepared_state,
     saved_sampler,
-    take_rows,
 )
 from replaykit.buffer.component_checks import check_mappable
 from replaykit.buffer.prefetch import Drawn
@@ -45,30 +45,32 @@ from replaykit.storages.content import Content
 from replaykit.storages.save_hooks import content_after_load
 
 __all__ = [
-    "ELSEWHERE",
+    "REMOTE_PART",
     "JointLock",
     "MemberLoad",
     "buffers_of",
+    "check_remote",
     "checked_draws",
-    "checked_elsewhere",
     "described",
     "ensembles_of",
-    "folders_elsewhere",
     "leaves_of",
-    "load_elsewhere",
+    "load_remote_members",
+    "load_remote_members_from",
     "member_state",
     "members_locked",
+    "remote_folders",
+    "remote_states",
     "saved_draws",
-    "saved_elsewhere",
+    "saved_remote",
     "state_of_member",
-    "states_elsewhere",
-    "take_elsewhere",
 ]
 
 
 def buffers_of(ensemble: EnsembleCore, path: str = "") -> Iterator[tuple[str, ReplayBuffer]]:
-    """Yields the buffers of an ensemble that are here, also those of members that are ensembles,
-    with the names of their parts in a checkpoint."""
+    """Yield the local buffers of an ensemble, with their names in a checkpoint.
+
+    This includes the buffers of members that are ensembles.
+    """
     for number, member in enumerate(ensemble._members):
         name = f"{path}members/{number}"
         if isinstance(member, EnsembleCore):
@@ -78,7 +80,7 @@ def buffers_of(ensemble: EnsembleCore, path: str = "") -> Iterator[tuple[str, Re
 
 
 def ensembles_of(ensemble: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields an ensemble and its members that are ones, with the beginning of their names."""
+    """Yield an ensemble and its member ensembles, with prefixes for member names."""
     yield path, ensemble
     for number, member in enumerate(ensemble._members):
         if isinstance(member, EnsembleCore):
@@ -110,9 +112,9 @@ class JointLock:
 
 @contextlib.contextmanager
 def members_locked(ensemble: EnsembleCore) -> Iterator[JointLock]:
-    """Holds the locks of an ensemble and of everything in it; gives that of the storages."""
+    """Lock an ensemble and everything in it; yield the joint lock of the storages."""
     with contextlib.ExitStack() as held:
-        # Above before below, as draws take them; beside one another in the order of all others.
+        # Outer ensembles come first, as in draws. Ensembles of equal depth are in a fixed order.
         ensembles = {id(one): one for _, one in ensembles_of(ensemble)}.values()
         for one in sorted(ensembles, key=lambda one: (-depth(one), id(one))):
             held.enter_context(one._locked())
@@ -133,7 +135,10 @@ def members_locked(ensemble: EnsembleCore) -> Iterator[JointLock]:
 
 
 def saved_draws(ensemble: EnsembleCore, drawn: EnsembleDrawn) -> dict[str, Any]:
-    """Returns a draw without its rows, as values that can be saved. The locks are held."""
+    """Return a draw without its rows, as values that can be saved.
+
+    The caller holds the locks.
+    """
     parts = []
     for part in drawn.parts:
         member = ensemble._members[part.member]
@@ -154,7 +159,7 @@ def saved_draws(ensemble: EnsembleCore, drawn: EnsembleDrawn) -> dict[str, Any]:
 
 
 def checked_draws(ensemble: EnsembleCore, record: object) -> EnsembleDrawn:
-    """Returns a saved draw; ValueError where it is not one of such an ensemble."""
+    """Return a saved draw; ValueError if it is not that of such an ensemble."""
     fields = record if isinstance(record, Mapping) else {}
     members, parts = fields.get("members"), fields.get("parts")
     numbers = [fields.get("rows"), fields.get("size")]
@@ -185,7 +190,7 @@ def checked_draws(ensemble: EnsembleCore, record: object) -> EnsembleDrawn:
 
 
 def leaves_of(ensemble: EnsembleCore, drawn: EnsembleDrawn) -> Iterator[tuple[ReplayBuffer, Drawn]]:
-    """Yields what the buffers that are here have drawn for a draw."""
+    """Yield the local buffers that take part in a draw, with their draws."""
     for part in drawn.parts:
         member = ensemble._members[part.member]
         for one in part.draws:
@@ -199,16 +204,16 @@ def leaves_of(ensemble: EnsembleCore, drawn: EnsembleDrawn) -> Iterator[tuple[Re
 
 
 def member_state(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Returns the state of a buffer in parts; its lock is held.
+    """Return the state of a buffer in parts. The caller holds its lock.
 
     Args:
-        path: the directory that it will be saved to, where large parts may be read later; None: it
-            will not be.
+        path: the directory of the save, or None for a state dict. A save to a directory may read
+            large parts later.
     """
     storage, identity = buffer.storage, buffer.storage.identity
     if path is not None and identity is None:
         return buffer._saved_parts(storage, path)
-    prepared = prepared_state(buffer)  # first, since it may give draws back
+    prepared = prepared_state(buffer)  # first, because it may roll draws back
     sampler = saved_sampler(buffer.sampler, tracked=None if path is None else storage)
     return {
         "storage": storage.state_dict() if identity is None else {"identity": identity},
@@ -221,7 +226,7 @@ def member_state(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> d
 
 
 def described(name: str, buffer: ReplayBuffer) -> dict[str, Any]:
-    """What the head of a manifest says of a member."""
+    """Return the description of a member for the header of a manifest."""
     storage = buffer.storage
     return {
         "name": name,
@@ -246,16 +251,17 @@ def state_of_member(
     *,
     mapped: bool = False,
 ) -> BufferState:
-    """Returns the saved state of a buffer.
+    """Return the saved state of a buffer.
 
     Args:
-        name: of the buffer in the checkpoint.
-        part: returns a part of a buffer by both names.
-        path: the directory that it was saved to; None: it is a state dict.
-        mapped: whether rows stay in the files there.
+        name: the name of the buffer in the checkpoint.
+        part: a function that returns a part of a buffer, given the names of buffer and part.
+        path: the directory of the checkpoint; None for a state dict.
+        mapped: whether rows stay in the files of the checkpoint.
 
     Raises:
-        ValueError: it is not one of such a storage. CheckpointError: it is damaged.
+        ValueError: the state is not that of such a storage.
+        CheckpointError: the state is damaged.
     """
     head, storage = part(name, "storage"), buffer.storage
     if not isinstance(head, Mapping):
@@ -290,9 +296,9 @@ def state_of_member(
 
 
 def _check_identity(own: Any, saved: Any) -> None:
-    """Raises ValueError where a storage does not hold the rows that were not saved."""
+    """Raise ValueError if a storage lacks rows that were not saved."""
     if not isinstance(saved, Mapping):
-        raise ValueError(f"expected what tells a data set, got {saved!r}")
+        raise ValueError(f"expected the identity of a data set, got {saved!r}")
     same = isinstance(own, Mapping) and set(own) == set(saved)
     for key, value in saved.items() if same else ():
         there = own[key]
@@ -304,7 +310,7 @@ def _check_identity(own: Any, saved: Any) -> None:
         found = (
             "one that was edited, or no data set"
             if own is None
-            else "another one, or other episodes of it"
+            else "another data set, or other episodes of it"
         )
         raise ValueError(
             "expected the data set that the ensemble was saved with, whose rows are not "
@@ -320,10 +326,12 @@ class _Entry:
 
 
 class MemberLoad:
-    """Has several buffers take over states, all or nothing. Their locks are held.
+    """A load of states into several buffers, which succeeds or changes nothing.
+
+    The caller holds their locks.
 
     Args:
-        draws: saved draws of ensembles, with the generator that each is made by, if one was saved.
+        draws: saved draws of ensembles, each with the saved generator that made it, if any.
     """
 
     def __init__(
@@ -338,10 +346,10 @@ class MemberLoad:
     def check(
         self, name: str, buffer: ReplayBuffer, state_of: Callable[[str, ReplayBuffer], BufferState]
     ) -> None:
-        """Checks a state against a buffer, which will take it over; changes nothing.
+        """Check a state for a buffer before the load; change nothing.
 
         Raises:
-            ValueError: it does not fit; names the member.
+            ValueError: the state does not fit; the error names the member.
         """
         try:
             state = state_of(name, buffer)
@@ -355,8 +363,8 @@ class MemberLoad:
             raise naming_member(error, name) from error
         self._entries.append(_Entry(buffer, checked, [one for one, _ in elsewhere]))
 
-    def take(self) -> None:
-        """Has all of them take over their states; where one fails, all have what they had."""
+    def apply(self) -> None:
+        """Load all states. If one load fails, restore the old states of all buffers."""
         with contextlib.ExitStack() as parts:
             for entry in self._entries:
                 parts.enter_context(parts_taken(entry.buffer, entry.checked))
@@ -366,7 +374,7 @@ class MemberLoad:
                     back = None
                     if place + 1 < len(self._entries) and not entry.checked.state.same_rows:
                         back = entry.buffer.storage.undo_content()
-                    take_rows(entry.buffer, entry.checked)
+                    load_rows(entry.buffer, entry.checked)
                     if back is not None:
                         undo.append(back)
             except BaseException:
@@ -377,8 +385,10 @@ class MemberLoad:
             finish_taking(entry.buffer, entry.checked, elsewhere=entry.elsewhere)
 
     def deliverable(self, ensemble: EnsembleCore, drawn: EnsembleDrawn) -> bool:
-        """Whether the rows of a saved draw lie where they did; else it goes back, as far as it has
-        not yet."""
+        """Return whether the rows of a saved draw have kept their slots.
+
+        If not, roll back the parts of the draw that were not rolled back yet.
+        """
         moved = {id(e.buffer) for e in self._entries if e.checked.rows is not None}
         leaves = list(leaves_of(ensemble, drawn))
         if not any(id(buffer) in moved for buffer, _ in leaves):
@@ -389,18 +399,18 @@ class MemberLoad:
         return False
 
 
-ELSEWHERE = "elsewhere"
-"""The part that says where members elsewhere have saved themselves, and the folder of it all."""
+REMOTE_PART = "elsewhere"
+"""Name of the part for remote members' checkpoints, and of their folder."""
 
 _LOCK = ".elsewhere.lock"
-"""Who saves holds it: what a save removes is then nobody else's. The kernel lets go of it when its
-holder dies."""
+"""The file lock that a save holds, so that it removes no folder of another save. The kernel
+releases it when its holder dies."""
 
 _TOKEN = re.compile("[0-9a-f]{32}")
 
 
 def far_of(ensemble: EnsembleCore, path: str = "") -> Iterator[tuple[str, Member]]:
-    """Yields the members elsewhere, also those of members, by names as those here have."""
+    """Yield the remote members at any depth, with names like local members."""
     for number, member in enumerate(ensemble._members):
         name = f"{path}members/{number}"
         if isinstance(member, EnsembleCore):
@@ -413,45 +423,46 @@ def far_of(ensemble: EnsembleCore, path: str = "") -> Iterator[tuple[str, Member
 
 
 @contextlib.contextmanager
-def saved_elsewhere(
+def saved_remote(
     ensemble: EnsembleCore, path: str | os.PathLike[str]
 ) -> Iterator[dict[str, Any] | None]:
-    """Has members elsewhere save themselves, all at a time, into a folder of this save alone.
+    """Save all remote members at the same time, into a folder of this save.
 
-    Nothing names it before the manifest does that is written inside; what no manifest names is
-    removed afterwards. Gives what the manifest has to say; None where there are no such members.
+    The manifest is written inside the context, and is the first file to name the folder. Folders
+    that no manifest names are removed afterwards. The context yields the manifest's part for remote
+    members; None if there are none.
     """
     far = dict(far_of(ensemble))
     if not far:
         yield None
         return
-    from filelock import FileLock  # which loads asyncio, for whoever imports the package
+    from filelock import FileLock  # imported here, because it loads asyncio
 
     folder = Path(path).expanduser().absolute()
     make_directory(folder)
     with FileLock(folder / _LOCK):
         token = uuid.uuid4().hex
-        own = folder / ELSEWHERE / token
+        own = folder / REMOTE_PART / token
         try:
             make_directory(own)
             _all(far, lambda name, member: member.handle._ask_call("dumps", str(own / name)))
             for name in far:
                 if not (own / name / MANIFEST).exists():
                     raise CheckpointError(
-                        f"{name}: expected its {MANIFEST} in {own / name}, found none: a member "
-                        "elsewhere has to see the same file system"
+                        f"{name}: expected its {MANIFEST} in {own / name}, found none: a remote "
+                        "member has to see the same file system"
                     )
             yield {"save": token, "members": sorted(far)}
         finally:
-            with contextlib.suppress(CheckpointError):  # then nobody knows what is named
+            with contextlib.suppress(CheckpointError):  # then the named folders are unknown
                 named = _named(folder)
-                for other in (folder / ELSEWHERE).iterdir():
+                for other in (folder / REMOTE_PART).iterdir():
                     if other.name not in named:
                         remove_tree(other)
 
 
 def _all(far: Mapping[str, Member], ask: Callable[[str, Member], Any]) -> dict[str, Any]:
-    """Asks all, and waits for all, whatever the others say; then raises the first error."""
+    """Send all requests, wait for all answers, then raise the first error."""
     asked, answers = {}, {}
     failed: list[tuple[str, Exception]] = []
     for name, member in far.items():
@@ -471,7 +482,7 @@ def _all(far: Mapping[str, Member], ask: Callable[[str, Member], Any]) -> dict[s
 
 
 def _named(folder: Path) -> set[str]:
-    """The folders of members elsewhere that a checkpoint names."""
+    """Return the folders of remote members that a checkpoint names."""
     found: set[str] = set()
     try:
         versions = checkpoint_versions(folder)
@@ -479,8 +490,8 @@ def _named(folder: Path) -> set[str]:
         return found
     for version in versions:
         with Checkpoint(folder, version) as saved:
-            if ELSEWHERE in saved:
-                found.add(_checked(saved.part(ELSEWHERE), folder)["save"])
+            if REMOTE_PART in saved:
+                found.add(_checked(saved.part(REMOTE_PART), folder)["save"])
     return found
 
 
@@ -491,38 +502,38 @@ def _checked(part: Any, path: Any) -> dict[str, Any]:
         or not isinstance(part.get("save"), str)
         or not _TOKEN.fullmatch(part["save"])
     ):
-        raise CheckpointError(f"what {path} says of members elsewhere is damaged: {part!r}")
+        raise CheckpointError(f"the record of remote members in {path} is damaged: {part!r}")
     return part
 
 
-def folders_elsewhere(
+def remote_folders(
     ensemble: EnsembleCore, saved: Checkpoint, path: str | os.PathLike[str], *, mmap: bool
 ) -> dict[str, tuple[Member, Path]]:
-    """Where members elsewhere have saved themselves, by name.
+    """Return each remote member with the folder of its checkpoint, by name.
 
     Raises:
-        ValueError: those that were saved are others than those of the ensemble; ``mmap`` with
-            members elsewhere.
+        ValueError: the saved members are not those of the ensemble, or ``mmap`` is given with
+            remote members.
     """
     far = dict(far_of(ensemble))
     if mmap and far:
         raise ValueError(
-            f"expected mmap=False with members elsewhere, which are loaded into memory: {[*far]}"
+            f"expected mmap=False with remote members, which are loaded into memory: {[*far]}"
         )
     part = {"save": "", "members": []}
-    if ELSEWHERE in saved:
-        part = _checked(saved.part(ELSEWHERE), path)
+    if REMOTE_PART in saved:
+        part = _checked(saved.part(REMOTE_PART), path)
     if part["members"] != sorted(far):
         raise ValueError(
-            f"expected the checkpoint of an ensemble with the members {sorted(far)} elsewhere, got "
+            f"expected the checkpoint of an ensemble with the remote members {sorted(far)}, got "
             f"{part['members']} in {path}"
         )
-    own = Path(path).expanduser().absolute() / ELSEWHERE / str(part["save"])
+    own = Path(path).expanduser().absolute() / REMOTE_PART / str(part["save"])
     return {name: (member, own / name) for name, member in far.items()}
 
 
-def load_elsewhere(far: Mapping[str, tuple[Member, Path]], *, verify: bool) -> None:
-    """Has members elsewhere read what they have saved, after all files have been looked at."""
+def load_remote_members_from(far: Mapping[str, tuple[Member, Path]], *, verify: bool) -> None:
+    """Load the checkpoints of remote members, after a check of all files."""
     for name, (_, folder) in far.items():
         manifests = sorted(folder.rglob(MANIFEST))
         if not manifests:
@@ -540,7 +551,7 @@ def _one_by_one(calls: Mapping[str, tuple[Member, str, Any]]) -> None:
         try:
             member.handle._ask_call(method, argument).result()
         except Exception as error:
-            also = f"{name} ({', '.join(done)} had theirs already)" if done else name
+            also = f"{name} ({', '.join(done)} had loaded theirs already)" if done else name
             raise naming_member(error, also) from error
         done.append(name)
 
@@ -548,24 +559,24 @@ def _one_by_one(calls: Mapping[str, tuple[Member, str, Any]]) -> None:
 # -- dictionaries ---------------------------------------------------------------------------------
 
 
-def states_elsewhere(ensemble: EnsembleCore) -> dict[str, Any]:
-    """Copies of all that members elsewhere hold, by name."""
+def remote_states(ensemble: EnsembleCore) -> dict[str, Any]:
+    """Return copies of the states of all remote members, by name."""
     far = dict(far_of(ensemble))
     return _all(far, lambda name, member: member.handle._ask_call("state_dict"))
 
 
-def checked_elsewhere(ensemble: EnsembleCore, state: Any) -> dict[str, tuple[Member, Any]]:
-    """What each member elsewhere is to take over; ValueError where they are others."""
+def check_remote(ensemble: EnsembleCore, state: Any) -> dict[str, tuple[Member, Any]]:
+    """Return each remote member with its saved state; ValueError if members differ."""
     far = dict(far_of(ensemble))
     found = state.get("_elsewhere", {}) if isinstance(state, Mapping) else {}
     if not isinstance(found, Mapping) or set(found) != set(far):
         raise ValueError(
-            f"expected the state of an ensemble with the members {sorted(far)} elsewhere, got "
+            f"expected the state of an ensemble with the remote members {sorted(far)}, got "
             f"{sorted(found) if isinstance(found, Mapping) else found!r}"
         )
     return {name: (member, found[name]) for name, member in far.items()}
 
 
-def take_elsewhere(far: Mapping[str, tuple[Member, Any]]) -> None:
-    """Has members elsewhere take over their states."""
+def load_remote_members(far: Mapping[str, tuple[Member, Any]]) -> None:
+    """Load the states of remote members."""
     _one_by_one({name: (member, "load_state_dict", state) for name, (member, state) in far.items()})

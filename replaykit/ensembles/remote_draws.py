@@ -25,7 +25,7 @@ __all__ = ["Asking", "Buffers", "EnsembleDrawn", "MemberDraw", "lost"]
 
 @dataclass(slots=True)
 class MemberDraw:
-    """What one member has drawn for a batch."""
+    """The draws of one member for a batch."""
 
     member: int
     draws: list[Any]
@@ -33,13 +33,20 @@ class MemberDraw:
 
 @dataclass(slots=True, eq=False)
 class EnsembleDrawn:
-    """A draw of an ensemble: the members of its parts, and what each of them drew.
+    """A draw of an ensemble, with the members of its parts and their draws.
 
-    ``rows``: that a member is asked for, a part. ``size``: the batch size asked for. ``lent``: it
-    is part of the batch of an ensemble above. ``ended``: who had ended a pass before it. ``late``:
-    the batch is made when it is delivered. ``checks``: members elsewhere that could have been
-    chosen, whether they are ready, and for how many rows. ``before``, ``after``: of the generator.
-    ``lost``: a member elsewhere did not give its rows. ``until``: how long these are waited for.
+    Attributes:
+        rows: number of rows that each part requests from its member.
+        size: the batch size that was requested.
+        lent: whether the draw is part of the batch of an outer ensemble.
+        ended: the members that had ended a pass before the draw.
+        was_out: the sampler's ``ran_out`` before the draw.
+        late: whether the batch is made at delivery.
+        checks: for remote members that could have been chosen, the readiness requests and their
+            numbers of rows.
+        before, after: states of the generator.
+        lost: whether a remote member did not return its rows.
+        until: the time on the monotonic clock at which the wait for rows ends; None for no limit.
     """
 
     members: list[int]
@@ -58,15 +65,16 @@ class EnsembleDrawn:
     lost: bool = False
     until: float | None = None
 
-    def kept(self) -> EnsembleDrawn:
-        """The draw alone, to be delivered later."""
+    def without_rows(self) -> EnsembleDrawn:
+        """Return the draw without its rows, for a later delivery."""
         parts = [
-            MemberDraw(part.member, [draw.kept() for draw in part.draws]) for part in self.parts
+            MemberDraw(part.member, [draw.without_rows() for draw in part.draws])
+            for part in self.parts
         ]
         return EnsembleDrawn(self.members, self.rows, self.size, parts, self.ran_out)
 
     def wait_until(self, until: float | None) -> None:
-        """Has it wait for members elsewhere until an instant of the monotonic clock."""
+        """Limit the wait for remote members to a time on the monotonic clock."""
         self.until = until
         for part in self.parts:
             for one in part.draws:
@@ -75,17 +83,17 @@ class EnsembleDrawn:
 
 
 class Asking(EnsembleCore[DataT]):
-    """What an ensemble asks of members elsewhere, and when it waits for them.
+    """The requests of an ensemble to remote members, and the waits for answers.
 
-    Who is chosen is asked for rows while the lock is held, which does not wait; the answers are
-    waited for when the batch is put together, without it. What the choice itself depends on (sizes,
-    and with ``unready="skip"`` who is ready) is asked before. The others that could have been
-    chosen are asked whether they are ready beside the draws.
+    Before a choice, the ensemble requests the data for it: sizes, and with ``unready="skip"`` also
+    readiness. It then requests rows from the chosen members. It holds the lock for this, but does
+    not wait. It waits for the answers later, without the lock, when it combines the batch. While
+    the chosen members draw, it requests the readiness of the members that could have been chosen.
     """
 
     @property
     def _asks(self) -> bool:
-        """Whether there are members elsewhere, here or below."""
+        """Return whether there are remote members at any depth."""
         return any(
             isinstance(member, Member) or (isinstance(member, Asking) and member._asks)
             for member in self._members
@@ -101,7 +109,7 @@ class Asking(EnsembleCore[DataT]):
         return not isinstance(self._members[number], Member)
 
     def _far(self) -> list[tuple[int, Member]]:
-        """Members elsewhere that can be chosen, by their numbers."""
+        """Return the remote members that can be chosen, with their numbers."""
         p = self._sampler._p
         return [
             (number, member)
@@ -118,10 +126,10 @@ class Asking(EnsembleCore[DataT]):
     def _known(
         self, size: int, until: float | None = None, *, everyone: bool = False
     ) -> KnownMember:
-        """Asks members elsewhere for what a choice depends on, all at a time, and waits.
+        """Request the data for a choice from all remote members at once, and wait.
 
         Args:
-            everyone: ask them in any case.
+            everyone: send the requests in any case.
         """
         known, far = KnownMember(), self._far()
         if not far:
@@ -145,15 +153,15 @@ class Asking(EnsembleCore[DataT]):
         return known
 
     def _checks(self, choice: Choice) -> list[Any]:
-        """Asks those that could have been chosen, and were not, whether they are ready."""
+        """Request the readiness of members that could have been chosen but were not."""
         checks: list[Any] = []
         if self._sampler.unready == "skip":
-            return checks  # that is why they could
+            return checks  # they were ready before the choice
         for number in sorted(choice.possible - set(choice.members)):
             member = self._members[number]
             if isinstance(member, Member):
                 try:
-                    asked = member.handle._ask_standing(choice.rows)
+                    asked = member.handle._ask_readiness(choice.rows)
                 except Exception as error:
                     raise naming_member(error, number) from error
                 checks.append((number, asked, choice.rows))
@@ -166,7 +174,7 @@ class Asking(EnsembleCore[DataT]):
         generator: torch.Generator | None,
         stored: list[Any],
     ) -> MemberDraw:
-        """Asks a member elsewhere for its parts of a batch, or for a draw that was kept."""
+        """Request a remote member's parts of a batch, or repeat a kept draw."""
         member = self._members[number]
         try:
             if stored:
@@ -178,7 +186,7 @@ class Asking(EnsembleCore[DataT]):
             raise naming_member(error, number) from error
 
     def _awaited(self, drawn: EnsembleDrawn) -> Iterator[tuple[int, list[DrawnRows]]]:
-        """Waits for the rows of members elsewhere; yields them by member."""
+        """Wait for the rows of remote members; yield them by member."""
         number, until = -1, drawn.until
         try:
             for part in drawn.parts:
@@ -197,12 +205,12 @@ class Asking(EnsembleCore[DataT]):
             raise naming_member(error, number) from error
 
     def _drop(self, drawn: EnsembleDrawn) -> None:
-        """Gives up a draw of which a member elsewhere did not give its part, and those after it.
+        """Drop a draw that lacks the part of a remote member, and all later draws.
 
-        The others have their rows again, and the generator is as before, unless somebody else has
-        used it since. The lock is held.
+        The other parts of these draws are rolled back. The generator is reset, unless it was used
+        since. The caller holds the lock.
         """
-        later: list[Any] = self._take_prepared()
+        later: list[Any] = self._withdraw_prefetched()
         for other in (*reversed(later), drawn):
             self._return(other)
         self._sampler._ended = drawn.ended
@@ -211,24 +219,25 @@ class Asking(EnsembleCore[DataT]):
 
 
 def refuse(member: Member, rows: int) -> None:
-    """Raises the error of a member that is not ready."""
+    """Raise the error of a member that is not ready."""
     RemoteDraw(member, [rows], 0).pieces(None)
-    raise NotEnoughData(f"expected {rows} rows, it was not ready to give them")
+    raise NotEnoughData(f"expected {rows} rows, but it is not ready to return them")
 
 
 def lost(drawn: Any) -> bool:
-    """Whether a member elsewhere, or one below a member, did not give its rows."""
+    """Return whether a remote member at any depth did not return its rows."""
     return isinstance(drawn, EnsembleDrawn) and (
         drawn.lost or any(lost(one) for part in drawn.parts for one in part.draws)
     )
 
 
 class Buffers:
-    """The buffers of an ensemble as members of a choice.
+    """The buffers of an ensemble as the members among which to choose.
 
     Args:
-        known: what members elsewhere have said of themselves.
-        trusting: those that were not asked count as ready: they are asked beside the draws.
+        known: the answers of remote members.
+        trusting: treat remote members as ready if no readiness was requested. The request follows
+            during the draws.
     """
 
     def __init__(
@@ -243,26 +252,28 @@ class Buffers:
         self.trusting = trusting
 
     def size(self, member: int) -> int:
-        """Rows that a member holds."""
-        standing = self.known.get(member)
-        return rows_in(self.members[member].storage) if standing is None else standing.size
+        """Return the number of rows of a member."""
+        readiness = self.known.get(member)
+        return rows_in(self.members[member].storage) if readiness is None else readiness.size
 
     def ready(self, member: int, rows: int) -> bool:
-        """Whether a member can give that many rows now."""
+        """Return whether a member can return ``rows`` rows now."""
         buffer = self.members[member]
         if isinstance(buffer, Member):
-            standing = self.known.get(member)
-            return self.trusting if standing is None else standing.ready
+            readiness = self.known.get(member)
+            return self.trusting if readiness is None else readiness.ready
         if isinstance(buffer, EnsembleCore) or not buffer.sampler.consumes:
             return buffer.can_sample(rows)
-        return len(buffer) >= rows  # what it gives less of fills no part
+        return len(buffer) >= rows  # fewer rows would not fill a part
 
     def refuse(self, member: int, rows: int) -> NoReturn:
-        """Raises the error of a member that cannot."""
+        """Raise the error of a member that cannot return its rows."""
         buffer = self.members[member]
         try:
             drawn = buffer._draw(rows, Lent(self.generator))
         except Exception as error:
             raise naming_member(error, member) from error
-        buffer._give_back(drawn)  # it has become ready, or cannot tell before
-        raise NotEnoughData(f"member {member}: expected {rows} rows, it was not ready to give them")
+        buffer._give_back(drawn)  # the member is ready now, or only a draw can show that
+        raise NotEnoughData(
+            f"member {member}: expected {rows} rows, but it is not ready to return them"
+        )

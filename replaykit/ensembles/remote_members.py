@@ -1,4 +1,4 @@
-"""Members whose rows other processes hold, as the ensemble sees them."""
+"""Represent members whose rows are in other processes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 import torch
 
 from replaykit.buffer.buffer_dataset import (
+    BufferHandle,
     DrawnRows,
-    Elsewhere,
     MemberFacts,
+    Readiness,
     RemoteRequest,
-    Standing,
 )
 from replaykit.samplers import Sampler, Transition
 from replaykit.storages import Storage
@@ -27,25 +27,25 @@ _SEEDS = 2**62
 
 
 class Member:
-    """A handle of a buffer elsewhere in the place of a member.
+    """A member of an ensemble that wraps a handle of a remote buffer.
 
-    Its samples follow from seeds, which come from the generator of the ensemble; the buffer's own
-    draws are left alone. So a draw that is not delivered has changed nothing there.
+    Its samples are drawn with seeds from the generator of the ensemble. This does not affect the
+    buffer's own draws. An undelivered draw has therefore changed nothing in the buffer.
 
     Attributes:
-        handle: what the ensemble was given.
-        facts: what its samples are like, as far as is known.
+        handle: the handle that the ensemble received.
+        facts: the latest known properties of the buffer's samples.
     """
 
     consumes = passes = False
     shared = True
-    _rate_limiter = None  # the handle has refused one
+    _rate_limiter = None  # the handle refuses rate limiters
 
-    def __init__(self, handle: Elsewhere, facts: MemberFacts | None = None) -> None:
+    def __init__(self, handle: BufferHandle, facts: MemberFacts | None = None) -> None:
         self.handle = handle
         self.facts = handle._facts_of_member() if facts is None else facts
-        self.storage, self.sampler = StorageElsewhere(self), SamplerElsewhere(self)
-        self.writer = WriterElsewhere(self)
+        self.storage, self.sampler = RemoteStorage(self), RemoteSampler(self)
+        self.writer = RemoteWriter(self)
         self.transform = None
         self._sample_unit = Transition()
 
@@ -59,11 +59,11 @@ class Member:
 
     @property
     def write_count(self) -> int:
-        """Rows written so far."""
+        """Number of rows written so far."""
         return int(self.handle.write_count)  # type: ignore[attr-defined]
 
     def stats(self) -> Any:
-        """What the buffer says of itself."""
+        """Return the stats of the buffer."""
         return self.handle.stats()  # type: ignore[attr-defined]
 
     def __getitem__(self, index: Any) -> Any:
@@ -76,7 +76,7 @@ class Member:
         return repr(self.handle)
 
     def asked(self, parts: int, rows: int, generator: torch.Generator | None) -> RemoteDraw:
-        """Asks for the rows of some parts of a batch; does not wait."""
+        """Request the rows of some parts of a batch, without waiting."""
         device = "cpu" if generator is None else generator.device
         seed = int(torch.randint(_SEEDS, (), generator=generator, device=device))
         drawn = RemoteDraw(self, [parts * rows] if self.facts.single else [rows] * parts, seed)
@@ -84,10 +84,10 @@ class Member:
         return drawn
 
     def _give_back(self, drawn: RemoteDraw) -> None:
-        """Nothing was taken."""
+        """Do nothing, because draws change nothing in the buffer."""
 
     def _written(self) -> int:
-        return 0  # nobody here is told of it
+        return 0  # this process does not follow its writes
 
     def __reduce__(self) -> tuple[Any, ...]:
         if multiprocessing.context.get_spawning_popen() is not None:
@@ -100,11 +100,11 @@ def _made(carried: Any, facts: MemberFacts) -> Member:
 
 
 class RemoteDraw:
-    """A draw of a member elsewhere: what was asked for, to be asked again with the same seed.
+    """A draw of a remote member. The request can be repeated with the same seed.
 
     Attributes:
-        rows: of each draw.
-        seed: what they follow from.
+        rows: number of rows of each draw.
+        seed: the seed of the draws.
     """
 
     ran_out = False
@@ -115,7 +115,7 @@ class RemoteDraw:
 
     @classmethod
     def of(cls, member: Member, record: object) -> RemoteDraw:
-        """One that was saved; ValueError where it is none."""
+        """Return a saved draw; ValueError if it is invalid."""
         fields = record if isinstance(record, Mapping) else {}
         rows, seed = fields.get("rows"), fields.get("seed")
         if (
@@ -128,20 +128,20 @@ class RemoteDraw:
 
     @property
     def size(self) -> int:
-        """Rows of all draws together."""
+        """Number of rows of all draws together."""
         return sum(self.rows)
 
     def ask(self) -> None:
-        """Sends the question, unless that was done."""
+        """Send the request, unless it was sent."""
         if self._asked is None:
             member = self.member
             self._asked = member.handle._ask_part(self.rows, self.seed, member.facts)
 
     def pieces(self, until: float | None) -> list[DrawnRows]:
-        """Waits for the rows.
+        """Wait for the rows.
 
         Raises:
-            Whatever the member raises; it is asked anew afterwards.
+            Any error of the member. A later call sends the request again.
         """
         self.ask()
         assert self._asked is not None
@@ -154,23 +154,23 @@ class RemoteDraw:
             self.member.facts = facts
         return list(found)
 
-    def kept(self) -> RemoteDraw:
-        """The draw alone, to be delivered later: its rows are asked for again."""
+    def without_rows(self) -> RemoteDraw:
+        """Return the draw without its rows, which are requested again at delivery."""
         return RemoteDraw(self.member, self.rows, self.seed)
 
 
 def left(until: float | None) -> float | None:
-    """Seconds until an instant of the monotonic clock."""
+    """Return the seconds until a time on the monotonic clock."""
     return None if until is None else max(0.0, until - time.monotonic())
 
 
 def as_member(given: Any) -> Any:
-    """A buffer as it is, a handle in the form of a member."""
-    return Member(given) if isinstance(given, Elsewhere) else given
+    """Return a buffer unchanged, or a handle in the form of a member."""
+    return Member(given) if isinstance(given, BufferHandle) else given
 
 
 def as_given(member: Any) -> Any:
-    """What the ensemble was given."""
+    """Return the buffer or handle that the ensemble received."""
     return member.handle if isinstance(member, Member) else member
 
 
@@ -180,17 +180,17 @@ def as_given(member: Any) -> Any:
 def _there(what: str) -> Callable[..., NoReturn]:
     def refused(self: Any, *arguments: Any, **keywords: Any) -> NoReturn:
         raise RuntimeError(
-            f"{what} of a member elsewhere is done by its handle, ensemble[i], or where its rows "
-            "lie; here it is only described"
+            f"{what} of a remote member is only possible through its handle, ensemble[i], or in "
+            "the process that holds its rows"
         )
 
     return refused
 
 
-class StorageElsewhere(Storage):
-    """What stands for the storage of a member elsewhere."""
+class RemoteStorage(Storage):
+    """The storage of a remote member in the ensemble."""
 
-    # No ledger, no locks of its own: nothing lies here.
+    # It has no ledger and no locks, because it holds no rows.
     def __init__(self, member: Member) -> None:
         self._member = member
         self._locks: dict[int, Any] = {}
@@ -198,16 +198,16 @@ class StorageElsewhere(Storage):
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        """Numbers in an index."""
+        """Number of coordinates in an index."""
         return self._member.facts.width
 
     @property
     def max_size(self) -> int:  # type: ignore[override]
-        """Rows that fit."""
+        """Capacity in rows."""
         return int(self._member.stats()["capacity"])
 
     def get(self, index: Any) -> Any:
-        """Rows of the handle, transformed."""
+        """Read transformed rows through the handle."""
         return self._member[index]
 
     __getitem__ = get
@@ -216,19 +216,19 @@ class StorageElsewhere(Storage):
         return len(self._member)
 
     def __repr__(self) -> str:
-        return f"StorageElsewhere({self._member!r})"
+        return f"RemoteStorage({self._member!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StorageElsewhere, (self._member,)
+        return RemoteStorage, (self._member,)
 
     set = __setitem__ = clear = _there("a write")
-    contains = _there("a look for rows")
+    contains = _there("a search for rows")
     attach = _there("a buffer over the rows")
     state_dict = load_state_dict = _there("the state")
 
 
-class SamplerElsewhere(Sampler):
-    """What stands for the sampler of a member elsewhere."""
+class RemoteSampler(Sampler):
+    """The sampler of a remote member in the ensemble."""
 
     kind = "elsewhere"
 
@@ -237,35 +237,35 @@ class SamplerElsewhere(Sampler):
         self._member = member
 
     @property
-    def tells(self) -> tuple[Any, ...]:
-        """Keys of what its samples tell of their rows."""
-        return tuple(self._member.facts.tells)
+    def info_keys(self) -> tuple[Any, ...]:
+        """Info keys that all samples of the member have."""
+        return tuple(self._member.facts.info_keys)
 
     @property
     def prioritized(self) -> bool:  # type: ignore[override]
-        """Whether it takes priorities."""
+        """True if the member accepts priorities."""
         return self._member.facts.prioritized
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of ``priority_weight``."""
+        """Dtype of ``priority_weight``."""
         return self._member.facts.weights
 
     def empty(self) -> None:
-        """Nothing of it is here."""
+        """Do nothing, because the sampler's state is remote."""
 
     def __repr__(self) -> str:
-        return f"SamplerElsewhere({self._member.facts.sampler})"
+        return f"RemoteSampler({self._member.facts.sampler})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SamplerElsewhere, (self._member,)
+        return RemoteSampler, (self._member,)
 
     sample = can_sample = _there("a draw")
     state_dict = load_state_dict = _there("the state")
 
 
-class WriterElsewhere(Writer):
-    """What stands for the writer of a member elsewhere."""
+class RemoteWriter(Writer):
+    """The writer of a remote member in the ensemble."""
 
     kind = "elsewhere"
 
@@ -275,48 +275,48 @@ class WriterElsewhere(Writer):
 
     @property
     def write_count(self) -> int:
-        """Rows written so far."""
+        """Number of rows written so far."""
         return self._member.write_count
 
     tracks_generations = True
 
     def __repr__(self) -> str:
-        return f"WriterElsewhere({self._member!r})"
+        return f"RemoteWriter({self._member!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WriterElsewhere, (self._member,)
+        return RemoteWriter, (self._member,)
 
     add = extend = write = write_at = cut = empty = _there("a write")
     register_storage = _there("a write")
-    generations_of = _there("a look for rows")
+    generations_of = _there("a search for rows")
     state_dict = load_state_dict = check_state = _there("the state")
 
 
 class KnownMember:
-    """What members elsewhere have said of themselves for one choice."""
+    """The answers of remote members for one choice."""
 
     def __init__(self) -> None:
         self._asked: dict[int, RemoteRequest] = {}
-        self._standings: dict[int, Standing] = {}
+        self._readiness: dict[int, Readiness] = {}
 
     def ask(self, number: int, member: Member, rows: int) -> None:
-        """Sends the question."""
-        self._asked[number] = member.handle._ask_standing(rows)
+        """Request the readiness of a member for ``rows`` rows."""
+        self._asked[number] = member.handle._ask_readiness(rows)
 
     def wait(self, naming: Callable[[Exception, int], Exception], until: float | None) -> None:
-        """Waits for all answers; an error names the member."""
+        """Wait for all answers; an error names the member."""
         for number, asked in self._asked.items():
             try:
-                self._standings[number] = asked.result(left(until))
+                self._readiness[number] = asked.result(left(until))
             except Exception as error:
                 raise naming(error, number) from error
 
     def trust(self) -> None:
-        """Has all count as ready: their own errors come with the draws."""
-        self._standings = {
-            number: standing._replace(ready=True) for number, standing in self._standings.items()
+        """Treat all members as ready; otherwise their draws raise errors."""
+        self._readiness = {
+            number: readiness._replace(ready=True) for number, readiness in self._readiness.items()
         }
 
-    def get(self, number: int) -> Standing | None:
-        """The answer of a member; None: it was not asked."""
-        return self._standings.get(number)
+    def get(self, number: int) -> Readiness | None:
+        """Return the answer of a member; None without a request."""
+        return self._readiness.get(number)

@@ -1,4 +1,4 @@
-"""Where episodes begin and end among stored rows, kept up as they are written."""
+"""Indexes of the episodes among stored rows, updated as rows are written."""
 
 from replaykit.episodes.boundaries import BoundaryRule, CutMarks
 from replaykit.episodes.episode_laws import (

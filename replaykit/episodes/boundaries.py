@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from replaykit.episodes.episode_laws import GOES_ON, NOT_INIT, SEVERED, TERMINATED, TRUNCATED
+from replaykit.episodes.episode_laws import CONTINUES, NOT_INIT, SEVERED, TERMINATED, TRUNCATED
 from replaykit.schema import Schema
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS, end_flags, format_key
@@ -29,10 +29,10 @@ __all__ = [
 
 
 class CutMarks:
-    """The rows that nothing follows, by their number, each with why: ``SEVERED`` or ``RESTORED``.
+    """The rows after which streams were cut, each with ``SEVERED`` or ``RESTORED``.
 
-    The number of a row is ``position * lanes + lane``: it outlives every move of the row. Few of
-    them: one a restart and one a ``cut()``.
+    A mark identifies its row by ``row id * lanes + lane``. This number does not change when the row
+    moves. Marks are few, one per restart and one per ``cut()``.
 
     Example:
         >>> import numpy as np
@@ -44,12 +44,12 @@ class CutMarks:
     """
 
     def __init__(self, numbers: Sequence[int] = (), codes: Sequence[int] = ()) -> None:
-        """Starts with those of rising ``numbers``, each with its code."""
+        """Start with marks of ascending ``numbers``, each with its code."""
         self.numbers = np.array(numbers, np.int64)
         self.codes = np.array(codes, np.uint8)
 
     def add(self, numbers: np.ndarray[Any, Any], code: int, lowest: int) -> None:
-        """Adds rows, and forgets those below ``lowest``, which are stored no more."""
+        """Add marks, and drop marks below ``lowest``, whose rows are not stored."""
         kept = self.numbers >= lowest
         fresh = numbers[~np.isin(numbers, self.numbers[kept])]
         numbers = np.concatenate([self.numbers[kept], fresh])
@@ -58,23 +58,23 @@ class CutMarks:
         self.numbers, self.codes = numbers[order], codes[order]
 
     def remove(self, numbers: np.ndarray[Any, Any], code: int) -> bool:
-        """Forgets those of some rows that have a code; whether there were any."""
+        """Drop the rows' marks that have this code. Return whether a mark was dropped."""
         gone = np.isin(self.numbers, numbers) & (self.codes == code)
         self.numbers, self.codes = self.numbers[~gone], self.codes[~gone]
         return bool(gone.any())
 
     def among(self, low: int, high: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Numbers in ``[low, high)``, rising, and their codes."""
+        """Return the numbers in ``[low, high)``, ascending, and their codes."""
         start, stop = np.searchsorted(self.numbers, [low, high])
         return self.numbers[start:stop], self.codes[start:stop]
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Drop all marks."""
         self.numbers, self.codes = self.numbers[:0], self.codes[:0]
 
 
 class RowNumbers(Protocol):
-    """Which rows are stored, and where: the part of a ledger that an index of episodes reads."""
+    """The part of a ledger that an episode index reads."""
 
     next_position: int
     length: int
@@ -85,16 +85,16 @@ class RowNumbers(Protocol):
 
     @property
     def in_order(self) -> bool:
-        """Return whether the stored rows lie in ring order."""
+        """True if the stored rows are in ring order."""
 
     def positions(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the positions of the rows in slots, int64 of the same shape."""
+        """Return the row ids of the rows in slots, int64 of the same shape."""
 
     def write_order(self) -> torch.Tensor:
-        """Return the slots of all stored rows in the order in which they were written."""
+        """Return the slots of all stored rows in write order."""
 
     def tables(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the tables of positions and generations; None where they follow from the ring."""
+        """Return the tables of row ids and generations; None if counters determine both."""
 
 
 class RowColumns(Protocol):
@@ -102,66 +102,66 @@ class RowColumns(Protocol):
 
     @property
     def schema(self) -> Schema:
-        """Return the schema of a row."""
+        """The schema of a row."""
 
     @property
     def slots(self) -> int:
-        """Return how many rows of every lane there is room for."""
+        """The number of slots of every lane."""
 
     @property
     def ndim(self) -> int:
-        """Return how many dimensions of a column come before those of a row."""
+        """The number of dimensions of a column before those of a row."""
 
     @property
     def lanes(self) -> torch.Size:
-        """Return the sizes of the dimensions between slot and row."""
+        """The sizes of the dimensions between slot and row."""
 
     @property
     def order(self) -> Sequence[Path]:
-        """Return the paths of all columns."""
+        """The paths of all columns."""
 
     def __getitem__(self, path: Path) -> torch.Tensor:
         """Return one column."""
 
-    def follow_memory(self) -> None:
-        """Look again where the columns lie in memory."""
+    def refresh_addresses(self) -> None:
+        """Read the memory addresses of the columns again."""
 
 
 class SavedEpisodes(Protocol):
-    """What a storage knows of episodes that does not follow from the rows it has."""
+    """Information on episodes that a storage cannot derive from its rows."""
 
     @property
     def marks(self) -> CutMarks:
-        """Return where streams were cut."""
+        """The marks of cuts."""
 
     @property
-    def is_told(self) -> bool:
-        """Return whether another process or a checkpoint has noted how episodes began."""
+    def has_begins(self) -> bool:
+        """True if another process or a checkpoint has stored the beginnings of episodes."""
 
-    def take_heads(self) -> Mapping[str, Any] | None:
-        """Return how the first episodes of lanes began, if that was saved."""
+    def pop_first_begins(self) -> Mapping[str, Any] | None:
+        """Return and drop the saved beginnings of the first episodes of lanes, or None."""
 
     def saved_streams(self) -> tuple[list[list[int]], bool]:
-        """Return how the first episodes of streams began, and whether the list is complete."""
+        """Return the beginnings of streams' first episodes, and whether all are included."""
 
 
 class RowSource(Protocol):
-    """A storage, as an index of episodes sees it."""
+    """The part of a storage that an episode index reads."""
 
     @property
     def ledger(self) -> RowNumbers:
-        """Return which rows are stored, and where."""
+        """The ledger, with the stored rows and their slots."""
 
     @property
     def indexes(self) -> SavedEpisodes:
-        """Return what is known of episodes beyond the rows."""
+        """Information on episodes that does not follow from the rows."""
 
     @property
     def lane_key(self) -> Path | None:
-        """Return the key whose values tell interleaved streams apart."""
+        """The key whose values identify interleaved streams."""
 
     def require(self) -> RowColumns:
-        """Return the columns; RuntimeError before the first write."""
+        """Return the columns. Raises RuntimeError before the first write."""
 
 
 _IS_INIT: Path = ("is_init",)
@@ -169,15 +169,15 @@ _IS_INIT: Path = ("is_init",)
 
 @dataclass(frozen=True)
 class BoundaryRule:
-    """Which flags and which ids end an episode, and which column names the stream of a row.
+    """The flags and ids that end episodes.
 
     Attributes:
-        flags: keys of which any one that is set ends an episode; those that are not stored are
-            left out. None: ``done``, ``truncated`` and ``terminated`` under ``next``, or at the
-            root where none of them is there (`end_flags`).
-        ids: keys of which a change between rows that follow each other ends an episode. None:
-            ``("collector", "traj_ids")``, ``episode`` and ``seed``, those that are stored.
-        strict: refuse data without any such column.
+        flags: keys of flags. A row ends an episode if any of its flags is set. Keys that are not
+            stored are ignored. None: ``done``, ``truncated`` and ``terminated`` under ``next``. If
+            none of these is stored under ``next``, the flags at the root are used (`end_flags`).
+        ids: keys of ids. An episode ends before a row of the same stream with another id. None: the
+            stored keys among ``("collector", "traj_ids")``, ``episode`` and ``seed``.
+        strict: whether to raise an error for data without any of these columns.
 
     Example:
         >>> from replaykit.episodes import BoundaryRule
@@ -190,33 +190,33 @@ class BoundaryRule:
     strict: bool = False
 
     def bind(self, schema: Schema) -> BoundColumns:
-        """Returns the columns that there are of those it names.
+        """Return the columns of the rule that are stored.
 
         Raises:
-            KeyError: a key that was asked for is not stored, or nothing that could end an episode.
+            KeyError: a given key is not stored; or, with ``strict``, no column can end an episode.
         """
         stored = schema.leaves
         flags = end_flags(stored) if self.flags is None else self.flags
         flags = tuple(path for path in flags if path in stored)
         if self.flags and not flags:
             raise KeyError(
-                f"expected one of {_names(self.flags)} to end episodes by, got the columns "
+                f"expected one of {_names(self.flags)} as flag of ends, got the columns "
                 f"{_names(tuple(stored))}"
             )
         ids = [path for path in _or_default(self.ids, EPISODE_KEYS) if path in stored]
         if self.ids and len(ids) < len(self.ids):
             missing = tuple(path for path in self.ids if path not in stored)
             raise KeyError(
-                f"expected {_names(missing)} to tell trajectories apart, got the columns "
+                f"expected {_names(missing)} as ids of trajectories, got the columns "
                 f"{_names(tuple(stored))}"
             )
-        # Whoever names one kind of column has decided; else data that tells nothing is refused.
+        # If the caller gave no keys, refuse data without any column that ends episodes.
         silent = (self.flags is None or self.ids is None) and not (flags or ids)
         if self.strict and silent and not (self.flags or self.ids):
             raise KeyError(
-                f"expected a column that ends episodes ({_names(_FLAGS)}) or tells them apart "
+                f"expected a column that ends episodes ({_names(_FLAGS)}) or identifies them "
                 f"({_names(EPISODE_KEYS)}), got {_names(tuple(stored))}; name one with end_key= "
-                "or traj_key=, or give both as ()"
+                "or traj_key=, or pass () for both"
             )
         init = _IS_INIT if _IS_INIT in stored else None
         return BoundColumns(flags, tuple(ids), init, schema)
@@ -226,11 +226,12 @@ _FLAGS: tuple[Path, ...] = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 
 
 class BoundColumns:
-    """The columns of one schema that a rule goes by.
+    """The columns of one schema that a rule uses.
 
     Attributes:
-        flags, ids: their keys. ``init``: that of ``is_init``, or None.
-        paths: all of them; an edit of any makes what was noted old.
+        flags, ids: keys of the columns.
+        init: the key ``is_init``, or None.
+        paths: all keys. After an edit of one of these columns the index must be rebuilt.
     """
 
     def __init__(
@@ -238,20 +239,20 @@ class BoundColumns:
     ) -> None:
         self.flags, self.ids, self.init = flags, ids, init
         self.paths = frozenset((*flags, *ids, *(() if init is None else (init,))))
-        # Whether an end was a termination is told by `terminated`, whatever it is found by.
-        told = [path for path in end_flags(schema.leaves) if path[-1] == "terminated"]
-        self.terminal = told[0] if told else None
+        # `terminated` shows whether an end was a termination, even if another flag marks the end.
+        found = [path for path in end_flags(schema.leaves) if path[-1] == "terminated"]
+        self.terminal = found[0] if found else None
         if self.terminal is not None:
             self.paths |= {self.terminal}
 
     def codes(
         self, leaves: Mapping[Path, torch.Tensor], ndim: int
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
-        """Reads rows ``[n, *lanes, ...]`` that follow each other.
+        """Return the codes and ids of consecutive rows ``[n, *lanes, ...]``.
 
         Returns:
-            uint8 ``[n, lanes]`` without the ends that ids make, and the ids, uint8
-            ``[n, lanes, bytes]``; None where there are none.
+            The codes, uint8 ``[n, lanes]``, without the ends that ids cause; and the ids, uint8
+            ``[n, lanes, bytes]``, or None without ids.
         """
         shape = _cells(leaves, self.paths, ndim)
         codes = np.zeros(shape, np.uint8)
@@ -259,10 +260,10 @@ class BoundColumns:
             is_set = _is_set(leaves[path], ndim, shape)
             if self.terminal is not None or path[-1] == "truncated":
                 codes[is_set] = TRUNCATED
-            else:  # `done` alone is read as terminated
-                codes[is_set & (codes == GOES_ON)] = TERMINATED
+            else:  # `done` alone counts as terminated
+                codes[is_set & (codes == CONTINUES)] = TERMINATED
         if self.terminal is not None:
-            codes[_is_set(leaves[self.terminal], ndim, shape) & (codes != GOES_ON)] = TERMINATED
+            codes[_is_set(leaves[self.terminal], ndim, shape) & (codes != CONTINUES)] = TERMINATED
         if self.init is not None:
             codes[~_is_set(leaves[self.init], ndim, shape)] |= NOT_INIT
         if not self.ids:
@@ -277,7 +278,7 @@ class BoundColumns:
 
 
 def _is_set(tensor: torch.Tensor, ndim: int, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
-    """Bool ``[n, lanes]``: where any number of a cell is not zero."""
+    """Return a mask of rows with a nonzero number in a flag, bool ``[n, lanes]``."""
     size = tensor.shape[ndim:].numel()
     found = (tensor.detach() != 0).cpu().numpy().reshape(*shape, size)
     return np.asarray(found[..., 0] if found.shape[-1] == 1 else found.any(-1))
@@ -302,8 +303,10 @@ Array = np.ndarray[Any, Any]
 
 
 def positions_from(ledger: RowNumbers, slot: int) -> Array | None:
-    """Positions of the stored rows from a slot on, round the ring; None: each is one more than that
-    of the row before."""
+    """Return the row ids of the stored rows in ring order, from a slot on.
+
+    The result is None if the row ids are consecutive.
+    """
     table = ledger.tables()[0]
     if table is None or not ledger.length:
         return None
@@ -318,22 +321,22 @@ def seams(
     lanes: int,
     upcoming: int,
 ) -> tuple[Array, Array, bool]:
-    """Finds after which of all stored rows their streams were cut, or other rows are missing.
+    """Find the stored rows after which a stream was cut or other rows are missing.
 
     Args:
-        marks: where somebody has cut.
-        positions: of the rows in ring order, as ``positions_from`` gives them.
-        oldest: the first of them.
-        length: how many rows.
-        upcoming: position of the next row that is written: it goes on from the last one only where
-            it is one more.
+        marks: marks of cuts.
+        positions: row ids in ring order, as ``positions_from`` returns them.
+        oldest: the first row id.
+        length: number of rows.
+        upcoming: row id of the next write. The next row continues the streams of the last row only
+            if its row id is one more.
 
     Returns:
-        The numbers of the rows, int64 ``[n]``, rising; the codes of their ends uint8
-        ``[n, lanes]``, 0 in lanes that go on; and whether the rows, and the next one, lie in
-        the order of their positions without a gap.
+        Three values: the numbers of the rows, int64 ``[n]``, ascending; the codes of their ends,
+            uint8 ``[n, lanes]``, 0 in lanes that continue; and whether the rows and the next row
+            have consecutive row ids.
 
-    Cost: O(1) for rows in order beside the marks; else a pass over the positions.
+    Cost: O(marks) for rows in order, else a pass over the row ids.
     """
     if positions is None:
         severed = np.zeros(0, np.int64)
@@ -345,7 +348,7 @@ def seams(
             int(positions.min()) * lanes, (int(positions.max()) + 1) * lanes
         )
         marked, of = np.unique(numbers // lanes, return_inverse=True)
-        rows = _places(positions, marked)[of]
+        rows = _indices_in(positions, marked)[of]
         stored = rows >= 0
         rows, numbers, codes = rows[stored], numbers[stored], codes[stored]
     more = np.unique(rows)
@@ -358,8 +361,11 @@ def seams(
     return after, ends, not len(severed)
 
 
-def _places(values: Array, wanted: Array) -> Array:
-    """Where each of some rising values lies among others, all distinct; -1: nowhere."""
+def _indices_in(values: Array, wanted: Array) -> Array:
+    """Return the position in ``values`` of each wanted value; -1 if it is absent.
+
+    ``values`` are distinct, and ``wanted`` are ascending.
+    """
     found = np.full(len(wanted), -1, np.int64)
     if len(wanted):
         at = np.minimum(np.searchsorted(wanted, values), len(wanted) - 1)
@@ -369,11 +375,11 @@ def _places(values: Array, wanted: Array) -> Array:
 
 
 def between(severed: Array, lo: Any, hi: Any, time: Array, lane: Array) -> tuple[Array, Array]:
-    """First and last row of what can be read without a gap around rows, as times.
+    """Return the first and last time of the stretch without a cut around each row.
 
     Args:
-        severed: time and lane of the rows that nothing follows, int64 ``[m, 2]``.
-        lo, hi: what is stored of the lanes of the rows.
+        severed: time and lane of the rows after which streams are cut, int64 ``[m, 2]``.
+        lo, hi: bounds of the stored times in the lanes of the rows, ``lo <= time < hi``.
     """
     first, last = np.full_like(time, 0) + lo, np.full_like(time, 0) + hi - 1
     if len(severed):

@@ -1,4 +1,4 @@
-"""Define why episodes end, and how many windows they have."""
+"""Define the reasons for ends of episodes, and the number of their windows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 __all__ = [
     "CODE_BITS",
+    "CONTINUES",
     "EPISODES",
-    "GOES_ON",
     "HEAD_SHIFT",
     "LINK_SHIFT",
     "NOTHING",
@@ -34,12 +34,12 @@ __all__ = [
 
 
 class EndReason(IntEnum):
-    """Why an episode has no further row.
+    """The reason why an episode has no further row.
 
-    ``OPEN``: its newest row is the newest of its stream, which may go on. ``TERMINATED``: the task
-    ended; nothing to bootstrap from. ``TRUNCATED``: a time limit; bootstrap. ``CUT``: the stored
-    stream was severed without a flag: another trajectory id, ``cut()``, a restore, a row placed by
-    hand.
+    ``OPEN``: the last row of the episode is the newest row of its stream, so the episode may
+    continue. ``TERMINATED``: the task ended, so a target must not bootstrap. ``TRUNCATED``: a time
+    limit ended the episode, so a target may bootstrap. ``CUT``: the stream was cut without a flag,
+    by another trajectory id, ``cut()``, a restore or a placed row.
 
     Example:
         >>> from replaykit.episodes import EndReason
@@ -54,10 +54,11 @@ class EndReason(IntEnum):
 
 
 class Head(IntEnum):
-    """How the stored part of an episode begins.
+    """The kind of beginning of the stored part of an episode.
 
-    ``RESET``: with the environment's reset. ``CUT``: in the middle, since the stream was joined
-    there. ``EVICTED``: its first row was overwritten.
+    ``RESET``: the first stored row follows a reset of the environment. ``CUT``: the stream was
+    recorded only from the middle of an episode on. ``EVICTED``: the first row of the episode was
+    overwritten.
 
     Example:
         >>> from replaykit.episodes import Head
@@ -70,19 +71,19 @@ class Head(IntEnum):
     EVICTED = 3
 
 
-GOES_ON: Final = 0
+CONTINUES: Final = 0
 TERMINATED: Final = 1
 TRUNCATED: Final = 2
 SWITCHED: Final = 3
-"""Cut since the next row has another trajectory id; what follows begins with a reset."""
+"""A cut because the next row has another trajectory id. The next episode begins with a reset."""
 SEVERED: Final = 4
-"""Cut by hand, or since rows are missing; what follows begins in the middle."""
+"""A cut by ``cut()``, or because rows are missing. The next episode begins in its middle."""
 RESTORED: Final = 5
-"""Cut by a restart; what follows begins with a reset."""
+"""A cut by a restart. The next episode begins with a reset."""
 
 CODE_BITS: Final = 7
 NOT_INIT: Final = 0x20
-"""Of a row whose stored ``is_init`` is False: if an episode begins with it, it was joined there."""
+"""The bit of rows whose ``is_init`` is False. An episode that begins there has no reset."""
 
 HEAD_SHIFT: Final = 3
 LINK_SHIFT: Final = 5
@@ -93,14 +94,14 @@ Array = np.ndarray[Any, Any]
 
 
 class Found(NamedTuple):
-    """Where windows lie that were looked up by their number; int64 ``[K]`` each.
+    """The positions of windows that were looked up by number; int64 ``[K]`` each.
 
     Attributes:
-        lane: the lane of the episode.
+        lane: the lane of the window's episode.
         base: time of the first row that windows of the episode may use.
-        rows: how many such rows there are from it on.
-        count: how many windows the episode has.
-        rest: the number of this one among them.
+        rows: number of rows that windows of the episode may use, from ``base`` on.
+        count: number of windows of the episode.
+        rest: number of the window among the windows of its episode.
     """
 
     lane: Array
@@ -113,8 +114,9 @@ class Found(NamedTuple):
 class EpisodeTable(NamedTuple):
     """All stored episodes, by lane and in the order of time; int64 ``[J]`` each.
 
-    ``begin`` may lie before what is stored; ``first`` is the first stored row. ``code`` is that of
-    the last row, ``head`` a ``Head``.
+    ``begin`` is the time at which the episode began, even if that row is no longer stored.
+    ``first`` is the time of its first stored row. ``code`` is the code of its last row. ``head`` is
+    a ``Head``.
     """
 
     lane: Array
@@ -126,20 +128,21 @@ class EpisodeTable(NamedTuple):
 
 
 WINDOWS, EPISODES, ROWS = 0, 1, 2
-"""What is counted: windows; episodes that have one; their stored rows."""
+"""Kinds of counts: windows, episodes that have a window, and stored rows of these episodes."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What must be stored around a row for the transforms of a buffer: from them it follows which
-    rows can be drawn.
+    """The rows around a row that the transforms of a buffer need.
+
+    A row can be drawn only if these rows are stored.
 
     Attributes:
-        past: rows of history. A row without them can be drawn where the episode's reset is stored:
-            its history is then defined by padding.
-        open_future: rows after it while its episode is open.
-        closed: its episode has ended.
-        intact: its episode is stored from its reset on.
+        past: number of rows before the row. A row with fewer earlier rows can be drawn if the reset
+            of its episode is stored, because padding then completes its history.
+        open_future: number of rows after the row while its episode is open.
+        closed: whether the row's episode must have ended.
+        intact: whether the row's episode must be stored from its reset on.
 
     Example:
         >>> from replaykit.episodes import Needs
@@ -153,7 +156,7 @@ class Needs:
     intact: bool = False
 
     def __or__(self, other: Needs) -> Needs:
-        """What both need."""
+        """Return the combined needs of both."""
         return Needs(
             max(self.past, other.past),
             max(self.open_future, other.open_future),
@@ -170,7 +173,7 @@ class Needs:
 
     @cached_property
     def single(self) -> CountLaw:
-        """The law by which single rows are drawn that have around them what is needed."""
+        """The law for draws of single rows with these needs."""
         return CountLaw.strict(1).needing(self)
 
 
@@ -179,22 +182,25 @@ NOTHING = Needs()
 
 @dataclass(frozen=True)
 class CountLaw:
-    """Number of windows of an episode, from its number of stored rows n.
+    """The rule for the number of windows of an episode with n stored rows.
 
-    The first ``past`` rows are left out unless the episode begins with its reset, and the last
-    ``open_future`` ones if it is open; of the m rows that remain:
+    The rule excludes the first ``past`` rows, unless the episode begins with its reset. It also
+    excludes the last ``open_future`` rows if the episode is open. If m rows are left, the number of
+    windows is:
 
-        m >= least:     m + add, or 0 where that is less
+        m >= least:     m + add, at least 0
         1 <= m < least: below
 
     Attributes:
-        least: fewest rows to which the sum applies.
-        add: ``1 - T`` plus how far windows of T rows may hang over both ends.
-        below: windows of an episode that is shorter: 0 or 1.
-        past: rows of history that a window needs.
-        open_future: rows that a window needs after it while its episode is open.
-        closed: only episodes that have ended.
-        intact: only episodes whose first row is stored and a reset.
+        least: smallest m for the first formula.
+        add: ``1 - T`` plus the number of rows by which windows of T rows may extend beyond both
+            ends.
+        below: number of windows of a shorter episode, 0 or 1.
+        past: number of stored rows that a window needs before its first row.
+        open_future: number of stored rows that a window needs after its last row while its episode
+            is open.
+        closed: whether only episodes that have ended have windows.
+        intact: whether only episodes that are stored from their reset on have windows.
 
     Example:
         >>> from replaykit.episodes import CountLaw
@@ -212,11 +218,11 @@ class CountLaw:
 
     @classmethod
     def strict(cls, length: int) -> CountLaw:
-        """Windows of ``length`` rows that lie inside their episode."""
+        """Return the law for windows of ``length`` rows inside their episode."""
         return cls(length, 1 - length)
 
     def count(self, rows: int, *, reset: bool = True, is_open: bool = False) -> int:
-        """Windows of one episode, said plainly: what ``counts`` and the core compute for all."""
+        """Return the number of windows of one episode. ``counts`` is for many episodes."""
         if (self.closed and is_open) or (self.intact and not reset):
             return 0
         rows -= 0 if reset else self.past
@@ -226,14 +232,16 @@ class CountLaw:
         return max(0, rows + self.add) if rows >= self.least else self.below
 
     def counts(self, stored: Array, reset: Array, is_open: Array) -> tuple[Array, Array, Array]:
-        """``count`` of many episodes in NumPy.
+        """Return the window counts of many episodes.
 
         Args:
-            stored: rows of each, int64 ``[J]``.
-            reset, is_open: bool ``[J]``.
+            stored: number of stored rows of each episode, int64 ``[J]``.
+            reset: whether the episodes begin with their reset, bool ``[J]``.
+            is_open: whether the episodes are open, bool ``[J]``.
 
         Returns:
-            Their windows, the rows that windows may use, and how many before these are left out.
+            For each episode, the number of windows, the number of rows that windows may use, and
+            the number of excluded rows before these.
         """
         skip = np.where(reset, 0, self.past)
         rows = stored - skip
@@ -243,7 +251,7 @@ class CountLaw:
         if self.least + self.add < 0:
             windows = np.maximum(windows, 0)
         count = np.where(rows >= self.least, windows, self.below)
-        if self.below or self.least < 1:  # else there are none already where no row is left
+        if self.below or self.least < 1:  # otherwise the count is already 0 if no row is left
             count[rows < 1] = 0
         if self.closed:
             count[is_open] = 0
@@ -252,7 +260,7 @@ class CountLaw:
         return count, rows, skip
 
     def needing(self, needs: Needs) -> CountLaw:
-        """The law with what transforms need besides."""
+        """Return the law with the needs of transforms added."""
         return replace(
             self,
             past=needs.past,
@@ -262,7 +270,7 @@ class CountLaw:
         )
 
     def key(self) -> tuple[int, int, int, int, int, int, int]:
-        """The numbers that the core takes."""
+        """Return the law as the numbers that the compiled core expects."""
         return self._key
 
     @cached_property

@@ -9,7 +9,7 @@ import torch
 
 from replaykit.episodes.boundaries import BoundaryRule, BoundColumns, between, positions_from, seams
 from replaykit.episodes.episode_laws import (
-    GOES_ON,
+    CONTINUES,
     ROWS,
     SWITCHED,
     WINDOWS,
@@ -35,7 +35,7 @@ _EVICTED, _RESET = int(Head.EVICTED), int(Head.RESET)
 
 
 class RingWrites:
-    """The half of `EpisodeIndex` that is told of rows; what it notes of them lies in ``_ring``."""
+    """The part of `EpisodeIndex` that follows writes. Its data are in ``_ring``."""
 
     def __init__(self, storage: RowSource, rule: BoundaryRule, *, before: int = 0) -> None:
         columns = storage.require()
@@ -46,48 +46,50 @@ class RingWrites:
         self.slots = columns.slots
         self._ring = new_ring(self.slots, self.lanes)
         self._lane_numbers = np.arange(self.lanes)
-        # Up to which record, and of which state of the ledger, rows have been noted.
+        # The row id of the next row to index, and the ledger's count of changes at that time.
         ledger = storage.ledger
         self._noted = ledger.next_position - before
         self._changes = ledger.changes
         self._edited = False
         self._after_clear = np.full(self.lanes, int(Head.RESET), np.int64)
-        # How often all rows were noted anew, at other times.
+        # Number of rebuilds. Each rebuild gives rows new times.
         self.rebuilt = 0
-        # Rows from this position on were written at the cursor, one after the other.
+        # All rows from this row id on were appended.
         self._ordered_from = 0
-        # Whether the next write takes the place of no row, or of the oldest in ring order.
+        # True if the next write uses a free slot, or the slot of the oldest row in ring order.
         self._is_ring = True
-        self._versions = 0  # of the rings before this one
+        self._versions = 0  # sum of the versions of earlier rings
         if ledger.length and (self._noted > ledger.cleared or not before):
             self._rebuild()
 
     @property
     def _in_order(self) -> bool:
-        """Whether times and positions of the noted rows differ by one number, as they do again once
-        no row is left of those that lay otherwise."""
+        """True if the difference between time and row id is the same for all indexed rows.
+
+        After placed rows, it becomes True again when all of these are overwritten.
+        """
         return self._noted - (self._ring.hi - self._ring.lo) >= self._ordered_from
 
     @property
-    def noted(self) -> int:
-        """Position from which on rows have yet to be noted: the oldest one's, where all have."""
+    def indexed_until(self) -> int:
+        """Row id of the next row to index; before a rebuild, row id of the oldest row."""
         ledger = self._storage.ledger
         if self._edited or ledger.changes != self._changes:
             return ledger.next_position - ledger.length
         return self._noted
 
-    # -- being told of writes -------------------------------------------------------------------
+    # -- following writes -----------------------------------------------------------------------
 
     def edited(self) -> None:
-        """Told that a column that bounds episodes was changed in place."""
+        """Follow an edit of a column that ends episodes."""
         self._edited = True
 
-    def follow(self, count: int) -> None:
-        """Told of ``count`` rows that were written at the cursor."""
+    def append(self, count: int) -> None:
+        """Follow a write of ``count`` rows at the cursor."""
         self.sync()
 
     def sync(self) -> None:
-        """Takes note of all that was written. Cost: O(rows written since)."""
+        """Index all rows written since the last call. Cost: O(rows written)."""
         ledger = self._storage.ledger
         if ledger.changes != self._changes or self._edited:
             self._rebuild()
@@ -95,19 +97,19 @@ class RingWrites:
         behind = ledger.next_position - self._noted
         if not behind:
             return
-        # Rows are gone that nobody looked at, or the cursor stood among stored ones.
+        # Rows were overwritten before they were indexed, or the cursor was between stored rows.
         if behind > self.slots or not self._is_ring:
             self._rebuild()
             return
         first = (ledger.cursor - behind) % self.slots
         until = min(self.slots, first + behind)
-        self._note(first, until)
+        self._append_stored(first, until)
         if first + behind > self.slots:
-            self._note(0, first + behind - self.slots)
+            self._append_stored(0, first + behind - self.slots)
         self._noted = ledger.next_position
 
-    def note_rows(self, rows: Rows) -> None:
-        """Takes note of rows that were written last, also of those that are stored no more."""
+    def append_rows(self, rows: Rows) -> None:
+        """Index the last rows written, including rows that are already overwritten."""
         ledger = self._storage.ledger
         before = ledger.next_position - len(rows)
         if ledger.changes != self._changes and ledger.cleared == before:
@@ -117,7 +119,7 @@ class RingWrites:
         elif ledger.changes != self._changes or self._noted != before or not self._is_ring:
             self._rebuild()
             return
-        # What was edited or placed before is stored no more.
+        # All rows that were edited or placed earlier are overwritten.
         if len(rows) >= self.slots:
             self._edited, self._ordered_from = False, 0
         leaves = rows.leaves
@@ -125,22 +127,22 @@ class RingWrites:
         self._noted, self._changes = ledger.next_position, ledger.changes
 
     def close(self, lanes: Array, code: int) -> None:
-        """Ends the open episodes of lanes, bool ``[lanes]``, with that code."""
+        """End the open episodes of lanes, bool ``[lanes]``, with the code."""
         self.sync()
         self._ring.close(lanes, code)
         if lanes.all():
             self._ring.forget_ids()
 
-    def _note(self, first: int, until: int) -> None:
-        """Notes rows from where they are stored."""
-        self._note_ending(first, until, None)
+    def _append_stored(self, first: int, until: int) -> None:
+        """Index the stored rows of slots ``[first, until)``."""
+        self._append_with_ends(first, until, None)
 
-    def _note_ending(self, first: int, until: int, ends: tuple[Array, Array] | None) -> None:
-        """The same with ends that no column tells of, as for ``NativeRing.append_columns``."""
+    def _append_with_ends(self, first: int, until: int, ends: tuple[Array, Array] | None) -> None:
+        """Index stored rows, with ends as for ``NativeRing.append_columns``."""
         columns = self._columns
         if self._ring.append_columns(self.bound, columns, first, until, ends):
             return
-        columns.follow_memory()
+        columns.refresh_addresses()
         views = {path: columns[path][first:until] for path in self.bound.paths}
         if not views:
             path = columns.order[0]
@@ -153,14 +155,14 @@ class RingWrites:
         codes, ids = self.bound.codes(leaves, self._columns.ndim)
         if ends is not None:
             after, said = ends
-            codes[after] |= np.where(codes[after] & 7 == GOES_ON, said, 0).astype(codes.dtype)
+            codes[after] |= np.where(codes[after] & 7 == CONTINUES, said, 0).astype(codes.dtype)
         if ids is not None:
             last = self._ring.last_ids()
             if last is not None:
                 switched = (ids[0] != last).any(-1)
                 if switched.any():
                     self._ring.close(switched, SWITCHED)
-            codes[:-1][(codes[:-1] & 7 == GOES_ON) & (ids[1:] != ids[:-1]).any(-1)] |= SWITCHED
+            codes[:-1][(codes[:-1] & 7 == CONTINUES) & (ids[1:] != ids[:-1]).any(-1)] |= SWITCHED
             self._ring.set_last_ids(ids[-1])
         if ends is None:
             self._ring.append(codes)
@@ -168,22 +170,23 @@ class RingWrites:
             self._ring.append_severed(codes, *ends)
 
     def _rebuild(self) -> None:
-        """Notes all stored rows anew, at times above those given out; one pass over the columns.
+        """Index all stored rows again, at new times, in one pass over the columns.
 
-        Where an episode began whose first row is gone is kept, as long as its rows are the same.
+        If the first row of an episode was overwritten, its beginning is kept, provided that its
+        rows are the same.
         """
         ledger, old, lanes = self._storage.ledger, self._ring, self.lanes
         length, slots = ledger.length, self.slots
-        # In a ring that is not full rows lie from slot 0 on; in a full one from the cursor on.
+        # The oldest row is in slot 0. In a full ring, it is at the cursor.
         start_slot = ledger.cursor if length == slots else 0
         positions = positions_from(ledger, start_slot)
         oldest = ledger.next_position - length if positions is None else int(positions[0])
-        # Times of rows that are stored no more are not negative either.
+        # Even times of rows that are no longer stored must not be negative.
         above = max(old.hi, oldest) if length else old.hi
         start = -(-above // slots) * slots + start_slot
         begin = np.full(lanes, -1, np.int64)
         head = np.full(lanes, int(Head.RESET), np.int64)
-        known = self._told(oldest) if length and self._trusts_others else None
+        known = self._saved_begin(oldest) if length and self._trusts_others else None
         if known is None and length:
             known = self._heads(start_slot, oldest)
         if known is not None:
@@ -191,18 +194,18 @@ class RingWrites:
             begin = np.where(began >= 0, start - (oldest - began), -1)
         elif not length or oldest == ledger.cleared:
             head = self._head_after_clear()
-        else:  # nobody knows what came before
+        else:  # earlier rows are unknown
             head = np.full(lanes, int(Head.CUT), np.int64)
         self._begin_ring(start, begin, head)
         marks = self._storage.indexes.marks
         after, ends, in_order = seams(marks, positions, oldest, length, lanes, ledger.next_position)
         self._ordered_from = 0 if in_order else ledger.next_position
-        turn = min(length, slots - start_slot)  # the number of the row in slot 0, if there is one
+        turn = min(length, slots - start_slot)  # number of the first row that wraps to slot 0
         for first, until, slot in ((0, turn, start_slot), (turn, length, 0)):
             low, high = np.searchsorted(after, (first, until))
             stops = (after[low:high] + (slot - first), ends[low:high])
             if first < until:
-                self._note_ending(slot, slot + until - first, stops if low < high else None)
+                self._append_with_ends(slot, slot + until - first, stops if low < high else None)
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
         self._is_ring = length == slots or ledger.cursor == length
 
@@ -212,15 +215,18 @@ class RingWrites:
         self._ring = new_ring(self.slots, self.lanes, start=start, begin=begin, head=head)
 
     def _head_after_clear(self) -> Array:
-        """How the first episodes begin of what was written after all rows were forgotten."""
+        """Return the ``Head`` of the first episodes after the storage was cleared."""
         if self._ring.hi > self._ring.lo:
             went_on = self._ring.open_lanes & (self._storage.ledger.cleared == self._noted)
             self._after_clear = np.where(went_on, int(Head.CUT), int(Head.RESET))
         return self._after_clear
 
     def _heads(self, slot: int, position: int) -> tuple[Array, Array] | None:
-        """Where the episodes of the row in a slot began, as positions, -1 where with itself; and
-        how those that begin with it do. None: nothing was ever noted of that row."""
+        """Return the beginnings of the episodes of a slot's row, and their ``Head``.
+
+        A beginning is a row id, or -1 if the episode begins with this row. The result is None if
+        the row was never indexed.
+        """
         ring = self._ring
         newest = ring.hi - 1
         time = newest - (newest - slot) % self.slots
@@ -232,16 +238,16 @@ class RingWrites:
             begin[begin >= 0] += position - time
             head[head == _EVICTED] = _RESET
             return begin, head
-        return self._told(position)
+        return self._saved_begin(position)
 
     @property
     def _trusts_others(self) -> bool:
-        """Whether what others have noted of the first episodes counts more: by the same rule."""
-        return self._storage.indexes.is_told and self.rule == BoundaryRule()
+        """True if saved beginnings take precedence, because both follow the default rule."""
+        return self._storage.indexes.has_begins and self.rule == BoundaryRule()
 
-    def _told(self, position: int) -> tuple[Array, Array] | None:
-        """The same as somebody else has noted it."""
-        saved = self._storage.indexes.take_heads()
+    def _saved_begin(self, position: int) -> tuple[Array, Array] | None:
+        """Return the result of ``_heads`` as saved by another process or a checkpoint."""
+        saved = self._storage.indexes.pop_first_begins()
         if saved is None or saved["oldest"] != position:
             return None
         return np.array(saved["begin"]), np.array(saved["head"])
@@ -249,8 +255,11 @@ class RingWrites:
     # -- state ----------------------------------------------------------------------------------
 
     def first(self) -> tuple[int, Any, Any]:
-        """Position of the oldest row, where the episodes of its lanes began, -1 where with it, and
-        ``Head``, each ``[lanes]``. What keeps rows in files asks after every write."""
+        """Return the row id of the oldest row, and the beginnings of its episodes.
+
+        A beginning is a row id, or -1 if the episode begins with the oldest row, and a ``Head``;
+        ``[lanes]`` each. Storages in files call this after every write.
+        """
         self.sync()
         ring = self._ring
         lo, hi = ring.lo, ring.hi
@@ -263,10 +272,12 @@ class RingWrites:
         return oldest, (begin,), (_RESET if head == _EVICTED else head,)
 
     def state(self, kept: torch.Tensor | None = None) -> dict[str, Any]:
-        """Returns what does not follow from the rows: where headless episodes began.
+        """Return the part of the index that cannot be derived from the rows.
+
+        It consists of the beginnings of episodes whose first rows are not stored.
 
         Args:
-            kept: slots of the rows that will be left of those stored, int64 ``[K]``; None: all.
+            kept: slots of the stored rows to save, int64 ``[K]``; None for all rows.
         """
         self.sync()
         ring = self._ring
@@ -285,28 +296,29 @@ class RingWrites:
 _ALL_ROWS = CountLaw(1, 0)
 
 Windows = Found
-"""Windows looked up by their number."""
+"""Windows that were looked up by number."""
 
 
 class EpisodeIndex(RingWrites):
-    """Where the episodes of a column storage begin and end, and why.
+    """The beginnings and ends of all episodes of a column storage, and their reasons.
 
-    Rows are addressed as *elements*, int64: the slot, or ``slot * lanes + lane`` where the storage
-    has lanes. In a lane rows are counted by *time*, which is never used twice:
-    ``place``/``element`` go from one to the other. What is asked for is answered for stored rows;
-    nothing is checked here, and the storage's lock is held.
+    An *element*, int64, is the address of a row. It is the slot, or ``slot * lanes + lane`` in a
+    storage with lanes. The *time* of a row is its number in its lane. No time is used twice.
+    ``time_and_lane`` and ``element`` convert between elements and times. Arguments must belong to
+    stored rows, which is not checked. The caller must hold the lock of the storage.
 
-    The write path tells it of every row (``sync``), in time proportional to the rows written. Rows
-    that were written past it, moved or edited are noted at the next question: an edit of a column
-    that bounds episodes costs one pass over those columns.
+    Every write calls ``sync`` for its rows, at a cost proportional to their number. If rows were
+    moved or edited, or were written without ``sync``, the next call of ``sync`` rebuilds the index.
+    The rebuild takes one pass over the columns that end episodes.
 
     Args:
-        storage: whose rows; it has been written to.
-        rule: which columns bound episodes.
-        before: number of newest rows, just written, that ``sync`` or ``note_rows`` will bring.
+        storage: the storage, which must have rows.
+        rule: the columns that end episodes.
+        before: number of rows, just written, that ``sync`` or ``append_rows`` will index.
 
     Raises:
-        KeyError: as ``BoundaryRule.bind``. RuntimeError: rows that are no TensorDicts.
+        KeyError: as ``BoundaryRule.bind`` does.
+        RuntimeError: the rows are not TensorDicts.
 
     Example:
         >>> import numpy as np, torch
@@ -319,15 +331,15 @@ class EpisodeIndex(RingWrites):
         >>> index = rb.storage.episodes
         >>> index.totals(CountLaw.strict(2), WINDOWS).tolist()
         [4]
-        >>> time, lane = index.place(np.array([1, 5]))
+        >>> time, lane = index.time_and_lane(np.array([1, 5]))
         >>> [times.tolist() for times in index.spans(time, lane)]
         [[0, 3], [2, 5]]
     """
 
     # -- rows -----------------------------------------------------------------------------------
 
-    def place(self, element: Array) -> tuple[Array, Array]:
-        """Time and lane of stored elements."""
+    def time_and_lane(self, element: Array) -> tuple[Array, Array]:
+        """Return time and lane of stored elements."""
         if self.lanes == 1:
             slot, lane = element, np.zeros(element.shape, np.int64)
         else:
@@ -336,41 +348,46 @@ class EpisodeIndex(RingWrites):
         return newest - (newest - slot) % self.slots, lane
 
     def element(self, time: Array, lane: Array) -> Array:
-        """Elements of rows; the inverse of ``place``."""
+        """Return the elements of rows. This is the inverse of ``time_and_lane``."""
         if self.lanes == 1:
             return time % self.slots
         return (time % self.slots) * self.lanes + lane
 
     def bounds(self, lane: Array) -> tuple[Any, Any]:
-        """``lo, hi`` of lanes: stored rows are those with ``lo <= time < hi``."""
+        """Return ``lo, hi`` of lanes. Rows with ``lo <= time < hi`` are stored."""
         return self._ring.lo, self._ring.hi
 
     @property
     def lowest(self) -> int:
-        """Time of the oldest stored rows, in an index whose lanes have one."""
+        """Time of the oldest stored rows, which is the same in all lanes."""
         return self._ring.lo
 
     def spans(self, time: Array, lane: Array) -> tuple[Array, Array]:
-        """First stored and last row of the episodes of stored rows, as times."""
+        """Return the times of the first stored row and the last row of rows' episodes."""
         begin, last, _, _ = self._ring.lookup(time, lane)
         return np.maximum(begin, self.bounds(lane)[0]), last
 
     def around(self, element: Array) -> Array:
-        """Time, lane, begin, last, code of the last row and ``Head`` of stored elements, in one
-        call: int64 ``[6, K]``."""
+        """Return the positions of stored elements in their episodes, int64 ``[6, K]``.
+
+        The six rows of the array are time, lane, begin, last, code of the last row, and ``Head``.
+        """
         return self._ring.around(element)
 
     def rows(self, law: CountLaw, number: Array) -> Array:
-        """Elements of single rows by number: ``find`` of a law of one row, and ``element``."""
+        """Return elements of single rows by number, by ``find`` and ``element``."""
         return self._ring.pick(law, WINDOWS, number)
 
     def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
-        """Begin and last row of the episodes of stored rows, code of the last row, ``Head``."""
+        """Return begin, last, code of the last row, and ``Head`` of rows' episodes."""
         return self._ring.lookup(time, lane)
 
     def ended_among(self, newest: int) -> tuple[Array, Array, Array]:
-        """Rows with which an episode terminated or was truncated, among the ``newest`` stored ones
-        of every lane: time, lane and ``EndReason``, int64 ``[m]``. Cost: O(newest)."""
+        """Return the ends of episodes among the ``newest`` stored rows of every lane.
+
+        An end is a row that terminated or was truncated. The arrays are time, lane and
+        ``EndReason``, int64 ``[m]``. Cost: O(newest).
+        """
         lo, hi = self._ring.lo, self._ring.hi
         time = np.repeat(np.arange(max(lo, hi - newest), hi), self.lanes)
         lane = np.tile(np.arange(self.lanes), len(time) // self.lanes)
@@ -379,25 +396,30 @@ class EpisodeIndex(RingWrites):
         return time[ended], lane[ended], code[ended].astype(np.int64)
 
     def begins(self, time: Array, lane: Array) -> Array:
-        """Times at which episodes began, also where that row is stored no more."""
+        """Return the times at which rows' episodes began, even before all stored rows."""
         return self._ring.lookup(time, lane)[0]
 
     def heads(self, time: Array, lane: Array) -> Array:
-        """``Head`` of the episodes of rows."""
+        """Return the ``Head`` of the episodes of rows."""
         return self._ring.lookup(time, lane)[3]
 
     def reasons(self, time: Array, lane: Array) -> Array:
-        """``EndReason`` of the episodes of rows."""
+        """Return the ``EndReason`` of the episodes of rows."""
         return np.minimum(self._ring.lookup(time, lane)[2], int(EndReason.CUT))
 
     def streams(self, time: Array, lane: Array) -> tuple[Array, Array]:
-        """First and last row of what can be read without a gap around rows: across episodes, not
-        across the write seam, nor where rows are missing or a run was restarted."""
+        """Return first and last time of the unbroken part of a stream around each row.
+
+        Such a part may contain several episodes. It ends at the write seam, at missing rows and at
+        restarts.
+        """
         return between(self._ring.severed(), *self.bounds(lane), time, lane)
 
     def positions(self, time: Array, lane: Array) -> Array:
-        """Positions (``Ledger``) of rows, also of those stored no more that came before stored
-        ones of their episode."""
+        """Return the row ids of rows.
+
+        The rows may include overwritten rows whose episode has stored rows.
+        """
         ledger = self._storage.ledger
         if ledger.in_order:
             return time + (ledger.next_position - self._ring.hi)
@@ -407,54 +429,57 @@ class EpisodeIndex(RingWrites):
         return found - (stored - time)
 
     def ids(self, time: Array, lane: Array) -> Array:
-        """Episode ids: ``position * lanes + lane`` of the first row; never used twice."""
+        """Return unique episode ids, which are ``row id * lanes + lane`` of first rows."""
         begin = self.begins(time, lane)
         return self.positions(begin, lane) * self.lanes + lane
 
     # -- windows --------------------------------------------------------------------------------
 
     def totals(self, law: CountLaw, kind: int) -> Array:
-        """int64 ``[lanes]``: windows (episodes, rows) of every lane."""
+        """Return the number of windows, episodes or rows of every lane, int64 ``[lanes]``."""
         return self._ring.totals(law, kind)
 
     def total(self, law: CountLaw, kind: int) -> int:
-        """The sum of ``totals``."""
+        """Return the sum of ``totals``."""
         return self._ring.total(law, kind)
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
-        """Looks windows up by number: lanes in order, in a lane in the order of time."""
+        """Look up windows by number. They are in the order of lanes, then of time."""
         return self._ring.find(law, kind, number)
 
     def slices(self, law: CountLaw, number: Array, length: int) -> tuple[Array, Array]:
-        """Elements of windows of ``length`` rows by number, one window after another, and the place
-        of each one's window among the numbers: ``find`` and ``element`` in one."""
+        """Return elements of windows of ``length`` rows by number, window after window.
+
+        The second array has the position of each element's window in ``number``. The call combines
+        ``find`` and ``element``.
+        """
         return self._ring.slices(law, number, length)
 
     def runs(self, start: Array, length: int) -> Array:
-        """Elements of ``length`` rows of a lane from stored elements ``[K]`` on, one run after
-        another."""
+        """Return the elements of ``length`` rows of a lane, from each element ``[K]`` on."""
         steps = np.arange(0, length * self.lanes, self.lanes)
         element = (start[:, None] + steps).reshape(-1)
         element %= self.slots * self.lanes
         return element
 
     def eligible_starts(self, law: CountLaw, time: Array, lane: Array) -> Array:
-        """Bool ``[K]``: whether windows of a law may start with these stored rows.
+        """Return whether windows of a law may start with these stored rows, bool ``[K]``.
 
-        It is so for the first ``law.count`` rows of an episode, those without history left out.
+        Windows start with the first ``law.count`` usable rows of an episode. Rows without enough
+        history are not usable.
         """
         begin, last, code, head = self.episodes_at(time, lane)
         first = np.maximum(begin, self.bounds(lane)[0])
-        count, _, skip = law.counts(last + 1 - first, head == int(Head.RESET), code == GOES_ON)
+        count, _, skip = law.counts(last + 1 - first, head == int(Head.RESET), code == CONTINUES)
         number = time - first - skip
         return np.asarray((number >= 0) & (number < count))
 
     def table(self) -> Any:
-        """All stored episodes; see ``found.Table``. Cost: O(episodes)."""
+        """Return all stored episodes as an ``EpisodeTable``. Cost: O(episodes)."""
         return self._ring.table()
 
     def longest(self) -> int:
-        """Rows of the longest episode. Cost: O(episodes)."""
+        """Return the number of stored rows of the longest episode. Cost: O(episodes)."""
         return self._ring.longest()
 
     @property
@@ -464,25 +489,25 @@ class EpisodeIndex(RingWrites):
 
     @property
     def numbering(self) -> int:
-        """Changes where lanes come or go, and a number may mean another lane than before."""
+        """A number that changes when lanes are added or removed, so that numbers change."""
         return 0
 
     def stored_rows(self) -> int:
-        """Number of stored rows, all lanes together."""
+        """Return the number of stored rows of all lanes."""
         return int(self.totals(_ALL_ROWS, ROWS).sum())
 
     def nbytes(self) -> int:
-        """Bytes that the index takes."""
+        """Return the size of the index in bytes."""
         return self._ring.nbytes()
 
 
 class StaticEpisodes(EpisodeIndex):
-    """The index of rows that are not written any more, of which the ends are given.
+    """The index of the current rows with given ends, valid until the next write.
 
     Args:
-        storage: whose rows; it has no lanes.
-        ends: bool ``[N]``, True at the last rows of episodes, in the order of slots. The last slot
-            goes on in the first one where the ring has wrapped.
+        storage: a storage without lanes.
+        ends: bool ``[N]``, True at the last rows of episodes, in slot order. If the ring has
+            wrapped, the first slot follows the last slot.
 
     Cost: O(N).
     """
@@ -495,22 +520,22 @@ class StaticEpisodes(EpisodeIndex):
         self.lanes, self.slots = 1, columns.slots
         start = ledger.cursor if ledger.length == self.slots and ledger.in_order else 0
         self._ring = new_ring(self.slots, 1, start=start)
-        codes = np.where(ends.numpy(), SWITCHED, GOES_ON).astype(np.uint8)
+        codes = np.where(ends.numpy(), SWITCHED, CONTINUES).astype(np.uint8)
         self._ring.append(np.roll(codes, -start)[:, None])
         self._noted, self._changes = ledger.next_position, ledger.changes
         self._edited, self._ordered_from, self._versions, self.rebuilt = False, 0, 0, 0
 
     @property
     def is_old(self) -> bool:
-        """Whether rows were written since, which it knows nothing of."""
+        """True if rows were written that the index does not have."""
         ledger = self._storage.ledger
         return ledger.next_position != self._noted or ledger.changes != self._changes
 
     def edited(self) -> None:
-        """Columns have no say in it."""
+        """Do nothing, because columns do not end these episodes."""
 
     def sync(self) -> None:
-        """Nothing to take note of: what was given holds until the next write."""
+        """Do nothing, because the given ends are valid until the next write."""
 
-    def note_rows(self, rows: Any) -> None:
-        """As ``sync``."""
+    def append_rows(self, rows: Any) -> None:
+        """Do nothing, for the same reason as ``sync``."""

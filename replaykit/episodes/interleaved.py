@@ -1,4 +1,4 @@
-"""Index the episodes of streams whose rows lie interleaved."""
+"""Index the episodes of streams whose rows are interleaved."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ Array = np.ndarray[Any, Any]
 
 
 def key_dtype(shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """Returns the dtype of the keys of cells of some shape: int64 for a whole number or a flag,
-    else bytes.
+    """Return the dtype of stream keys for column values of this shape and dtype.
+
+    It is int64 for a single integer or flag, else bytes.
 
     Example:
         >>> import torch
@@ -41,7 +42,9 @@ def key_dtype(shape: Sequence[int], dtype: torch.dtype) -> Any:
 
 
 def stream_keys(values: torch.Tensor) -> Array:
-    """Returns a key for each cell of a column ``[n, *F]``, equal where all bits are: ``[n]``.
+    """Return a key ``[n]`` for each value of a column ``[n, *F]``.
+
+    Keys are equal if all bits of the values are equal.
 
     Example:
         >>> import torch
@@ -61,24 +64,24 @@ def stream_keys(values: torch.Tensor) -> Array:
 
 
 def cell_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Returns how many bytes a cell of a column takes."""
+    """Return the size of one value of a column in bytes."""
     return math.prod(shape) * dtype.itemsize
 
 
 _BEHIND = 256
-"""Rows that may have been written and are not noted yet: small writes are noted together."""
+"""Number of written rows that may wait, so that small writes are indexed together."""
 
 _LEAST = 16 * _BEHIND
-"""Slots from which on that is so: twice the rows behind have to fit."""
+"""Number of slots from which on rows may wait. It is at least twice the waiting rows."""
 
 _BLOCK = 2**20
-"""Rows that are noted at a time when all are noted anew."""
+"""Number of rows that a rebuild indexes in one step."""
 
 
 class StreamWrites(EpisodeIndex):
-    """The half of ``InterleavedIndex`` that is told of writes, notes rows anew, and is saved.
+    """The part of ``InterleavedIndex`` that follows writes and saves its state.
 
-    Everything is kept in ``StreamEpisodes``; what is asked of it is for ``InterleavedIndex``.
+    The data are in ``StreamEpisodes``. ``InterleavedIndex`` adds the queries.
     """
 
     def __init__(self, storage: RowSource, rule: BoundaryRule, *, before: int = 0) -> None:
@@ -87,7 +90,7 @@ class StreamWrites(EpisodeIndex):
         self.rule = rule
         self.key: Path = storage.lane_key
         self.bound = rule.bind(columns.schema)
-        # In a lane the key never changes.
+        # The key never changes within a lane.
         self.bound.ids = tuple(path for path in self.bound.ids if path != self.key)
         self.bound.paths |= {self.key}
         self._storage, self._columns = storage, columns
@@ -96,14 +99,14 @@ class StreamWrites(EpisodeIndex):
         ids = (leaves[path] for path in self.bound.ids)
         self._id_bytes = sum(cell_bytes(leaf.shape, leaf.dtype) for leaf in ids)
         self._streams = self._new()
-        self._past = 0  # versions of the streams that are gone
+        self._past = 0  # sum of the versions of earlier ``_streams``
         self.rebuilt = 0
         ledger = storage.ledger
         self._noted = ledger.next_position - before
         self._changes = ledger.changes
         self._edited = False
         self._is_ring = True
-        self._placed = np.zeros(0, np.int64)  # slots of the rows placed last, if no others came
+        self._placed = np.zeros(0, np.int64)  # slots of the last write, if it placed rows
         if ledger.length and (self._noted > ledger.cleared or not before):
             self._rebuild()
 
@@ -116,21 +119,21 @@ class StreamWrites(EpisodeIndex):
         """Number of streams that have stored rows."""
         return len(self._streams.order)
 
-    # -- being told of writes -------------------------------------------------------------------
+    # -- following writes -----------------------------------------------------------------------
 
     def edited(self) -> None:
-        """Told that a column that bounds episodes is about to be changed in place."""
+        """Follow an edit that is about to change a column that ends episodes."""
         self.sync()
         self._edited = True
 
-    def follow(self, count: int) -> None:
-        """Told of ``count`` rows that were written at the cursor: notes them now or soon."""
+    def append(self, count: int) -> None:
+        """Follow a write of ``count`` rows at the cursor; index them now or later."""
         behind = self._storage.ledger.next_position - self._noted
         if behind >= _BEHIND or self.slots < _LEAST or not self._noted:
             self.sync()
 
-    def note_rows(self, rows: Rows) -> None:
-        """Takes note of rows that were written last, also of those that are stored no more."""
+    def append_rows(self, rows: Rows) -> None:
+        """Index the last rows written, including rows that are already overwritten."""
         ledger, count = self._storage.ledger, len(rows)
         plain = ledger.changes == self._changes and not self._edited and self._is_ring
         if not plain or ledger.next_position - self._noted != count:
@@ -145,13 +148,13 @@ class StreamWrites(EpisodeIndex):
         self._noted = ledger.next_position
 
     def placed(self, rows: Rows, slots: Array, displacing: Array, turn: Array) -> None:
-        """Takes note of rows that were written last, each at a slot of its own stream.
+        """Index the last rows written, each in a slot of its stream.
 
         Args:
-            slots: int64 ``[n]``, free ones up from the stored rows, or those of the oldest rows of
-                the streams: in each turn one of them.
-            displacing: bool ``[n]``, which of them had a row before.
-            turn: int64 ``[n]``, rising in each stream; no slot comes twice in a turn.
+            slots: int64 ``[n]``, free slots after the stored rows, or slots of the oldest rows of
+                the streams, one per stream and turn.
+            displacing: bool ``[n]``, True at slots that had a row before.
+            turn: int64 ``[n]``, ascending in each stream. No slot occurs twice in a turn.
         """
         ledger, count = self._storage.ledger, len(rows)
         plain = ledger.changes == self._changes and not self._edited
@@ -172,11 +175,11 @@ class StreamWrites(EpisodeIndex):
         self._noted, self._is_ring, self._placed = ledger.next_position, False, slots
 
     def close(self, lanes: Array, code: int) -> None:
-        """Ends the open episodes of lanes, bool ``[lanes]``, with that code."""
+        """End the open episodes of lanes, bool ``[lanes]``, with the code."""
         self.sync()
         self._streams.close(lanes, code)
 
-    def _note(self, first: int, until: int) -> None:
+    def _append_stored(self, first: int, until: int) -> None:
         ledger = self._storage.ledger
         leaves = {path: self._columns[path][first:until] for path in self.bound.paths}
         slots = np.arange(first, until)
@@ -197,9 +200,10 @@ class StreamWrites(EpisodeIndex):
         )
 
     def _rebuild(self) -> None:
-        """Notes all stored rows anew; one pass over the columns.
+        """Index all stored rows again, in one pass over the columns.
 
-        Where an episode began whose first row is gone is kept, as long as its rows are the same.
+        If the first row of an episode was overwritten, its beginning is kept, provided that its
+        rows are the same.
         """
         ledger, old, slots = self._storage.ledger, self._streams, self.slots
         length = ledger.length
@@ -209,13 +213,13 @@ class StreamWrites(EpisodeIndex):
         new.joined = set(old.joined)
         if ledger.cleared > 0 and ledger.cleared == self._noted:
             new.joined.update(old.keys[old.lane.open[old.order] >= 0].tolist())
-        # In a ring that is not full rows lie from slot 0 on; in a full one from the cursor on.
+        # The oldest row is in slot 0. In a full ring, it is at the cursor.
         start = ledger.cursor if length == slots else 0
         order = (np.arange(length) + start) % slots
         if ledger.by_stream:
             order = ledger.write_order().numpy()
         positions = ledger.positions(torch.from_numpy(order)).numpy() if length else order
-        # Where streams lose their own oldest rows, none is missing between two that are stored.
+        # If each stream loses its own oldest rows, no row is missing between two stored rows.
         jumps = (np.diff(positions) != 1) & (not ledger.by_stream)
         segments = np.concatenate([[0], np.cumsum(jumps)])
         stops = np.zeros(length, np.uint8)
@@ -228,7 +232,7 @@ class StreamWrites(EpisodeIndex):
             stops[rows[kept]] = codes[kept]
         done = 0
         while done < length:
-            # Up to the end of the columns: rows are read as they lie there.
+            # A block ends at the last slot, because its rows are read as one slice.
             until = min(length, done + _BLOCK, slots - start if done < slots - start else length)
             part, first = slice(done, until), int(order[done])
             lying: Any = slice(first, first + until - done)
@@ -245,10 +249,10 @@ class StreamWrites(EpisodeIndex):
             )
             done = until
         if length and not ledger.by_stream and positions[-1] + 1 != ledger.next_position:
-            # Rows were placed by hand since: the next one goes on from none of these.
+            # Rows were placed, so the next row continues none of these streams.
             self._streams.close(np.ones(self.lanes, np.bool_), SEVERED)
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
-        # Whether the next write takes the place of no row, or of the oldest in ring order.
+        # True if the next write uses a free slot, or the slot of the oldest row in ring order.
         self._is_ring = ledger.length == slots or ledger.cursor == length
         self._is_ring &= not ledger.by_stream
         self._restore(old, noted)
@@ -257,10 +261,13 @@ class StreamWrites(EpisodeIndex):
     # -- state ----------------------------------------------------------------------------------
 
     def _heads(self, slots: Array) -> Array:  # type: ignore[override]
-        """Of each of some rows that is not the reset of its episode: int64 ``[m, 4]``, its position
-        and that of the first row of the episode, the rows between, ``Head``."""
+        """Return the beginnings of the episodes of rows, int64 ``[m, 4]``.
+
+        Rows that are resets are not included. The columns are the id of the row, the id of the
+        first row of its episode, the number of rows between them, and ``Head``.
+        """
         streams = self._streams
-        time, record = streams.place(slots)
+        time, record = streams.time_and_lane(slots)
         one = streams.owner(time, record)
         position = self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
         gone = time - streams.episode.begin[one]
@@ -269,15 +276,17 @@ class StreamWrites(EpisodeIndex):
         return found[(gone > 0) | (head != int(Head.RESET))]
 
     def _oldest_of(self, kept: torch.Tensor) -> Array:
-        """The oldest ones of some rows of each lane, as slots."""
+        """Return the slot of the oldest row in each lane, among the rows ``kept``."""
         slots = kept.numpy()
         slots = slots[np.argsort(self._storage.ledger.positions(kept).numpy(), kind="stable")]
-        _, first = np.unique(self._streams.place(slots)[1], return_index=True)
+        _, first = np.unique(self._streams.time_and_lane(slots)[1], return_index=True)
         return np.asarray(slots[first])
 
     def _restore(self, old: StreamEpisodes, noted: int) -> None:
-        """Takes over how lanes began: from streams with which rows below a position were noted, or
-        else from what was saved."""
+        """Copy the beginnings of lanes from old streams, or else from saved streams.
+
+        The old streams had rows below the row id ``noted``.
+        """
         streams = self._streams
         lane, episode, order = streams.lane, streams.episode, streams.order
         if not len(order):
@@ -290,16 +299,16 @@ class StreamWrites(EpisodeIndex):
         whole, trusted = False, self._trusts_others
         if trusted or not old.stored:
             saved, whole = self._storage.indexes.saved_streams()
-        told = np.full(len(order), whole and trusted)
+        loaded = np.full(len(order), whole and trusted)
         if saved:
             given = np.array(saved, np.int64)
             given = given[np.argsort(given[:, 0], kind="stable")]
             at = np.minimum(np.searchsorted(given[:, 0], position), len(given) - 1)
             listed = given[at, 0] == position
-            known[listed], told[listed] = given[at[listed]], True
+            known[listed], loaded[listed] = given[at[listed]], True
         if old.stored:
-            same = np.flatnonzero((position < noted) & ~told)
-            time, record = old.place(slots[same])
+            same = np.flatnonzero((position < noted) & ~loaded)
+            time, record = old.time_and_lane(slots[same])
             same, time, record = (
                 part[old.keys[old.rank[record]] == streams.keys[same]]
                 for part in (same, time, record)
@@ -307,20 +316,23 @@ class StreamWrites(EpisodeIndex):
             was = old.owner(time, record)
             gone = time - old.episode.begin[was]
             known[same, 1:] = np.stack([old.episode.position[was], gone, old.episode.head[was]], 1)
-        # A row that is stored as the first of its episode has nothing to be told but its head.
-        told = (known[:, 2] > 0) | (known[:, 3] > int(Head.RESET))
-        one, known = one[told], known[told]
+        # If the first row of an episode is stored, only its head can need a correction.
+        differs = (known[:, 2] > 0) | (known[:, 3] > int(Head.RESET))
+        one, known = one[differs], known[differs]
         episode.begin[one] -= known[:, 2]
         episode.position[one], episode.head[one] = known[:, 1], known[:, 3]
         streams.version += 1
 
     def first(self) -> tuple[int, Any, Any]:
-        """Nothing of what ``EpisodeIndex.first`` tells: how streams began, ``state`` says."""
+        """Return no beginnings. ``state`` has the beginnings of streams."""
         return -1, [], []
 
     def state(self, kept: torch.Tensor | None = None) -> dict[str, Any]:
-        """Returns what does not follow from the rows: how lanes began; ``kept`` as for every
-        index."""
+        """Return the beginnings of lanes, which cannot be derived from the rows.
+
+        Args:
+            kept: slots of the stored rows to save, int64 ``[K]``; None for all rows.
+        """
         self.sync()
         lane, order = self._streams.lane, self._streams.order
         first = self._streams.slot(lane.lo[order], order) if kept is None else self._oldest_of(kept)
@@ -329,15 +341,16 @@ class StreamWrites(EpisodeIndex):
 
 
 class InterleavedIndex(StreamWrites):
-    """Where episodes begin and end among rows of which a column says to which stream they belong.
+    """The index of episodes of interleaved streams, which a column identifies.
 
-    The streams that have stored rows are the lanes, in the order of their keys; a lane's number is
-    good until the next write. Rows of a stream that were written one after the other have
-    consecutive times, whatever lies between them. A stream of which no row is left is forgotten:
-    when it comes again it begins with a reset.
+    The streams that have stored rows are the lanes, in the order of their keys. A lane's number is
+    valid until the next write. Consecutive rows of a stream have consecutive times, even if rows of
+    other streams are between them in the ring. When the last row of a stream is lost, the index
+    forgets the stream. If the stream is written again, it begins with a reset.
 
-    Cost: O(rows written + streams among them), without a step of Python per row; ``totals``
-    O(streams), ``find`` O(K log episodes). 24 bytes a row, and what episodes and streams take.
+    Cost: a write takes O(rows written + streams among them), without a Python step per row.
+    ``totals`` takes O(streams), and ``find`` takes O(K log episodes).
+    Memory: 24 bytes per row, and the memory of episodes and streams.
 
     Example:
         >>> import torch
@@ -356,8 +369,10 @@ class InterleavedIndex(StreamWrites):
         return self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
 
     def sizes(self, keys: Array | None = None) -> Array:
-        """Number of stored rows of every stream, or of those of some keys (``stream_keys``): 0
-        where there is none."""
+        """Return the number of stored rows of every stream, or of the streams ``keys``.
+
+        ``stream_keys`` describes keys. The number is 0 for a stream without stored rows.
+        """
         streams = self._streams
         lane = streams.lane
         if keys is None:
@@ -368,26 +383,30 @@ class InterleavedIndex(StreamWrites):
         return found
 
     def nth(self, keys: Array, number: Array) -> Array:
-        """Slots of stored rows of streams by their keys, counted from the oldest, from 0."""
+        """Return slots of streams' rows by key and number; the oldest row has number 0."""
         record = self._streams.records(keys)
         return self._streams.slot(self._streams.lane.lo[record] + number, record)
 
     def oldest(self) -> int:
-        """The least position of a stored row, of which there must be one. Cost: O(streams)."""
+        """Return the lowest stored row id. Some rows must be stored. Cost: O(streams)."""
         streams = self._streams
         slots = streams.slot(streams.lane.lo[streams.order], streams.order)
         return int(self._positions(slots).min())
 
     def newest(self, lanes: Array | None = None) -> Array:
-        """Positions of the newest rows of lanes, bool ``[lanes]``; None: of all."""
+        """Return the row ids of the newest rows of lanes.
+
+        ``lanes`` is a mask, bool ``[lanes]``; None for all lanes.
+        """
         streams = self._streams
         return streams.lane.newest[streams.order if lanes is None else streams.order[lanes]]
 
     def lanes_of(self, keys: Any) -> Array:
-        """Bool ``[lanes]``: the lanes of some keys.
+        """Return a mask of the lanes with these keys, bool ``[lanes]``.
 
         Raises:
-            IndexError: nothing of that stream is stored. TypeError: floats for whole numbers.
+            IndexError: a stream has no stored rows.
+            TypeError: a key is a float, but the column has integers.
         """
         self.sync()
         streams, chosen = self._streams, np.zeros(self.lanes, bool)
@@ -398,67 +417,73 @@ class InterleavedIndex(StreamWrites):
         cells = values.to(leaf.dtype).reshape(-1, *leaf.shape)
         for key, own in zip(stream_keys(cells).tolist(), cells.tolist(), strict=True):
             if key not in streams.known:
-                raise IndexError(f"expected a stream of which rows are stored, got {own!r}")
+                raise IndexError(f"expected a stream with stored rows, got {own!r}")
             chosen[streams.rank[streams.known[key]]] = True
         return chosen
 
     def keys(self, lanes: Array) -> list[Any]:
-        """The keys (``stream_keys``) of lanes, bool ``[lanes]``."""
+        """Return the keys (``stream_keys``) of the lanes in a mask, bool ``[lanes]``."""
         found: list[Any] = self._streams.keys[lanes].tolist()
         return found
 
     # -- rows -----------------------------------------------------------------------------------
 
-    def place(self, element: Array) -> tuple[Array, Array]:
-        """Time and lane of stored elements."""
-        time, record = self._streams.place(element)
+    def time_and_lane(self, element: Array) -> tuple[Array, Array]:
+        """Return time and lane of stored elements."""
+        time, record = self._streams.time_and_lane(element)
         return time, self._streams.rank[record]
 
     def element(self, time: Array, lane: Array) -> Array:
-        """Elements of rows; the inverse of ``place``."""
+        """Return the elements of rows. This is the inverse of ``time_and_lane``."""
         return self._streams.slot(time, self._streams.order[lane])
 
     def bounds(self, lane: Array) -> tuple[Any, Any]:
-        """``lo, hi`` of lanes: stored rows are those with ``lo <= time < hi``."""
+        """Return ``lo, hi`` of lanes. Rows with ``lo <= time < hi`` are stored."""
         record = self._streams.order[lane]
         return self._streams.lane.lo[record], self._streams.lane.hi[record]
 
     def spans(self, time: Array, lane: Array) -> tuple[Array, Array]:
-        """First stored and last row of the episodes of stored rows, as times."""
+        """Return the times of the first stored row and the last row of rows' episodes."""
         streams, one = self._streams, self._owner(time, lane)
         first = np.maximum(streams.episode.begin[one], streams.lane.lo[streams.order[lane]])
         return first, streams.last(one)
 
     def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
-        """Begin and last row of the episodes of stored rows, code of the last row, ``Head``."""
+        """Return begin, last, code of the last row, and ``Head`` of rows' episodes."""
         streams, one = self._streams, self._owner(time, lane)
         episode = streams.episode
         code = episode.code[one].astype(np.int64)
         return episode.begin[one], streams.last(one), code, streams.heads(one)
 
     def around(self, element: Array) -> Array:
-        """Time, lane, begin, last, code of the last row and ``Head`` of stored elements: int64
-        ``[6, K]``.
+        """Return the positions of stored elements in their episodes, int64 ``[6, K]``.
+
+        The six rows of the array are time, lane, begin, last, code of the last row, and ``Head``.
 
         Raises:
-            IndexError: rows that are not stored.
+            IndexError: a row is not stored.
         """
         stored = self._storage.ledger.length
         wrong = (element < 0) | (element >= stored)
         if wrong.any():
             raise IndexError(f"expected elements of stored rows, got {element[wrong][0]}")
-        time, lane = self.place(element)
+        time, lane = self.time_and_lane(element)
         return np.stack([time, lane, *self.episodes_at(time, lane)])
 
     def rows(self, law: CountLaw, number: Array) -> Array:
-        """Elements of single rows by number: ``find`` of a law of one row, and ``element``."""
+        """Return elements of single rows by number, by ``find`` and ``element``."""
         found = self.find(law, WINDOWS, number)
         return self.element(found.base + found.rest, found.lane)
 
     def ended_among(self, newest: int) -> tuple[Array, Array, Array]:
-        """Rows with which an episode terminated or was truncated, among the ``newest`` stored ones
-        of all: time, lane and ``EndReason``, int64 ``[m]``. Cost: O(newest), or of rows written by
-        stream, where these are more than were written last, O(rows)."""
+        """Return the ends of episodes among the ``newest`` stored rows.
+
+        An end is a row that terminated or was truncated. The arrays are time, lane and
+        ``EndReason``, int64 ``[m]``.
+
+        Cost: O(newest). If rows are written by stream, and ``newest`` exceeds the last write, the
+        cost is O(rows).
+        """
         ledger, streams = self._storage.ledger, self._streams
         slots = np.arange(ledger.length)
         if newest < ledger.length and self._is_ring:
@@ -469,7 +494,7 @@ class InterleavedIndex(StreamWrites):
             slots = slots[self._positions(slots) >= ledger.next_position - newest]
         if not len(slots):
             return slots, slots, slots
-        time, lane = self.place(slots)
+        time, lane = self.time_and_lane(slots)
         one = self._owner(time, lane)
         code = streams.episode.code[one].astype(np.int64)
         ended = (code == int(EndReason.TERMINATED)) | (code == int(EndReason.TRUNCATED))
@@ -477,15 +502,15 @@ class InterleavedIndex(StreamWrites):
         return time[ended], lane[ended], code[ended]
 
     def begins(self, time: Array, lane: Array) -> Array:
-        """Times at which episodes began, also where that row is stored no more."""
+        """Return the times at which rows' episodes began, even before all stored rows."""
         return self._streams.episode.begin[self._owner(time, lane)]
 
     def heads(self, time: Array, lane: Array) -> Array:
-        """``Head`` of the episodes of rows."""
+        """Return the ``Head`` of the episodes of rows."""
         return self._streams.heads(self._owner(time, lane))
 
     def reasons(self, time: Array, lane: Array) -> Array:
-        """``EndReason`` of the episodes of rows."""
+        """Return the ``EndReason`` of the episodes of rows."""
         code = self._streams.episode.code[self._owner(time, lane)]
         return np.minimum(code, int(EndReason.CUT)).astype(np.int64)
 
@@ -493,8 +518,11 @@ class InterleavedIndex(StreamWrites):
         return self._streams.owner(time, self._streams.order[lane])
 
     def streams(self, time: Array, lane: Array) -> tuple[Array, Array]:
-        """First and last row of what can be read without a gap around rows: across episodes, not
-        across the write seam, nor where rows are missing or a run was restarted."""
+        """Return first and last time of the unbroken part of a stream around each row.
+
+        Such a part may contain several episodes. It ends at the write seam, at missing rows and at
+        restarts.
+        """
         lo, hi = self.bounds(lane)
         first, last = lo.copy(), hi - 1
         severed = self._streams.severed()
@@ -513,9 +541,11 @@ class InterleavedIndex(StreamWrites):
         return np.where(after > begin, np.maximum(first, bounded[after - 1] + 1), first), last
 
     def positions(self, time: Array, lane: Array) -> Array:
-        """Positions (``Ledger``) of rows; of those stored no more only of the first of an episode.
+        """Return the row ids of rows.
 
-        What was written between them is not known: for the others it is a lower bound.
+        For stored rows and for the first row of an episode, the result is exact. For other
+        overwritten rows it is a lower bound, because the number of rows of other streams between
+        them is unknown.
         """
         streams = self._streams
         lo = self.bounds(lane)[0]
@@ -527,26 +557,28 @@ class InterleavedIndex(StreamWrites):
         return np.where(time < lo, gone, found)
 
     def ids(self, time: Array, lane: Array) -> Array:
-        """Episode ids: the position of the first row; never used twice."""
+        """Return unique episode ids, which are the row ids of first rows."""
         return self._streams.episode.position[self._owner(time, lane)]
 
     # -- windows --------------------------------------------------------------------------------
 
     def totals(self, law: CountLaw, kind: int) -> Array:
-        """int64 ``[lanes]``: windows (episodes, rows) of every lane."""
+        """Return the number of windows, episodes or rows of every lane, int64 ``[lanes]``."""
         return self._streams.sums(law, kind).totals()
 
     def total(self, law: CountLaw, kind: int) -> int:
-        """The sum of ``totals``."""
+        """Return the sum of ``totals``."""
         return int(self.totals(law, kind).sum())
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
-        """Looks windows up by number: lanes in order, in a lane in the order of time."""
+        """Look up windows by number. They are in the order of lanes, then of time."""
         return Windows(*self._streams.sums(law, kind).find(number))
 
     def slices(self, law: CountLaw, number: Array, length: int) -> tuple[Array, Array]:
-        """Elements of windows of ``length`` rows by number, one window after another, and the place
-        of each one's window among the numbers: ``find`` and ``element`` in one."""
+        """Return elements of windows of ``length`` rows by number, window after window.
+
+        The second array has the position of each element's window in ``number``.
+        """
         found = self.find(law, WINDOWS, number)
         time = (found.base + found.rest)[:, None] + np.arange(length)
         lane = np.repeat(found.lane, length)
@@ -554,18 +586,17 @@ class InterleavedIndex(StreamWrites):
         return self.element(time.reshape(-1), lane), window
 
     def runs(self, start: Array, length: int) -> Array:
-        """Elements of ``length`` rows of a stream from stored elements ``[K]`` on, one run after
-        another."""
-        time, lane = self.place(start)
+        """Return the elements of ``length`` rows of a stream, from each element on."""
+        time, lane = self.time_and_lane(start)
         every = (time[:, None] + np.arange(length)).reshape(-1)
         return self.element(every, np.repeat(lane, length))
 
     def table(self) -> Any:
-        """All stored episodes; see ``found.Table``. Cost: O(episodes)."""
+        """Return all stored episodes as an ``EpisodeTable``. Cost: O(episodes)."""
         return self._streams.table()
 
     def longest(self) -> int:
-        """Rows of the longest episode. Cost: O(episodes)."""
+        """Return the number of stored rows of the longest episode. Cost: O(episodes)."""
         table = self._streams.table()
         return int((table.last - table.first).max()) + 1 if len(table.last) else 0
 
@@ -576,13 +607,16 @@ class InterleavedIndex(StreamWrites):
 
     @property
     def numbering(self) -> int:
-        """Changes where streams come or go, and a number may mean another one than before."""
+        """A number that changes with every change of lane numbers.
+
+        Lane numbers change when streams are added or removed.
+        """
         return self._streams.numbering
 
     def stored_rows(self) -> int:
-        """Number of stored rows, all lanes together."""
+        """Return the number of stored rows of all lanes."""
         return self._streams.stored
 
     def nbytes(self) -> int:
-        """Bytes that the index takes."""
+        """Return the size of the index in bytes."""
         return self._streams.nbytes()

@@ -1,4 +1,4 @@
-"""Records that come and go, and rings that grow, as columns: no object each."""
+"""Define records and growing rings that are stored in columns, not as objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIRST = 64
 
 
 def spread(start: Array, count: Array) -> Array:
-    """Returns ``start[i], start[i] + 1, ...``, ``count[i]`` numbers each, one after the other.
+    """Return consecutive runs of ``count[i]`` numbers, each from ``start[i]`` on.
 
     Example:
         >>> import numpy as np
@@ -27,10 +27,10 @@ def spread(start: Array, count: Array) -> Array:
 
 
 class Records:
-    """Numbered records with a column for each of their fields, an attribute of that name.
+    """Numbered records with one column per field.
 
-    Numbers that were given back are used again; what stands in the fields of a number that was
-    just taken is arbitrary. Cost: O(1) a record, amortised.
+    The column of a field is the attribute of that name. Released numbers are used again. The fields
+    of a new record have arbitrary values. Cost: O(1) per record, amortised.
     """
 
     def __init__(self, fields: dict[str, Any]) -> None:
@@ -41,8 +41,8 @@ class Records:
         for name, dtype in fields.items():
             setattr(self, name, np.zeros(0, dtype))
 
-    def take(self, count: int) -> Array:
-        """Returns ``count`` numbers that nobody has."""
+    def new_numbers(self, count: int) -> Array:
+        """Return ``count`` numbers that are not in use."""
         again = min(count, len(self._free))
         found, self._free = self._free[len(self._free) - again :], self._free[: -again or None]
         if again == count:
@@ -55,48 +55,48 @@ class Records:
         return np.concatenate([found, np.arange(first, self.used)])
 
     def give_back(self, numbers: Array) -> None:
-        """Takes numbers back, each once."""
+        """Release distinct numbers."""
         self._free = np.concatenate([self._free, numbers])
 
     def nbytes(self) -> int:
-        """Bytes that they take."""
+        """Return the size in bytes."""
         return int(sum(getattr(self, name).nbytes for name in self._fields) + self._free.nbytes)
 
 
 class Rings:
-    """Queues of whole numbers, one for each of some records, in one array.
+    """Queues of integers, one per record, in one array.
 
-    What a queue holds is addressed by a count that goes on for ever: entries ``lo <= i < hi``. Each
-    has a piece of the array as long as a power of two. A queue that outgrows its piece gets another
-    one; when the array is full all pieces are laid out anew. At most four entries of the array for
-    each one in use, and O(1) an entry, amortised.
+    The entries of a queue have ascending numbers ``lo <= i < hi``. Each queue has a piece of the
+    array whose length is a power of two. A queue that outgrows its piece gets a larger piece. When
+    the array is full, all pieces move to a new array. At least a quarter of the array's entries are
+    in use. Cost: O(1) per entry, amortised.
     """
 
     def __init__(self, dtype: Any) -> None:
         self._pool = np.zeros(_FIRST, dtype)
         self._top = 0
         self._base = np.zeros(0, np.int64)
-        self._mask = np.zeros(0, np.int64)  # length of the piece - 1
+        self._mask = np.zeros(0, np.int64)  # length of the record's piece - 1
 
     def start(self, which: Array, capacity: int) -> None:
-        """Begins empty queues for records, of which there may be ``capacity``."""
+        """Start empty queues for records; record numbers are below ``capacity``."""
         self._base = grown(self._base, capacity)
         self._mask = grown(self._mask, capacity)
         self._mask[which] = -1
 
     def get(self, which: Array, number: Array) -> Array:
-        """Returns entries."""
+        """Return the entries ``number`` of the queues ``which``."""
         return np.asarray(self._pool[self._base[which] + (number & self._mask[which])], np.int64)
 
     def put(self, which: Array, number: Array, value: Array) -> None:
-        """Sets entries for which there is room."""
+        """Set the entries ``number`` of the queues ``which``; ``reserve`` makes room."""
         self._pool[self._base[which] + (number & self._mask[which])] = value
 
     def reserve(self, which: Array, need: Array, lo: Array, hi: Array, alive: Array) -> None:
-        """Makes room for ``need`` entries in each of some queues.
+        """Make room for ``need`` entries in each of the queues ``which``.
 
         Args:
-            lo, hi: which entries there are now, of all records by their number.
+            lo, hi: bounds of the present entries in the queues of all records.
             alive: the numbers of all records in use.
         """
         short = need > self._mask[which] + 1
@@ -131,12 +131,12 @@ class Rings:
         self.put(owner, number, kept)
 
     def nbytes(self) -> int:
-        """Bytes that they take."""
+        """Return the size in bytes."""
         return int(self._pool.nbytes + self._base.nbytes + self._mask.nbytes)
 
 
 def grown(column: Array, size: int) -> Array:
-    """Returns the column with at least ``size`` entries, new ones 0."""
+    """Return the column with at least ``size`` entries; new entries are 0."""
     if size <= len(column):
         return column
     found = np.zeros((size, *column.shape[1:]), column.dtype)
@@ -145,6 +145,6 @@ def grown(column: Array, size: int) -> Array:
 
 
 def _power(need: Array) -> Array:
-    """The least powers of two that are not below some numbers of at least 1."""
+    """Return the smallest powers of two that are not below ``need``, at least 1."""
     # frexp is exact: need - 1 = m * 2**e with 0.5 <= m < 1, so that 2**e > need - 1.
     return np.int64(1) << np.frexp((need - 1).astype(np.float64))[1].astype(np.int64)

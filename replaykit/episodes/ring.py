@@ -1,4 +1,4 @@
-"""Episodes of a ring of rows, one stream a lane: the counterpart of the core's, in NumPy."""
+"""Index the episodes of a ring of rows in NumPy, with one stream per lane."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ _FIRST = 1024
 
 
 class RingEpisodes:
-    """Where episodes begin and end among the rows ``lo <= time < hi`` of each of ``lanes`` lanes.
+    """The episodes among the rows ``lo <= time < hi`` of each of ``lanes`` lanes.
 
-    *Time* is the number of a row in its lane, int64, never used twice; its place in the ring is
-    ``time % slots``. Each row has a link: of the first row of an episode to the newest one, of
-    every other row back to the first. Overwriting a first row moves what it knows to one entry of
-    the lane. Episodes that have ended are also listed in the order in which they did.
+    The *time* of a row is its number in its lane, int64. No time is used twice. The slot of a row
+    is ``time % slots``. Each row has a link. The first row of an episode links to the newest row of
+    the episode, and every other row links back to the first row. When the first row is overwritten,
+    its data move to an entry of the lane. Episodes that have ended are also listed in the order of
+    their ends.
 
-    Cost: O(rows) to append; a lookup reads two links. Here numbers of windows are summed anew
-    after a write, O(episodes); the core keeps the sums. 8 bytes a row and 32 an episode.
+    Cost: O(rows) to append. A look-up reads two links. After a write this class sums the numbers of
+    windows again, in O(episodes). The compiled core updates them instead.
+    Memory: 8 bytes per row and 32 bytes per episode.
 
     Example:
         >>> import numpy as np
@@ -60,17 +62,18 @@ class RingEpisodes:
         begin: Array | None = None,
         head: Array | None = None,
     ) -> None:
-        """Starts without rows at time ``start``.
+        """Start without rows at time ``start``.
 
         Args:
-            begin: int64 ``[lanes]``, where the episode began that the first rows go on with; -1:
-                they begin one.
-            head: int64 ``[lanes]``, how the next episode begins (``Head``); else with its reset.
+            begin: int64 ``[lanes]``, the time at which the episode of a lane's first row began; -1
+                if the episode begins with that row.
+            head: int64 ``[lanes]``, the ``Head`` of each lane's first episode; None for
+                ``Head.RESET``.
         """
         self.slots, self.lanes = slots, lanes
         self.lo = self.hi = start
         self.version = 0
-        self._severed: deque[tuple[int, int]] = deque()  # time and lane, by time
+        self._severed: deque[tuple[int, int]] = deque()  # (time, lane), in the order of time
         self._last_ids: Array | None = None
         self._link = np.zeros((0, lanes), np.int64)
         fresh = np.full(lanes, -1, np.int64)
@@ -81,7 +84,7 @@ class RingEpisodes:
         self._open_head = np.full(lanes, int(Head.RESET))
         self._head_begin = np.where(self._open < start, self._open, -1)
         self._head_last = np.full(lanes, start - 1, np.int64)
-        # Episodes that have ended: last, lane, begin, head, in the order of (last, lane).
+        # Ended episodes, sorted by (last, lane). The rows are last, lane, begin and head.
         self._log = np.zeros((4, _FIRST), np.int64)
         self._logged = 0
         self._dropped = 0
@@ -91,7 +94,7 @@ class RingEpisodes:
     # -- writing ------------------------------------------------------------------------------
 
     def append(self, codes: Array) -> None:
-        """Notes rows uint8 ``[n, lanes]`` written after the newest one."""
+        """Append the codes of new rows, uint8 ``[n, lanes]``."""
         n = len(codes)
         if not n:
             return
@@ -121,7 +124,7 @@ class RingEpisodes:
         self._reserve(hi + n - lo, hi)
         stored = slice(max(0, n - self.slots), None)
         self._link[times[stored] % self.slots] = link[stored]
-        # Episodes that the rows go on with: their first rows, or the lanes' entries, learn the end.
+        # If rows continue an episode, update its first row, or the entry of its lane.
         on = ~starts[0]
         kept = on & (was_open >= lo)
         if kept.any():
@@ -144,17 +147,22 @@ class RingEpisodes:
         self.version += 1
 
     def append_severed(self, codes: Array, after: Array, ends: Array) -> None:
-        """The same where after some rows, int64 ``[m]``, streams are severed: lanes of which
-        ``ends``, uint8 ``[m, lanes]``, is not 0. The codes have these ends."""
+        """Append codes of new rows, and cut streams after the rows ``after``.
+
+        Args:
+            codes: uint8 ``[n, lanes]``, including the codes of the cuts.
+            after: int64 ``[m]``, numbers of new rows.
+            ends: uint8 ``[m, lanes]``, not 0 in lanes that are cut.
+        """
         first = self.hi
         self.append(codes)
         row, lane = np.nonzero(ends)
         self._severed.extend(zip((first + after[row]).tolist(), lane.tolist(), strict=True))
 
     def close(self, lanes: Array, code: int) -> None:
-        """Ends the open episodes of lanes (bool ``[lanes]``) at their newest rows.
+        """End the open episodes of lanes (bool ``[lanes]``) at their newest rows.
 
-        With ``SEVERED`` and ``RESTORED`` nothing is read across that place any more.
+        The codes ``SEVERED`` and ``RESTORED`` also cut the streams there.
         """
         if self.hi == self.lo:
             return
@@ -175,7 +183,7 @@ class RingEpisodes:
         self._next_head[lane] = int(Head.CUT if code == SEVERED else Head.RESET)
 
     def _evict(self, lo: int, begin: Array, last: Array) -> None:
-        """Moves the entries of episodes whose first rows will be gone to their lanes."""
+        """Move an episode's data to its lane when its first row is overwritten."""
         lanes = np.arange(self.lanes)
         if lo < self.hi:
             began, ends, _, _ = self.lookup(np.full(self.lanes, lo), lanes)
@@ -185,7 +193,7 @@ class RingEpisodes:
         self._head_last = np.where(began < lo, ends, -1)
 
     def _reserve(self, rows: int, hi: int) -> None:
-        # Until the ring has gone round once, the places that are used grow with time.
+        # Until the ring wraps for the first time, the number of used slots grows.
         need = self.slots if hi % self.slots + rows > self.slots else hi % self.slots + rows
         need = min(self.slots, max(need, rows))
         if need > len(self._link):
@@ -213,15 +221,15 @@ class RingEpisodes:
     # -- one row --------------------------------------------------------------------------------
 
     def first(self) -> tuple[int, int]:
-        """Begin and head of the oldest row's episode, in a ring of one lane."""
+        """Return begin and head of the oldest row's episode, in a ring of one lane."""
         begin, _, _, head = self.lookup(np.array([self.lo]), np.zeros(1, np.int64))
         return int(begin[0]), int(head[0])
 
     def lookup(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
-        """Returns begin and last of the episodes of stored rows, the last row's code, the head.
+        """Return begin, last, code of the last row, and head of stored rows' episodes.
 
         Raises:
-            IndexError: rows that are not stored.
+            IndexError: a row is not stored.
         """
         self._check(time, lane)
         link = self._link[time % self.slots, lane]
@@ -247,7 +255,7 @@ class RingEpisodes:
             )
 
     def around(self, element: Array) -> Array:
-        """Time, lane, begin, last, code and head of stored elements: int64 ``[6, K]``."""
+        """Return time, lane, begin, last, code, head of elements, int64 ``[6, K]``."""
         slot, lane = np.divmod(element, self.lanes)
         newest = self.hi - 1
         time = newest - (newest - slot) % self.slots
@@ -257,44 +265,47 @@ class RingEpisodes:
         return np.stack([time, lane, *self.lookup(time, lane)])
 
     def codes(self, time: Array, lane: Array) -> Array:
-        """Returns what was noted of stored rows.
+        """Return the codes of stored rows.
 
         Raises:
-            IndexError: rows that are not stored.
+            IndexError: a row is not stored.
         """
         self._check(time, lane)
         return self._link[time % self.slots, lane] & CODE_BITS
 
     @property
     def open_lanes(self) -> Array:
-        """Bool ``[lanes]``: whether the newest row's episode may go on."""
+        """True in lanes whose newest episode may continue, bool ``[lanes]``."""
         return (self._open >= 0) & (self.hi > self.lo)
 
     @property
     def head_begin(self) -> Array:
-        """int64 ``[lanes]``: where the episode of the oldest row began if that is gone, else -1."""
+        """Time at which the oldest row's episode began, int64 ``[lanes]``.
+
+        It is -1 in lanes where that first row is stored.
+        """
         return self._head_begin.copy()
 
     def append_columns(
         self, bound: Any, columns: Any, first: int, until: int, ends: Any = None
     ) -> bool:
-        """Notes rows straight from where they are stored; False: that is for ``append``."""
+        """Append rows directly from their columns. If False, use ``append`` instead."""
         return False
 
     def forget_ids(self) -> None:
-        """The next ids are compared with nothing."""
+        """Forget the ids of the newest row, so that the next row's ids end no episode."""
         self._last_ids = None
 
     def last_ids(self) -> Array | None:
-        """Returns the ids of the newest row, uint8 ``[lanes, bytes]``, or None."""
+        """Return the ids of the newest row, uint8 ``[lanes, bytes]``, or None."""
         return self._last_ids
 
     def set_last_ids(self, ids: Array) -> None:
-        """Keeps the ids of the newest row; the caller compares."""
+        """Set the ids of the newest row. The caller compares ids."""
         self._last_ids = ids.copy()
 
     def severed(self) -> Array:
-        """Time and lane of the rows that were severed from what follows: int64 ``[m, 2]``."""
+        """Return time and lane of the rows after which streams are cut, int64 ``[m, 2]``."""
         self._forget_severed()
         return np.array(self._severed, np.int64).reshape(-1, 2)
 
@@ -305,7 +316,7 @@ class RingEpisodes:
     # -- all episodes ---------------------------------------------------------------------------
 
     def table(self) -> EpisodeTable:
-        """Returns all stored episodes. Cost: O(episodes)."""
+        """Return all stored episodes. Cost: O(episodes)."""
         if self._table is not None and self._table[0] == self.version:
             return self._table[1]
         start = int(np.searchsorted(self._log[0, : self._logged], self.lo))
@@ -342,23 +353,24 @@ class RingEpisodes:
         return found
 
     def totals(self, law: CountLaw, kind: int) -> Array:
-        """Returns int64 ``[lanes]``: how many windows, episodes or rows there are in each lane."""
+        """Return the numbers of windows, episodes or rows of lanes, int64 ``[lanes]``."""
         sums, *_ = self._summed(law, kind)
         ends = np.searchsorted(self.table().lane, np.arange(self.lanes), side="right")
         upto = np.concatenate([[0], sums])[ends]
         return np.diff(upto, prepend=0)
 
     def total(self, law: CountLaw, kind: int) -> int:
-        """The sum of ``totals``."""
+        """Return the sum of ``totals``."""
         sums, *_ = self._summed(law, kind)
         return int(sums[-1]) if len(sums) else 0
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Found:
-        """Looks windows (episodes, rows) up by their number, int64 ``[K]``: lanes in order, in each
-        lane in the order of time.
+        """Look up windows, episodes or rows by number, int64 ``[K]``.
+
+        Numbers are in the order of lanes, and in each lane in the order of time.
 
         Raises:
-            IndexError: a number that is not below the sum of ``totals``.
+            IndexError: a number is not below the sum of ``totals``.
         """
         sums, count, rows, base = self._summed(law, kind)
         total = int(sums[-1]) if len(sums) else 0
@@ -371,13 +383,15 @@ class RingEpisodes:
         return Found(self.table().lane[at], base[at], rows[at], count[at], number - before)
 
     def pick(self, law: CountLaw, kind: int, number: Array) -> Array:
-        """Elements of single rows by their number: what ``find`` says, in the ring."""
+        """Return the elements of single rows by number, found by ``find``."""
         found = self.find(law, kind, number)
         return (found.base + found.rest) % self.slots * self.lanes + found.lane
 
     def slices(self, law: CountLaw, number: Array, length: int) -> tuple[Array, Array]:
-        """Elements of windows of ``length`` rows by number, one window after another, and the place
-        of each one's window among the numbers."""
+        """Return elements of windows of ``length`` rows by number, window after window.
+
+        The second array has the position of each element's window in ``number``.
+        """
         if not 1 <= length <= self.slots:
             raise ValueError(f"expected windows of 1 to {self.slots} rows, got {length}")
         found = self.find(law, WINDOWS, number)
@@ -393,10 +407,10 @@ class RingEpisodes:
         return element.reshape(-1), np.repeat(np.arange(len(number)), length)
 
     def longest(self) -> int:
-        """Rows of the longest stored part of an episode; 0 without rows. Cost: O(episodes)."""
+        """Return the number of stored rows of the longest episode. Cost: O(episodes)."""
         table = self.table()
         return int((table.last - table.first).max()) + 1 if len(table.last) else 0
 
     def nbytes(self) -> int:
-        """Bytes that the index takes."""
+        """Return the size of the index in bytes."""
         return int(self._link.nbytes + self._log.nbytes)

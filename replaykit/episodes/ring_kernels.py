@@ -1,4 +1,4 @@
-"""Keep the episodes of a ring in the compiled core, if it is there."""
+"""Keep the episodes of a ring in the compiled core, if it is available."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ _FLAGS: Final = frozenset(
     [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 )
 _SIGNED_ZERO: Final = frozenset([torch.float16, torch.bfloat16, torch.float32, torch.float64])
-"""Numbers whose highest bit alone makes a zero too."""
+"""Dtypes with a negative zero, which has a set bit although the flag is not set."""
 
 _TRUNCATED, _DONE, _TERMINAL, _INIT = range(4)
 
 
 class NativeRing:
-    """What ``RingEpisodes`` is, with the same arguments, face and results.
+    """The compiled core's ring of episodes, with the interface of ``RingEpisodes``.
 
-    After a write ``totals`` and ``find`` cost O(new episodes + lanes), and a search
-    O(log episodes), by the laws asked for before; the eight used last are kept. 8 bytes a row, 8 an
-    episode and half a byte an episode and law. Reads of other memory than what is stored are
-    refused.
+    After a write, ``totals`` and ``find`` take O(new episodes + lanes) for the eight laws used
+    last. Each look-up takes O(log episodes). Memory: 8 bytes per row, 8 per episode, and half a
+    byte per episode and law. The core checks all bounds before it reads memory.
 
     Raises:
-        ValueError, TypeError: arrays of another length or dtype. IndexError: rows that are not
-            stored, numbers beyond what there is.
+        ValueError, TypeError: an array has the wrong length or dtype.
+        IndexError: a row is not stored, or a number is too large.
 
     Example:
         >>> import numpy as np
@@ -73,17 +72,17 @@ class NativeRing:
         )
         self._new_columns = core.EpisodeColumns
         self.slots, self.lanes = slots, lanes
-        # Every write and every draw goes through these: no look-up of attributes on the way.
+        # Every write and draw calls these methods. Storing them here saves a look-up per call.
         self.append = made.append
         self.close = made.close
         self.forget_ids = made.forget_ids
         self.longest = made.longest
         self.nbytes = made.nbytes
         self._find, self._totals, self._lookup = made.find, made.totals, made.lookup
-        self._note = made.append_columns
+        self._append_run = made.append_columns
         self._around, self._pick, self._total = made.around, made.pick, made.total
         self._slices = made.slices
-        # Columns that rows were noted from: as the core takes them, or None where it cannot.
+        # The columns of the indexed rows. `_source` is None if the core cannot read them.
         self._bound: BoundColumns | None = None
         self._columns: Any = None
         self._source: Any = None
@@ -104,7 +103,7 @@ class NativeRing:
         """A number that changes with every change."""
         return self._core.version
 
-    # -- rows from where they are stored ----------------------------------------------------------
+    # -- rows read from their columns -------------------------------------------------------------
 
     def append_columns(
         self,
@@ -114,38 +113,43 @@ class NativeRing:
         until: int,
         ends: tuple[Array, Array] | None = None,
     ) -> bool:
-        """Notes the rows in slots ``[first, until)`` of ``columns``, ids and all.
+        """Append the rows in slots ``[first, until)`` of ``columns``, with their ids.
 
         Args:
-            ends: slots after which streams end although no column says so, int64 ``[n]``, rising,
-                and ``SEVERED`` or ``RESTORED`` for each lane, 0 where it goes on: uint8
-                ``[n, lanes]``.
+            ends: the cuts without a flag, as slots, int64 ``[n]``, ascending, and codes, uint8
+                ``[n, lanes]``. A code is ``SEVERED``, ``RESTORED``, or 0 in lanes that continue.
 
         Returns:
-            False where that is for ``append``: columns on another device, values in pieces, or of
-            a dtype that the core does not read.
+            True if the rows were appended. False if the caller must use ``append``, because the
+            columns are on another device, are not contiguous, or have a dtype that the core does
+            not read.
 
         Raises:
-            IndexError: slots that there are not. ValueError: other codes. RuntimeError: memory of
-            the columns is gone.
+            IndexError: a slot does not exist.
+            ValueError: a code is unknown.
+            RuntimeError: the memory of the columns was released.
         """
         if columns is not self._columns or bound is not self._bound:
-            self._look_at(bound, columns)
+            self._read_addresses(bound, columns)
         for tensor, address in self._watched:
             if tensor.data_ptr() != address:
-                columns.follow_memory()
-                self._look_at(bound, columns)
+                columns.refresh_addresses()
+                self._read_addresses(bound, columns)
                 break
         if self._source is None:
             return False
         if ends is None:
-            self._note(self._source, first, until)
+            self._append_run(self._source, first, until)
         else:
             self._core.append_ending(self._source, first, until, *ends)
         return True
 
     def append_severed(self, codes: Array, after: Array, ends: Array) -> None:
-        """As ``RingEpisodes`` has it. One by one: what the core reads itself goes the other way."""
+        """Append codes of new rows, and cut streams after the rows ``after``.
+
+        ``RingEpisodes`` describes the arguments. For rows that the core can read,
+        ``append_columns`` is used instead.
+        """
         done = 0
         for row, own in zip(after.tolist(), ends, strict=True):
             self.append(codes[done : row + 1])
@@ -154,12 +158,12 @@ class NativeRing:
                 self.close(own == code, code)
         self.append(codes[done:])
 
-    def _look_at(self, bound: BoundColumns, columns: Any) -> None:
+    def _read_addresses(self, bound: BoundColumns, columns: Any) -> None:
         self._bound, self._columns = bound, columns
         self._source = self._as_source(bound, columns)
         memory = {}
         if self._source is not None:
-            for path in bound.paths:  # leaves of one record move together
+            for path in bound.paths:  # leaves of a record share memory, which is watched once
                 tensor = columns[path]
                 memory[tensor.untyped_storage().data_ptr()] = tensor
         self._watched = [(tensor, tensor.data_ptr()) for tensor in memory.values()]
@@ -192,51 +196,53 @@ class NativeRing:
         return self._new_columns(flags, ids, columns.slots, self.lanes)
 
     def last_ids(self) -> Array | None:
-        """Ids of the newest row, uint8 ``[lanes, bytes]``; None: the next ones are compared with
-        nothing."""
+        """Return the ids of the newest row, uint8 ``[lanes, bytes]``, or None."""
         found = self._core.last_ids()
         if found is None:
             return None
         return np.frombuffer(found, np.uint8).reshape(self.lanes, len(found) // self.lanes)
 
     def set_last_ids(self, ids: Array) -> None:
-        """Tells the ids of the newest row, when it came by ``append``."""
+        """Set the ids of the newest row after ``append``."""
         self._core.set_last_ids(ids.tobytes())
 
     # -- one row ----------------------------------------------------------------------------------
 
     def lookup(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
-        """Begin and last of the episodes of stored rows, the last row's code, the head."""
+        """Return begin, last, code of the last row, and head of stored rows' episodes."""
         out = np.empty((4, len(time)), np.int64)
         self._lookup(time, lane, out)
         begin, last, code, head = out
         return begin, last, code, head
 
     def first(self) -> tuple[int, int]:
-        """Begin and head of the oldest row's episode, in a ring of one lane."""
+        """Return begin and head of the oldest row's episode, in a ring of one lane."""
         found: tuple[int, int] = self._core.first()
         return found
 
     def around(self, element: Array) -> Array:
-        """Time, lane, begin, last, code and head of stored elements: int64 ``[6, K]``."""
+        """Return time, lane, begin, last, code, head of elements, int64 ``[6, K]``."""
         out = np.empty((6, len(element)), np.int64)
         self._around(element, out)
         return out
 
     def codes(self, time: Array, lane: Array) -> Array:
-        """What was noted of stored rows."""
+        """Return the codes of stored rows."""
         out = np.empty((1, len(time)), np.int64)
         self._core.codes(time, lane, out)
         return out[0]
 
     @property
     def open_lanes(self) -> Array:
-        """Bool ``[lanes]``: whether the newest row's episode may go on."""
+        """True in lanes whose newest episode may continue, bool ``[lanes]``."""
         return self._per_lane()[0] != 0
 
     @property
     def head_begin(self) -> Array:
-        """int64 ``[lanes]``: where the episode of the oldest row began if that is gone, else -1."""
+        """Time at which the oldest row's episode began, int64 ``[lanes]``.
+
+        It is -1 in lanes where that first row is stored.
+        """
         return self._per_lane()[1]
 
     def _per_lane(self) -> Array:
@@ -245,42 +251,44 @@ class NativeRing:
         return out
 
     def severed(self) -> Array:
-        """Time and lane of the rows that were severed from what follows: int64 ``[m, 2]``."""
+        """Return time and lane of the rows after which streams are cut, int64 ``[m, 2]``."""
         return np.array(self._core.severed(), np.int64).reshape(-1, 2)
 
     # -- all episodes -----------------------------------------------------------------------------
 
     def table(self) -> EpisodeTable:
-        """All stored episodes. Cost: O(episodes)."""
+        """Return all stored episodes. Cost: O(episodes)."""
         out = np.empty((6, self._core.count()), np.int64)
         self._core.table(out)
         return tuple.__new__(EpisodeTable, out)
 
     def totals(self, law: CountLaw, kind: int) -> Array:
-        """int64 ``[lanes]``: how many windows, episodes or rows there are in each lane."""
+        """Return the numbers of windows, episodes or rows of lanes, int64 ``[lanes]``."""
         out = np.empty((1, self.lanes), np.int64)
         self._totals(*law.key(), kind, out)
         return out[0]
 
     def total(self, law: CountLaw, kind: int) -> int:
-        """The sum of ``totals``."""
+        """Return the sum of ``totals``."""
         return self._total(*law.key(), kind)
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Found:
-        """Looks windows (episodes, rows) up by their number, int64 ``[K]``."""
+        """Look up windows, episodes or rows by number, int64 ``[K]``."""
         out = np.empty((5, len(number)), np.int64)
         self._find(*law.key(), kind, number, out)
         return tuple.__new__(Found, out)
 
     def pick(self, law: CountLaw, kind: int, number: Array) -> Array:
-        """Elements of single rows by their number: what ``find`` says, in the ring."""
+        """Return the elements of single rows by number, found by ``find``."""
         out = np.empty((1, len(number)), np.int64)
         self._pick(*law.key(), kind, number, out)
         return out[0]
 
     def slices(self, law: CountLaw, number: Array, length: int) -> tuple[Array, Array]:
-        """Elements of windows of ``length`` rows by number, one window after another, and the place
-        of each one's window among the numbers."""
+        """Return elements of windows of ``length`` rows by number, window after window.
+
+        The second array has the position of each element's window in ``number``.
+        """
         rows = len(number) * length
         element, window = np.empty(rows, np.int64), np.empty(rows, np.int64)
         self._slices(*law.key(), number, length, element, window)
@@ -288,7 +296,10 @@ class NativeRing:
 
 
 def _cells(tensor: torch.Tensor, ndim: int) -> tuple[int | None, int]:
-    """Bytes between the cells of a column, None where the core cannot read it; values of a cell."""
+    """Return the row stride of a column in bytes, and its count of numbers per row.
+
+    The stride is None if the core cannot read the column.
+    """
     values = tensor.shape[ndim:].numel()
     plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
     if tensor.device.type != "cpu" or not plain:
@@ -297,6 +308,6 @@ def _cells(tensor: torch.Tensor, ndim: int) -> tuple[int | None, int]:
 
 
 def new_ring(slots: int, lanes: int, **options: Any) -> Any:
-    """Returns an empty ring of episodes; the options are those of ``RingEpisodes``."""
+    """Return an empty ring of episodes, with the options of ``RingEpisodes``."""
     kernel = RingEpisodes if native.core() is None else NativeRing
     return kernel(slots, lanes, **options)

@@ -1,4 +1,4 @@
-"""Keep the episodes of interleaved streams in NumPy, with running sums of windows."""
+"""Store episodes of interleaved streams in NumPy, with running sums of windows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 from replaykit.episodes.episode_laws import (
     CODE_BITS,
+    CONTINUES,
     EPISODES,
-    GOES_ON,
     NOT_INIT,
     RESTORED,
     ROWS,
@@ -25,19 +25,20 @@ from replaykit.episodes.pools import Records, Rings, grown, spread
 
 __all__ = ["Lanes", "StreamEpisodeRecords", "StreamEpisodes", "StreamSums"]
 
+
 Array = np.ndarray[Any, Any]
 
 
 class Lanes(Records):
     """One record for each stream that has stored rows."""
 
-    lo: Array  # stored rows are those with lo <= time < hi
+    lo: Array  # rows with lo <= time < hi are stored
     hi: Array
-    first: Array  # stored episodes are those with first <= number < stop, in its queue
+    first: Array  # episodes with first <= number < stop in the queue are stored
     stop: Array
-    open: Array  # the episode that may go on, or -1
+    open: Array  # number of the open episode, or -1
     next_head: Array
-    newest: Array  # position of the newest row
+    newest: Array  # row id of the newest row
     segment: Array
     knows_ids: Array
 
@@ -53,8 +54,8 @@ class StreamEpisodeRecords(Records):
 
     lane: Array
     begin: Array
-    last: Array  # of one that has ended
-    position: Array  # of its first row
+    last: Array  # valid after the episode has ended
+    position: Array  # row id of its first row
     code: Array
     head: Array
 
@@ -64,11 +65,12 @@ class StreamEpisodeRecords(Records):
 
 
 class StreamSums:
-    """Windows (episodes, rows) of one law before each episode of its lane.
+    """The number of a law's windows, episodes or rows before each episode of a lane.
 
-    Only differences inside a lane mean something. Of the episodes that have ended and begin with
-    their first row the sums are kept, since these do not change; the one whose first rows are gone
-    and the open one, at most two a lane, are counted when asked.
+    Only differences between sums of the same lane are meaningful. The sums cover episodes that have
+    ended and whose first rows are stored, because these episodes do not change. At most two other
+    episodes per lane are counted on demand: the open episode, and the episode whose first rows were
+    overwritten.
     """
 
     def __init__(self, law: CountLaw, kind: int, streams: StreamEpisodes) -> None:
@@ -78,19 +80,19 @@ class StreamSums:
         self._until = np.zeros(streams.lane.capacity, np.int64)
         self._found: tuple[int, Any] = (-1, None)
         episode, every = streams.episode, streams.listed()
-        mass = self._ended(episode, every) * (episode.code[every] != GOES_ON)
+        mass = self._ended(episode, every) * (episode.code[every] != CONTINUES)
         sums = np.cumsum(mass)
         self._before[every] = sums - mass
-        self._until[episode.lane[every]] = sums  # of the same lane the last one counts
+        self._until[episode.lane[every]] = sums  # the last assignment to a lane counts
 
     # -- writing --------------------------------------------------------------------------------
 
     def start(self, records: Array, capacity: int) -> None:
-        """Told of new lanes."""
+        """Follow the start of new lanes."""
         self._until = grown(self._until, capacity)
         self._until[records] = 0
 
-    def note(
+    def append(
         self,
         episode: Any,
         own: Array,
@@ -101,7 +103,7 @@ class StreamSums:
         ends: Array,
         closed: Array,
     ) -> None:
-        """Told of rows, as ``StreamEpisodes.append`` has them: which begin episodes, which end."""
+        """Follow new rows. ``StreamEpisodes.append`` computes the arguments."""
         self._before = grown(self._before, episode.capacity)
         mass = np.zeros(len(own), np.int64)
         mass[ends] = self._ended(episode, closed)
@@ -113,7 +115,7 @@ class StreamSums:
         self._until[own[starts]] = (base + upto)[newest]
 
     def end(self, episode: Any, records: Array, closed: Array) -> None:
-        """Told of open episodes of distinct lanes that have ended."""
+        """Follow the ends of open episodes of distinct lanes."""
         self._until[records] += self._ended(episode, closed)
 
     def _ended(self, episode: Any, which: Array) -> Array:
@@ -122,7 +124,7 @@ class StreamSums:
         return self._counted(rows, episode.head[which] == int(Head.RESET), no)[0]
 
     def _counted(self, stored: Array, reset: Array, is_open: Array) -> tuple[Array, ...]:
-        """What episodes count for, their windows, the rows for windows, and those left out."""
+        """Return the counts that are summed, and the results of ``CountLaw.counts``."""
         count, rows, skip = self.law.counts(stored, reset, is_open)
         mass = count
         if self.kind == EPISODES:
@@ -132,19 +134,23 @@ class StreamSums:
         return mass, count, rows, skip
 
     def _facts(self, which: Array) -> tuple[Array, ...]:
-        """The same of stored episodes as they are now, and the times of their first rows."""
+        """Return ``_counted`` of stored episodes, and the times of their first rows."""
         streams = self._streams
         episode = streams.episode
         first = np.maximum(episode.begin[which], streams.lane.lo[episode.lane[which]])
         reset = streams.heads(which) == int(Head.RESET)
-        is_open = episode.code[which] == GOES_ON
+        is_open = episode.code[which] == CONTINUES
         return (*self._counted(streams.last(which) - first + 1, reset, is_open), first)
 
-    # -- asking ---------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------
 
     def _lanes(self) -> tuple[Array, ...]:
-        """By rank: the sum in all lanes up to it, in its first episode if that lacks rows, in those
-        that have ended; number of its first whole episode, and the sum before that. O(lanes)."""
+        """Return five arrays by rank. Cost: O(lanes).
+
+        The arrays are: the sum of all lanes up to and including the lane; the sum of its first
+            episode if that episode lacks rows; the sum of its whole episodes that have ended; the
+            number of its first whole episode; and the sum before that episode.
+        """
         streams = self._streams
         if self._found[0] == streams.version:
             return self._found[1]
@@ -158,18 +164,18 @@ class StreamSums:
         before = self._before[streams.at(order, np.where(none, whole - 1, whole))]
         before = np.where(none, self._until[order], before)
         ended = self._until[order] - before
-        is_open = (episode.code[newest] == GOES_ON) & ~none
+        is_open = (episode.code[newest] == CONTINUES) & ~none
         tail = np.where(is_open, self._facts(newest)[0], 0)
         found = (np.cumsum(head + ended + tail), head, ended, whole, before)
         self._found = streams.version, found
         return found
 
     def totals(self) -> Array:
-        """Windows (episodes, rows) of every lane, by rank: int64 ``[lanes]``."""
+        """Return the numbers of windows, episodes or rows by rank, int64 ``[lanes]``."""
         return np.diff(self._lanes()[0], prepend=0)
 
     def find(self, number: Array) -> Found:
-        """Looks up by number: lanes by rank, in each the order of time."""
+        """Look up windows by number. They are in the order of ranks, then of time."""
         streams = self._streams
         upto, head, ended, whole, before = self._lanes()
         rank = np.searchsorted(upto, number, side="right")
@@ -179,7 +185,7 @@ class StreamSums:
         after = rest - head[rank]
         in_tail = after >= ended[rank]
         target = before[rank] + after
-        # Of the whole episodes the last one before which there are at most so many.
+        # Search for the last whole episode with a preceding sum of at most `target`.
         low, high = whole[rank], streams.lane.stop[record]
         for _ in range(int(np.max(high - low, initial=1)).bit_length()):
             middle = low + high >> 1
@@ -197,36 +203,38 @@ class StreamSums:
         return Found(rank, first + skip, rows, count, rest)
 
     def nbytes(self) -> int:
-        """Bytes that they take."""
+        """Return the size in bytes."""
         return int(self._before.nbytes + self._until.nbytes)
 
 
 _NEVER = -(2**62)
-_KEPT_SUMS = 8
+_CACHED_SUMS = 8
 _ROWS = 1024
 
 
 class StreamEpisodes:
-    """Where episodes begin and end among the stored rows of streams.
+    """The episodes among the stored rows of interleaved streams.
 
-    Rows arrive in any order of streams, each with its stream's key, and the ring of ``slots``
-    overwrites the oldest of all. *Lane*: the record of a stream that has stored rows; it is
-    forgotten with the last of them. *Rank*: its place among the keys, in order. *Time*: the number
-    of a row in its lane.
+    Streams may write rows in any order. Each row has the key of its stream. The ring of ``slots``
+    overwrites the oldest row of all streams. A *lane* is the record of a stream that has stored
+    rows. It is dropped together with the last of these rows. The *rank* of a lane is its position
+    in the order of keys. The *time* of a row is its number in its lane.
 
-    Each row knows its episode and its time, 8 bytes, and each lane the slots of its rows, at most
-    16 bytes a row; an episode takes 34 bytes and 8 for each law in use, a lane about 100.
+    Memory: each row stores its episode and time in 8 bytes. Each lane stores the slots of its rows,
+    in at most 16 bytes per row. An episode takes 34 bytes, and 8 more for each law in use. A lane
+    takes about 100 bytes.
 
-    Cost: O(rows + lanes of the batch) to append, by array operations and one look into a dict per
-    lane. ``totals`` O(lanes), ``find`` O(log episodes) besides.
+    Cost: appending takes O(rows + lanes of the batch), by array operations and one dict look-up per
+    lane. ``totals`` takes O(lanes). ``find`` takes O(lanes) after a write, and O(log episodes) per
+    number.
     """
 
     def __init__(self, slots: int, keys: Any, id_bytes: int) -> None:
-        """Starts without rows.
+        """Start without rows.
 
         Args:
-            keys: dtype of keys: int64, or bytes of some length.
-            id_bytes: bytes of the ids of a row.
+            keys: dtype of keys, int64 or bytes of a fixed length.
+            id_bytes: number of bytes of the ids of a row.
         """
         small = slots < 2**31
         self.slots, self.stored, self.version = slots, 0, 0
@@ -259,18 +267,19 @@ class StreamEpisodes:
         stops: Array | None = None,
         displaced: Array | None = None,
     ) -> None:
-        """Notes rows, at most as many as there are slots, written after the newest one.
+        """Append new rows, at most as many as there are slots.
 
         Args:
-            keys: of their streams, ``[n]``.
-            codes: uint8 ``[n]``, without the ends that ids make.
+            keys: keys of the rows' streams, ``[n]``.
+            codes: uint8 ``[n]``, without the ends that ids cause.
             ids: uint8 ``[n, bytes]``.
-            slots, positions: int64 ``[n]``.
-            segments: rows of a lane that follow each other in other segments are severed.
-            stops: uint8 ``[n]``, what severs a row from the next of its lane, or 0.
-            displaced: the slots among them of which the rows are gone, the oldest ones of their
-                lanes; other slots are free. None: the oldest rows of all, as far as rows are in
-                the way, and slots are in ring order.
+            slots, positions: slots and row ids, int64 ``[n]``.
+            segments: number of each row's segment. Between consecutive rows of a lane in different
+                segments, the stream is cut.
+            stops: uint8 ``[n]``, the code of a cut after the row, or 0.
+            displaced: those of ``slots`` that had the oldest rows of their lanes; the other slots
+                were free. None: slots are in ring order, and a full ring overwrites the oldest rows
+                of all lanes.
         """
         n = len(keys)
         if not n:
@@ -283,7 +292,7 @@ class StreamEpisodes:
         gone = np.asarray(self._episode_of[displaced], np.int64)
         losing, lost = _counted(episode.lane[gone], lane.capacity)
         lane.lo[losing] += lost
-        # From here on rows are grouped by lane, and in each in the order of time.
+        # From here on rows are sorted by lane, and in each lane by time.
         order = np.argsort(keys, kind="stable")
         sorted_ = keys[order]
         starts = np.flatnonzero(np.append(True, sorted_[1:] != sorted_[:-1]))
@@ -296,7 +305,7 @@ class StreamEpisodes:
             slots[order],
             positions[order],
         )
-        # A stream of which nothing was stored when it went on is one that was forgotten.
+        # If all stored rows of a stream were lost, its next row begins the stream again.
         forgotten = lane.newest[records] < position[starts] - self.slots
         if in_ring and forgotten.any():
             self._restart(records[forgotten])
@@ -306,12 +315,12 @@ class StreamEpisodes:
             self._ids[records] = ids[order[newest]]
             lane.knows_ids[records] = True
         end = code & CODE_BITS
-        ended = end != GOES_ON
+        ended = end != CONTINUES
         start = np.empty(n, bool)
         start[1:] = ended[:-1]
         start[starts] = lane.open[records] < 0
         time = spread(lane.hi[records], counts)
-        at, fresh = np.flatnonzero(start), episode.take(int(np.count_nonzero(start)))
+        at, fresh = np.flatnonzero(start), episode.new_numbers(int(np.count_nonzero(start)))
         head = np.full(n, int(Head.RESET), np.uint8)
         head[1:][end[:-1] == SEVERED] = int(Head.CUT)
         head[starts] = lane.next_head[records]
@@ -323,12 +332,12 @@ class StreamEpisodes:
         owner = np.repeat(owner[known], np.diff(known, append=n))
         episode.lane[fresh], episode.begin[fresh] = own[at], time[at]
         episode.position[fresh], episode.head[fresh] = position[at], head[at]
-        episode.code[fresh] = GOES_ON
+        episode.code[fresh] = CONTINUES
         ends = np.flatnonzero(ended)
         closed = owner[ends]
         episode.last[closed], episode.code[closed] = time[ends], end[ends]
         for sums in self._sums.values():
-            sums.note(episode, own, starts, newest, at, fresh, ends, closed)
+            sums.append(episode, own, starts, newest, at, fresh, ends, closed)
         begun = np.diff(np.searchsorted(at, np.append(starts, n)))
         stored = lane.hi[records] - lane.lo[records] + counts
         self._rows.reserve(records, stored, lane.lo, lane.hi, self.order)
@@ -346,16 +355,16 @@ class StreamEpisodes:
         self.stored += n - over
         self.version += 1
         if over:
-            self._let_go(_counted(gone, episode.capacity)[0], losing)
+            self._drop(_counted(gone, episode.capacity)[0], losing)
 
     def _records_of(self, keys: Array) -> Array:
-        """Records of the lanes of distinct keys, in order; makes those that are not there."""
+        """Return the records of lanes by distinct, sorted keys; create missing ones."""
         names, found = keys.tolist(), self.records(keys)
         new = np.flatnonzero(found < 0)
         if not len(new):
             return found
         lane = self.lane
-        fresh = found[new] = lane.take(len(new))
+        fresh = found[new] = lane.new_numbers(len(new))
         for column in (lane.lo, lane.hi, lane.first, lane.stop, lane.segment):
             column[fresh] = 0
         lane.open[fresh], lane.newest[fresh], lane.knows_ids[fresh] = -1, _NEVER, False
@@ -377,7 +386,7 @@ class StreamEpisodes:
         return found
 
     def records(self, keys: Array) -> Array:
-        """Records of the lanes of keys; -1 where nothing of a stream is stored."""
+        """Return the records of lanes by keys; -1 if a stream has no stored rows."""
         known = self.known
         return np.array([known.get(key, -1) for key in keys.tolist()], np.int64)
 
@@ -402,7 +411,7 @@ class StreamEpisodes:
         segments: Array | int,
         stops: Array | None,
     ) -> None:
-        """Ends rows of ``code`` after which their lane is severed."""
+        """Set the codes of cuts in ``code``, at rows after which their lane is cut."""
         lane = self.lane
         if isinstance(segments, int) and stops is None:
             return
@@ -421,18 +430,18 @@ class StreamEpisodes:
         at = np.flatnonzero(stop)
         own = np.repeat(records, counts)
         self._mark(own[at], spread(lane.hi[records], counts)[at])
-        open_ = at[code[at] & CODE_BITS == GOES_ON]
+        open_ = at[code[at] & CODE_BITS == CONTINUES]
         code[open_] |= stop[open_]
 
     def _switch(self, records: Array, starts: Array, code: Array, ids: Array) -> None:
-        """Ends rows of ``code`` after which their lane has other ids."""
+        """Set the ends that ids cause in ``code``, at rows after which the ids change."""
         lane = self.lane
         other = lane.knows_ids[records] & (self._ids[records] != ids[starts]).any(-1)
         if other.any():
             self._end(records[other], SWITCHED)
         changed = (ids[1:] != ids[:-1]).any(-1)
         changed[starts[1:] - 1] = False
-        code[:-1][changed & (code[:-1] & CODE_BITS == GOES_ON)] |= SWITCHED
+        code[:-1][changed & (code[:-1] & CODE_BITS == CONTINUES)] |= SWITCHED
 
     def _reserve(self, slots: int) -> None:
         if slots > len(self._episode_of):
@@ -440,11 +449,11 @@ class StreamEpisodes:
             self._episode_of = grown(self._episode_of, size)
             self._number_of = grown(self._number_of, size)
 
-    def _let_go(self, candidates: Array, losing: Array) -> None:
-        """Forgets episodes and lanes without stored rows."""
+    def _drop(self, candidates: Array, losing: Array) -> None:
+        """Drop episodes and lanes without stored rows."""
         lane, episode = self.lane, self.episode
         own = episode.lane[candidates]
-        ended = (episode.code[candidates] != GOES_ON) & (episode.last[candidates] < lane.lo[own])
+        ended = (episode.code[candidates] != CONTINUES) & (episode.last[candidates] < lane.lo[own])
         dead = ended | (lane.lo[own] == lane.hi[own])
         np.add.at(lane.first, own[dead], 1)
         episode.give_back(candidates[dead])
@@ -460,9 +469,10 @@ class StreamEpisodes:
         self._number()
 
     def close(self, lanes: Array, code: int) -> None:
-        """Ends the open episodes of lanes, bool by rank, at their newest rows.
+        """End the open episodes of lanes at their newest rows.
 
-        With ``SEVERED`` and ``RESTORED`` nothing is read across that place any more.
+        ``lanes`` is a bool mask by rank. The codes ``SEVERED`` and ``RESTORED`` also cut the
+        streams there.
         """
         records = self.order[lanes]
         if code in (SEVERED, RESTORED):
@@ -488,32 +498,32 @@ class StreamEpisodes:
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def place(self, slot: Array) -> tuple[Array, Array]:
-        """Time and lane of stored slots."""
+    def time_and_lane(self, slot: Array) -> tuple[Array, Array]:
+        """Return time and record of the rows in slots."""
         record = self.episode.lane[self._episode_of[slot]]
         newest = self.lane.hi[record] - 1
         return newest - (newest - self._number_of[slot] & 0xFFFFFFFF), record
 
     def slot(self, time: Array, record: Array) -> Array:
-        """Slots of stored rows; the inverse of ``place``."""
+        """Return the slots of stored rows. This is the inverse of ``time_and_lane``."""
         return self._rows.get(record, time)
 
     def owner(self, time: Array, record: Array) -> Array:
-        """Episodes of stored rows."""
+        """Return the episodes of stored rows."""
         return np.asarray(self._episode_of[self.slot(time, record)], np.int64)
 
     def last(self, episode: Array) -> Array:
-        """Times of the last rows of episodes."""
+        """Return the times of the last rows of episodes."""
         newest = self.lane.hi[self.episode.lane[episode]] - 1
-        return np.where(self.episode.code[episode] == GOES_ON, newest, self.episode.last[episode])
+        return np.where(self.episode.code[episode] == CONTINUES, newest, self.episode.last[episode])
 
     def heads(self, episode: Array) -> Array:
-        """``Head`` of episodes."""
+        """Return the ``Head`` of episodes."""
         evicted = self.episode.begin[episode] < self.lane.lo[self.episode.lane[episode]]
         return np.where(evicted, int(Head.EVICTED), self.episode.head[episode]).astype(np.int64)
 
     def severed(self) -> Array:
-        """Time and lane of the rows that were severed from what follows: int64 ``[m, 2]``."""
+        """Return time and record of rows after which streams are cut, int64 ``[m, 2]``."""
         found = self._severed
         if len(found):
             self._severed = found = found[found[:, 0] >= self.lane.lo[found[:, 1]]]
@@ -522,17 +532,17 @@ class StreamEpisodes:
     # -- all episodes ---------------------------------------------------------------------------
 
     def listed(self) -> Array:
-        """Numbers of all episodes, by rank of their lanes and in the order of time. O(episodes)."""
+        """Return all episodes, ordered by rank, then by time. Cost: O(episodes)."""
         lane, order = self.lane, self.order
         count = lane.stop[order] - lane.first[order]
         return self._list.get(np.repeat(order, count), spread(lane.first[order], count))
 
     def at(self, record: Array, number: Array) -> Array:
-        """Episodes by their number in the queues of lanes."""
+        """Return episodes by their number in the queues of lanes."""
         return self._list.get(record, number)
 
     def table(self) -> EpisodeTable:
-        """Returns all stored episodes. Cost: O(episodes)."""
+        """Return all stored episodes. Cost: O(episodes)."""
         episode, one = self.episode, self.listed()
         record, begin = episode.lane[one], episode.begin[one]
         first = np.maximum(begin, self.lane.lo[record])
@@ -540,25 +550,25 @@ class StreamEpisodes:
         return EpisodeTable(self.rank[record], begin, first, self.last(one), code, self.heads(one))
 
     def sums(self, law: CountLaw, kind: int) -> StreamSums:
-        """The running sums of one law, begun at the first question. Cost then: O(episodes)."""
+        """Return the running sums of a law. The first call costs O(episodes)."""
         key = (law, kind)
         found = self._sums.pop(key, None)
         if found is None:
             found = StreamSums(law, kind, self)
-            while len(self._sums) >= _KEPT_SUMS:
+            while len(self._sums) >= _CACHED_SUMS:
                 self._sums.pop(next(iter(self._sums)))
-        self._sums[key] = found  # last, since it was asked for last
+        self._sums[key] = found  # moves it to the end of the dict, as the last used entry
         return found
 
     def nbytes(self) -> int:
-        """Bytes that all of it takes."""
+        """Return the size in bytes."""
         arrays = (self._episode_of, self._number_of, self._ids, self.keys, self.order, self.rank)
         parts: Any = (self.lane, self.episode, self._rows, self._list, *self._sums.values())
         return int(sum(a.nbytes for a in arrays) + sum(part.nbytes() for part in parts))
 
 
 def _counted(numbers: Array, capacity: int) -> tuple[Array, Array]:
-    """The distinct ones of numbers below ``capacity``, in order, and how often each occurs."""
+    """Return the distinct numbers below ``capacity``, sorted, and their counts."""
     if capacity > 8 * len(numbers):
         found, count = np.unique(numbers, return_counts=True)
         return found, count

@@ -1,7 +1,8 @@
-"""What a path holds, as plain facts, and whether it is whole.
+"""Inspection and validation of the data at a path.
 
-Published data sets, checkpoints, directories of memory-mapped buffers, H5 files: for each what its
-keys, episodes and statistics are, and a page that shows them. Nothing here prints.
+This package reads data sets, checkpoints, directories of memory-mapped buffers, and H5 files. It
+returns their keys, episodes and statistics, and can make an HTML page that shows them. The package
+prints nothing.
 """
 
 from replaykit.inspection.facts import EpisodeFacts, Facts, Finding, KeyFacts, LayoutGuess, Spread

@@ -1,4 +1,4 @@
-"""Represent what is known of a path, and read its rows in blocks."""
+"""Information about a path, and columns that read its rows in blocks."""
 
 from __future__ import annotations
 
@@ -32,20 +32,19 @@ __all__ = [
 
 
 def counted(count: int, noun: str) -> str:
-    """Returns a count with its noun, such as ``1 episode`` or ``2,000 episodes``."""
+    """Return a count with its noun, such as ``1 episode`` or ``2,000 episodes``."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked.
+    """The result of one check.
 
     Attributes:
-        check: what it is, in a few words.
-        ok: whether it holds.
-        text: of one that does not hold: what is wrong, with the file or key; else how much was
-            looked at.
-        is_warning: it does not hold, but nothing is wrong with the data as it was written.
+        check: a short name of the check.
+        ok: whether the check passed.
+        text: the error, with its file or key. If the check passed, the amount of data.
+        is_warning: True if the check failed, but the data is stored as it was written.
     """
 
     check: str
@@ -56,7 +55,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Spread:
-    """Five numbers that say how values are spread; all NaN where there is none.
+    """Five numbers that describe values. Without values, four are NaN and the total is 0.
 
     Example:
         >>> import numpy as np
@@ -73,7 +72,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: npt.NDArray[Any]) -> Spread:
-        """Takes numbers ``[E]``; O(E)."""
+        """Return the spread of numbers ``[E]``. Cost: O(E)."""
         if not values.size:
             return cls(math.nan, math.nan, math.nan, math.nan, 0.0)
         wide = values.astype(np.float64)
@@ -88,19 +87,19 @@ class Spread:
 
 @dataclass(frozen=True)
 class KeyFacts:
-    """A key: what one row of it is, and what its values are.
+    """A key, with the shape of its rows and the statistics of its values.
 
     Attributes:
-        key: its parts with ``/`` between them; of an H5 file the path, with ``*`` for what differs
-            between episodes.
-        shape: of one row.
-        dtype: NumPy's name of it, or what the values are where they are no numbers.
-        rows: how many there are.
-        statistics: ``min``, ``max``, ``mean``, ``std`` over all numbers that are not NaN, and the
-            number of NaNs, ``nan``; ``None`` where there are no numbers.
-        looked_at: of how many rows; ``rows`` where the statistics are those of all values.
-        source: where it comes from, if from elsewhere.
-        note: what is to be known of it.
+        key: the parts of the key, joined by ``/``. For an H5 file, the path in the file, in which
+            ``*`` replaces the numbers that differ between episodes.
+        shape: the shape of one row.
+        dtype: NumPy's name of the dtype, or ``-`` if the values are not numbers.
+        rows: the number of rows.
+        statistics: ``min``, ``max``, ``mean`` and ``std`` of all numbers that are not NaN, and the
+            number of NaNs, ``nan``. ``None`` if the values are not numbers.
+        looked_at: the number of rows in the statistics. It equals ``rows`` if all rows were read.
+        source: the source of the values, for a converted data set.
+        note: a remark about the key.
     """
 
     key: str
@@ -115,13 +114,14 @@ class KeyFacts:
 
 @dataclass(frozen=True)
 class EpisodeFacts:
-    """The episodes.
+    """The episodes of a data set, a buffer or H5 files.
 
     Attributes:
-        lengths: rows of each, ``[E]``.
-        ends: why each ended: ``terminated``, ``truncated``, or another word, ``[E]``.
-        returns: sum of the rewards of each, float64 ``[E]``; ``None`` where there are none.
-        names: where each lies, such as its group; ``None`` where that is not known.
+        lengths: the number of rows of each episode, ``[E]``.
+        ends: the reason why each episode ended, ``[E]``: ``terminated``, ``truncated``, or another
+            word.
+        returns: the sum of the rewards of each episode, float64 ``[E]``; ``None`` without rewards.
+        names: the name of each episode, such as its group; ``None`` if the names are not known.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -133,14 +133,14 @@ class EpisodeFacts:
         return len(self.lengths)
 
     def end_counts(self) -> dict[str, int]:
-        """Returns how many episodes ended for each reason, the most frequent first."""
+        """Return the number of episodes for each end, from the most frequent end on."""
         found: dict[str, int] = {}
         for end in self.ends:
             found[end] = found.get(end, 0) + 1
         return dict(sorted(found.items(), key=lambda entry: (-entry[1], entry[0])))
 
     def summary(self) -> dict[str, Any]:
-        """Returns counts and spreads, without the single episodes."""
+        """Return counts and spreads of all episodes together."""
         return {
             "count": len(self),
             "lengths": Spread.of(self.lengths),
@@ -149,7 +149,7 @@ class EpisodeFacts:
         }
 
     def records(self, most: int) -> list[dict[str, Any]]:
-        """Returns what is known of the first episodes, one entry each."""
+        """Return one entry for each of the first ``most`` episodes."""
         return [
             {
                 "name": None if self.names is None else self.names[i],
@@ -163,13 +163,13 @@ class EpisodeFacts:
 
 @dataclass(frozen=True)
 class LayoutGuess:
-    """Which layout files are of, and why.
+    """The layout of files, with the reasons for the guess.
 
     Attributes:
-        layout: its name; ``None`` where none fits.
-        reasons: why that one.
-        refused: why not the others, by name.
-        problem: what is wrong with the files though they are of that layout.
+        layout: the name of the layout; ``None`` if no layout fits.
+        reasons: the reasons for this layout.
+        refused: the reasons against the other layouts, by name.
+        problem: a rule that the files break, although they have this layout; or ``None``.
     """
 
     layout: str | None
@@ -180,18 +180,18 @@ class LayoutGuess:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a path.
+    """Information about the data at a path.
 
     Attributes:
         kind: ``corpus``, ``checkpoint``, ``buffer``, ``H5 file`` or ``H5 folder``.
-        path: as it was given.
-        rows: of the table; ``None`` where there is none.
-        nbytes: that the files take.
-        about: further facts, by name.
-        keys: in the order of the table.
-        episodes: ``None`` where nothing is known of them.
-        warnings: what a user should know.
-        guess: of an H5 file, its layout.
+        path: the path, as the caller gave it.
+        rows: the number of rows of the table; ``None`` if it is not known.
+        nbytes: the total size of the files, in bytes.
+        about: further information, by name.
+        keys: the keys, in the order of the table.
+        episodes: the episodes; ``None`` if they are not known.
+        warnings: warnings for the user.
+        guess: the guessed layout of H5 files.
     """
 
     kind: str
@@ -205,7 +205,7 @@ class Facts:
     guess: LayoutGuess | None = None
 
     def to_json(self, *, episodes: int = 20) -> dict[str, Any]:
-        """Returns JSON values, with no more single episodes than asked for; NaN is ``None``."""
+        """Return JSON values with at most ``episodes`` episodes. NaN becomes ``None``."""
         found = to_json(
             {
                 name.name: getattr(self, name.name)
@@ -222,7 +222,7 @@ class Facts:
 
 
 def to_json(value: Any) -> Any:
-    """Returns a value as JSON has it: dataclasses as objects, what is not finite as ``None``.
+    """Return a value as JSON values, with dataclasses as objects and NaN as ``None``.
 
     Example:
         >>> from replaykit.inspection.facts import to_json
@@ -250,8 +250,10 @@ Array = npt.NDArray[Any]
 
 _BLOCK_BYTES: Final = 1 << 20
 _RUNS: Final = 64
-"""Into how many runs of rows a sample is divided: reading single ones of a compressed file costs
-as much as reading all of it."""
+"""Number of runs of rows in a sample.
+
+Reading single rows of a compressed file would cost as much as reading all rows.
+"""
 
 
 class Column(Protocol):
@@ -259,31 +261,31 @@ class Column(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one row."""
+        """The shape of one row."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the values."""
+        """The dtype of the values."""
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
 
     def read(self, start: int, stop: int) -> Array:
-        """Returns the rows ``start .. stop - 1``, ``[stop - start, *shape]``."""
+        """Return the rows ``start .. stop - 1``, ``[stop - start, *shape]``."""
 
     def episode(self, number: int, most: int) -> Array:
-        """Returns rows of an episode, in order: all, or so many that lie evenly in it."""
+        """Return the rows of an episode, or ``most`` of these rows at even intervals."""
 
 
 @dataclass(frozen=True)
 class TensorColumn:
-    """A column over a tensor, or over what gives tensors for slices and indices.
+    """A column of a tensor, or of an object that can be indexed like a tensor.
 
     Attributes:
-        values: ``[N, *shape]``.
-        rows_of: the rows of an episode by its number, int64 ``[n]``.
-        lanes: how many of the dimensions are those of rows, as one is.
+        values: the tensor, ``[N, *shape]``, or ``[N, *lanes, *shape]``.
+        rows_of: a function that maps the number of an episode to its rows, int64 ``[n]``.
+        lanes: the sizes of the lane dimensions.
     """
 
     values: Any
@@ -313,7 +315,7 @@ class TensorColumn:
 
 
 def evenly(values: Array, most: int) -> Array:
-    """Returns all values, or so many of them that lie evenly."""
+    """Return all values, or ``most`` of the values at even intervals."""
     if len(values) <= most:
         return values
     return values[np.linspace(0, len(values) - 1, most).round().astype(np.int64)]
@@ -327,15 +329,15 @@ def _numpy(tensor: torch.Tensor) -> Array:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns and what they mean.
+    """Columns of data, with the roles of some columns.
 
     Attributes:
-        columns: by key, as in `KeyFacts`.
-        episodes: how many there are.
-        actions, rewards: the keys that hold them.
-        priorities: of rows that lie evenly, as they were set, ``[K]``; ``None`` where there are
-            none.
-        prioritized: how many rows have one.
+        columns: the columns by key, as in `KeyFacts`.
+        episodes: the number of episodes.
+        actions, rewards: the keys of actions and of rewards.
+        priorities: the priorities of rows at even intervals, as they were set, ``[K]``; ``None``
+            without priorities.
+        prioritized: the number of rows with a priority.
     """
 
     columns: Mapping[str, Column] = field(default_factory=dict)
@@ -346,9 +348,9 @@ class Table:
     prioritized: int = 0
 
     def images(self) -> list[str]:
-        """Returns the keys of images: uint8 of ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]``.
+        """Return the keys of uint8 images ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]``.
 
-        Those of the states that rows arrive at are the same ones, and are left out.
+        Images below ``next`` are left out, because they repeat the other images.
         """
         return [
             key
@@ -360,7 +362,7 @@ class Table:
 
 
 def is_image(shape: Sequence[int]) -> bool:
-    """Whether uint8 of such a shape is taken for an image."""
+    """Return whether a uint8 row of this shape is shown as an image."""
     if len(shape) == 2:
         return min(shape) >= 8
     if len(shape) != 3 or sorted(shape)[1] < 8:
@@ -369,10 +371,13 @@ def is_image(shape: Sequence[int]) -> bool:
 
 
 def blocks(column: Column, most_bytes: int | None) -> Iterator[Array]:
-    """Yields all rows of a column in blocks, or of a large one those that lie evenly in it.
+    """Yield all rows of a column in blocks, or runs of rows at even intervals.
 
     Args:
-        most_bytes: how much is read at most; ``None``: all. Memory: about 1 MiB, or one row.
+        column: the column.
+        most_bytes: the limit of the bytes to read; ``None`` reads all.
+
+    Memory: about 1 MiB, or one row.
     """
     row_bytes = max(1, math.prod(column.shape) * column.dtype.itemsize)
     step = max(1, _BLOCK_BYTES // row_bytes)
@@ -389,7 +394,7 @@ def blocks(column: Column, most_bytes: int | None) -> Iterator[Array]:
 
 
 def measure(column: Column, most_bytes: int | None) -> tuple[dict[str, Any], int]:
-    """Returns the statistics of a column, and of how many rows they are; see `blocks`."""
+    """Return the statistics of a column, and the number of rows that were read."""
     statistics, rows = Statistics(), 0
     for block in blocks(column, most_bytes):
         statistics.add(block)

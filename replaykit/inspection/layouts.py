@@ -1,7 +1,7 @@
-"""Which layouts there are, and which one files are of, with reasons.
+"""Layouts by name, and guesses of the layout of files.
 
-The engine itself is asked: files are scanned by every layout, as if they were to be converted by
-it. A layout that refuses says why, and what a scan finds is why another one fits.
+A guess scans a file with every layout, as a conversion does. The errors of a scan are the reasons
+against the layout. Its findings are the reasons for the layout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 from replaykit import registry
 from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.engine.layout import Layout
-from replaykit.datasets.engine.places import Notes
+from replaykit.datasets.engine.locations import RuleFindings
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.engine.policies import Policies, meant
 from replaykit.datasets.engine.scan import scan
@@ -27,15 +27,18 @@ from replaykit.inspection.facts import LayoutGuess, counted
 __all__ = ["guess_layout", "known_layouts", "layout_named", "unread_sources"]
 
 _OTHER: Final = ("[V04]", "[V12]", "[V10]")
-"""Rules that a file of another layout breaks; one that breaks others is of the layout, but bad."""
+"""Rules that files of another layout break.
+
+A file that breaks only other rules has the scanned layout.
+"""
 _EMPTY: Final = "[V38]"
 _MOST_NAMES: Final = 8
 TIE: Final = "a tie with"
-"""How the reason begins that says of a layout that it fits as well."""
+"""The first words of the reason that names a layout which fits equally well."""
 
 
 def known_layouts() -> dict[str, Layout]:
-    """Returns the layouts of the package by name.
+    """Return the layouts of the package, by name.
 
     Example:
         >>> from replaykit.inspection import known_layouts
@@ -47,12 +50,15 @@ def known_layouts() -> dict[str, Layout]:
 
 
 def layout_named(name: str) -> Layout:
-    """Returns a layout of the package, or one of one's own: ``package.module:NAME``,
-    ``file.py:NAME``.
+    """Return a layout of the package, or a custom one.
+
+    Args:
+        name: the name of a layout, or ``package.module:NAME`` or ``file.py:NAME`` for a custom
+            layout.
 
     Raises:
-        ValueError: there is none of that name.
-        ImportError, OSError: the module cannot be loaded, or fails as it runs.
+        ValueError: there is no layout of this name.
+        ImportError, OSError: the module cannot be loaded, or its code raises an error.
 
     Example:
         >>> from replaykit.inspection import layout_named
@@ -67,14 +73,14 @@ def layout_named(name: str) -> Layout:
     module, _, attribute = name.rpartition(":")
     if not module or not attribute:
         raise ValueError(
-            f"expected a layout as one of {sorted(known)}, or as module:NAME or file.py:NAME of "
-            f"one's own, got {name!r}{meant(name, known)}"
+            f"expected a layout as one of {sorted(known)}, or a custom one as module:NAME or "
+            f"file.py:NAME, got {name!r}{meant(name, known)}"
         )
     try:
         found = getattr(_module(module), attribute, None)
     except (ImportError, OSError):
         raise
-    except (Exception, SystemExit) as error:  # what its author wrote may do anything
+    except (Exception, SystemExit) as error:  # the module may raise anything
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise ImportError(f"{module} cannot be loaded: {why}") from error
     if not isinstance(found, Layout):
@@ -88,12 +94,12 @@ def _module(name: str) -> object:
     path = Path(name).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{name} is not there")
-    # Under a name that no other module has: a file may be called as one does.
+    # The prefix makes the name unique, because the file may have the name of an installed module.
     spec = importlib.util.spec_from_file_location(f"replaykit_layouts_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{name} cannot be loaded as a module")
     module = importlib.util.module_from_spec(spec)
-    # Worker processes look the classes of a layout up by the name of their module.
+    # Worker processes find the classes of a layout by the name of their module.
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
@@ -104,15 +110,17 @@ def _module(name: str) -> object:
 
 
 def guess_layout(paths: Sequence[Path]) -> LayoutGuess:
-    """Says of which layout of the package files are, and why.
+    """Guess the layout of files among the package's layouts, with reasons.
 
     Args:
-        paths: H5 files of one data set; the first one is looked at.
+        paths: H5 files of one data set. Only the first file is scanned.
 
     Raises:
-        CorpusError: it is not HDF5, or damaged. OSError: it cannot be opened.
+        CorpusError: the file is not HDF5, or damaged.
+        OSError: the file cannot be opened.
 
-    Cost: reads the declarations of one file once for each layout, and its flags where it is flat.
+    Cost: the names and shapes in one file are read once per layout. The flags of a flat file are
+    also read.
     """
     path = Path(paths[0])
     fits: dict[str, tuple[int, tuple[str, ...], str | None]] = {}
@@ -128,13 +136,13 @@ def guess_layout(paths: Sequence[Path]) -> LayoutGuess:
                 refused[name] = text
             else:
                 is_empty = text.endswith(_EMPTY)
-                reason = "its arrays are there, without a row" if is_empty else "its keys are there"
+                reason = "its arrays exist but have no rows" if is_empty else "its keys exist"
                 fits[name] = (1_000_000, (reason,), text)
             continue
         fits[name] = (len(plan.left_out), _reasons(plan), None)
     if not fits:
         return LayoutGuess(None, (), refused)
-    # The fewer datasets a layout has no place for, the better it describes the file.
+    # The layout that leaves out the fewest datasets describes the file best.
     ordered = sorted(fits, key=lambda name: (fits[name][0], name))
     best = ordered[0]
     reasons = fits[best][1]
@@ -145,12 +153,12 @@ def guess_layout(paths: Sequence[Path]) -> LayoutGuess:
                 f"{name} as the layout if it is that",
             )
         else:
-            reasons += (f"{name} would fit too, but leaves more out ({_said(fits[name])})",)
+            reasons += (f"{name} also fits, but leaves out more ({_said(fits[name])})",)
     return LayoutGuess(best, reasons, refused, fits[best][2])
 
 
 def _said(entry: tuple[int, tuple[str, ...], str | None]) -> str:
-    return entry[2] or f"{entry[0]} datasets without a place"
+    return entry[2] or f"{entry[0]} datasets that are not in the layout"
 
 
 def _reasons(plan: Plan) -> tuple[str, ...]:
@@ -159,7 +167,7 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
     where = f"{first} ... {last}" if episodes > 1 else first
     records = sum(span.records for span in plan.spans)
     found = [
-        f"{counted(episodes, 'episode')} where it says they are: {where}",
+        f"{counted(episodes, 'episode')} at the paths of the layout: {where}",
         f"{records} records of {plan.layout.clock!r} make {plan.rows} rows",
     ]
     by_role: dict[str, list[str]] = {}
@@ -170,17 +178,17 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
         found.append(f"{role}: {shown}")
     if plan.left_out:
         shown = ", ".join(leaf.path for leaf in plan.left_out[:_MOST_NAMES])
-        found.append(f"no place for {len(plan.left_out)}: {shown}")
+        found.append(f"{len(plan.left_out)} datasets are not in the layout: {shown}")
     if skipped:
-        found.append(f"{skipped} entries are no episodes")
+        found.append(f"{skipped} entries are not episodes")
     return tuple(found)
 
 
 def unread_sources(paths: Sequence[Path], *, natural: bool = False) -> Sources:
-    """Describes files without reading them: their checksums are not known.
+    """Describe files without reading them. The checksums are empty.
 
     Raises:
-        FileNotFoundError: one is not there.
+        FileNotFoundError: a file does not exist.
     """
     files = []
     for path in paths:
@@ -190,10 +198,10 @@ def unread_sources(paths: Sequence[Path], *, natural: bool = False) -> Sources:
 
 
 def scan_files(paths: Sequence[Path], layout: Layout, policies: Policies | None = None) -> Plan:
-    """Returns what a conversion of files would write.
+    """Return the plan of a conversion.
 
     Raises:
-        CorpusError: they break a rule of the layout.
+        CorpusError: the files break a rule of the layout.
     """
     return scan(
         unread_sources(paths, natural=layout.natural_files),
@@ -202,5 +210,5 @@ def scan_files(paths: Sequence[Path], layout: Layout, policies: Policies | None 
         without={},
         excluded={},
         block_bytes=ConvertOptions().block_bytes,
-        notes=Notes(),
+        notes=RuleFindings(),
     )

@@ -1,4 +1,4 @@
-"""Make one HTML page that shows what lies at a path."""
+"""An HTML page that shows the data at a path."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from replaykit.inspection.plots import (
     lines,
     small_histograms,
     svg_url,
+    variables,
 )
-from replaykit.inspection.style import variables
 
 __all__ = ["Plot", "Strip", "make_page", "page_of", "strip", "write_page"]
 
 _MOST_WARNINGS: Final = 50
 _MOST_OPEN: Final = 3
-"""Warnings up to which their list is unfolded."""
+"""Longest list of warnings that is shown unfolded."""
 _MOST_LISTED: Final = 25
 
 _STYLE: Final = (
@@ -119,12 +119,12 @@ _ENDS: Final = {
 def page_of(
     facts: Facts, plots: Sequence[Plot], hole_note: str | None, strips: Sequence[Strip]
 ) -> str:
-    """Returns the whole page.
+    """Return the HTML text of the page.
 
     Args:
-        facts: what is known.
-        plots: the pictures, in order.
-        hole_note: what has no NaN, if anything was looked at and has none.
+        facts: the information about the path.
+        plots: the plots, in order.
+        hole_note: a text that names the searched data if it has no NaN; ``None`` otherwise.
         strips: frames of episodes.
     """
     name = facts.path.rstrip("/").rpartition("/")[2] or facts.path
@@ -146,8 +146,8 @@ def page_of(
         parts.append(f'<h2>Images</h2><div class="strips">{shown}</div>')
     parts += [_keys(facts.keys), _episodes(facts)]
     parts.append(
-        f"<footer>Made by replaykit {_text(__version__)}. Where a plot or a row of the table says "
-        "so, it is of rows that lie evenly in the data; else of all.</footer>"
+        f"<footer>Made by replaykit {_text(__version__)}. Plots and table rows show all rows of "
+        "the data, or a sample at even intervals if they say so.</footer>"
     )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -322,9 +322,9 @@ _GAP: Final = 3
 
 
 def strip(column: Column, episode: int, frames: int) -> tuple[str, int, int] | None:
-    """Returns frames of an episode, evenly in time, as the URL of a picture, width and height.
+    """Return frames of an episode as one image: its URL, width and height.
 
-    ``None`` where the episode has none.
+    The frames are taken at even intervals. The result is ``None`` if the episode has no frames.
     """
     from PIL import Image
 
@@ -357,11 +357,11 @@ def _as_picture(frame: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 Array = npt.NDArray[Any]
 
 _MOST_BYTES: Final = 8 << 20
-"""Of one key that are read for a plot."""
+"""Number of bytes of one key that are read for a plot."""
 _MOST_VALUES: Final = 200_000
 _MOST_POINTS: Final = 2_000
 _MOST_ACTIONS: Final = 24
-"""Numbers of an action that are shown, a plot each."""
+"""Number of elements of an action that are shown, in one plot each."""
 _MOST_EPISODES: Final = 60
 _MOST_KEYS: Final = 40
 _ROWS_OF_CELL: Final = 32
@@ -372,7 +372,7 @@ _FRAMES: Final = 8
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture of the page: title, what it is made from, URL of the image."""
+    """A plot of the page, with a title, a note on the data, and the URL of the image."""
 
     title: str
     note: str
@@ -382,7 +382,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Strip:
-    """Frames of an episode: key, words, URL, width, height."""
+    """Frames of an episode, with key, note, and the URL and size of the image."""
 
     key: str
     note: str
@@ -392,15 +392,16 @@ class Strip:
 
 
 def write_page(target: Path, facts: Facts, table: Table) -> None:
-    """Writes the page, complete or not at all.
+    """Write the page to a file, completely or not at all.
 
     Raises:
-        OSError: it cannot be written, or would replace a file that is no page; names the file.
+        OSError: the page cannot be written, or would replace a file that is not HTML. The message
+            names the file.
     """
     if target.exists() and target.suffix.lower() not in (".html", ".htm"):
         raise FileExistsError(
             errno.EEXIST,
-            "expected a new file, or one that ends in .html, for the page; got one that is there",
+            "expected a new file, or one that ends in .html, for the page; got an existing one",
             str(target),
         )
     text = make_page(facts, table)
@@ -417,14 +418,14 @@ def write_page(target: Path, facts: Facts, table: Table) -> None:
 
 
 def make_page(facts: Facts, table: Table) -> str:
-    """Returns the page as HTML that asks for nothing: pictures are part of it.
+    """Return the page as one HTML text that embeds all images.
 
-    Of large data rows are read that lie evenly, and the page says how many. Memory: some tens of
-    MiB; time: some seconds, whatever the size of the data.
+    If the data is large, only rows at even intervals are read, and the page shows their number.
+    Cost: some tens of MiB and some seconds, whatever the size of the data.
 
     Args:
-        facts: of what lies there.
-        table: its rows, as `opened` gave it, still open.
+        facts: the first result of `opened`.
+        table: the second result of `opened`, which must still be open.
     """
     plots = list(_plots(facts, table))
     none = None
@@ -502,7 +503,7 @@ def _of_actions(table: Table) -> Iterator[Plot]:
 
 
 def _values(column: Column, *, flat: bool = True) -> tuple[Array, str]:
-    """Returns values of a column for a plot, and of how many rows they are."""
+    """Return values of a column for a plot, and a note on the number of rows."""
     found = list(blocks(column, _MOST_BYTES))
     values = np.concatenate(found) if found else np.empty((0, *column.shape), column.dtype)
     width = max(1, int(np.prod(column.shape)))
@@ -522,13 +523,13 @@ def _floats(table: Table) -> list[str]:
 
 
 def _holes(table: Table) -> tuple[Array, list[str], list[int], str] | None:
-    """Returns the share of NaN of keys in episodes; ``None`` where there is no NaN."""
+    """Return the share of NaN in each key and episode; ``None`` if there is no NaN."""
     keys = _floats(table)
     if not keys or not table.episodes:
         return None
     episodes = evenly(np.arange(table.episodes), _MOST_EPISODES).tolist()
     shares = np.zeros((len(keys), len(episodes)))
-    # Episode by episode: the files of a folder are opened once each.
+    # The outer loop is over episodes, so each file of a folder is opened only once.
     for place, episode in enumerate(episodes):
         for row, key in enumerate(keys):
             values = table.columns[key].episode(episode, _ROWS_OF_CELL)

@@ -1,22 +1,121 @@
-"""Plots of the page, as SVG that follows the colours of the reader's system."""
+"""SVG plots of the page, in the system's light or dark colours."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.inspection.style import DAY, HOLES, plot_settings, variables
+__all__ = [
+    "DAY",
+    "HOLES",
+    "NIGHT",
+    "grid_of",
+    "histogram",
+    "holes",
+    "lines",
+    "plot_settings",
+    "small_histograms",
+    "svg_url",
+    "variables",
+]
 
-__all__ = ["grid_of", "histogram", "holes", "lines", "small_histograms", "svg_url"]
+
+DAY: Final[Mapping[str, str]] = {
+    "bg": "#f5f7f9",
+    "card": "#ffffff",
+    "ink": "#1d2630",
+    "faint": "#5d6976",
+    "line": "#e1e6ec",
+    "accent": "#2f6fde",
+    "warm": "#e07a3f",
+    "good": "#2a9d74",
+    "violet": "#b5489a",
+    "grey": "#8a96a3",
+    "bad": "#b3261e",
+    "soft": "#eef3fb",
+    "warn": "#fff6ec",
+}
+"""Colours for a light background, by their names in style sheets."""
+NIGHT: Final[Mapping[str, str]] = {
+    "bg": "#12161b",
+    "card": "#1a2027",
+    "ink": "#e6eaef",
+    "faint": "#9aa6b3",
+    "line": "#2b333d",
+    "accent": "#7aa8ff",
+    "warm": "#f0a06a",
+    "good": "#58c79d",
+    "violet": "#d98ac4",
+    "grey": "#8a96a3",
+    "bad": "#ff8a80",
+    "soft": "#1f2936",
+    "warn": "#2c2318",
+}
+"""Colours of the same names for a dark background."""
+HOLES: Final = ("#f2c9a0", "#e07a3f", "#b3261e")
+"""Colours for small to large shares of NaN, readable on both backgrounds."""
+
+
+def variables() -> str:
+    """Return the style sheet of all colours, for light and dark systems."""
+
+    def root(colours: Mapping[str, str]) -> str:
+        return ":root{" + ";".join(f"--{name}:{value}" for name, value in colours.items()) + "}"
+
+    night = f"@media (prefers-color-scheme:dark){{{root(NIGHT)}}}"
+    return f":root{{color-scheme:light dark}}{root(DAY)}{night}\n"
+
+
+def plot_settings(colours: Mapping[str, str] = DAY) -> dict[str, Any]:
+    """Return settings for `matplotlib.rc_context`.
+
+    Args:
+        colours: a colour for each of the names ``card``, ``ink``, ``faint``, ``line``, ``accent``.
+
+    Example:
+        >>> from replaykit.inspection.plots import DAY, plot_settings
+        >>> plot_settings()["text.color"] == DAY["ink"]
+        True
+    """
+    return {
+        "font.size": 9,
+        "figure.facecolor": colours["card"],
+        "axes.facecolor": colours["card"],
+        "text.color": colours["ink"],
+        "axes.edgecolor": colours["line"],
+        "axes.labelcolor": colours["faint"],
+        "axes.titlecolor": colours["ink"],
+        "axes.titlelocation": "left",
+        "axes.titlesize": 10,
+        "axes.titleweight": "bold",
+        "xtick.color": colours["faint"],
+        "ytick.color": colours["faint"],
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+        "ytick.minor.size": 0,
+        "xtick.major.pad": 5,
+        "ytick.major.pad": 5,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "grid.color": colours["line"],
+        "grid.linewidth": 0.8,
+        "axes.spines.left": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.formatter.useoffset": False,
+        "axes.formatter.limits": (-3, 5),
+    }
+
 
 Array = npt.NDArray[Any]
 
-# Colours that stand for what the style sheet in the picture says, by day and by night.
+# Placeholder colours, which are replaced in the SVG text by variables of its style sheet.
 _STANDINS: Final = {name: f"#0102{place:02x}" for place, name in enumerate(DAY)}
 _FAINT: Final = _STANDINS["faint"]
 _FILL: Final = _STANDINS["accent"]
@@ -24,17 +123,17 @@ _FILL_2: Final = _STANDINS["warm"]
 
 _MOST_BARS: Final = 60
 _MOST_TICKS: Final = 8
-"""Episodes up to which each has a tick."""
+"""Greatest number of values for which each value has a tick."""
 _MOST_JOINED: Final = 400
-"""Episodes up to which a line joins them."""
+"""Greatest number of episodes for which a line joins the points."""
 
 
 def svg_url(draw: Callable[[Any], None], *, width: float, height: float) -> str:
-    """Draws a figure and returns it as the URL of an SVG image, which asks for nothing.
+    """Draw a figure and return it as the ``data:`` URL of an SVG image.
 
     Args:
-        draw: gets the figure.
-        width, height: inches.
+        draw: a function that draws into the figure.
+        width, height: the size in inches.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -59,7 +158,7 @@ def svg_url(draw: Callable[[Any], None], *, width: float, height: float) -> str:
 
 
 def _coloured(svg: str) -> bytes:
-    svg = svg[svg.index("<svg") :]  # without the declaration, which names an address
+    svg = svg[svg.index("<svg") :]  # without the declaration, which contains a URL
     for name, colour in _STANDINS.items():
         svg = svg.replace(colour, f"var(--{name})")
     head, end, rest = svg.partition(">")
@@ -69,7 +168,7 @@ def _coloured(svg: str) -> bytes:
 def _margins(
     figure: Any, left: float, right: float, bottom: float, top: float, **gaps: float
 ) -> None:
-    """Sets margins in inches. Known ones cost nothing; those that fit cost as much as the plot."""
+    """Set fixed margins in inches. Matplotlib's own layout would take as long as the plot."""
     width, height = figure.get_size_inches()
     figure.subplots_adjust(
         left / width, bottom / height, 1 - right / width, 1 - top / height, **gaps
@@ -77,17 +176,17 @@ def _margins(
 
 
 def _steps(axes: Any, values: Array, edges: Array) -> None:
-    """Draws how often values fall between edges, as one shape."""
+    """Draw the counts of values between edges, as one shape."""
     axes.stairs(np.histogram(values, edges)[0], edges, fill=True, color=_FILL)
     axes.set_ylim(bottom=0)
 
 
 def _bars(axes: Any, values: Array, most: int) -> None:
-    """Draw how often values occur: a bar for each of few values, else at most ``most`` bins."""
+    """Draw the counts of values, as one bar per value or in at most ``most`` bins."""
     low, high = float(values.min()), float(values.max())
     whole, times = np.unique(values, return_counts=True)
     if len(whole) == 1:
-        # One number needs no scale: a narrow bar under its value.
+        # One number needs no scale, so a narrow bar is drawn above its value.
         axes.bar([0], times, width=0.5, color=_FILL)
         axes.set_xlim(-2, 2)
         axes.set_xticks([0], [f"{low:.6g}, always"])
@@ -95,18 +194,18 @@ def _bars(axes: Any, values: Array, most: int) -> None:
         axes.bar(whole, times, width=0.8, color=_FILL)
         axes.set_xlim(low - 1, high + 1)
         if len(whole) <= _MOST_TICKS and 10 * np.diff(whole).min() >= high - low:
-            axes.set_xticks(whole)  # a tick for each of few values, far enough from one another
+            axes.set_xticks(whole)
         else:
             axes.xaxis.get_major_locator().set_params(integer=True)
     else:
-        # Of few values each is a narrow bar: wide ones would join into one block.
+        # Few values get narrow bars, because wide bars would merge into one block.
         few = len(whole) <= _MOST_TICKS
         bins = 25 if few else int(np.clip(np.sqrt(values.size), min(10, len(whole)), most))
         _steps(axes, values, np.histogram_bin_edges(values, bins))
 
 
 def histogram(values: Array, label: str) -> Callable[[Any], None]:
-    """Returns what draws how often values occur, ``[N]``; what is not finite is left out."""
+    """Return a function that draws a histogram of the finite values of ``[N]``."""
     finite = values[np.isfinite(values)].astype(np.float64)
 
     def draw(figure: Any) -> None:
@@ -122,13 +221,13 @@ def histogram(values: Array, label: str) -> Callable[[Any], None]:
 
 
 def lines(numbers: Array, values: Array, label: str, ends: Sequence[str]) -> Callable[[Any], None]:
-    """Returns what draws a value for each episode, ``[E]``, coloured by why it ended.
+    """Return a function that draws a value for each episode, coloured by its end.
 
     Args:
-        numbers: of the episodes, ``[E]``.
-        values: of the episodes.
-        label: what they are.
-        ends: why the episodes ended.
+        numbers: the numbers of the episodes, ``[E]``.
+        values: the values, ``[E]``.
+        label: the label of the values.
+        ends: the reason why each episode ended.
     """
 
     def draw(figure: Any) -> None:
@@ -147,7 +246,7 @@ def lines(numbers: Array, values: Array, label: str, ends: Sequence[str]) -> Cal
         axes.set_xlabel("episode")
         axes.set_ylabel(label)
         if 0 < len(values) <= _MOST_TICKS:
-            axes.set_xticks(numbers)  # a tick for each of few episodes, and none between them
+            axes.set_xticks(numbers)
             axes.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
         else:
             axes.xaxis.get_major_locator().set_params(integer=True)
@@ -160,7 +259,7 @@ def lines(numbers: Array, values: Array, label: str, ends: Sequence[str]) -> Cal
 
 
 def small_histograms(values: Array, names: Sequence[str]) -> Callable[[Any], None]:
-    """Returns what draws how often the numbers of each column occur, ``[N, D]``, side by side."""
+    """Return a function that draws a histogram of each column of ``[N, D]``."""
 
     def draw(figure: Any) -> None:
         down, across = grid_of(len(names))
@@ -182,20 +281,20 @@ def small_histograms(values: Array, names: Sequence[str]) -> Callable[[Any], Non
 
 
 def grid_of(count: int) -> tuple[int, int]:
-    """Returns into how many rows and columns so many small plots are put."""
+    """Return the numbers of rows and columns for a grid of ``count`` small plots."""
     across = min(4, max(1, count))
     return -(-count // across), across
 
 
 def holes(shares: Array, keys: Sequence[str], episodes: Sequence[int]) -> Callable[[Any], None]:
-    """Returns what draws the share of NaN of each key in each episode, ``[K, E]``."""
+    """Return a function that draws the NaN shares of keys and episodes, ``[K, E]``."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
         colours = LinearSegmentedColormap.from_list("holes", HOLES)
-        # Nothing is drawn where there is none, and a single NaN is still seen.
+        # Cells without NaN stay blank. The power norm makes a single NaN visible.
         image = axes.imshow(
             np.ma.masked_equal(shares, 0),
             aspect="auto",

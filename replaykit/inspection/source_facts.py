@@ -1,4 +1,4 @@
-"""Read the facts of data sets and of H5 files."""
+"""Information about data sets and H5 files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.engine.conversion_report import lines_of
-from replaykit.datasets.engine.finding import natural_key
+from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.engine.h5 import H5File, H5Leaf, open_h5
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.plan import Plan
@@ -41,13 +41,14 @@ __all__ = ["H5Column", "OpenFiles", "corpus_facts", "found_columns", "opened_h5"
 
 
 def corpus_facts(path: Path) -> tuple[Facts, Table]:
-    """Returns what is known of a data set.
+    """Return information about a data set, and its table.
 
-    Statistics are those of all values, as they were taken when the data set was made. Cost: O(E);
-    no column is read.
+    Statistics cover all values, because the conversion has computed them. Cost: O(E). No column is
+    read.
 
     Raises:
-        FileNotFoundError: there is nothing. RuntimeError: it is no complete data set.
+        FileNotFoundError: the path does not exist.
+        RuntimeError: the path is not a complete data set.
     """
     published = open_published(path)
     manifest = published.manifest
@@ -105,7 +106,7 @@ def _source(facts: Any) -> str | None:
 def _origin(source: Any) -> str:
     origin, files = source.get("origin", {}), source.get("files", [])
     size = sum(file["size"] for file in files)
-    where = "files of one's own"
+    where = "local files"
     if origin.get("repository"):
         where = f"{origin['repository']} at {str(origin.get('commit'))[:12]}"
     elif origin.get("url"):
@@ -165,17 +166,17 @@ _NUMBER: Final = re.compile(r"[0-9]+")
 
 
 class OpenFiles:
-    """H5 files of which one is open at a time; a context manager."""
+    """A context manager of H5 files, of which at most one is open."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._open: tuple[Path, H5File] | None = None
 
     def get(self, path: Path) -> H5File:
-        """Returns a file, open until another one is asked for.
+        """Return an open file, which is closed when another file is requested.
 
         Raises:
-            CorpusError: it is no H5 file, or damaged.
+            CorpusError: the file is not HDF5, or damaged.
         """
         if self._open is None or self._open[0] != path:
             self.close()
@@ -183,7 +184,7 @@ class OpenFiles:
         return self._open[1]
 
     def close(self) -> None:
-        """Closes the file that is open."""
+        """Close the open file."""
         self._open = None
         self._stack.close()
         self._stack = ExitStack()
@@ -197,7 +198,7 @@ class OpenFiles:
 
 @dataclass(frozen=True)
 class H5Piece:
-    """A dataset, or some records of one: those of an episode."""
+    """A dataset, or the records of one episode in a dataset."""
 
     path: Path
     dataset: str
@@ -207,15 +208,17 @@ class H5Piece:
 
 @dataclass
 class H5Column:
-    """The datasets of one kind, one after the other.
+    """The datasets whose paths match one pattern, as one column.
 
     Attributes:
-        pattern: their path, with ``*`` for the numbers in which they differ.
-        shape: of one record.
-        dtype: of the values.
-        problem: why the values are no numbers, if they are not.
+        files: the open files.
+        pattern: the path of the datasets, with ``*`` for the numbers in which they differ.
+        shape: the shape of one record.
+        dtype: the dtype of the values.
+        problem: the reason why the values are not numbers; ``None`` if they are.
         pieces: the datasets, in the order of files and names.
-        cuts: the episodes, where they are not the pieces.
+        cuts: the episodes, if they are not the pieces.
+        differs: the number of datasets that are left out because their shape or type differs.
     """
 
     files: OpenFiles
@@ -230,11 +233,11 @@ class H5Column:
 
     @property
     def rows(self) -> int:
-        """How many records all of them have."""
+        """The total number of records of the pieces."""
         return sum(piece.rows for piece in self.pieces)
 
     def read(self, start: int, stop: int) -> Array:
-        """Returns records as if all pieces were one."""
+        """Return records of the column, which may be in several pieces."""
         if self._starts is None:
             self._starts = np.cumsum([0, *(piece.rows for piece in self.pieces)])
         found = []
@@ -248,7 +251,7 @@ class H5Column:
         return np.concatenate(found) if found else np.empty((0, *self.shape), self.dtype)
 
     def episode(self, number: int, most: int) -> Array:
-        """Returns so many records of an episode, evenly, in at most eight reads."""
+        """Return at most ``most`` evenly spaced records of an episode, in about eight reads."""
         parts = self.pieces if self.cuts is None else self.cuts
         if number >= len(parts):
             return np.empty((0, *self.shape), self.dtype)
@@ -266,10 +269,11 @@ class H5Column:
 
 
 def found_columns(files: OpenFiles, paths: Sequence[Path]) -> dict[str, H5Column]:
-    """Returns the datasets of files as columns, by their pattern.
+    """Return the datasets of files as columns, by pattern.
 
-    Numbers in a path are what datasets of one kind differ in if there are several such; those of
-    the last part tell keys apart and stay. Cost: opens every dataset once, reads none.
+    In a pattern, ``*`` replaces the numbers in the names of similar groups. Numbers below these
+    groups stay, because they distinguish keys. Cost: every dataset is opened once, and none is
+    read.
     """
     found: dict[str, H5Column] = {}
     for path in paths:
@@ -282,7 +286,7 @@ def found_columns(files: OpenFiles, paths: Sequence[Path]) -> dict[str, H5Column
 
 
 def _several(file: H5File) -> set[str]:
-    """Returns the patterns of groups of which the file has more than one, or that look it."""
+    """Return the patterns of the numbered groups of a file."""
     times: dict[str, int] = {}
     for group in _groups(file):
         pattern = _NUMBER.sub("*", group)
@@ -302,7 +306,7 @@ def _groups(file: H5File) -> Iterator[str]:
 
 
 def _leaves(file: H5File) -> Iterator[H5Leaf]:
-    # Group by group: what one walk may find is bounded, so that damaged files end it.
+    # Each group has a separate walk, because the number of entries in a walk is limited.
     for member in file.members():
         if not member.is_group:
             continue
@@ -326,7 +330,7 @@ def _pattern(path: str, several: set[str]) -> str:
             continue
         head = _NUMBER.sub("*", "/".join(parts[:depth]))
         if head in several:
-            # Above the episode nothing is a number of an episode.
+            # Numbers above the episode stay, unless the groups at that level are also numbered.
             above = (
                 parts[: depth - 1]
                 if _NUMBER.sub("*", "/".join(parts[: depth - 1])) not in several
@@ -353,34 +357,37 @@ def _add(
 
 
 _WANTED: Final = (("action",), ("next", "reward"))
-"""What is converted for facts of files that are too large to be converted whole, besides flags."""
+"""The keys that are converted, in addition to flags, if files are too large for all keys."""
 _WHOLE_BYTES: Final = 256 << 20
-"""Bytes of values up to which all of them are converted, so that every rule is applied."""
+"""Size of the values up to which all keys are converted, so that every rule is checked."""
 _ROOM: Final = 3
-"""Times the values that the temporary folder must have free: most are stored twice."""
+"""Needed free space per byte of values in the temporary folder. Most are stored twice."""
 _NOT_READ: Final = ("[V36]", "left out by the policies")
-"""Warnings that come of leaving keys out of the conversion for facts."""
+"""Warnings that only result from leaving out keys in the conversion."""
 
 
 @contextmanager
 def opened_h5(
     path: Path, files: Sequence[Path], layout: str | None, most_bytes: int | None
 ) -> Iterator[tuple[Facts, Table]]:
-    """Opens H5 files of one data set and yields what is known of them.
+    """Open H5 files of one data set, and yield information about them and their table.
 
-    Datasets are listed as they are. Episodes, returns, reasons of ends and warnings are those that
-    a conversion gives: the files are converted into a directory that is removed. What a conversion
-    would refuse is said, and episodes that break a rule are left out then. Of files of more than
-    256 MiB of values only actions, rewards, flags and what layouts compare are converted, which is
-    said too, unless ``most_bytes`` is ``None``. Where no layout fits, there are no episodes.
+    Keys are those of the files. Episodes, returns, ends and warnings come from a conversion into a
+    temporary directory. If the conversion is refused, another conversion leaves out the episodes
+    that break a rule. If the files have more than 256 MiB of values, only some keys are converted.
+    These are actions, rewards, flags and the keys that layouts compare. A warning reports either
+    case. With ``most_bytes=None`` all keys are converted. If no layout fits, there are no episodes.
 
     Args:
-        path: the file or folder that was asked for.
-        files: in order.
-        layout: by name; ``None``: the one that fits.
+        path: the file or folder that the caller gave.
+        files: the H5 files, in order.
+        layout: the name of the layout. ``None`` guesses the layout.
+        most_bytes: number of bytes of each key that are read for statistics. ``None`` reads all
+            bytes.
 
     Raises:
-        CorpusError: a file is not HDF5, or damaged. OSError: it cannot be read.
+        CorpusError: a file is not HDF5, or damaged.
+        OSError: a file cannot be read.
     """
     guess = LayoutGuess(layout, ("it was given",)) if layout else guess_layout(files)
     said: list[str] = []
@@ -427,9 +434,9 @@ def _key(key: str, column: H5Column, most_bytes: int | None) -> KeyFacts:
 def _episode_facts(
     files: Sequence[Path], layout: Layout, said: list[str], *, is_exact: bool
 ) -> tuple[EpisodeFacts | None, Plan | None]:
-    """Converts as the command would; where that is refused, without what breaks a rule.
+    """Convert as the command does. After an error, skip episodes that break a rule.
 
-    Where nothing is left then, what is known without comparing observations is better than nothing.
+    If no episode is left, a third attempt converts without a comparison of observations.
     """
     reads_all = True
     attempts: tuple[tuple[Literal["error", "skip"], bool], ...] = (
@@ -453,13 +460,13 @@ def _episode_facts(
         if not has_room:
             said.append(
                 f"the files have {plan.source_bytes:,} bytes of values, of which only actions, "
-                "rewards, flags and what the layout compares were checked: a conversion, and "
-                "--exact, check all"
+                "rewards, flags and the keys that the layout compares were checked; a "
+                "conversion or --exact checks all values"
             )
         elif not is_whole:
             said.append(
-                "what is said of episodes comes from actions, rewards, flags and what the layout "
-                "compares alone, since a conversion of all keys is refused"
+                "the episodes were read from actions, rewards, flags and the keys that the layout "
+                "compares, because a conversion of all keys is refused"
             )
         return found, plan
     return None, None
@@ -475,12 +482,12 @@ def _policies(plan: Plan, on_invalid: Literal["error", "skip"], *, is_whole: boo
         return Policies(on_invalid=on_invalid)
     keys = [target.key for leaf in plan.leaves for target in leaf.targets]
     wanted = [key for key in _WANTED if any(each[: len(key)] == key for each in keys)]
-    # Flags and ids are always there; a file may have nothing else of it.
+    # Flags and ids always exist. A file may have none of the other keys.
     return Policies(on_invalid=on_invalid, include=[*wanted, ("episode",)], all_nan="keep")
 
 
 def _found(published: Published, said: list[str], *, is_whole: bool) -> EpisodeFacts:
-    """Returns the episodes of what was converted, apart from its files; adds its warnings."""
+    """Return copies of the converted episodes, and add the warnings to a list."""
     facts, _ = corpus_facts(published.path)
     episodes = facts.episodes
     assert episodes is not None
@@ -529,7 +536,7 @@ def _file_table(columns: dict[str, H5Column], plan: Plan | None, files: Sequence
             if any(piece.dataset in wanted for piece in column.pieces)
         )
     if not span.group:
-        # Several episodes in one array: those of the plan.
+        # One array holds several episodes, so the episodes of the plan are used.
         for column in numbers.values():
             _cut(column, plan, files)
     return Table(numbers, len(plan.episodes), roles["action"], roles["reward"])

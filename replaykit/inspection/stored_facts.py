@@ -1,4 +1,4 @@
-"""Read the facts of checkpoints and of the directories of buffers."""
+"""Information about checkpoints and directories of buffers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from replaykit.buffer.episode_views import Episodes
 from replaykit.checkpoint import Checkpoint, MappedCheckpoint, checkpoint_versions
 from replaykit.episodes import EndReason
 from replaykit.errors import CheckpointError
+from replaykit.filesystem import can_map_spans
 from replaykit.inspection.facts import (
     EpisodeFacts,
     Facts,
@@ -28,7 +29,6 @@ from replaykit.inspection.facts import (
     evenly,
     measure,
 )
-from replaykit.mapping import can_map_spans
 from replaykit.storages import LazyMemmapStorage, LazyTensorStorage
 from replaykit.storages.content import Content
 from replaykit.storages.recoverable import PRIORITIES
@@ -55,12 +55,12 @@ _ENDS: Final = {
 
 
 def table_of(content: Content, episodes: Episodes | None, priorities: Any = None) -> Table:
-    """Returns stored rows as columns; none is read yet.
+    """Return stored rows as columns, without reading them.
 
     Args:
-        content: of one schema.
-        episodes: which rows are those of which episode; ``None`` where that is not known.
-        priorities: of the rows, as they were set, ``[N]``: what takes an index of rows.
+        content: the stored rows. Rows of several schemas give no columns.
+        episodes: the stored episodes; ``None`` if they are not known.
+        priorities: the priorities of the rows, ``[N]``, indexed by row.
     """
     lanes = tuple(content.lanes)
     count = 0 if priorities is None else len(priorities)
@@ -104,7 +104,7 @@ def _picked(priorities: Any, count: int) -> npt.NDArray[Any]:
 
 
 def keys_of(table: Table, most_bytes: int | None) -> tuple[KeyFacts, ...]:
-    """Returns what each key is, with the statistics of its rows; see `measure`."""
+    """Return information about each key, with statistics; see `measure`."""
     found = []
     for key, column in table.columns.items():
         statistics, rows = measure(column, most_bytes)
@@ -113,9 +113,10 @@ def keys_of(table: Table, most_bytes: int | None) -> tuple[KeyFacts, ...]:
 
 
 def episodes_of(storage: LazyTensorStorage) -> tuple[Episodes | None, EpisodeFacts | None]:
-    """Returns the episodes that are stored; one pass over the rewards, where there are any.
+    """Return the stored episodes, and information about them.
 
-    ``None`` where rows have no keys, such as those that tell an end.
+    Both results are ``None`` if rows are not TensorDicts or tensorclasses, because such rows have
+    no flags. Rewards, if there are any, are read once.
     """
     schema = storage.schema
     root = None if schema is None else schema.root
@@ -130,7 +131,7 @@ def episodes_of(storage: LazyTensorStorage) -> tuple[Episodes | None, EpisodeFac
     except KeyError:
         pass  # rows without rewards
     reasons, lanes = episodes.reasons.numpy(), episodes.lanes.numpy()
-    # What was going on when it was saved is cut by opening it: nothing spans a restart.
+    # Opening the storage cuts the episodes that were open at the save. They are shown as open.
     last = np.append(lanes[1:] != lanes[:-1], True)[: len(lanes)]
     reasons = np.where(last & (reasons == EndReason.CUT), EndReason.OPEN, reasons)
     ends = tuple(_ENDS[int(reason)] for reason in reasons)
@@ -142,29 +143,30 @@ _SUFFIX: Final = ".memmap"
 
 
 def is_scratch(path: Path) -> bool:
-    """Whether a directory is that of a memory-mapped storage."""
+    """Return whether a directory belongs to a memory-mapped storage."""
     return (path / RECOVERY / "manifest.json").exists() or any(path.rglob(f"*{_SUFFIX}"))
 
 
 @contextmanager
 def opened_scratch(path: Path, most_bytes: int | None) -> Iterator[tuple[Facts, Table]]:
-    """Opens the directory of a storage and yields what is known of it.
+    """Open the directory of a storage, and yield information about it and its table.
 
-    One made with ``recover=True`` is opened as the storage itself opens it: a write that was cut
-    off is taken back, and nobody else may have it open. Of another one only the files are known:
-    nothing in them says what they hold.
+    A directory made with ``recover=True`` is opened in the same way as by the storage. An
+    interrupted write is rolled back, and no other process may have the directory open. For other
+    directories, only the names of the files are known, because these files do not describe their
+    contents.
 
     Raises:
-        CheckpointError: a file is missing or damaged; names it.
-        RuntimeError: a process has it open.
+        CheckpointError: a file is missing or damaged. The message names it.
+        RuntimeError: another process has the directory open.
     """
     files = [file for file in path.rglob(f"*{_SUFFIX}") if file.is_file()]
     nbytes = sum(file.stat().st_size for file in files)
     if not (path / RECOVERY / "manifest.json").exists():
         names = ", ".join(sorted(str(file.relative_to(path)) for file in files)[:20])
         warning = (
-            "the storage was made without recover=True, so nothing says which keys, dtypes and "
-            "rows these files hold: save the buffer with dumps() and inspect the checkpoint"
+            "the storage was made without recover=True, so the keys, dtypes and rows of "
+            "these files are not known: save the buffer with dumps() and inspect the checkpoint"
         )
         about = {"files": f"{len(files)}: {names}"}
         yield Facts("buffer", str(path), None, nbytes, about, (), None, (warning,)), Table()
@@ -216,12 +218,13 @@ def _stored_priorities(storage: LazyMemmapStorage) -> torch.Tensor | None:
 
 @contextmanager
 def opened_checkpoint(path: Path, most_bytes: int | None) -> Iterator[tuple[Facts, Table]]:
-    """Opens the newest checkpoint of a directory and yields what is known of it.
+    """Open the newest checkpoint of a directory, and yield information and a table.
 
-    Sizes and the manifest's checksum are compared, checksums of data are not.
+    Sizes and the checksum of the manifest are checked. Checksums of data are not checked.
 
     Raises:
-        FileNotFoundError: there is none. CheckpointError: it is damaged; names the file.
+        FileNotFoundError: there is no checkpoint.
+        CheckpointError: the checkpoint is damaged. The message names the file.
     """
     kind = MappedCheckpoint if can_map_spans() else Checkpoint
     with kind(path) as saved:
@@ -235,7 +238,7 @@ def opened_checkpoint(path: Path, most_bytes: int | None) -> Iterator[tuple[Fact
         table = table_of(content, episodes, _priorities(saved))
         if content.groups and not table.columns:
             warnings.append(
-                f"rows of {len(content.groups)} layouts in one list: their values are not looked at"
+                f"rows of {len(content.groups)} layouts in one list: their values are not read"
             )
         versions = checkpoint_versions(path)
         about: dict[str, Any] = {
@@ -270,7 +273,7 @@ def opened_checkpoint(path: Path, most_bytes: int | None) -> Iterator[tuple[Fact
 
 
 def _priorities(saved: Checkpoint) -> Any:
-    """Returns the priorities as they lie in the files; ``None`` where there are none."""
+    """Return the stored priorities, or ``None``."""
     if "sampler" not in saved:
         return None
     state = saved.part("sampler", mapped=["_priorities"])
@@ -280,15 +283,15 @@ def _priorities(saved: Checkpoint) -> Any:
 def _episodes(
     saved: Checkpoint, content: Content, warnings: list[str]
 ) -> tuple[Any, EpisodeFacts | None]:
-    """Returns the episodes by way of a buffer whose rows stay in the files."""
+    """Return the episodes, found by a buffer whose rows stay in the files."""
     if not content.groups or not content.rows:
         return None, None
     manifest, writer = saved.manifest, saved.part("writer")
     slots = manifest["max_size"]
     storage = LazyTensorStorage(slots, ndim=manifest["ndim"])
     buffer = ReplayBuffer(storage=storage, writer=RoundRobinWriter())
-    # What was drawn and how is no matter here: of the state only rows, their order and episodes
-    # are taken, into a writer and a sampler that know no more than these.
+    # Episodes depend only on the rows and their order. So a plain writer and sampler are enough,
+    # and the rest of the saved state is ignored.
     state = {**writer, "_kind": buffer.writer.kind}
     try:
         with buffer._locked():

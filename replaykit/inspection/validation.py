@@ -1,4 +1,4 @@
-"""Open what lies at a path, and check that it is whole and right."""
+"""Opening of the data at a path, and checks that it is complete and correct."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replaykit.checkpoint.checkpoint_format import open_file, read_manifest
 from replaykit.datasets.dataset_manifest import FORMAT as CORPUS
 from replaykit.datasets.dataset_manifest import MANIFEST_NAME
 from replaykit.datasets.engine.conversion_report import duplicates
-from replaykit.datasets.engine.finding import natural_key
+from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.publishing import Published, open_published
 from replaykit.datasets.sources import h5_below, require_plain
 from replaykit.errors import CheckpointError
@@ -31,15 +31,16 @@ from replaykit.ted import Key
 __all__ = ["MOST_BYTES", "h5_files", "kind_of", "opened", "ted_findings", "validate"]
 
 MOST_BYTES: Final = 64 << 20
-"""Bytes of a key that statistics look at, where they are not known already."""
+"""Number of bytes of a key that are read for statistics that are not stored."""
 
 
 def kind_of(path: Path) -> str:
-    """Returns ``corpus``, ``checkpoint``, ``buffer``, ``H5 file`` or ``H5 folder``.
+    """Return the kind of data at a path.
 
     Raises:
-        FileNotFoundError: there is nothing. ValueError: a folder holds none of these; or the path,
-            or an H5 file in the folder, is a pipe, a device or a socket.
+        FileNotFoundError: the path does not exist.
+        ValueError: a folder holds no such data. Or the path, or an H5 file in the folder, is a
+            pipe, a device or a socket.
 
     Example:
         >>> from pathlib import Path
@@ -79,12 +80,12 @@ def _format(manifest: Path) -> str | None:
 
 
 def h5_files(path: Path) -> list[Path]:
-    """Returns the H5 files of a folder, by natural order, or the file itself.
+    """Return the H5 files of a folder in natural order, or the file itself.
 
-    Links to files in the folder are followed, as by `convert`.
+    Links to files in the folder are followed, as in `convert`.
 
     Raises:
-        ValueError: one is a pipe, a device or a socket.
+        ValueError: a file is a pipe, a device or a socket.
     """
     require_plain(path)
     if path.is_file():
@@ -96,18 +97,20 @@ def h5_files(path: Path) -> list[Path]:
 def opened(
     path: Path, *, layout: str | None = None, most_bytes: int | None = MOST_BYTES
 ) -> Iterator[tuple[Facts, Table]]:
-    """Opens whatever lies at a path, and yields facts, and columns to be read.
+    """Open the data at a path, and yield information about it and a table.
 
     Args:
-        path: of a converted data set, a checkpoint, the directory of a memory-mapped buffer, an H5
+        path: a converted data set, a checkpoint, the directory of a memory-mapped buffer, an H5
             file, or a folder of H5 files.
-        layout: of H5 files, by name; ``None``: the one that fits.
-        most_bytes: of each key that statistics look at, in rows that lie evenly, where they are
-            not known already; ``None``: all.
+        layout: the name of the layout of H5 files. ``None`` guesses the layout.
+        most_bytes: number of bytes of each key that are read for statistics, from rows at even
+            intervals. ``None`` reads all rows. Stored statistics are returned without reading rows.
 
     Raises:
-        FileNotFoundError: there is nothing. ValueError: it is none of these.
-        RuntimeError, CorpusError, CheckpointError, OSError: it is damaged; names the file.
+        FileNotFoundError: the path does not exist.
+        ValueError: the path is none of these.
+        RuntimeError, CorpusError, CheckpointError, OSError: a file is damaged. The message names
+            it.
 
     Example:
         >>> import tempfile, torch
@@ -146,16 +149,23 @@ _FLAGS: Final = ("done", "terminated", "truncated")
 
 
 def ted_findings(published: Published, advance: Advance) -> list[Finding]:
-    """Checks the columns of a data set against each other and against its episode table.
+    """Check a data set's columns against each other and against its episode table.
 
-    Rules by their number in messages: V30 flags agree, V31 ends are where episodes end, V32
-    episodes cover all rows once, V33 ids name one episode each, V22 what a row arrives at is what
-    the next one begins with, V20 and V21 no NaN where there must be none, V36 no episode twice.
+    The messages name these rules by number:
+
+    - V20: actions contain no NaN.
+    - V21: observations and rewards contain no NaN.
+    - V22: the next observation of a row is the observation of the next row.
+    - V30: the flags agree with each other.
+    - V31: the flags end the episodes of the table.
+    - V32: the episodes cover all rows once.
+    - V33: each pair of ids names one episode.
+    - V36: no episode is stored twice.
     """
     table = _Table(published)
     found = [*_episodes(table)]
     if any(not each.ok for each in found):
-        return found  # rows cannot be told apart by episodes
+        return found  # the other checks need the episodes of the rows
     found += _flags(table, advance)
     found += _returns(table, advance)
     found += _successors(table, advance)
@@ -165,7 +175,7 @@ def ted_findings(published: Published, advance: Advance) -> list[Finding]:
 
 
 class _Table:
-    """Rows of a data set one after the other, whether it is split by episodes or not."""
+    """The rows of a flat or split data set, in a flat order."""
 
     def __init__(self, published: Published) -> None:
         self.published = published
@@ -175,7 +185,7 @@ class _Table:
         self.rows = int(self.lengths.sum())
 
     def blocks(self, *keys: Key, rows: int = _BLOCK_ROWS) -> Iterator[tuple[int, list[Array]]]:
-        """Yields the number of the first row and values ``[n, ...]`` of columns, by blocks."""
+        """Yield blocks of columns: the number of the first row, and arrays ``[n, ...]``."""
         columns = [self.published.columns[key].numpy() for key in keys]
         if len(self.batch) == 1:
             for start in range(0, self.rows, rows):
@@ -192,7 +202,7 @@ class _Table:
         return all(key in self.published.columns for key in keys)
 
     def name(self, row: int) -> str:
-        """Says which row of which episode a row is."""
+        """Return a description of a row with its number, step and episode."""
         ends = np.cumsum(self.lengths)
         episode = int(np.searchsorted(ends, row, "right"))
         first = int(ends[episode - 1]) if episode else 0
@@ -245,8 +255,12 @@ def _flags(table: _Table, advance: Advance) -> list[Finding]:
         expected[ends] = True
         if not np.array_equal(expected, done):
             row = int(np.argmax(expected != done))
-            what = "is no end of an episode" if done[row] else "ends an episode without it"
-            text = f"next/done: {table.name(start + row)} {what} [V31]"
+            what = (
+                "is set before the end of an episode"
+                if done[row]
+                else "is not set at the end of an episode"
+            )
+            text = f"next/done at {table.name(start + row)} {what} [V31]"
             return [Finding(check, False, text)]
         for number, (name, flag) in enumerate(
             zip(_FLAGS[1:], (terminated, truncated), strict=True)
@@ -257,7 +271,7 @@ def _flags(table: _Table, advance: Advance) -> list[Finding]:
                 first = int(np.argmax(differs))
                 is_set = bool(column[first])
                 text = (
-                    f"the table says {name} {is_set} of episode {low + first}, its last row "
+                    f"the table has {name} {is_set} of episode {low + first}, its last row "
                     f"next/{name} {not is_set} [V31]"
                 )
                 return [Finding(check, False, text)]
@@ -312,13 +326,13 @@ def _returns(table: _Table, advance: Advance) -> list[Finding]:
         np.add.at(sums, of, values)
         np.add.at(sizes, of, np.abs(values))
     said = table.published.episodes["return"].numpy()
-    # The table's sums are of the source, before a cast, and in another order.
+    # The table has sums of the source's rewards, computed before a cast and in another order.
     precision = max(1e-9, 8 * _precision(table.published.columns[key].numpy().dtype))
     wrong = ~(np.abs(sums - said) <= 1e-12 + precision * sizes) & np.isfinite(sums)
     if wrong.any():
         at = int(np.argmax(wrong))
         text = (
-            f"the table says {said[at]:.9g} of episode {at}, the sum of its next/reward is "
+            f"the table has {said[at]:.9g} of episode {at}, the sum of its next/reward is "
             f"{sums[at]:.9g}"
         )
         return [Finding("returns", False, text)]
@@ -330,7 +344,7 @@ def _precision(dtype: np.dtype[Any]) -> float:
 
 
 def _successors(table: _Table, advance: Advance) -> list[Finding]:
-    """What rows arrive at is what the next ones of their episodes begin with, byte by byte."""
+    """Check that next observations equal the next rows' observations, byte by byte."""
     columns, found = table.published.columns, []
     last = np.cumsum(table.lengths) - 1
     for key in columns:
@@ -365,7 +379,7 @@ def _successors(table: _Table, advance: Advance) -> list[Finding]:
 
 
 def _differ(one: Array, other: Array) -> Array:
-    """Which rows differ in a byte: NaN is equal to itself."""
+    """Return a mask of the rows that differ in a byte, so that NaN equals itself."""
     width = int(np.prod(one.shape[1:])) * one.dtype.itemsize
     if not width or not len(one):
         return np.zeros(len(one), np.bool_)
@@ -375,16 +389,13 @@ def _differ(one: Array, other: Array) -> Array:
 
 
 def _has_own(published: Published, key: Key) -> bool:
-    """Whether the states arrived at have a source of their own, which may contradict the other."""
+    """Return whether next observations have a separate source."""
     sources = {array.key: array.facts.get("source") for array in published.manifest.arrays}
     return sources.get(key) != sources.get(("next", *key))
 
 
 def _holes(published: Published) -> list[Finding]:
-    """NaN where there must be none, by the statistics of the manifest, which checksums cover not.
-
-    A column is read for it only if there are no statistics.
-    """
+    """Report NaNs in observations, actions and rewards, from the stored statistics."""
     policies = published.manifest.options.get("policies", {})
     kept = policies.get("on_invalid") == "keep"
     found, count = [], 0
@@ -406,7 +417,7 @@ def _twice(published: Published) -> list[Finding]:
         return []
     pairs = duplicates(published.episodes["digest"].numpy())
     if not pairs:
-        return [Finding("duplicates", True, "no episode is there twice")]
+        return [Finding("duplicates", True, "no episode is stored twice")]
     listed = ", ".join(f"{later} as {first}" for later, first in pairs[:_MOST_NAMED])
     text = f"{counted(len(pairs), 'episode')} with the content of an earlier one: {listed} [V36]"
     return [Finding("duplicates", False, text, is_warning=True)]
@@ -416,20 +427,22 @@ _META_NAME: Final = "meta.json"
 
 
 def validate(path: Path, advance: Advance | None = None) -> list[Finding]:
-    """Checks all that can be checked of a converted data set, a checkpoint, or a buffer on disk.
+    """Check a converted data set, a checkpoint, or a buffer on disk.
 
     Args:
-        path: where it lies.
-        advance: told how many bytes were looked at, now and then.
+        path: the directory.
+        advance: called with the number of bytes checked since the last call.
 
     Returns:
-        What was checked, in order. It is right if every one is ``ok`` or a warning.
+        The results of all checks, in order. The data is correct if every result is ``ok`` or a
+        warning.
 
     Raises:
-        FileNotFoundError: there is nothing. ValueError: it is none of these.
+        FileNotFoundError: the path does not exist.
+        ValueError: the path is none of these.
 
-    Cost: reads every file once; of a data set flags, ids, rewards and observations once more.
-    Memory: a few MiB.
+    Cost: every file is read once. Flags, ids, rewards and observations of a data set are read
+    twice. Memory: a few MiB.
 
     Example:
         >>> import tempfile, torch
@@ -443,17 +456,17 @@ def validate(path: Path, advance: Advance | None = None) -> list[Finding]:
         ...     [(found.check, found.ok) for found in validate(Path(folder))]
         [('version 1: manifest', True), ('version 1: files', True), ('version 1: records', True)]
     """
-    told = advance or (lambda _: None)
+    report = advance or (lambda _: None)
     kind = kind_of(path)
     if kind == "corpus":
-        return _corpus(path, told)
+        return _corpus(path, report)
     if kind == "checkpoint":
-        return _checkpoint(path, told)
+        return _checkpoint(path, report)
     if kind == "buffer":
-        return _buffer(path, told)
+        return _buffer(path, report)
     raise ValueError(
-        f"{path} was not converted yet: convert checks every value of it on the way, and inspect "
-        "says what it would find"
+        f"{path} was not converted yet: convert checks every value, and inspect shows the "
+        "warnings of a conversion"
     )
 
 
@@ -469,9 +482,9 @@ def _corpus(path: Path, advance: Advance) -> list[Finding]:
     found = [Finding("manifest and sizes", True, f"{len(list(manifest.files()))} files")]
     text = (path / MANIFEST_NAME).read_bytes()
     if not manifest.is_text(text):
-        said = f"{MANIFEST_NAME} ({len(text):,} bytes) is not what was written"
-        said += ": its own checksum is another one [V61]"
-        # What it tells of the others means nothing.
+        said = f"{MANIFEST_NAME} ({len(text):,} bytes) does not match its checksum"
+        said += ": it was changed after it was written [V61]"
+        # The other files cannot be checked, because a damaged manifest has no valid checksums.
         return [*found, Finding("checksums", False, said)]
     found += _files(published, advance)
     found.append(_descriptions(published))
@@ -493,7 +506,7 @@ def _files(published: Published, advance: Advance) -> list[Finding]:
                 Finding(
                     "checksums",
                     False,
-                    f"{name} ({size:,} bytes) is not what was written: expected crc32 "
+                    f"{name} ({size:,} bytes) does not match its checksum: expected crc32 "
                     f"{expected:08x}, got {found:08x} [V61]",
                 )
             )
@@ -501,9 +514,10 @@ def _files(published: Published, advance: Advance) -> list[Finding]:
 
 
 def _descriptions(published: Published) -> Finding:
-    """Checks what `TensorDict.load_memmap` would go by, which no checksum covers.
+    """Check the ``meta.json`` files of tensordict, which have no checksum.
 
-    It is not called: where a shape is larger than a file, it changes the file.
+    `TensorDict.load_memmap` is not called, because it changes a file that is smaller than its
+    shape.
     """
     manifest = published.manifest
     said: dict[Path, dict[str, Any]] = {}
@@ -563,7 +577,7 @@ def _version(path: Path, version: int, advance: Advance, named: set[str]) -> lis
     bad = []
     for name, record in manifest["files"].items():
         if name in named:
-            continue  # it belongs to a version before, and was read then
+            continue  # the file was checked with an earlier version
         named.add(name)
         problem = _file(path / name, record["size"], record["crc32"], advance)
         if problem:
@@ -600,7 +614,7 @@ def _file(file: Path, size: int, expected: int, advance: Advance) -> str | None:
 
 
 def crc32_of(file: Path, advance: Advance) -> int:
-    """Returns the CRC-32 of a file, read in blocks."""
+    """Return the CRC-32 of a file. The file is read in blocks."""
     found = 0
     with file.open("rb") as handle:
         while block := handle.read(_BLOCK_BYTES):
@@ -618,7 +632,7 @@ def _buffer(path: Path, advance: Advance) -> list[Finding]:
             advance(facts.nbytes)
             if facts.rows is None:
                 text = facts.warnings[0]
-                return [Finding("what the files hold", False, text, is_warning=True)]
+                return [Finding("content of the files", False, text, is_warning=True)]
             return [Finding("files and committed state", True, f"{facts.rows:,} rows")]
     except (CheckpointError, RuntimeError) as error:
         return [Finding("files and committed state", False, str(error))]

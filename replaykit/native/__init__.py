@@ -1,7 +1,7 @@
-"""The compiled core behind one face, and what takes its place where it is missing.
+"""Functions of the compiled core, with replacements in Python.
 
-The core is left out by the environment variable ``REPLAYKIT_NATIVE=0``, or by building with
-``-C cmake.define.REPLAYKIT_CORE=OFF``. Results are the same either way.
+The environment variable ``REPLAYKIT_NATIVE=0`` turns the core off. A build with
+``-C cmake.define.REPLAYKIT_CORE=OFF`` omits it. Results are the same either way.
 
 Example:
     >>> import numpy as np
@@ -53,9 +53,9 @@ def _load() -> tuple[Any, str | None]:
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             return None, "this installation was built without it"
-        # A core that is there and does not load is a broken installation, not a choice.
+        # A core that exists and does not load is a broken installation, not a choice.
         warnings.warn(
-            f"the compiled core cannot be loaded, the slower path is used: {error}",
+            f"the compiled core cannot be loaded, so the slower Python code is used: {error}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -66,7 +66,7 @@ def _load() -> tuple[Any, str | None]:
 _core, WHY_NOT = _load()
 
 HAS_CORE: bool = _core is not None
-"""Whether the compiled core is in use; ``WHY_NOT`` says why it is not."""
+"""True if the compiled core is in use; otherwise ``WHY_NOT`` gives the reason."""
 
 if TYPE_CHECKING:
     RankHeap = fallback.RankHeap
@@ -74,26 +74,26 @@ else:
     RankHeap = fallback.RankHeap if _core is None else _core.RankHeap
 
 join_rows: Any = None if _core is None else _core.join_rows
-"""Rows of two places next to each other, by address; in the core only, as ``Table``."""
+"""Concatenate rows of two arrays, by address; in the core only."""
 
 Table: Any = None if _core is None else _core.Table
-"""Gather and scatter of rows by address, in the core only; torch does the same without it."""
+"""Gather and scatter rows by address; without the core, torch does the same."""
 
 Followed: Any = None if _core is None else _core.Followed
 Linked: Any = None if _core is None else _core.Linked
-"""Rows whose next observations are those of the row behind; in the core only, as ``Table``."""
+"""Rows that take next observations from the next row; in the core only."""
 
 
 def ask_for_large_pages(address: int, nbytes: int) -> None:
-    """Asks the kernel for large pages for fresh memory. A hint; nothing without the core."""
+    """Ask the kernel for large pages for fresh memory; do nothing without the core."""
     if _core is not None:
         _core.ask_for_large_pages(address, nbytes)
 
 
 def join_pages(address: int, nbytes: int) -> None:
-    """Has the pages of a file in memory joined into large ones. Nothing without the core.
+    """Join the pages of a file in memory into large ones; do nothing without the core.
 
-    Cost: a copy of them.
+    Cost: a copy of the pages.
     """
     if _core is not None:
         _core.join_pages(address, nbytes)
@@ -103,12 +103,12 @@ _LEAST_FOLDED = 1024
 
 
 def crc32(data: Any, value: int = 0) -> int:
-    """Returns ``zlib.crc32(data, value)``; with the core several times as fast, on most processors.
+    """Return ``zlib.crc32(data, value)``, several times faster with the core.
 
-    Other threads go on meanwhile.
+    That is so on most processors. The interpreter lock is released meanwhile.
 
     Args:
-        data: contiguous bytes: what gives a buffer.
+        data: an object with a buffer of contiguous bytes.
 
     Example:
         >>> import zlib
@@ -125,18 +125,19 @@ def crc32(data: Any, value: int = 0) -> int:
 
 
 BinaryTree: Any = None if _core is None else _core.BinaryTree
-"""A plain binary sum tree, walked one by one: the yardstick of the benchmark. None without core."""
+"""A binary sum tree with one query at a time, for benchmarks; in the core only."""
 
 
 def core() -> Any:
-    """The compiled core itself, or None; for the rooms that bring their own Python counterpart."""
+    """Return the compiled core or None, for packages that have a Python counterpart."""
     return _core
 
 
 def moments(numbers: npt.NDArray[Any]) -> fallback.Moments:
-    """Returns count, least, largest, mean and squared distances from it, without NaNs.
+    """Return count, least, largest, mean, and sum of squared distances from the mean.
 
-    The same bits on every machine, with the core and without. Other threads go on meanwhile.
+    NaNs are left out. The result has the same bits on every machine, with and without the core.
+    With the core, the interpreter lock is released for long arrays.
 
     Args:
         numbers: ``[n]``, n at most 65,536: integers, float32 or float64.
@@ -154,9 +155,9 @@ def moments(numbers: npt.NDArray[Any]) -> fallback.Moments:
 
 
 def power(base: npt.NDArray[np.float64], exponent: float) -> npt.NDArray[np.float64]:
-    """Returns ``base ** exponent`` of finite numbers of at least 0; 0 to any power is 0.
+    """Return ``base ** exponent`` of finite numbers of at least 0.
 
-    The same bits on every machine, with the core and without.
+    0 to any power is 0. The result has the same bits on every machine, with and without the core.
 
     Example:
         >>> import numpy as np

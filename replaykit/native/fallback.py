@@ -1,4 +1,4 @@
-"""Compute in Python and NumPy what the compiled core computes."""
+"""Compute the results of the compiled core in Python and NumPy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Ints = npt.NDArray[np.int64]
 
 
 class RankHeap:
-    """Which slot the next record takes when only the largest ranks are kept.
+    """The slots of a storage that holds only the rows of largest rank.
 
-    The record displaced next is the one of smallest rank, among equals the youngest. Ranks must
-    not be NaN.
+    A new row replaces the row of the smallest rank, among equals the youngest. Ranks must not be
+    NaN.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -34,10 +34,10 @@ class RankHeap:
         return len(self._heap)
 
     def offer(self, ranks: Floats, slots: Ints) -> None:
-        """Offers the ranks in order; writes each record's slot, or -1, into ``slots``.
+        """Offer the ranks in order; write each row's slot, or -1, into ``slots``.
 
-        Cost: O(log capacity) a record that is accepted; those that cannot be are sorted out
-        before in one vectorised step.
+        Cost: O(log capacity) for each accepted row. One vectorised step refuses most of the others
+        first.
         """
         _check_length("slots", len(slots), len(ranks))
         _check_ranks(ranks)
@@ -49,7 +49,7 @@ class RankHeap:
             self.next_age += 1
         if room >= len(ranks):
             return
-        # The smallest kept rank never falls: what does not exceed it now is refused for good.
+        # The smallest stored rank never falls, so ranks that do not exceed it now never will.
         candidates = np.flatnonzero(ranks[max(room, 0) :] > heap[0][0]) + max(room, 0)
         for i in candidates.tolist():
             rank = float(ranks[i])
@@ -59,14 +59,14 @@ class RankHeap:
                 self.next_age += 1
 
     def export(self, ranks: Floats, ages: Ints) -> None:
-        """Writes rank and age of the record in each slot."""
+        """Write rank and age of the row in each slot into the arrays."""
         _check_length("ranks", len(ranks), len(self))
         _check_length("ages", len(ages), len(self))
         for rank, age, slot in self._heap:
             ranks[slot], ages[slot] = rank, -age
 
     def assign(self, ranks: Floats, ages: Ints, next_age: int) -> None:
-        """Replaces the content: slot i holds a record of ``ranks[i]`` and ``ages[i]``."""
+        """Replace all rows: slot i has a row of ``ranks[i]`` and ``ages[i]``."""
         _check_length("ages", len(ages), len(ranks))
         if len(ranks) > self.capacity:
             raise ValueError(f"expected at most {self.capacity} records, got {len(ranks)}")
@@ -100,9 +100,9 @@ Moments = tuple[int, Any, Any, float, float]
 
 
 def moments(numbers: npt.NDArray[Any]) -> Moments:
-    """Returns the moments of numbers, step by step as the core does.
+    """Return the moments of numbers, by the same steps as the core.
 
-    NaNs are left out. Where there are no numbers, the count is 0 and the rest means nothing.
+    NaNs are left out. Without any numbers, the count is 0 and the rest means nothing.
 
     Args:
         numbers: ``[n]``, n at most `MOST`: integers, float32 or float64.
@@ -117,7 +117,7 @@ def moments(numbers: npt.NDArray[Any]) -> Moments:
     known = numbers[is_number] if numbers.dtype.kind == "f" else numbers
     if not known.size:
         return 0, 0, 0, 0.0, 0.0
-    # No negative zero, which one order of looks finds and another one does not.
+    # Turns -0.0 into 0.0: which of the two is found depends on the order of comparisons.
     zero = numbers.dtype.type(0)
     least, largest = (known.min() + zero).item(), (known.max() + zero).item()
     if numbers.dtype.itemsize == 1:
@@ -140,7 +140,7 @@ def _sum(values: npt.NDArray[np.float64]) -> float:
 
 
 def _of_bytes(numbers: npt.NDArray[Any]) -> tuple[float, float]:
-    # As whole numbers, which are exact: 255 ** 2 * MOST is less than 2 ** 32.
+    # Integer sums are exact: 255 ** 2 * MOST is less than 2 ** 32.
     wide = numbers.astype(np.int32 if numbers.dtype.kind == "i" else np.uint32)
     total = int(np.add.reduce(wide, axis=None, dtype=wide.dtype))
     squares = int(np.add.reduce(np.square(wide, out=wide), axis=None, dtype=wide.dtype))
@@ -155,9 +155,9 @@ _MOST_EXPONENT = 2000.0
 
 
 def power(base: npt.NDArray[np.float64], exponent: float) -> npt.NDArray[np.float64]:
-    """Returns ``base ** exponent`` of finite numbers of at least 0, step by step as the core does.
+    """Return ``base ** exponent`` of finite numbers of at least 0.
 
-    0 to any power is 0, also to that of 0.
+    The steps are those of the core. 0 to any power is 0, even to the power of 0.
 
     Example:
         >>> import numpy as np
@@ -200,10 +200,11 @@ def power(base: npt.NDArray[np.float64], exponent: float) -> npt.NDArray[np.floa
 
 
 def row_stride(tensor: torch.Tensor, ndim: int) -> int | None:
-    """Bytes between elements of a column ``[slots, *lanes, *F]``, where ``[slots, *lanes]`` are its
-    first ``ndim`` dimensions; those of a slot follow each other.
+    """Return the bytes between elements of a column ``[slots, *lanes, *F]``.
 
-    None where they are not equally far apart, or where the values of one do not lie in one piece.
+    ``[slots, *lanes]`` are its first ``ndim`` dimensions; elements are ordered by slot, then by
+    lane. The result is None if they are not equally far apart, or if the values of an element are
+    not contiguous.
 
     Example:
         >>> import torch

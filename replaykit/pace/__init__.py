@@ -1,6 +1,6 @@
-"""How far writing and sampling may run ahead of each other."""
+"""The rate limiter, which keeps the ratio of samples to writes within bounds."""
 
 from replaykit.pace.limiter import INSERT, SAMPLE, RateLimiter, checked_timeout
-from replaykit.pace.limiter_state import Pace, Ticket
+from replaykit.pace.waiting import LimiterQueue, Ticket
 
-__all__ = ["INSERT", "SAMPLE", "Pace", "RateLimiter", "Ticket", "checked_timeout"]
+__all__ = ["INSERT", "SAMPLE", "LimiterQueue", "RateLimiter", "Ticket", "checked_timeout"]

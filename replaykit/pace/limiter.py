@@ -1,4 +1,4 @@
-"""The law by which inserts and samples wait for each other."""
+"""Define the rule by which inserts and samples wait for each other."""
 
 from __future__ import annotations
 
@@ -8,42 +8,45 @@ from typing import Any
 __all__ = ["INSERT", "SAMPLE", "RateLimiter", "checked_timeout"]
 
 INSERT, SAMPLE = 0, 1
-"""The two sides that keep each other's pace."""
+"""Numbers of the two sides, which wait for each other."""
 
 _SLACK = 1e-6
-"""Part of a row by which sums may be off: they are rounded."""
+"""Tolerance for rounding of sums, as a fraction of a row."""
 
 
 class RateLimiter:
-    """How many rows may be inserted and sampled, given how many have been: the law of Reverb.
+    """Bounds on the numbers of inserted and sampled rows, as in Reverb.
 
-    With ``diff = inserts * samples_per_insert - samples``:
+    The rules use ``diff = inserts * samples_per_insert - samples``:
 
-    - a write of n rows waits until ``diff`` with them is at most ``max_diff``. While no more than
-      ``min_size_to_sample`` rows are there with them, nothing holds it up;
-    - a sample of n rows waits until ``min_size_to_sample`` rows are there and ``diff`` with it is
-      at least ``min_diff``.
+    - A write of n rows waits until ``diff``, with these rows included, is at most ``max_diff``. It
+      does not wait if at most ``min_size_to_sample`` rows, including these, are stored.
+    - A sample of n rows waits until ``min_size_to_sample`` rows are stored, and ``diff``, with the
+      sample included, is at least ``min_diff``.
 
-    One insert is one row that was stored (one element, where the storage has lanes); rows that a
-    writer refuses or a transform swallows are none. One sample is one record that was drawn for a
-    batch that was delivered: ``batch_size`` of them, fewer where the batch is shorter; with
-    ``Sequence`` those that the windows were made of. Batches made ahead count when they are
-    delivered. The rows that are there are ``len(rb)``.
+    One insert is one stored row; with lanes, each lane's row counts. Rows that a writer refuses or
+    a transform drops do not count. One sample is one row drawn for a delivered batch. A batch thus
+    counts as ``batch_size`` samples, or as fewer if it is shorter. With ``Sequence``, the anchors
+    of the windows count. Prefetched batches count when they are delivered. The number of stored
+    rows is ``len(rb)``.
 
-    It has no counts itself, those are the buffer's; several buffers may have the same one.
+    A rate limiter has no counts, because each buffer counts its own rows. Several buffers may use
+    the same rate limiter.
 
     Args:
-        samples_per_insert: how often a row is to be sampled on average, above 0.
-        min_size_to_sample: how many rows there are before the first sample, at least 1.
-        error_buffer: how far ``diff`` may be from ``samples_per_insert * min_size_to_sample``, to
-            either side, at least ``max(1, samples_per_insert)``; or ``(min_diff, max_diff)``.
+        samples_per_insert: average number of samples of a row, above 0.
+        min_size_to_sample: number of stored rows before the first sample, at least 1.
+        error_buffer: the largest allowed distance of ``diff`` from ``samples_per_insert *
+            min_size_to_sample``, in either direction. It is at least ``max(1,
+            samples_per_insert)``. Or a pair ``(min_diff, max_diff)``.
 
     Raises:
-        TypeError: no numbers. ValueError: numbers out of range, or a tolerance with which neither
-            side could ever go on.
+        TypeError: an argument is not a number.
+        ValueError: a number is out of range, or writes and samples could wait for each other
+            forever.
 
-    A write of ``n`` rows and a sample of ``m`` can wait for each other for ever only where
-    ``n * samples_per_insert + m`` is above ``max_diff - min_diff``.
+    A write of ``n`` rows and a sample of ``m`` rows can wait for each other forever only if ``n *
+    samples_per_insert + m`` is above ``max_diff - min_diff``.
 
     Source: Cassirer et al. 2021, "Reverb: a framework for experience replay", section 3.4.
 
@@ -54,7 +57,7 @@ class RateLimiter:
         >>> limiter.min_diff, limiter.max_diff
         (10.0, 30.0)
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), rate_limiter=limiter, batch_size=10)
-        >>> _ = rb.extend(torch.arange(15))  # diff is 30: nothing more before somebody samples
+        >>> _ = rb.extend(torch.arange(15))  # diff is 30: no more inserts before a sample
         >>> rb.add(torch.tensor(15), timeout=0)
         Traceback (most recent call last):
         replaykit.errors.RateLimiterTimeout: an insert of 1 row waited 0 s for samples: ...
@@ -87,7 +90,7 @@ class RateLimiter:
         if not highest - lowest >= need:
             raise ValueError(
                 f"expected an error_buffer that leaves room for {need:g} (2 * max(1, "
-                f"samples_per_insert)), so that neither side waits for ever, got {error_buffer!r}"
+                f"samples_per_insert)), so that neither side waits forever, got {error_buffer!r}"
             )
         if not lowest <= middle <= highest:
             raise ValueError(
@@ -103,7 +106,7 @@ class RateLimiter:
 
     @classmethod
     def min_size(cls, min_size_to_sample: int) -> RateLimiter:
-        """Returns one by which samples wait for the first rows, and nothing waits after that.
+        """Return a rate limiter that makes samples wait only for the first rows.
 
         Example:
             >>> from replaykit import RateLimiter
@@ -116,10 +119,10 @@ class RateLimiter:
 
     @classmethod
     def queue(cls, size: int) -> RateLimiter:
-        """Returns one by which at most ``size`` rows wait to be sampled, each of them once.
+        """Return a rate limiter for a queue of at most ``size`` rows, each sampled once.
 
-        With ``consume_after_n_samples=1`` each row is delivered once and none is overwritten
-        before; rows of a batch are drawn uniformly from those that wait.
+        With ``consume_after_n_samples=1`` each row is delivered once, and is not overwritten
+        before. A batch is drawn uniformly from the rows in the queue.
 
         Example:
             >>> import torch
@@ -140,20 +143,22 @@ class RateLimiter:
     # -- the law ------------------------------------------------------------------------------
 
     def may_insert(self, count: int, inserts: int, samples: int, size: int) -> bool:
-        """Whether ``count`` rows may be written after so many inserts and samples, where ``size``
-        rows are there."""
+        """Return whether ``count`` rows may be written after these inserts and samples.
+
+        ``size`` is the number of rows that are stored now.
+        """
         if size + count <= self.min_size_to_sample:
             return True
         return (inserts + count) * self.samples_per_insert - samples <= self.max_diff + _SLACK
 
     def may_sample(self, count: int, inserts: int, samples: int, size: int) -> bool:
-        """Whether ``count`` rows may be sampled; arguments as for ``may_insert``."""
+        """Return whether ``count`` rows may be sampled; arguments as for ``may_insert``."""
         if size < self.min_size_to_sample:
             return False
         return inserts * self.samples_per_insert - samples - count >= self.min_diff - _SLACK
 
     def never(self, side: int, count: int, size: int) -> str | None:
-        """Says why ``count`` rows at once will always be too many; None: they will not."""
+        """Return the reason why ``count`` rows are always too many; None if they are not."""
         room = self.max_diff - self.min_diff + _SLACK
         if side == SAMPLE:
             if count <= room:
@@ -165,14 +170,16 @@ class RateLimiter:
         return f"expected writes of at most {most} rows at once, got {count}"
 
     def counted(self, size: int) -> int:
-        """How many of ``size`` rows that are there to begin with count as inserted: as many as
-        could have been written without a sample."""
+        """Return the number of ``size`` initial rows that count as inserted.
+
+        This is the number of rows that could have been written without a sample.
+        """
         if self.may_insert(size, 0, 0, 0):
             return size
         return max(self.min_size_to_sample, int(self.max_diff / self.samples_per_insert + _SLACK))
 
     def check_capacity(self, capacity: int) -> None:
-        """Raises ValueError where a buffer of that capacity could not keep it."""
+        """Raise ValueError if a buffer of this capacity cannot follow this rule."""
         if self.min_size_to_sample > capacity:
             raise ValueError(
                 f"expected min_size_to_sample of at most the capacity of {capacity}, got "
@@ -208,10 +215,11 @@ class RateLimiter:
 
 
 def checked_timeout(timeout: object) -> float | None:
-    """Returns a timeout in seconds; None: without end.
+    """Return a timeout in seconds; None means no limit.
 
     Raises:
-        TypeError: no number. ValueError: negative or NaN.
+        TypeError: the timeout is not a number.
+        ValueError: the timeout is negative or NaN.
     """
     if timeout is None:
         return None

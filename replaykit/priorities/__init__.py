@@ -1,6 +1,6 @@
-"""Segment trees: arrays of numbers that know sums, minima and maxima of their ranges.
+"""Segment trees: arrays of numbers with fast sums, minima and maxima of ranges.
 
-What the same operations are called elsewhere:
+This table lists the same operations in other packages:
 
     ===========================  ==============  ==================  ================
     here                         ALF             Emote               TorchRL
@@ -13,8 +13,9 @@ What the same operations are called elsewhere:
     min_tree.reduce(start, end)                  min(start, end)     query(l, r)
     ===========================  ==============  ==================  ================
 
-Ours ends before ``end``, as ranges do in Python. Any capacity will do; ALF and Emote fill leaves
-that were not set with zero and with a neutral element, here it is always the operation's identity.
+Ranges end before ``end``, as in Python. The capacity need not be a power of two. A leaf that was
+not set holds the identity of the operation. ALF fills such leaves with zero, and Emote with a
+neutral element.
 
 Example:
     >>> import torch

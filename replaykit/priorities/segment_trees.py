@@ -36,32 +36,35 @@ _INT64, _FLOAT32, _FLOAT64 = torch.int64, torch.float32, torch.float64
 
 
 class SegmentTree(Uncompiled):
-    """What sum, min and max trees have in common. Not used by itself.
+    """Base class of sum, min and max trees; it cannot be instantiated.
 
-    A tree is an array of ``capacity`` leaves, each the identity of the operation until it is set,
-    under nodes of eight children. A node is always combined anew from its stored children, in one
-    fixed order, and never adjusted by a difference: the nodes are a pure function of the leaves,
-    the same on every kernel, bit for bit.
+    A tree is an array of ``capacity`` leaves, below nodes of eight children each. A leaf is the
+    identity of the operation until it is set. A node is always computed from its stored children,
+    in a fixed order. It is never adjusted by a difference. So the nodes depend only on the leaves,
+    and are bit for bit the same on every kernel.
 
     Args:
-        capacity: number of leaves, at least 1; need not be a power of two.
-        dtype: of the leaves, ``torch.float32`` or ``torch.float64``.
-        device: where the tree lives, and everything that it returns.
+        capacity: number of leaves, at least 1. It need not be a power of two.
+        dtype: dtype of the leaves, ``torch.float32`` or ``torch.float64``.
+        device: device of the tree and of all tensors that it returns.
 
-    Errors: ValueError for a capacity below 1, NotImplementedError for another dtype or for a device
-    without float64, RuntimeError where ``REPLAYKIT_TREE`` names a kernel that cannot be used.
+    Raises:
+        ValueError: the capacity is below 1.
+        NotImplementedError: ``dtype`` is another dtype, or the device has no float64.
+        RuntimeError: ``REPLAYKIT_TREE`` names a kernel that cannot be used.
 
-    Every call on a tree takes its lock, so threads may share one; a batch is one step to the
-    others. An update that is refused changes nothing. On an accelerator no call waits for it but
-    those that return a Python number, ``leaves`` and ``state_dict``; an update refused there raises
-    at the next of these.
+    Every call on a tree takes its lock, so threads may share a tree. The update of a batch is
+    atomic for other threads. An update that is refused changes nothing. On an accelerator, only
+    ``leaves``, ``state_dict`` and calls that return a Python number wait for the device. If the
+    device refuses an update, the next of these calls raises the error.
 
-    Memory: 5.14 bytes a leaf for float32 sums, 9.14 for float64 ones, 4.57 and 9.14 for extremes.
+    Memory: 5.14 bytes per leaf for float32 sums and 9.14 for float64 sums; 4.57 and 9.14 bytes for
+    minima and maxima.
     """
 
     _operation_name: ClassVar[str] = ""
 
-    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
+    @torch.inference_mode(False)  # tensors created in inference mode cannot be changed outside it
     @checked_keywords
     def __init__(
         self,
@@ -90,7 +93,7 @@ class SegmentTree(Uncompiled):
         self._device = leaves.device
         self._capacity = capacity
         self._lock = threading.Lock()
-        # One of the two serves the tree: a view of the compiled core, or torch.
+        # Exactly one of these two is set: a view in the compiled core, or the torch kernel.
         self._view: Any = None
         self._torch: TorchKernel | None = None
         if self._kernel_name == "torch":
@@ -100,7 +103,7 @@ class SegmentTree(Uncompiled):
                 self._kernel_name, self._operation, self._levels, leaves, nodes
             )
 
-    # -- what it is -------------------------------------------------------------------------------
+    # -- properties -------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
@@ -109,30 +112,31 @@ class SegmentTree(Uncompiled):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the leaves."""
+        """The dtype of the leaves."""
         return self._leaves.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the tree lives, and everything that it returns."""
+        """The device of the tree and of all tensors that it returns."""
         return self._device
 
     @property
     def kernel(self) -> str:
-        """What does the work: ``avx512``, ``portable`` or ``torch``; same results."""
+        """The kernel's name: ``avx512``, ``portable`` or ``torch``. Results are the same."""
         return self._kernel_name
 
     @property
     def native_view(self) -> Any:
-        """The core's view of the tree, for calls that do more than one thing; None without it.
+        """The core's view of the tree, for calls that combine operations, or None.
 
-        Its user sees to it that nobody else is at the tree meanwhile.
+        It is None without the core. The caller must ensure that no other thread uses the tree at
+        the same time.
         """
         return self._view
 
     @property
     def nbytes(self) -> int:
-        """Memory of leaves and nodes, padding included."""
+        """Memory of leaves and nodes in bytes, including padding."""
         levels = self._levels
         return levels.leaves * self.dtype.itemsize + levels.entries * self._nodes.itemsize
 
@@ -148,15 +152,19 @@ class SegmentTree(Uncompiled):
     # -- writing ----------------------------------------------------------------------------------
 
     def update(self, index: Any, value: Any) -> None:
-        """Sets leaves and combines the nodes above them anew.
+        """Set leaves and combine the nodes above them.
 
         Args:
-            index: int64 ``[K]`` (other integers, lists and ranges are brought to it). Of equal
-                indices the last wins.
-            value: one number, or ``[K]`` of any real dtype, cast to the leaves'.
+            index: int64 ``[K]``; other integers, lists and ranges are converted. If an index occurs
+                several times, the last value counts.
+            value: one number, or ``[K]`` of any real dtype, cast to the dtype of the leaves.
 
-        Errors: IndexError for an index outside ``[0, capacity)``, ValueError for a value that the
-        tree does not take, both naming the first offender; all or nothing.
+        Raises:
+            IndexError: an index is outside ``[0, capacity)``.
+            ValueError: the tree does not accept a value.
+
+        Both messages name the first bad entry. After an error nothing has changed.
+
         Cost: O(K log8 capacity), without allocation.
 
         Example:
@@ -167,8 +175,8 @@ class SegmentTree(Uncompiled):
             >>> tree.leaves
             tensor([0., 1., 0., 2.])
         """
-        # Most calls have two tensors that can go as they are; attribute reads are all it takes to
-        # see that. A single entry can lie in memory with the opposite sign (a view of a conjugate).
+        # Most calls pass two tensors that need no conversion. A few attributes show this. A tensor
+        # of one entry may be stored with the opposite sign (a view of a conjugate).
         if (
             self._view is not None
             and type(index) is torch.Tensor
@@ -205,15 +213,18 @@ class SegmentTree(Uncompiled):
             self._refuse(code, index, value)
 
     def update_range(self, start: int, value: Any, count: int | None = None) -> None:
-        """Sets the leaves ``start .. start + count - 1``.
+        """Set the leaves ``start .. start + count - 1``.
 
         Args:
-            start: the first of them.
-            value: ``[count]`` of any real dtype, or one number, which needs ``count``.
-            count: how many; that of the values if None.
+            start: the first leaf.
+            value: ``[count]`` of any real dtype, or one number together with ``count``.
+            count: number of leaves; None for the number of values.
 
-        Errors: those of ``update``; ValueError where ``count`` and the values do not agree.
-        Cost: O(count); each node over the run is combined once.
+        Raises:
+            IndexError, ValueError: as ``update`` does.
+            ValueError: ``count`` differs from the number of values.
+
+        Cost: O(count). Each node above these leaves is computed once.
 
         Example:
             >>> from replaykit.priorities import SumSegmentTree
@@ -245,7 +256,7 @@ class SegmentTree(Uncompiled):
             self._refuse(code, None, values)
 
     def _refuse(self, code: int, index: torch.Tensor | None, value: torch.Tensor | float) -> None:
-        """Makes a sentence of what the compiled kernel said: the first entry it did not take."""
+        """Raise the error for an error code of the compiled kernel."""
         position, of_value = divmod(code, 2)
         if index is not None and not of_value:
             refuse(self._operation, self._capacity, True, int(index[position]), position)
@@ -255,17 +266,18 @@ class SegmentTree(Uncompiled):
             refuse(self._operation, self._capacity, False, float(value[position]), position)
 
     def fill(self, value: float) -> None:
-        """Sets every leaf to the value. Cost: O(capacity)."""
+        """Set every leaf to the value. Cost: O(capacity)."""
         self.update_range(0, value, self._capacity)
 
     def clear(self) -> None:
-        """Sets every leaf to the identity, as in a new tree. Cost: O(capacity)."""
+        """Set every leaf to the identity, as in a new tree. Cost: O(capacity)."""
         self.fill(self._operation.identity)
 
     def rebuild(self) -> None:
-        """Combines every node anew; changes nothing, unless memory was written behind its back.
+        """Compute all nodes from the leaves again.
 
-        Cost: O(capacity), about 0.3 ms for a million leaves.
+        A node changes only if other code has written to the memory directly. Cost: O(capacity),
+        about 0.3 ms for a million leaves.
         """
         with self._lock:
             (self._torch or self._view).rebuild()
@@ -277,7 +289,7 @@ class SegmentTree(Uncompiled):
                 self.update_range(index.start, value, max(len(index), 0))
                 return
         elif not isinstance(index, torch.Tensor) or index.ndim == 0:
-            with contextlib.suppress(TypeError):  # several
+            with contextlib.suppress(TypeError):  # several indices
                 index = [operator.index(index)]
         self.update(index, value)
 
@@ -291,7 +303,7 @@ class SegmentTree(Uncompiled):
                     return self._leaves[rows.start : max(rows.stop, rows.start)].clone()
                 return self._leaves.index_select(0, as_index(rows, self._device))
         if not isinstance(index, torch.Tensor) or index.ndim == 0:
-            with contextlib.suppress(TypeError):  # several
+            with contextlib.suppress(TypeError):  # several indices
                 index = operator.index(index)
         if isinstance(index, int):
             if not 0 <= index < self._capacity:
@@ -315,24 +327,28 @@ class SegmentTree(Uncompiled):
 
     @property
     def leaves(self) -> torch.Tensor:
-        """All leaves, ``[capacity]``: a copy."""
+        """A copy of all leaves, ``[capacity]``."""
         with self._lock:
             self._synchronise()
             return self._leaves.clone()
 
     def reduce(self, start: Any = 0, end: Any = None) -> Any:
-        """The leaves of ``[start, end)`` combined; of an empty range the identity.
+        """Combine the leaves of ``[start, end)``. An empty range gives the identity.
 
         Args:
-            start, end: ints, ``end=None`` for ``capacity``; or int64 ``[K]``, or one of each.
+            start, end: two ints, two tensors int64 ``[K]``, or an int and a tensor. ``end=None``
+                means ``capacity``.
 
         Returns:
-            A float for ints. For tensors ``[K]``, float64 of sums, else the leaves' dtype.
+            A float for ints. For tensors, ``[K]`` in float64 from a sum tree, else in the leaves'
+            dtype.
 
-        Errors: IndexError for a range that is not within the tree, ValueError for one that ends
-        before it starts.
-        Cost: O(log8 capacity) a range, O(1) for the whole tree. The order of additions depends on
-        the range and the capacity only.
+        Raises:
+            IndexError: a range is not within the tree.
+            ValueError: a range ends before it starts.
+
+        Cost: O(log8 capacity) per range, O(1) for the whole tree. The order of additions depends
+        only on the range and the capacity.
 
         Example:
             >>> import torch
@@ -385,10 +401,14 @@ class SegmentTree(Uncompiled):
     # -- saving -----------------------------------------------------------------------------------
 
     def load(self, leaves: torch.Tensor) -> None:
-        """Takes over ``leaves``, ``[capacity]`` of the tree's dtype, from any device.
+        """Replace all leaves. After an error nothing has changed. Cost: O(capacity).
 
-        Errors: TypeError for another dtype, ValueError for another length or for values that the
-        tree does not take; all or nothing. Cost: O(capacity).
+        Args:
+            leaves: ``[capacity]``, of the tree's dtype, on any device.
+
+        Raises:
+            TypeError: the leaves have another dtype.
+            ValueError: the leaves have another length, or the tree does not accept a value.
         """
         if not isinstance(leaves, torch.Tensor) or leaves.dtype != self.dtype:
             got = getattr(leaves, "dtype", type(leaves).__name__)
@@ -398,17 +418,22 @@ class SegmentTree(Uncompiled):
                 f"expected leaves of shape [{self._capacity}], got {list(leaves.shape)}"
             )
         with self._lock:
-            self._synchronise()  # what was refused before belongs to another call
+            self._synchronise()  # an earlier call may have left an error
         self.update_range(0, leaves)
         with self._lock:
             self._synchronise()
 
     def state_dict(self) -> dict[str, Any]:
-        """The leaves; the nodes follow from them, bit for bit."""
+        """Return the leaves, which determine the nodes bit for bit."""
         return {"leaves": self.leaves}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what ``state_dict`` gave; KeyError without leaves, else as ``load``."""
+        """Load the leaves of a ``state_dict``.
+
+        Raises:
+            KeyError: the state has no leaves.
+            TypeError, ValueError: as ``load`` does.
+        """
         if "leaves" not in state:
             raise KeyError(f"expected the key 'leaves', got {sorted(state)}")
         self.load(state["leaves"])
@@ -423,10 +448,10 @@ class SegmentTree(Uncompiled):
 
 
 class MinSegmentTree(SegmentTree):
-    """An array that knows the minimum of each of its ranges.
+    """An array with fast minima of its ranges.
 
-    A leaf is +inf until it is set. It takes every number, infinite ones too; ValueError for NaN.
-    See ``SegmentTree`` for what all trees do.
+    A leaf is +inf until it is set. It accepts all numbers, including infinity. NaN raises a
+    ValueError. ``SegmentTree`` describes the properties of all trees.
 
     Example:
         >>> import torch
@@ -443,15 +468,15 @@ class MinSegmentTree(SegmentTree):
 
     @property
     def root(self) -> float:
-        """The minimum of all leaves; on an accelerator this waits for it. Cost: O(1)."""
+        """The minimum of all leaves. Waits for an accelerator. Cost: O(1)."""
         return self._root()
 
 
 class MaxSegmentTree(SegmentTree):
-    """An array that knows the maximum of each of its ranges.
+    """An array with fast maxima of its ranges.
 
-    A leaf is -inf until it is set. It takes every number, infinite ones too; ValueError for NaN.
-    See ``SegmentTree`` for what all trees do.
+    A leaf is -inf until it is set. It accepts all numbers, including infinity. NaN raises a
+    ValueError. ``SegmentTree`` describes the properties of all trees.
 
     Example:
         >>> from replaykit.priorities import MaxSegmentTree
@@ -465,24 +490,24 @@ class MaxSegmentTree(SegmentTree):
 
     @property
     def root(self) -> float:
-        """The maximum of all leaves; on an accelerator this waits for it. Cost: O(1)."""
+        """The maximum of all leaves. Waits for an accelerator. Cost: O(1)."""
         return self._root()
 
 
 _EMPTY = -2
-_NOTHING = "expected a positive weight to draw, got a tree in which all are zero"
+_NOTHING = "expected a positive weight to draw, got a tree whose weights are all zero"
 
 
 class SumSegmentTree(SegmentTree):
-    """An array of weights that knows the sum of each of its ranges, and finds and draws slots.
+    """An array of weights with fast sums of ranges and fast draws of slots.
 
-    Weights are finite and not negative, and zero until they are set; one that is below the smallest
-    normal number of ``dtype`` is stored as zero. A slot of weight zero is never found or drawn.
-    Sums are float64 whatever the leaves are. See ``SegmentTree`` for what all trees do.
+    Weights are finite and not negative. They are zero until they are set. A weight below the
+    smallest normal number of ``dtype`` is stored as zero. A slot of weight zero is never found or
+    drawn. Sums are always float64. ``SegmentTree`` describes the properties of all trees.
 
-    Source of the search: the inverse of the cumulative distribution (proportional prioritization,
-    Schaul et al., arXiv 1511.05952, appendix B.2.1), on intervals that are open on the right, so
-    that a value on a boundary belongs to the next slot of positive weight.
+    The search inverts the cumulative distribution (proportional prioritization, Schaul et al.,
+    arXiv 1511.05952, appendix B.2.1). The interval of a slot excludes its right end, so a value on
+    a boundary belongs to the next slot of positive weight.
 
     Example:
         >>> import torch
@@ -502,11 +527,11 @@ class SumSegmentTree(SegmentTree):
 
     @property
     def total(self) -> float:
-        """The sum of all weights; on an accelerator this waits for it. Cost: O(1)."""
+        """The sum of all weights. Waits for an accelerator. Cost: O(1)."""
         return self._root()
 
     def total_tensor(self) -> torch.Tensor:
-        """The sum of all weights, float64 without dimensions, on the device; waits for nothing."""
+        """Return the sum of all weights, float64 ``[]`` on the device, without waiting."""
         with self._lock:
             if self._torch is not None:
                 return self._torch.root_tensor()
@@ -514,7 +539,7 @@ class SumSegmentTree(SegmentTree):
 
     @property
     def nonzero_count(self) -> int:
-        """How many weights are positive. Counted when asked for. Cost: O(capacity)."""
+        """The number of positive weights, counted on each access. Cost: O(capacity)."""
         with self._lock:
             self._synchronise()
             return int(torch.count_nonzero(self._leaves))
@@ -522,17 +547,19 @@ class SumSegmentTree(SegmentTree):
     # -- finding ----------------------------------------------------------------------------------
 
     def find_prefix(self, value: Any) -> Any:
-        """The smallest slot up to which the weights, its own included, sum to more than ``value``.
+        """Return the smallest slot whose inclusive prefix sum exceeds ``value``.
 
         Args:
-            value: a number, or ``[K]`` of any real dtype, in ``[0, total]``; the total itself gives
-                the last slot of positive weight.
+            value: a number, or ``[K]`` of any real dtype, in ``[0, total]``. The total itself
+                gives the last slot of positive weight.
 
         Returns:
             An int for a number, int64 ``[K]`` for a tensor.
 
-        Errors: ValueError for values that are NaN, negative or above the total;
-        EmptyDistributionError if all weights are zero.
+        Raises:
+            ValueError: a value is NaN, negative or above the total.
+            EmptyDistributionError: all weights are zero.
+
         Cost: O(K log8 capacity).
         """
         if (
@@ -556,17 +583,19 @@ class SumSegmentTree(SegmentTree):
         return self._find(self._as_queries(value), True)[0]
 
     def find(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slot and weight for each value: what draws, slices and shards are made of.
+        """Return slot and weight for each value. Draws, slices and shards use this method.
 
         Args:
-            x: float64 ``[K]``, not negative. Values from the total on, infinite ones too, give the
-                last slot of positive weight.
+            x: float64 ``[K]``, not negative. A value at or above the total, including infinity,
+                gives the last slot of positive weight.
 
         Returns:
             index int64 ``[K]`` and weight float64 ``[K]``.
 
-        Errors: ValueError for NaN or negative values, EmptyDistributionError if all weights are
-        zero; on an accelerator that gives index -1 and weight 0 instead.
+        Raises:
+            ValueError: a value is NaN or negative.
+            EmptyDistributionError: all weights are zero. On an accelerator, the result is index -1
+                and weight 0 instead.
         """
         return self._find(self._as_queries(x), False)
 
@@ -612,21 +641,25 @@ class SumSegmentTree(SegmentTree):
         generator: torch.Generator | None = None,
         stratified: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots at random, each with probability weight / total, and their weights.
+        """Draw slots with probability weight / total; return slots and their weights.
 
         Args:
-            batch_size: how many, ``B``.
-            generator: where the randomness comes from, on the tree's device; torch's global one
-                if None. One float64 uniform is taken a slot.
-            stratified: one slot from each of ``B`` equal parts of the total, in ascending order,
-                instead of ``B`` independent ones; lower variance, same expectation.
+            batch_size: number of slots, ``B``.
+            generator: source of randomness, on the tree's device; None for torch's global
+                generator. Each slot uses one uniform float64 number.
+            stratified: if True, draw one slot from each of ``B`` equal parts of the total, in
+                ascending order, instead of ``B`` independent slots. The variance is lower, and the
+                expectation is the same.
 
         Returns:
             index int64 ``[B]`` and weight float64 ``[B]``.
 
-        Errors: ValueError for a negative ``batch_size``; EmptyDistributionError if all weights are
-        zero, before the generator moves. On an accelerator that gives index -1 and weight 0.
-        Cost: O(B log8 capacity). The same uniforms give the same slots on every kernel.
+        Raises:
+            ValueError: ``batch_size`` is negative.
+            EmptyDistributionError: all weights are zero; the generator has not advanced. On an
+                accelerator, the result is index -1 and weight 0 instead.
+
+        Cost: O(B log8 capacity). The same uniform numbers give the same slots on every kernel.
         """
         if batch_size < 0:
             raise ValueError(f"expected a batch size of at least 0, got {batch_size}")
@@ -639,8 +672,8 @@ class SumSegmentTree(SegmentTree):
                 none = torch.empty(0, dtype=_FLOAT64, device=self._device)
                 drawn = none.to(_INT64), none
             return drawn
-        # The uniforms become the weights in place. Made under the lock, so that the order of draws
-        # is that in which the generator moves.
+        # Weights replace the uniform numbers in place. These are created under the lock, so that
+        # draws happen in the order in which the generator advances.
         index = torch.empty(batch_size, dtype=_INT64, device="cpu")
         with self._lock:
             if batch_size and not self._view.root() > 0:

@@ -25,7 +25,7 @@ _VARIABLE = "REPLAYKIT_TREE"
 
 
 def available_kernels() -> list[str]:
-    """Names of the kernels that trees on this machine's CPU can use, the fastest first.
+    """Return the names of the kernels that this CPU can run, fastest first.
 
     Example:
         >>> from replaykit.priorities.tree_kernels import available_kernels
@@ -37,10 +37,11 @@ def available_kernels() -> list[str]:
 
 
 def chosen_kernel(device: torch.device) -> str:
-    """The name of the kernel for a tree on that device.
+    """Return the name of the kernel for a tree on a device.
 
     The environment variable ``REPLAYKIT_TREE`` (``avx512``, ``portable`` or ``torch``) overrides
-    the choice for the CPU; RuntimeError where it names one that this machine cannot use.
+    the choice for the CPU. The function raises RuntimeError if it names a kernel that this machine
+    cannot use.
     """
     if device.type != "cpu":
         return "torch"
@@ -63,7 +64,7 @@ def native_view(
     leaves: torch.Tensor,
     nodes: torch.Tensor,
 ) -> Any:
-    """The compiled kernel over that memory, which the caller keeps alive."""
+    """Return the compiled kernel for this memory, which the caller keeps alive."""
     return native.core().SegmentTree(
         operation.name,
         operation.leaf == torch.float64,
@@ -79,7 +80,7 @@ _INDEX, _VALUE, _QUERY, _RANGE = 1, 2, 3, 4
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
-    """Numbers as int64, without loss: an index is one already."""
+    """Return numbers as int64 with the same bits. An index stays unchanged."""
     return value.to(torch.float64).view(torch.int64)
 
 
@@ -89,7 +90,10 @@ def _number(bits: int) -> float:
 
 
 class TorchKernel:
-    """The operations of a tree over leaves ``[levels.leaves]`` and entries ``[levels.entries]``."""
+    """The operations of a tree in torch.
+
+    Leaves are ``[levels.leaves]``, entries ``[levels.entries]``.
+    """
 
     name = "torch"
 
@@ -108,18 +112,18 @@ class TorchKernel:
         self._leaves = leaves
         self._counts = (levels.capacity, *levels.counts)
         self._deferred = leaves.device.type != "cpu"
-        # Kind, position, offender and what goes with it, of the first entry that was refused.
+        # Kind of error, position, value and a second number of the first refused entry.
         self._refused = torch.zeros(4, dtype=torch.int64, device=leaves.device)
 
     # -- refusing ---------------------------------------------------------------------------------
 
     def synchronise(self) -> None:
-        """Raises what an earlier call on an accelerator had to refuse; once."""
+        """Raise the error that an earlier call on an accelerator deferred, once."""
         if self._deferred:
-            noted = self._refused.tolist()
-            if noted[0]:
+            refusal = self._refused.tolist()
+            if refusal[0]:
                 self._refused.zero_()
-                self._raise(*noted)
+                self._raise(*refusal)
 
     def _raise(self, kind: int, position: int, first: int, second: int) -> None:
         if kind == _INDEX:
@@ -134,7 +138,11 @@ class TorchKernel:
     def _refuse(
         self, bad: torch.Tensor, kind: torch.Tensor | int, first: torch.Tensor, second: Any = None
     ) -> torch.Tensor | None:
-        """Raises for the first bad entry; on an accelerator notes it, and says whether any is."""
+        """Raise an error for the first bad entry; on an accelerator, record it for later.
+
+        Returns:
+            On an accelerator, a tensor that is True if an entry is bad. On the CPU, None.
+        """
         any_bad = bad.any()
         if not self._deferred and not bool(any_bad):
             return None
@@ -145,18 +153,18 @@ class TorchKernel:
         position = torch.where(bad, order, size).amin().clamp(max=size - 1).reshape(1)
         kinds = torch.full_like(order, kind) if isinstance(kind, int) else kind
         columns = (kinds, order, first, order if second is None else second)
-        noted = torch.cat([column.index_select(0, position) for column in columns])
+        refusal = torch.cat([column.index_select(0, position) for column in columns])
         if not self._deferred:
-            self._raise(*noted.tolist())
-        # In place, so that a captured graph notes it where `synchronise` looks.
+            self._raise(*refusal.tolist())
+        # Write in place, so that a captured graph writes to the tensor that `synchronise` reads.
         first_one = any_bad & (self._refused[0] == 0)
-        self._refused.copy_(torch.where(first_one, noted, self._refused))
+        self._refused.copy_(torch.where(first_one, refusal, self._refused))
         return any_bad
 
     # -- writing ----------------------------------------------------------------------------------
 
     def update(self, index: torch.Tensor, value: torch.Tensor | float) -> None:
-        """Sets leaves; of equal indices the last wins. All or nothing."""
+        """Set all given leaves, or none; the last of several equal indices counts."""
         if index.numel() == 0:
             return
         if not isinstance(value, torch.Tensor):
@@ -167,8 +175,8 @@ class TorchKernel:
         refused = self._refuse(bad, kind, torch.where(wrong, index, _bits(value)))
         if refused is not None:
             index = index.clamp(0, self._capacity - 1)
-        # The order in which a scatter writes equal indices is not defined. After this all entries
-        # of one index carry the value of the last, and it does not matter.
+        # A scatter writes equal indices in undefined order. After these steps, all entries of an
+        # index have the value of its last entry, so the order does not matter.
         index, order = torch.sort(index, stable=True)
         last = torch.searchsorted(index, index, right=True) - 1
         leaf = self._operation.stored(value).index_select(0, order.index_select(0, last))
@@ -178,7 +186,7 @@ class TorchKernel:
         self._refresh(index)
 
     def update_run(self, start: int, value: torch.Tensor | float, count: int) -> None:
-        """Sets the leaves ``start .. start + count - 1``. All or nothing."""
+        """Set the leaves ``start .. start + count - 1``, or none."""
         if count == 0:
             return
         if not isinstance(value, torch.Tensor):
@@ -203,7 +211,7 @@ class TorchKernel:
                 entries.index_copy_(0, index, touched)
 
     def rebuild(self) -> None:
-        """Combines every node anew."""
+        """Compute all nodes from their stored children."""
         for children, entries, count in zip(
             self._children, self._entries, self._counts[1:], strict=False
         ):
@@ -212,23 +220,23 @@ class TorchKernel:
     # -- reading ----------------------------------------------------------------------------------
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
-        """The leaves of these indices; of those outside, on an accelerator, the first or last."""
+        """Return the leaves at ``index``. An accelerator clamps bad indices to the tree."""
         bad = (index < 0) | (index >= self._capacity)
         if self._refuse(bad, _INDEX, index) is not None:
             index = index.clamp(0, self._capacity - 1)
         return self._leaves.index_select(0, index)
 
     def root_tensor(self) -> torch.Tensor:
-        """All leaves combined, a tensor without dimensions."""
+        """Return the combination of all leaves, as a tensor without dimensions."""
         return self._operation.combine(self._children[-1][0])
 
     def root(self) -> float:
-        """All leaves combined."""
+        """Return the combination of all leaves."""
         self.synchronise()
         return float(self.root_tensor())
 
     def reduce(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        """Leaves ``start .. end - 1`` of each range combined, in the native kernel's order."""
+        """Combine leaves ``start .. end - 1`` of each range in the native kernel's order."""
         capacity, operation = self._capacity, self._operation
         bad = (start < 0) | (start > end) | (end > capacity)
         if self._refuse(bad, _RANGE, start, end) is not None:
@@ -239,8 +247,8 @@ class TorchKernel:
             end = torch.where((end == count) & (start < end), len(children) * FAN, end)
             left, right = start // FAN, end // FAN
             done = (left == right) | (level == top)
-            # In the left node up to the end if that is in it, else to the node's end, unless the
-            # node is taken whole, one level up.
+            # The left node contributes its leaves up to the end of the range or of the node. The
+            # next level handles a whole node.
             stop = torch.where(done, end - left * FAN, torch.where(start % FAN != 0, FAN, 0))
             result = operation.both(result, self._part(children, left, start - left * FAN, stop))
             if level == top:
@@ -260,7 +268,7 @@ class TorchKernel:
         return self._operation.combine(torch.where(kept, eight, self._operation.identity))
 
     def find(self, x: torch.Tensor, limited: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Slot and weight of each value; None without a positive weight (not on an accelerator)."""
+        """Return slot and weight of each value; on the CPU, None if all weights are 0."""
         total = self.root_tensor()
         if not self._deferred and not bool(total > 0):
             return None
@@ -273,22 +281,22 @@ class TorchKernel:
     def draw(
         self, batch_size: int, generator: torch.Generator | None, stratified: bool
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Slots and weights at random; None without a positive weight (not on an accelerator)."""
+        """Draw slots; return slots and weights. On the CPU, None if all weights are 0."""
         total = self.root_tensor()
         if not self._deferred and not bool(total > 0):
             return None
         device = total.device
         u = torch.rand(batch_size, dtype=torch.float64, device=device, generator=generator)
         if stratified:
-            # Divided by a tensor: by a number, an accelerator would multiply with its inverse.
+            # Divide by a tensor, because an accelerator would multiply by the inverse of a number.
             strata = torch.full_like(u, batch_size)
             u = (torch.arange(batch_size, dtype=torch.float64, device=device) + u) / strata
         return self._descend(u.clamp(max=_LAST) * total, total)
 
     def _descend(self, x: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         at = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
-        # The total is added in another order than the prefixes, and may differ from them by a
-        # rounding; an infinite value enters the last positive child everywhere.
+        # The additions of the total and of the prefixes have different orders, so that rounding may
+        # differ. An infinite value descends to the last positive child at every level.
         x = torch.where(x >= total, math.inf, x)
         rank = torch.arange(1, FAN + 1, device=x.device)
         eight = before = chosen = at.unsqueeze(1)
@@ -297,13 +305,14 @@ class TorchKernel:
             before = torch.zeros(len(at), FAN + 1, dtype=torch.float64, device=x.device)
             p = before[:, 1:]
             p.copy_(eight)
-            # A scan over eight lanes in three steps: the kernels' order of additions.
+            # Compute prefix sums of eight numbers in three steps, in the kernels' order of
+            # additions.
             p[:, 1::2].add_(p[:, 0::2])
             halves = p.unflatten(1, (2, 4))
             halves[:, :, 2:].add_(halves[:, :, 1:2])
             p[:, 4:].add_(p[:, 3:4])
             allowed = (before[:, :FAN] <= x.unsqueeze(1)).logical_and_(eight > 0)
-            # The first child where there is none, which only happens in a tree of zeros.
+            # If no child is allowed, use the first. This happens only in a tree of zeros.
             chosen = (allowed * rank).amax(1, keepdim=True).sub_(1).clamp_(min=0)
             x = x - before.gather(1, chosen).squeeze(1)
             at = (at * FAN).add_(chosen.squeeze(1))

@@ -38,7 +38,7 @@ _HUGE_FROM = 1 << 21
 
 
 class Levels(NamedTuple):
-    """Sizes of a tree: ``leaves`` and ``entries`` with padding, ``counts`` without."""
+    """Sizes of a tree. ``leaves`` and ``entries`` include padding; ``counts`` do not."""
 
     capacity: int
     leaves: int
@@ -48,7 +48,7 @@ class Levels(NamedTuple):
 
 
 def levels_of(capacity: int) -> Levels:
-    """The levels of a tree of ``capacity`` leaves; allocates nothing.
+    """Return the levels of a tree of ``capacity`` leaves, without an allocation.
 
     Example:
         >>> from replaykit.priorities.tree_layout import levels_of
@@ -68,14 +68,15 @@ def levels_of(capacity: int) -> Levels:
     return Levels(capacity, counts[0] * FAN, tuple(counts), tuple(offsets), offset)
 
 
-@torch.inference_mode(False)  # what is made in that mode could not be changed outside
+@torch.inference_mode(False)  # tensors created in inference mode cannot be changed outside it
 def allocate(
     levels: Levels, leaf: torch.dtype, inner: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Leaves ``[levels.leaves]`` and entries ``[levels.entries]``, in one piece, on lines of 64.
+    """Allocate ``[levels.leaves]`` leaves and ``[levels.entries]`` entries together.
 
-    The content is open. Large trees on the CPU ask for huge pages, without which every step of a
-    descent may also miss the processor's table of pages.
+    Both start on a cache line of 64 bytes. Their contents are undefined. Large trees on the CPU
+    request huge pages. Without huge pages, every step of a descent may also miss the processor's
+    TLB.
     """
     first = -(-levels.leaves * leaf.itemsize // _LINE) * _LINE
     size = first + levels.entries * inner.itemsize
@@ -88,13 +89,14 @@ def _bytes(size: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(size, dtype=torch.uint8, device=device)
     if size >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
-        # Pages that nobody touches take no memory: what is too much in front and behind is free.
+        # Unused pages take no memory, so the surplus before and after the tree costs nothing.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         pages = mmap.mmap(-1, -(-size // _HUGE) * _HUGE + _HUGE, flags=flags)
         raw = torch.frombuffer(pages, dtype=torch.uint8)
         start = -raw.data_ptr() % _HUGE
-        with contextlib.suppress(OSError):  # a system without them: slower, nothing else
-            # Only those that the tree fills: what is left of the last one would be memory too.
+        with contextlib.suppress(OSError):  # without huge pages the tree is only slower
+            # Request only pages that the tree fills. The rest of a last huge page would take
+            # memory.
             pages.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE * _HUGE)
         return raw[start : start + size]
     raw = torch.empty(size + _LINE, dtype=torch.uint8, device="cpu")
@@ -104,7 +106,7 @@ def _bytes(size: int, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Sum:
-    """Weights and their sums; inner entries are float64 whatever the leaves are.
+    """Weights and their sums. Inner entries are always float64.
 
     ``capacity`` bounds float64 leaves, so that no sum of them overflows.
     """
@@ -121,26 +123,27 @@ class Sum:
         return largest / self.capacity if self.leaf == torch.float64 else largest
 
     def refuses(self, value: torch.Tensor) -> torch.Tensor:
-        """Which values may not become leaves: bool, shaped as ``value``."""
-        # Below zero, -0.0 not counted. Looks at the bits, since a thread that takes subnormal
-        # numbers for zero would not see the sign of a negative one.
+        """Return a bool mask of the values that cannot become leaves."""
+        # Negative numbers are refused, but not -0.0. The test reads the bits, because a thread that
+        # flushes subnormal numbers to zero cannot compare a negative subnormal number correctly.
         integer, lowest = {
             torch.float32: (torch.int32, -(1 << 31)),
             torch.float64: (torch.int64, -(1 << 63)),
         }[value.dtype]
         bits = value.view(integer)
         negative = (bits < 0) & (bits != lowest)
-        return negative | ~(value.to(self.leaf) <= self.ceiling)  # NaN is not <= either
+        return negative | ~(value.to(self.leaf) <= self.ceiling)  # also refuses NaN
 
     def stored(self, value: torch.Tensor) -> torch.Tensor:
-        """Values that were not refused, as leaves."""
+        """Return valid values in the form in which the leaves store them."""
         leaf = value.to(self.leaf)
-        # A subnormal weight is positive to one thread and zero to another (one that flushes them);
-        # to neither may a node seem to be positive that has no child to enter. -0.0 goes as well.
+        # A subnormal weight is positive in most threads, but zero in a thread that flushes
+        # subnormal
+        # numbers. A positive node must have a positive child in both. Also, -0.0 becomes 0.0.
         return torch.where(leaf < torch.finfo(self.leaf).tiny, 0.0, leaf)
 
     def combine(self, children: torch.Tensor) -> torch.Tensor:
-        """``[..., 8]`` children to ``[...]`` parents, by halving."""
+        """Combine children ``[..., 8]`` into parents ``[...]`` by halving."""
         eight = children.to(torch.float64)
         four = eight[..., :4] + eight[..., 4:]
         two = four[..., :2] + four[..., 2:]
@@ -155,7 +158,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Extreme:
-    """Numbers and their minima or maxima; inner entries have the dtype of the leaves."""
+    """Numbers and their minima or maxima. Inner entries have the dtype of the leaves."""
 
     leaf: torch.dtype
     name: str
@@ -172,7 +175,7 @@ class Extreme:
         return value.isnan()
 
     def stored(self, value: torch.Tensor) -> torch.Tensor:
-        # + 0 makes -0.0 into 0.0: which of the two a minimum gives would depend on the order.
+        # + 0.0 changes -0.0 to 0.0. Otherwise the minimum of the two would depend on their order.
         return value.to(self.leaf) + 0.0
 
     def combine(self, children: torch.Tensor) -> torch.Tensor:
@@ -186,11 +189,11 @@ class Extreme:
 
 
 Operation: TypeAlias = Sum | Extreme
-"""How values become leaves and leaves become nodes; ``name`` is that of the native kernel."""
+"""The computation of leaves and nodes from values. ``name`` is the native kernel's name."""
 
 
 def operation_of(name: str, leaf: torch.dtype, capacity: int) -> Operation:
-    """The operation of that name: ``sum``, ``min`` or ``max``."""
+    """Return the operation with the name ``sum``, ``min`` or ``max``."""
     return Sum(leaf, capacity) if name == "sum" else Extreme(leaf, name)
 
 
@@ -198,13 +201,13 @@ _AS_THEY_ARE = (torch.float32, torch.float64)
 
 
 def as_index(index: Any, device: torch.device) -> torch.Tensor:
-    """Slots as int64 ``[K]`` on the device; TypeError for what are no whole numbers."""
+    """Convert slots to int64 ``[K]`` on the device. Raises TypeError for non-integers."""
     if isinstance(index, range):
         return torch.arange(index.start, index.stop, index.step, device=device)
     if not isinstance(index, torch.Tensor):
         index = as_tensor(index)
         if index.numel() == 0 and index.ndim == 1:
-            index = index.to(torch.int64)  # an empty list has no dtype of its own
+            index = index.to(torch.int64)  # torch converts an empty list to float32
     if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype == torch.bool:
         raise TypeError(f"expected indices that are integers, got {index.dtype}")
     if index.ndim != 1:
@@ -213,12 +216,12 @@ def as_index(index: Any, device: torch.device) -> torch.Tensor:
 
 
 def as_values(value: Any, count: int, device: torch.device) -> torch.Tensor | float:
-    """Values as one number, or as float32 or float64 ``[count]`` on the device."""
+    """Convert values to a number, or to float32 or float64 ``[count]`` on the device."""
     if isinstance(value, numbers.Real):
         return float(value)
     value = as_numbers(value, device)
     if value.ndim == 0:
-        # An expanded one needs no look at its value, which would wait for an accelerator.
+        # On an accelerator, reading the value would wait for the device; expanding does not.
         return float(value) if device.type == "cpu" else value.expand(count).contiguous()
     if value.shape != (count,):
         raise ValueError(
@@ -228,7 +231,10 @@ def as_values(value: Any, count: int, device: torch.device) -> torch.Tensor | fl
 
 
 def as_numbers(value: Any, device: torch.device) -> torch.Tensor:
-    """Real numbers as float32 or float64 on the device, contiguous, without gradient."""
+    """Convert real numbers to contiguous floats without gradient, on the device.
+
+    The result is float32 or float64.
+    """
     if not isinstance(value, torch.Tensor):
         real = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
         value = as_tensor(value, dtype=torch.float64 if real else None)
@@ -236,7 +242,7 @@ def as_numbers(value: Any, device: torch.device) -> torch.Tensor:
         raise TypeError(f"expected values that are real numbers, got {value.dtype}")
     value = value.detach().resolve_neg().to(device)
     if value.dtype not in _AS_THEY_ARE:
-        # float32 holds all shorter floats, float64 integers up to 2^53.
+        # float32 holds all shorter floats, float64 holds integers up to 2^53.
         value = value.to(torch.float32 if value.dtype.is_floating_point else torch.float64)
     return value.contiguous()
 
@@ -244,7 +250,7 @@ def as_numbers(value: Any, device: torch.device) -> torch.Tensor:
 def refuse(
     operation: Operation, capacity: int, of_index: bool, offender: Any, position: Any
 ) -> None:
-    """Raises what an update of an index or value that is not allowed raises."""
+    """Raise the error for an update with an invalid index or value."""
     where = "" if position is None else f" at position {position}"
     if of_index:
         raise IndexError(f"expected indices in [0, {capacity}), got {offender}{where}")
@@ -252,13 +258,13 @@ def refuse(
 
 
 def refuse_query(limit: float, offender: float, position: int) -> None:
-    """Raises what a value that cannot be found raises; without a limit it is infinite."""
+    """Raise the error for a value that no prefix can match. ``limit`` may be infinite."""
     what = "values of at least 0" if math.isinf(limit) else f"values in [0, {limit}], the total"
     raise ValueError(f"expected {what}, got {offender} at position {position}")
 
 
 def refuse_range(capacity: int, start: Any, end: Any, position: Any = None) -> None:
-    """Raises what a range that is none, or is not within the tree, raises."""
+    """Raise the error for a range that is invalid or not within the tree."""
     where = "" if position is None else f" at position {position}"
     said = f"got [{start}, {end}){where}"
     if 0 <= start <= capacity and 0 <= end <= capacity:

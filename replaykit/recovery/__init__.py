@@ -1,10 +1,9 @@
-"""State on disk that is whole at every instant, whatever is killed in the middle of what.
+"""Keep state on disk that is valid at every instant, even if a process is killed.
 
-Layers: ``files`` (mapped files that grow), ``journal`` (what an operation is about to overwrite),
-``states`` (numbers that change all at once), ``manifest`` (of what storage), ``home`` (the folder
-that holds them). For several processes at a time ``shared_lock``, ``members`` (who uses a folder),
-``change_log`` (what to look at anew), ``views`` (who may write without a word) and ``forked`` (what
-torch needs in children).
+- ``journal``: mapped files that grow, a journal of old rows, and states that change atomically.
+- ``recovery_folder``: the manifest, and the folder that holds all these files.
+- ``locks``: locks of folders and files between processes and their forked children.
+- ``processes``: records of the processes that use a folder, of their views and of their changes.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from replaykit.recovery.locks import (
     OpenFile,
     SharedLock,
     check_flock,
+    drop_in_children,
     is_held,
-    let_go_in_children,
     one_thread_in_children,
     open_to_lock,
 )
@@ -29,7 +28,7 @@ from replaykit.recovery.processes import (
     give_up_rows,
     who_uses,
 )
-from replaykit.recovery.recovery_folder import Home, check_file
+from replaykit.recovery.recovery_folder import RecoveryFolder, check_file
 
 __all__ = [
     "MEMBERS",
@@ -37,18 +36,18 @@ __all__ = [
     "CommitLock",
     "Exclusive",
     "GivenViews",
-    "Home",
     "Journal",
     "MappedFile",
     "OpenFile",
     "ProcessRegistry",
+    "RecoveryFolder",
     "SharedLock",
     "States",
     "check_file",
     "check_flock",
+    "drop_in_children",
     "give_up_rows",
     "is_held",
-    "let_go_in_children",
     "one_thread_in_children",
     "open_to_lock",
     "who_uses",

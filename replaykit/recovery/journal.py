@@ -1,4 +1,4 @@
-"""Journal what is about to be overwritten, and switch states atomically."""
+"""Journal rows before they are overwritten, and commit states atomically."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _GRAIN = mmap.PAGESIZE
 
 
 class MappedFile:
-    """The bytes of a file as memory that everybody who maps it shares.
+    """The bytes of a file, as memory that is shared by all processes that map it.
 
-    What was stored there is in the kernel's hands: it stays if this process is killed. Against loss
-    of power it takes ``sync``.
+    The kernel keeps all stored bytes even if this process is killed. Only ``sync`` protects them
+    from a loss of power.
 
     Args:
-        path: the file; made if it is not there.
-        nbytes: to begin with; a longer file keeps its length.
+        path: the file, which is made if it does not exist.
+        nbytes: the least size. A longer file keeps its length.
 
     Raises:
-        OSError: the disk has too little room, or the file cannot be opened; names the file.
+        OSError: the disk has too little room, or the file cannot be opened; the error names it.
 
     Example:
         >>> import tempfile
@@ -48,7 +48,7 @@ class MappedFile:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
-        # Not through a link: what is written here lies in its folder.
+        # Never open a link, so that all writes stay in the folder.
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
         self._fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
@@ -61,13 +61,13 @@ class MappedFile:
         nbytes = -(-nbytes // _GRAIN) * _GRAIN
         before = os.fstat(self._fd).st_size
         if before < nbytes:
-            # Blocks are taken now: where there is no room a store into the mapping would kill.
+            # Reserve blocks now, because on a full disk a store into the mapping kills the process.
             try:
                 with disk_errors(self.path, nbytes):
                     os.truncate(self._fd, nbytes)
                     reserve_blocks(self._fd, nbytes)
             except BaseException:
-                # A file of that size would be taken to have its blocks.
+                # A file of the new size would count as a file with reserved blocks.
                 with contextlib.suppress(OSError):
                     os.truncate(self._fd, before)
                 raise
@@ -78,22 +78,22 @@ class MappedFile:
         return len(self.bytes)
 
     def grow(self, nbytes: int) -> None:
-        """Makes room for so many bytes, at least doubling; what is there stays.
+        """Make room for ``nbytes``, at least double the present size; keep the contents.
 
         Raises:
-            OSError: the disk has too little room; nothing has changed.
+            OSError: the disk has too little room. Nothing has changed then.
         """
         if nbytes > len(self.bytes):
             self._map(max(nbytes, 2 * len(self.bytes)))
 
-    def follow(self) -> None:
-        """Maps the file as long as it is now: another process may have had it grow."""
+    def remap(self) -> None:
+        """Map the file with its present length, which another process may have changed."""
         nbytes = os.fstat(self._fd).st_size
         if nbytes > len(self.bytes):
             self._map(nbytes)
 
     def sync(self) -> None:
-        """Waits until what was stored is on the disk."""
+        """Wait until all stored bytes are on disk."""
         os.fsync(self._fd)
 
     def __del__(self) -> None:
@@ -108,21 +108,24 @@ _HEADER = 64
 _SEQUENCE, _USED, _CHECKED = range(3)
 _ENTRY = 6
 _pack_entry = struct.Struct(f"={_ENTRY}q").pack_into
-"""Numbers before an entry: target, bytes a row, rows, the first one (-1: listed), all bytes of what
-follows, checksum."""
+"""Format of the numbers before an entry of the journal.
+
+They are the target, the bytes per row, the number of rows and the first row (-1 if the rows are
+listed). Then follow the number of bytes after these numbers, and a checksum.
+"""
 
 
 class Journal:
-    """Rows of arrays as they were before an operation that has not been committed.
+    """Old rows of arrays, saved before an operation that is not committed yet.
 
-    The operation has a number. Entries are appended to a mapped file, each whole before it counts;
-    those of another operation than the one that was under way mean nothing, so that a commit, which
-    moves the number on, forgets them.
+    The operation has a number. Entries are appended to a mapped file, and are valid once they are
+    whole. Only entries of the current operation are valid. A commit increases the number, and so
+    drops all entries.
 
     Args:
-        file: where it lies.
-        durable: entries are on the disk before ``save`` returns, with checksums by which those are
-            told that a loss of power has cut off.
+        file: the file of the journal.
+        durable: whether entries are on disk before ``save`` returns. Checksums show which entries
+            were truncated by a loss of power.
 
     Cost: a copy of the rows.
 
@@ -143,25 +146,26 @@ class Journal:
 
     def __init__(self, file: MappedFile, *, durable: bool = False) -> None:
         self._file, self._durable = file, durable
-        self._look()
+        self._pass_addresses()
 
-    def _look(self) -> None:
+    def _pass_addresses(self) -> None:
         self._bytes = self._file.bytes
         self._plain = self._bytes.data
-        # One number through a memoryview takes a third of what it takes through an array.
+        # A memoryview reads a single number in a third of the time of an array.
         self._head = self._bytes[:_HEADER].view(np.int64).data
 
     def save(self, sequence: int, target: int, rows: Array, at: Array | range) -> None:
-        """Notes rows of an array as they are now.
+        """Journal the present values of rows of an array.
 
         Args:
             sequence: number of the operation.
             target: number of the array.
-            rows: uint8 ``[N, bytes]``.
-            at: which, int64 ``[K]``, or a range of steps of 1.
+            rows: the array, uint8 ``[N, bytes]``.
+            at: numbers of the rows, int64 ``[K]``, or a range with step 1.
 
         Raises:
-            OSError: no room; nothing has changed, and nothing may be overwritten.
+            OSError: there is no room. Nothing has changed, and the caller must not overwrite the
+                rows.
         """
         head = self._head
         if head[_SEQUENCE] != sequence or not head[_USED]:
@@ -175,7 +179,7 @@ class Journal:
         stop = start + 8 * _ENTRY + nbytes
         if stop > len(self._bytes):
             self._file.grow(stop)
-            self._look()
+            self._pass_addresses()
             head = self._head
         body = start + 8 * _ENTRY
         if type(at) is range:
@@ -195,8 +199,10 @@ class Journal:
             self._file.sync()
 
     def save_run(self, sequence: int, target: int, rows: Array, first: int, until: int) -> None:
-        """``save`` of the rows from ``first`` to ``until``, in less time: every ``extend`` does it
-        once a ring is full."""
+        """Journal the rows ``first..until``, faster than ``save``.
+
+        Every ``extend`` of a full ring calls this.
+        """
         head, width = self._head, rows.shape[1]
         same = head[_SEQUENCE] == sequence
         nbytes = (until - first) * width
@@ -205,7 +211,7 @@ class Journal:
         if self._durable or stop > len(self._plain):
             self.save(sequence, target, rows, range(first, until))
             return
-        if not same:  # in this order: what is noted of another operation never counts for this one
+        if not same:  # in this order, so that old entries never count for this operation
             head[_USED] = 0
             head[_CHECKED] = False
             head[_SEQUENCE] = sequence
@@ -222,28 +228,31 @@ class Journal:
 
     @property
     def sequence(self) -> int:
-        """Number of the latest operation that has noted anything; 0: none has."""
+        """Number of the latest operation with entries; 0 if there is none."""
         return self._head[_SEQUENCE]
 
     def used(self, sequence: int) -> int:
-        """How much an operation has noted, in bytes: a point to which it can be taken back."""
+        """Return the bytes of an operation's entries, as a point for ``undo``."""
         head = self._head
         return head[_USED] if head[_SEQUENCE] == sequence else 0
 
     def pending(self, sequence: int) -> bool:
-        """Whether an operation has noted anything."""
+        """Return whether an operation has entries."""
         return self.used(sequence) > 0
 
     def undo(self, sequence: int, targets: Mapping[int, Array], since: int = 0) -> bool:
-        """Puts back what an operation has noted, the latest first; whether there was anything.
+        """Restore the old rows of an operation, the latest entry first.
 
-        Can be interrupted and run again.
+        The call may be interrupted and repeated.
 
         Args:
-            since: only what it has noted from that point on, as ``used`` gave it.
+            since: restore only entries after this point, a result of ``used``.
+
+        Returns:
+            Whether there was an entry.
 
         Raises:
-            ValueError: it names an array or rows that there are not; nothing has changed.
+            ValueError: an entry names an array or rows that do not exist. Nothing has changed then.
         """
         if self.used(sequence) <= since:
             return False
@@ -256,7 +265,7 @@ class Journal:
         return bool(entries)
 
     def forget(self, sequence: int, since: int = 0) -> None:
-        """Lets go of what an operation has noted, after it was taken back."""
+        """Drop the entries of an operation after it was rolled back."""
         if self.used(sequence) > since:
             self._head[_USED] = since
             if self._durable:
@@ -267,16 +276,16 @@ class Journal:
     ) -> list[tuple[Array, Array | range, Array]]:
         found: list[tuple[Array, Array | range, Array]] = []
         start, end = _HEADER + since, _HEADER + self._head[_USED]
-        if end > len(self._bytes):  # another process had the file grow
-            self._file.follow()
-            self._look()
+        if end > len(self._bytes):  # another process has grown the file
+            self._file.remap()
+            self._pass_addresses()
         checked = bool(self._head[_CHECKED])
         while start < end:
             body = start + 8 * _ENTRY
             if body > len(self._bytes):
                 if checked:
                     break
-                raise ValueError(f"{self._file.path} is shorter than what was noted in it")
+                raise ValueError(f"{self._file.path} is shorter than its header says")
             target, width, count, first, nbytes, checksum = (
                 int(number) for number in self._bytes[start:body].view(np.int64)
             )
@@ -287,7 +296,7 @@ class Journal:
                 and checksum
                 == _checksum(sequence, self._bytes[start : body - 8], self._bytes[body:stop])
             ):
-                break  # cut off by a loss of power: what it was noted for has not begun
+                break  # a loss of power truncated the entry, before any of its rows was overwritten
             rows = targets.get(target)
             listed = 0 if first >= 0 else 8 * count
             if (
@@ -296,14 +305,14 @@ class Journal:
                 or rows.shape[1] != width
                 or nbytes != listed + -(-count * width // 8) * 8
             ):
-                raise ValueError(f"{self._file.path} does not fit the files beside it")
+                raise ValueError(f"{self._file.path} does not match the files of the rows")
             at: Array | range = range(first, first + count)
             lowest, highest = first, first + count - 1
             if first < 0:
                 at = self._bytes[body : body + listed].view(np.int64)
                 lowest, highest = (int(at.min()), int(at.max())) if count else (0, 0)
             if count and not (lowest >= 0 and highest < len(rows)):
-                raise ValueError(f"{self._file.path} names rows that there are not")
+                raise ValueError(f"{self._file.path} names rows that do not exist")
             values = self._bytes[body + listed : body + listed + count * width]
             found.append((rows, at, values.reshape(count, width)))
             start = stop
@@ -311,8 +320,8 @@ class Journal:
 
 
 def _checksum(sequence: int, head: Array, body: Array) -> int:
-    # With the number of the operation: what an earlier one has left in the same place, of the same
-    # size, is whole as well.
+    # The checksum includes the number of the operation. Otherwise an old entry of the same size at
+    # the same offset would also be valid.
     return zlib.crc32(body.data, zlib.crc32(head.data, sequence & 0xFFFFFFFF))
 
 
@@ -322,17 +331,19 @@ _NONE = 0
 
 
 class States:
-    """A vector of int64 numbers on disk: the latest one that was committed, and room for the next.
+    """A vector of int64 numbers on disk, with room for the next vector.
 
-    Two files take turns. The number of a state is stored last: that one store of 8 bytes is what
-    commits it, and with it everything that was noted in the journal under that number.
+    A vector is called a state, and states have rising numbers. Two files take turns. The number of
+    a state is stored last. This store of 8 bytes commits the state, and all changes that were
+    journaled under that number.
 
     Args:
-        folder: where the files lie.
-        durable: a state is on the disk before ``commit`` returns.
+        folder: the folder of the files.
+        durable: whether a state is on disk before ``commit`` returns.
 
     Raises:
-        ValueError: a state is damaged, otherwise than a loss of power does it to a durable one.
+        ValueError: a state is damaged. But a durable state that a loss of power has damaged is
+            dropped without an error.
 
     Cost of ``commit``: a copy of the numbers.
 
@@ -351,16 +362,16 @@ class States:
         self._durable = durable
         self._files = [MappedFile(folder / f"state-{turn}.bin", 8 * _HEAD) for turn in (0, 1)]
         self._numbers = [file.bytes.view(np.int64) for file in self._files]
-        self._look()
+        self._pass_addresses()
         for turn in (0, 1):
             self._check(turn)
 
     @property
     def sequence(self) -> int:
-        """Number of the latest state; 0 where there is none.
+        """Number of the latest state; 0 if there is none.
 
-        As it stands in the files, and nowhere else: a commit that an exception interrupts has
-        counted or not, and what comes next goes by the same number as who opens them.
+        It is always read from the files. So if an exception interrupts a commit, this process and
+        other processes agree whether the commit took effect.
         """
         even, odd = self._heads
         a, b = even[_NUMBER], odd[_NUMBER]
@@ -372,47 +383,50 @@ class States:
         even, odd = self._files
         return even.bytes, odd.bytes
 
-    def _look(self) -> None:
-        # One number through a memoryview takes a third of what it takes through an array.
+    def _pass_addresses(self) -> None:
+        # A memoryview reads a single number in a third of the time of an array.
         even, odd = (numbers.data for numbers in self._numbers)
         self._heads = (even, odd)
 
     def _check(self, turn: int) -> None:
         numbers = self._numbers[turn]
         sequence, count = int(numbers[_NUMBER]), int(numbers[_COUNT])
-        if sequence == _NONE:  # none yet, or one that was cut off before it counted
+        if sequence == _NONE:  # there is no state yet, or a commit was interrupted
             return
         if sequence > 0 and sequence % 2 == turn and 0 <= count <= len(numbers) - _HEAD:
             durable, values = int(numbers[_DURABLE]), numbers[_HEAD : _HEAD + count]
             if numbers[_CHECKSUM] == _state_checksum(sequence, durable, values.data):
                 return
-            if durable:  # its number was on the disk before the rest of it
+            if durable:  # at the loss of power, only its number was on disk
                 numbers[_NUMBER] = _NONE
                 return
-        raise ValueError(f"{self._files[turn].path} is damaged: its checksum is another one")
+        raise ValueError(f"{self._files[turn].path} is damaged: its checksum does not match")
 
     def latest(self) -> Array:
-        """The numbers that were committed last, a copy."""
+        """Return a copy of the numbers that were committed last."""
         sequence = self.sequence
         if not sequence:
             return np.zeros(0, np.int64)
-        return self.look().copy()
+        return self.view().copy()
 
-    def look(self) -> Array:
-        """The same as it lies there, good until the next but one is committed."""
+    def view(self) -> Array:
+        """Return a view of the latest numbers, valid until the second commit from now."""
         turn = self.sequence % 2
         stop = _HEAD + self._heads[turn][_COUNT]
-        if stop > len(self._numbers[turn]):  # another process had its file grow
-            self._files[turn].follow()
+        if stop > len(self._numbers[turn]):  # another process has grown the file
+            self._files[turn].remap()
             self._numbers[turn] = self._files[turn].bytes.view(np.int64)
-            self._look()
+            self._pass_addresses()
         return self._numbers[turn][_HEAD:stop]
 
     def first(self, known: int) -> tuple[int, int, int, int] | None:
-        """Number and first three numbers of the latest state, of at least as many, for who knows
-        state ``known`` and holds no lock; None where it was about to be overwritten.
+        """Return the latest state's number and first three numbers, without a lock.
 
-        Both lie in one line of the cache, which another processor has to hand over.
+        The state must have at least three numbers, and the caller has read state ``known``. All
+        four numbers are in one cache line, to save transfers from another processor.
+
+        Returns:
+            The four numbers, or None if a commit was overwriting them.
         """
         head = self._heads[(known + 1) % 2]
         sequence = head[_NUMBER]
@@ -423,8 +437,11 @@ class States:
         return found if head[_NUMBER] == sequence != _NONE else None
 
     def glance(self) -> tuple[int, Array] | None:
-        """Number and numbers of the latest state, a copy, for who holds no lock; None where it was
-        about to be overwritten."""
+        """Return the number and a copy of the latest state, without a lock.
+
+        Returns:
+            None if a commit was overwriting the state, or if its file has grown.
+        """
         sequence = self.sequence
         turn = sequence % 2
         stop = _HEAD + self._heads[turn][_COUNT]
@@ -434,13 +451,13 @@ class States:
         return (sequence, numbers) if self._heads[turn][_NUMBER] == sequence else None
 
     def commit(self, numbers: Array, more: Sequence[int] = ()) -> int:
-        """Has these int64 numbers be the state from now on, and ``more`` behind them.
+        """Commit int64 numbers as the new state, followed by ``more``.
 
         Returns:
-            Its number.
+            The number of the state.
 
         Raises:
-            OSError: no room, or the disk failed; the state is the one of before.
+            OSError: there is no room, or the disk failed. The state has not changed then.
         """
         sequence, own = self.sequence + 1, len(numbers)
         count, turn = own + len(more), sequence % 2
@@ -450,7 +467,7 @@ class States:
             file = self._files[turn]
             file.grow(8 * stop)
             self._numbers[turn] = file.bytes.view(np.int64)
-            self._look()
+            self._pass_addresses()
             head = self._heads[turn]
         head[_NUMBER] = _NONE
         head[_HEAD : _HEAD + own] = numbers.data

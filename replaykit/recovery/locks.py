@@ -1,4 +1,4 @@
-"""Lock folders and files between processes, also when a holder dies."""
+"""Lock folders and files between processes, with locks that end with the holder."""
 
 from __future__ import annotations
 
@@ -24,38 +24,45 @@ __all__ = [
     "OpenFile",
     "SharedLock",
     "check_flock",
+    "drop_in_children",
     "is_held",
-    "let_go_in_children",
     "one_thread_in_children",
     "open_to_lock",
 ]
 
 
 class OpenFile:
-    """What has a file open, to hold the kernel's lock on it, and closes it when it goes."""
+    """An object that holds a kernel lock on an open file as long as it lives."""
 
     _fd: int
 
-    def let_go(self) -> None:
-        """Closes the file here. A lock on it is gone when nobody has it open any more."""
+    def drop(self) -> None:
+        """Close the file in this process.
+
+        The kernel releases the lock when no process has the file open any more.
+        """
         fd = self.__dict__.pop("_fd", None)
         if fd is not None:
             os.close(fd)
 
     def __del__(self) -> None:
-        self.let_go()
+        self.drop()
 
 
 def open_to_lock(path: Path, more: int = 0) -> int:
-    """Returns a descriptor of a file, which no child program inherits; ``more`` are flags."""
+    """Open a file, with the additional flags ``more``; return its descriptor.
+
+    Programs that this process starts do not inherit the descriptor.
+    """
     return os.open(path, os.O_RDWR | more | getattr(os, "O_CLOEXEC", 0), 0o600)
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody, this process or another, has a lock on a file.
+    """Return whether this or another process has a lock on a file.
 
     Raises:
-        FileNotFoundError: it is not there. OSError: it cannot be told.
+        FileNotFoundError: there is no such file.
+        OSError: the system cannot check the lock.
     """
     import fcntl
 
@@ -70,20 +77,20 @@ def is_held(path: Path) -> bool:
 
 
 _held: weakref.WeakSet[OpenFile] | None = None
-"""Those of this process; None until there is one."""
+"""The locks to drop in forked children; None until there is a lock."""
 
 
 class Exclusive(OpenFile):
-    """Holds a file's lock as long as it lives; the kernel lets go of it when the process dies.
+    """An exclusive lock on a file, held as long as the object lives.
 
-    A forked child does not have it: it neither gives it back by going away nor holds it after
-    this process has died.
+    The kernel releases the lock when the process dies. A forked child does not hold the lock. Its
+    exit does not release the lock, and the lock ends with this process even if the child lives.
 
     Args:
-        path: the file; made if it is not there.
+        path: the file, which is made if it does not exist.
 
     Raises:
-        BlockingIOError: somebody holds it.
+        BlockingIOError: another object or process holds the lock.
 
     Example:
         >>> import tempfile
@@ -102,28 +109,28 @@ class Exclusive(OpenFile):
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
             if not _taken(self._fd):
-                gc.collect()  # an owner that was let go may still wait for it
+                gc.collect()  # an unreferenced owner of the lock may not have been collected yet
                 if not _taken(self._fd):
-                    raise BlockingIOError(f"{path} is held by somebody else")
+                    raise BlockingIOError(f"{path} is locked by another holder")
         except BaseException:
             os.close(self.__dict__.pop("_fd"))
             raise
-        let_go_in_children(self)
+        drop_in_children(self)
 
 
-def let_go_in_children(held: OpenFile) -> None:
-    """Has what holds a lock by an open file close it in forked children, which share that file."""
+def drop_in_children(held: OpenFile) -> None:
+    """Close the file of a lock in forked children, which would share the lock."""
     global _held
     if _held is None:
         _held = weakref.WeakSet()
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_let_go_of_all)
+            os.register_at_fork(after_in_child=_drop_all)
     _held.add(held)
 
 
-def _let_go_of_all() -> None:
+def _drop_all() -> None:
     for held in list(_held or ()):
-        held.let_go()
+        held.drop()
 
 
 def _taken(fd: int) -> bool:
@@ -147,11 +154,11 @@ def _taken(fd: int) -> bool:
 
 @functools.cache
 def one_thread_in_children() -> None:
-    """Has processes that fork off from now on begin with one thread of torch.
+    """Let processes that are forked from now on begin with one thread of torch.
 
-    The other threads of OpenMP are not there after a fork, and the first operation that is large
-    enough for them would wait for them without end: of the child's own, or of this package. Workers
-    of torch's DataLoader begin in the same way. A child may say otherwise.
+    The other threads of OpenMP do not exist after a fork. The child's first operation that is large
+    enough for several threads, even an operation of this package, would wait for them forever.
+    Workers of torch's DataLoader also begin with one thread. A child may set another number.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_begin_alone)
@@ -162,43 +169,43 @@ def _begin_alone() -> None:
 
 
 class CommitLock:
-    """A re-entrant lock that settles what was done while it was held before it is let go.
+    """A re-entrant lock that commits the changes made under it before its release.
 
     Args:
-        settle: called by the thread that holds it, at its outermost release.
+        commit: function that the thread with the lock calls before its outermost release.
 
     Example:
         >>> from replaykit.recovery import CommitLock
-        >>> lock = CommitLock(lambda: print("settled"))
+        >>> lock = CommitLock(lambda: print("committed"))
         >>> with lock, lock:
         ...     print("held")
         held
-        settled
+        committed
     """
 
-    def __init__(self, settle: Callable[[], None]) -> None:
+    def __init__(self, commit: Callable[[], None]) -> None:
         self._lock = Lock()
-        self._settle = settle
+        self._commit = commit
         self._depth = 0  # guarded by the lock
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Takes the lock; see ``threading.RLock``."""
+        """Acquire the lock; see ``threading.RLock``."""
         if not self._lock.acquire(blocking, timeout):
             return False
         self._depth += 1
         return True
 
     def release(self) -> None:
-        """Gives it back. What ``settle`` raises is raised, and it is given back all the same."""
+        """Release the lock, even if ``commit`` raises an error, which is then re-raised."""
         try:
             if self._depth == 1:
-                self._settle()
+                self._commit()
         finally:
             self._depth -= 1
             self._lock.release()
 
     def _is_owned(self) -> bool:
-        """Whether this thread holds it, as of a ``threading.RLock``."""
+        """Return whether this thread holds the lock, as ``threading.RLock`` does."""
         return bool(self._lock._is_owned())
 
     def __enter__(self) -> bool:
@@ -210,38 +217,40 @@ class CommitLock:
 
 _PAUSES = (20e-6, 40e-6, 80e-6, 160e-6, 320e-6, 640e-6, *[1e-3] * 50)
 _PATIENT = (50e-3,) * 10
-"""Seconds between looks whether it is free, before who waits is put to sleep until it is: whoever
-has it keeps a processor meanwhile, and does not hand it over for a few microseconds of work. Who is
-patient and takes it all the time looks rarely: of several such one goes on undisturbed for a while,
-and leaves the other processors to who reads: with two of them, 0.95 of one, where looks every 10 ms
-left 0.87."""
+"""Seconds between tries to take the lock, before a thread sleeps until it is free.
+
+During a pause the holder keeps its processor. So the lock does not change hands after every few
+microseconds of work. A patient process that takes the lock all the time tries rarely. One of
+several such processes then runs undisturbed for a while, and readers can use the other processors.
+With two processors, readers get 0.95 of a processor. With a try every 10 ms they get 0.87.
+"""
 
 _ALL_THE_TIME = 300e-6
-"""Seconds after which who has let go of it takes it again, who takes it all the time."""
+"""Most seconds from release to acquire if a process takes the lock all the time."""
 
 
 def check_flock() -> None:
-    """Raises RuntimeError on a system without such locks."""
+    """Raise RuntimeError on a system without ``flock``."""
     if importlib.util.find_spec("fcntl") is None:
         raise RuntimeError("processes cannot share a buffer on a system without flock")
 
 
 class SharedLock(OpenFile, CommitLock):
-    """A re-entrant lock of the threads of all processes that open its file.
+    """A re-entrant lock for the threads of all processes that open its file.
 
-    The kernel gives it to one process at a time, and takes it back from one that dies. It is free
-    while nothing is under way: who waits for it sleeps.
+    Only one process can hold the lock, and the kernel releases it if that process dies. The lock is
+    free while no operation is in progress. A waiting thread sleeps.
 
     Args:
-        path: the file; made if it is not there.
-        enter: called by the thread that has just taken it, at its outermost level: what others
-            have done is taken note of.
-        settle: called at its outermost release.
+        path: the file, which is made if it does not exist.
+        enter: function that a thread calls at its outermost acquire, to follow the changes of other
+            processes.
+        commit: function that a thread calls at its outermost release.
 
     Raises:
-        RuntimeError: the system has no such locks.
+        RuntimeError: the system has no ``flock``.
 
-    Cost: two calls of the system.
+    Cost: two system calls.
 
     Example:
         >>> import tempfile
@@ -255,28 +264,34 @@ class SharedLock(OpenFile, CommitLock):
         False
     """
 
-    def __init__(self, path: Path, enter: Callable[[], None], settle: Callable[[], None]) -> None:
-        super().__init__(settle)
+    def __init__(self, path: Path, enter: Callable[[], None], commit: Callable[[], None]) -> None:
+        super().__init__(commit)
         check_flock()
         import fcntl
 
         self._enter = enter
         self._released = -math.inf
         self.apart = False
-        """Whether a thread has it apart; see ``enter_apart``."""
+        """True while a thread excludes only this process; see ``enter_apart``."""
         self._flock: Callable[[int, int], Any] = fcntl.flock
         self._take, self._try = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB
         self._give = fcntl.LOCK_UN
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
-        # A forked child that had it open too would hold it after this process has died.
-        let_go_in_children(self)
+        # If a forked child kept the file open, it would hold the lock after this process has died.
+        drop_in_children(self)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Takes the lock; see ``threading.RLock``. What ``enter`` raises leaves it free."""
+        """Acquire the lock; see ``threading.RLock``.
+
+        If ``enter`` raises an error, the lock is released.
+        """
         return self._acquire(blocking, timeout, _PAUSES)
 
     def acquire_patiently(self) -> bool:
-        """The same for who can wait while others go on, if it takes it all the time itself."""
+        """Acquire the lock, with rare tries if this process takes it all the time.
+
+        This is for threads that can wait while other threads work.
+        """
         often = time.monotonic() - self._released < _ALL_THE_TIME
         return self._acquire(True, -1, _PATIENT if often else _PAUSES)
 
@@ -293,7 +308,7 @@ class SharedLock(OpenFile, CommitLock):
                 if not self._tried(timeout if blocking else 0.0, pauses):
                     self._lock.release()
                     return False
-            self._depth = 1  # what it does takes the lock as well
+            self._depth = 1  # ``enter`` also acquires the lock
             self._enter()
         except BaseException:
             self._depth = 0
@@ -303,7 +318,10 @@ class SharedLock(OpenFile, CommitLock):
         return True
 
     def _tried(self, timeout: float, pauses: tuple[float, ...]) -> bool:
-        """Takes the file's lock; negative ``timeout``: however long that takes."""
+        """Take the lock of the file, and return whether it was possible.
+
+        A negative ``timeout`` waits without limit.
+        """
         until = None
         for pause in pauses if timeout < 0 else chain(pauses, repeat(pauses[-1])):
             try:
@@ -316,7 +334,8 @@ class SharedLock(OpenFile, CommitLock):
                     if now >= until:
                         return False
                     pause = min(pause, until - now)
-            # The kernel would wake all who wait, each time that somebody lets go.
+            # If these tries were blocking calls, the kernel would wake all waiting threads at each
+            # release.
             time.sleep(pause)
             check()
         with allowed:
@@ -324,11 +343,11 @@ class SharedLock(OpenFile, CommitLock):
         return True
 
     def release(self) -> None:
-        """Gives it back. What ``settle`` raises is raised, and it is given back all the same."""
+        """Release the lock, even if ``commit`` raises an error, which is then re-raised."""
         try:
             if self._depth == 1:
                 try:
-                    self._settle()
+                    self._commit()
                 finally:
                     self._flock(self._fd, self._give)
                     self._released = time.monotonic()
@@ -337,11 +356,13 @@ class SharedLock(OpenFile, CommitLock):
             self._lock.release()
 
     def enter_apart(self) -> bool:
-        """Keeps the threads of this process out, and no other process: for who can tell afterwards
-        whether one has written meanwhile. Who takes the lock inside gets no more than that.
+        """Exclude other threads of this process, but no other process.
+
+        The caller must be able to check afterwards whether another process has written meanwhile.
+        Until ``leave_apart``, an acquire of the lock does not exclude other processes either.
 
         Returns:
-            False, and nothing has changed, where this thread holds the lock already.
+            False if this thread already holds the lock. Nothing has changed then.
         """
         self._lock.acquire()
         if self._depth:
@@ -351,6 +372,6 @@ class SharedLock(OpenFile, CommitLock):
         return True
 
     def leave_apart(self) -> None:
-        """Ends that."""
+        """End the effect of ``enter_apart``."""
         self._depth, self.apart = 0, False
         self._lock.release()

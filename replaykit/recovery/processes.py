@@ -1,4 +1,4 @@
-"""Register the processes that share a folder, their views and the changes of tables."""
+"""Record the processes that share a folder, their views, and changes of tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from replaykit import native
 from replaykit.filesystem import sync_directory
 from replaykit.recovery.locks import Exclusive, OpenFile, is_held, open_to_lock
-from replaykit.recovery.recovery_folder import KEPT, LOCK, MAKING, MANIFEST, SHARED
+from replaykit.recovery.recovery_folder import LOCK, MAKING, MANIFEST, RECOVERABLE, SHARED
 
 __all__ = ["MEMBERS", "ChangeLog", "GivenViews", "ProcessRegistry", "give_up_rows", "who_uses"]
 
@@ -21,13 +21,14 @@ MEMBERS = "members"
 
 
 class ProcessRegistry(OpenFile):
-    """Says, as long as it lives, that this process uses a folder; the kernel forgets one that dies.
+    """The entry of this process in the registry of a folder's users, while it lives.
 
-    A forked child is among them too, by the file that it inherits, until it lets go: what it has
-    yet to open does not go with its parent.
+    The entry is a lock, which the kernel releases when the process dies. A forked child inherits
+    the open file, and counts as a user until it calls ``drop``. So files that the child will open
+    later outlive its parent.
 
     Args:
-        path: the file that they lock; made if it is not there.
+        path: the file that all users lock. It is made if it does not exist.
 
     Example:
         >>> import tempfile
@@ -36,7 +37,7 @@ class ProcessRegistry(OpenFile):
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     member = ProcessRegistry(Path(folder) / "members")
         ...     nobody = ProcessRegistry.nobody(Path(folder) / "members")
-        ...     member.let_go()
+        ...     member.drop()
         ...     nobody, ProcessRegistry.nobody(Path(folder) / "members")
         (False, True)
     """
@@ -50,7 +51,7 @@ class ProcessRegistry(OpenFile):
 
     @staticmethod
     def nobody(path: Path) -> bool:
-        """Whether there is such a file, and nobody uses its folder."""
+        """Return whether the file exists and no process uses its folder."""
         try:
             return not is_held(path)
         except OSError:
@@ -58,10 +59,12 @@ class ProcessRegistry(OpenFile):
 
 
 def who_uses(scratch_dir: Path, own: Path | None = None) -> str | None:
-    """Returns who shares or recovers the rows in the files of a folder just now; None: nobody.
+    """Return a description of the users of the rows in a folder, or None.
+
+    Users are processes that share the rows, or a storage that recovers the rows.
 
     Args:
-        own: the folder beside the files that is the caller's.
+        own: the caller's recovery folder next to the files, which does not count.
 
     Example:
         >>> import tempfile
@@ -71,55 +74,55 @@ def who_uses(scratch_dir: Path, own: Path | None = None) -> str | None:
         ...     print(who_uses(Path(folder)))
         None
     """
-    shared, kept = scratch_dir / SHARED, scratch_dir / KEPT
+    shared, recoverable = scratch_dir / SHARED, scratch_dir / RECOVERABLE
     if (
         shared != own
         and (shared / MEMBERS).exists()
         and not ProcessRegistry.nobody(shared / MEMBERS)
     ):
         return "processes that share its rows"
-    if kept != own and kept.is_dir():
+    if recoverable != own and recoverable.is_dir():
         try:
-            Exclusive(kept / LOCK).let_go()
+            Exclusive(recoverable / LOCK).drop()
         except BlockingIOError:
             return "another process, or another storage of this one, which recovers its rows"
     return None
 
 
 def give_up_rows(scratch_dir: Path, own: Path | None = None) -> None:
-    """Has nobody count on the rows in the files of a folder, which will be overwritten.
+    """Give up the recovery of rows in a folder, whose files will be overwritten.
 
-    A storage that could be recovered from them is none from now on.
+    From then on, no storage can be recovered from them.
 
     Args:
-        own: the folder beside the files that is the caller's.
+        own: the caller's recovery folder next to the files, which does not change.
 
     Raises:
-        RuntimeError: somebody shares or recovers them just now. Nothing has changed then.
+        RuntimeError: a process or storage shares or recovers the rows. Nothing has changed then.
 
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from replaykit.recovery import Home, give_up_rows
+        >>> from replaykit.recovery import RecoveryFolder, give_up_rows
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     home = Home(Path(folder))
+        ...     home = RecoveryFolder(Path(folder))
         ...     home.publish({"slots": 3})
         ...     del home
         ...     give_up_rows(Path(folder))
-        ...     print(Home(Path(folder)).manifest())
+        ...     print(RecoveryFolder(Path(folder)).manifest())
         None
     """
-    shared, kept = scratch_dir / SHARED, scratch_dir / KEPT
+    shared, recoverable = scratch_dir / SHARED, scratch_dir / RECOVERABLE
     if (
         shared != own
         and (shared / MEMBERS).exists()
         and not ProcessRegistry.nobody(shared / MEMBERS)
     ):
         raise RuntimeError(f"{scratch_dir} is in use by processes that share its rows")
-    if kept == own or not kept.is_dir():
+    if recoverable == own or not recoverable.is_dir():
         return
     try:
-        held = Exclusive(kept / LOCK)
+        held = Exclusive(recoverable / LOCK)
     except BlockingIOError:
         raise RuntimeError(
             f"{scratch_dir} is in use by another process, or by another storage of this one, which "
@@ -127,23 +130,23 @@ def give_up_rows(scratch_dir: Path, own: Path | None = None) -> None:
         ) from None
     try:
         for name in (MANIFEST, MAKING):
-            (kept / name).unlink(missing_ok=True)
-        sync_directory(kept)  # before a row is overwritten
+            (recoverable / name).unlink(missing_ok=True)
+        sync_directory(recoverable)  # before a row is overwritten
     finally:
-        held.let_go()
+        held.drop()
 
 
 _PREFIX = "views-"
 
 
 class GivenViews(OpenFile):
-    """Says to the others that this process has views of the rows: by a file that it has locked.
+    """The entry of this process in the record of processes with views of rows.
 
-    The kernel lets go of it when the process dies; a forked child, which has the views too, holds
-    the file that it inherits.
+    The entry is a locked file. The kernel releases the lock when the process dies. A forked child
+    has the same views. It inherits the file, and so also holds the lock.
 
     Args:
-        folder: that of all of them.
+        folder: the folder of all entries.
 
     Example:
         >>> import tempfile
@@ -153,7 +156,7 @@ class GivenViews(OpenFile):
         ...     one, other = GivenViews(Path(folder)), GivenViews(Path(folder))
         ...     one.hold()
         ...     held = other.of_others(), one.of_others()
-        ...     one.let_go()
+        ...     one.drop()
         ...     held, other.of_others()
         ((True, False), False)
     """
@@ -163,7 +166,7 @@ class GivenViews(OpenFile):
         self._path: Path | None = None
 
     def hold(self) -> None:
-        """Told that this process gives a view away: before it does.
+        """Record that a caller in this process will get a view.
 
         Raises:
             OSError: the file cannot be made.
@@ -174,28 +177,29 @@ class GivenViews(OpenFile):
             path = self._folder / f"{_PREFIX}{uuid.uuid4().hex}"
             self._fd = open_to_lock(path, os.O_CREAT | os.O_EXCL)
             fcntl.flock(self._fd, fcntl.LOCK_SH)
-            if path.exists():  # else it was taken for that of a dead one before it was locked
+            if path.exists():  # another process may have removed it before it was locked
                 self._path = path
             else:
-                super().let_go()
+                super().drop()
 
-    def let_go(self) -> None:
-        """Told that it has none any more, and has marked what was written to them."""
-        super().let_go()
+    def drop(self) -> None:
+        """Record that this process has no views left, and has marked their rows."""
+        super().drop()
         path = self.__dict__.get("_path")
         self._path = None
         with contextlib.suppress(OSError):
-            if path is not None and not is_held(path):  # by a child
+            if path is not None and not is_held(path):  # a forked child may hold it
                 path.unlink()
 
     def __del__(self) -> None:
-        # What was written to views is not marked: who finds the file free takes all for changed.
-        super().let_go()
+        # Writes to the views are not marked. If a process finds the file unlocked, it marks all
+        # rows.
+        super().drop()
 
     def of_others(self) -> bool:
-        """Whether another process has views, or died with some; the file of a dead one goes.
+        """Return whether another process has views, or had views when it died.
 
-        Cost: the folder is listed.
+        This removes the files of dead processes. Cost: a listing of the folder.
         """
         import fcntl
 
@@ -226,19 +230,19 @@ _EVERYTHING = (1 << _BITS) - 1
 
 
 class ChangeLog:
-    """A ring of the numbers of changed elements, for who comes later to look them up.
+    """A ring with the numbers of changed elements, for processes that follow later.
 
-    How many were ever noted is for the caller to keep, where it changes together with all else:
-    what was noted after that number counts for nothing.
+    The caller stores the count of all logged numbers, and commits it with its other state. Logged
+    numbers after that count are ignored.
 
     Args:
-        numbers: int64 ``[C]``, the memory it lies in.
+        numbers: int64 ``[C]``, the memory of the ring.
 
     Example:
         >>> import numpy as np
         >>> from replaykit.recovery import ChangeLog
         >>> log = ChangeLog(np.zeros(16, np.int64))
-        >>> count = log.note(0, [(8, np.array([3, 5])), (1, None)])
+        >>> count = log.append(0, [(8, np.array([3, 5])), (1, None)])
         >>> log.since(0, count)
         {8: array([3, 5]), 1: None}
         >>> log.since(0, 100) is None
@@ -247,15 +251,16 @@ class ChangeLog:
 
     def __init__(self, numbers: Array) -> None:
         self._numbers = numbers
-        # Half of it may be overwritten by who dies before it counts.
+        # A process that dies before its commit may have overwritten the other half.
         self._most = len(numbers) // 2
 
-    def note(self, count: int, changes: list[tuple[int, Array | None]]) -> int:
-        """Notes changed elements of tables, None for all of one; returns the new count.
+    def append(self, count: int, changes: list[tuple[int, Array | None]]) -> int:
+        """Log changed elements of tables; return the new count.
 
         Args:
-            count: how many were noted before.
-            changes: number of the table, and its elements int64 ``[K]``.
+            count: the count of logged numbers before.
+            changes: pairs of a table's number and its changed elements, int64 ``[K]``; None for all
+                elements.
         """
         if sum(1 if at is None else len(at) for _, at in changes) > self._most:
             changed = dict.fromkeys(table for table, at in changes if at is None or len(at))
@@ -269,15 +274,17 @@ class ChangeLog:
             elif until <= len(self._numbers):
                 np.bitwise_or(found, table << _BITS, out=self._numbers[first:until])
             else:
-                places = np.arange(first, until) % len(self._numbers)
-                self._numbers[places] = found | (table << _BITS)
+                slots = np.arange(first, until) % len(self._numbers)
+                self._numbers[slots] = found | (table << _BITS)
             count += len(found)
         return count
 
     def since(self, known: int, count: int) -> dict[int, Array | None] | None:
-        """Which elements were changed since ``known`` were noted: by table, None for all of it.
+        """Return the elements that have changed since the count was ``known``, by table.
 
-        None: too many were, so that it may be all of every table.
+        Returns:
+            For each table its changed elements, or None for all elements. If there were too many
+            changes, the whole result is None. Then all elements of all tables may have changed.
         """
         if count - known > self._most:
             return None

@@ -1,4 +1,4 @@
-"""Manage the folder that says which rows of a storage count."""
+"""Manage the folder that records which rows of a storage are committed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from replaykit.recovery.locks import Exclusive
 
 __all__ = [
     "FORMAT",
-    "KEPT",
     "LOCK",
     "MAKING",
     "MANIFEST",
+    "RECOVERABLE",
     "SHARED",
-    "Home",
+    "RecoveryFolder",
     "check_file",
     "read_manifest",
     "write_manifest",
@@ -41,10 +41,10 @@ MANIFEST = "manifest.json"
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """What ``write_manifest`` has written; None: there is none.
+    """Return the content of the manifest, or None if there is none.
 
     Raises:
-        CheckpointError: it is damaged, or of a newer version; names the file.
+        CheckpointError: the manifest is damaged, or has a newer format; the error names the file.
     """
     file = folder / MANIFEST
     if not os.path.lexists(file):
@@ -64,18 +64,18 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         )
     content = record.get("content")
     if not isinstance(content, dict) or record.get("crc32") != _checksum(content):
-        raise CheckpointError(f"{file} is damaged: its checksum is another one")
+        raise CheckpointError(f"{file} is damaged: its checksum does not match")
     return content
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any], version: int) -> None:
-    """Puts a manifest in its place in one step, durably.
+    """Write or replace the manifest in one step, durably.
 
     Args:
-        version: the oldest one of the format that knows of all of it.
+        version: the oldest version of the format that has all parts of the content.
 
     Raises:
-        OSError: the disk refused; what was there still is.
+        OSError: a write to the disk failed. An old manifest is unchanged.
     """
     record = {
         "format": FORMAT,
@@ -94,16 +94,16 @@ def write_manifest(folder: Path, content: Mapping[str, Any], version: int) -> No
 
 
 def check_file(file: Path, nbytes: int, *, exactly: bool = True) -> None:
-    """Raises CheckpointError where there is no such file of so many bytes, or at least so many.
+    """Raise CheckpointError unless a file has ``nbytes`` bytes, or at least as many.
 
-    A link is none: what is written goes where the storage is, and nowhere else.
+    A link also raises the error, so that all writes stay in the folder of the storage.
     """
     try:
         found = file.lstat()
     except FileNotFoundError:
         raise CheckpointError(f"expected {nbytes} bytes in {file}, which is gone") from None
     if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"expected a file of {nbytes} bytes, got none of that kind: {file}")
+        raise CheckpointError(f"expected a file of {nbytes} bytes, got something else: {file}")
     if found.st_size < nbytes or (exactly and found.st_size != nbytes):
         raise CheckpointError(f"expected {nbytes} bytes in {file}, got {found.st_size}")
 
@@ -114,35 +114,36 @@ def _checksum(content: Mapping[str, Any]) -> int:
 
 Array = np.ndarray[Any, Any]
 
-KEPT, SHARED = "%recovery", "%shared"
+RECOVERABLE, SHARED = "%recovery", "%shared"
 MAKING = "making"
 LOCK = "lock"
 _JOURNAL_BYTES = 1 << 16
 _TABLE = re.compile(r"table-(\d{1,9})-([1-9]\d{0,8})\.bin")
 
 
-class Home:
-    """Manifest, journal, states and tables of one storage, for one process at a time, or for
-    several that take turns.
+class RecoveryFolder:
+    """The manifest, journal, states and tables of one storage.
 
-    A table is an array of rows in a file of its own, by number. Rows of the storage's own files are
-    given as targets too: the journal takes them back as it does those of tables. Nothing that was
-    changed counts before ``commit``, which is one store of 8 bytes; what was changed and noted
-    since the last one is taken back by ``roll_back``, or by who opens the folder next.
+    They are used by one process, or by several processes that take turns. A table is an array of
+    rows in a separate file, and has a number. A target of the journal is a table, or a file with
+    rows of the storage. Changes are committed only by ``commit``, with one store of 8 bytes.
+    Journaled changes since the last commit are undone by ``roll_back``, or by the next process that
+    opens the folder.
 
     Args:
         scratch_dir: the folder of the storage's files.
-        durable: commits hold across a loss of power too.
-        shared: several processes have it open, forked ones too; who calls holds a SharedLock.
+        durable: whether commits also survive a loss of power.
+        shared: whether several processes, including forked processes, have the folder open. The
+            caller of each method then holds a SharedLock.
 
     Raises:
-        RuntimeError: not ``shared``, and another process, or another storage of this one, has it
-            open.
+        RuntimeError: ``shared`` is False, but another process, or another storage of this process,
+            has the folder open.
         OSError: the folder cannot be made or opened.
     """
 
     def __init__(self, scratch_dir: Path, *, durable: bool = False, shared: bool = False) -> None:
-        self.folder = scratch_dir / (SHARED if shared else KEPT)
+        self.folder = scratch_dir / (SHARED if shared else RECOVERABLE)
         self.durable, self.shared = durable, shared
         make_directory(self.folder)
         try:
@@ -150,7 +151,7 @@ class Home:
         except BlockingIOError:
             raise RuntimeError(
                 f"{scratch_dir} is in use by another process, or by another storage of this one; "
-                "one at a time can recover it"
+                "only one at a time can recover it"
             ) from None
         self.process = os.getpid()
         self._manifest = str(self.folder / MANIFEST)
@@ -160,28 +161,29 @@ class Home:
         self._more: list[Path] = []
         self._rows: dict[int, Array] = {}
         self._commits: Any = None
-        """What the core does of it, as long as nothing has to grow; see ``_look``."""
+        """The core's commits, used while no file has to grow; see ``_pass_addresses``."""
 
     # -- manifest -----------------------------------------------------------------------------
 
     def manifest(self) -> dict[str, Any] | None:
-        """What ``publish`` has written; None: it has not come to that.
+        """Return the content of the manifest, or None before ``publish``.
 
         Raises:
-            CheckpointError: it is damaged, or of a newer version; names the file.
+            CheckpointError: the manifest is damaged, or has a newer format; the error names the
+                file.
         """
         return read_manifest(self.folder)
 
     def publish(self, content: Mapping[str, Any], *, version: int = 1) -> None:
-        """Writes the manifest in one step: from now on there is a storage to recover.
+        """Write the manifest in one step, after which the storage can be recovered.
 
-        Where commits hold across a loss of power, the files of the rows are on the disk before.
+        If commits are durable, the files of the rows are synced first.
 
         Args:
-            version: the oldest one of the format that knows of all of it.
+            version: the oldest version of the format that has all parts of the content.
 
         Raises:
-            OSError: the disk refused; there is none then.
+            OSError: a write to the disk failed. There is no manifest then.
         """
         if self.durable:
             self._sync_rows()
@@ -191,21 +193,21 @@ class Home:
 
     @property
     def published(self) -> bool:
-        """Whether there is a manifest."""
+        """True if there is a manifest."""
         return os.path.exists(self._manifest)
 
     @property
     def half_made(self) -> bool:
-        """Whether somebody began to make a storage here and did not come to publish it."""
+        """True if a storage in the folder was begun, but not published."""
         return (self.folder / MAKING).exists()
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """While the files are made of which the manifest will tell: what they hold is nobody's."""
-        # It stays if that fails: the files are there, and are made anew the next time.
+        """Mark the folder as ``half_made`` while the files of a new storage are made."""
+        # After a failure the mark stays, and the next attempt makes the files again.
         mark = self.folder / MAKING
         mark.touch()
-        (self.folder / MANIFEST).unlink(missing_ok=True)  # published by an attempt that failed
+        (self.folder / MANIFEST).unlink(missing_ok=True)  # left by an attempt that failed
         sync_directory(self.folder)
         yield
         mark.unlink()
@@ -213,19 +215,20 @@ class Home:
     # -- open ---------------------------------------------------------------------------------
 
     def open(self, targets: Mapping[int, Array], *, fresh: bool = False) -> Array:
-        """Opens journal and states, takes back what was not committed, and returns the state.
+        """Open the journal and the states, undo uncommitted changes, and return the state.
 
         Args:
-            targets: the rows of the storage's files by number, uint8 ``[N, bytes]``.
-            fresh: the files of the rows were just made: what else is there means nothing.
+            targets: the rows of the storage's files, uint8 ``[N, bytes]``, by target number.
+            fresh: whether the files of the rows are new. If so, old journals, states and tables are
+                removed.
 
         Raises:
-            CheckpointError: a file is missing, damaged or does not fit the others; names it.
-                Nothing was changed.
+            CheckpointError: a file is missing or damaged, or contradicts the other files. The error
+                names it. Nothing has changed then.
         """
         self._targets.update(targets)
         self._rows = dict(targets)
-        state = 4096  # the smallest page there is
+        state = 4096  # the smallest page size of any system
         at_least = {"journal.bin": _JOURNAL_BYTES, "state-0.bin": state, "state-1.bin": state}
         for name, nbytes in at_least.items():
             file = self.folder / name
@@ -244,32 +247,32 @@ class Home:
                 elif parts := _TABLE.fullmatch(file.name):
                     check_file(file, 0, exactly=False)
                     self._found[int(parts[1])] = file.stat().st_size
-                    if file.stat().st_size:  # else a kill came before it was used
+                    if file.stat().st_size:  # a process killed before the first use leaves it empty
                         self._map_table(int(parts[1]), int(parts[2]), 0)
             if self.journal.sequence > self._next:
                 raise ValueError(
-                    f"{self.folder} has lost its latest state: the journal is that of number "
-                    f"{self.journal.sequence}, the latest one there is {self.states.sequence}"
+                    f"{self.folder} has lost its latest state: the journal belongs to number "
+                    f"{self.journal.sequence}, the latest state has {self.states.sequence}"
                 )
             if self.journal.undo(self._next, self._targets):
                 self._sync_rows()
                 self.journal.forget(self._next)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
-        self._look()
+        self._pass_addresses()
         return self.states.latest()
 
-    def _look(self) -> None:
-        """Hands the core the memory of journal and states, which is elsewhere once they grow."""
+    def _pass_addresses(self) -> None:
+        """Pass the addresses of journal and states to the core; they change with growth."""
         core = native.core()
         if core is not None and not self.durable and sys.byteorder == "little":
             even, odd = self.states.memory
             self._commits = core.Commits(self.journal.memory, even, odd, list(self._rows.items()))
 
     def check_table(self, number: int, dtype: Any, rows: int) -> None:
-        """Raises CheckpointError where a table with so many rows is not there; names its file."""
+        """Raise CheckpointError, which names the file, if a table has too few rows."""
         width = np.dtype(dtype).itemsize
-        found = self._found.get(number, 0)  # as it was before it was mapped, by whole pages
+        found = self._found.get(number, 0)  # before the mapping extended the file to whole pages
         if rows * width > found or (rows and number not in self._tables):
             file = self._table_file(number, width)
             raise CheckpointError(f"expected {rows * width} bytes in {file}, got {found}")
@@ -278,16 +281,19 @@ class Home:
         return self.folder / f"table-{number}-{width}.bin"
 
     def _folders_of(self, path: Path) -> list[Path]:
-        """Those that lead to a file of the rows, from the storage's own on."""
+        """Return the folders from a file of the rows up to the storage's folder."""
         top = self.folder.parent
         return [above for above in path.parents if above == top or top in above.parents]
 
     def sync_with(self, files: list[Path]) -> None:
-        """Says which files hold the rows, for commits that hold across a loss of power."""
+        """Set the files of rows that durable commits sync."""
         self._more = files
 
     def also(self, targets: Mapping[int, Array], files: Iterable[Path]) -> None:
-        """Takes on more rows, or those of files that have grown; see ``open`` and ``sync_with``."""
+        """Add targets and files, or update targets and files that have grown.
+
+        See ``open`` for ``targets`` and ``sync_with`` for ``files``.
+        """
         self._targets.update(targets)
         fresh = [file for file in files if file not in self._more]
         self._more = [*self._more, *fresh]
@@ -301,11 +307,12 @@ class Home:
 
     # -- changes ------------------------------------------------------------------------------
 
-    def note(self, target: int, at: Array | range) -> None:
-        """Notes rows of a target that are about to be overwritten.
+    def journal_rows(self, target: int, at: Array | range) -> None:
+        """Journal rows of a target before they are overwritten.
 
         Raises:
-            OSError: no room; nothing may be overwritten. RuntimeError: in a forked process.
+            OSError: there is no room. The caller must not overwrite the rows.
+            RuntimeError: this is a forked process.
         """
         if not self.shared:
             self.check_process()
@@ -316,32 +323,33 @@ class Home:
         else:
             self.journal.save(self._next, target, self._targets[target], at)
 
-    def note_rows(self, first: int, until: int) -> tuple[int, int]:
-        """``note`` of some rows of the storage's files, from ``first`` to ``until``: what every
-        write of a few rows does.
+    def journal_file_rows(self, first: int, until: int) -> tuple[int, int]:
+        """Journal the rows ``first..until`` of the storage's files.
+
+        Every write of a few rows calls this.
 
         Returns:
-            As ``noted`` before it.
+            The result of ``journaled`` before this call.
         """
         if not self.shared:
             self.check_process()
-        before, commits = self.noted(), self._commits
-        if commits is None or not commits.note(first, until):
+        before, commits = self.journaled(), self._commits
+        if commits is None or not commits.journal(first, until):
             for target, cells in self._rows.items():
                 self.journal.save_run(before[0], target, cells, first, until)
-            self._look()
+            self._pass_addresses()
         return before
 
     def check_process(self) -> None:
-        """Raises RuntimeError in a forked process, which reads only."""
+        """Raise RuntimeError in a forked process, which may only read."""
         if not self.shared and os.getpid() != self.process:
             raise RuntimeError(
-                f"the rows in {self.folder.parent} are those of process {self.process}; a forked "
-                "process reads them only"
+                f"the rows in {self.folder.parent} belong to process {self.process}; a forked "
+                "process can only read them"
             )
 
     def table(self, number: int, dtype: Any, rows: int) -> Array:
-        """Rows of a table, ``[N]`` with N at least ``rows``; made of zeros."""
+        """Return the rows of a table, ``[N]`` with N at least ``rows``; new rows are 0."""
         width = np.dtype(dtype).itemsize
         known = self._tables.get(number)
         if known is None or len(known[1]) < rows:
@@ -362,16 +370,16 @@ class Home:
         self._tables[number], self._targets[number] = (file, cells), cells
 
     def set(self, number: int, values: Array, at: Array | range, *, fresh: bool = False) -> None:
-        """Changes rows of a table, ``values`` ``[K]`` at ``at``.
+        """Set the rows ``at`` of a table to ``values``, ``[K]``.
 
         Args:
-            fresh: nothing that was committed counts on what is there now.
+            fresh: whether no committed state uses the old values. If so, they are not journaled.
         """
         commits, known = self._commits, self._tables.get(number)
         if commits is not None and known is not None and not fresh and type(at) is not range:
             if not self.shared:
                 self.check_process()
-            # Eight bytes are eight bytes: as int64, so that no NaN is changed on its way.
+            # Values of eight bytes are copied as int64, so that no NaN changes in the copy.
             if values.dtype.itemsize == 8 and commits.put(
                 number, known[1].view(np.int64)[:, 0], at, values.view(np.int64)
             ):
@@ -379,51 +387,61 @@ class Home:
         top = (at.stop if isinstance(at, range) else int(at.max()) + 1) if len(at) else 0
         cells = self.table(number, values.dtype, top)
         if not fresh:
-            self.note(number, at)
+            self.journal_rows(number, at)
         if isinstance(at, range):
             cells[at.start : at.stop] = values
         else:
             cells[at] = values
 
-    def noted(self) -> tuple[int, int]:
-        """Number of the state that is being worked on, and how much was noted for it."""
+    def journaled(self) -> tuple[int, int]:
+        """Return the number of the next state, and the bytes journaled for it."""
         if self._commits is not None:
-            found: tuple[int, int] = self._commits.noted()
+            found: tuple[int, int] = self._commits.journaled()
             return found
         count = self._next
         return count, self.journal.used(count)
 
     def commit(self, numbers: Array, more: Sequence[int] = ()) -> int:
-        """Has everything that was changed count, with these int64 numbers as the state.
+        """Commit all changes, with the int64 ``numbers`` and ``more`` as the new state.
 
         Returns:
             The number of the state.
 
         Raises:
-            OSError: no room, or the disk failed; nothing of it counts yet.
+            OSError: there is no room, or the disk failed. Nothing is committed then.
         """
         if self._commits is not None and (done := self._commits.commit(numbers, more)):
             return int(done)
         if self.durable:
             self._sync_rows()
         done = self.states.commit(numbers, more)
-        self._look()
+        self._pass_addresses()
         return done
 
     def roll_back(self, since: int = 0) -> bool:
-        """Takes back what was noted since the last commit, or since ``noted`` was that much;
-        whether there was anything."""
+        """Undo the journaled changes since the last commit.
+
+        Args:
+            since: undo only changes after this point, the number of bytes that ``journaled``
+                returned.
+
+        Returns:
+            Whether there were any changes.
+        """
         if self.shared and self.journal.pending(self._next):
             self._map_all()
         found = self.journal.undo(self._next, self._targets, since)
         if found:
-            if self.durable:  # before the journal forgets what they were
+            if self.durable:  # sync before the journal drops the old rows
                 self._sync_rows()
             self.journal.forget(self._next, since)
         return found
 
     def _map_all(self) -> None:
-        """Maps every table as long as it is: others may have made them, or had them grow."""
+        """Map all tables with their full length.
+
+        Other processes may have made or extended them.
+        """
         for file in self.folder.glob("table-*.bin"):
             if (parts := _TABLE.fullmatch(file.name)) and file.stat().st_size:
                 number, width = int(parts[1]), int(parts[2])

@@ -1,4 +1,4 @@
-"""The buffer behind Ray."""
+"""Use a buffer in a Ray actor."""
 
 from replaykit._ray import DEFAULT_REMOTE_CLASS_CONFIG
 from replaykit.remote.ray_buffer import RayReplayBuffer, RayReplayBufferClient

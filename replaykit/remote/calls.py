@@ -1,4 +1,4 @@
-"""Call the methods of a buffer in its actor, also from loaders."""
+"""Call the methods of a buffer in an actor, also from data loaders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from replaykit._ray import Carried
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.buffer_dataset import MemberFacts, RemoteRequest
 from replaykit.buffer.core import DataT, checked_batch_size
-from replaykit.buffer.dataloader import LoadingElsewhere
+from replaykit.buffer.dataloader import RemoteLoading
 from replaykit.remote.requests import RemoteResult, Reply, fetch, running_ray
 from replaykit.remote.wire_format import ITSELF, Message, pack, unpack
 from replaykit.storages.save_hooks import check_no_checkpointer
@@ -26,7 +26,7 @@ __all__ = ["Forwarding", "RemoteLoader"]
 
 _LIFECYCLE = ("client", "close", "is_alive", "shutdown", "start")
 _LOCAL = {
-    "episodes": "ask in the actor, as in rb.run(lambda buffer: buffer.episodes.lengths)",
+    "episodes": "use it in the actor, as in rb.run(lambda buffer: buffer.episodes.lengths)",
 }
 _RESTARTING = frozenset(
     {
@@ -42,7 +42,10 @@ _RESTARTING = frozenset(
         "set_writer",
     }
 )
-"""After these, batches that were asked for before are of another buffer, as it were."""
+"""The methods that make requested batches obsolete.
+
+The handle drops its batches under way when it calls one of these.
+"""
 
 _WAITING = {
     "add": "writing",
@@ -51,8 +54,10 @@ _WAITING = {
     "flush": "writing",
     "sample": "sampling",
 }
-"""Methods that a rate limiter may hold up, and what has its place among them; the threads of the
-actor that wait there."""
+"""The thread group of each method that a rate limiter may delay.
+
+Methods that must stay in order with such methods also have a group.
+"""
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
@@ -62,7 +67,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
         return self._invoke(name, args, keywords)
 
     functools.update_wrapper(method, original)
-    method.__doc__ = f"{_first_line(original)} As ``ReplayBuffer.{name}``, in the actor."
+    method.__doc__ = f"{_first_line(original)} Like ``ReplayBuffer.{name}``, but in the actor."
     return method
 
 
@@ -70,7 +75,7 @@ def _forwarded_property(name: str) -> property:
     original = getattr(ReplayBuffer, name)
     return property(
         lambda self: self._read(name),
-        doc=f"{_first_line(original)} A copy of it, where it is an object.",
+        doc=f"{_first_line(original)} An object is returned as a copy.",
     )
 
 
@@ -79,13 +84,15 @@ def _first_line(original: Any) -> str:
 
 
 class Forwarding:
-    """Calls by name, and every method and property of a buffer that needs nothing else.
+    """A handle that forwards calls to the actor by name.
 
     Args:
-        actor: handle of a `Host`.
+        actor: the handle of a `Host` actor.
         cls: class of the buffer.
-        devices: whether the actor takes tensors on accelerators; otherwise they go as CPU tensors.
-        paced: whether the buffer has a rate limiter: what waits then has threads of its own.
+        devices: whether the actor accepts tensors on accelerators. Otherwise they are sent as CPU
+            tensors.
+        paced: whether the buffer has a rate limiter. Calls that may wait then run in separate
+            threads of the actor.
     """
 
     def __init__(self, actor: Any, cls: type, *, devices: bool, paced: bool) -> None:
@@ -95,7 +102,7 @@ class Forwarding:
         self._paced = paced
         self._methods: dict[tuple[str, str | None], Any] = {}
 
-    # -- the way of a call --------------------------------------------------------------------
+    # -- calls --------------------------------------------------------------------------------
 
     def _live(self) -> Any:
         actor = self._actor
@@ -105,7 +112,7 @@ class Forwarding:
         return actor
 
     def _submit(self, name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """Sends a call and returns its object reference."""
+        """Send a call; return the object reference of its result."""
         actor = self._live()
         packed = [self._packed(arg) for arg in args]
         named = {key: self._packed(value) for key, value in keywords.items()}
@@ -114,7 +121,7 @@ class Forwarding:
         return actor.call.remote(name, packed, named)
 
     def _method(self, name: str, threads: str | None, results: int = 1) -> Any:
-        """Ray's method of that name, with its options, which are looked at once."""
+        """Return the actor method of that name with its options, from a cache."""
         actor = self._live()
         found = self._methods.get((name, threads))
         if found is None:
@@ -135,12 +142,12 @@ class Forwarding:
         return pack(value)
 
     def _invoke(self, name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """Calls a method after the writes of this handle, and returns what it returns."""
+        """Send the pending writes of this handle, call a method, and return its result."""
         self._before(name)
         return self._own(Reply(self._submit(name, args, keywords)).get())
 
     def _before(self, name: str) -> None:
-        """Whatever has to be on its way before a call."""
+        """Send everything that must precede a call; subclasses override this method."""
 
     def _own(self, result: Any) -> Any:
         return self if result is ITSELF else result
@@ -150,10 +157,11 @@ class Forwarding:
         return self._own(unpack(fetch(self._live().read.remote(name)), devices=True))
 
     def run(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """Returns ``function(buffer, *args, **keywords)``, called in the actor.
+        """Call ``function(buffer, *args, **keywords)`` in the actor; return its result.
 
-        For what takes several calls, or gives something that does not travel, as
-        ``rb.run(lambda buffer: buffer.episodes.lengths)``. Other calls wait meanwhile.
+        Use this method to combine several calls, or to read from objects that cannot be sent. For
+        example, call ``rb.run(lambda buffer: buffer.episodes.lengths)``. Other calls wait until the
+        function has returned.
         """
         self._before("run")
         packed = [self._packed(arg) for arg in args]
@@ -163,11 +171,11 @@ class Forwarding:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """What else the class of the buffer has, such as ``data_path`` of a data set."""
+        """Return another attribute of the buffer, for example ``data_path`` of a data set."""
         if name.startswith("_") or name in _LIFECYCLE:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         if name in _LOCAL:
-            raise AttributeError(f"{name!r} does not travel: {_LOCAL[name]}")
+            raise AttributeError(f"{name!r} cannot be sent: {_LOCAL[name]}")
         found = inspect.getattr_static(self._cls, name, None)
         if callable(found) or isinstance(found, (classmethod, staticmethod)):
             return functools.partial(self._called, name)
@@ -176,7 +184,7 @@ class Forwarding:
     def _called(self, name: str, *args: Any, **keywords: Any) -> Any:
         return self._invoke(name, args, keywords)
 
-    # -- the buffer's own ---------------------------------------------------------------------
+    # -- methods and properties of the buffer -------------------------------------------------
 
     append_transform = _forwarded("append_transform")
     can_sample = _forwarded("can_sample")
@@ -225,12 +233,15 @@ class Forwarding:
 
     @property
     def service_backend(self) -> str:
-        """``"ray"``: the buffer is in an actor."""
+        """Always ``"ray"``, since the buffer is in a Ray actor."""
         return "ray"
 
     @property
     def checkpointer(self) -> None:
-        """None: a buffer saves itself, in one format. TypeError for any other value."""
+        """Always None, since a buffer saves itself in a single format.
+
+        Setting any other value raises TypeError.
+        """
         return None
 
     @checkpointer.setter
@@ -239,7 +250,7 @@ class Forwarding:
 
     @property
     def dim_extend(self) -> int:
-        """Dimension of written data that is time; it cannot be changed later."""
+        """The time dimension of written data. It cannot be changed later."""
         return int(self._read("dim_extend"))
 
     @dim_extend.setter
@@ -250,8 +261,8 @@ class Forwarding:
 _SEEDS = 2**62
 
 
-class RemoteLoader(Forwarding, LoadingElsewhere[DataT]):
-    """``dataloader``, and what `BufferDataset` asks for."""
+class RemoteLoader(Forwarding, RemoteLoading[DataT]):
+    """The part of a handle that supports ``dataloader`` and `BufferDataset`."""
 
     def __init__(self, actor: Any, cls: type, *, devices: bool, paced: bool) -> None:
         super().__init__(actor, cls, devices=devices, paced=paced)
@@ -272,8 +283,8 @@ class RemoteLoader(Forwarding, LoadingElsewhere[DataT]):
     def _check_workers(self, method: str | None = None) -> None:
         if method == "fork" or self._process != os.getpid():
             raise ValueError(
-                "expected worker processes that are spawned (multiprocessing_context='spawn'): "
-                "one that was forked has no connection with Ray"
+                "expected spawned worker processes (multiprocessing_context='spawn'): a forked one "
+                "has no connection to Ray"
             )
 
     def _asking(self, generator: torch.Generator) -> Callable[[int], RemoteRequest]:
@@ -289,26 +300,26 @@ class RemoteLoader(Forwarding, LoadingElsewhere[DataT]):
     # -- as a member of an ensemble -----------------------------------------------------------
 
     def _facts_of_member(self) -> MemberFacts:
-        return cast(MemberFacts, Reply(self._told("facts")).get())
+        return cast(MemberFacts, Reply(self._send_in_order("facts")).get())
 
     def _be_fresh(self, rows: int) -> None:
-        """Nothing is known here."""
+        """Do nothing, since a handle has no data that could be outdated."""
 
     def _ask_part(self, rows: list[int], seed: int, known: MemberFacts) -> RemoteRequest:
-        return RemoteResult(Reply(self._told("part", rows, seed, known)))
+        return RemoteResult(Reply(self._send_in_order("part", rows, seed, known)))
 
-    def _ask_standing(self, rows: int) -> RemoteRequest:
-        return RemoteResult(Reply(self._told("standing", rows)))
+    def _ask_readiness(self, rows: int) -> RemoteRequest:
+        return RemoteResult(Reply(self._send_in_order("readiness", rows)))
 
     def _ask_stored(self, index: torch.Tensor) -> RemoteRequest:
-        return _Plain(self._told("check_stored", self._packed(index)))
+        return _Plain(self._send_in_order("check_stored", self._packed(index)))
 
     def _ask_call(self, name: str, *args: Any, **keywords: Any) -> RemoteRequest:
         self._before(name)
         return RemoteResult(Reply(self._submit(name, args, keywords)))
 
-    def _told(self, name: str, *args: Any) -> Any:
-        """Sends a message of an ensemble's, after the writes of this handle."""
+    def _send_in_order(self, name: str, *args: Any) -> Any:
+        """Send the pending writes of this handle, then a message of an ensemble."""
         self._before(name)
         return self._method(name, None).remote(*args)
 
@@ -321,7 +332,7 @@ class RemoteLoader(Forwarding, LoadingElsewhere[DataT]):
 
 
 class _Plain:
-    """The answer to a message that only says whether something is so."""
+    """The answer to a check. The answer is not packed."""
 
     def __init__(self, ref: Any) -> None:
         self._ref = ref
@@ -331,7 +342,7 @@ class _Plain:
 
 
 class _Seeded:
-    """A batch that is asked for when somebody wants it."""
+    """A batch that is requested when ``result`` is called."""
 
     def __init__(self, handle: RemoteLoader, size: int, seed: int) -> None:
         self._handle, self._size, self._seed = handle, size, seed

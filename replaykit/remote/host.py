@@ -1,4 +1,4 @@
-"""The buffer inside of its actor."""
+"""Implement the actor that holds a buffer and answers messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.buffer_dataset import check_loaded
 from replaykit.buffer.drawing import Lent
-from replaykit.ensembles.batch_info import check_stored, facts_of, part_of, standing_of
+from replaykit.ensembles.batch_info import check_stored, facts_of, part_of, readiness_of
 from replaykit.errors import RateLimiterTimeout
 from replaykit.remote.requests import Failed
 from replaykit.remote.wire_format import ITSELF, Message, pack, seal, unpack
@@ -26,25 +26,31 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 Sent = Message | bytes
-"""An answer, sealed where it is small."""
+"""The type of an answer. Small answers are sealed into bytes."""
 
 TOGETHER = (4, 2)
-"""How many batches one call may be asked for, by ``sample_4``, ``sample_2`` and ``step_4``,
-``step_2``; Ray is told as many results (``num_returns``)."""
+"""The numbers of batches that one call may request.
+
+The methods are ``sample_4``, ``sample_2``, ``step_4`` and ``step_2``. Each number has a separate
+method since Ray needs it as ``num_returns``.
+"""
 
 _COPIED_AT_ONCE = ("add", "extend")
-"""Methods whose rows a tensor storage copies before they return."""
+"""The methods during which a tensor storage copies the written rows."""
 
 _REFUSALS = (KeyError, RateLimiterTimeout, TypeError, ValueError)
-"""What a write raises before it has changed anything."""
+"""The errors that a write raises before it changes anything."""
 
 _MOST_PASSES = 1024
-"""Handles whose last pass is known: until the requests have come that they had under way when it
-ended, and these follow at once."""
+"""The number of handles whose last pass is recorded.
+
+The record is needed until all requests that a handle had under way at the end of the pass have
+arrived. These arrive immediately after the end.
+"""
 
 
 def _travelling(error: Exception) -> Exception:
-    """An error as it is; one that the other end could not make again with its kind and text."""
+    """Return the error, or a RuntimeError if the receiver cannot unpickle the error."""
     try:
         unpack(pack(error))
     except Exception:
@@ -53,7 +59,7 @@ def _travelling(error: Exception) -> Exception:
 
 
 def _answering(method: Callable[_P, Message]) -> Callable[_P, Sent]:
-    """The method, with small answers sealed, and errors that travel."""
+    """Wrap a method so that small answers are sealed and errors can be sent."""
 
     @functools.wraps(method)
     def answer(*args: _P.args, **keywords: _P.kwargs) -> Sent:
@@ -63,9 +69,9 @@ def _answering(method: Callable[_P, Message]) -> Callable[_P, Sent]:
 
 
 def _each(count: int, method: Callable[_P, Sent]) -> Callable[_P, list[Sent]]:
-    """A method that answers as that many calls of another one would, one after the other.
+    """Return a method that returns the answers of ``count`` successive calls.
 
-    Each of them may fail by itself: those after it are made nevertheless.
+    If a call fails, the later calls still run.
     """
 
     def several(*args: _P.args, **keywords: _P.kwargs) -> list[Sent]:
@@ -81,10 +87,10 @@ def _each(count: int, method: Callable[_P, Sent]) -> Callable[_P, list[Sent]]:
 
 
 def _telling(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The method, with errors that travel."""
+    """Wrap a method so that its errors can be sent."""
 
     @functools.wraps(method)
-    def told(*args: _P.args, **keywords: _P.kwargs) -> _R:
+    def answer(*args: _P.args, **keywords: _P.kwargs) -> _R:
         try:
             return method(*args, **keywords)
         except Exception as error:
@@ -93,19 +99,20 @@ def _telling(method: Callable[_P, _R]) -> Callable[_P, _R]:
                 raise
             raise found from error
 
-    return told
+    return answer
 
 
 class Host:
-    """Holds one buffer; answers messages (`packing`).
+    """The object in the actor, which holds one buffer and answers messages.
 
-    The buffer is made with the actor, also when Ray starts it again. What fails then is told by
-    the first call, so that it has its own type.
+    The messages have the format of `wire_format`. The constructor makes the buffer, also when Ray
+    restarts the actor. If that fails, the first call raises the error, so that the caller gets an
+    error of the same type.
 
     Args:
         cls: class of the buffer.
-        arguments: its keyword arguments.
-        devices: whether tensors may go to the devices that they were on at the caller.
+        arguments: keyword arguments for the class.
+        devices: whether tensors may be put on the devices on which the caller had them.
     """
 
     def __init__(self, cls: type, arguments: dict[str, Any], *, devices: bool = False) -> None:
@@ -121,39 +128,49 @@ class Host:
 
     @_telling
     def ready(self) -> bool:
-        """Returns, when the buffer is there, whether it has a rate limiter; raises what making it
-        has raised."""
+        """Return whether the buffer has a rate limiter.
+
+        The call returns after the buffer is made. If the constructor of the buffer failed, its
+        error is raised.
+        """
         if self._failure is not None:
             raise self._failure
         return self._limited
 
     def check_ahead(self) -> None:
-        """Raises ValueError where batches must not be asked for ahead.
+        """Raise ValueError if batches must not be requested ahead.
 
-        What nobody takes in the end would be used up for nothing.
+        This is the case if the sampler uses rows up. Rows in batches that no caller receives would
+        then be lost.
         """
         sampler = self._buffer.sampler
         if getattr(sampler, "consumes", False):
             raise ValueError(
-                f"expected a client without prefetch for a {type(sampler).__name__}: rows of "
-                "batches that nobody takes would be used up"
+                f"expected a client without prefetch for a {type(sampler).__name__}: batches that "
+                "are never delivered would use rows up"
             )
 
     @_telling
     def check_loader(self) -> None:
-        """Raises TypeError or ValueError where others cannot draw beside the buffer's own draws."""
+        """Raise an error if loaders cannot draw independently of the buffer.
+
+        The error is a TypeError or a ValueError.
+        """
         check_loaded(self._buffer)
         sampler = self._buffer.sampler
         if sampler.passes:
             raise ValueError(
                 "expected a sampler that draws with replacement for a loader of a buffer in an "
-                f"actor, got a {type(sampler).__name__}, whose pass is the buffer's: iterate over "
-                "the handle, or client(prefetch=n)"
+                f"actor, got a {type(sampler).__name__}, whose pass belongs to the buffer: iterate "
+                "over the handle, or over client(prefetch=n)"
             )
 
     @_answering
     def draw(self, size: int, seed: int) -> Message:
-        """Returns a batch drawn with a seed; the buffer's own draws are left alone."""
+        """Return a batch drawn with a seed.
+
+        The buffer's other draws do not change.
+        """
         lent = Lent(torch.Generator().manual_seed(seed), numbered=True)
 
         def made() -> Message:
@@ -165,13 +182,12 @@ class Host:
 
     @_answering
     def facts(self) -> Message:
-        """Returns what an ensemble has to know of the buffer, which has to be fit for one."""
+        """Return the state of the buffer that an ensemble needs; see `facts_of`."""
         return pack(facts_of(self._buffer))
 
     @_answering
     def part(self, rows: list[int], seed: int, known: Any) -> Message:
-        """Returns what the buffer gives to a batch, and its facts where these are not the known
-        ones."""
+        """Return the buffer's part of a batch, and its facts unless they are ``known``."""
 
         def made() -> Message:
             pieces, facts = part_of(self._buffer, rows, seed), facts_of(self._buffer)
@@ -180,25 +196,25 @@ class Host:
         return self._with_warnings(made)
 
     @_answering
-    def standing(self, rows: int) -> Message:
-        """Returns how many rows there are, and whether the buffer can give that many."""
-        return pack(standing_of(self._buffer, rows))
+    def readiness(self, rows: int) -> Message:
+        """Return the number of rows, and whether the buffer can return ``rows`` now."""
+        return pack(readiness_of(self._buffer, rows))
 
     @_telling
     def check_stored(self, index: Message) -> None:
-        """Raises IndexError where one of these rows is not stored."""
+        """Raise IndexError if any of these rows is not stored."""
         check_stored(self._buffer, unpack(index, devices=self._devices))
 
-    # Ray takes a tenth of the time of a call for its first argument: these have none.
+    # These methods have no arguments, since a first argument takes a tenth of the time of a call.
 
     @_answering
     def sample(self) -> Message:
-        """Returns a batch of the buffer's own batch size."""
+        """Return a batch with the buffer's batch size."""
         return self._with_warnings(lambda: pack(self._buffer.sample()))
 
     @_answering
     def sample_1(self) -> Message:
-        """Returns a batch before anybody needs it."""
+        """Return a batch that the caller requests ahead."""
         self.check_ahead()
         return self._with_warnings(lambda: pack(self._buffer.sample()))
 
@@ -207,7 +223,10 @@ class Host:
 
     @_answering
     def call(self, name: str, args: list[Message], keywords: dict[str, Message]) -> Message:
-        """Returns what a method of the buffer returns; ``ITSELF`` for the buffer itself."""
+        """Return the result of a method of the buffer.
+
+        If the result is the buffer itself, return ``ITSELF``.
+        """
         own = name not in _COPIED_AT_ONCE or not self._copies()
         positional, named = self._arguments(args, keywords, own=own)
         method = getattr(self._buffer, name)
@@ -215,33 +234,40 @@ class Host:
 
     @_answering
     def wait(self, name: str, args: list[Message], keywords: dict[str, Message]) -> Message:
-        """The same for a method that may wait for others: many run at a time."""
+        """Return the result of a method that may wait for other calls.
+
+        This method is like ``call``, but many such calls can run concurrently.
+        """
         positional, named = self._arguments(args, keywords)
         return self._packed(getattr(self._buffer, name)(*positional, **named))
 
     @_answering
     def read(self, name: str) -> Message:
-        """Returns an attribute of the buffer."""
+        """Return an attribute of the buffer."""
         return self._packed(getattr(self._buffer, name))
 
     @_telling
     def assign(self, name: str, value: Message) -> None:
-        """Sets an attribute of the buffer."""
+        """Set an attribute of the buffer."""
         setattr(self._buffer, name, unpack(value, own=True, devices=self._devices))
 
     @_answering
     def run(self, function: Message, args: list[Message], keywords: dict[str, Message]) -> Message:
-        """Returns ``function(buffer, *args, **keywords)``."""
+        """Return ``function(buffer, *args, **keywords)``."""
         called = unpack(function, own=True, devices=self._devices)
         positional, named = self._arguments(args, keywords)
         return self._packed(called(self._buffer, *positional, **named))
 
     @_answering
     def step(self, client: str, number: int, ahead: bool = False) -> Message:
-        """Returns the next batch of the buffer's own iteration; None where the pass has ended.
+        """Return the next batch of the buffer's iteration, or None at the end of a pass.
 
-        ``number`` counts the passes that this client has seen the end of: what it asked for ahead,
-        before it knew of an end, draws nothing from the next pass.
+        Args:
+            client: name of the client.
+            number: number of passes whose end the client has received. Requests that the client
+                sent before it received an end have a lower number. They draw nothing from the next
+                pass.
+            ahead: whether the batch is requested ahead.
         """
         if self._passes.get(client, 0) > number:
             return pack(None)
@@ -256,21 +282,21 @@ class Host:
         batch = self._buffer.next()
         if batch is None:
             self._passes.pop(client, None)
-            self._passes[client] = number + 1  # the last of them
+            self._passes[client] = number + 1  # this entry is now the newest
             if len(self._passes) > _MOST_PASSES:
                 del self._passes[next(iter(self._passes))]
         return batch
 
     @_answering
     def write(self, counts: list[int], rows: Message) -> Message:
-        """Writes what several calls have handed over, in their order.
+        """Write the rows of several calls in their order.
 
         Args:
-            counts: of each call, how many rows it extended by; 0: it added one.
-            rows: those of all calls, one after the other.
+            counts: for each call, the number of rows if it was ``extend``, or 0 if it was ``add``.
+            rows: the rows of all calls, one after the other.
 
         Returns:
-            Of each call whether it succeeded, and its result or error.
+            For each call, a pair: whether the call succeeded, and its result or error.
         """
         data = unpack(rows, devices=self._devices)
         return self._with_warnings(lambda: pack(self._outcomes(counts, data)))
@@ -294,12 +320,13 @@ class Host:
         return outcomes
 
     def _together(self, counts: list[int], data: Any) -> list[tuple[bool, Any]] | None:
-        """All calls as one, where that is the same; None where it is not, or it was refused.
+        """Make all calls as one write; return the outcomes.
 
-        What was refused has changed nothing, and each call alone says which of them it is. It does
-        not wait for a rate limiter: all of them might need more room than there can be, and each of
-        them less. After any other error it is not known what is stored, and nothing is written
-        again.
+        The result is None if a common write might behave differently from single calls, or if it
+        was refused. A refused write has changed nothing. The caller then makes single calls to find
+        the call that is refused. The common write does not wait for a rate limiter. The limiter
+        might never admit so many rows at once, although it admits each single call. After any other
+        error it is unknown which rows are stored. Nothing is written again then.
         """
         buffer = self._buffer
         if (
@@ -336,21 +363,25 @@ class Host:
         )
 
     def _copies(self) -> bool:
-        """Whether rows are copied when they are stored: lists keep what they get."""
+        """Return whether the storage copies rows.
+
+        A list storage stores the objects themselves.
+        """
         buffer = self._buffer
         return getattr(buffer, "initialized", False) and isinstance(buffer.storage, TensorStorage)
 
     def _own(self, rows: Any) -> Any:
-        """Rows that may be kept."""
+        """Return rows that the storage may keep, copied if necessary."""
         return rows if self._copies() else rows.clone()
 
     def _packed(self, result: Any) -> Message:
         return pack(ITSELF if result is self._buffer else result)
 
     def _with_warnings(self, make: Callable[[], Message]) -> Message:
-        """An answer, and what there was to warn of meanwhile, which is told where it was asked for.
+        """Return an answer that contains the warnings of the call, for the caller to show.
 
-        With a rate limiter warnings stay here: to catch them changes what holds for all threads.
+        With a rate limiter, warnings are shown in the actor instead. Catching them would change the
+        warning filters of all its threads.
         """
         if self._limited:
             return make()

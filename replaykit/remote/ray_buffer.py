@@ -29,26 +29,29 @@ __all__ = ["RayReplayBuffer", "RayReplayBufferClient"]
 
 @named_after
 class RayReplayBufferClient(RemoteLoader[DataT]):
-    """A buffer in a Ray actor, to be used like the buffer itself: the same methods, arguments,
-    results and errors.
+    """A handle of a buffer in a Ray actor.
 
-    Made by ``RayReplayBuffer.client()``. It can be pickled and handed to other actors and tasks,
-    which then have one of their own, with nothing under way. Collecting it does not end the actor.
+    A handle has the methods of the buffer and raises its errors. ``RayReplayBuffer.client()`` makes
+    handles. They can be pickled and sent to other actors and tasks. The receiver gets a separate
+    handle without calls under way. Deleting a handle does not end the actor.
 
-    Calls of one handle reach the buffer in the order in which they were made, the asynchronous ones
-    too. What comes back is a copy: batches belong to the caller, as always, and so do components
-    such as ``sampler``, whose changes stay here.
+    Calls of one handle, including asynchronous calls, reach the buffer in the order in which they
+    were made. All results are copies. So the caller may change a batch. Changes to a component such
+    as ``sampler`` do not reach the actor.
 
-    Tensors of a large batch on the node of the actor are copied once, into Ray's store, and lie
-    there as long as one of them lives; small ones come with the answer. Tensors on accelerators go
-    as CPU tensors unless the actor has a GPU. Gradients do not travel.
+    On the node of the actor, the tensors of a large batch are copied once, into Ray's object store.
+    They stay there as long as any of them is in use. Small tensors are part of the answer. Tensors
+    on accelerators are sent as CPU tensors unless the actor has a GPU. Gradients are not sent.
 
     Raises:
-        ActorLost: the actor has ended (a RuntimeError). ValueError: with ``prefetch``, a sampler
-            that uses rows up, in the constructor and at every sample. Otherwise what the buffer
-            raises, with the traceback of the actor as the cause.
+        ActorLost (a RuntimeError): the actor has ended.
+        ValueError: ``prefetch`` is used with a sampler that uses rows up. The constructor and every
+            sample raise this error.
+        Calls also raise the errors of the buffer. The cause of such an error is its traceback in
+            the actor.
 
-    Cost: one round trip for a call that waits; with ``prefetch`` and ``write_rows`` a part of it.
+    Cost: one round trip for each call that waits. With ``prefetch`` and ``write_rows``, several
+    calls share a round trip.
 
     Example:
         >>> from replaykit import RayReplayBufferClient
@@ -76,12 +79,13 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
         if not (isinstance(write_seconds, (int, float)) and write_seconds > 0):
             raise ValueError(f"expected write_seconds above 0, got {write_seconds!r}")
         self._write_seconds = write_seconds
-        self._outbox = WriteQueue(
+        self._write_queue = WriteQueue(
             self._write, self._write_alone, self._write_rows, write_seconds, actor
         )
         late = RateLimiterTimeout if paced else TimeoutError
         self._samples: RequestQueue | None = None
-        # Where a batch may have to wait for a rate limiter it keeps no other one back.
+        # With a rate limiter, each batch needs a separate message, so that a waiting batch does not
+        # delay others.
         fitting = (count for count in TOGETHER if not paced and 2 * count <= self._depth)
         self._together = next(fitting, 1)
         if self._depth:
@@ -102,7 +106,7 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
             prefetch=self._depth,
             write_rows=self._write_rows,
             write_seconds=self._write_seconds,
-            checked=True,  # nothing is asked of an actor that may be who unpickles
+            checked=True,  # do not call the actor, since it may be unpickling this handle
         )
         return make, (self._live(), self._cls)
 
@@ -110,7 +114,7 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
         return f"{type(self).__name__}({self._cls.__name__})"
 
     def _before(self, name: str) -> None:
-        self._outbox.send()
+        self._write_queue.send()
         if name in _RESTARTING:
             self._drop_ahead()
 
@@ -122,49 +126,51 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
     # -- writing ------------------------------------------------------------------------------
 
     def add(self, data: Any, **keywords: Any) -> Any:
-        """Stores one row and returns its position; as ``add_async`` with ``write_rows``.
+        """Store one row and return its index.
 
-        Args and errors: as ``ReplayBuffer.add``.
+        The arguments and errors are the same as those of ``ReplayBuffer.add``. With ``write_rows``,
+        the call does not wait and returns the result of ``add_async``.
         """
         if self._write_rows > 1 and not keywords:
-            return self._outbox.put("add", data, keywords)
+            return self._write_queue.put("add", data, keywords)
         return self._invoke("add", (data,), keywords)
 
     def extend(self, data: Any, **keywords: Any) -> Any:
-        """Stores a batch and returns where; as ``extend_async`` with ``write_rows``.
+        """Store a batch and return its index.
 
-        Args and errors: as ``ReplayBuffer.extend``.
+        The arguments and errors are the same as those of ``ReplayBuffer.extend``. With
+        ``write_rows``, the call does not wait and returns the result of ``extend_async``.
         """
         if self._write_rows > 1 and not keywords:
-            return self._outbox.put("extend", data, keywords)
+            return self._write_queue.put("extend", data, keywords)
         return self._invoke("extend", (data,), keywords)
 
     def add_async(self, data: Any, **keywords: Any) -> RemoteResult:
-        """Sends one row to be stored, and does not wait.
+        """Send one row to be stored; do not wait.
 
         Returns:
-            What ``add`` will return, or raise. Errors whose result nobody asks for are raised by
-            the next write, by ``flush`` or ``close``.
+            A future with the result or error of ``add``. If the caller does not ask for it, the
+            next write, ``flush`` or ``close`` raises the error.
         """
-        return self._outbox.put("add", data, keywords)
+        return self._write_queue.put("add", data, keywords)
 
     def extend_async(self, data: Any, **keywords: Any) -> RemoteResult:
-        """Sends a batch to be stored, and does not wait; as ``add_async``.
+        """Send a batch to be stored, like ``add_async``; do not wait.
 
-        Waits where more than 16 messages are unanswered, until the oldest has been.
+        Only if more than 16 messages are unanswered, the call waits for the oldest one.
         """
-        return self._outbox.put("extend", data, keywords)
+        return self._write_queue.put("extend", data, keywords)
 
     def flush(self) -> Any:
-        """Waits until all that this handle has written is stored, also what transforms hold back.
+        """Wait until all writes of this handle are stored, and flush the transforms.
 
         Returns:
-            As ``ReplayBuffer.flush``.
+            The same as ``ReplayBuffer.flush``.
 
         Raises:
-            Exception: what a write has raised whose result nobody has asked for.
+            Exception: the error of a write whose result was not asked for.
         """
-        self._outbox.settle()
+        self._write_queue.flush()
         return self._invoke("flush", (), {})
 
     def _write(self, counts: list[int], rows: Message) -> Any:
@@ -227,24 +233,26 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
         include_info: bool | None = None,
         **keywords: Any,
     ) -> Any:
-        """Draws a batch; as ``ReplayBuffer.sample``.
+        """Draw a batch, like ``ReplayBuffer.sample``.
 
-        With ``prefetch`` it is the oldest of those under way, drawn up to that many calls ago, and
-        with a rate limiter the oldest that has come; a call with a batch size or ``return_info`` is
-        served directly.
+        With ``prefetch``, the result is the oldest batch under way, which was drawn up to
+        ``prefetch`` calls ago. If the buffer also has a rate limiter, the result is the oldest
+        batch that has arrived. A call with a batch size or ``return_info`` always draws a new
+        batch.
 
         Raises:
-            RateLimiterTimeout: as ``ReplayBuffer.sample``; with ``prefetch`` where none of those
-                under way has come by then, for whatever reason. What is late comes with a later
-                call. Without a rate limiter that is a TimeoutError.
+            RateLimiterTimeout: the same as for ``ReplayBuffer.sample``. With ``prefetch``, no batch
+                under way has arrived in time, for any reason. A later call returns that batch.
+            TimeoutError: no batch under way has arrived in time, and the buffer has no rate
+                limiter.
         """
         timeout = checked_timeout(keywords.get("timeout"))
         if _is_plain(batch_size, return_info, include_info, keywords):
             if self._samples is not None:
-                self._outbox.send()
+                self._write_queue.send()
                 return self._samples.next(timeout)
             if timeout is None:
-                self._outbox.send()
+                self._write_queue.send()
                 return self._request_sample().get()
         return self._invoke("sample", (batch_size, return_info, include_info), keywords)
 
@@ -255,16 +263,17 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
         include_info: bool | None = None,
         **keywords: Any,
     ) -> RemoteResult:
-        """Asks for a batch and does not wait: the result is awaited, or asked for.
+        """Request a batch without waiting for it.
 
-        With ``prefetch`` it is one of those under way, as for ``sample``.
+        Use ``await`` or ``result()`` to get the batch. With ``prefetch`` it is a batch under way,
+        as for ``sample``.
 
         Example::
 
             first, second = rb.sample_async(), rb.sample_async()
             batch = first.result()   # or: await first
         """
-        self._outbox.send()
+        self._write_queue.send()
         if _is_plain(batch_size, return_info, include_info, keywords) and not keywords:
             if self._samples is not None:
                 return RemoteResult(self._samples.take())
@@ -279,7 +288,7 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
         return _replies(self._method(f"sample_{count}", "sampling", count).remote(), count)
 
     def __iter__(self) -> Iterator[DataT]:
-        """Yields batches until the sampler has run out, by ``next``.
+        """Yield the batches of ``next`` until the sampler has no more rows.
 
         Raises:
             RuntimeError: the buffer has no batch size.
@@ -292,14 +301,17 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
         return iter(self.next, None)
 
     def next(self) -> DataT | None:
-        """Returns the next batch of the buffer's own iteration, which all handles share; None at
-        its end, then starts over. With ``prefetch`` further ones of the same pass are under way."""
-        self._outbox.send()
+        """Return the next batch of the buffer's iteration, or None at its end.
+
+        All handles share one iteration. After its end, the iteration starts again. With
+        ``prefetch``, more batches of the same pass are under way.
+        """
+        self._write_queue.send()
         steps = self._steps
         batch = steps.next()
         if batch is None:
             with self._passing:
-                if steps is self._steps:  # of several threads at the end the first
+                if steps is self._steps:  # only the first thread that reaches the end
                     self._begin_pass(self._pass + 1)
         return batch
 
@@ -315,7 +327,7 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
 
 
 def _replies(refs: Any, count: int) -> list[Reply]:
-    """The answers to a message, of which Ray returns one reference or several."""
+    """Return the replies to a message, for which Ray returns one or more references."""
     return [Reply(refs)] if count == 1 else [Reply(ref) for ref in refs]
 
 
@@ -325,7 +337,7 @@ def _is_plain(
     include_info: bool | None,
     keywords: Mapping[str, Any],
 ) -> bool:
-    """Whether a batch is asked for as all others are."""
+    """Return whether a batch is requested with default arguments."""
     return (
         batch_size is None
         and not return_info
@@ -335,10 +347,10 @@ def _is_plain(
 
 
 def checked_count(name: str, value: Any) -> int:
-    """Returns a number of things; None is none.
+    """Return a checked count; None means 0.
 
     Raises:
-        ValueError: not an int of at least 0.
+        ValueError: the value is not an int of at least 0.
     """
     if value is None:
         return 0
@@ -348,38 +360,44 @@ def checked_count(name: str, value: Any) -> int:
 
 
 _SETTLING_SECONDS = 10.0
-"""How long `close` waits for writes that a rate limiter holds up, since nobody may sample again."""
+"""Seconds that `close` waits for writes that a rate limiter delays.
+
+It does not wait longer, since possibly no caller will sample again.
+"""
 
 _ENDING_SECONDS = 10.0
-"""How long `close` waits until the actor has gone."""
+"""Seconds that `close` waits for the end of the actor."""
 
 _STARTING_SECONDS = 60.0
-"""After how long somebody looks whether the cluster has what an actor asks for at all."""
+"""Seconds after which the cluster is checked for the resources of the actor."""
 
 _WAITING_SAMPLERS = 64
-"""Samples that may wait for rows at one time, where the buffer has a rate limiter."""
+"""Maximum number of samples that wait for rows at once, with a rate limiter."""
 
 
 class RayReplayBuffer(RayReplayBufferClient[DataT]):
-    """Starts a buffer in a Ray actor, and owns the actor.
+    """A buffer in a Ray actor that this object starts and owns.
 
-    Has every method and property of the buffer, and those of `RayReplayBufferClient`; ``client()``
-    gives handles to others. ``with RayReplayBuffer(...) as rb:`` closes it at the end.
+    The object has all methods and properties of the buffer and of `RayReplayBufferClient`.
+    ``client()`` makes handles for other processes. A statement ``with RayReplayBuffer(...) as rb:``
+    closes the buffer at its end.
 
     Args:
-        replay_buffer_cls: class of the buffer; data sets and ensembles too.
+        replay_buffer_cls: class of the buffer. It may also be a class of data sets or ensembles.
         ray_init_config: options of ``ray.init``, which is called if Ray is not running yet. Ray
-            then goes on running until the program ends, or ``ray.shutdown()``.
-        remote_config: options of the actor, as for ``ray.remote``; one CPU and no GPU by default.
-        delayed_init: have the buffer make its components at its first use.
-        kwargs: arguments of the buffer. They are pickled: storage, sampler and writer best go as
-            functions that make them, transforms as ``transform_factory``.
+            then runs until the program ends, or until ``ray.shutdown()``.
+        remote_config: options of the actor, as for ``ray.remote``. By default, the actor gets one
+            CPU and no GPU.
+        delayed_init: True to make the buffer's components when it is first used.
+        kwargs: arguments of the buffer, which are pickled. Therefore pass functions that return the
+            storage, sampler and writer, and pass transforms as ``transform_factory``.
 
     Raises:
-        RuntimeError: ray is not installed. ValueError: a class that makes a rate limiter itself.
-            TimeoutError: the actor asks for more than the whole cluster has, which in a minute has
-            not grown; one that only waits for others is waited for. Otherwise what the buffer's own
-            constructor raises.
+        RuntimeError: ray is not installed.
+        ValueError: the class of the buffer makes a rate limiter itself.
+        TimeoutError: after a minute, the cluster still has fewer resources in total than the actor
+            needs. If the resources are only in use, the call keeps waiting.
+        The constructor also raises the errors of the buffer's constructor.
 
     Example:
         >>> import torch
@@ -408,8 +426,8 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
         devices = bool(options.get("num_gpus"))
         paced = kwargs.get("rate_limiter") is not None
         if paced:
-            # One thread for all writes keeps their order; samples wait beside each other.
-            # So does one for iteration: the end of a pass is told after its last batch.
+            # A single thread for all writes keeps their order. A single thread for iteration
+            # reports the end of a pass after its last batch. Samples wait in parallel.
             groups = {"writing": 1, "stepping": 1, "sampling": _WAITING_SAMPLERS}
             options["concurrency_groups"] = {**groups, **options.get("concurrency_groups", {})}
         if delayed_init:
@@ -420,7 +438,8 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
             if _ready(actor, options) and not paced:
                 raise ValueError(
                     f"expected rate_limiter= of {type(self).__name__}, found a limiter that "
-                    f"{replay_buffer_cls.__name__} makes itself: who waits would hold up all others"
+                    f"{replay_buffer_cls.__name__} makes itself: a waiting call would block all "
+                    "others"
                 )
         except BaseException:
             _end(actor)
@@ -429,7 +448,7 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
         self._closing = threading.Lock()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a RayReplayBuffer stays where it is; hand out its client()")
+        raise TypeError("a RayReplayBuffer cannot be pickled; send its client()")
 
     def __enter__(self) -> Self:
         return self
@@ -440,24 +459,25 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
     def client(
         self, *, prefetch: int = 0, write_rows: int = 0, write_seconds: float = 0.05
     ) -> RayReplayBufferClient[DataT]:
-        """Returns a handle that can be pickled, and does not end the actor.
+        """Return a handle that can be pickled and does not own the actor.
 
         Args:
-            prefetch: samples under way before they are asked for, at most: small ones go together,
-                two at a time from 4 on, four from 8 on. Batches may predate later writes and
-                priorities by at most that many. ``empty``, loads and exchanged components give up
-                what the handle that calls them has under way; other handles are still given theirs,
-                of the rows from before.
-            write_rows: writes of fewer rows go together, up to this many; ``add`` and ``extend``
-                then do not wait and return what ``add_async`` returns. Every call of the handle
-                that is no write sends them first.
-            write_seconds: how long a row may be kept at most.
+            prefetch: maximum number of batches to request ahead. If batches are small, one message
+                requests two batches with a ``prefetch`` of at least 4, and four batches with at
+                least 8. A batch can miss the writes and updates during up to ``prefetch`` calls.
+                ``empty``, loads and changes of components drop the batches under way of the calling
+                handle. Other handles still return their batches with old rows.
+            write_rows: number of rows up to which smaller writes are combined into one message.
+                ``add`` and ``extend`` then do not wait, and return futures like ``add_async``. Any
+                other call of the handle first sends the pending rows.
+            write_seconds: maximum seconds for which a row waits before it is sent.
 
         Raises:
-            ValueError: a negative number, or ``prefetch`` with a sampler that uses rows up.
+            ValueError: a number is negative, or ``prefetch`` is given for a sampler that uses rows
+                up.
             RuntimeError: the buffer was closed.
 
-        Cost: none; with ``prefetch`` one round trip.
+        Cost: one round trip with ``prefetch``, otherwise none.
         """
         return RayReplayBufferClient(
             self._live(),
@@ -471,7 +491,7 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the actor is there: not closed, and not died."""
+        """Return whether the actor is alive and the buffer is open."""
         actor = self._actor
         try:
             if actor is None:
@@ -486,17 +506,18 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
         return True  # or busy
 
     def close(self) -> None:
-        """Ends the actor, once all that this process's handles have written is stored.
+        """End the actor after all writes of handles in this process are stored.
 
-        What handles in other processes have under way is lost; they get ActorLost. Ray goes on
-        running. Later calls raise RuntimeError; closing again does nothing. The actor's process
-        takes a moment to end, until which files that it recovers are in use.
+        Calls of other processes that are under way are lost, and raise ActorLost. Ray continues to
+        run. Later calls raise RuntimeError, but closing again does nothing. The process of the
+        actor takes a moment to end. Until then, it may still use the files of its storage.
 
         Raises:
-            Exception: what a write has raised whose result nobody has asked for, ActorLost too; of
-                several the first, with the others in its text. The actor has ended then as well.
-                RuntimeError: so has it where writes are lost that a rate limiter still held up
-                after 10 seconds.
+            Exception: the error of a write whose result was not asked for, or ActorLost. If there
+                are several errors, the first is raised, and its text lists the others.
+            RuntimeError: writes were lost because they still waited for the rate limiter after 10
+                seconds.
+            After any of these errors, the actor has ended.
         """
         with self._closing:
             if self._actor is None:
@@ -521,15 +542,15 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
             raise one_of(failed)
 
     def shutdown(self) -> None:
-        """The same as ``close``."""
+        """Close the buffer; the same as ``close``."""
         self.close()
 
 
 def _ready(actor: Any, options: Mapping[str, Any]) -> Any:
-    """What the buffer's ``ready`` returns, once it is made, which may take long.
+    """Wait until the buffer is made; return the result of ``Host.ready``.
 
     Raises:
-        TimeoutError: the cluster has not what the actor asks for, so that it cannot start.
+        TimeoutError: the cluster lacks the resources that the actor needs to start.
     """
     ref = actor.ready.remote()
     ready, _ = running_ray().wait([ref], timeout=_STARTING_SECONDS)
@@ -546,15 +567,14 @@ def _ready(actor: Any, options: Mapping[str, Any]) -> Any:
         lacking = {name: there.get(name, 0) for name in asked if there.get(name, 0) < asked[name]}
         if lacking:
             raise TimeoutError(
-                f"the actor has not started within {_STARTING_SECONDS:g} s: it asks for {asked}, "
-                f"and of these the whole cluster has {lacking}; remote_config= changes what it "
-                "asks for"
+                f"the actor has not started within {_STARTING_SECONDS:g} s: it needs {asked}, but "
+                f"the whole cluster has only {lacking}; request less in remote_config="
             )
     return fetch(ref)
 
 
 def _end(actor: Any) -> None:
-    """Kills an actor and waits until nobody is answered any more."""
+    """Kill an actor and wait until it no longer answers calls."""
     with contextlib.suppress(ActorLost):
         running_ray().kill(actor, no_restart=True)
         until = time.monotonic() + _ENDING_SECONDS
@@ -563,6 +583,6 @@ def _end(actor: Any) -> None:
                 fetch(actor.ready.remote(), timeout=1.0)
             except ActorLost:
                 return
-            except Exception:  # it is busy, or says why it is of no use
+            except Exception:  # the actor is busy, or its buffer could not be made
                 pass
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Request batches from an actor ahead of time, and read its replies."""
+"""Request batches from an actor in advance, and read its replies."""
 
 from __future__ import annotations
 
@@ -27,36 +27,37 @@ __all__ = [
     "Taken",
     "fetch",
     "first_come",
+    "joined_texts",
     "one_of",
     "raise_as_local",
     "running_ray",
-    "told",
     "until_one_comes",
 ]
 
 _HERE = os.path.dirname(__file__)
-_MOST_TOLD = 5
-"""Different errors that are told one by one."""
+_MOST_ERRORS = 5
+"""Maximum number of different errors that an error text lists."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """An error in the place of one of several values, and its traceback in the actor."""
+    """An error in place of a value, with its traceback in the actor."""
 
     error: Exception
     text: str
 
 
 class _InActor(Exception):
-    """The traceback of an error, as the cause of what is raised here."""
+    """The cause of a local error, with the traceback in the actor."""
 
 
 def fetch(ref: Any, timeout: float | None = None) -> Any:
-    """Returns what an object reference stands for.
+    """Return the value of an object reference.
 
     Raises:
-        ActorLost: the actor has ended, or Ray. TimeoutError: not within that many seconds.
-            Otherwise what the call has raised in the actor, whose traceback is the cause.
+        ActorLost: the actor or Ray has ended.
+        TimeoutError: no value is available within that many seconds.
+        Exception: the error of the call in the actor. Its cause is the traceback in the actor.
     """
     ray = running_ray()
     try:
@@ -67,11 +68,10 @@ def fetch(ref: Any, timeout: float | None = None) -> Any:
 
 
 def running_ray() -> Any:
-    """Returns ray.
+    """Return the module ``ray``.
 
     Raises:
-        ActorLost: it is not running any more; asked for anything it would start again, without the
-            actors that there were.
+        ActorLost: Ray is no longer running. A call would start Ray again without the old actors.
     """
     ray = ray_module()
     if not ray.is_initialized():
@@ -80,8 +80,10 @@ def running_ray() -> Any:
 
 
 def raise_as_local(error: BaseException) -> None:
-    """Raises what a local call would have raised in the place of an error of Ray's; returns where
-    it is none."""
+    """Replace an error of Ray by the error that a local call would raise.
+
+    This function returns if the error is not from Ray.
+    """
     exceptions = ray_module().exceptions
     if isinstance(error, exceptions.RayTaskError):
         cause = error.cause
@@ -93,18 +95,19 @@ def raise_as_local(error: BaseException) -> None:
 
 
 class Reply:
-    """The answer to one message, which is read once however often it is asked for.
+    """The answer to one message.
 
-    Several may wait for it at a time, each as long as it likes: ``_lock`` guards what is known.
+    The answer is read only once. Several threads may wait for it concurrently, each with a separate
+    timeout. ``_lock`` guards the answer.
 
     Args:
-        ref: the object reference; None where the message has not been sent yet.
-        send: sends it, after which ``ref`` is set.
+        ref: the object reference, or None if the message has not been sent yet.
+        send: function that sends the message and sets ``ref``.
 
     Attributes:
         known: whether the answer has been read.
-        error: what ``get`` has found to raise.
-        small: whether what has come was sealed.
+        error: the error that ``get`` raises.
+        small: whether the answer was small enough to be sealed.
     """
 
     def __init__(self, ref: Any = None, send: Callable[[], None] | None = None) -> None:
@@ -117,13 +120,13 @@ class Reply:
         self.small = False
 
     def sent(self) -> Any:
-        """Returns the object reference, once the message is on its way."""
+        """Send the message if necessary; return the object reference."""
         if self.ref is None and self._send is not None:
             self._send()
         return self.ref
 
     def get(self, timeout: float | None = None) -> Any:
-        """Returns the value; raises what `fetch` raises."""
+        """Return the value; raise the errors of `fetch`."""
         if not self.known:
             ref = self.sent()
             try:
@@ -131,13 +134,13 @@ class Reply:
             except ray_module().exceptions.GetTimeoutError:
                 raise TimeoutError(f"no answer within {timeout:g} seconds") from None
             except Exception as error:
-                self._take(None, error)
+                self._store(None, error)
             else:
-                self._take(message, None)
+                self._store(message, None)
         return self._found()
 
-    def _take(self, message: Message | bytes | None, error: Exception | None) -> None:
-        """Notes what has come, which whoever comes first does; others may wait for it meanwhile."""
+    def _store(self, message: Message | bytes | None, error: Exception | None) -> None:
+        """Store the answer or error, when the first waiting caller has received it."""
         with self._lock:
             if self.known:
                 return
@@ -155,7 +158,7 @@ class Reply:
         return self._value
 
     async def wait(self) -> Any:
-        """Returns the value to a coroutine; raises what `fetch` raises."""
+        """Return the value to a coroutine; raise the errors of `fetch`."""
         if not self.known:
             ref = self.sent()
             try:
@@ -165,17 +168,17 @@ class Reply:
                     raise_as_local(error)
                 except Exception as local:
                     error = local
-                self._take(None, error)
+                self._store(None, error)
             else:
-                self._take(message, None)
+                self._store(message, None)
         return self._found()
 
     def fail(self, error: Exception) -> None:
-        """Has ``get`` raise this: the message could not be sent."""
-        self._take(None, error)
+        """Make ``get`` raise the error with which sending failed."""
+        self._store(None, error)
 
     def is_ready(self) -> bool:
-        """Whether ``get`` would not wait."""
+        """Return whether ``get`` would not wait."""
         if self.known:
             return True
         ready, _ = running_ray().wait([self.sent()], timeout=0, fetch_local=False)
@@ -183,7 +186,7 @@ class Reply:
 
 
 def first_come(replies: Sequence[Reply], timeout: float | None) -> Reply | None:
-    """Returns the first of several that has come; None: none has, within that many seconds."""
+    """Return the first reply that arrives, or None after the timeout."""
     for reply in replies:
         if reply.known:
             return reply
@@ -193,19 +196,19 @@ def first_come(replies: Sequence[Reply], timeout: float | None) -> Reply | None:
 
 
 async def until_one_comes(replies: Sequence[Reply]) -> None:
-    """Waits, in a coroutine, until one of several has come."""
+    """Wait in a coroutine until any of several replies has arrived."""
     if any(reply.known for reply in replies):
         return
     loop = asyncio.get_running_loop()
     there: asyncio.Future[None] = loop.create_future()
 
-    def tell() -> None:
+    def notify() -> None:
         if not there.done():
             there.set_result(None)
 
     def come(_: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(tell)
+            loop.call_soon_threadsafe(notify)
 
     for reply in replies:
         reply.sent().future().add_done_callback(come)
@@ -213,7 +216,7 @@ async def until_one_comes(replies: Sequence[Reply]) -> None:
 
 
 class Answer(Protocol):
-    """What a `RemoteResult` is told by: a `Reply`, or one of several."""
+    """The source of a `RemoteResult`, such as a `Reply`."""
 
     def sent(self) -> Any: ...
 
@@ -225,7 +228,9 @@ class Answer(Protocol):
 
 
 class RemoteResult:
-    """What a call will return: wait for it with ``result()``, or with ``await``.
+    """The future result of a call.
+
+    Get the result with ``result()`` or ``await``.
 
     Example:
         >>> from replaykit import RayReplayBufferClient
@@ -242,22 +247,23 @@ class RemoteResult:
 
     @property
     def ref(self) -> Any:
-        """Ray's object reference, to be given to ``ray.wait`` with others.
+        """Ray's object reference, for example for ``ray.wait``.
 
-        What it holds is packed: the value comes from ``result``. With ``prefetch`` it is that of
-        the request that is waited for, in whose place ``result`` may take another one.
+        The object is encoded; ``result`` returns its value. With ``prefetch``, the reference
+        belongs to one request, but ``result`` may return the batch of another request.
         """
         return self._reply.sent()
 
     def done(self) -> bool:
-        """Whether ``result`` would not wait."""
+        """Return whether ``result`` would not wait."""
         return self._reply.is_ready()
 
     def result(self, timeout: float | None = None) -> Any:
-        """Returns what the call returned.
+        """Return the result of the call.
 
         Raises:
-            TimeoutError: it has not, within that many seconds. Otherwise whatever it raised.
+            TimeoutError: no result is available within that many seconds.
+            Errors of the call itself are raised as well.
         """
         return self._picked(self._reply.get(timeout))
 
@@ -270,12 +276,12 @@ class RemoteResult:
 
 
 def unpack_reply(message: Message | bytes) -> Any:
-    """Returns the value of an answer, after what the call had to warn of; raises its error."""
+    """Show the warnings of an answer; return its value or raise its error."""
     if type(message) is not bytes:
-        told = message[-1]
-        if type(told) is dict:
+        trailer = message[-1]
+        if type(trailer) is dict:
             message = message[:-1]
-            for packed in told["warnings"]:
+            for packed in trailer["warnings"]:
                 warnings.warn(unpack(packed), stacklevel=_depth())
     value = unpack(message, devices=True)
     if type(value) is Failed:
@@ -284,53 +290,56 @@ def unpack_reply(message: Message | bytes) -> Any:
 
 
 def _depth() -> int:
-    """How many calls above the caller of this somebody else than this package's part asked."""
+    """Return the ``stacklevel`` of the first caller outside this folder."""
     frame, depth = sys._getframe(1), 1
     while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
         frame, depth = frame.f_back, depth + 1
     return depth
 
 
-def told(errors: Sequence[Exception]) -> str:
-    """Says what errors there are; those that say the same as one."""
+def joined_texts(errors: Sequence[Exception]) -> str:
+    """Return the joined texts of errors; equal texts appear once, with their count."""
     counts = Counter(f"{type(error).__name__}: {error}" for error in errors)
     texts = [text if count == 1 else f"{text} ({count} times)" for text, count in counts.items()]
-    more = len(texts) - _MOST_TOLD
-    return "; ".join(texts[:_MOST_TOLD]) + (f"; and {more} others" if more > 0 else "")
+    more = len(texts) - _MOST_ERRORS
+    return "; ".join(texts[:_MOST_ERRORS]) + (f"; and {more} others" if more > 0 else "")
 
 
 def one_of(errors: Sequence[Exception]) -> Exception:
-    """Returns an error of the kind of the first that names all of them."""
+    """Return an error with the type of the first error and the texts of all."""
     first = errors[0]
     if len(errors) == 1:
         return first
-    text = f"{first}; {len(errors) - 1} more writes have failed: {told(errors[1:])}"
+    text = f"{first}; {len(errors) - 1} more writes have failed: {joined_texts(errors[1:])}"
     try:
         found = type(first)(text)
-    except Exception:  # made of something else than a text
+    except Exception:  # this type cannot be made from a text
         found = RuntimeError(f"{type(first).__name__}: {text}")
     found.__cause__ = first
     return found
 
 
 _Entry = tuple[int, Reply]
-"""A request: the how manyth it is, and its answer."""
+"""A request, as its number and its reply."""
 
 
 class RequestQueue:
-    """Keeps up to ``depth`` requests under way, and hands out their answers.
+    """A queue of requests under way, which returns their answers.
 
-    ``_lock`` guards the queue; nobody waits for an answer with it.
+    ``_lock`` guards the queue. No thread holds it while it waits for an answer.
 
     Args:
-        request: sends a message that asks for so many batches, and returns the reply of each.
-        depth: how many are under way at most; 0: each is asked for when it is needed.
-        late: what to raise where an answer has not come in time.
-        any_order: hand out whatever has come, the oldest first. Requests that wait in the actor for
-            a rate limiter go on in no order there: who would wait for the oldest might wait for
-            rows that only come once the batch that is here has been used.
-        together: how many are asked for by one message, once batches are known to be small. Then
-            that many fewer may be under way, but one: what is waited for has been sent before.
+        request: function that sends a message to request the given number of batches. It returns a
+            reply for each batch.
+        depth: maximum number of requests under way. With 0, a request is sent when it is needed.
+        late: the error type for an answer that has not arrived in time.
+        any_order: True to return the oldest answer that has arrived, even if older requests are
+            unanswered. Requests that wait in the actor for a rate limiter continue there in any
+            order. If a caller waited for the oldest request, it could block forever. The necessary
+            rows may be written only after the caller has used a newer batch.
+        together: number of batches that one message requests after batches have proved small. Up to
+            ``together - 1`` fewer requests are then under way. A batch that a caller waits for has
+            always been requested already.
     """
 
     def __init__(
@@ -351,7 +360,7 @@ class RequestQueue:
         self._made = 0
 
     def take(self) -> Taken:
-        """Takes the oldest request, and sends further ones."""
+        """Take the oldest request, and send more requests."""
         with self._lock:
             before = self._made
             return Taken(self, self._oldest(), before)
@@ -367,39 +376,44 @@ class RequestQueue:
                 room -= len(replies)
         return self._queue.pop(0)
 
-    def look(self, reply: Reply) -> None:
-        """Takes note of what batches are like."""
+    def observe(self, reply: Reply) -> None:
+        """Record whether batches are small."""
         self._are_small = reply.small
 
     def next(self, timeout: float | None = None) -> Any:
-        """Returns the next batch; see `Taken` for those that failed.
+        """Return the next batch; see `Taken` for the treatment of failed requests.
 
         Raises:
-            TimeoutError: or ``late``: not within that many seconds; the request stays under way.
-                Otherwise what `Reply.get` raises of a request that was made after this call.
+            TimeoutError: no batch has arrived within that many seconds; the type is ``late``. The
+                request stays under way.
+            Exception: the error of a request that was sent after the start of this call.
         """
         taken = self.take()
         try:
             return taken.get(timeout)
         except BaseException as error:
-            if taken.entry[1].error is None:  # nobody knows yet what it is
+            if taken.entry[1].error is None:  # its answer has not been read
                 with self._lock:
                     insort(self._queue, taken.entry)
                 if isinstance(error, TimeoutError):
                     raise self._late(
-                        f"a batch that was asked for ahead waited {timeout or 0:g} s: "
-                        "the actor has not answered yet"
+                        f"a prefetched batch has not arrived within {timeout or 0:g} s: the actor "
+                        "has not answered yet"
                     ) from None
             raise
 
     def pass_over(self, taken: Taken, failed: _Entry) -> None:
-        """Gives the oldest of those under way in the place of one that has failed."""
+        """Replace a failed request by the oldest request under way."""
         with self._lock:
             if taken.entry is failed:
                 taken.entry = self._oldest()
 
     def exchange(self, taken: Taken, timeout: float | None) -> bool:
-        """Gives one that has come in the place of one that has not; False: none has, in time."""
+        """Exchange an unanswered request for an answered request.
+
+        Returns:
+            False if no answer has arrived within the timeout, otherwise True.
+        """
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             if taken.entry[1].is_ready():
@@ -408,33 +422,33 @@ class RequestQueue:
             if found is None:
                 return False
             with self._lock:
-                for place, entry in enumerate(self._queue):
+                for number, entry in enumerate(self._queue):
                     if entry[1] is found:
-                        del self._queue[place]
+                        del self._queue[number]
                         insort(self._queue, taken.entry)
                         taken.entry = entry
                         return True
 
     def choice(self, taken: Taken) -> list[Reply]:
-        """The answers that may be given to whoever has taken that one."""
+        """Return the replies that may answer a taken request."""
         with self._lock:
             return [taken.entry[1], *(reply for _, reply in self._queue)]
 
     def drop(self) -> None:
-        """Forgets what is under way."""
+        """Drop all requests under way."""
         with self._lock:
             self._queue.clear()
 
 
 class Taken:
-    """The answer to a request that was made ahead, to be asked like a `Reply`.
+    """The answer to a request sent in advance, with the methods of a `Reply`.
 
-    One that failed may have been made too early: then it is the next one's answer, at last that of
-    one that was made after this was taken, and the error of that one, which nobody else is told.
-    What has been drawn is handed out, whatever else has failed.
+    A failed request may have been sent too early. It is then replaced by the next request, and
+    finally by a request that is sent after the take. Only the error of that final request is
+    raised. So all drawn batches are returned, even if other requests failed.
 
     Attributes:
-        entry: the request whose answer it is, as far as is known.
+        entry: the request that currently provides the answer.
     """
 
     def __init__(self, ahead: RequestQueue, entry: _Entry, before: int) -> None:
@@ -442,11 +456,11 @@ class Taken:
         self.entry = entry
 
     def sent(self) -> Any:
-        """Returns the object reference of that request."""
+        """Return the object reference of the current request."""
         return self.entry[1].sent()
 
     def get(self, timeout: float | None = None) -> Any:
-        """Returns the batch; TimeoutError: not within that many seconds."""
+        """Return the batch; raise TimeoutError if it does not arrive in time."""
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             if self._ahead.any_order and not self._ahead.exchange(self, _left(until)):
@@ -454,30 +468,30 @@ class Taken:
             entry = self.entry
             try:
                 batch = entry[1].get(_left(until))
-                self._ahead.look(entry[1])
+                self._ahead.observe(entry[1])
                 return batch
             except Exception:
                 if not self._passed_over(entry):
                     raise
 
     async def wait(self) -> Any:
-        """Returns the batch to a coroutine."""
+        """Return the batch to a coroutine."""
         while True:
             if self._ahead.any_order:
                 await until_one_comes(self._ahead.choice(self))
                 if not self._ahead.exchange(self, 0.0):
-                    continue  # somebody else has taken it
+                    continue  # another caller has taken that reply
             entry = self.entry
             try:
                 batch = await entry[1].wait()
-                self._ahead.look(entry[1])
+                self._ahead.observe(entry[1])
                 return batch
             except Exception:
                 if not self._passed_over(entry):
                     raise
 
     def is_ready(self) -> bool:
-        """Whether ``get`` would not wait."""
+        """Return whether ``get`` would not wait."""
         while True:
             if self._ahead.any_order:
                 self._ahead.exchange(self, 0.0)
@@ -492,7 +506,11 @@ class Taken:
             return True
 
     def _passed_over(self, entry: _Entry) -> bool:
-        """Whether it failed and was asked for before this was taken; then the next one counts."""
+        """Replace a request that failed and was sent before the take.
+
+        Returns:
+            Whether the request was replaced.
+        """
         number, reply = entry
         if reply.error is None or number >= self._before:
             return False

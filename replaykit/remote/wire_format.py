@@ -18,21 +18,30 @@ from replaykit.transfer import bytes_of, is_plain, pieces_of
 __all__ = ["ITSELF", "Message", "opened", "pack", "seal", "unpack"]
 
 _MOST_BYTES = 90_000
-"""Ray keeps answers of up to 100 KiB out of its store, where they would be copied once more."""
+"""The maximum size of a sealed answer, in bytes.
+
+Ray copies answers over 100 KiB once more, into its object store.
+"""
 
 _MOST_BLOCKS = 16
 _SEAL_ALIGNMENT = 16
-"""Of every block, as `malloc` aligns: the largest values are complex ones of 16 bytes."""
+"""The alignment of blocks in bytes, as in `malloc`.
+
+The largest values are complex numbers of 16 bytes.
+"""
 
 _HEAD = [struct.Struct(f"<HHI{blocks}I") for blocks in range(_MOST_BLOCKS + 1)]
-"""Code, number of blocks, length of the header, lengths of the blocks; then the header, and every
-block where the next multiple of the alignment is."""
+"""The fixed start of a sealed message, for each number of blocks.
+
+It has the code, the number of blocks, the length of the header, and the lengths of the blocks.
+After it comes the header, then every block at the next multiple of the alignment.
+"""
 
 
 def seal(message: list[Any]) -> list[Any] | bytes:
-    """Returns a message as bytes that `opened` reads; as it is where it is large, or has no header.
+    """Return a message as bytes, which `opened` reads.
 
-    Cost: one copy.
+    Large messages and messages without a header are returned unchanged. Cost: one copy.
     """
     if len(message) < 2 or type(message[1]) is not bytes:
         return message
@@ -53,7 +62,10 @@ def seal(message: list[Any]) -> list[Any] | bytes:
 
 
 def opened(data: bytes) -> tuple[int, bytes, list[torch.Tensor]]:
-    """Returns code and header of a message, and its blocks as bytes in memory of their own."""
+    """Return the code and header of a sealed message, and its blocks.
+
+    The blocks are uint8 tensors over a copy of the message.
+    """
     code, count, length = _HEAD[0].unpack_from(data)
     head = _HEAD[count]
     sizes = head.unpack_from(data)[3:]
@@ -71,25 +83,34 @@ def opened(data: bytes) -> tuple[int, bytes, list[torch.Tensor]]:
 Message = list[Any]
 
 PLAIN, COLUMNS, PICKLED, SELF = range(4)
-"""What a message is: a value as it is; a tensor or a TensorDict of tensors; anything else, pickled
-with its tensors taken out; the object itself that a method was called on."""
+"""The kinds of messages.
+
+The kinds have this order. PLAIN is a plain value. COLUMNS is a tensor or a TensorDict of tensors.
+PICKLED is any other value, pickled without its tensors. SELF names the object whose method was
+called.
+"""
 
 _ALIGNMENT = 64
 _TOGETHER_BYTES = 2**14
-"""Pieces below this are put together: as a buffer of their own they would take longer."""
+"""The size in bytes below which pieces share a buffer.
+
+Separate buffers for small pieces would take longer.
+"""
 
 _NATIVE = (type(None), bool, int, float, str)
 
-_Place = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]
-"""A tensor: dtype, shape, strides, the byte in its piece that it begins with, number of the piece
-(-1: it has no values)."""
+_LeafHeader = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]
+"""The place of a tensor: dtype, shape, strides, first byte in its piece, and piece.
+
+The piece is given by its number, which is -1 for a tensor without values.
+"""
 
 _Lying = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int]
-"""The same before it is cut out: the value in its memory that it begins with, and which of them."""
+"""A tensor in its memory: dtype, shape, strides, first value, number of the memory."""
 
 
 class _Order(NamedTuple):
-    """Of each piece the buffer that it is in and the byte there; bytes of that for small ones."""
+    """The buffer and offset of each piece, and the size of the buffer of small pieces."""
 
     numbers: tuple[int, ...]
     shifts: tuple[int, ...]
@@ -97,28 +118,28 @@ class _Order(NamedTuple):
 
 
 _Views = tuple[tuple[int, torch.dtype], ...]
-"""Pieces to be looked at as values of a kind."""
+"""The pieces, with the dtypes of their views."""
 
 _Parts = tuple[tuple[int, torch.Size, tuple[int, ...], int], ...]
-"""Tensors over them: which of them, shape, strides, the value that it begins with."""
+"""The tensors over the views, as number of the view, shape, strides and first value."""
 
 
 class _Itself:
-    """Stands for the object that a method was called on."""
+    """The marker in a message for the object whose method was called."""
 
 
 ITSELF = _Itself()
 
 
 def pack(value: Any) -> Message:
-    """Returns a message that `unpack` makes the value of.
+    """Return a message that `unpack` converts back into the value.
 
-    Nothing is copied but small pieces, and what is a small part of its memory: the message is to
-    be sent, or pickled, before anybody changes the tensors. Gradients do not travel. Tensors on
-    other devices are copied to the CPU.
+    Only small pieces are copied, and tensors that are a small part of their memory. The message
+    shares memory with all other tensors, so send or pickle it before they change. Gradients are not
+    sent. Tensors on other devices are copied to the CPU.
 
     Raises:
-        TypeError, pickle.PicklingError: something that cannot be pickled.
+        TypeError, pickle.PicklingError: the value cannot be pickled.
     """
     if value is ITSELF:
         return [SELF]
@@ -129,14 +150,16 @@ def pack(value: Any) -> Message:
 
 
 def unpack(message: Message | bytes, *, own: bool = False, devices: bool = False) -> Any:
-    """Returns the value of a message: its tensors lie in the memory that came with it.
+    """Return the value of a message.
+
+    The tensors use the memory of the message, unless ``own`` is set.
 
     Args:
-        message: of `pack`, sealed or not.
-        own: copy that memory first. The arguments of a call lie in memory of Ray's that is gone
-            when the call has returned: whatever may be kept in an actor has to be copied.
-        devices: put tensors on the devices that they were on, where there is one. Otherwise they
-            are on the CPU.
+        message: a result of `pack`, sealed or not.
+        own: True to copy that memory first. Arguments of a call are in memory that Ray frees when
+            the call has returned. So values that an actor may store must be copied.
+        devices: True to put tensors on their original devices, if there is an accelerator.
+            Otherwise they are on the CPU.
     """
     if isinstance(message, bytes):
         code, header, blocks = opened(message)
@@ -150,10 +173,10 @@ def unpack(message: Message | bytes, *, own: bool = False, devices: bool = False
         blocks = [_tensor_over(block, own=own) for block in message[2:]]
     if code == COLUMNS:
         tree, views, parts = _plan(header)
-        leaves = iter(_placed(views, parts, blocks))
+        leaves = iter(_over_blocks(views, parts, blocks))
         return next(leaves) if tree is None else _build(tree, leaves)
     content, places, moved = pickle.loads(header)
-    tensors = _placed(*_parts(places), blocks)
+    tensors = _over_blocks(*_parts(places), blocks)
     if devices and moved and torch.cuda.is_available():
         for number, device in moved.items():
             tensors[number] = tensors[number].to(device)
@@ -164,7 +187,10 @@ def unpack(message: Message | bytes, *, own: bool = False, devices: bool = False
 
 
 def _as_columns(value: Any) -> Message | None:
-    """The message of a plain tensor, or a plain TensorDict of them on the CPU; None for others."""
+    """Return the message of a plain CPU tensor, or of a TensorDict of such tensors.
+
+    For other values the result is None.
+    """
     leaves: list[torch.Tensor] = []
     if type(value) is torch.Tensor:
         tree = None
@@ -183,7 +209,10 @@ def _as_columns(value: Any) -> Message | None:
 
 
 def _tree_of(data: TensorDict, leaves: list[torch.Tensor]) -> tuple[Any, ...] | None:
-    """What a TensorDict is without its tensors, which are added to the list in order."""
+    """Return the structure of a plain TensorDict; append its tensors to ``leaves``.
+
+    For other TensorDicts the result is None.
+    """
     if has_names(data):
         return None
     children: list[tuple[str, Any]] = []
@@ -209,14 +238,15 @@ def _build(tree: tuple[Any, ...], leaves: Iterator[torch.Tensor]) -> TensorDict:
     return new_tensordict(items, torch.Size(batch_size), device)
 
 
-def _located(leaves: list[torch.Tensor]) -> tuple[tuple[_Place, ...], list[Any]] | None:
-    """Where plain CPU tensors lie, and the pieces of memory; None where one is no such tensor.
+def _located(leaves: list[torch.Tensor]) -> tuple[tuple[_LeafHeader, ...], list[Any]] | None:
+    """Return the places of plain CPU tensors, and the buffers of their pieces.
 
-    One loop in Python over the leaves, a microsecond each: it is on the way of every batch. What
-    follows from how they lie is kept, since batches of one buffer lie alike.
+    If any tensor is not a plain CPU tensor, the result is None. Cost: one loop over the leaves of a
+    batch, about a microsecond per leaf. The cuts are cached, since all batches of a buffer have the
+    same layout.
     """
-    # Two arrays may begin at one address and be two memories to torch, one of them longer: what is
-    # sent of both is read from the one of them that is needed to the farthest byte.
+    # Two tensors may begin at the same address and have two torch storages of different sizes. Both
+    # are then read through the storage whose tensors extend to the farthest byte.
     memories: dict[int, int] = {}
     lying: list[_Lying] = []
     for leaf in leaves:
@@ -236,9 +266,12 @@ def _located(leaves: list[torch.Tensor]) -> tuple[tuple[_Place, ...], list[Any]]
 @lru_cache(maxsize=512)
 def _cut(
     lying: tuple[_Lying, ...],
-) -> tuple[tuple[_Place, ...], tuple[tuple[int, int, int], ...], _Order] | None:
-    """The pieces that tensors are cut out with: of each the tensor to whose memory it belongs, its
-    first byte there and the one after its last; None where they are a small part of a piece."""
+) -> tuple[tuple[_LeafHeader, ...], tuple[tuple[int, int, int], ...], _Order] | None:
+    """Return the places of tensors, the pieces to cut out, and their order.
+
+    A piece is given by three numbers: a tensor in its memory, the first byte there, and the end. If
+    tensors are a small part of a piece, the result is None.
+    """
     memories: dict[int, list[int]] = {}
     for number, (dtype, shape, stride, start, at) in enumerate(lying):
         itemsize, used, extent = _extent(dtype, shape, stride)
@@ -261,7 +294,7 @@ def _cut(
         cuts[at] = (number, first, last)
     order = _order([last - first for _, first, last in cuts.values()])
     pieces = {at: (piece, cuts[at][1]) for piece, at in enumerate(cuts)}
-    places: list[_Place] = []
+    places: list[_LeafHeader] = []
     for dtype, shape, stride, start, at in lying:
         if not shape.numel():
             places.append((dtype, tuple(shape), stride, 0, -1))
@@ -273,36 +306,42 @@ def _cut(
 
 
 def _extent(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> tuple[int, int, int]:
-    """Bytes of a value, of all values, and from the first of them to the end of the last."""
+    """Return three sizes in bytes: a value, all values, and the range that they span."""
     size = dtype.itemsize
     last = sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
     return size, shape.numel() * size, (last + 1) * size
 
 
-def _located_apart(leaves: list[torch.Tensor]) -> tuple[tuple[_Place, ...], list[Any]]:
-    """The same where some tensors are a small part of their memory: these are copied alone."""
+def _located_apart(leaves: list[torch.Tensor]) -> tuple[tuple[_LeafHeader, ...], list[Any]]:
+    """Return the same as `_located`.
+
+    Tensors that are a small part of their memory are copied.
+    """
     full = [leaf.detach() for leaf in leaves if leaf.numel()]
     pieces = pieces_of(full)
     raws = [raw.cpu() for raw, _, _ in pieces]
     order = _order([len(raw) for raw in raws])
     where: dict[int, tuple[int, int]] = {}
     for piece, (_, inside, first) in enumerate(pieces):
-        for place in inside:
-            begin = int(full[place].storage_offset()) * full[place].itemsize
-            where[place] = (begin - first + order.shifts[piece], order.numbers[piece])
-    places, place = [], 0
+        for number in inside:
+            begin = int(full[number].storage_offset()) * full[number].itemsize
+            where[number] = (begin - first + order.shifts[piece], order.numbers[piece])
+    places, number = [], 0
     for leaf in leaves:
         shape = tuple(leaf.shape)
         if not leaf.numel():
             places.append((leaf.dtype, shape, leaf.stride(), 0, -1))
             continue
-        places.append((leaf.dtype, shape, full[place].stride(), *where[place]))
-        place += 1
+        places.append((leaf.dtype, shape, full[number].stride(), *where[number]))
+        number += 1
     return tuple(places), _blocks(raws, order)
 
 
 def _order(sizes: list[int]) -> _Order:
-    """Which pieces are put together: small ones, where there are several."""
+    """Choose the pieces that share a buffer.
+
+    These are the small pieces, if there are several.
+    """
     small = [number for number, size in enumerate(sizes) if size < _TOGETHER_BYTES]
     if len(small) < 2:
         return _Order(tuple(range(len(sizes))), (0,) * len(sizes), 0)
@@ -317,7 +356,7 @@ def _order(sizes: list[int]) -> _Order:
 
 
 def _blocks(pieces: list[torch.Tensor], order: _Order) -> list[Any]:
-    """The buffers that are sent of pieces."""
+    """Return the buffers in which the pieces are sent."""
     if not order.together:
         return [_buffer(raw) for raw in pieces]
     stage = torch.empty(order.together, dtype=torch.uint8, device="cpu")
@@ -336,7 +375,7 @@ def _buffer(raw: torch.Tensor) -> pickle.PickleBuffer:
 
 
 @lru_cache(maxsize=512)
-def _header(tree: tuple[Any, ...] | None, places: tuple[_Place, ...]) -> bytes:
+def _header(tree: tuple[Any, ...] | None, places: tuple[_LeafHeader, ...]) -> bytes:
     return pickle.dumps((tree, places), protocol=5)
 
 
@@ -346,8 +385,8 @@ def _plan(header: bytes) -> tuple[Any, _Views, _Parts]:
     return tree, *_parts(places)
 
 
-def _parts(places: tuple[_Place, ...]) -> tuple[_Views, _Parts]:
-    """The pieces of memory as values of a kind, each once, and the tensors over them."""
+def _parts(places: tuple[_LeafHeader, ...]) -> tuple[_Views, _Parts]:
+    """Return the distinct views of the pieces, and the tensors over the views."""
     views: dict[tuple[int, torch.dtype], int] = {}
     parts = []
     for dtype, shape, stride, offset, number in places:
@@ -356,8 +395,8 @@ def _parts(places: tuple[_Place, ...]) -> tuple[_Views, _Parts]:
     return tuple(views), tuple(parts)
 
 
-def _placed(views: _Views, parts: _Parts, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, over the blocks."""
+def _over_blocks(views: _Views, parts: _Parts, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors over the blocks."""
     memories = []
     for number, dtype in views:
         if number < 0:
@@ -370,9 +409,9 @@ def _placed(views: _Views, parts: _Parts, blocks: list[torch.Tensor]) -> list[to
 
 
 class _Memory:
-    """Lets NumPy take memory for its own to change that Ray calls read-only.
+    """A wrapper that lets NumPy write to memory that Ray marks as read-only.
 
-    What is in a message belongs to whoever asked for it, and nobody else has it.
+    This is safe, since the memory of a message belongs only to its receiver.
     """
 
     __slots__ = ("__array_interface__", "owner")
@@ -394,7 +433,7 @@ def _tensor_over(block: Any, *, own: bool) -> torch.Tensor:
 
 
 def _as_pickle(value: Any) -> Message:
-    """The message of any object: pickled, with the tensors in it as pieces beside it."""
+    """Return the message of any object, pickled with its tensors as separate pieces."""
     tensors: list[torch.Tensor] = []
     file = io.BytesIO()
     _pickler()(file, tensors).dump(value)
@@ -409,7 +448,10 @@ def _pickler() -> Callable[[io.BytesIO, list[torch.Tensor]], Any]:
     from cloudpickle import Pickler
 
     class Extracting(Pickler):
-        """Takes tensors out of what it pickles; one that is there twice is there twice again."""
+        """A pickler that stores tensors separately.
+
+        A tensor that occurs twice remains a single object.
+        """
 
         def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
             super().__init__(file, protocol=5)
@@ -428,7 +470,7 @@ def _pickler() -> Callable[[io.BytesIO, list[torch.Tensor]], Any]:
 
 
 def _travels(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is its bytes, now or once it is detached."""
+    """Return whether the bytes of a tensor represent it completely after detaching it."""
     if tensor.device.type == "meta" or tensor.layout is not torch.strided:
         return False
     return not tensor.numel() or is_plain(tensor.detach())

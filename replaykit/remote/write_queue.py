@@ -1,4 +1,4 @@
-"""Writes of one client on their way to the actor: small ones together, all in order."""
+"""Send the writes of one client to the actor in order, combining small writes."""
 
 from __future__ import annotations
 
@@ -13,34 +13,40 @@ from typing import Any
 import torch
 
 from replaykit._compat import TensorDict, fields_of, has_names, new_tensordict
-from replaykit.remote.requests import RemoteResult, Reply, told
+from replaykit.remote.requests import RemoteResult, Reply, joined_texts
 from replaykit.remote.wire_format import Message, pack
 
 __all__ = ["WriteQueue", "leave_all"]
 
 MOST_UNDER_WAY = 16
-"""Messages that may be unanswered; the next write then waits for the oldest."""
+"""The maximum number of unanswered messages.
+
+A further write waits for the oldest one.
+"""
 
 _AT_EXIT_SECONDS = 5.0
-"""How long the end of the program waits for all that is under way, together."""
+"""Seconds that the program waits at its end for all pending writes together."""
 
 
 class WriteQueue:
-    """Sends writes in the order in which they were given.
+    """A queue that sends writes in their order.
 
-    With ``rows`` above 1, writes of fewer rows are kept until there are that many, or for
-    ``seconds``, and then go as one message; a write of another layout, or of what is no plain
-    TensorDict, sends those before it first. Rows are copied when they are given.
+    With ``rows`` above 1, smaller writes wait until their rows reach that number, or for
+    ``seconds``. They are then sent as one message. If a write has another layout, or is not a plain
+    TensorDict, the waiting writes are sent before it. ``put`` copies the rows.
 
-    ``_lock`` guards what is kept, the order of sending and errors to be told; nobody waits for an
-    answer with it.
+    ``_lock`` guards the unsent rows, the order of messages, and the errors to raise. No thread
+    holds it while it waits for an answer.
 
     Args:
-        write: sends rows of several calls (counts, rows) and returns an object reference.
-        call: sends one call (name, data, keywords) and returns an object reference.
-        rows: how many rows go together at most; 0 or 1: every write goes alone.
-        seconds: how long a row is kept at most.
-        actor: to whom it writes.
+        write: function ``(counts, rows)`` that sends the rows of several calls and returns an
+            object reference.
+        call: function ``(name, data, keywords)`` that sends one call and returns an object
+            reference.
+        rows: maximum number of rows in a common message. With 0 or 1, every write is sent
+            separately.
+        seconds: maximum seconds for which a row waits before it is sent.
+        actor: the actor that receives the writes.
     """
 
     def __init__(
@@ -55,7 +61,7 @@ class WriteQueue:
         self._write, self._call = write, call
         self._rows, self._seconds = rows, seconds
         self._lock = threading.RLock()
-        self._kept: _Kept | None = None
+        self._kept: _Unsent | None = None
         self._reply: Reply | None = None
         self._waiting: list[WriteResult] = []
         self._timer: threading.Timer | None = None
@@ -63,50 +69,54 @@ class WriteQueue:
         self._failed: deque[Exception] = deque()
 
     def put(self, name: str, data: Any, keywords: Mapping[str, Any]) -> WriteResult:
-        """Takes a write; returns what it will return.
+        """Put a write into the queue; return its future result.
 
         Raises:
-            Exception: what an earlier write has raised whose result nobody has asked for. This one
-                was not taken then.
+            Exception: the error of an earlier write whose result no caller asked for. The new write
+                is not put into the queue then.
         """
         self._raise_failed()
         with self._lock:
             _register(self)
-            written = self._keep(name, data) if self._rows > 1 and not keywords else None
+            written = self._append(name, data) if self._rows > 1 and not keywords else None
             if written is None:
                 self.send()
                 reply = Reply(self._call(name, data, keywords))
                 written = WriteResult(reply, None)
                 self._under_way.append((reply, [written]))
         self._wait(MOST_UNDER_WAY, None)
-        _look_at_others()
+        _poll_others()
         return written
 
-    def _keep(self, name: str, data: Any) -> WriteResult | None:
-        """Keeps rows, to be sent with others; None where they are too many, or of no such kind."""
+    def _append(self, name: str, data: Any) -> WriteResult | None:
+        """Copy rows, to send them together with other rows.
+
+        The result is None if this is impossible, because the rows are too many or not a plain
+        TensorDict.
+        """
         layout = _layout(data, single=name == "add")
         count = 1 if name == "add" else len(data) if layout is not None else 0
         if layout is None or not 0 < count < self._rows:
             return None
-        kept = self._kept
-        if kept is None or kept.layout != layout or kept.used + count > self._rows:
+        unsent = self._kept
+        if unsent is None or unsent.layout != layout or unsent.used + count > self._rows:
             self.send()
-            if kept is None or kept.layout != layout:
-                kept = self._kept = _Kept(layout, data, self._rows, single=name == "add")
+            if unsent is None or unsent.layout != layout:
+                unsent = self._kept = _Unsent(layout, data, self._rows, single=name == "add")
         if self._reply is None:
             timer = threading.Timer(self._seconds, self._send_later)
             timer.daemon = True
-            timer.start()  # it waits for the lock
+            timer.start()  # the timer's call waits for the lock
             self._timer, self._reply = timer, Reply(send=self.send)
-        kept.take(data, count, single=name == "add")
+        unsent.append(data, count, single=name == "add")
         written = WriteResult(self._reply, len(self._waiting))
         self._waiting.append(written)
-        if kept.used == self._rows:
+        if unsent.used == self._rows:
             self.send()
         return written
 
     def send(self) -> None:
-        """Sends what is kept; waits for nothing."""
+        """Send the unsent rows without waiting for an answer."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
@@ -123,30 +133,31 @@ class WriteQueue:
                 raise
             self._under_way.append((reply, waiting))
 
-    def settle(self) -> None:
-        """Sends what is kept and waits until all has been written.
+    def flush(self) -> None:
+        """Send the unsent rows and wait until all writes are stored.
 
         Raises:
-            Exception: what a write has raised whose result nobody has asked for; the oldest, and
-                each time another.
+            Exception: the oldest error of a write whose result no caller asked for. Each call
+                raises the next such error.
         """
         self.send()
         self._wait(0, None)
         self._raise_failed()
 
     def leave(self, until: float | None = None) -> tuple[list[Exception], int]:
-        """Sends what is kept and waits until all has been written, at most until then; forgets it.
+        """Send the unsent rows, wait for all answers, and drop missing answers.
 
         Args:
-            until: by ``time.monotonic()``; None: without end.
+            until: time of ``time.monotonic()`` at which the wait ends, or None to wait without a
+                limit.
 
         Returns:
-            All errors that nobody knows of, and how many messages had no answer.
+            All errors that no caller has received, and the number of unanswered messages.
         """
         try:
             self.send()
         except Exception as error:
-            self._note(error)
+            self._store_error(error)
         self._wait(0, until)
         with self._lock:
             failed, unanswered = list(self._failed), len(self._under_way)
@@ -155,33 +166,35 @@ class WriteQueue:
             self._unregister()
             return failed, unanswered
 
-    def look(self) -> None:
-        """Takes note of the answers that have come; waits for none."""
+    def poll(self) -> None:
+        """Process the answers that have arrived; do not wait."""
         self._wait(0, 0.0)
 
     def _wait(self, most: int, until: float | None) -> None:
-        """Waits until no more than that many messages are unanswered, in their order; keeps the
-        errors that nobody knows of."""
+        """Wait until at most ``most`` messages are unanswered; store their errors.
+
+        The answers are processed in the order of the messages.
+        """
         while True:
             with self._lock:
                 if len(self._under_way) <= most:
                     self._unregister()
                     return
-                entry = self._under_way[0]  # others see it until it has been looked at
+                entry = self._under_way[0]  # stays in the queue until its answer is processed
             reply, waiting = entry
             try:
                 reply.get(None if until is None else max(0.0, until - time.monotonic()))
             except Exception:
-                if not reply.known:  # not yet
+                if not reply.known:  # no answer yet
                     return
             with self._lock:
                 if not (self._under_way and self._under_way[0] is entry):
-                    continue  # somebody else's
+                    continue  # another thread has processed it
                 self._under_way.popleft()
-                self._look(reply, waiting)
+                self._collect_errors(reply, waiting)
 
-    def _look(self, reply: Reply, waiting: list[WriteResult]) -> None:
-        """Keeps the errors that nobody knows of, of an answer that has come."""
+    def _collect_errors(self, reply: Reply, waiting: list[WriteResult]) -> None:
+        """Store the errors of an answer that no caller has received."""
         for written in waiting:
             if not written.seen:
                 try:
@@ -189,19 +202,22 @@ class WriteQueue:
                 except Exception as error:
                     self._failed.append(error)
                     if written.position is None or error is reply.error:
-                        return  # one error for all
+                        return  # the error applies to all writes
 
     def _unregister(self) -> None:
-        """Once there is nothing to wait for, and nothing to tell."""
+        """Remove the queue from `_PENDING` if it has no writes and no errors left."""
         if self._reply is None and not self._under_way and not self._failed:
             _PENDING.pop(id(self), None)
 
-    def _note(self, error: Exception) -> None:
+    def _store_error(self, error: Exception) -> None:
         with self._lock:
             self._failed.append(error)
 
     def _raise_failed(self) -> None:
-        """Raises the oldest error that nobody knows of; the next call raises the next."""
+        """Raise the oldest error that no caller has received.
+
+        The next call raises the next error.
+        """
         with self._lock:
             error = self._failed.popleft() if self._failed else None
             self._unregister()
@@ -209,19 +225,22 @@ class WriteQueue:
             raise error
 
     def _send_later(self) -> None:
-        """In a thread of its own, ``seconds`` after the first row: nobody is there to tell."""
+        """Send the unsent rows and store any error.
+
+        The thread of a timer calls this method ``seconds`` after the first row.
+        """
         try:
             self.send()
         except Exception as error:
-            self._note(error)
+            self._store_error(error)
 
 
 class WriteResult(RemoteResult):
-    """What a write will return: where its rows lie.
+    """The future result of a write, the index of its rows.
 
     Attributes:
-        position: which of the writes in its message it is; None: the only one.
-        seen: whether somebody has asked for it, and so been told of an error.
+        position: number of the write in its message, or None if it is the only write.
+        seen: whether a caller has asked for the result, and so received any error.
     """
 
     def __init__(self, reply: Reply, position: int | None) -> None:
@@ -258,8 +277,11 @@ class WriteResult(RemoteResult):
         return found
 
 
-class _Kept:
-    """Rows of one layout, one after the other in memory that is used again and again."""
+class _Unsent:
+    """The unsent rows of one layout.
+
+    Their memory is reused by every message.
+    """
 
     def __init__(self, layout: Any, example: TensorDict, rows: int, *, single: bool) -> None:
         self.layout = layout
@@ -269,7 +291,10 @@ class _Kept:
         self._table = self._like(example, rows, 0 if single else 1)
 
     def _like(self, example: TensorDict, rows: int, lead: int) -> TensorDict:
-        """An empty table of rows like those, on the CPU; its columns in the order of `_leaves`."""
+        """Return an empty CPU table for rows like the example.
+
+        This method also adds the columns of the table, in the order of `_leaves`.
+        """
         fields: dict[str, Any] = {}
         for name, value in fields_of(example).items():
             if type(value) is TensorDict:
@@ -280,7 +305,7 @@ class _Kept:
             self._columns.append(fields[name])
         return new_tensordict(fields, torch.Size((rows, *example.batch_size[lead:])), None)
 
-    def take(self, data: TensorDict, count: int, *, single: bool) -> None:
+    def append(self, data: TensorDict, count: int, *, single: bool) -> None:
         start = self.used
         for column, leaf in zip(self._columns, _leaves(data), strict=True):
             (column[start] if single else column[start : start + count]).copy_(leaf.detach())
@@ -288,14 +313,20 @@ class _Kept:
         self._counts.append(0 if single else count)
 
     def taken(self) -> tuple[list[int], TensorDict]:
-        """What each call has given, and all rows, which are to be packed before the next comes."""
+        """Return the counts of the calls, and all rows.
+
+        The next write overwrites these rows.
+        """
         counts, self._counts = self._counts, []
         rows, self.used = self._table[: self.used], 0
         return counts, rows
 
 
 def _layout(data: Any, *, single: bool) -> Any:
-    """What rows must have in common to lie in one table; None where they can lie in none."""
+    """Return the layout that all rows of a table share.
+
+    The result is None if no table can hold the rows.
+    """
     if type(data) is not TensorDict or has_names(data):
         return None
     lead = 0 if single else 1
@@ -330,60 +361,72 @@ def _leaves(data: TensorDict) -> list[torch.Tensor]:
 
 
 _PENDING: dict[int, WriteQueue] = {}
-"""Those with rows that may not be stored yet, or errors that nobody knows of, also after their
-handles have gone. Each is put here and taken out under its own lock."""
+"""The queues whose rows may not be stored yet, or whose errors were not raised.
+
+Queues stay here even after their handles are deleted. Each queue is added and removed under its
+lock.
+"""
 
 _FEW = 64
-"""So many may lie there without being looked at."""
+"""The minimum value in `_looked_at`."""
 _looked_at = [_FEW]
-"""How many there were when all were looked at."""
+"""The number of pending queues after the last poll.
+
+The next poll follows when this number has doubled.
+"""
 
 
-def _register(outbox: WriteQueue) -> None:
-    """What is under way at the end of the program is waited for before Ray, which is up by now,
-    goes down."""
+def _register(write_queue: WriteQueue) -> None:
+    """Make the end of the program wait for the pending writes of a queue.
+
+    Ray is already running, so this exit handler is newer than Ray's and runs first.
+    """
     if not _PENDING:
         atexit.unregister(_leave_at_exit)
         atexit.register(_leave_at_exit)
-    _PENDING[id(outbox)] = outbox
+    _PENDING[id(write_queue)] = write_queue
 
 
-def _look_at_others() -> None:
-    """Lets go of those that nobody uses any more; now and then, since it asks each for answers."""
+def _poll_others() -> None:
+    """Release queues that are no longer in use.
+
+    This is done rarely, since it polls every queue.
+    """
     if len(_PENDING) >= 2 * _looked_at[0]:
-        for outbox in list(_PENDING.values()):
-            outbox.look()
+        for write_queue in list(_PENDING.values()):
+            write_queue.poll()
         _looked_at[0] = max(_FEW, len(_PENDING))
 
 
 def leave_all(until: float | None, actor: Any = None) -> tuple[list[Exception], int]:
-    """Has all outboxes of this process that write to an actor send what they keep, and waits.
+    """Call ``leave`` for all queues of this process that write to an actor.
 
     Args:
-        until: as for ``WriteQueue.leave``, for all of them together.
-        actor: None: to any.
+        until: the same as for ``WriteQueue.leave``, for all queues together.
+        actor: the actor, or None for all actors.
 
     Returns:
-        As ``WriteQueue.leave``.
+        The same as for ``WriteQueue.leave``, over all queues.
     """
     failed: list[Exception] = []
     unanswered = 0
-    for outbox in list(_PENDING.values()):
-        if actor is None or outbox.actor is actor:
-            errors, left = outbox.leave(until)
+    for write_queue in list(_PENDING.values()):
+        if actor is None or write_queue.actor is actor:
+            errors, left = write_queue.leave(until)
             failed += errors
             unanswered += left
     return failed, unanswered
 
 
 def _leave_at_exit() -> None:
-    """Nobody is there to be told of writes that are lost: they are warned of."""
+    """Wait for pending writes at the end of the program; warn if writes are lost."""
     failed, unanswered = leave_all(time.monotonic() + _AT_EXIT_SECONDS)
     if unanswered:
         failed.append(TimeoutError(f"{unanswered} messages had no answer"))
     if failed:
         warnings.warn(
-            f"writes were not stored, or may not have been, when the program ended: {told(failed)}",
+            "writes were not stored, or may not have been, when the program ended: "
+            f"{joined_texts(failed)}",
             RuntimeWarning,
             stacklevel=1,
         )

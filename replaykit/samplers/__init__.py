@@ -1,4 +1,4 @@
-"""Which records come next."""
+"""Samplers and sample units: the choice of the rows of a batch."""
 
 from replaykit.registry import room
 

@@ -25,19 +25,23 @@ _FIRST = 64
 
 
 def rising(numbers: Array) -> Array:
-    """The distinct ones of some whole numbers, rising; most often they are so already."""
+    """Return the distinct integers in ascending order; fast for sorted input."""
     return numbers if (numbers[1:] > numbers[:-1]).all() else np.unique(numbers)
 
 
 class LiveSlots:
-    """Slots ``0..length-1``, each of which is live or waits in line to be written again.
+    """Slots ``0..length-1``, each either live or queued to be written again.
 
-    Live slots lie in one array in any order, so that a draw is a number of one; one that goes is
-    replaced by the last. The line is an array too, of numbers that go on for ever: a slot holds the
-    number that it has in it, so that entries of slots that were written since are known for old.
+    Live slots fill the front of one array in any order, so a draw only chooses positions in it.
+    When a live slot is removed, the last live slot moves to its position. The queue is an array
+    too.
+    Its entries are numbered, and the numbers grow for ever. Each slot stores the number of its
+    entry.
+    If a slot was written after its entry was queued, the numbers differ, and the entry is stale.
 
-    Cost: O(K) for K slots, amortised; 28 bytes a slot, up to twice as many while there come more,
-    and up to 16 for the line.
+    Cost: O(K) for K slots, amortised.
+    Memory: 28 bytes per slot, up to twice that while the number of slots grows, and up to 16 bytes
+    per slot for the queue.
 
     Example:
         >>> import numpy as np
@@ -55,21 +59,21 @@ class LiveSlots:
     def __init__(self) -> None:
         self.length = 0
         self.count = 0
-        """How many are live."""
+        """Number of live slots."""
         self._uses = np.zeros(0, np.int32)
         self._live = np.zeros(0, np.int64)
-        self._place = np.zeros(0, np.int64)  # among the live ones; -1: it is not
-        self._number = np.zeros(0, np.int64)  # in the line; -1: it is not
+        self._place = np.zeros(0, np.int64)  # position in _live; -1: not live
+        self._number = np.zeros(0, np.int64)  # number of its entry in the queue; -1: none
         self._line = np.zeros(_FIRST, np.int64)
-        self._lo, self._hi = 0, 0  # what of the array is in line
-        self._base = 0  # number of its first entry
+        self._lo, self._hi = 0, 0  # range of the array that is queued
+        self._base = 0  # number of the array's first entry
 
     def at(self, places: Array) -> Array:
-        """Live slots by their places in ``[0, count)``."""
+        """Return the live slots at these positions in ``[0, count)``."""
         return self._live[places]
 
     def use(self, slots: Array, most: int) -> None:
-        """Notes that distinct live slots were drawn once more, of ``most`` times."""
+        """Count one draw of each of these distinct live slots; ``most`` is the limit."""
         self._uses[slots] += 1
         gone = slots[self._uses[slots] >= most]
         if not len(gone):
@@ -85,13 +89,13 @@ class LiveSlots:
         self._queue(gone)
 
     def unused(self, slots: Array, most: int) -> None:
-        """Takes back that slots were drawn, which have not been written since."""
+        """Take back one draw of each slot. The slots were not written after that draw."""
         slots = np.unique(slots[slots < self.length])
         self._uses[slots] = np.maximum(self._uses[slots] - 1, 0)
         self._enliven(slots[self._uses[slots] < most])
 
     def written(self, slots: Array) -> None:
-        """Notes slots that hold new records: they were never drawn."""
+        """Make the slots live and reset their counts, because they hold new rows."""
         if not len(slots):
             return
         slots = rising(slots)
@@ -122,7 +126,7 @@ class LiveSlots:
         self._enliven(skipped)
 
     def free(self, count: int) -> Array:
-        """The first ``count`` slots in line, or all; they stay there."""
+        """Return up to ``count`` slots from the front of the queue, which keeps them."""
         until = min(self._hi, self._lo + count)
         if not self._known(self._lo, until).all():
             self._tidy()
@@ -130,7 +134,7 @@ class LiveSlots:
         return self._line[self._lo : until].copy()
 
     def _known(self, lo: int, hi: int) -> Array:
-        """Which entries are of slots that have not been written since: bool ``[hi - lo]``."""
+        """Return a bool mask ``[hi - lo]`` of the entries that are not stale."""
         return np.asarray(self._number[self._line[lo:hi]] == np.arange(lo, hi) + self._base)
 
     def _queue(self, slots: Array) -> None:
@@ -146,18 +150,18 @@ class LiveSlots:
         self._hi += len(slots)
 
     def _advance(self, count: int) -> None:
-        """Lets go of entries at the front that are old; at most ``count`` have become so."""
+        """Drop stale entries at the front; at most ``count`` have become stale."""
         known = self._known(self._lo, min(self._hi, self._lo + count))
         self._lo += int(known.argmax()) if known.any() else len(known)
 
     def _tidy(self) -> None:
-        """Leaves out of the line what has been written since."""
+        """Remove all stale entries from the queue."""
         line = self._line[self._lo : self._hi][self._known(self._lo, self._hi)]
         self._lo = self._hi
         self._queue(line)
 
     def move(self, rows: Array) -> None:
-        """Told that the records of slots ``rows`` now lie in slots ``0, 1, ...``, and no others."""
+        """Renumber slots ``rows`` as ``0, 1, ...`` and drop all others."""
         self._reserve(int(rows.max()) + 1 if len(rows) else 0)
         uses, live, line = self.state()
         now = np.full(len(uses), -1, np.int64)
@@ -168,7 +172,7 @@ class LiveSlots:
     # -- state --------------------------------------------------------------------------------
 
     def state(self) -> tuple[Array, Array, Array]:
-        """Copies of how often each slot was drawn, the live ones, and the line: int64 each."""
+        """Return copies of each slot's count, the live slots and the queue, int64."""
         self._tidy()
         return (
             self._uses[: self.length].astype(np.int64),
@@ -178,7 +182,7 @@ class LiveSlots:
 
     @classmethod
     def of(cls, uses: Array, live: Array, line: Array, most: int) -> LiveSlots:
-        """Returns what ``state`` told of; ValueError where that contradicts itself."""
+        """Restore a ``state``. Raises ValueError if its arrays contradict each other."""
         length, whole = len(uses), np.concatenate([live, line])
         seen = np.zeros(length, bool)
         if len(whole) == length and ((whole >= 0) & (whole < length)).all():
@@ -214,30 +218,33 @@ class LiveSlots:
 
 _ARRAYS = ("_sample_count", "_sampleable", "_free")
 _UNKNOWN = 2**62
-"""More than any storage has slots."""
+"""A limit above the number of slots of any storage."""
 
 
 class ConsumingSampler(Sampler):
-    """Draws records uniformly, none twice in a batch, each ``max_sample_count`` times in all.
+    """Draws rows uniformly without repetition, each ``max_sample_count`` times.
 
-    A record that was drawn so often cannot be drawn again before its slot is written again, and
-    the buffer writes to such slots first, in the order in which they became free. ``len`` of the
-    buffer is the number of records that can be drawn; a batch has at most so many. ``ran_out``
-    turns True with the batch that leaves none, which ends an iteration.
+    No row occurs twice in a batch. After ``max_sample_count`` draws, a row is used up and its slot
+    is free. The buffer writes new rows to free slots first, in the order in which they became free.
+
+    The ``len`` of the buffer is the number of rows that can still be drawn. A batch cannot be
+    larger. ``ran_out`` becomes True with the batch that uses up the last row, and iteration over
+    the buffer ends there.
+
+    The buffer needs a list or tensor storage with ``ndim=1``, and a RoundRobinWriter. It cannot use
+    ``prefetch``, ``shared``, a ``Sequence``, or transforms that read neighbouring rows, because
+    reused slots do not keep the order of time. The buffer argument ``consume_after_n_samples=n``
+    has the same effect as this sampler. If a batch cannot be made, its draws are rolled back.
 
     Args:
-        max_sample_count: how often a record is drawn, at least 1.
+        max_sample_count: number of times that a row is drawn, at least 1.
 
     Raises:
-        TypeError: no int. ValueError: below 1.
-        RuntimeError: in ``sample``: nothing is left.
+        TypeError: ``max_sample_count`` is not an int.
+        ValueError: ``max_sample_count`` is below 1.
+        RuntimeError: ``sample`` finds no row left.
 
-    For buffers over list and tensor storages (``ndim=1``) with a RoundRobinWriter; not with
-    ``prefetch``, ``shared``, a ``Sequence``, or transforms that read the rows around: reused slots
-    do not keep the order of time. ``consume_after_n_samples=n`` of a buffer is the same. A batch
-    whose making failed is given back.
-
-    Cost: O(B) a draw and a write; 28 to 72 bytes a record.
+    Cost: O(B) for a draw or a write of B rows. Memory: 28 to 72 bytes per row.
 
     Example:
         >>> import torch
@@ -262,34 +269,34 @@ class ConsumingSampler(Sampler):
         super().__init__(replacement=replacement)
         self._most = checked_uses("max_sample_count", max_sample_count)
         self._slots = LiveSlots()
-        # How far the ledger had been cleared when it was looked at; None: it was not.
+        # The ledger's count of clears when last read; None: not read yet.
         self._cleared: int | None = None
 
     @property
     def max_sample_count(self) -> int:
-        """How often a record is drawn."""
+        """The number of times that a row is drawn."""
         return self._most
 
     # -- drawing ------------------------------------------------------------------------------
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Draws up to ``batch_size`` records; returns the index, and no info.
+        """Draw up to ``batch_size`` rows; return the index and an empty info.
 
         Raises:
-            RuntimeError: nothing is stored, or nothing is left. ValueError: ``ndim > 1``, or
-                transforms that read the rows around.
+            RuntimeError: the storage is empty, or no row is left.
+            ValueError: ``ndim > 1``, or the buffer's transforms read neighbouring rows.
         """
         require_rows(storage)
         if storage.ndim > 1 or self.needs:
             raise ValueError(
                 f"{type(self).__name__} draws rows one by one, and their slots are written again: "
-                "expected ndim=1 and no transforms that read the rows around"
+                "expected ndim=1 and no transforms that read neighbouring rows"
             )
         left = self.left(storage)
         if not left:
             raise NotEnoughData(
                 f"each of the {len(storage)} stored rows has been sampled {self._most} times; "
-                "write others first"
+                "write new rows first"
             )
         drawn = self._slots.at(_distinct(left, min(batch_size, left), self.generator))
         self._slots.use(drawn, self._most)
@@ -300,34 +307,37 @@ class ConsumingSampler(Sampler):
         return self.left(storage) > 0 and storage.ndim == 1 and not self.needs
 
     def left(self, storage: Storage) -> int:
-        """How many records can be drawn."""
+        """Return the number of rows that can be drawn."""
         with storage.lock:
             self._follow(storage)
             return self._slots.count
 
     def free(self, storage: Storage, count: int) -> torch.Tensor:
-        """Slots of records that have been drawn for the last time, up to ``count``, those first
-        that were so first; they stay free until somebody writes there."""
+        """Return up to ``count`` slots whose rows were drawn for the last time.
+
+        The slots are in the order in which they became free. They stay free until the writer writes
+        to them.
+        """
         with storage.lock:
             self._follow(storage)
             return torch.from_numpy(self._slots.free(count))
 
     def _follow(self, storage: Storage) -> None:
-        """Takes note of what nobody has told of: records that are gone, and more of them."""
+        """Follow changes that came without a notification: clears, lost and new rows."""
         ledger = storage.ledger
         if self._cleared != ledger.cleared:
             if self._cleared is not None:
                 self._slots = LiveSlots()
             self._cleared = ledger.cleared
-        if ledger.length < self._slots.length:  # the state of a longer buffer
+        if ledger.length < self._slots.length:  # the loaded state is of a buffer with more rows
             self._slots.move(np.arange(ledger.length))
         if ledger.length > self._slots.length:
             self._slots.written(np.arange(self._slots.length, ledger.length))
 
-    # -- being told ---------------------------------------------------------------------------
+    # -- notifications ------------------------------------------------------------------------
 
     def attach(self, storage: Storage) -> None:
-        """Takes the storage to draw from; what is stored there was never drawn."""
+        """Attach the sampler to its storage. All rows in it count as never drawn."""
         self._slots, self._cleared = LiveSlots(), storage.ledger.cleared
 
     def add(self, index: Any) -> None:
@@ -337,10 +347,10 @@ class ConsumingSampler(Sampler):
         self.mark_update(index)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Told that records were written: they were never drawn.
+        """Reset the draw counts of rows that were written.
 
         Raises:
-            IndexError: an index other than -1 outside the stored records; nothing has changed.
+            IndexError: an index other than -1 is outside the stored rows; nothing has changed.
         """
         if storage is None and self.owner is not None:
             storage = self.owner.storage
@@ -362,8 +372,10 @@ class ConsumingSampler(Sampler):
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns how often each record was drawn, int64 ``[N]``, and what comes next: the records
-        that can be drawn, and the free slots in their order."""
+        """Return each row's number of draws, int64 ``[N]``, and the order of the slots.
+
+        The order has two parts: the live slots, and the free slots in the order of the queue.
+        """
         uses, live, free = self._slots.state()
         return {
             **super().state_dict(),
@@ -379,7 +391,7 @@ class ConsumingSampler(Sampler):
         self._checked(state_dict)
 
     def stored_in(self, state_dict: dict[str, Any]) -> int | None:
-        # Records that came unnoticed are not in it.
+        # The state lacks rows that came without a notification.
         return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -404,10 +416,11 @@ class ConsumingSampler(Sampler):
 
 
 def checked_uses(name: str, value: object) -> int:
-    """Returns how often records are drawn.
+    """Return the number of times that rows are drawn.
 
     Raises:
-        TypeError: no int. ValueError: below 1.
+        TypeError: the value is not an int.
+        ValueError: the value is below 1.
     """
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"expected {name} as an int, got {value!r}")
@@ -417,9 +430,12 @@ def checked_uses(name: str, value: object) -> int:
 
 
 def _distinct(limit: int, count: int, generator: torch.Generator | None) -> Array:
-    """Distinct numbers of ``[0, limit)`` in random order, each as likely: int64 ``[count]``.
+    """Draw ``count`` distinct integers of ``[0, limit)`` uniformly, in random order.
 
-    Independent draws of which repeated ones are dropped have that law. Cost: O(count).
+    Returns:
+        int64 ``[count]``.
+
+    Independent draws without their repetitions have this distribution. Cost: O(count).
     """
     if 4 * count >= limit:
         device = "cpu" if generator is None else generator.device

@@ -18,19 +18,19 @@ from replaykit.storages.indexing import ravel
 from replaykit.structure import Path
 from replaykit.ted import format_key
 
-__all__ = ["FollowedVersions", "VersionGroups"]
+__all__ = ["VersionColumn", "VersionGroups"]
 
 Array = np.ndarray[Any, Any]
 
 
 class VersionGroups:
-    """The elements ``0..length-1``, those of one version side by side.
+    """The rows ``0..length-1`` (flat indices), grouped by version.
 
-    Inside a group they lie in any order, which follows from what was set alone, so that two that
-    were set alike give the same draws. One that leaves is replaced by the last of its group.
+    The order inside a group depends only on the calls of ``set``. So two objects with equal calls
+    give the same draws. When a row leaves a group, the last row of the group moves to its position.
 
-    Cost: O(K log K) for K elements that are set, and O(V) of V versions where one comes or goes;
-    32 to 64 bytes an element.
+    Cost: O(K log K) to set K rows. If this adds or removes one of V versions, also O(V).
+    Memory: 32 to 64 bytes per row.
 
     Example:
         >>> import numpy as np
@@ -47,28 +47,31 @@ class VersionGroups:
     def __init__(self) -> None:
         self.length = 0
         self.changes = 0
-        """Grows with whatever changes versions or counts."""
+        """A counter that grows with every change of ``versions`` or ``counts``."""
         self.versions = np.zeros(0, np.int64)
-        """Those that some element has, rising: ``[V]``."""
-        self._ids = np.zeros(0, np.int64)  # numbers of their groups
+        """The versions of the rows, in ascending order: ``[V]``."""
+        self._ids = np.zeros(0, np.int64)  # numbers of the versions' groups
         self._group: Any = Records({"count": np.int64})
         self._rings = Rings(np.int64)
-        self._of = np.zeros(0, np.int64)  # group of an element; -1: none
-        self._place = np.zeros(0, np.int64)  # in its group
-        self._numbers = np.zeros(0, np.int64)  # of groups in ``versions``, as of these changes:
+        self._of = np.zeros(0, np.int64)  # group of a row; -1: none
+        self._place = np.zeros(0, np.int64)  # position in its group
+        self._numbers = np.zeros(0, np.int64)  # numbers of the groups in ``versions``, as of:
         self._numbered = -1
 
     @property
     def counts(self) -> Array:
-        """How many elements have each version: int64 ``[V]``. Cost: O(V)."""
+        """The number of rows of each version: int64 ``[V]``. Cost: O(V)."""
         return np.asarray(self._group.count[self._ids])
 
     def members(self, which: Array, place: Array) -> Array:
-        """Elements: of the versions with these numbers in ``versions``, in these places."""
+        """Return the rows at positions ``place`` in the groups of versions ``which``.
+
+        ``which`` holds positions in ``versions``.
+        """
         return self._rings.get(self._ids[which], place)
 
     def of(self, elements: Array) -> Array:
-        """Numbers in ``versions`` of the versions of elements. Cost: O(V) after changes."""
+        """Return each row's position in ``versions``. Cost: O(V) more after a change."""
         if self._numbered != self.changes:
             self._numbers = np.zeros(self._group.capacity, np.int64)
             self._numbers[self._ids] = np.arange(len(self._ids))
@@ -76,7 +79,7 @@ class VersionGroups:
         return np.asarray(self._numbers[self._of[elements]])
 
     def set(self, elements: Array, versions: Array) -> None:
-        """Gives elements, distinct and rising, their versions; ``length`` follows."""
+        """Set the versions of distinct, ascending rows. ``length`` grows if needed."""
         if not len(elements):
             return
         if not len(self.versions):
@@ -124,7 +127,7 @@ class VersionGroups:
         moved, their = tail[stays], owner[stays]
         hole = self._place[elements] < np.repeat(after, leaving)
         holes = self._place[elements][hole]
-        # As many in each group, and both by group.
+        # Both arrays have the same number of entries for each group, in the order of the groups.
         self._rings.put(their, holes, moved)
         self._place[moved] = holes
         count[touched] = after
@@ -135,7 +138,7 @@ class VersionGroups:
         coming, number = np.unique(versions, return_counts=True)
         fresh = coming[~np.isin(coming, self.versions)]
         if len(fresh):
-            ids = self._group.take(len(fresh))
+            ids = self._group.new_numbers(len(fresh))
             self._group.count[ids] = 0
             self._rings.start(ids, self._group.capacity)
             at = np.searchsorted(self.versions, fresh)
@@ -153,7 +156,7 @@ class VersionGroups:
     # -- state --------------------------------------------------------------------------------
 
     def state(self) -> tuple[Array, Array, Array]:
-        """Copies of elements by version and place ``[N]``, versions and counts ``[V]``."""
+        """Return copies of the rows by version ``[N]``, the versions and counts ``[V]``."""
         counts = self.counts
         which = np.repeat(np.arange(len(counts)), counts)
         places = spread(np.zeros_like(counts), counts)
@@ -161,7 +164,7 @@ class VersionGroups:
 
     @classmethod
     def of_state(cls, elements: Array, versions: Array, counts: Array) -> VersionGroups:
-        """Returns what ``state`` told of; ValueError where that contradicts itself."""
+        """Restore a ``state``. Raises ValueError if its arrays contradict each other."""
         if not (
             len(versions) == len(counts)
             and (counts > 0).all()
@@ -170,8 +173,8 @@ class VersionGroups:
             and np.array_equal(np.sort(elements), np.arange(len(elements)))
         ):
             raise ValueError(
-                f"expected the versions of {len(elements)} elements, each with one, got "
-                f"{versions.tolist()[:8]} of {counts.tolist()[:8]} elements"
+                f"expected the versions of {len(elements)} rows, each with one, got "
+                f"{versions.tolist()[:8]} of {counts.tolist()[:8]} rows"
             )
         found = cls()
         found.versions = found.versions.astype(versions.dtype)
@@ -182,84 +185,88 @@ class VersionGroups:
 
 
 _MANY = 4
-"""More elements told of than this many times those stored, and all are looked at instead."""
+"""If this many times the number of stored rows was written, the next update reads all rows."""
 
 
-class FollowedVersions:
-    """Groups of the rows of a storage by what stands in a column.
+class VersionColumn:
+    """Groups of the rows of a storage by the values of one column.
 
-    Brought up to date from what the ledger says was written at the cursor, or what was told of
-    (``note``) where that was elsewhere, and what the storage says was edited; only where these do
-    not account for all that has happened, by a pass over the column. The storage's lock guards it.
+    An update reads only changed rows. These are the rows that the ledger counts as appended, the
+    rows passed to ``add``, and the rows that the storage lists as edited. If these do not account
+    for all changes, the update reads the whole column. The storage's lock guards the object.
 
     Args:
-        path: the column, one number a row.
+        path: the column, with one number per row.
     """
 
     groups = ReadOnce[VersionGroups]()
-    """As of the last look."""
+    """The groups as of the last update."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.groups = VersionGroups()
         self._storage: weakref.ref[Storage] | None = None
-        self._anew = True  # all have to be looked at
+        self._reset = True  # the next update must read all rows
         self._counters = (0, 0, 0, 0)
         self._noted: list[Array] = []
         self._rows = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy looks at all rows first, and finds those that differ from what it knows.
+        # A copy first reads all rows, and finds the rows that differ from its groups.
         return {**self.__dict__, "_storage": None, "_anew": True, "_noted": [], "_rows": 0}
 
     def forget(self) -> None:
-        """Nothing is known of any row."""
-        self.groups, self._anew = VersionGroups(), True
+        """Forget all rows."""
+        self.groups, self._reset = VersionGroups(), True
         self._noted, self._rows = [], 0
 
-    def take(self, groups: VersionGroups | ReadLater[VersionGroups]) -> None:
-        """Goes on from groups that were saved with the rows."""
+    def load(self, groups: VersionGroups | ReadLater[VersionGroups]) -> None:
+        """Continue from groups that were saved with the rows."""
         self.forget()
         self.groups = groups
 
-    def note(self, index: torch.Tensor, storage: Storage) -> None:
-        """Told that rows were written."""
+    def add(self, index: torch.Tensor, storage: Storage) -> None:
+        """Follow a write of rows."""
         flat = ravel(index, storage.lanes) if storage.ndim > 1 else index
         elements = flat.cpu().numpy().reshape(-1)
         elements = elements[elements >= 0]
         self._rows += len(elements)
-        if self._rows > _MANY * max(len(storage), 1024):  # nobody draws
+        if self._rows > _MANY * max(len(storage), 1024):  # many writes without a draw
             self._noted, self._rows = [], 0
-            self._anew = True
+            self._reset = True
         else:
             self._noted.append(elements)
 
     def follow(self, storage: Storage) -> VersionGroups:
-        """Returns the groups of what is stored now.
+        """Return the groups of the rows stored now.
 
         Raises:
-            KeyError: no such column. ValueError: not one number a row.
+            KeyError: there is no such column.
+            ValueError: the column does not hold one number per row.
 
-        Cost: O(K log K) for K rows that were written or edited, or O(N).
+        Cost: O(K log K) for K rows that were written or edited, or O(N) if all rows are read.
         """
         ledger = storage.ledger
         counters = ledger.next_position, ledger.changes, ledger.cleared, storage.edits
         known = self._storage is not None and self._storage() is storage
-        if known and counters == self._counters and not self._anew:
+        if known and counters == self._counters and not self._reset:
             return self.groups
         length = ledger.length * storage.lanes.numel()
-        changed = self._changed(storage) if known and not self._anew else None
+        changed = self._changed(storage) if known and not self._reset else None
         if self.groups.length > length or (known and ledger.cleared != self._counters[2]):
             self.groups, changed = VersionGroups(), None
         if changed is None:
             changed = np.arange(length)
         self.groups.set(changed, self._read(storage, changed))
-        self._storage, self._anew = weakref.ref(storage), False
+        self._storage, self._reset = weakref.ref(storage), False
         self._counters, self._noted, self._rows = counters, [], 0
         return self.groups
 
     def _changed(self, storage: Storage) -> Array | None:
-        """Elements that may have changed, distinct and rising; None: any."""
+        """Return the rows that may have changed, distinct and ascending.
+
+        None means that any row may have changed.
+        """
         ledger, lanes = storage.ledger, storage.lanes.numel()
         position, changes, _, edits = self._counters
         advanced = ledger.next_position - position
@@ -283,15 +290,18 @@ class FollowedVersions:
         return rising(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
 
     def _all_since(self, position: int, storage: Storage) -> bool:
-        """Whether all that was told of was written at that position or later: anybody may tell."""
+        """Return whether all rows passed to ``add`` have row id ``position`` or later.
+
+        Any code may call ``add``, even for older rows.
+        """
         if not self._rows:
             return True
-        told = self._noted[0] if len(self._noted) == 1 else np.concatenate(self._noted)
-        slots = torch.from_numpy(told // storage.lanes.numel())
+        added = self._noted[0] if len(self._noted) == 1 else np.concatenate(self._noted)
+        slots = torch.from_numpy(added // storage.lanes.numel())
         return bool((storage.ledger.positions(slots) >= position).all())
 
     def _read(self, storage: Storage, elements: Array) -> Array:
-        """What stands in the column for some elements: int64 or float64 ``[K]``."""
+        """Return the column's values for some rows: int64 or float64 ``[K]``."""
         if not len(elements):
             return np.zeros(0, np.int64)
         if isinstance(storage, ColumnStorage):
@@ -318,7 +328,7 @@ class FollowedVersions:
         for slot in elements.tolist():
             value = lookup(storage.get(slot), self.path)
             if not isinstance(value, torch.Tensor):
-                raise KeyError(f"no {format_key(self.path)} in row {slot}, which says its version")
+                raise KeyError(f"expected the version of row {slot} under {format_key(self.path)}")
             if value.numel() != 1:
                 raise ValueError(
                     f"expected one version a row under {format_key(self.path)}, got "
@@ -335,14 +345,14 @@ def _of_slots(slots: Array, lanes: int) -> Array:
 
 
 def _edited(storage: Storage, path: Path, since: int) -> list[Array] | None:
-    """Slots whose rows were edited in a column; None: it may be any."""
+    """Return the slots whose rows were edited in a column; None if any row may be."""
     if storage.edits == since:
         return []
-    told = [edit for edit in storage.recent_edits if edit.number > since]
-    if [edit.number for edit in told] != list(range(since + 1, storage.edits + 1)):
+    newer = [edit for edit in storage.recent_edits if edit.number > since]
+    if [edit.number for edit in newer] != list(range(since + 1, storage.edits + 1)):
         return None
     slots = []
-    for edit in told:
+    for edit in newer:
         if edit.paths is not None and path not in edit.paths:
             continue
         if edit.slots is None:

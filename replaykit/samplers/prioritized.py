@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from replaykit.episodes import WINDOWS
-from replaykit.episodes.episode_laws import GOES_ON
+from replaykit.episodes.episode_laws import CONTINUES
 from replaykit.keywords import checked_keywords, named_after
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.prioritized_base import WithPriorities
@@ -43,45 +43,52 @@ __all__ = ["PrioritizedSampler", "PrioritizedSliceSampler"]
 
 @named_after
 class PrioritizedSampler(WithPriorities):
-    """Draws record i with probability ``v_i / sum v``, where ``v_i = (p_i + eps) ** alpha``.
+    """Draws row i with probability ``v_i / sum v``, ``v_i = (p_i + eps) ** alpha``.
 
-    ``p_i`` is the raw priority that ``update_priority`` or the written data gave; new records have
-    ``default_priority``. Draws are independent, with replacement. Each comes with
-    ``priority_weight``, ``(v_i / min v) ** -beta``, at most 1, by which a learner multiplies its
-    loss to undo the preference (Schaul et al. 2016, "Prioritized Experience Replay", section 3.4:
-    their ``(N P(i)) ** -beta`` over its maximum is the same number).
+    ``p_i`` is the raw priority from ``update_priority`` or from the written data. New rows have
+    ``default_priority``. Draws are independent, with replacement.
+
+    Each draw has a ``priority_weight``, ``(v_i / min v) ** -beta``, at most 1. A learner multiplies
+    its loss by this weight to undo the preference for high priorities. Schaul et al. 2016,
+    "Prioritized Experience Replay", section 3.4, divide ``(N P(i)) ** -beta`` by its maximum. The
+    result is the same number.
 
     Args:
-        max_capacity: None: whatever the storage has. Else at least its ``max_size``.
-        alpha: how much priorities count; 0: not at all. Required.
-        beta: how much of the preference the weights undo; 1: all of it. Required.
-        eps: added to every priority, so that 0 can still be drawn.
-        dtype: of priorities and of ``priority_weight``, ``torch.float32`` or ``torch.float64``;
-            sums are float64 either way.
-        reduction: how several numbers under a priority key become one: "max", "min", "mean",
-            "median", "sum".
-        max_priority_within_buffer: ``default_priority`` is the largest priority of the records
-            stored now (1 where none is), not the largest ever set (at least 1).
-        device: where priorities lie; None: with the storage.
-        weight_norm: "global": weights are relative to the least likely stored record that can be
-            drawn; "batch": to the least likely one of the batch, which spares a tree.
-        stratified: one draw from each of B equal parts of the sum. Each record comes up as often
-            in the mean and with less variance; a batch is in rising order of the index.
-        replacement: ``True``; no other form exists.
+        max_capacity: a limit on the number of rows, at least the storage's ``max_size``. None: no
+            separate limit.
+        alpha: exponent of the priorities, required. 0: priorities have no effect.
+        beta: share of the preference that the weights undo, required. 1: all of it.
+        eps: number added to every priority, so that rows of priority 0 can still be drawn.
+        dtype: dtype of priorities and of ``priority_weight``, ``torch.float32`` or
+            ``torch.float64``. Sums are float64 either way.
+        reduction: the function that reduces several numbers under a priority key to one: "max",
+            "min", "mean", "median" or "sum".
+        max_priority_within_buffer: if True, ``default_priority`` is the largest priority of the
+            rows stored now, or 1 if none is stored. If False, it is the largest priority ever set,
+            at least 1.
+        device: device of the priorities; None for the storage's device.
+        weight_norm: the row to which weights are relative. "global": the least likely eligible row
+            in the storage. "batch": the least likely row of the batch, which saves a tree.
+        stratified: if True, make one draw from each of B equal parts of the sum. The expected
+            number of draws of each row stays the same, with less variance. The index of a batch is
+            in ascending order.
+        replacement: must be ``True``.
 
     Attributes:
-        dropped_updates: how many entries of ``update_priority`` were left out because their record
-            had been overwritten since it was sampled.
+        dropped_updates: number of entries that ``update_priority`` ignored, because their row had
+            been overwritten since it was sampled.
 
     Raises:
-        TypeError: alpha or beta missing, or not a number; ``replacement=False``.
-        ValueError: alpha, beta or eps negative, NaN or infinite; an unknown ``reduction`` or
-            ``weight_norm``; when a buffer takes the sampler: ``max_capacity`` below the storage's.
-        NotImplementedError: another dtype.
+        TypeError: alpha or beta is missing or not a number, or ``replacement`` is False.
+        ValueError: alpha, beta or eps is negative, NaN or infinite; ``reduction`` or
+            ``weight_norm`` is unknown; or, when a buffer takes the sampler, ``max_capacity`` is
+            below the storage's ``max_size``.
+        NotImplementedError: ``dtype`` is another dtype.
 
-    Cost: O(B log N) for a draw and an update of B, no Python step per record. With "global" and
-    float32 about 15 bytes a record, 10 with "batch". Sampling on cuda waits for the device only if
-    eps is 0; an update does once if the index or the priorities lie there.
+    Cost: O(B log N) for a draw or an update of B rows, without a Python step per row. On cuda,
+    sampling waits for the device only if eps is 0. An update waits once if the index or the
+    priorities are on the device.
+    Memory: in float32 about 15 bytes per row with "global", 10 with "batch".
 
     Example:
         >>> import torch
@@ -99,11 +106,11 @@ class PrioritizedSampler(WithPriorities):
     prompt = True
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Draws by priority; returns the index and ``priority_weight`` ``[B]`` in ``dtype``.
+        """Draw by priority; return the index and ``priority_weight`` ``[B]`` in ``dtype``.
 
         Raises:
-            RuntimeError: nothing is stored, or every priority is 0 and eps too. NotEnoughData, a
-                kind of it: no row has around it what the buffer's transforms need.
+            RuntimeError: the storage is empty, or eps and all priorities are 0.
+            NotEnoughData: no row is eligible for the buffer's transforms. This is a RuntimeError.
         """
         with storage.lock:
             require_rows(storage)
@@ -113,7 +120,7 @@ class PrioritizedSampler(WithPriorities):
                 table, sums = self._following(storage), None
                 if table.law.may_be_zero and not table.drawable:
                     raise self._all_zero("stored priority")
-            self._ran_out = False  # there is no pass; a flag that was set is over
+            self._ran_out = False  # there is no pass; clear a flag that was set
             flat, weight, generation = self._drawn(storage, batch_size, table, sums)
         info = {"priority_weight": weight}
         if generation is not None:
@@ -124,10 +131,10 @@ class PrioritizedSampler(WithPriorities):
         return as_drawn(flat, storage), {key: value.to(home) for key, value in info.items()}
 
     def _among_eligible(self, storage: Storage) -> tuple[PriorityTable, SumSegmentTree]:
-        """The table, and a tree of the rows that have around them what the transforms need."""
+        """Return the table, and a tree of the rows that are eligible for the transforms."""
         index, law = index_for(storage), SINGLE.needing(self.needs)
         table, sums = self._eligible(storage, index, law)
-        # On a device it takes a wait to know a sum; what is stored is known here.
+        # Reading a sum on a device waits for it. The episode index is known here.
         if table.device.type == "cpu" and sums.total > 0:
             return table, sums
         if not index.totals(law, WINDOWS).any():
@@ -160,64 +167,75 @@ _UNITS = ("step", "slice")
 
 
 class PrioritizedSliceSampler(Sliced, WithPriorities):
-    """Draws windows of consecutive rows, each inside one episode, by the priority of their start.
+    """Draws windows of rows of one episode by the priority of their start.
 
-    A window starts with row i with probability ``v_i / sum v``, ``v_i = (p_i + eps) ** alpha``, the
-    sum over the rows with which a window may start: those from which on their episode has L rows
-    (fewer with ``strict_length=False``, a right span, or padding), and that have around them what
-    the buffer's transforms need. Priorities of other rows are kept, and count again as soon as
-    their rows can be starts. No draw changes a priority.
+    A window starts with row i with probability ``v_i / sum v``, ``v_i = (p_i + eps) ** alpha``. The
+    sum covers only the rows with which a window may start. Such a row is followed by enough rows of
+    its episode for L in all. Fewer are enough with ``strict_length=False``, a right span, or
+    padding. The neighbours that the buffer's transforms need must be stored, too. Other rows keep
+    their priorities, which have an effect as soon as a window may start there. No draw changes a
+    priority.
 
-    ``priority_weight`` of all rows of a window is that of its start, ``(v_i / min v) ** -beta``,
-    the smallest ``v`` over all stored rows; with ``weight_norm="batch"`` over the batch.
+    All rows of a window have the ``priority_weight`` of its start, ``(v_i / min v) ** -beta``. The
+    minimum is over all stored rows, or over the batch with ``weight_norm="batch"``.
 
-    With ``recent`` a share q of the slices comes from the newest windows, by the same priorities
-    among these: ``P(i) = q * v_i / (sum of v over the newest) + (1 - q) * v_i / sum v``, the first
-    part for the newest ones only. Weights are those of this P, however a window was drawn:
-    ``(P(i) / P_low) ** -beta``, where ``P_low = (1 - q) * min v / sum v`` is that of a window which
-    is not among the newest and whose start has the smallest ``v``. So these windows have the
-    weights that they have without ``recent``, and newer ones smaller ones.
+    With ``recent``, a share q of the slices comes from the newest windows. The draw among these
+    uses the same priorities. So
+    ``P(i) = q * v_i / (sum of v over the newest) + (1 - q) * v_i / sum v``. The first term is 0 for
+    windows that are not among the newest.
+
+    Weights use this P for all windows: ``(P(i) / P_low) ** -beta``, with
+    ``P_low = (1 - q) * min v / sum v``. ``P_low`` is the probability of a window that is not among
+    the newest and whose start has the smallest ``v``. So older windows have the same weights as
+    without ``recent``, and newer windows have smaller weights.
 
     Args:
         max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, weight_norm,
             device: as in ``PrioritizedSampler``.
-        num_slices, slice_len: one of them; a batch of B rows has ``L = slice_len`` or
-            ``B // num_slices``, and ``K = B // L`` windows.
+        num_slices, slice_len: exactly one of the two. Windows in a batch of B rows have length
+            ``L = slice_len`` or ``L = B // num_slices``. There are ``K = B // L`` windows.
         end_key, end_keys, traj_key, ends, trajectories, truncated_key, init_key, strict_length,
             pad_output: as in ``SliceSampler``.
-        span: windows may hang over the end of an episode and are then shorter. Over its start they
-            may not, since they start with the row that was drawn: a UserWarning, and it is off.
-        pad: None or "none": no padding; "right": windows may hang over the end and are padded.
-        short, align, pad_value: how they are padded, as in ``SliceSampler``.
-        unit: whose priorities ``update_tensordict_priority`` sets. "step": every row of a sample
-            has its own. "slice": the largest of a window's rows is that of its start; other rows
-            keep theirs. A sample then says what the start was, ``anchor_index`` and
-            ``anchor_generation``.
-        draw: "iid": independent draws. "stratified": one from each of K equal parts of the sum,
-            also said as ``stratified=True``. "without_replacement": no start twice in a batch, each
-            next one drawn from what is left.
-        allow_short: of draws without replacement: fewer windows where fewer have weight.
-        recent: ``(ratio, steps)``: where plain draws would see too few of the newest ``steps``
-            windows of every lane (``ratio * rows per lane > steps``), and one of them has weight,
-            ``ceil(ratio * K)`` slices are drawn among those; they come first.
-        flat: ``False``: deliver ``[K, L]`` instead of ``[K * L]``.
+        span: whether windows may extend beyond the end of an episode and are then shorter. A span
+            before the start of an episode is ignored with a UserWarning, because windows start with
+            the drawn row.
+        pad: None or "none": no padding. "right": windows may extend beyond the end of an episode
+            and are padded there.
+        short, align, pad_value: the form of padded windows, as in ``SliceSampler``.
+        unit: the rows whose priorities ``update_tensordict_priority`` sets. "step": every row of a
+            sample gets a separate priority. "slice": the start of a window gets the largest
+            priority of its rows. Other rows keep their priorities. A sample then has the start of
+            each window in ``anchor_index`` and ``anchor_generation``.
+        draw: "iid": independent draws. "stratified": one draw from each of K equal parts of the
+            sum, as with ``stratified=True``. "without_replacement": no start occurs twice in a
+            batch. Each draw is then from the starts that are left.
+        allow_short: for draws without replacement: return fewer windows if fewer starts have
+            weight.
+        recent: ``(ratio, steps)``: draw ``ceil(ratio * K)`` slices from the newest ``steps``
+            windows of every lane. These slices come first in the batch. This applies only if
+            ``ratio * rows per lane > steps``, so that plain draws would return too few of the
+            newest windows. One of these windows must also have weight.
+        flat: if ``False``, deliver batches of shape ``[K, L]`` instead of ``[K * L]``.
         cache_values, compile: no effect.
-        replacement: ``True``; see ``draw``.
+        replacement: must be ``True``; see ``draw``.
 
-    A batch says of its rows what those of ``SliceSampler`` say, besides ``priority_weight`` and
-    ``index_generation``, with which updates that come too late are left out.
+    A batch has the info of a ``SliceSampler``, and also ``priority_weight`` and
+    ``index_generation``. The generations let priority updates skip rows that were overwritten after
+    the draw.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as ``PrioritizedSampler`` and ``SliceSampler`` do;
-            ``pad="left"`` or "both"; an unknown ``unit`` or ``draw``.
+        TypeError, ValueError, RuntimeError: in the cases of ``PrioritizedSampler`` and
+            ``SliceSampler``.
+        ValueError: ``pad`` is "left" or "both", or ``unit`` or ``draw`` is unknown.
 
-    Cost: O(B + K log N), and O(c log N) for c rows written or updated since the last draw. With
-    another window length, other needs or another alpha, once O(N). 6 bytes a row more than a
-    PrioritizedSampler in float32. With ``recent`` also O(steps * lanes).
+    Cost: O(B + K log N) for a draw, and O(c log N) for c rows written or updated since the last
+    draw. A new window length, new needs of transforms or a new alpha costs O(N) once.
+    Memory: in float32, 6 bytes per row more than a PrioritizedSampler. With ``recent`` also O(steps
+    * lanes).
 
     Source: Schaul et al. 2016, "Prioritized Experience Replay", equation 1 and section 3.4.
 
-    Example: slices from the beginnings of episodes alone; nothing else has a priority.
+    Example: slices from the starts of episodes only, because all other rows have priority 0.
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from replaykit import LazyTensorStorage, PrioritizedSliceSampler, ReplayBuffer
@@ -296,8 +314,8 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
         left, right = checked_span(span)
         if left:
             warnings.warn(
-                "prioritized slices start with the row that was drawn, so that they cannot hang "
-                f"over the start of an episode: span={span!r} is taken as {(False, right)}",
+                "prioritized slices start with the row that was drawn, so they cannot extend "
+                f"before the start of an episode: span={span!r} is taken as {(False, right)}",
                 UserWarning,
                 stacklevel=2,
             )
@@ -323,23 +341,24 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
     # -- drawing ------------------------------------------------------------------------------
 
     @property
-    def tells(self) -> tuple[Any, ...]:
-        """As other samplers of slices do, and with ``unit="slice"`` where slices start."""
+    def info_keys(self) -> tuple[Any, ...]:
+        """The info keys of all slice samplers, and with ``unit="slice"`` the start keys."""
         anchors = ("anchor_index", "anchor_generation") if self.unit == "slice" else ()
-        return (*super().tells, *anchors)
+        return (*super().info_keys, *anchors)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Draws windows; returns the rows of all, one window after another, and what is known.
+        """Draw windows; return their rows, one window after another, and their info.
 
         Raises:
             NotEnoughData: no window is stored, or too few to draw without replacement.
-            RuntimeError: the priorities of all rows with which a window may start are 0, and eps;
-                slices do not fill the batch; records that are no TensorDicts; ``ends`` of other
-                rows than those stored. KeyError: no column to tell episodes by.
+            RuntimeError: eps is 0, and so are the priorities of all rows with which a window may
+                start; slices do not fill the batch; the rows are not TensorDicts; or ``ends`` does
+                not match the stored rows.
+            KeyError: no stored column shows where episodes end.
         """
         with storage.lock:
             request, table, sums = self._prepare(storage, batch_size)
-            self._ran_out = False  # there is no pass; a flag that was set is over
+            self._ran_out = False  # there is no pass; clear a flag that was set
             if self.draw == "without_replacement":
                 start, value = drawn_distinct(table, sums, request.slices, self.generator)
                 if len(start) < request.slices and not self.allow_short:
@@ -360,10 +379,10 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
     def _prepare(
         self, storage: Storage, batch_size: int
     ) -> tuple[SliceRequest, PriorityTable, SumSegmentTree]:
-        """What is asked for, and what can be drawn; refuses what cannot be. Draws nothing."""
+        """Return request, table and tree of a draw. Raises if no window can be drawn."""
         request = self._slicing.request(storage, batch_size, self.needs)
         table, sums = self._eligible(storage, request.episodes, request.law)
-        # On a device it takes a wait to know a sum; what is stored is known here.
+        # Reading a sum on a device waits for it. The episode index is known here.
         if table.device.type == "cpu" and sums.total > 0:
             return request, table, sums
         if not request.episodes.totals(request.law, WINDOWS).any():
@@ -375,12 +394,12 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
     def _drawn_starts(
         self, storage: Storage, request: SliceRequest, table: PriorityTable, sums: SumSegmentTree
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Elements with which windows start, int64 ``[K]``, and their weights."""
+        """Draw the starts of windows, int64 ``[K]``; return them and their weights."""
         among, count = self._newest, request.slices
         newest = 0 if self.recent is None else self.recent.slices(request, self.needs)
         recent = None
         if newest and among is not None:
-            among.follow(request)
+            among.refresh(request)
             recent = among.draw(newest, sums, self.generator, self.stratified)
         if among is None or recent is None:
             return self._drawn(storage, count, table, sums)[:2]
@@ -389,7 +408,7 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
         if newest < count:
             rest = table.draw(count - newest, self.generator, self.stratified, sums)
             start, value = torch.cat([start, rest[0]]), torch.cat([value, rest[1]])
-            # How much likelier the newest are than others with the same priority.
+            # The newest starts are likelier by this factor than others of the same priority.
             more = 1 + newest / (count - newest) * float(sums.total) / total
             value = torch.where(among.among(start), value * more, value)
         return start, self._weights(table, value)
@@ -397,7 +416,7 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
     def _delivered(
         self, storage: Storage, request: SliceRequest, start: torch.Tensor
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """The rows of the windows that start with elements ``[K]``, and which each belongs to."""
+        """Return the rows of the windows with these starts ``[K]``, and the info."""
         window = request.window
         if not window.whole:
             return self._slicing.deliver(storage, request, self._cut(request, start))
@@ -405,19 +424,19 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
         return self._slicing.hand_out(storage, rows, window.numbers(start.numel()))
 
     def _cut(self, request: SliceRequest, start: torch.Tensor) -> Cut:
-        """The rows of the windows that start with elements ``[K]``."""
+        """Cut the windows with these starts ``[K]``."""
         index, window = request.episodes, request.window
-        time, lane = index.place(start.cpu().numpy())
+        time, lane = index.time_and_lane(start.cpu().numpy())
         if window.plain:
             return Cut(lane, time, time + window.length)
         _, last, code, _ = index.episodes_at(time, lane)
-        # Rows that are there for transforms only are in no window.
-        last = last - np.where(code == GOES_ON, request.law.open_future, 0)
+        # Rows that are stored only for transforms are in no window.
+        last = last - np.where(code == CONTINUES, request.law.open_future, 0)
         return window.cut_from(time, last, lane)
 
     @staticmethod
     def _name_starts(storage: Storage, start: torch.Tensor, info: dict[Any, Any]) -> None:
-        """Adds which row was drawn for the window of every row."""
+        """Add the start of each row's window to ``info``."""
         rows, lanes = start[info[SEQUENCE_ID]], storage.lanes
         info["anchor_index"] = unravel_index(rows, lanes) if lanes else rows
         slots = info["anchor_index"][:, 0] if lanes else rows

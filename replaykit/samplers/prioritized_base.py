@@ -30,28 +30,30 @@ from replaykit.samplers.priority_rules import (
     resolved_update,
     stored_elements,
 )
-from replaykit.samplers.priority_table import FollowedTable, PriorityTable
+from replaykit.samplers.priority_table import PriorityTable, WatchedTable
 from replaykit.samplers.sampler import Sampler
 from replaykit.storages import Storage
 from replaykit.storages.commit_state import Changed
 
-__all__ = ["KeptPriorities", "StoredPriorities", "WithPriorities"]
+__all__ = ["RecoverableSampler", "StoredPriorities", "WithPriorities"]
 
 
 class StoredPriorities:
-    """Law, table, and the largest priority ever set: what new records get follows from these.
+    """A law, a table, and the largest priority ever set.
 
-    A table is made when it is first needed, and forgets records that are gone when it is next asked
-    for. The storage's lock guards it.
+    The priority of new rows follows from these. The table is created when it is first needed. Rows
+    that the storage has lost are removed from the table at the next request. The storage's lock
+    guards the object.
 
     Attributes:
-        law: what the table draws by, and the next one will.
+        law: the law of the present table, and of the next table.
         most: the largest raw priority ever set, at least 1.
 
     Args:
-        device: where tables lie; None: with the storage.
-        smallest: whether the smallest positive ``v`` will be asked for.
-        within_buffer: whether the default is the largest priority stored, not the largest ever set.
+        device: device of the tables; None for the storage's.
+        smallest: whether the smallest positive ``v`` will be needed.
+        within_buffer: whether the default is the largest stored priority instead of the largest
+            priority ever set.
 
     Raises:
         ValueError: the law does not allow the default.
@@ -74,11 +76,12 @@ class StoredPriorities:
 
     @property
     def table(self) -> PriorityTable | None:
-        """The table; None where there is none yet. Saved priorities that stayed in their file are
-        read now: O(N), once.
+        """The table; None before it is created.
+
+        The first access reads saved priorities that are still in their file. Cost: O(N), once.
 
         Raises:
-            CheckpointError: they are none.
+            CheckpointError: the file holds values that are not priorities.
         """
         if self._unread is not None and self._table is not None:
             try:
@@ -97,14 +100,17 @@ class StoredPriorities:
 
     @property
     def default(self) -> float:
-        """Raw priority of new records: the largest ever set, or stored; 1 before any was set."""
+        """Raw priority of new rows: the largest ever set, or the largest stored.
+
+        It is 1 before any priority was set.
+        """
         table = self.table
         if not self._within_buffer:
             return self.most
         return 1.0 if table is None else table.largest()
 
     def new_table(self, storage: Storage | None, law: PriorityLaw) -> PriorityTable:
-        """Returns an empty table for a storage, which does not take the place of the other."""
+        """Return an empty table for a storage. The present table stays in use."""
         device: Any = self._device
         if device is None:
             device = "cpu" if storage is None else storage.device
@@ -113,7 +119,7 @@ class StoredPriorities:
         )
 
     def known(self, storage: Storage | None) -> PriorityTable:
-        """The table, made where there is none, without records that are gone."""
+        """Return the table without lost rows; create it on first use."""
         table = self.table
         if table is None:
             table = self._table = self.new_table(storage, self.law)
@@ -121,19 +127,22 @@ class StoredPriorities:
         if storage is not None:
             table.limit = storage.max_size
             if len(storage) < table.length:
-                table.truncate(len(storage))  # another buffer over the storage has emptied it
+                table.truncate(len(storage))  # another buffer has emptied the shared storage
         return table
 
     def set_law(self, law: PriorityLaw) -> None:
-        """Draws by another law from now on; ValueError, and no change, where it does not allow a
-        priority."""
-        law.check(0.0, self.most)  # new records get it when they are stored already
+        """Draw by another law from now on.
+
+        Raises:
+            ValueError: the law does not allow a stored priority; nothing has changed.
+        """
+        law.check(0.0, self.most)  # new rows will get this priority
         table = self.table
         if table is not None:
             table.set_law(law)
         self.law = law
 
-    def take(
+    def load(
         self,
         law: PriorityLaw,
         table: PriorityTable,
@@ -141,36 +150,39 @@ class StoredPriorities:
         unread: torch.Tensor | None = None,
         where: str = "",
     ) -> None:
-        """Takes the place of all that was there.
+        """Replace the law, the table and the largest priority.
 
         Args:
-            unread: priorities in files yet, that nobody has checked, for a table without any.
-            where: those files, for the error of who reads them.
+            unread: unchecked priorities that are still in files; the table is then empty.
+            where: names of those files, for the error message of a later read.
         """
         self.law, self._table, self.most, self._unread = law, table, most, unread
         self._where = where
 
     def forget(self) -> None:
-        """Forgets all priorities, those unread too, and the largest one that was ever set."""
+        """Forget all priorities, read or unread, and the largest priority ever set."""
         self.most, self._unread = 1.0, None
         table = self._table
         if table is not None:
             table.truncate(0)
 
 
-class KeptPriorities(Sampler):
-    """A sampler whose priorities go with a storage: what has become of them since somebody asked,
-    and what others have made of them. ``WithPriorities`` has the rest."""
+class RecoverableSampler(Sampler):
+    """A sampler whose priorities are recovered together with its storage.
+
+    The sampler reports the changes of priorities since its last report. It also loads the changes
+    that other processes made. All other methods of priorities are in ``WithPriorities``.
+    """
 
     dtype: torch.dtype
     dropped_updates: int
     _stored: StoredPriorities
     _attached: weakref.ref[Storage] | None
     _chosen: EligiblePriorities | None
-    _kept: FollowedTable
+    _kept: WatchedTable
 
     def _home(self, storage: Storage | None) -> Storage | None:
-        """The storage that an index is about: the one given, else the one attached or owned."""
+        """Return the storage argument, or else the attached storage or the owner's."""
         if storage is None and self._attached is not None:
             storage = self._attached()
         if storage is None and self.owner is not None:
@@ -186,14 +198,16 @@ class KeptPriorities(Sampler):
         return self._stored.table
 
     def works_on(self, storage: Storage) -> bool:
-        """Whether it is attached to a storage, and no other has come for it in its buffer."""
+        """Return whether the storage is attached, and the buffer still uses this sampler."""
         owner = self.owner
         attached = self._attached is not None and self._attached() is storage
         return attached and (owner is None or getattr(owner, "_sampler", self) is self)
 
     def priorities_changed(self, *, everything: bool = False) -> Changed | None:
-        """What has become of the priorities since the last call, or all of them; see
-        ``storages.kept_parts``."""
+        """Return the changes of the priorities since the last call, or all priorities.
+
+        ``storages.commit_state`` describes the result.
+        """
         table, counts = self._table, (self._stored.most, self.dropped_updates)
         if table is None:
             none = np.zeros(0)
@@ -201,25 +215,27 @@ class KeptPriorities(Sampler):
         return self._kept.changed(table, *counts, everything=everything)
 
     def priorities_pending(self) -> bool:
-        """Whether some may have been set since ``priorities_changed`` was called."""
+        """Return whether priorities may have been set since ``priorities_changed``."""
         return self._table is not None and self._kept.pending(self._table)
 
-    def take_kept(self, priorities: torch.Tensor, most: float, dropped: int) -> None:
-        """Takes over what a sampler in this one's place had; ValueError where the exponents do not
-        allow it."""
+    def restore_priorities(self, priorities: torch.Tensor, most: float, dropped: int) -> None:
+        """Load an earlier sampler's priorities. Raises ValueError if alpha forbids one."""
         self._law.check(0.0, most)
         table = self._stored.new_table(self._home(None), self._law)
         table.load(priorities.to(self.dtype))
-        self._stored.take(self._law, table, most)
+        self._stored.load(self._law, table, most)
         self.dropped_updates = dropped
 
-    def take_changed(self, changed: Changed) -> None:
-        """Takes over what another process has made of the priorities; ValueError where the
-        exponents do not allow them."""
+    def follow_priorities(self, changed: Changed) -> None:
+        """Apply another process's changes of the priorities.
+
+        Raises:
+            ValueError: the exponents do not allow these priorities.
+        """
         values, most, dropped = torch.from_numpy(changed.values), changed.most, changed.dropped
         if changed.elements is None or self._table is None:
             self._chosen = None
-            self.take_kept(values, most, dropped)
+            self.restore_priorities(values, most, dropped)
         else:
             table = self._stored.known(None)
             table.truncate(changed.length)
@@ -233,41 +249,41 @@ class KeptPriorities(Sampler):
         self._kept.skip(self._table, most, dropped)
 
     def __getstate__(self) -> dict[str, Any]:
-        _ = self._table  # a copy does not share the file
-        own = {"_attached": None, "_chosen": None, "_kept": FollowedTable()}
+        _ = self._table  # reads the file, which a copy does not share
+        own = {"_attached": None, "_chosen": None, "_kept": WatchedTable()}
         if multiprocessing.context.get_spawning_popen() is None:
             return {**super().__getstate__(), **own}
         if not (self.owner is not None and self.owner.shared):
             raise RuntimeError(
                 f"a {type(self).__name__} cannot be handed to a spawned process: each process "
-                "would have priorities of its own; make one there, or a buffer with shared=True"
+                "would have separate priorities; make one there, or a buffer with shared=True"
             )
-        # They lie in files that the other process finds by its storage.
+        # The files of the priorities are shared. The other process finds them through its storage.
         stored = copy.copy(self._stored)
         stored.table = None
         return {**super().__getstate__(), **own, "_stored": stored}
 
 
 _UNKNOWN = 1 << 48
-"""Limit of an index where there is no storage to ask."""
+"""Limit of an index if no storage is known."""
 
 
 _NO_LOCK = contextlib.nullcontext()
 
 
-class WithPriorities(KeptPriorities):
-    """Keeps a raw priority of every stored record, and what follows from it; draws nothing.
+class WithPriorities(RecoverableSampler):
+    """Base class that stores each row's raw priority and values derived from it.
 
-    What the arguments mean, and what they raise, is said of ``PrioritizedSampler``.
+    ``PrioritizedSampler`` documents the arguments and the errors.
     """
 
     prioritized = True
     mapped_entries = ("_priorities",)
 
     @property
-    def tells(self) -> tuple[Any, ...]:
-        """Weights, and what it tells besides."""
-        return (*super().tells, "priority_weight")
+    def info_keys(self) -> tuple[Any, ...]:
+        """The info keys of all samplers, and ``priority_weight``."""
+        return (*super().info_keys, "priority_weight")
 
     @checked_keywords
     def __init__(
@@ -303,16 +319,17 @@ class WithPriorities(KeptPriorities):
         self._saving = False
         self._chosen: EligiblePriorities | None = None
         self._attached: weakref.ref[Storage] | None = None
-        self._kept = FollowedTable()
+        self._kept = WatchedTable()
 
-    # -- what it draws by ---------------------------------------------------------------------
+    # -- parameters ---------------------------------------------------------------------------
 
     @property
     def alpha(self) -> float:
-        """How much priorities count. Setting it takes one pass over the stored priorities.
+        """The exponent of priorities in the draw.
 
-        They are kept as they were given, so that the way back gives the same probabilities.
-        ValueError where it is negative, NaN or infinite, or makes a power infinite.
+        Setting it takes one pass over all priorities. Raw priorities stay stored, so setting the
+        old value again gives the old probabilities. Setting it raises ValueError if the value is
+        negative, NaN or infinite, or makes a power infinite.
         """
         return self._law.alpha
 
@@ -326,38 +343,44 @@ class WithPriorities(KeptPriorities):
 
     @property
     def beta(self) -> float:
-        """How much of the preference the weights undo; ValueError as for alpha. Cost: O(1)."""
+        """The share of the preference that weights undo.
+
+        Setting it raises ValueError if the value is negative, NaN or infinite. Cost: O(1).
+        """
         return self._beta
 
     @beta.setter
     def beta(self, value: float) -> None:
         value = checked_number("beta", value)
-        self._settle_draws()
+        self._wait_for_draws()
         self._beta = value
 
     @property
     def eps(self) -> float:
-        """What is added to every priority."""
+        """The number that is added to every priority."""
         return self._law.eps
 
     @property
     def default_priority(self) -> float:
-        """Raw priority of new records: the largest ever set, or stored; 1 before any was set."""
+        """Raw priority of new rows: the largest ever set, or the largest stored.
+
+        It is 1 before any priority was set.
+        """
         storage = self._home(None)
         with _NO_LOCK if storage is None else storage.lock:
             return self._stored.default
 
     def _lock_of(self, storage: Storage | None) -> Any:
-        """What guards the priorities: buffers hold it already, other callers do not."""
+        """Return the lock of the priorities. Buffers hold it already."""
         if storage is None:
             return _NO_LOCK
-        self._settle_draws()
+        self._wait_for_draws()
         return storage.lock
 
-    # -- what it knows -------------------------------------------------------------------------
+    # -- the table -----------------------------------------------------------------------------
 
     def _following(self, storage: Storage) -> PriorityTable:
-        """The table, with the default for stored records that it has not been told of."""
+        """Return the table, after giving the default to stored rows that it lacks."""
         table = self._stored.known(storage)
         if len(storage) > table.length:
             table.cover(len(storage), self.default_priority)
@@ -370,8 +393,10 @@ class WithPriorities(KeptPriorities):
         table: PriorityTable,
         sums: SumSegmentTree | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Draws elements ``[count]``, from ``sums`` if given, with their weights, and generations
-        where they come with the draw."""
+        """Draw flat indices ``[count]``, from ``sums`` if given, with their weights.
+
+        The third value is the generations of these rows, or None if the draw does not compute them.
+        """
         ledger = storage.ledger if storage.ndim == 1 else None
         drawn = table.draw_weighted(
             count, self.generator, self.stratified, self._beta, ledger, sums
@@ -382,30 +407,30 @@ class WithPriorities(KeptPriorities):
         return flat, self._weights(table, value), None
 
     def _weights(self, table: PriorityTable, value: torch.Tensor) -> torch.Tensor:
-        """``priority_weight`` of a batch with these ``v``, float64 ``[B]``."""
+        """Return ``priority_weight`` of a batch with these ``v``, ``[B]``."""
         smallest = table.smallest() if self.weight_norm == "global" else value.amin()
         return importance_weights(value, smallest, self._beta, self.dtype)
 
     def _all_zero(self, what: str) -> RuntimeError:
         return RuntimeError(
-            f"every {what} is zero with alpha={self.alpha} and eps={self.eps}, so that nothing can "
-            "be drawn; give the sampler a larger eps, or some records a priority above zero"
+            f"every {what} is zero with alpha={self.alpha} and eps={self.eps}, so no row can be "
+            "drawn; give the sampler a larger eps, or some rows a priority above zero"
         )
 
     def _eligible(
         self, storage: Storage, index: EpisodeIndex, law: CountLaw
     ) -> tuple[PriorityTable, SumSegmentTree]:
-        """The table, and a tree in which only rows have weight with which windows may start."""
+        """Return the table, and a tree of the rows with which windows may start."""
         table = self._following(storage)
         if self._chosen is None:
             self._chosen = EligiblePriorities()
         return table, self._chosen.follow(table, index, law)
 
     def attach(self, storage: Storage) -> None:
-        """Takes the storage to draw from; what is stored there gets ``default_priority``.
+        """Attach the sampler to its storage. All stored rows get ``default_priority``.
 
         Raises:
-            ValueError: ``max_capacity`` below the storage's ``max_size``; nothing has changed.
+            ValueError: ``max_capacity`` is below the storage's ``max_size``; nothing has changed.
         """
         # With lanes the storage has rounded its size up to whole time steps.
         lanes, most = storage.lanes.numel(), self.max_capacity
@@ -420,28 +445,29 @@ class WithPriorities(KeptPriorities):
         if storage.recovery is not None:
             storage.recovery.adopt_sampler(self)
 
-    # -- being told of writes -----------------------------------------------------------------
+    # -- notifications of writes --------------------------------------------------------------
 
     def about_to_write(self) -> None:
         _ = self._stored.table
 
     def add(self, index: Any) -> None:
-        """Gives the default to a new record, unless a buffer does: it sets priorities itself."""
+        """Give a new row the default, unless a buffer sets its priority."""
         if self.owner is None:
             self.mark_update(index)
 
     def extend(self, index: Any) -> None:
-        """Gives the default to new records, unless a buffer does: it sets priorities itself."""
+        """Give new rows the default, unless a buffer sets their priorities."""
         if self.owner is None:
             self.mark_update(index)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Gives records ``default_priority``: they are new.
+        """Give new rows ``default_priority``.
 
-        With ``max_priority_within_buffer`` what they had before does not count towards it.
+        With ``max_priority_within_buffer``, the default ignores the old priorities of these slots.
 
         Raises:
-            IndexError: an index other than -1 outside the stored records. TypeError: no integers.
+            IndexError: an index other than -1 is outside the stored rows.
+            TypeError: the index does not consist of integers.
         """
         storage = self._home(storage)
         with self._lock_of(storage):
@@ -458,7 +484,7 @@ class WithPriorities(KeptPriorities):
             table.cover(top, default)
 
     def empty(self) -> None:
-        """Forgets all priorities, and the largest one that was ever set."""
+        """Forget all priorities, and the largest priority ever set."""
         super().empty()
         self._stored.forget()
 
@@ -476,21 +502,27 @@ class WithPriorities(KeptPriorities):
         storage: Storage | None = None,
         generation: Any = None,
     ) -> None:
-        """Sets the raw priorities of records; of several for one record the last counts.
+        """Set the raw priorities of rows.
+
+        If a row occurs several times, its last priority counts. If the call raises, nothing has
+        changed. Cost: O(K log N).
 
         Args:
-            index: int, ``[K]``, ``[K, ndim]``, or a tuple of LongTensors; -1 is ignored.
-            priority: one for all, ``[K]`` or ``[K, 1]``; any real dtype, any device.
-            storage: that of the records; by default the one that the sampler is attached to.
-            generation: ``[K]``, of the slots when they were sampled; entries whose slot was written
-                since are left out and counted in ``dropped_updates``.
+            index: an int, ``[K]``, ``[K, ndim]``, or a tuple of LongTensors. Entries of -1 are
+                ignored.
+            priority: one number for all rows, ``[K]`` or ``[K, 1]``, of any real dtype, on any
+                device.
+            storage: the storage of the rows; by default the storage that the sampler is attached
+                to.
+            generation: ``[K]``, the generations of the slots at sampling. If a slot was written
+                since, its entry is skipped and counted in ``dropped_updates``.
 
         Raises:
-            ValueError: a priority that is NaN, negative, or not finite in ``dtype``, also as a
-                power; another number of priorities or generations than of index entries.
-            IndexError: any other index outside the stored records. TypeError: no integers.
-
-        Nothing has changed if it raises. Cost: O(K log N).
+            ValueError: a priority is NaN or negative; a priority or its power is not finite in
+                ``dtype``; or the number of priorities or generations differs from the number of
+                index entries.
+            IndexError: an index other than -1 is outside the stored rows.
+            TypeError: the index does not consist of integers.
         """
         if storage is None:
             storage = self._home(None)
@@ -498,7 +530,7 @@ class WithPriorities(KeptPriorities):
             stored = self._stored
             table = stored.known(storage)
             if storage is not None and storage.ndim == 1:
-                # What learners send: tensors that can be taken as they are.
+                # Learners usually pass tensors that need no conversion.
                 largest = table.set_plain(index, priority, generation, storage.ledger)
                 if largest is not None:
                     if largest > stored.most:
@@ -518,7 +550,7 @@ class WithPriorities(KeptPriorities):
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns exponents and raw priorities of the stored records: a copy, ``[N]``."""
+        """Return the exponents and a copy of the stored rows' raw priorities, ``[N]``."""
         storage = self._home(None)
         with self._lock_of(storage):
             table = self._table if storage is None else self._following(storage)
@@ -531,7 +563,7 @@ class WithPriorities(KeptPriorities):
         return {**super().state_dict(), **saved.to_state()}
 
     def state_to_save(self, storage: Storage) -> dict[str, Any]:
-        # A state_dict of one's own may do anything with the priorities: it gets a copy.
+        # A custom state_dict may change the priorities, so it gets a copy.
         ours = all(
             kind.__module__.startswith("replaykit.")
             for kind in type(self).__mro__
@@ -556,13 +588,14 @@ class WithPriorities(KeptPriorities):
         return len(state_dict["_priorities"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over exponents, counters and priorities; copies of them.
+        """Load copies of exponents, counters and priorities.
 
-        Priorities beyond the stored records are forgotten, unless ``moved`` follows.
+        Priorities beyond the stored rows are dropped, unless ``moved`` follows. If the call raises,
+        nothing has changed.
 
         Raises:
-            ValueError: entries are missing or impossible. CheckpointError: of a newer version.
-            Nothing has changed then.
+            ValueError: entries are missing or invalid.
+            CheckpointError: the state has a newer version.
         """
         super().load_state_dict(state_dict)
         saved = SavedPriorities.from_state(state_dict, self.dtype)
@@ -572,7 +605,7 @@ class WithPriorities(KeptPriorities):
         if unread is None:
             table.load(saved.priorities)
         with self._lock_of(storage):
-            self._stored.take(law, table, saved.max_priority, unread, saved.unread)
+            self._stored.load(law, table, saved.max_priority, unread, saved.unread)
             self._beta, self.dropped_updates = saved.beta, saved.dropped_updates
             self._ran_out = False
 

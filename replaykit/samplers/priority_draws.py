@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from replaykit.episodes import CountLaw, EpisodeIndex
-from replaykit.episodes.episode_laws import GOES_ON
+from replaykit.episodes.episode_laws import CONTINUES
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.priority_table import PriorityTable, SetElements
 
@@ -18,11 +18,11 @@ __all__ = ["EligiblePriorities", "drawn_distinct"]
 Array = np.ndarray[Any, Any]
 
 _MANY = 2
-"""All rows are looked at where as many as one part in so many would have to be."""
+"""If at least one in this many rows needs a check, all rows are checked."""
 
 
 class _Seen(NamedTuple):
-    """What the tree was derived from, and how far rows had come then; int64 ``[lanes]`` each."""
+    """The sources of the tree's last update, and its rows: int64 ``[lanes]`` each."""
 
     table: PriorityTable
     episodes: EpisodeIndex
@@ -33,24 +33,27 @@ class _Seen(NamedTuple):
     lo: Array
     hi: Array
     opened: Array
-    """First stored row of the episode that was open; ``hi`` where none was. Of laws that leave
-    open episodes out."""
+    """First stored row of the lane's open episode at that update; ``hi`` if none was open.
+
+    Only laws that exclude open episodes use it.
+    """
 
 
 class EligiblePriorities:
-    """A sum tree with ``v`` of the rows with which windows of a law may start, and 0 elsewhere.
+    """A sum tree over ``v`` of the rows with which windows may start.
 
-    It is a second tree beside that of a PriorityTable, which it never changes: what is drawn by
-    follows from priorities and the episode index, so that another window length, or other needs of
-    transforms, and back again, give exactly the probabilities of before.
+    The tree has 0 for all other rows. It is separate from the tree of the PriorityTable, which
+    stays unchanged. Its contents depend only on the priorities and the episode index. So if the
+    window length or the needs of transforms change and then change back, the probabilities are
+    exactly the same as before.
 
-    Kept up at the next draw, not at every write and update: the rows written since, those that
-    could be no starts yet because rows were missing after them, those at the oldest end, and the
-    rows whose priorities were set. Where law, index or exponent are others, or streams have come
-    or gone, all rows.
+    Only draws update the tree; writes and priority updates do not. An update checks four kinds of
+    rows: rows written since the last update, rows that could not be starts because later rows were
+    missing, rows at the oldest end, and rows whose priorities were set. It checks all rows if the
+    law, index or exponent has changed, or streams were added or removed.
 
-    Cost: O(changed * log N), or O(N); 6 bytes a row in float32, 10 in float64. The storage's lock
-    guards it.
+    Cost: O(changed * log N) for an update, or O(N) if it checks all rows.
+    Memory: 6 bytes per row in float32, 10 in float64. The storage's lock guards the object.
     """
 
     def __init__(self) -> None:
@@ -62,17 +65,18 @@ class EligiblePriorities:
         self._watch = SetElements()
 
     def follow(self, table: PriorityTable, index: EpisodeIndex, law: CountLaw) -> SumSegmentTree:
-        """Returns the tree of a table's elements, up to date.
+        """Return the tree over a table's rows, updated.
 
         Args:
-            table: with a priority for each stored element.
-            index: up to date.
-            law: how many windows an episode has; its first rows are their starts.
+            table: the table, with a priority for each stored row.
+            index: the episode index, up to date.
+            law: the rule for the number of windows in an episode. Their starts are the first rows
+                of the episode.
         """
         seen = self._seen
         if self._watched is not table:
             self._watched, self._watch = table, table.watch()
-        changed = self._watch.take()
+        changed = self._watch.pop()
         known = (
             changed is not None
             and seen is not None
@@ -85,7 +89,7 @@ class EligiblePriorities:
         if known and not changed and seen is not None and seen.version == index.version:
             assert self._sums is not None
             return self._sums
-        self._seen = None  # if this is interrupted, all rows are looked at again
+        self._seen = None  # after an interrupt, all rows are checked again
         lane = np.arange(index.lanes)
         lo, hi = (np.full(index.lanes, bound) for bound in index.bounds(lane))
         rows = None
@@ -102,7 +106,7 @@ class EligiblePriorities:
         )
         return sums
 
-    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
+    @torch.inference_mode(False)  # tensors created in inference mode cannot be changed outside it
     def _derive_all(
         self, table: PriorityTable, index: EpisodeIndex, law: CountLaw
     ) -> SumSegmentTree:
@@ -116,11 +120,11 @@ class EligiblePriorities:
             sums = SumSegmentTree(table.capacity, dtype=table.law.dtype, device=table.device)
             self._sums, self._process = sums, os.getpid()
             self._eligible = torch.empty(table.capacity, dtype=torch.bool, device=table.device)
-        # What lies above are rows that are not stored any more.
+        # Rows above the count are no longer stored.
         self._eligible.fill_(False)
         sums.clear()
         if count:
-            start = index.eligible_starts(law, *index.place(np.arange(count)))
+            start = index.eligible_starts(law, *index.time_and_lane(np.arange(count)))
             self._eligible[:count] = torch.from_numpy(start).to(table.device)
             sums.update_range(0, table.values().where(self._eligible[:count], 0.0))
         return sums
@@ -148,25 +152,28 @@ class EligiblePriorities:
 def _stale(
     seen: _Seen, index: EpisodeIndex, lo: Array, hi: Array, lane: Array
 ) -> tuple[Array, Array] | None:
-    """Times and lanes of rows that may have become starts, or starts no more; None: many."""
+    """Return times and lanes of rows that may have changed as starts of windows.
+
+    None means that these rows are many.
+    """
     if seen.version == index.version:
         nothing = np.empty(0, np.int64)
         return nothing, nothing
     if len(seen.hi) != len(hi) or not (hi > lo).all():
         return None
     law = seen.law
-    # The newest end: rows written since, and those after which rows were missing.
+    # The newest end: rows written since, and rows that lacked later rows.
     first = seen.hi - max(law.least, -law.add) - law.past - law.open_future
-    if law.closed:  # episodes that have ended since, from where they begin
+    if law.closed:  # all rows of episodes that have ended since
         stored = seen.hi > lo
         newest = np.where(stored, seen.hi - 1, lo)
-        ended = index.episodes_at(newest, lane)[2] != GOES_ON
+        ended = index.episodes_at(newest, lane)[2] != CONTINUES
         first = np.where(stored & ended, np.minimum(first, seen.opened), first)
     first = np.maximum(first, lo)
     if len(lane) == 1 and law == CountLaw.strict(law.least):
         time = np.arange(first[0], hi[0])
         return (time, np.zeros_like(time)) if len(time) * _MANY <= hi[0] - lo[0] else None
-    # The oldest end, where the begin of an episode may have been overwritten.
+    # The oldest end, where the first rows of an episode may have been overwritten.
     until = lo
     if law.past or law.below or law.add != 1 - law.least:
         until = np.where(lo > seen.lo, np.minimum(lo + law.past + law.least + 1, first), lo)
@@ -184,11 +191,11 @@ def _opened(index: EpisodeIndex, lo: Array, hi: Array, lane: Array) -> Array:
     if not (hi > lo).all():
         return hi
     begin, _, code, _ = index.episodes_at(hi - 1, lane)
-    return np.where(code == GOES_ON, np.maximum(begin, lo), hi)
+    return np.where(code == CONTINUES, np.maximum(begin, lo), hi)
 
 
 def _ranges(start: Array, end: Array, lane: Array) -> tuple[Array, Array]:
-    """All times of ``[start, end)``, and their lanes: int64 ``[K]`` each."""
+    """Return all times of the ranges ``[start, end)``, and their lanes."""
     count = np.maximum(end - start, 0)
     before = np.cumsum(count) - count
     time = np.arange(int(count.sum())) + np.repeat(start - before, count)
@@ -201,19 +208,19 @@ _ROUNDS = 8
 def drawn_distinct(
     table: PriorityTable, sums: SumSegmentTree, count: int, generator: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns up to ``count`` elements drawn one after another from what is left, and their ``v``.
+    """Draw up to ``count`` rows without replacement; return indices and ``v``.
 
-    Fewer where fewer have weight. Independent draws of which repeated ones are dropped have this
-    law; where that would take long, since the rest of the weight is small, every element left gets
-    a key ``e / v``, e standard exponential, and those of the lowest keys come next, in that order,
-    which is the same law (Efraimidis and Spirakis 2006, "Weighted random sampling with a
-    reservoir").
+    If fewer rows have weight, fewer rows are returned. Each draw is from the rows that are left.
+    Independent draws without their repetitions have this distribution, but take long if little
+    weight is left. In that case every row left gets a key ``e / v``, with a standard exponential
+    number ``e``. The rows with the lowest keys come next, in that order. The distribution is the
+    same (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir").
 
     Args:
-        table: of the priorities.
-        sums: a tree over ``v`` of the elements to draw from, with a positive sum.
+        table: the table of the priorities.
+        sums: a tree over ``v`` of the rows to draw from, with a positive sum.
 
-    Cost: O(count * log N) if it is a small part of the weight, else O(N).
+    Cost: O(count * log N) if the draws are a small part of the weight, else O(N).
     """
     drawn = torch.empty(0, dtype=torch.int64, device=table.device)
     value = torch.empty(0, dtype=torch.float64, device=table.device)
@@ -235,7 +242,7 @@ def drawn_distinct(
 
 
 def _first_of_each(drawn: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements in order, each where it came first."""
+    """Return the first occurrence of each flat index and its value, in order."""
     found: tuple[Any, Any] = np.unique(drawn.cpu().numpy(), return_index=True)
     first = torch.from_numpy(np.sort(found[1])).to(drawn.device)
     return drawn[first], value[first]

@@ -38,19 +38,21 @@ _MOST_ELEMENTS = 2.0**48
 
 
 class PriorityLaw:
-    """``v = (p + eps) ** alpha`` (Schaul et al. 2016, equation 1), and which ``p`` are allowed.
+    """The law ``v = (p + eps) ** alpha``, and the range of allowed ``p``.
 
-    ``p = 0`` with ``eps = 0`` gives 0 for every alpha, also for 0: such a record is never drawn.
+    If ``p`` and ``eps`` are 0, then ``v`` is 0 for every alpha, even for alpha 0. Such a row is
+    never drawn. Source: Schaul et al. 2016, equation 1.
 
     Attributes:
-        most: the largest ``v`` that is allowed.
+        most: the largest allowed ``v``.
 
     Args:
         alpha, eps: finite numbers of at least 0.
-        dtype: of ``p`` and ``v``, float32 or float64.
+        dtype: dtype of ``p`` and ``v``, float32 or float64.
 
     Raises:
-        TypeError: no number. ValueError: negative, NaN or infinite.
+        TypeError: alpha or eps is not a number.
+        ValueError: alpha or eps is negative, NaN or infinite.
 
     Example:
         >>> import torch
@@ -63,15 +65,18 @@ class PriorityLaw:
         self.alpha, self.eps = checked_number("alpha", alpha), checked_number("eps", eps)
         self.dtype = dtype
         limits = torch.finfo(dtype)
-        # Sums are float64: where v is too, it leaves room for a sum over all elements.
+        # Sums are float64. If v is float64 too, the limit leaves room for a sum over all rows.
         self.most = limits.max / (_MOST_ELEMENTS if dtype == torch.float64 else 1.0)
         self.may_be_zero = _power(self.eps, self.alpha) < 2 * limits.tiny
-        """Whether ``v`` can be 0 at all; where it cannot, there is always something to draw."""
+        """True if ``v`` can be 0. If False, every stored row can be drawn."""
         self._one: tuple[float, float] | None = None
 
     def check(self, least: float, most: float) -> None:
-        """Raises ValueError unless all priorities between these two are allowed; NaN is not."""
-        # Written so that a comparison with NaN fails.
+        """Raise ValueError unless all priorities between these two are allowed.
+
+        NaN is not allowed.
+        """
+        # The condition has this form so that it also refuses NaN.
         if not least >= 0:
             raise ValueError(f"expected priorities that are not negative or NaN, got {least}")
         if not most < float("inf"):
@@ -83,10 +88,10 @@ class PriorityLaw:
             )
 
     def values(self, priority: torch.Tensor) -> torch.Tensor:
-        """Returns ``v`` of allowed priorities ``[K]``, float64 on their device; trees round it.
+        """Return ``v`` of allowed priorities ``[K]``, float64 on their device.
 
-        On the CPU the bits depend on the number alone, not on its place in a batch and not on the
-        machine: see ``native.power``.
+        Trees round it to their dtype. On the CPU the bits depend only on the priority, not on its
+        position in a batch or on the machine; see ``native.power``.
         """
         if not priority.is_cpu:
             base = priority.to(torch.float64) + self.eps
@@ -95,7 +100,7 @@ class PriorityLaw:
         return torch.from_numpy(power(base, self.alpha))
 
     def value_of(self, priority: float) -> float:
-        """Returns ``v`` of one allowed priority, to the bit what ``values`` gives."""
+        """Return ``v`` of one allowed priority, with the same bits as ``values``."""
         known = self._one
         if known is None or known[0] != priority:
             values = self.values(torch.full((1,), priority, dtype=self.dtype, device="cpu"))
@@ -103,26 +108,29 @@ class PriorityLaw:
         return known[1]
 
     def positive(self, value: Any) -> Any:
-        """``v`` where it is to count for the smallest one; infinite where it is kept as 0."""
+        """Return ``v`` with infinity for each value that trees store as 0.
+
+        The smallest of the results is then the smallest positive ``v``.
+        """
         if not self.may_be_zero:
             return value
         tiny = torch.finfo(self.dtype).tiny
         if isinstance(value, float):
             return value if value >= tiny else float("inf")
-        value = value.to(self.dtype)  # what is just below may be rounded up
+        value = value.to(self.dtype)  # this may round a number just below the limit up
         return value.masked_fill(value < tiny, float("inf"))
 
 
 def importance_weights(
     values: torch.Tensor, smallest: Any, beta: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns ``(v / smallest) ** -beta``, ``[B]`` in ``dtype``, of float64 ``v``.
+    """Return ``(v / smallest) ** -beta``, ``[B]`` in ``dtype``, of float64 ``v``.
 
-    This is ``(N P(i)) ** -beta`` over its largest value (Schaul et al. 2016, section 3.4); N and
-    the sum cancel.
+    This equals ``(N P(i)) ** -beta`` divided by its largest value (Schaul et al. 2016, section
+    3.4), because N and the sum cancel.
 
     Args:
-        smallest: of the values that the weights are relative to; a number, or a scalar tensor.
+        smallest: the ``v`` to which the weights are relative, as a number or scalar tensor.
 
     Example:
         >>> import torch
@@ -138,10 +146,11 @@ def importance_weights(
 
 
 def checked_number(name: str, value: Any) -> float:
-    """Returns a finite number of at least 0 as a float.
+    """Return a finite number of at least 0 as a float.
 
     Raises:
-        TypeError: no number. ValueError: negative, NaN or infinite.
+        TypeError: the value is not a number.
+        ValueError: the value is negative, NaN or infinite.
     """
     try:
         if isinstance(value, (str, bytes)):
@@ -158,7 +167,7 @@ def checked_number(name: str, value: Any) -> float:
 
 
 def _power(base: float, alpha: float) -> float:
-    """``base ** alpha`` for the sake of limits; infinite where it is too large for a float."""
+    """Return ``base ** alpha`` for checks of limits; infinity if it is too large."""
     try:
         return base**alpha if base else 0.0
     except OverflowError:
@@ -166,18 +175,18 @@ def _power(base: float, alpha: float) -> float:
 
 
 _FAR = 1 << 40
-"""Beyond every slot, and small enough to be multiplied by a number of lanes."""
+"""A number above every slot, and small enough to be multiplied by the number of lanes."""
 
 
 class Update(NamedTuple):
-    """What a call of ``update_priority`` comes to.
+    """The checked arguments of a call of ``update_priority``.
 
     Attributes:
-        elements: int64 ``[K]``, all of them stored, possibly one several times.
+        elements: flat indices of stored rows, int64 ``[K]``, possibly with repetitions.
         priorities: ``[K]`` in the law's dtype, all of them allowed.
-        top: what lies above every element; 0 where there is none.
-        most: the largest priority; 0 where there is none.
-        dropped: entries that were left out because their record had been overwritten.
+        top: the largest flat index plus 1; 0 without entries.
+        most: the largest priority; 0 without entries.
+        dropped: number of entries that were skipped because their row had been overwritten.
     """
 
     elements: torch.Tensor
@@ -195,10 +204,10 @@ def resolved_update(
     storage: Storage | None,
     limit: int,
 ) -> Update:
-    """Checks the arguments of ``update_priority`` and returns what is left to be set.
+    """Check the arguments of ``update_priority`` and return the priorities to set.
 
     Args:
-        limit: number of stored elements.
+        limit: number of stored rows.
 
     Raises:
         TypeError, ValueError, IndexError: as ``update_priority`` does.
@@ -225,16 +234,19 @@ def resolved_update(
 
 
 def as_elements(index: Any, lanes: torch.Size) -> torch.Tensor:
-    """Returns the elements that an index names: int64 ``[K]``, -1 where it says -1.
+    """Return the flat indices of an index: int64 ``[K]``. An entry of -1 stays -1.
+
+    The function does not check whether the rows are stored.
 
     Args:
-        index: int, LongTensor ``[K]`` (``[K, ndim]`` where there are lanes), tuple of one
-            LongTensor a dimension, or a sequence or array of such numbers.
-        lanes: sizes of the dimensions beside time.
+        index: an int, a LongTensor ``[K]`` (``[K, ndim]`` with lanes), a tuple of one LongTensor
+            per dimension, or a sequence or array of such numbers.
+        lanes: sizes of the dimensions after time.
 
     Raises:
-        TypeError: not integers. ValueError: another shape. IndexError: a lane that does not exist.
-        Whether the elements are stored is not looked at.
+        TypeError: the index does not consist of integers.
+        ValueError: the index has another shape.
+        IndexError: a lane does not exist.
     """
     ndim = len(lanes) + 1
     if type(index) is torch.Tensor and index.dtype is torch.int64 and index.dim() == 1 == ndim:
@@ -274,18 +286,20 @@ def _integers(index: Any) -> torch.Tensor:
 
 
 def as_priorities(priority: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns one priority for each of ``count`` elements, ``[count]``, detached.
+    """Return one priority for each of ``count`` rows, ``[count]``, detached.
+
+    The function does not check whether the law allows them.
 
     Raises:
-        ValueError: not one number for all, ``[count]`` or ``[count, 1]`` (PriorityCountError), or
-            complex numbers.
-        Whether they can be set is not looked at.
+        PriorityCountError: the priorities are not one number, ``[count]`` or ``[count, 1]``. This
+            is a ValueError.
+        ValueError: the priorities are complex numbers.
     """
     plain = type(priority) is torch.Tensor and not priority.requires_grad
     if plain and priority.dtype is dtype and priority.shape == (count,) and not priority.is_neg():
         return priority
     if not isinstance(priority, torch.Tensor):
-        priority = as_tensor(np.asarray(priority))  # numbers of Python as float64
+        priority = as_tensor(np.asarray(priority))  # Python numbers become float64
     priority = priority.detach().resolve_neg()
     if priority.is_complex():
         raise ValueError(f"expected real numbers as priorities, got {priority.dtype}")
@@ -303,7 +317,7 @@ def as_priorities(priority: Any, count: int, dtype: torch.dtype) -> torch.Tensor
 
 
 def as_it_is(tensor: Any, dtype: torch.dtype, count: int) -> bool:
-    """Whether the core can read ``count`` numbers of the dtype where the tensor lies."""
+    """Return whether the core can read ``count`` numbers of ``dtype`` from the tensor."""
     return (
         type(tensor) is torch.Tensor
         and tensor.dtype is dtype
@@ -315,10 +329,10 @@ def as_it_is(tensor: Any, dtype: torch.dtype, count: int) -> bool:
 
 
 def last_of_each(index: torch.Tensor, priority: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives every occurrence of an element the priority of its last one.
+    """Give every occurrence of a flat index the priority of its last occurrence.
 
-    Then the order in which a device writes them does not matter. No shape depends on the data, so
-    that nothing waits for the device.
+    Then the order in which a device writes the entries does not matter. No shape depends on the
+    data, so no step waits for the device.
     """
     ordered, order = index.sort(stable=True)
     last = torch.searchsorted(ordered, ordered, right=True) - 1
@@ -326,9 +340,9 @@ def last_of_each(index: torch.Tensor, priority: torch.Tensor) -> tuple[torch.Ten
 
 
 def bounds(values: torch.Tensor) -> tuple[Any, Any]:
-    """Returns the least and the largest of ``[K]``, K at least 1; NaN where there is one.
+    """Return the smallest and largest of ``[K]`` values, K at least 1.
 
-    On cuda this waits for the device, once.
+    The results are NaN if any value is NaN. On cuda this waits once for the device.
     """
     least, most = torch.aminmax(values)
     if values.is_cpu:
@@ -337,9 +351,9 @@ def bounds(values: torch.Tensor) -> tuple[Any, Any]:
 
 
 def _live(elements: torch.Tensor, generation: Any, storage: Storage | None) -> torch.Tensor | None:
-    """Which elements ``[K]`` still have the generation that was seen; None: all of them.
+    """Return a mask ``[K]`` of the rows that still have this generation; None: all.
 
-    Elements -1 count as live. IndexError for one that never was stored.
+    The mask is True for entries of -1. Raises IndexError for a row that was never stored.
     """
     if storage is None:
         raise ValueError("expected a storage to compare generations with, got none")
@@ -363,10 +377,10 @@ def _live(elements: torch.Tensor, generation: Any, storage: Storage | None) -> t
 
 
 def stored_elements(elements: torch.Tensor, limit: int) -> tuple[torch.Tensor, int]:
-    """Returns elements without those that are -1, and what lies above the largest.
+    """Return the flat indices without -1, and the largest index plus 1.
 
     Raises:
-        IndexError: one outside ``[0, limit)``.
+        IndexError: an index is outside ``[0, limit)``.
     """
     if not elements.numel():
         return elements, 0
@@ -397,7 +411,7 @@ class _Required:
 
 
 REQUIRED: Any = _Required()
-"""Default of an argument without one, that follows others with one."""
+"""Default of a required argument that follows arguments with a default."""
 
 
 def check_options(
@@ -409,10 +423,13 @@ def check_options(
     reduction: Any,
     weight_norm: Any,
 ) -> None:
-    """Raises what ``PrioritizedSampler`` does, but for the values of the exponents.
+    """Check the arguments of ``PrioritizedSampler``, except the values of exponents.
 
     Args:
-        kind: class of the sampler, for what is said.
+        kind: class name of the sampler, for the messages.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as ``PrioritizedSampler`` does.
     """
     for name, value in (("alpha", alpha), ("beta", beta)):
         if value is REQUIRED:
@@ -432,14 +449,15 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class SavedPriorities:
-    """Exponents, counters, and the raw priorities of the stored elements.
+    """Exponents, counters, and the raw priorities of the stored rows.
 
     Attributes:
-        alpha, beta, eps: of the sampler.
+        alpha, beta, eps: parameters of the sampler.
         max_priority: the largest raw priority ever set, at least 1.
-        dropped_updates: entries of updates that came too late.
-        priorities: raw, float ``[N]``, in physical order.
-        unread: the files in which they lie yet, unchecked; empty where they are in memory.
+        dropped_updates: number of update entries that came too late.
+        priorities: raw priorities, float ``[N]``, in the order of the slots.
+        unread: names of the files that still hold the unchecked priorities; empty if the priorities
+            are in memory.
     """
 
     alpha: float
@@ -451,7 +469,7 @@ class SavedPriorities:
     unread: str = ""
 
     def to_state(self) -> dict[str, Any]:
-        """Returns it as the entries of a state dict."""
+        """Return the entries of a state dict."""
         return {
             "_schema_version": _VERSION,
             "_alpha": self.alpha,
@@ -464,10 +482,11 @@ class SavedPriorities:
 
     @classmethod
     def from_state(cls, state: dict[str, Any], dtype: torch.dtype) -> SavedPriorities:
-        """Reads it from a state dict, with the priorities in ``dtype``; MappedRows are not read.
+        """Read a state dict, with the priorities in ``dtype``. MappedRows are not read.
 
         Raises:
-            ValueError: an entry is missing or impossible. CheckpointError: of a newer version.
+            ValueError: an entry is missing or invalid.
+            CheckpointError: the state has a newer version.
         """
         version = state.get("_schema_version")
         if type(version) is not int or version < 1:
@@ -479,14 +498,14 @@ class SavedPriorities:
         alpha, beta, eps, most = (
             _number(state, name) for name in ("_alpha", "_beta", "_eps", "_max_priority")
         )
-        # As it would be stored, and compared with what is.
+        # Round the number as the table does, so that it compares correctly with stored priorities.
         rounded = torch.full((), most, dtype=torch.float64, device="cpu").to(dtype).item()
         if not 1 <= rounded < float("inf"):
             raise ValueError(
                 f"expected '_max_priority' of at least 1 and finite in {dtype}, got {most}"
             )
         dropped = state.get("_dropped_updates")
-        # Storages in files keep it as an int64, to which more are added.
+        # Storages in files hold the count as an int64, which must leave room for more drops.
         if type(dropped) is not int or not 0 <= dropped <= 2**62:
             raise ValueError(f"expected '_dropped_updates' as a count, got {dropped!r}")
         raw = state.get("_priorities")
@@ -506,8 +525,7 @@ class SavedPriorities:
         )
 
     def law(self) -> PriorityLaw:
-        """The sampler's law; ValueError where it does not allow the priorities, as far as they are
-        read."""
+        """Return the sampler's law. Raises ValueError if it forbids a priority in memory."""
         law = PriorityLaw(self.alpha, self.eps, self.priorities.dtype)
         law.check(0.0, self.max_priority)
         if len(self.priorities) and not self.unread:

@@ -17,7 +17,7 @@ from replaykit.storages.commit_state import Changed
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.tensor_bytes import by_value, from_value
 
-__all__ = ["FollowedTable", "PriorityTable", "SetElements", "Watches"]
+__all__ = ["PriorityTable", "SetElements", "WatchedTable", "Watches"]
 
 _core = native.core()
 
@@ -27,7 +27,7 @@ _NONE = np.zeros(0, np.int64)
 
 
 class SetElements:
-    """Which elements of a table were set since somebody asked, while they are few."""
+    """The rows of a table whose priorities were set since the last ``pop``, if few."""
 
     def __init__(self) -> None:
         self.everything = True
@@ -37,8 +37,8 @@ class SetElements:
     def __bool__(self) -> bool:
         return self.everything or bool(self._index)
 
-    def note(self, index: torch.Tensor, most: int) -> None:
-        """Keeps elements in mind; of more than ``most`` that it may be all."""
+    def add(self, index: torch.Tensor, most: int) -> None:
+        """Add flat indices. If more than ``most`` were added, all rows count as set."""
         if self.everything:
             return
         self._count += index.numel()
@@ -46,49 +46,52 @@ class SetElements:
             self.everything = True
             self._index = []
         else:
-            self._index.append(index.clone())  # it may be the caller's
+            self._index.append(index.clone())  # the caller may change its tensor later
 
-    def take(self) -> list[torch.Tensor] | None:
-        """Returns which elements were set since the last call; None: it may be all of them."""
+    def pop(self) -> list[torch.Tensor] | None:
+        """Return the flat indices set since the last call; None if any may have been."""
         taken = None if self.everything else self._index
         self._index, self._count, self.everything = [], 0, False
         return taken
 
 
 class Watches:
-    """All who follow a table, each with what was set since it asked."""
+    """All observers of a table, each with the rows set since its last read."""
 
     def __init__(self) -> None:
         self._each: list[SetElements] = []
 
     @property
     def want_elements(self) -> bool:
-        """Whether one of them still tells elements apart."""
+        """True if an observer still tracks single rows."""
         return any(not watch.everything for watch in self._each)
 
     def new(self) -> SetElements:
-        """Returns one more; at first it may be all elements."""
+        """Add and return an observer, for which all rows count as set at first."""
         watch = SetElements()
         self._each.append(watch)
         return watch
 
-    def note(self, index: torch.Tensor, most: int) -> None:
-        """Told of elements that were set; see ``SetElements.note``."""
+    def add(self, index: torch.Tensor, most: int) -> None:
+        """Notify the observers of rows whose priorities were set.
+
+        ``SetElements.add`` describes the arguments.
+        """
         try:
             for watch in self._each:
-                watch.note(index, most)
-        except BaseException:  # they are set already
+                watch.add(index, most)
+        except BaseException:  # the priorities are already set
             self.all_changed()
             raise
 
     def all_changed(self) -> None:
-        """Told that it may be all elements."""
+        """Notify the observers that any row may have been set."""
         for watch in self._each:
             watch.everything = True
 
 
-class FollowedTable:
-    """What becomes of priorities, for who keeps them somewhere else too."""
+class WatchedTable:
+    """The changes of priorities, for a part that stores a second copy of them."""
 
     def __init__(self) -> None:
         self._table: PriorityTable | None = None
@@ -96,26 +99,27 @@ class FollowedTable:
         self._numbers: tuple[Any, ...] = ()
 
     def skip(self, table: PriorityTable, most: float, dropped: int) -> None:
-        """Takes what has become of them until now for known."""
+        """Count all changes up to now as reported."""
         if self._table is not table:
             self._table, self._watch = table, table.watch()
-        self._watch.take()
+        self._watch.pop()
         self._numbers = table.length, most, dropped
 
     def pending(self, table: PriorityTable) -> bool:
-        """Whether elements may have been set that ``changed`` has not told of."""
+        """Return whether ``changed`` may have changes to report."""
         return self._table is not table or bool(self._watch)
 
     def changed(
         self, table: PriorityTable, most: float, dropped: int, *, everything: bool
     ) -> Changed | None:
-        """Returns what has changed since the last call; None: nothing.
+        """Return the changes since the last call; None without changes.
 
         Args:
-            most: the largest priority ever set. dropped: updates that came too late.
-            everything: not what has changed, but all of it.
+            most: the largest priority ever set.
+            dropped: number of updates that came too late.
+            everything: return all priorities instead of the changes.
 
-        Cost: O(1), or that of what was set.
+        Cost: proportional to the number of rows set; O(1) without changes.
         """
         if self._table is not table:
             self._table, self._watch, self._numbers = table, table.watch(), ()
@@ -123,7 +127,7 @@ class FollowedTable:
         if not self._watch and numbers == self._numbers and not everything:
             return None
         self._numbers = numbers
-        index, raw = self._watch.take(), table.raw
+        index, raw = self._watch.pop(), table.raw
         if index is None or everything:
             return Changed(None, raw.double().cpu().numpy(), *numbers)
         if not raw.is_cpu:
@@ -150,22 +154,23 @@ _BLOCK = 1 << 16
 
 
 class PriorityTable:
-    """Raw priorities ``p`` of the elements ``0..length-1``, and trees over ``v`` of them.
+    """Raw priorities ``p`` of the rows ``0..length-1``, and trees over their ``v``.
 
-    Raw priorities are what users give and what is saved; everything else is a function of them, so
-    that another exponent, another capacity or a reload gives exactly what it would have given from
-    the beginning. An element that is not stored has raw priority -1 and ``v = 0``: no draw returns
-    it.
+    A flat index identifies each row. Users give raw priorities, and saves store raw priorities. All
+    other values follow from them. So after a change of the exponent or the capacity, or after a
+    reload, the table equals a new table with the same raw priorities. A row that is not stored has
+    raw priority -1 and ``v = 0``, so no draw returns it.
 
-    Memory grows by doubling, up to ``limit``. Not thread-safe: the storage's lock guards it.
+    Memory grows by doubling, up to ``limit``. The table is not thread-safe; the storage's lock
+    guards it.
 
     Args:
-        law: from ``p`` to ``v``.
-        device: where all of it lies.
-        smallest: whether the smallest positive ``v`` will be asked for.
-        largest: whether the largest stored ``p`` will be asked for.
+        law: the law that turns ``p`` into ``v``.
+        device: the device of all tensors.
+        smallest: whether the smallest positive ``v`` will be needed.
+        largest: whether the largest stored ``p`` will be needed.
 
-    Cost: 4 bytes an element for ``p`` and about 5 for each tree in float32, twice that in float64.
+    Cost: 4 bytes per row for ``p`` and about 5 for each tree in float32, twice that in float64.
     """
 
     def __init__(
@@ -179,7 +184,7 @@ class PriorityTable:
         self._watches = Watches()
         self._allocate(1)
 
-    # Tensors made in inference mode, in which collectors like to run, could not be changed outside.
+    # Collectors often run in inference mode. Tensors created there cannot be changed outside it.
     @torch.inference_mode(False)
     def _allocate(self, capacity: int) -> None:
         options: dict[str, Any] = {"dtype": self.law.dtype, "device": self.device}
@@ -195,12 +200,13 @@ class PriorityTable:
     # -- setting ------------------------------------------------------------------------------
 
     def set(self, index: torch.Tensor, priority: torch.Tensor | float, top: int) -> None:
-        """Sets allowed priorities; of an element that comes several times the last one counts.
+        """Set allowed priorities. If a row occurs several times, the last one counts.
 
         Args:
-            index: elements, int64 ``[K]``, in ``[0, top)``, on the table's device.
-            priority: in the law's dtype, ``[K]`` on the table's device, or one for all.
-            top: what lies above every index. Where it is above ``length``, ``cover`` follows.
+            index: flat indices, int64 ``[K]``, in ``[0, top)``, on the table's device.
+            priority: in the law's dtype, ``[K]`` on the table's device, or one number for all rows.
+            top: a bound above every index. If it exceeds ``length``, the caller calls ``cover``
+                next.
 
         Cost: O(K log capacity).
         """
@@ -211,7 +217,8 @@ class PriorityTable:
             if not index.is_cpu:
                 index, priority = last_of_each(index, priority)
             value = self.law.values(priority)
-        # First what checks its arguments once more: nothing has changed if it refuses.
+        # This call checks its arguments again, so it comes first. If it raises, nothing has
+        # changed.
         self._sums.update(index, value)
         if self._least is not None:
             self._least.update(index, self.law.positive(value))
@@ -221,10 +228,10 @@ class PriorityTable:
         if not index.is_cpu:
             self._raw[index] = priority
         else:
-            # NumPy assigns in order, so that the last of several stays.
+            # NumPy assigns in order, so the last of several equal indices counts.
             new = priority if isinstance(priority, float) else priority.numpy()
             self._raw.numpy()[index.numpy()] = new
-        self._watches.note(index, max(self.length, _FIRST))
+        self._watches.add(index, max(self.length, _FIRST))
 
     def set_plain(
         self,
@@ -233,14 +240,15 @@ class PriorityTable:
         generation: torch.Tensor | None,
         ledger: Ledger,
     ) -> float | None:
-        """Checks and sets in one call of the core what can be taken as it is.
+        """Check and set priorities in one call of the core, if they need no conversion.
 
-        That is: int64 ``[K]`` of stored slots, priorities ``[K]`` in the law's dtype, finite, not
-        negative and allowed, and the slots still have the generation, where one is given.
+        The index must be int64 ``[K]`` of stored slots. The priorities must be ``[K]`` in the law's
+        dtype, finite, not negative, and allowed by the law. If generations are given, the slots
+        must still have these generations.
 
         Returns:
-            The largest priority; None where that is not so, or there is no core: nothing has
-            changed then.
+            The largest priority; or None if a condition fails or there is no core. In that case
+            nothing has changed.
         """
         view = self._sums.native_view
         if view is None or type(index) is not torch.Tensor or ledger.length != self.length:
@@ -259,7 +267,7 @@ class PriorityTable:
             if not ledger.counted or not as_it_is(generation, torch.int64, count):
                 return None
             then = generation.data_ptr()
-        if self._saved.saving:  # refused or not: what they were is kept before they are set
+        if self._saved.saving:  # a save needs the old values first, even if the core then refuses
             self._saved.wrote_at(index.clamp(0, self.length - 1))
         largest = view.set_priorities(
             None if self._least is None else self._least.native_view,
@@ -280,11 +288,11 @@ class PriorityTable:
         if largest < 0:
             return None
         self._saved.wrote_later(index)
-        self._watches.note(index, max(self.length, _FIRST))
+        self._watches.add(index, max(self.length, _FIRST))
         return largest
 
     def cover(self, top: int, default: float) -> None:
-        """Counts the elements below ``top`` as stored; those never set get the default."""
+        """Count the rows below ``top`` as stored; give unset rows the default."""
         if top <= self.length:
             return
         self.reserve(top)
@@ -298,12 +306,12 @@ class PriorityTable:
             self.set((fresh < 0).nonzero()[:, 0] + start, default, top)
 
     def leave_out_of_largest(self, index: torch.Tensor) -> None:
-        """Takes elements out of ``largest``, those below ``length``; they are set next."""
+        """Remove the rows below ``length`` from ``largest``. The caller sets them next."""
         if self._most is not None and self.length:
             self._most.update(index[index < self.length], float("-inf"))
 
     def truncate(self, length: int) -> None:
-        """Forgets the elements from ``length`` on."""
+        """Forget the rows from ``length`` on."""
         self.renew_after_fork()
         count = self.length - length
         if count <= 0:
@@ -319,10 +327,10 @@ class PriorityTable:
             self._most.update_range(length, float("-inf"), count)
 
     def set_law(self, law: PriorityLaw) -> None:
-        """Draws by another law from now on; one pass over the stored elements.
+        """Draw by another law from now on. Cost: one pass over the stored rows.
 
         Raises:
-            ValueError: it does not allow a stored priority; nothing has changed.
+            ValueError: the law does not allow a stored priority; nothing has changed.
         """
         self.renew_after_fork()
         if self.length:
@@ -333,20 +341,20 @@ class PriorityTable:
             self._set_range(0, self._raw[: self.length])
 
     def load(self, priorities: torch.Tensor) -> None:
-        """Takes allowed priorities ``[N]`` in the place of all that were there."""
+        """Replace all priorities by allowed ones, ``[N]``."""
         self._refill(priorities, max(1, len(priorities)))
 
     def renew_after_fork(self) -> None:
-        """In a forked process: makes the trees anew, from the raw priorities.
+        """Rebuild the trees from the raw priorities, in a forked process only.
 
-        A thread of the parent, which is not here, may have held their locks, or have been half
-        through them.
+        At the fork, a thread of the parent may have held the locks of the trees, or may have been
+        changing them. The child does not have that thread.
         """
         if self._process != os.getpid():
             self._refill(self.priorities, self.capacity)
 
     def reserve(self, count: int) -> None:
-        """Makes room for ``count`` elements."""
+        """Make room for ``count`` rows."""
         if count > self.capacity:
             capacity = max(count, min(self.limit, max(2 * self.capacity, _FIRST)))
             self._refill(self._raw[: self.length], capacity)
@@ -359,8 +367,8 @@ class PriorityTable:
             self._set_range(0, self._raw[: self.length])
 
     def _set_range(self, start: int, raw: torch.Tensor) -> None:
-        """Brings the trees to raw priorities ``[K]``, K at least 1, from ``start`` on."""
-        # On the CPU block by block: what is in between stays in the cache, for a third of the time.
+        """Set the trees to raw priorities ``[K]``, K at least 1, from ``start`` on."""
+        # On the CPU, blocks stay in the cache. This takes a third of the time of a single step.
         step = _BLOCK if raw.is_cpu else len(raw)
         for at in range(0, len(raw), step):
             block = raw[at : at + step]
@@ -372,45 +380,45 @@ class PriorityTable:
                 self._most.update_range(start + at, block)
         if self._watches.want_elements:
             index = torch.arange(start, start + len(raw), device=self.device)
-            self._watches.note(index, max(self.length, _FIRST))
+            self._watches.add(index, max(self.length, _FIRST))
 
-    # -- being followed -----------------------------------------------------------------------
+    # -- observers ----------------------------------------------------------------------------
 
     def watch(self) -> SetElements:
-        """Returns what notes which elements are set from now on: at first it may be all of them."""
+        """Return a new observer of the table. At first all rows count as set."""
         return self._watches.new()
 
     def values(self, index: torch.Tensor | None = None) -> torch.Tensor:
-        """``v`` as it is in the tree, of elements ``[K]`` or of all stored ones: a copy."""
+        """Return a copy of the tree's ``v``, for indices ``[K]`` or all stored rows."""
         return self._sums[: self.length] if index is None else self._sums[index]
 
-    # -- asking -------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------
 
     @property
     def raw(self) -> torch.Tensor:
-        """Raw priorities of the stored elements, to look at: ``[length]``."""
+        """A read-only view of the stored rows' raw priorities: ``[length]``."""
         return self._raw[: self.length]
 
     @property
     def priorities(self) -> torch.Tensor:
-        """Raw priorities of the stored elements, a copy: ``[length]``."""
+        """A copy of the stored rows' raw priorities: ``[length]``."""
         return self._raw[: self.length].clone()
 
     def tracked(self) -> TrackedTensor:
-        """Returns the raw priorities as they are, for a save; the lock is held."""
+        """Return the raw priorities without a copy, for a save. The caller holds the lock."""
         return TrackedTensor(self._raw[: self.length], self._saved, "raw")
 
     @property
     def drawable(self) -> bool:
-        """Whether a draw would find anything. On cuda it may wait for the device."""
+        """True if a draw can return a row. On cuda this may wait for the device."""
         if not self.law.may_be_zero:
             return self.length > 0
         return bool(self._sums.total > 0)
 
     def smallest(self) -> Any:
-        """Smallest positive ``v``, infinite where there is none: a number.
+        """Return the smallest positive ``v`` as a number; infinity if there is none.
 
-        Elsewhere than on the CPU a tensor ``[1]``, so that nothing waits for the device.
+        On devices other than the CPU, return a tensor ``[1]``, so that the call does not wait.
         """
         assert self._least is not None
         if self.device.type == "cpu":
@@ -420,7 +428,7 @@ class PriorityTable:
         )
 
     def largest(self) -> float:
-        """Largest raw priority of the stored elements; 1 where none is stored."""
+        """Return the largest raw priority of the stored rows; 1 if no row is stored."""
         assert self._most is not None
         self.renew_after_fork()
         found = float(self._most.reduce())
@@ -433,12 +441,13 @@ class PriorityTable:
         stratified: bool,
         sums: SumSegmentTree | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns elements int64 ``[B]`` drawn by ``v``, and their ``v`` in float64.
+        """Draw by ``v``; return flat indices int64 ``[B]`` and their ``v`` in float64.
 
-        A generator of another device makes its numbers there; they are moved.
+        A generator on another device creates the random numbers there. They are then moved to the
+        table's device.
 
         Args:
-            sums: a tree over ``v`` of some of the elements, to draw from those alone.
+            sums: a tree over ``v`` of the rows to draw from; None: all rows.
         """
         sums = self._sums if sums is None else sums
         if generator is None or generator.device.type == self.device.type:
@@ -457,10 +466,13 @@ class PriorityTable:
         ledger: Ledger | None,
         sums: SumSegmentTree | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-        """Returns elements, weights and generations in one call of the core; None without it.
+        """Draw indices, weights and generations in one call of the core, if possible.
+
+        Return None if the core cannot make the draw.
 
         Args:
-            ledger: of slots that are the elements; None, or one with tables: no generations.
+            ledger: the ledger of a storage without lanes. Without a ledger, or if it has tables,
+                the draw returns no generations.
             sums: as for ``draw``.
         """
         view, dtype = (self._sums if sums is None else sums).native_view, self.law.dtype
@@ -469,7 +481,7 @@ class PriorityTable:
         models = self._models
         if models[0].numel() != batch_size:
             models = self._models = _outputs(batch_size, dtype)
-        # Half of the time of describing it anew.
+        # ``empty_like`` takes half the time of ``empty`` with a shape and a dtype.
         index, weight = torch.empty_like(models[0]), torch.empty_like(models[1])
         generation, then, written, slots = None, 0, 0, 1
         if ledger is not None and ledger.counted:
@@ -494,13 +506,13 @@ class PriorityTable:
     def find(
         self, uniform: torch.Tensor, stratified: bool, sums: SumSegmentTree | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what ``draw`` does where the generator gives these numbers of ``[0, 1)``."""
+        """Return the result of ``draw`` for these random numbers in ``[0, 1)``."""
         sums = self._sums if sums is None else sums
         uniform = uniform.to(self.device)
         if stratified:
             strata = torch.full_like(uniform, len(uniform))
             uniform = (torch.arange(len(uniform), device=self.device) + uniform) / strata
-        # Rounded up to 1, it would lie beyond the last part of the sum.
+        # A number that was rounded up to 1 would be beyond the last part of the sum.
         below_one = uniform.clamp(max=math.nextafter(1.0, 0.0))
         return sums.find(below_one * sums.total_tensor())
 
@@ -519,6 +531,6 @@ class PriorityTable:
 
 @torch.inference_mode(False)
 def _outputs(batch_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots and weights of a batch, to make others like them."""
+    """Return the models for the slots and weights of a batch."""
     index = torch.empty(batch_size, dtype=torch.int64, device="cpu")
     return index, torch.empty(batch_size, dtype=dtype, device="cpu")

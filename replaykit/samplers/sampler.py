@@ -1,4 +1,4 @@
-"""Define what every sampler offers, and what one drawn row stands for."""
+"""Define the interfaces of samplers and sample units."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from replaykit.checkpoint import Checkpoint, MappedRows, ReadLater, save_checkpo
 from replaykit.episodes import NOTHING, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
 from replaykit.interrupts import deferred
-from replaykit.keywords import named_after
+from replaykit.keywords import named_after, old_name
 from replaykit.storages import Storage
 from replaykit.storages.indexing import unravel_index
 from replaykit.storages.tensor_bytes import by_value, from_value
@@ -32,21 +32,21 @@ def made_of_saved(
     state: Mapping[str, Any],
     names: Mapping[str, tuple[torch.dtype, ...]],
     make: Callable[..., Made],
-    what: str,
+    label: str,
     *,
     optional: bool = False,
 ) -> Made | ReadLater[Made]:
-    """What is made of entries of a state: now, or later where some lie in files.
+    """Make an object from arrays of a saved state; do so later if some are in files.
 
     Args:
-        names: of the entries, with the dtypes that each may have.
-        make: makes it of the arrays, ``[K]`` each, which are its own; ValueError where they
-            contradict themselves.
-        what: they are, for the error of who asks later.
-        optional: entries that are missing are empty.
+        names: the entries of the state, with the dtypes that each may have.
+        make: function that makes the object from the arrays, ``[K]`` each. The arrays belong to it.
+            It raises ValueError if they contradict each other.
+        label: a noun for the object, for the error message of a later read.
+        optional: treat missing entries as empty.
 
     Raises:
-        ValueError: an entry is no vector, or of another dtype; what ``make`` raises.
+        ValueError: an entry is not a vector, or has another dtype; or ``make`` raises it.
     """
     found: list[Array | MappedRows] = []
     for name, kinds in names.items():
@@ -62,20 +62,20 @@ def made_of_saved(
             raise ValueError(f"expected {name!r} as {words} [K], got {part!r}")
         found.append(part if isinstance(part, MappedRows) else part.cpu().numpy().copy())
     if any(isinstance(part, MappedRows) for part in found):
-        return ReadLater(make, found, what)
+        return ReadLater(make, found, label)
     return make(*found)
 
 
 @named_after
 class Sampler(Uncompiled, ABC):
-    """Draws records by index; never reads what it draws.
+    """Chooses rows by index. It reads no row values unless ``reads_rows`` is set.
 
-    A sampler of one's own brings ``sample`` and, where it has state, ``state_dict`` and
+    A custom sampler defines ``sample`` and, if it has state, ``state_dict`` and
     ``load_state_dict``.
 
     Attributes:
-        generator: where randomness comes from; None: torch's global generator. Set by the buffer.
-        prioritized: whether records have priorities.
+        generator: the source of randomness; None for torch's global generator. The buffer sets it.
+        prioritized: whether rows have priorities.
 
     Example:
         >>> import torch
@@ -90,54 +90,66 @@ class Sampler(Uncompiled, ABC):
     """
 
     kind = "custom"
-    """Samplers of one kind take each other's saved state; one's own class is a kind of its own."""
+    """Name of the sampler's kind. Samplers of one kind can load each other's state.
+
+    A custom class is a separate kind.
+    """
 
     prioritized = False
 
     mapped_entries: tuple[str, ...] = ()
-    """Entries of a saved state that it takes as MappedRows, to be read when they are needed."""
+    """Entries of a saved state that may be MappedRows, which the sampler reads when needed."""
 
     draws_windows = False
-    """Whether it draws windows of several rows by itself."""
+    """True if the sampler itself draws windows of several rows."""
 
     @property
     def draws_anchors(self) -> bool:
-        """Whether a ``Sequence`` can make windows of the rows that it draws."""
+        """True if a ``Sequence`` can make windows around the rows that the sampler draws."""
         return not self.draws_windows
 
     @property
-    def tells(self) -> tuple[Any, ...]:
-        """Keys of what a draw always tells of its rows, beside ``index``, generations and marks of
-        where windows end."""
+    def info_keys(self) -> tuple[Any, ...]:
+        """The info keys that every draw returns.
+
+        The keys of the index, the generations and the marks of window ends are not included.
+        """
         return ()
 
+    tells = old_name("tells", "info_keys")
+
     reads_rows = False
-    """Whether it looks at rows to decide which to draw: other processes do not write meanwhile."""
+    """True if the sampler reads row values. Other processes then do not write during a draw."""
 
     consumes = False
-    """Whether records are drawn a number of times and are free to be written again after that."""
+    """True if rows are drawn a limited number of times. Their slots are free afterwards."""
 
     stateless = False
-    """Whether a draw leaves nothing behind, so that several buffers may use one sampler."""
+    """True if a draw changes no state, so that several buffers may share one sampler."""
 
     prompt = False
-    """Whether a draw takes microseconds, so that a thread is not asked to make it ahead. It is
-    said of the class itself: a subclass may draw in another way."""
+    """True if a draw takes only microseconds, so that prefetching draws saves nothing.
+
+    The buffer reads this attribute from the class itself, because a subclass may draw in another
+    way.
+    """
 
     passes = False
-    """Whether it goes through the records pass by pass, so that ``ran_out`` ends each of them."""
+    """True if the sampler draws in passes, each of which ends with ``ran_out``."""
 
     needs_write_order = False
-    """Whether rows must lie in the order of time, which not every writer keeps."""
+    """True if rows must be stored in order of time. Some writers do not keep this order."""
 
     needs: Needs = NOTHING
-    """What the buffer's transforms need around a row; rows without it are not drawn. Set by the
-    buffer."""
+    """The neighbouring rows that the buffer's transforms need; the buffer sets this.
+
+    The sampler does not draw a row if one of these neighbours is missing.
+    """
 
     _owner: weakref.ref[Any] | None = None
 
     _shown: bool | None = None
-    """What ``ran_out`` says while a buffer draws ahead of what it has delivered."""
+    """The value of ``ran_out`` for the caller, while the buffer prefetches draws."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -153,70 +165,80 @@ class Sampler(Uncompiled, ABC):
 
     @property
     def owner(self) -> Any:
-        """The buffer that uses it; None where there is none, or none any more."""
+        """The buffer that uses the sampler; None without a buffer, or if it was deleted."""
         return None if self._owner is None else self._owner()
 
     @owner.setter
     def owner(self, buffer: Any) -> None:
         self._owner = weakref.ref(buffer)
 
-    def _settle_draws(self) -> None:
-        """Waits until its buffer has made the draws that this thread has asked for ahead of time:
-        what is set afterwards counts for later ones alone."""
-        settle = getattr(self.owner, "_settle_draws", None)
-        if settle is not None:
-            settle()
+    def _wait_for_draws(self) -> None:
+        """Wait until the buffer has made the prefetch draws that this thread requested.
+
+        A parameter that is set after this call affects only later draws.
+        """
+        wait = getattr(self.owner, "_wait_for_draws", None)
+        if wait is not None:
+            wait()
 
     # -- drawing ------------------------------------------------------------------------------
 
     @abstractmethod
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """Draws ``batch_size`` records.
+        """Draw ``batch_size`` rows.
 
         Returns:
-            The index, int64 ``[B]`` (``[B, ndim]`` for storages with lanes), and what is known of
-            the records drawn: tensors with leading dimension B.
+            The index, int64 ``[B]`` (``[B, ndim]`` for storages with lanes), and the info of the
+            drawn rows: tensors with leading dimension B.
 
         Raises:
-            RuntimeError: nothing can be drawn.
+            RuntimeError: no row can be drawn.
         """
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether ``sample`` would succeed now. Draws nothing, changes nothing, never raises."""
+        """Return whether ``sample`` would succeed now.
+
+        This draws nothing, changes nothing and never raises.
+        """
         return len(storage) > 0
 
     def episodes(self, storage: Storage) -> EpisodeIndex | None:
-        """The index by which it cuts windows; None: that of the storage."""
+        """Return the episode index that cuts the windows; None for the storage's index."""
         return None
 
     def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
-        """Told what was read for a draw: adds to ``info`` what follows from it; returns the rows.
+        """Add to ``info`` the values that depend on the drawn rows; return the rows.
 
-        Called once a draw, without a lock; depends on its arguments only.
+        The buffer calls this once per draw, without a lock. The result depends on the arguments
+        only.
         """
         return rows
 
     def complete_fresh(self, rows: Any, info: dict[Any, Any]) -> Any:
-        """``complete`` of rows that nobody else has or will see as they were stored: what it adds
-        may take the place of what is there."""
+        """Do the same as ``complete``, for rows that no other code uses.
+
+        The method may overwrite values of these rows.
+        """
         return self.complete(rows, info)
 
     def shape_of(self, rows: int) -> tuple[int, ...] | None:
-        """Batch shape in which ``rows`` rows are delivered; None: flat."""
+        """Return the batch shape of ``rows`` delivered rows; None for a flat batch."""
         return None
 
     def left(self, storage: Storage) -> int:
-        """How many of the stored records can be drawn, where draws use them up."""
+        """Return the number of rows that can be drawn, for samplers that use rows up."""
         return len(storage)
 
     def free(self, storage: Storage, count: int) -> torch.Tensor:
-        """Up to ``count`` slots that are free to be written again, since draws have used their
-        records up: int64 ``[K]``."""
+        """Return up to ``count`` slots, int64 ``[K]``, whose rows draws have used up.
+
+        The writer may write to them again.
+        """
         return torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
     def ran_out(self) -> bool:
-        """Whether the last batch ended a pass over the records."""
+        """True if the last batch ended a pass over the rows."""
         return self._ran_out if self._shown is None else self._shown
 
     @ran_out.setter
@@ -224,52 +246,57 @@ class Sampler(Uncompiled, ABC):
         self._ran_out = bool(value)
 
     def attach(self, storage: Storage) -> None:
-        """Told which storage it draws from, with the rows that are there already."""
+        """Attach the sampler to its storage, which may hold rows already."""
 
     def rejoin(self, storage: Storage) -> None:
-        """Told which storage it draws from, where both were copied together: what it knows of the
-        rows stays."""
+        """Attach a copied sampler to the copy of its storage.
 
-    # -- being told of writes -----------------------------------------------------------------
+        Both copies were made together, so the sampler's state still matches the rows.
+        """
+
+    # -- notifications of writes --------------------------------------------------------------
 
     def about_to_write(self) -> None:
-        """Told before the first write to records that were loaded: what it has to know then, and
-        lies in files yet, is read. What it raises prevents the write."""
+        """Prepare for the first write to loaded rows.
+
+        If a part of the sampler's state is still in files, the sampler reads it now. An exception
+        in this method prevents the write.
+        """
 
     def add(self, index: Any) -> None:
-        """Told that one record was written."""
+        """Follow the write of one row. It must not raise, because the row is stored."""
 
     def extend(self, index: torch.Tensor) -> None:
-        """Told that records were written."""
+        """Follow a write of several rows. It must not raise, because they are stored."""
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Told that records were written by another buffer over the same storage."""
+        """Follow a write of rows by another buffer over the same storage."""
 
     def empty(self) -> None:
-        """Told that all records are gone."""
+        """Follow the removal of all rows."""
         self._ran_out = False
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
-        """Told that draws, in the order they were made, will not be delivered after all."""
+        """Roll back draws that will not be delivered, given in the order of drawing."""
 
     def drop_pass(self) -> None:
-        """Told that no draw of the pass that began last will be delivered: it has not begun.
+        """Roll back the start of the newest pass, because none of its draws is delivered.
 
-        ``put_back`` follows, with draws of the pass before.
+        The buffer calls ``put_back`` next, with draws of the pass before.
         """
 
     def moved(self, rows: torch.Tensor, storage: Storage) -> None:
-        """Told that the records of slots ``rows`` now lie in slots ``0, 1, ...``.
+        """Follow a move of the rows from slots ``rows`` to slots ``0, 1, ...``.
 
-        Follows ``load_state_dict`` where rows lie elsewhere, or are gone, in another capacity than
-        the one that was saved.
+        The buffer calls this after ``load_state_dict`` if its capacity differs from the saved
+        capacity. In that case rows have moved or were dropped.
         """
 
     # -- priorities ---------------------------------------------------------------------------
 
     @property
     def default_priority(self) -> float:
-        """Priority of new records."""
+        """The priority of new rows."""
         return 1.0
 
     def update_priority(
@@ -280,7 +307,7 @@ class Sampler(Uncompiled, ABC):
         storage: Storage | None = None,
         generation: torch.Tensor | None = None,
     ) -> None:
-        """Sets priorities, in samplers that have them; here: a warning and no change."""
+        """Set priorities. A sampler without priorities warns and changes nothing."""
         warnings.warn(
             f"{type(self).__name__} has no priorities; the update has no effect",
             UserWarning,
@@ -288,54 +315,57 @@ class Sampler(Uncompiled, ABC):
         )
 
     def check_priorities(self, priority: torch.Tensor) -> None:
-        """Raises ValueError where ``update_priority`` would refuse priorities ``[K]``.
+        """Raise ValueError if ``update_priority`` would refuse priorities ``[K]``.
 
-        Asked before records that carry priorities are stored.
+        The buffer calls this before it stores rows that carry priorities.
         """
 
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of everything that the next draw depends on, the generator apart."""
+        """Return copies of the state that the next draw depends on, except the generator."""
         return {"_kind": self.kind}
 
     def state_to_save(self, storage: Storage) -> dict[str, Any]:
-        """Returns what ``state_dict`` does, for a save of that storage, whose lock is held.
+        """Return ``state_dict`` for a save of that storage; the caller holds its lock.
 
-        Large tensors of which is known what has changed may be ``TrackedTensor``, without a copy.
+        To avoid a copy, a large tensor with tracked changes may be a ``TrackedTensor``.
         """
         return self.state_dict()
 
     def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
-        """Raises ValueError where the state is not one of a sampler of this kind.
+        """Raise ValueError unless the state comes from a sampler of this kind.
 
-        Not asked about the state of a sampler of one's own that keeps no ``_kind`` in it.
+        The buffer skips this check for a custom sampler without ``_kind`` in its state.
         """
         if not isinstance(state_dict, dict) or state_dict.get("_kind") != self.kind:
             found = state_dict.get("_kind") if isinstance(state_dict, dict) else state_dict
             raise ValueError(f"expected the state of a {self.kind!r} sampler, got {found!r}")
 
     def stored_in(self, state_dict: dict[str, Any]) -> int | None:
-        """Number of stored records that a checked state tells of; None where it does not count."""
+        """Return the number of stored rows in a checked state; None if unknown."""
         return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state over; ValueError where it is not one of this kind of sampler."""
+        """Load a state. Raises ValueError if it comes from another kind of sampler."""
         if state_dict.get("_kind") != self.kind:
             raise ValueError(
                 f"expected the state of a {self.kind!r} sampler, got {state_dict.get('_kind')!r}"
             )
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Saves the sampler's state into a directory of its own, all or nothing."""
+        """Save the sampler's state into a separate directory, completely or not at all."""
         save_checkpoint(path, {"sampler": self.state_dict()}, {"sampler": type(self).__name__})
 
     def loads(self, path: str | os.PathLike[str]) -> None:
-        """Takes over a state that ``dumps`` of a sampler of the same kind saved.
+        """Load a state that ``dumps`` of a sampler of the same kind saved.
+
+        If the call raises, nothing has changed.
 
         Raises:
-            FileNotFoundError: nothing saved there. CheckpointError: it is damaged.
-            ValueError: another kind of sampler. Nothing has changed then.
+            FileNotFoundError: nothing is saved at the path.
+            CheckpointError: the checkpoint is damaged.
+            ValueError: the state comes from another kind of sampler.
         """
         with deferred, Checkpoint(path) as saved:
             saved.verify()
@@ -352,7 +382,7 @@ class Sampler(Uncompiled, ABC):
 
 
 def require_rows(storage: Storage) -> int:
-    """Returns the number of stored rows; raises where there is none."""
+    """Return the number of stored rows. Raises NotEnoughData if there are none."""
     count = len(storage)
     if not count:
         raise NotEnoughData("Cannot sample from an empty storage.")
@@ -360,7 +390,7 @@ def require_rows(storage: Storage) -> int:
 
 
 def drawing_device(storage: Storage, generator: torch.Generator | None) -> torch.device:
-    """Where random numbers are made: with the generator, else with the records."""
+    """Return the device of random numbers: the generator's, or else the storage's."""
     if generator is not None:
         return generator.device
     device = storage.device
@@ -368,13 +398,13 @@ def drawing_device(storage: Storage, generator: torch.Generator | None) -> torch
 
 
 def as_drawn(flat: torch.Tensor, storage: Storage) -> torch.Tensor:
-    """Brings numbers of elements ``[B]`` to the index that users see, on the storage's device."""
+    """Convert flat indices ``[B]`` to the index of users, on the storage's device."""
     flat = flat.to(storage.device)
     return unravel_index(flat, storage.lanes) if storage.ndim > 1 else flat
 
 
 class SampleUnit(Uncompiled, ABC):
-    """Turns the records that a sampler drew into the records of the batch.
+    """Turns the rows that a sampler drew into the rows of the batch.
 
     Example:
         >>> import torch
@@ -389,32 +419,34 @@ class SampleUnit(Uncompiled, ABC):
     """
 
     def check(self, storage: Storage, sampler: Sampler) -> None:
-        """Raises TypeError or ValueError where it cannot work with these components of a buffer.
+        """Raise TypeError or ValueError if the unit does not fit storage and sampler.
 
-        Asked before a buffer takes any of the three.
+        The buffer calls this before it attaches storage, sampler or unit.
         """
 
     @abstractmethod
     def expand(
         self, index: torch.Tensor, info: dict[str, Any], storage: Storage
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Returns the index of the batch and its info, aligned with each other.
+        """Return the index of the batch and its info, aligned with each other.
 
-        Called with the storage's lock held; must not change the storage.
+        The caller holds the storage's lock. The method must not change the storage.
         """
 
     def episodes(self, storage: Storage) -> EpisodeIndex | None:
-        """The index by which it cuts windows; None: that of the sampler."""
+        """Return the episode index that cuts the windows; None for the sampler's index."""
         return None
 
     @property
-    def tells(self) -> tuple[Any, ...]:
-        """Keys of what it always tells of the rows of the batch, beside their generations."""
+    def info_keys(self) -> tuple[Any, ...]:
+        """The info keys that every batch has. The key of generations is not included."""
         return ()
+
+    tells = old_name("tells", "info_keys")
 
 
 class Transition(SampleUnit):
-    """The record itself.
+    """Returns each drawn row as it is.
 
     Example:
         >>> import torch
@@ -428,5 +460,5 @@ class Transition(SampleUnit):
     def expand(
         self, index: torch.Tensor, info: dict[str, Any], storage: Storage
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Returns both as they are."""
+        """Return both arguments unchanged."""
         return index, info

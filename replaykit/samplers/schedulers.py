@@ -1,4 +1,4 @@
-"""Numbers of a sampler that change step by step."""
+"""Change numbers of a sampler step by step."""
 
 from __future__ import annotations
 
@@ -21,23 +21,27 @@ __all__ = [
 
 
 class ParameterScheduler(Uncompiled, ABC):
-    """Sets a numeric attribute of a sampler at every ``step``: a number, or several, float64
-    ``[n]``, such as the weights ``p`` of an ensemble, of which each changes as one number would.
+    """Sets a numeric attribute of a sampler at every ``step``.
 
-    A scheduler of one's own brings ``value(k, current)``, and names what it is configured by in
-    ``configuration`` so that it is saved.
+    The attribute is one number, or several numbers, float64 ``[n]``, such as the weights ``p`` of
+    an ensemble. Several numbers change in the same way as a single number.
+
+    A custom scheduler defines ``value(k, current)``. It lists its parameters in ``configuration``,
+    so that they are saved.
 
     Args:
-        obj: a sampler, or a buffer: then the sampler that it has at each step.
-        param_name: the attribute, such as "beta".
-        min_value, max_value: what results are clipped to, 0 included; None: no bound.
+        obj: a sampler or a buffer. For a buffer, each step uses the sampler that the buffer then
+            has.
+        param_name: name of the attribute, such as "beta".
+        min_value, max_value: bounds of the results. A bound of 0 counts, too. None: no bound.
 
     Raises:
-        TypeError: neither a sampler nor a buffer.
-        ValueError: no such attribute, one that is no number, or ``min_value`` above ``max_value``.
+        TypeError: ``obj`` is neither a sampler nor a buffer.
+        ValueError: the attribute is missing or not numeric, or ``min_value`` is above
+            ``max_value``.
 
-    Cost of a step: that of setting the attribute; O(1) for beta, one pass over the stored
-    priorities for alpha.
+    Cost: a step costs the same as setting the attribute: O(1) for beta, and one pass over the
+    stored priorities for alpha.
 
     Example:
         >>> from replaykit import ParameterScheduler, PrioritizedSampler
@@ -52,10 +56,10 @@ class ParameterScheduler(Uncompiled, ABC):
     """
 
     initial: Any
-    """The value at construction."""
+    """The value at construction time."""
 
     configuration: tuple[str, ...] = ()
-    """Names of the attributes that belong to the saved state."""
+    """Names of the attributes that the saved state contains."""
 
     def __init__(
         self,
@@ -82,14 +86,14 @@ class ParameterScheduler(Uncompiled, ABC):
 
     @property
     def sampler(self) -> Sampler:
-        """The sampler whose attribute is set now."""
+        """The sampler whose attribute the next step sets."""
         found = self.obj if isinstance(self.obj, Sampler) else self.obj.sampler
         assert isinstance(found, Sampler)
         return found
 
     @property
     def current(self) -> Any:
-        """What the attribute is now; ValueError where there is none or it is no number."""
+        """The attribute's value. Raises ValueError if it is missing or not numeric."""
         sampler = self.sampler
         try:
             found = getattr(sampler, self.param_name)
@@ -108,10 +112,10 @@ class ParameterScheduler(Uncompiled, ABC):
             ) from None
 
     def _like(self, name: str, given: Any) -> Any:
-        """An argument that is one number, or as many as the attribute has.
+        """Convert an argument to one number, or to as many numbers as the attribute has.
 
         Raises:
-            ValueError: another number of them.
+            ValueError: the argument has another number of values.
         """
         if isinstance(given, (int, float)):
             return float(given)
@@ -126,10 +130,10 @@ class ParameterScheduler(Uncompiled, ABC):
 
     @abstractmethod
     def value(self, step: int, current: Any) -> Any:
-        """Returns what the attribute is to be after ``step`` steps, before it is clipped."""
+        """Return the attribute's value after ``step`` steps, without the bounds."""
 
     def step(self) -> None:
-        """Sets the attribute to its next value; where that is refused, nothing has changed."""
+        """Set the attribute to its next value; nothing changes if the sampler raises."""
         value = self.value(self.steps + 1, self.current)
         if isinstance(value, torch.Tensor):
             if self.min_value is not None or self.max_value is not None:
@@ -140,12 +144,12 @@ class ParameterScheduler(Uncompiled, ABC):
             if self.max_value is not None:
                 value = min(value, self.max_value)
         sampler = self.sampler
-        sampler._settle_draws()
+        sampler._wait_for_draws()
         setattr(sampler, self.param_name, value)
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns step count and configuration, without the sampler and without functions."""
+        """Return step count and configuration, without the sampler and without functions."""
         names = ("param_name", "min_value", "max_value", "initial", "steps", *self.configuration)
         values = {name: getattr(self, name) for name in names}
         return {
@@ -154,7 +158,7 @@ class ParameterScheduler(Uncompiled, ABC):
         }
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError where the state is not that of a scheduler of this class."""
+        """Raise ValueError unless the state comes from a scheduler of this class."""
         if not isinstance(state_dict, dict) or set(state_dict) != set(self.state_dict()):
             raise ValueError(
                 f"expected a state with {sorted(self.state_dict())}, got {state_dict!r}"
@@ -184,10 +188,12 @@ class ParameterScheduler(Uncompiled, ABC):
                 raise ValueError(f"expected {name!r} as an int of at least 1, got {found!r}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where the saved scheduler was; the attribute itself is the sampler's state.
+        """Continue from a saved scheduler.
+
+        The attribute itself is part of the sampler's state.
 
         Raises:
-            ValueError: the state of another scheduler; nothing has changed.
+            ValueError: the state comes from another scheduler; nothing has changed.
         """
         self.check_state(state_dict)
         for name, value in state_dict.items():
@@ -204,11 +210,11 @@ def _is_number(value: object) -> bool:
 
 
 class LambdaScheduler(ParameterScheduler):
-    """Sets the value at construction times ``lambda_fn(k)``, k counting steps from 1.
+    """Sets the initial value times ``lambda_fn(k)`` at step k = 1, 2, ...
 
     Args:
-        lambda_fn: from the number of the step to a factor, or one for each of several numbers; not
-            saved.
+        lambda_fn: function that maps k to a factor. If the attribute consists of several numbers,
+            the function may return one factor per number. The function is not saved.
 
     Example:
         >>> from replaykit import LambdaScheduler, PrioritizedSampler
@@ -236,16 +242,19 @@ class LambdaScheduler(ParameterScheduler):
         self.lambda_fn = lambda_fn
 
     def value(self, step: int, current: Any) -> Any:
-        return self.initial * self._like("what lambda_fn returns", self.lambda_fn(step))
+        return self.initial * self._like("the result of lambda_fn", self.lambda_fn(step))
 
 
 class LinearScheduler(ParameterScheduler):
-    """Goes in a straight line to ``final_value``, which it reaches exactly and keeps.
+    """Moves the attribute linearly to ``final_value``, and keeps exactly that value.
 
     Args:
-        final_value: after ``num_steps`` steps; of weights those that sum to 1, since it is these
-            that go in a straight line.
-        num_steps: at least 1, else ValueError.
+        final_value: value after ``num_steps`` steps. For weights, give values that sum to 1,
+            because the normalized weights change linearly.
+        num_steps: number of steps, at least 1.
+
+    Raises:
+        ValueError: ``num_steps`` is not an int of at least 1.
 
     Example:
         >>> from replaykit import LinearScheduler, PrioritizedSampler
@@ -274,12 +283,16 @@ class LinearScheduler(ParameterScheduler):
 
 
 class StepScheduler(ParameterScheduler):
-    """Multiplies by ``gamma``, or adds it, every ``n_steps`` steps.
+    """Multiplies the attribute by ``gamma``, or adds it, every ``n_steps`` steps.
 
     Args:
-        gamma: factor, or what is added; or one for each of several numbers.
-        n_steps: at least 1, else ValueError.
-        mode: "multiplicative" or "additive", else ValueError.
+        gamma: the factor or summand. If the attribute consists of several numbers, ``gamma`` may
+            have one value per number.
+        n_steps: number of steps between two changes, at least 1.
+        mode: "multiplicative" or "additive".
+
+    Raises:
+        ValueError: ``n_steps`` is not an int of at least 1, or ``mode`` is unknown.
 
     Example:
         >>> from replaykit import PrioritizedSampler, StepScheduler
@@ -317,13 +330,13 @@ class StepScheduler(ParameterScheduler):
 
 
 class SchedulerList:
-    """Steps several schedulers at once, in their order.
+    """Steps several schedulers in their order.
 
     Args:
-        schedulers: ParameterSchedulers, or lists of them.
+        schedulers: ParameterSchedulers or SchedulerLists.
 
     Raises:
-        TypeError: something else.
+        TypeError: an item is not a scheduler.
 
     Example:
         >>> from replaykit import LinearScheduler, PrioritizedSampler, SchedulerList
@@ -341,22 +354,22 @@ class SchedulerList:
             self.append(scheduler)
 
     def append(self, scheduler: Any) -> None:
-        """Adds a scheduler at the end."""
+        """Add a scheduler at the end."""
         if not isinstance(scheduler, (ParameterScheduler, SchedulerList)):
             raise TypeError(f"expected a scheduler, got {type(scheduler).__name__}")
         self.schedulers.append(scheduler)
 
     def step(self) -> None:
-        """Steps each of them."""
+        """Step each scheduler."""
         for scheduler in self.schedulers:
             scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states of all."""
+        """Return the states of all schedulers."""
         return {"schedulers": [scheduler.state_dict() for scheduler in self.schedulers]}
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError where the state is not one of as many schedulers of these classes."""
+        """Raise ValueError unless the state has one valid state for each scheduler."""
         states = state_dict.get("schedulers") if isinstance(state_dict, dict) else None
         if not isinstance(states, list) or len(states) != len(self.schedulers):
             raise ValueError(
@@ -366,10 +379,10 @@ class SchedulerList:
             scheduler.check_state(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where the saved ones were.
+        """Continue from saved schedulers.
 
         Raises:
-            ValueError: the states of other schedulers; nothing has changed.
+            ValueError: the states come from other schedulers; nothing has changed.
         """
         self.check_state(state_dict)
         for scheduler, state in zip(self.schedulers, state_dict["schedulers"], strict=True):

@@ -1,4 +1,4 @@
-"""A window of rows around every drawn one."""
+"""Draw a window of rows around every drawn row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replaykit.ted import Key, unravel
 __all__ = ["EPISODE_BOUNDARIES", "AnchorUpdate", "Sequence", "anchor_priorities"]
 
 EPISODE_BOUNDARIES = ("pad", "stop", "include_reset")
-"""What a window does where its episode ends; see ``Sequence``."""
+"""The ways in which a window treats the end of its episode; see ``Sequence``."""
 
 _DEFAULT_DONE = ("next", "done")
 
@@ -26,49 +26,56 @@ Array = np.ndarray[Any, Any]
 
 
 class Sequence(SampleUnit):
-    """Makes ``W = burn_in + length + bootstrap`` rows of every drawn one, its anchor.
+    """Makes a window of ``W = burn_in + length + bootstrap`` rows for each drawn row.
 
-    They lie ``dilation`` rows apart, ``burn_in`` of them before the anchor: row ``s`` of a window
-    is ``dilation * (s - burn_in)`` rows after it, in its lane. Whatever a sampler goes by, it draws
-    anchors: random and prioritized ones give random and prioritized sequences, and a SliceSampler
-    of ``slice_len=1`` those of its ``measure=``, ``draw=`` and ``recent=``.
+    The drawn row is the anchor of its window. The window lies in the lane of the anchor, and
+    ``burn_in`` of its rows precede the anchor. Neighbouring rows of a window are ``dilation`` rows
+    apart. So row ``s`` of a window is ``dilation * (s - burn_in)`` rows after the anchor.
 
-    A batch of B anchors has ``B * W`` rows, one window after another, and beside ``index``:
+    Every sampler of single rows can draw the anchors. Random and prioritized samplers give random
+    and prioritized sequences. A SliceSampler of ``slice_len=1`` draws anchors by its ``measure=``,
+    ``draw=`` and ``recent=``.
+
+    A batch of B anchors has ``B * W`` rows, one window after another. Its info has these keys in
+    addition to ``index``:
 
     =====================  ========================================================================
     ``anchor_index``       the row that was drawn, int64 ``[B*W]`` (``[B*W, ndim]``)
-    ``sequence_id``        which window a row belongs to, int64: ``0..B-1``
-    ``step_in_sequence``   which row of its window, int64: ``0..W-1``
+    ``sequence_id``        number of the row's window, int64: ``0..B-1``
+    ``step_in_sequence``   number of the row in its window, int64: ``0..W-1``
     ``learning_mask``      bool: neither burn-in nor bootstrap
     ``validity_mask``      bool: the row belongs to the window, and does not fill a gap
-    ``anchor_generation``  that of the anchor's slot, int64, where generations are reported
+    ``anchor_generation``  generation of the anchor's slot, int64, where generations are reported
     =====================  ========================================================================
 
-    What the sampler knows of an anchor is repeated over its window.
-    ``update_tensordict_priority`` gives an anchor the largest priority of its valid rows.
+    The sampler's info of an anchor is repeated for all rows of its window.
+    ``update_tensordict_priority`` gives an anchor the largest priority of the valid rows of its
+    window.
 
     Args:
-        length: rows to learn from, the anchor the first of them.
-        episode_boundary: what a window does where its episode ends. "pad": rows beyond the
-            episode's first or last row are that row again, and not valid. "stop": the window moves
-            back until its end fits, the anchor at most to the episode's first row; what does not
-            fit even so is padded. "include_reset": it goes on into the neighbouring episode; only
-            the write seam, what was cut by hand, and rows that are not stored end it.
-        done_key: the default means all that ends an episode: the flags ``done``, ``terminated``
-            and ``truncated``, and a change of a stored id. Another key is looked at instead of
-            those flags, besides the ids. None: only the write seam bounds windows.
-        burn_in: rows before the anchor, as to warm up a recurrent state.
-        bootstrap: rows after those to learn from.
-        dilation: distance of neighbouring rows.
+        length: number of rows to learn from; the anchor is the first of them.
+        episode_boundary: the treatment of a window that extends beyond its episode. "pad": the
+            episode's first or last row fills the positions beyond the episode, and is not valid
+            there. "stop": the window moves back until its end fits. The anchor moves at most to the
+            episode's first row. Positions that still do not fit are padded. "include_reset": the
+            window continues in the neighbouring episode. It ends only at the write seam, at a
+            manual cut, and at rows that are not stored.
+        done_key: by default, the flags ``done``, ``terminated`` and ``truncated`` and a change of a
+            stored id end an episode. Another key replaces these flags, but not the ids. None: only
+            the write seam bounds windows.
+        burn_in: number of rows before the anchor, for example to warm up a recurrent state.
+        bootstrap: number of rows after the rows to learn from.
+        dilation: distance between neighbouring rows of a window.
 
     Raises:
-        ValueError: a number too small, an unknown ``episode_boundary``; when a buffer takes it:
-            together with a sampler that draws windows of several rows by itself.
-        TypeError: not an int; in a buffer: records that are not TensorDicts in a tensor storage.
-        KeyError: when sampling: ``done_key`` is not stored.
+        ValueError: a number is too small, or ``episode_boundary`` is unknown. A buffer also raises
+            it if the sampler itself draws windows of several rows.
+        TypeError: a number is not an int. A buffer also raises it unless rows are TensorDicts in a
+            tensor storage.
+        KeyError: ``done_key`` is not stored, at the time of sampling.
 
-    Cost: O(B * W), whatever is stored. With another ``done_key``, one pass over that column at the
-    first sample; from then on it is kept up with every write.
+    Cost: O(B * W), independent of the number of stored rows. A custom ``done_key`` takes one pass
+    over that column at the first sample. After that every write updates its index.
 
     Source: stored-state burn-in of Kapturowski et al. 2019, "Recurrent Experience Replay in
     Distributed Reinforcement Learning".
@@ -119,12 +126,12 @@ class Sequence(SampleUnit):
         steps = np.arange(burn_in + length + bootstrap)
         self._offsets: Array = (steps - burn_in) * dilation
         self._learning: Array = (steps >= burn_in) & (steps < burn_in + length)
-        # The storage keeps an index with a rule of its own only as long as somebody holds it.
+        # The storage holds an index with a custom rule only weakly.
         self._index: EpisodeIndex | None = None
 
     @property
     def width(self) -> int:
-        """Rows of one window: ``burn_in + length + bootstrap``."""
+        """Number of rows of a window: ``burn_in + length + bootstrap``."""
         return len(self._offsets)
 
     def check(self, storage: Storage, sampler: Sampler) -> None:
@@ -136,8 +143,8 @@ class Sequence(SampleUnit):
         if not sampler.draws_anchors:
             raise ValueError(
                 f"expected a sampler of single rows with a Sequence, got {type(sampler).__name__}, "
-                "which draws windows by itself; use one or the other, or slices of one row "
-                "(slice_len=1), whose measure then says which rows are anchors"
+                "which draws windows itself; use one of the two, or slices of one row "
+                "(slice_len=1), whose measure then decides which rows are anchors"
             )
         if storage.initialized:
             _check_content(storage)
@@ -148,49 +155,50 @@ class Sequence(SampleUnit):
         info: dict[str, Any],
         storage: Storage,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Returns the rows of the windows of anchors ``[B]`` (``[B, ndim]``), and their info.
+        """Return the rows and info of the windows of anchors ``[B]`` (``[B, ndim]``).
 
-        The storage's lock is held.
+        The caller holds the storage's lock.
 
         Args:
-            index: the anchors; or a tuple with one ``[B]`` for each dimension.
+            index: the anchors, as a tensor or as a tuple with one ``[B]`` per dimension.
 
         Raises:
-            TypeError: records that are no TensorDicts. KeyError: ``done_key`` is not stored.
+            TypeError: the rows are not TensorDicts.
+            KeyError: ``done_key`` is not stored.
         """
         episodes = self.episodes(storage)
         if isinstance(index, tuple):
             index = index[0] if len(index) == 1 else torch.stack(index, -1)
         lanes, count, width = storage.lanes, len(index), self.width
         flat = ravel(index, lanes) if lanes else index
-        time, lane = episodes.place(flat.cpu().numpy())
+        time, lane = episodes.time_and_lane(flat.cpu().numpy())
         wanted, first, last = self._wanted(episodes, time, lane)
         valid = (wanted >= first) & (wanted <= last)
         rows = np.minimum(np.maximum(wanted, first), last).reshape(-1)
         element = episodes.element(rows, np.repeat(lane, width))
         found = _tensor(element, index.device)
         expanded = unravel_index(found, lanes) if lanes else found
-        told: dict[str, Any] = {}
+        info_of_rows: dict[str, Any] = {}
         for key, value in info.items():
             known = isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == count
-            told[key] = value.repeat_interleave(width, 0) if known else value
-        if "index_generation" in told:
+            info_of_rows[key] = value.repeat_interleave(width, 0) if known else value
+        if "index_generation" in info_of_rows:
             slots = expanded[:, 0] if lanes else expanded
-            told["anchor_generation"] = told["index_generation"]
-            told["index_generation"] = storage.ledger.generations(slots)
-        told["anchor_index"] = index.repeat_interleave(width, 0)
+            info_of_rows["anchor_generation"] = info_of_rows["index_generation"]
+            info_of_rows["index_generation"] = storage.ledger.generations(slots)
+        info_of_rows["anchor_index"] = index.repeat_interleave(width, 0)
         for name, values in (
             ("sequence_id", np.repeat(np.arange(count), width)),
             ("step_in_sequence", np.tile(np.arange(width), count)),
             ("learning_mask", np.tile(self._learning, count)),
             ("validity_mask", valid.reshape(-1)),
         ):
-            told[name] = _tensor(values, index.device)
-        return expanded, told
+            info_of_rows[name] = _tensor(values, index.device)
+        return expanded, info_of_rows
 
     @property
-    def tells(self) -> tuple[Any, ...]:
-        """What `expand` says of the rows of windows."""
+    def info_keys(self) -> tuple[Any, ...]:
+        """The info keys that `expand` adds."""
         return (
             "anchor_index",
             "anchor_generation",
@@ -203,7 +211,7 @@ class Sequence(SampleUnit):
     def _wanted(
         self, episodes: EpisodeIndex, time: Array, lane: Array
     ) -> tuple[Array, Array, Array]:
-        """Times int64 ``[B, W]`` as if nothing ended, and the first and last that there are."""
+        """Return times ``[B, W]`` that ignore episode ends, and the bounds of valid times."""
         if self.episode_boundary == "include_reset":
             first, last = episodes.streams(time, lane)
         else:
@@ -214,7 +222,7 @@ class Sequence(SampleUnit):
         return time[:, None] + self._offsets, first[:, None], last[:, None]
 
     def episodes(self, storage: Storage) -> EpisodeIndex:
-        """The index by which it cuts windows. The storage's lock is held."""
+        """Return the index that cuts the windows. The caller holds the storage's lock."""
         if not isinstance(storage, ColumnStorage):
             raise TypeError(
                 f"expected a tensor or memmap storage for a Sequence, got {type(storage).__name__}"
@@ -235,7 +243,7 @@ class Sequence(SampleUnit):
 
 
 class AnchorUpdate(NamedTuple):
-    """What priorities of rows come to for their anchors; ``generation`` is None where unknown."""
+    """The new priorities of anchors. ``generation`` is None if it is unknown."""
 
     anchor: torch.Tensor
     priority: torch.Tensor
@@ -248,20 +256,20 @@ def anchor_priorities(
     priority: torch.Tensor,
     valid: torch.Tensor,
 ) -> AnchorUpdate:
-    """Returns each anchor once, with the largest priority of its valid rows.
+    """Return each anchor once, with the largest priority of its valid rows.
 
     Args:
         anchor: ``anchor_index`` of rows, int64 ``[N]`` or ``[N, ndim]``.
         generation: ``anchor_generation``, int64 ``[N]``.
-        priority: of the rows, ``[N]``.
-        valid: ``validity_mask``, bool ``[N]``; anchors without a valid row are left out.
+        priority: priorities of the rows, ``[N]``.
+        valid: ``validity_mask``, bool ``[N]``. Anchors without a valid row are not returned.
     """
     columns = [anchor.reshape(len(valid), -1)]
     if generation is not None:
         columns.append(generation.reshape(-1, 1))
     keys = torch.cat(columns, 1)[valid]
     priority = priority[valid.to(priority.device)]
-    # Rows of a window lie side by side: that leaves B of B * W to be sorted.
+    # Rows of a window are consecutive, so the first step reduces B * W keys to B.
     for unique in (torch.unique_consecutive, torch.unique):
         keys, group = unique(keys, return_inverse=True, dim=0)
         largest = priority.new_zeros(len(keys))
@@ -279,7 +287,7 @@ def _check_content(storage: ColumnStorage) -> None:
     root = storage.require().schema.root
     if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
         kind = root.kind if isinstance(root, Branch) else "tensor"
-        raise TypeError(f"expected TensorDicts for a Sequence, got records of kind {kind!r}")
+        raise TypeError(f"expected TensorDicts for a Sequence, got rows of kind {kind!r}")
 
 
 def _rule_of(done_key: tuple[str, ...] | None) -> BoundaryRule:

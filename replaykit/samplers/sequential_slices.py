@@ -1,4 +1,4 @@
-"""Draw windows in order, each batch continuing where the last one ended."""
+"""Draw windows in order; each batch continues after the last batch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ Array = np.ndarray[Any, Any]
 
 
 class EpisodeOrder:
-    """The episodes of an index that have a window under a law: lanes in order, in a lane in the
-    order of time. Holds until a change of the index.
+    """The episodes of an index that have a window under a law, by lane, then by time.
+
+    The object is valid until the index changes.
 
     Attributes:
-        per_lane: int64 ``[lanes]``. ``ends``: their running sum. ``count``: all of them.
+        per_lane: number of these episodes in each lane, int64 ``[lanes]``.
+        ends: running sum of ``per_lane``.
+        count: sum of ``per_lane``.
     """
 
     def __init__(self, index: EpisodeIndex, law: CountLaw) -> None:
@@ -35,12 +38,15 @@ class EpisodeOrder:
         self.count = int(self.ends[-1]) if len(self.ends) else 0
 
     def find(self, number: Array) -> Windows:
-        """Looks episodes up, int64 ``[K]`` in ``[0, count)``."""
+        """Return the windows of episodes by number, int64 ``[K]`` in ``[0, count)``."""
         return self.index.find(self.law, EPISODES, number)
 
     def after(self, time: Array, lane: Array) -> Array:
-        """Numbers of the first episodes of lanes whose windows begin after times, int64 ``[K]``;
-        the end of the lane's numbers where there is none. O(log E) lookups of all K."""
+        """Return the first episode of each lane whose windows begin after a time.
+
+        If a lane has no such episode, the result is the end of the lane's numbers. Cost: O(log E)
+        array lookups, each for all K lanes.
+        """
         high = self.ends[lane].copy()
         low = high - self.per_lane[lane]
         while True:
@@ -53,8 +59,10 @@ class EpisodeOrder:
             low[open_[~later]] = middle[~later] + 1
 
     def of(self, time: Array, lane: Array) -> Array:
-        """Numbers of the episodes of stored rows, int64 ``[K]``; -1 where one has no window, or the
-        row lies before its windows."""
+        """Return the numbers of the episodes of stored rows, int64 ``[K]``.
+
+        The number is -1 if the episode has no window, or if the row precedes its windows.
+        """
         number = self.after(time, lane) - 1
         known = number >= self.ends[lane] - self.per_lane[lane]
         found = self.find(number[known])
@@ -64,10 +72,11 @@ class EpisodeOrder:
 
 
 class _Cursor(NamedTuple):
-    """A row at which a window began that was drawn, or (``include``) that comes next.
+    """The first row of the last window drawn; with ``include``, of the next window.
 
-    ``element`` is where it lies, in ``lane`` of the index; ``mark`` its number in write order;
-    ``age`` that of its episode's first row. The last three are -1 until they are looked up.
+    ``element`` is the flat index of the row, and ``lane`` its lane in the episode index. ``mark``
+    is its row id. ``age`` is the row id of its episode's first row. ``lane``, ``mark`` and ``age``
+    are -1 until they are needed.
     """
 
     element: int
@@ -77,10 +86,11 @@ class _Cursor(NamedTuple):
     age: int = -1
 
 
-class _Place(NamedTuple):
-    """Where to go on: after (``include``: at) a row of an episode of that age in a lane.
+class _Resume(NamedTuple):
+    """The position at which draws continue: after a row; with ``include``, at the row.
 
-    ``time`` is that of the row; None where it is gone.
+    ``age`` and ``lane`` describe the row's episode. ``time`` is the time of the row; None if the
+    row is no longer stored.
     """
 
     age: int
@@ -92,19 +102,22 @@ class _Place(NamedTuple):
 class Sequential:
     """Windows ``stride`` rows apart, by the age of their episodes, then by time.
 
-    In an episode they begin at its first row, at ``stride`` after it, and so on, while a window
-    fits; where windows hang over the end also those that are padded. After the newest comes the
-    oldest again. The place is kept through writes: rows that are gone are skipped, episodes that
-    come are visited. Positions say how old an episode is; where rows were placed out of order, the
-    order in which they lie does.
+    In each episode, windows begin at the first row, ``stride`` rows later, and so on, while a
+    window fits. If windows may extend beyond the end of an episode, padded windows count, too. The
+    oldest window follows the newest window.
+
+    Writes do not reset the position: draws skip lost rows and include new episodes. The age of an
+    episode is the row id of its first row. If rows were written out of order, it is the slot of
+    that row.
 
     Args:
-        stride: None: the length of a window.
+        stride: distance between windows; None for the length of a window.
 
     Raises:
-        TypeError, ValueError: ``stride`` is not an int of at least 1.
+        TypeError: ``stride`` is not an int.
+        ValueError: ``stride`` is below 1.
 
-    Cost of ``next``: O(K log E + lanes) for K windows.
+    Cost: ``next`` takes O(K log E + lanes) for K windows.
     """
 
     def __init__(self, stride: int | None = None) -> None:
@@ -116,7 +129,7 @@ class Sequential:
         self._stride = None if stride is None else int(stride)
         self.pass_index = 0
         self._cursor: _Cursor | None = None
-        # What a draw went on from, for taking it back: the latest last.
+        # The positions at which earlier draws continued, for a rollback, oldest first.
         self._undo: list[tuple[Any, _Cursor | None, int]] = []
         self._storage: Any = None
         self._wraps = 0
@@ -124,12 +137,13 @@ class Sequential:
     # -- drawing ------------------------------------------------------------------------------
 
     def next(self, request: SliceRequest, storage: Storage, count: int) -> Windows | None:
-        """The next ``count`` windows, going round as often as that takes; None: there is none.
+        """Return the next ``count`` windows; None if there is no window.
 
-        The lock is held. ``advance`` says that they were drawn.
+        Windows occur several times if ``count`` exceeds their number. The caller holds the lock,
+        and calls ``advance`` with the windows that it draws.
         """
         order = EpisodeOrder(request.episodes, request.law)
-        cursor = self._place(request, storage)
+        cursor = self._resume_at(request, storage)
         parts: list[Windows] = []
         missing, self._wraps = count, 0
         while missing:
@@ -144,14 +158,14 @@ class Sequential:
         return Windows(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
     def any(self, request: SliceRequest, storage: Storage) -> bool:
-        """Whether there is a window, from whatever place."""
+        """Return whether at least one window exists."""
         order = EpisodeOrder(request.episodes, request.law)
         return bool(len(self._from(request, order, storage, None, 1).base))
 
     def advance(
         self, found: Windows, index: torch.Tensor, request: SliceRequest, storage: Storage
     ) -> None:
-        """Takes note of windows that were drawn, and of the index that was made of them."""
+        """Continue after these windows at the next draw; ``index`` has their rows."""
         self._undo = [entry for entry in self._undo if entry[0]() is not None]
         self._undo.append((weakref.ref(index), self._cursor, self.pass_index))
         time = (found.base + found.rest)[-1:]
@@ -163,13 +177,13 @@ class Sequential:
         self.pass_index += self._wraps
 
     def _ages(self, request: SliceRequest, storage: Storage, time: Array, lane: Array) -> Array:
-        """What orders the episodes of stored rows: where they began."""
+        """Return the age of each row's episode. Episodes are in the order of their age."""
         index = request.episodes
         begin = index.begins(time, lane)
         return index.positions(begin, lane) if storage.ledger.oldest_first else begin
 
-    def _place(self, request: SliceRequest, storage: Storage) -> _Place | None:
-        """Where the cursor is now; None where nothing tells what came after it."""
+    def _resume_at(self, request: SliceRequest, storage: Storage) -> _Resume | None:
+        """Return the position of the cursor; None if its successor cannot be found."""
         cursor = self._cursor
         if cursor is None:
             return None
@@ -177,20 +191,20 @@ class Sequential:
         if stored < 0 or (cursor.mark >= 0 and stored != cursor.mark):  # overwritten
             if cursor.mark < 0 or not storage.ledger.oldest_first:
                 return None
-            return _Place(cursor.age, cursor.lane, cursor.include)
-        time, lane = request.episodes.place(np.array([cursor.element]))
+            return _Resume(cursor.age, cursor.lane, cursor.include)
+        time, lane = request.episodes.time_and_lane(np.array([cursor.element]))
         age = self._ages(request, storage, time, lane)
-        return _Place(int(age[0]), int(lane[0]), cursor.include, time)
+        return _Resume(int(age[0]), int(lane[0]), cursor.include, time)
 
     def _from(
         self,
         request: SliceRequest,
         order: EpisodeOrder,
         storage: Storage,
-        cursor: _Place | None,
+        cursor: _Resume | None,
         count: int,
     ) -> Windows:
-        """Up to ``count`` windows after a cursor, without going round."""
+        """Return up to ``count`` windows after a cursor, up to the newest window."""
         lanes = np.nonzero(order.per_lane)[0]
         until = order.ends[lanes]
         at = until - order.per_lane[lanes]
@@ -204,7 +218,7 @@ class Sequential:
             live = np.nonzero(at < until)[0]
             heads = order.find(at[live])
             age = self._ages(request, storage, heads.base, heads.lane)
-            if len(live) > 1:  # only lanes with the oldest episodes can give the next ones
+            if len(live) > 1:  # the next windows come from the lanes with the oldest episodes
                 live = live[np.lexsort((heads.lane, age))[: count - have]]
             each = np.minimum(until[live] - at[live], count - have)
             source = np.repeat(np.arange(len(live)), each)
@@ -230,11 +244,11 @@ class Sequential:
         request: SliceRequest,
         order: EpisodeOrder,
         storage: Storage,
-        cursor: _Place,
+        cursor: _Resume,
         at: Array,
         until: Array,
     ) -> Array:
-        """Numbers of the first episodes of lanes that come after the cursor's."""
+        """Return the first episode of each lane that comes after the cursor's episode."""
         if cursor.time is not None and request.episodes.lanes == 1 and len(at):
             return order.after(cursor.time, np.zeros(1, np.int64))
         low, high = at.copy(), until.copy()
@@ -245,8 +259,8 @@ class Sequential:
             middle = (low[open_] + high[open_]) // 2
             found = order.find(middle)
             age = self._ages(request, storage, found.base, found.lane)
-            # Streams that lie interleaved have numbers of their own at every draw, and no two
-            # episodes of one age.
+            # Interleaved streams get other lane numbers at every draw. Their episodes all have
+            # different ages.
             same = (age == cursor.age) & (found.lane > cursor.lane)
             later = (age > cursor.age) | (same & (not _interleaved(request)))
             high[open_[later]] = middle[later]
@@ -257,11 +271,11 @@ class Sequential:
         request: SliceRequest,
         order: EpisodeOrder,
         storage: Storage,
-        cursor: _Place,
+        cursor: _Resume,
         lanes: Array,
         at: Array,
     ) -> Windows | None:
-        """The windows of the cursor's episode that come after it."""
+        """Return the windows of the cursor's episode that come after the cursor."""
         before = at > order.ends[lanes] - order.per_lane[lanes]
         if cursor.time is not None or not _interleaved(request):
             before &= lanes == cursor.lane
@@ -272,12 +286,12 @@ class Sequential:
         found = Windows(*(field[own] for field in found))
         if found.rows[0] < request.window.least and not cursor.include:
             return None
-        # What is stored of an episode comes after a row of it that is gone.
+        # If the cursor's row is gone, all stored rows of its episode come after it.
         after = found.base if cursor.time is None else cursor.time + (0 if cursor.include else 1)
         return self._grid(request, found, after)
 
     def _grid(self, request: SliceRequest, found: Windows, least: Array | None) -> Windows:
-        """The windows of episodes, in order; those that begin at ``least`` or later."""
+        """Return the windows of episodes, in order, from ``least`` on."""
         window, stride = request.window, self._stride or request.window.length
         begin = request.episodes.begins(found.base, found.lane)
         lowest = found.base if least is None else np.maximum(found.base, least)
@@ -293,19 +307,19 @@ class Sequential:
         lane, base, rows, count = (field[source] for field in found[:4])
         return Windows(lane, base, rows, count, rest)
 
-    # -- being told ---------------------------------------------------------------------------
+    # -- notifications ------------------------------------------------------------------------
 
     def attach(self, storage: Storage) -> None:
-        """Told which storage it draws from."""
+        """Attach to the storage of the draws."""
         self._storage = weakref.ref(storage)
 
     def restart(self) -> None:
-        """The next window is the oldest."""
+        """Continue with the oldest window."""
         self._cursor = None
         self._undo = []
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
-        """Told that draws will not be delivered: they come next again."""
+        """Roll back draws that will not be delivered, so that their windows come next."""
         for index in drawn:
             for at, (known, cursor, passes) in enumerate(self._undo):
                 if known() is index:
@@ -318,7 +332,7 @@ class Sequential:
                 return
 
     def written(self, index: Any) -> None:
-        """Told that records were written; a place that was loaded may have been overwritten."""
+        """Follow a write of rows, which may have overwritten the row of a loaded cursor."""
         cursor = self._cursor
         storage = None if self._storage is None else self._storage()
         if cursor is None or cursor.mark >= 0 or storage is None:
@@ -332,7 +346,7 @@ class Sequential:
             self._cursor = cursor._replace(mark=_mark(storage, cursor.element))
 
     def moved(self, rows: torch.Tensor, storage: Storage) -> None:
-        """Told that the records of slots ``rows`` now lie in slots ``0, 1, ...``."""
+        """Follow a move of the rows from slots ``rows`` to slots ``0, 1, ...``."""
         cursor = self._cursor
         if cursor is None:
             return
@@ -346,7 +360,7 @@ class Sequential:
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the next batch goes on."""
+        """Return the position at which the next batch continues."""
         cursor = self._cursor
         storage = None if self._storage is None else self._storage()
         if cursor is not None and storage is not None:
@@ -359,7 +373,7 @@ class Sequential:
 
     @staticmethod
     def check_state(state: object) -> dict[str, Any]:
-        """Returns a state; ValueError where it is none."""
+        """Return the state unchanged. Raises ValueError if it is invalid."""
         fields = state if isinstance(state, dict) else {}
         if not (
             type(fields.get("element")) is int
@@ -371,7 +385,7 @@ class Sequential:
         return fields
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Goes on where the state was taken; None: at the oldest."""
+        """Continue at the position of a state; None: at the oldest window."""
         self.restart()
         self.pass_index = 0 if state is None else state["pass_index"]
         if state is not None and state["element"] >= 0:
@@ -386,14 +400,17 @@ def _interleaved(request: SliceRequest) -> bool:
 
 
 def _mark(storage: Storage, element: int) -> int:
-    """Number in write order of what lies there; -1 where nothing does."""
+    """Return the row id at a flat index; -1 if no row is stored there."""
     slot = torch.tensor([element // storage.lanes.numel()], device="cpu")
     return int(storage.ledger.positions(slot))
 
 
 def _still_stored(cursor: _Cursor, storage: Storage) -> _Cursor | None:
-    """A cursor whose row is stored: what is oldest in its lane is what comes after one that is
-    gone; None where nothing is stored."""
+    """Return a cursor whose row is stored; None if no rows are stored.
+
+    If the given cursor's row is no longer stored, the result is a cursor at the oldest row of its
+    lane.
+    """
     if cursor.mark < 0 or _mark(storage, cursor.element) == cursor.mark:
         return cursor
     order = storage.ledger.write_order()

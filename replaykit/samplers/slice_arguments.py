@@ -1,4 +1,4 @@
-"""What users say about slices, checked: how many, how long, and what ends an episode."""
+"""Check the arguments of slice samplers: number, length, and ends of episodes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["Boundaries", "SliceSize", "checked_form", "checked_pad_value", "chec
 
 
 def one_of(name: str, value: object, known: Any) -> str:
-    """Returns a mode; ValueError where there is none of that name."""
+    """Return the mode ``value``. Raises ValueError if it is not a known mode."""
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"expected {name} as one of {', '.join(known)}, got {value!r}")
     return value
 
 
 class SliceSize:
-    """How many slices of how many rows a batch has: one of them is given."""
+    """Number and length of the slices of a batch. The user gives one of the two."""
 
     def __init__(self, num_slices: int | None, slice_len: int | None) -> None:
         if (num_slices is None) == (slice_len is None):
@@ -52,7 +52,7 @@ class SliceSize:
         self.slice_len = None if slice_len is None else int(slice_len)
 
     def of(self, batch_size: int) -> tuple[int, int]:
-        """Number and length of the slices of a batch; RuntimeError where they do not fill it."""
+        """Return number and length of a batch's slices. RuntimeError if they do not fit."""
         known = self.slice_len or self.num_slices
         assert known is not None
         other, rest = divmod(batch_size, known)
@@ -72,13 +72,14 @@ class SliceSize:
 
 
 class Boundaries:
-    """What ends an episode for one sampler: columns of the storage, or what was given for all rows.
+    """The ends of episodes for one sampler, given by columns or by tensors.
 
-    Args: as ``SliceSampler``.
+    Args:
+        end_key, end_keys, traj_key, ends, trajectories: as in ``SliceSampler``.
 
     Raises:
-        RuntimeError: arguments that exclude each other. TypeError, ValueError: no keys, no 1-D
-            tensor.
+        RuntimeError: arguments exclude each other.
+        TypeError, ValueError: an argument is not a key, or not a 1-D tensor.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Boundaries:
             static = "trajectories" if ends is None else "ends"
             raise RuntimeError(
                 f"`{static}` and `end_key`, `end_keys` or `traj_key` are exclusive arguments: it "
-                f"is instead of the keys of columns, got {named}"
+                f"replaces the keys of columns, got {named}"
             )
         flags = (unravel(end_key),) if end_key is not None else _keys("end_keys", end_keys)
         self.rule = BoundaryRule(flags=flags, ids=_keys("traj_key", traj_key), strict=True)
@@ -123,16 +124,16 @@ class Boundaries:
             self._ends[:-1] = ids[1:] != ids[:-1]
             self._around = bool(len(ids)) and bool(ids[0] != ids[-1])
         self._by_flags = ends is not None
-        # The index of these rules, held since the storage holds it weakly.
+        # The index that these rules give. The storage has only a weak reference to it.
         self._index: EpisodeIndex | None = None
         self._pinned: tuple[int, int] | None = None
         self._home: weakref.ref[Storage] | None = None
-        # Of records that were found to be TensorDicts.
+        # The last schema whose rows were TensorDicts.
         self._schema: Schema | None = None
 
     @property
     def end_key(self) -> Any:
-        """The one flag that ends episodes; None where other arguments are in its place."""
+        """The single flag that ends episodes; None if other arguments replace it."""
         if self.rule.flags is not None and "end_key" in self._named:
             return _as_written(self.rule.flags[0])
         others = {"end_keys", "ends", "trajectories"} & set(self._named)
@@ -140,14 +141,14 @@ class Boundaries:
 
     @property
     def end_keys(self) -> tuple[Any, ...] | None:
-        """The flags that were given as a list; None where they were not."""
+        """The flags that were given as a list; None without a list."""
         if self.rule.flags is None or "end_keys" not in self._named:
             return None
         return tuple(_as_written(path) for path in self.rule.flags)
 
     @property
     def traj_key(self) -> Any:
-        """The key, or keys, given; else the first of the usual ones that the storage has."""
+        """The given key or keys, or else the first default id key that the storage has."""
         if self.rule.ids is not None:
             keys = tuple(_as_written(path) for path in self.rule.ids)
             return keys if len(keys) > 1 else (keys or (None,))[0]
@@ -158,7 +159,7 @@ class Boundaries:
         return next((_as_written(path) for path in EPISODE_KEYS if path in schema.leaves), None)
 
     def attach(self, storage: Storage) -> None:
-        """Told which storage it is about; what was given describes the rows stored now."""
+        """Attach to a storage. The tensors of ends describe the rows stored now."""
         self._index = None
         self._pinned = None
         self.rejoin(storage)
@@ -166,15 +167,16 @@ class Boundaries:
             self._pinned = _state(storage)
 
     def rejoin(self, storage: Storage) -> None:
-        """Told which storage it is about, with the rows that it has known."""
+        """Attach to a copy of the storage, with the same rows."""
         self._home = weakref.ref(storage)
 
     def index(self, storage: Storage) -> EpisodeIndex:
-        """The episodes by these rules, up to date. The lock is held.
+        """Return the episodes by these rules, up to date. The caller holds the lock.
 
         Raises:
-            RuntimeError: records that are no TensorDicts, or no longer those that ends were given
-                for. NoEpisodeColumns: columns that were asked for are not stored.
+            RuntimeError: the rows are not TensorDicts, or they have changed since their ends were
+                given.
+            NoEpisodeColumns: requested columns are not stored.
         """
         schema = storage.schema
         try:
@@ -188,14 +190,14 @@ class Boundaries:
                 return self._static(columns)
             index = columns.episodes if self._plain else columns.indexes.of(self._used)
             if index is not self._index:
-                self._used.bind(schema)  # the storage's own is not as strict
+                self._used.bind(schema)  # the storage's rule is less strict
                 self._index = index
         except KeyError as error:
             raise NoEpisodeColumns(self._found_none(error.args[0], schema)) from None
         return index
 
     def _found_none(self, text: str, schema: Schema | None) -> str:
-        """What is wrong with the columns, in words that programs for TorchRL look for."""
+        """Return the error text for missing columns, with the words that TorchRL uses."""
         keys = self.end_keys
         stored = () if schema is None else schema.leaves
         if keys is None or any(path in stored for path in self.rule.flags or ()):
@@ -203,8 +205,10 @@ class Boundaries:
         return f"None of the end_keys {keys} could be found in the storage: {text}"
 
     def _rule_for(self, schema: Schema) -> BoundaryRule:
-        """The rule, without the ids that the data lacks, where its flags tell where episodes end;
-        says so."""
+        """Return the rule without ids that the data lacks, and warn once.
+
+        If the data has no flags that end episodes, return the rule unchanged.
+        """
         missing = [path for path in self.rule.ids or () if path not in schema.leaves]
         if not missing:
             return self.rule
@@ -213,12 +217,12 @@ class Boundaries:
         bare = replace(other, ids=(), strict=False)
         flags = bare.bind(schema).flags if self.rule.flags != () else ()
         if not flags:
-            return self.rule  # which names what is missing
+            return self.rule  # the error of this rule names the missing columns
         if self._said_missing != missing:
             self._said_missing = missing
             names = ", ".join(map(format_key, missing))
             warnings.warn(
-                f"the data has no {names} (traj_key); episodes are told apart by "
+                f"the data has no {names} (traj_key); episodes are separated by "
                 f"{', '.join(map(format_key, flags))}",
                 UserWarning,
                 stacklevel=2,
@@ -238,17 +242,17 @@ class Boundaries:
                 f"expected {name} for the {len(storage)} stored rows, got {len(self._ends)}"
             )
         if self._pinned != _state(storage):
-            raise RuntimeError(f"{name} describe the rows as they were: rows were written since")
+            raise RuntimeError(f"{name} describe the rows at attachment: rows were written since")
         index = self._index
         if not isinstance(index, StaticEpisodes) or index.is_old or index._storage is not storage:
             ends = self._ends.clone()
-            if not self._by_flags:  # the last slot is followed by the first in a ring that wrapped
+            if not self._by_flags:  # in a full ring, the first slot follows the last slot
                 ends[-1] = self._around
             index = self._index = StaticEpisodes(storage, ends)
         return index
 
     def __getstate__(self) -> dict[str, Any]:
-        # Numbers of writes are the storage's own: they may start again where this is loaded.
+        # Counts of writes belong to the storage. They may restart after this object is loaded.
         home = None if self._home is None else self._home()
         old = self._pinned is not None and home is not None and self._pinned != _state(home)
         pinned = (-1, -1) if old else None
@@ -259,7 +263,7 @@ class Boundaries:
 
 
 def _state(storage: Storage) -> tuple[int, int]:
-    """Two numbers that change with every write."""
+    """Return two numbers that change with every write."""
     return storage.ledger.next_position, storage.ledger.changes
 
 
@@ -274,14 +278,14 @@ def _require_tensordicts(storage: Storage) -> ColumnStorage:
     if not isinstance(root, Branch) or root.kind != "tensordict":
         kind = root.kind if isinstance(root, Branch) else "tensor"
         raise RuntimeError(
-            f"slices need TensorDicts, got records of kind {kind}; write TensorDicts, as "
-            "replaykit.transition() makes them"
+            f"slices need TensorDicts, got rows of kind {kind}; write TensorDicts, for example "
+            "from replaykit.transition()"
         )
     return storage
 
 
 def _keys(name: str, keys: Any) -> tuple[Path, ...] | None:
-    """One key, or several in a list or a tuple of tuples; None for the default, () for none."""
+    """Return the paths of one key or several; None: the default, ``()``: no keys."""
     if keys is None:
         return None
     if isinstance(keys, list) or (name == "end_keys" and isinstance(keys, (tuple, set))):
@@ -294,7 +298,7 @@ def _keys(name: str, keys: Any) -> tuple[Path, ...] | None:
 
 
 def _as_written(path: Path) -> Any:
-    """A key as users write it: a string where it has one part."""
+    """Return a key in the form in which users write it: a string if it has one part."""
     return path if len(path) > 1 else path[0]
 
 
@@ -306,10 +310,11 @@ def _vector(name: str, value: Any) -> torch.Tensor:
 
 
 def checked_span(span: Any) -> tuple[int | bool, int | bool]:
-    """Returns the left and the right span.
+    """Return the left and the right span.
 
     Raises:
-        TypeError: neither bool, int nor two of them. ValueError: a negative number.
+        TypeError: the span is not a bool, an int or a pair of these.
+        ValueError: a number is negative.
     """
     both = span if isinstance(span, (tuple, list)) else (span, span)
     if len(both) != 2 or not all(isinstance(one, (bool, int, np.integer)) for one in both):
@@ -329,37 +334,35 @@ def checked_form(
     short: str | None = None,
     align: str = "left",
 ) -> WindowForm:
-    """Returns what windows are asked for; ValueError where arguments contradict each other."""
+    """Return the form of windows. Raises ValueError for contradictory arguments."""
     hang = checked_span(span)
     one_of("align", align, ALIGNS)
     if pad_output and strict_length:
         raise ValueError(
-            "pad_output=True is incompatible with strict_length=True: nothing is ever short then; "
-            "say strict_length=False"
+            "pad_output=True is incompatible with strict_length=True, which excludes short slices; "
+            "set strict_length=False"
         )
     if pad_output and any(hang):
-        raise ValueError("expected span or pad_output: slices that hang over are never padded")
+        raise ValueError("expected span or pad_output, got both: spanning slices are never padded")
     if pad is None:
         if short is not None or align != "left":
-            raise ValueError("short= and align= say how windows are padded: they need pad=")
+            raise ValueError("short= and align= describe how windows are padded: they need pad=")
         return WindowForm(span=hang, strict=bool(strict_length), repeat=bool(pad_output))
     one_of("pad", pad, PADS)
     if any(hang) or pad_output:
         raise ValueError(f"expected pad={pad!r} or span or pad_output, got more than one of them")
     if not strict_length:
-        raise ValueError(
-            "with pad=, short= says what becomes of short episodes: leave strict_length out"
-        )
+        raise ValueError("with pad=, short= decides about short episodes: leave strict_length out")
     short = ("exclude" if pad == "none" else "whole") if short is None else short
     one_of("short", short, SHORTS)
     return WindowForm(pad=pad, short=short, align=align)
 
 
 def checked_pad_value(pad_value: Any) -> dict[Path, Any]:
-    """Returns values by key; the one for all other keys by ``()``.
+    """Return padding values by key; the value for all other keys is under ``()``.
 
     Raises:
-        TypeError: not a number or a dict of numbers.
+        TypeError: the value is not a number or a dict of numbers.
     """
     values = pad_value if isinstance(pad_value, Mapping) else {(): pad_value}
     found = {key if key == () else unravel(key): value for key, value in values.items()}

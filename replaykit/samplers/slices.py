@@ -51,24 +51,25 @@ Array = np.ndarray[Any, Any]
 
 
 class SliceSamplerWithoutReplacement(Sliced):
-    """Draws one window of every episode that has one, pass after pass; its start is uniform.
+    """Draws one window per episode in each pass over the episodes.
 
-    ``ran_out`` turns True with the batch that ends a pass; it may have fewer slices than asked
-    for. The next draw begins a new pass, and so does a write.
+    Episodes without a window are skipped. The start of each window is uniform in its episode.
+    ``ran_out`` becomes True with the batch that ends a pass. This batch may have fewer slices than
+    requested. The next draw begins a new pass. A write also ends the pass. A batch has the info of
+    a SliceSampler.
 
     Args:
-        drop_last: leave out a last batch that would have fewer slices.
-        shuffle: ``False``: episodes in the order in which they were written, lane by lane.
+        drop_last: if True, skip a last batch that would have fewer slices.
+        shuffle: if ``False``, draw episodes in the order in which they were written, lane by lane.
         num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, truncated_key,
             init_key, strict_length, flat, compile, use_gpu: as in SliceSampler.
         replacement: no effect.
 
-    What a batch says of its rows: as with SliceSampler.
-
     Raises:
-        As SliceSampler. ValueError: ``drop_last`` and fewer episodes than slices of one batch.
+        TypeError, ValueError, RuntimeError: as SliceSampler does.
+        ValueError: ``drop_last`` is True, and there are fewer episodes than slices in a batch.
 
-    Cost: O(B + K log E); O(E) once a pass, and 8 bytes an episode.
+    Cost: O(B + K log E) for a draw, and O(E) once per pass. Memory: 8 bytes per episode.
 
     Example:
         >>> import torch
@@ -87,7 +88,7 @@ class SliceSamplerWithoutReplacement(Sliced):
     passes = True
 
     _remaining = ReadOnce[torch.Tensor | None]()
-    """Numbers of the episodes still to come; None: the next draw begins a pass."""
+    """Numbers of the episodes that are left; None if the next draw begins a pass."""
 
     @checked_keywords
     def __init__(
@@ -127,21 +128,22 @@ class SliceSamplerWithoutReplacement(Sliced):
         )
         self._remaining = None
         self._episodes = 0
-        # Rows of slices that were given back, as elements: their episodes come next.
+        # Rows of slices that were rolled back, as flat indices. Draws return their episodes next.
         self._returned: torch.Tensor | None = None
         self._index: EpisodeIndex | None = None
-        # Of which state of the index; None: of the rows that a state was loaded with.
+        # The version of the index when the pass began; None if the pass was loaded.
         self._version: int | None = None
         self._law: CountLaw | None = None
         self._length = 0
         self._rows = 0
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Draws the next slices of the pass; returns their rows, and which slice each belongs to.
+        """Draw the next slices of the pass; return their rows, and the slice of each row.
 
         Raises:
-            NotEnoughData: no window is stored. ValueError: ``drop_last`` and fewer episodes than
-                slices. RuntimeError, KeyError: as ``SliceSampler.sample``.
+            NotEnoughData: no window is stored.
+            ValueError: ``drop_last`` is True, and there are fewer episodes than slices.
+            RuntimeError, KeyError: as ``SliceSampler.sample`` does.
         """
         with storage.lock:
             request, order = self._prepare(storage, batch_size)
@@ -177,7 +179,7 @@ class SliceSamplerWithoutReplacement(Sliced):
         self._prepare(storage, batch_size)
 
     def _left(self, request: SliceRequest, order: EpisodeOrder) -> torch.Tensor:
-        """Numbers of the episodes that the pass still has; all, in a new order, after a write."""
+        """Return the episodes that are left in the pass; all episodes after a write."""
         remaining, returned = self._remaining, self._returned
         self._returned = None
         old = (
@@ -197,7 +199,7 @@ class SliceSamplerWithoutReplacement(Sliced):
         if remaining is None:
             remaining = arange(0)
         if returned is not None:
-            time, lane = request.episodes.place(returned.numpy())
+            time, lane = request.episodes.time_and_lane(returned.numpy())
             number = order.of(time, lane)
             first = np.sort(np.unique(number, return_index=True)[1])
             again = torch.from_numpy(number[first][number[first] >= 0])
@@ -213,7 +215,7 @@ class SliceSamplerWithoutReplacement(Sliced):
         device = "cpu" if self.generator is None else self.generator.device
         return torch.randperm(count, generator=self.generator, device=device).cpu()
 
-    # -- being told ---------------------------------------------------------------------------
+    # -- notifications ------------------------------------------------------------------------
 
     def attach(self, storage: Storage) -> None:
         super().attach(storage)
@@ -250,7 +252,7 @@ class SliceSamplerWithoutReplacement(Sliced):
     def moved(self, rows: torch.Tensor, storage: Storage) -> None:
         lanes = storage.lanes.numel()
         if len(rows) * lanes != self._rows or (len(rows) and int(rows.max()) >= len(rows)):
-            self._forget()  # rows are gone, and episodes with them
+            self._forget()  # rows were lost, and possibly whole episodes
         elif self._returned is not None:
             now = torch.empty(len(rows), dtype=torch.int64, device="cpu")
             now[rows.cpu()] = arange(len(rows))
@@ -296,8 +298,11 @@ class SliceSamplerWithoutReplacement(Sliced):
 def _pass_of(
     state: dict[str, Any],
 ) -> tuple[torch.Tensor | ReadLater[torch.Tensor] | None, torch.Tensor | None]:
-    """Episodes that a saved pass has yet to draw, and rows that were given back; ValueError where
-    they are none."""
+    """Return the episodes left in a saved pass, and the rows that were rolled back.
+
+    Raises:
+        ValueError: the state is invalid.
+    """
     numbers: list[Any] = [state.get(name) for name in ("_episodes", "_length", "_rows")]
     if any(type(n) is not int or n < 0 for n in numbers) or type(state.get("_ran_out")) is not bool:
         raise ValueError(f"expected counts and ran_out of a pass over episodes, got {state}")
@@ -321,66 +326,72 @@ def _checked_numbers(numbers: Array, name: str, limit: int) -> torch.Tensor:
 class SliceSampler(Sliced):
     """Draws ``K`` windows of ``L`` consecutive rows, each inside one episode.
 
-    A batch of ``B`` rows has ``L = slice_len`` or ``B // num_slices``, and ``K = B // L``. By
-    default every window that is stored is equally likely.
+    Windows in a batch of ``B`` rows have length ``L = slice_len`` or ``L = B // num_slices``. There
+    are ``K = B // L`` windows. By default all stored windows are equally likely.
+
+    The info of a batch has these entries in addition to ``index``: ``sequence_id``, int64 ``[B]``,
+    the number of the row's slice; and ``done``, ``truncated`` and ``terminated``, bool ``[B, 1]``,
+    under ``next``. ``done`` is set at the last row of every slice. ``truncated`` is also set there,
+    unless the episode ends. ``init_key`` is set at the first row of every slice, if it is stored.
 
     Args:
-        num_slices, slice_len: one of them.
+        num_slices, slice_len: exactly one of the two.
         end_key, end_keys: flags that end episodes, instead of ``done``, ``truncated`` and
-            ``terminated`` under ``next``; any one that is set does. ``end_keys=()``: none.
-        traj_key: a key, or a list of them, of which a change ends an episode, instead of
-            ``("collector", "traj_ids")``, ``episode`` and ``seed``. ``()``: none. Data that lacks
-            it goes by its flags alone, with a UserWarning.
-        ends: instead of columns, ``[N]``: which stored rows end an episode.
-        trajectories: instead of columns, ``[N]``: a change ends an episode.
-        truncated_key: where the batch says that a slice was cut; ``done`` and ``terminated`` are
-            siblings of it. None: it does not.
+            ``terminated`` under ``next``. An episode ends if any of the flags is set.
+            ``end_keys=()``: no flags.
+        traj_key: a key, or a list of keys, whose change ends an episode, instead of
+            ``("collector", "traj_ids")``, ``episode`` and ``seed``. ``()``: no keys. If the data
+            lacks the key, only flags end episodes, with a UserWarning.
+        ends: a tensor ``[N]`` instead of columns, nonzero for stored rows that end an episode.
+        trajectories: a tensor ``[N]`` instead of columns, whose changes end episodes.
+        truncated_key: the flag that marks the cut of a slice in a batch; ``done`` and
+            ``terminated`` are its siblings. None: no flags.
         init_key: a stored flag that is set at the first row of every slice, where recurrent
-            networks take the stored state. None: it stays as it was stored.
-        strict_length: only episodes of ``L`` rows and more. ``False``: shorter ones are one window,
-            and the batch has fewer rows.
-        pad_output: with ``strict_length=False``: short windows repeat their last row, and
+            networks load the stored state. None: the stored flag stays unchanged.
+        strict_length: if True, draw only from episodes of at least ``L`` rows. If ``False``, a
+            shorter episode is one window, and the batch has fewer rows.
+        pad_output: with ``strict_length=False``, short windows repeat their last row. The mask
             ``("collector", "mask")``, bool ``[B]``, is True at real rows.
-        span: windows may hang over the start and the end of an episode (one value, or two) and are
-            then shorter: ``True``: at least 1 row remains; i: at least ``L - i``.
-        measure: which windows are likely: ``"window"``: all equally. ``"trajectory"``: episodes
-            equally, then their windows. ``"lane"``: lanes equally, then their windows.
-            ``"transition"``: episodes by their rows, then their windows.
-        draw: ``"iid"``: independently. ``"stratified"``: one in each of K equal parts of the
-            measure; with ``measure="lane"`` lanes take turns. ``"without_replacement"``: none twice
-            in a batch. ``"sequential"``: from the oldest episode on, ``stride`` rows apart; every
-            batch goes on where the last one ended, after the newest at the oldest;
-            ``pass_index`` counts the rounds.
-        pad: windows may hang over ``"left"``, ``"right"``, ``"both"`` ends of an episode or none,
-            and are padded; the mask says where.
-        short: of episodes of at most ``L`` rows: ``"whole"`` (but for ``pad="none"``): one window,
-            padded. ``"law"``: windows as of longer ones. ``"exclude"``: none if shorter.
-        align: whether real rows come first (``"left"``) or last (``"right"``).
-        pad_value: a number for padding, or numbers by key; flags are always False.
-        recent: ``(ratio, steps)``: where plain draws would see too few of the newest ``steps``
-            windows of every lane (``ratio * rows per lane > steps``), ``ceil(ratio * K)`` slices
-            are drawn among those; they come first.
-        strict_lanes: with ``measure="lane"``: refuse unless every lane has a window.
-        flat: ``False``: deliver ``[K, L]`` instead of ``[K * L]``.
-        stride: of sequential draws; None: ``L``.
-        allow_short: of draws without replacement: fewer slices where there are not as many windows.
-        replacement: ``False`` makes a SliceSamplerWithoutReplacement of the other keywords.
-        cache_values, compile, use_gpu: no effect; nothing is slow without.
+        span: whether windows may extend beyond the start and the end of an episode and are then
+            shorter; one value, or a pair. ``True``: at least 1 row remains. An int i: at least
+            ``L - i`` rows remain.
+        measure: the probabilities of windows. ``"window"``: all windows are equally likely. For the
+            other values, the sampler first draws an episode or a lane, and then one of its windows.
+            ``"trajectory"``: episodes are equally likely. ``"lane"``: lanes are equally likely.
+            ``"transition"``: episodes are drawn in proportion to their number of rows.
+        draw: ``"iid"``: independent draws. ``"stratified"``: one draw in each of K equal parts of
+            the measure; with ``measure="lane"``, lanes take turns. ``"without_replacement"``: no
+            window occurs twice in a batch. ``"sequential"``: windows ``stride`` rows apart, from
+            the oldest episode on. Every batch continues after the last batch, and the oldest window
+            follows the newest. ``pass_index`` counts the completed rounds.
+        pad: the ends of an episode beyond which windows may extend, with padding: ``"left"``,
+            ``"right"``, ``"both"`` or ``"none"``. The mask marks real rows.
+        short: treatment of episodes of at most ``L`` rows. ``"whole"``: the episode is one padded
+            window (the default unless ``pad="none"``). ``"law"``: the same windows as in longer
+            episodes. ``"exclude"``: episodes of fewer than ``L`` rows have no window.
+        align: the position of real rows in a padded window: first (``"left"``) or last
+            (``"right"``).
+        pad_value: a number for padding, or numbers by key. Flags of padding are always False.
+        recent: ``(ratio, steps)``: draw ``ceil(ratio * K)`` slices from the newest ``steps``
+            windows of every lane. These slices come first in the batch. This applies only if
+            ``ratio * rows per lane > steps``, so that plain draws would return too few of the
+            newest windows.
+        strict_lanes: with ``measure="lane"``, raise unless every lane has a window.
+        flat: if ``False``, deliver batches of shape ``[K, L]`` instead of ``[K * L]``.
+        stride: distance between sequential windows; None for ``L``.
+        allow_short: for draws without replacement, return fewer slices if there are fewer windows.
+        replacement: ``False`` creates a SliceSamplerWithoutReplacement from the other keywords.
+        cache_values, compile, use_gpu: no effect; the sampler is fast without them.
 
-    Attributes: ``num_slices``, ``slice_len``, ``end_key``, ``end_keys``, ``traj_key``, ``span``,
-    ``strict_length``, ``pad_output``, ``truncated_key``, ``init_key`` and ``cache_values`` can be
-    read, not set.
-
-    A batch says of its rows, besides ``index``: ``sequence_id`` int64 ``[B]``, the slice; ``done``,
-    ``truncated``, ``terminated`` bool ``[B, 1]`` under ``next``: done is set at the last row of
-    every slice, truncated there unless the episode ends; ``init_key`` likewise at first rows,
-    where it is stored.
+    Attributes:
+        num_slices, slice_len, end_key, end_keys, traj_key, span, strict_length, pad_output,
+            truncated_key, init_key, cache_values: the arguments, read-only.
 
     Raises:
-        TypeError, ValueError, RuntimeError: arguments that exclude each other, or of which there
-            are too many; when drawing: NotEnoughData where no window is stored.
+        TypeError, ValueError, RuntimeError: arguments are invalid or exclude each other.
+        NotEnoughData: no window is stored, at the time of a draw.
 
-    Cost: O(B + K log E) of E episodes, whatever was written before; every row is read once.
+    Cost: O(B + K log E) for E episodes, independent of earlier writes. Every row is read once.
 
     Example:
         >>> import torch
@@ -402,13 +413,13 @@ class SliceSampler(Sliced):
         cls, *, replacement: Literal[True] = True, draw: str = "iid", **kwargs: Any
     ) -> Self: ...
     @overload
-    def __new__(  # type: ignore[misc]  # of another class, as in TorchRL
+    def __new__(  # type: ignore[misc]  # returns another class, as in TorchRL
         cls, *, replacement: Literal[False], draw: str = "iid", **kwargs: Any
     ) -> SliceSamplerWithoutReplacement: ...
     def __new__(cls, *, replacement: bool = True, draw: str = "iid", **kwargs: Any) -> Any:
         if not replacement:
             return SliceSamplerWithoutReplacement(**kwargs)
-        # A class of its own, since its draws leave something behind that can be taken back.
+        # Sequential draws have a separate class, because they change state that can be rolled back.
         return super().__new__(_SequentialSlices if draw == "sequential" else cls)
 
     @checked_keywords
@@ -471,19 +482,20 @@ class SliceSampler(Sliced):
             raise ValueError(f"stride needs draw='sequential', got {draw!r}")
         self.stride = stride
         self._plain = measure == "window" and draw == "iid" and recent is None
-        # What was counted last, and of which state of the index.
+        # The last windows, and the version of the index that they belong to.
         self._known: Anchors | None = None
         self._version = 0
 
     # -- drawing ------------------------------------------------------------------------------
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Draws windows; returns the rows of all, one window after another, and their slices.
+        """Draw windows; return their rows, one window after another, and info.
 
         Raises:
-            NotEnoughData: no window is stored, or not as many as needed: says what there is.
-            RuntimeError: slices do not fill the batch; records that are no TensorDicts; ``ends``
-                of other rows than those stored. KeyError: no column to tell episodes by.
+            NotEnoughData: no window is stored, or too few; the text has the counts.
+            RuntimeError: slices do not fill the batch, the rows are not TensorDicts, or ``ends``
+                does not match the stored rows.
+            KeyError: no stored column shows where episodes end.
         """
         with storage.lock:
             self._ran_out = False
@@ -498,8 +510,10 @@ class SliceSampler(Sliced):
     def _draw_plain(
         self, storage: Storage, request: SliceRequest
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Independent draws among equally likely windows that have all their rows: the usual case,
-        in fewer steps."""
+        """Draw independently among equally likely windows that have all their rows.
+
+        This method handles the usual case in fewer steps.
+        """
         index, law, length = request.episodes, request.law, request.window.length
         count = index.total(law, WINDOWS)
         if not count:
@@ -508,7 +522,7 @@ class SliceSampler(Sliced):
         return self._slicing.hand_out(storage, *index.slices(law, number, length))
 
     def _prepare(self, storage: Storage, batch_size: int) -> tuple[SliceRequest, Anchors]:
-        """What is asked for and what there is; refuses what cannot be. Draws nothing."""
+        """Return the request and the stored windows. Raises if no window can be drawn."""
         request = self._slicing.request(storage, batch_size, self.needs)
         anchors = self._anchors(request)
         if not anchors.count:
@@ -526,7 +540,7 @@ class SliceSampler(Sliced):
         return request, anchors
 
     def _refuse_early(self, storage: Storage, batch_size: int) -> None:
-        """Raises where ``sample`` would; draws nothing."""
+        """Raise if ``sample`` would raise; draw nothing."""
         self._prepare(storage, batch_size)
 
     def _anchors(self, request: SliceRequest, newest: int | None = None) -> Anchors:
@@ -603,7 +617,7 @@ class _SequentialSlices(SliceSampler):
 
     @property
     def pass_index(self) -> int:
-        """How often the draws have been round all windows."""
+        """The number of times that the draws have gone through all windows."""
         return self._sequential.pass_index
 
     def attach(self, storage: Storage) -> None:

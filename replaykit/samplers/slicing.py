@@ -35,7 +35,7 @@ Array = np.ndarray[Any, Any]
 
 
 class SliceRequest(NamedTuple):
-    """What a batch asks for: ``slices`` windows of the episodes of ``episodes`` under ``law``."""
+    """The request for a batch: ``slices`` windows of ``episodes`` under ``law``."""
 
     slices: int
     window: Window
@@ -44,17 +44,17 @@ class SliceRequest(NamedTuple):
 
 
 class Slicing:
-    """How a sampler cuts slices; the sampler decides which.
+    """The way in which a sampler cuts slices. The sampler itself chooses the slices.
 
     Args:
-        size: how many and how long.
-        boundaries: what ends an episode.
-        form: strict, spanning or padded.
-        markers: what is said of the rows.
-        flat: ``False``: batches are delivered as ``[slices, length]``.
+        size: number and length of the slices.
+        boundaries: the ends of episodes.
+        form: the form of windows: strict, spanning or padded.
+        markers: the flags that mark the ends of windows.
+        flat: if ``False``, batches are delivered as ``[slices, length]``.
 
     Raises:
-        ValueError: slices of different lengths cannot be delivered so.
+        ValueError: ``flat`` is ``False``, but slices may have different lengths.
     """
 
     def __init__(
@@ -73,18 +73,21 @@ class Slicing:
         self.size, self.boundaries, self.form, self.markers = size, boundaries, form, markers
         self.flat = bool(flat)
         if size.slice_len:
-            form.of(size.slice_len)  # refuses spans that are too wide
+            form.of(size.slice_len)  # raises for spans that are too wide
         self._window: Window | None = None
         self._needs: Needs | None = None
         self._law_of: CountLaw | None = None
         self._law = CountLaw(1, 0)
 
     def request(self, storage: Storage, batch_size: int, needs: Needs) -> SliceRequest:
-        """What a batch of that many rows asks for. The lock is held.
+        """Return the request for a batch of ``batch_size`` rows.
+
+        The caller holds the lock.
 
         Raises:
-            RuntimeError: nothing is stored, slices that do not fill the batch, or records that
-                have no episodes. KeyError: no column to tell them by.
+            RuntimeError: the storage is empty, slices do not fill the batch, or the rows have no
+                episodes.
+            KeyError: no stored column shows where episodes end.
         """
         if not len(storage):
             raise NotEnoughData("Cannot sample from an empty storage.")
@@ -103,7 +106,7 @@ class Slicing:
     def refuse(
         self, request: SliceRequest, needs: Needs, found: str = "no window"
     ) -> NotEnoughData:
-        """The error for a batch that the stored rows cannot fill; names what there is."""
+        """Return the error for a batch that the stored rows cannot fill."""
         index, rows = request.episodes, request.episodes.stored_rows()
         text = (
             f"expected {request.slices} slices of {request.window.length} rows, got {found}: "
@@ -112,24 +115,27 @@ class Slicing:
         if 0 < index.longest() < request.window.length and found == "no window":
             text = f"Did not find a single trajectory with sufficient length: {text}"
         if needs:
-            text += f"; transforms besides need {needs}"
+            text += f"; transforms also need {needs}"
         if index.longest() == 1 and rows > 1:
             text += (
-                ". If rows of several streams lie interleaved, give each a lane of its own "
-                "(ndim=2), or name the column that tells them apart (lane_key=) of the storage"
+                ". If rows of several streams are interleaved, give each stream its lane "
+                "(ndim=2), or pass the column that names the stream to the storage (lane_key=)"
             )
         return NotEnoughData(text)
 
     def deliver(
         self, storage: Storage, request: SliceRequest, cut: Cut
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """The rows of windows as users see them, and which window each belongs to."""
+        """Return the rows of windows as users see them, and the window of each row."""
         return self.hand_out(storage, *request.window.lay_out(request.episodes, cut))
 
     def hand_out(
         self, storage: Storage, element: Array, window: Array, mask: Array | None = None
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Elements, windows and mask of rows (see ``Layout``) as users see them."""
+        """Return flat indices, windows and mask in the form that users see.
+
+        ``WindowLayout`` describes the arguments.
+        """
         index = torch.from_numpy(element)
         info: dict[Any, Any] = {SEQUENCE_ID: torch.from_numpy(window)}
         if mask is not None:
@@ -143,7 +149,7 @@ class Slicing:
         return index, info
 
     def shape_of(self, rows: int) -> tuple[int, ...] | None:
-        """Batch shape in which rows are delivered; None: flat."""
+        """Return the batch shape of ``rows`` delivered rows; None for a flat batch."""
         if self.flat:
             return None
         if self.size.slice_len:
@@ -156,7 +162,7 @@ _CPU = torch.device("cpu")
 
 
 class Sliced(Sampler):
-    """A sampler of slices: what a buffer asks of it that does not depend on which it draws."""
+    """Base class of slice samplers, with the methods that do not depend on the draw."""
 
     needs_write_order = True
     draws_windows = True
@@ -166,74 +172,74 @@ class Sliced(Sampler):
     _replaced: ClassVar[dict[str, Replaced]] = {
         "step_key": Replaced(
             ("step_count", ("step_count",)),
-            "interleaved trajectories are told apart by lane_key= of the storage",
+            "interleaved trajectories are separated by lane_key= of the storage",
         ),
         "fragmented": Replaced(
-            (False,), "interleaved trajectories are told apart by lane_key= of the storage"
+            (False,), "interleaved trajectories are separated by lane_key= of the storage"
         ),
     }
 
     @property
     def num_slices(self) -> int | None:
-        """Slices of a batch, as given; None where ``slice_len`` was given."""
+        """The given number of slices of a batch; None if ``slice_len`` was given."""
         return self._slicing.size.num_slices
 
     @property
     def slice_len(self) -> int | None:
-        """Rows of a slice, as given; None where ``num_slices`` was given."""
+        """The given number of rows of a slice; None if ``num_slices`` was given."""
         return self._slicing.size.slice_len
 
     @property
     def end_key(self) -> Any:
-        """The flag that ends episodes, as given; None where other arguments say what does.
+        """The given flag that ends episodes; None if other arguments define the ends.
 
-        Without any such argument it is ``("next", "done")``, beside which ``truncated`` and
-        ``terminated`` end episodes too.
+        Without any such argument it is ``("next", "done")``. In that case ``truncated`` and
+        ``terminated`` also end episodes.
         """
         return self._slicing.boundaries.end_key
 
     @property
     def end_keys(self) -> tuple[Any, ...] | None:
-        """The flags of which each ends episodes, as given; None where there was no such list."""
+        """The given list of flags that end episodes; None without a list."""
         return self._slicing.boundaries.end_keys
 
     @property
     def traj_key(self) -> Any:
-        """The key of which a change ends an episode: as given, else the first that is stored.
+        """The key whose change ends an episode, or a tuple of several given keys.
 
-        A tuple of keys where several were given. None where none is stored, before the first
-        write, and where other arguments say what ends an episode.
+        Without a given key, it is the first default key that is stored. It is None if no such key
+        is stored, before the first write, and if other arguments define the ends of episodes.
         """
         return self._slicing.boundaries.traj_key
 
     @property
     def truncated_key(self) -> Any:
-        """Where batches say that a slice was cut; None where they do not."""
+        """The flag that marks the cut of a slice in a batch; None for no flags."""
         return self._slicing.markers.truncated_key
 
     @property
     def init_key(self) -> Any:
-        """Where batches mark the first row of a slice, if it is stored; None where they do not."""
+        """The stored flag that batches set at the first row of a slice; or None."""
         return self._slicing.markers.init_key
 
     @property
     def span(self) -> tuple[int | bool, int | bool]:
-        """How far slices may hang over the start and the end of an episode."""
+        """The number of rows by which slices may extend beyond the ends of an episode."""
         return self._slicing.form.span
 
     @property
     def strict_length(self) -> bool:
-        """Whether episodes that are shorter than a slice are left out."""
+        """True if episodes shorter than a slice are never drawn."""
         return self._slicing.form.skips_short
 
     @property
     def pad_output(self) -> bool:
-        """Whether every slice is padded to its full length, with a mask that tells real rows."""
+        """True if every slice is padded to its full length, with a mask of the real rows."""
         return self._slicing.form.filled
 
     @property
     def cache_values(self) -> bool:
-        """As given, without effect: where episodes end is always kept up to date."""
+        """The argument of this name. It has no effect: episode ends are always up to date."""
         return self._cache_values
 
     @property
@@ -243,14 +249,14 @@ class Sliced(Sampler):
         return alone and slicing.flat and not self.prioritized
 
     @property
-    def tells(self) -> tuple[Any, ...]:
-        """Which slice a row is of, whether it is padding, and what it tells besides."""
-        told = (SEQUENCE_ID, MASK) if self._slicing.form.filled else (SEQUENCE_ID,)
-        return (*super().tells, *told)
+    def info_keys(self) -> tuple[Any, ...]:
+        """The info keys of all samplers, the slice number, and the mask of padded slices."""
+        own_keys = (SEQUENCE_ID, MASK) if self._slicing.form.filled else (SEQUENCE_ID,)
+        return (*super().info_keys, *own_keys)
 
     @abstractmethod
     def _refuse_early(self, storage: Storage, batch_size: int) -> None:
-        """Raises where ``sample`` would; draws nothing. The lock is held."""
+        """Raise if ``sample`` would raise; draw nothing. The caller holds the lock."""
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         with storage.lock:
@@ -286,15 +292,15 @@ class Sliced(Sampler):
 def checked_markers(
     truncated_key: Any, init_key: Any, boundaries: Boundaries, pad: str | None, pad_value: Any
 ) -> Markers:
-    """What is said of the rows of windows; ValueError for a ``pad_value`` without ``pad``."""
+    """Return the markers of windows. ValueError if ``pad_value`` lacks ``pad``."""
     values = checked_pad_value(pad_value)
     if pad is None and values != {(): 0}:
-        raise ValueError("pad_value= is for windows that are padded: it needs pad=")
+        raise ValueError("pad_value= applies to padded windows: it needs pad=")
     return Markers(truncated_key, init_key, boundaries.rule.flags, None if pad is None else values)
 
 
 def checked_short(allow_short: Any, draw: str, flat: bool, slice_len: int | None) -> bool:
-    """Whether a batch may have fewer slices; ValueError where that cannot be."""
+    """Return ``allow_short``, checked. Raises ValueError if other arguments forbid it."""
     if allow_short and draw != "without_replacement":
         raise ValueError(f"allow_short needs draw='without_replacement', got {draw!r}")
     if allow_short and not flat and slice_len is None:
@@ -303,7 +309,7 @@ def checked_short(allow_short: Any, draw: str, flat: bool, slice_len: int | None
 
 
 class Recency(NamedTuple):
-    """A share ``ratio`` of the slices of a batch from the newest ``steps`` windows of every lane.
+    """A share ``ratio`` of a batch's slices from each lane's newest ``steps`` windows.
 
     Example:
         >>> from replaykit.samplers.slicing import checked_recent
@@ -315,7 +321,10 @@ class Recency(NamedTuple):
     steps: int
 
     def slices(self, request: SliceRequest, needs: Needs) -> int:
-        """How many slices of a batch these are: none where plain draws see enough of them."""
+        """Return the number of slices to draw from the newest windows.
+
+        It is 0 if plain draws return enough of the newest windows.
+        """
         rows = request.episodes.stored_rows() / request.episodes.lanes
         if self.ratio * (rows - (request.window.length - 1) - needs.past) <= self.steps:
             return 0
@@ -323,10 +332,11 @@ class Recency(NamedTuple):
 
 
 def checked_recent(recent: Any, draw: str) -> Recency | None:
-    """Returns what ``recent=`` of a sampler of slices says; None: nothing.
+    """Return the checked ``recent=`` argument of a slice sampler; None without it.
 
     Raises:
-        TypeError: no pair. ValueError: numbers out of range, or a draw without such a share.
+        TypeError: the argument is not a pair.
+        ValueError: a number is out of range, or ``draw`` does not support ``recent``.
     """
     if recent is None:
         return None
@@ -338,14 +348,14 @@ def checked_recent(recent: Any, draw: str) -> Recency | None:
     if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)) or steps < 1:
         raise ValueError(f"expected recent steps as an int of at least 1, got {steps!r}")
     if draw not in ("iid", "stratified"):
-        raise ValueError(f"recent= goes with draw='iid' or 'stratified', got {draw!r}")
+        raise ValueError(f"recent= needs draw='iid' or 'stratified', got {draw!r}")
     return Recency(float(ratio), int(steps))
 
 
 class RecentPriorities:
-    """The newest ``steps`` windows of every lane, to be drawn by the priority of their starts.
+    """The newest ``steps`` windows of every lane, to draw by priority of starts.
 
-    Cost: O(steps * lanes) for a batch, and a search each after a write.
+    Cost: O(steps * lanes) for a batch. After a write, also one search per window.
     """
 
     def __init__(self, steps: int) -> None:
@@ -354,8 +364,8 @@ class RecentPriorities:
         self._element = torch.empty(0, dtype=torch.int64, device="cpu")
         self._first = np.zeros(0, np.int64)
 
-    def follow(self, request: SliceRequest) -> None:
-        """Takes over which windows are the newest now. The lock is held."""
+    def refresh(self, request: SliceRequest) -> None:
+        """Update the newest windows. The caller holds the lock."""
         index, law = request.episodes, request.law
         known = self._of
         if known and known[0] is index and known[1] is law and known[2] == index.version:
@@ -364,15 +374,15 @@ class RecentPriorities:
         found = windows.numbered(np.arange(windows.count))
         time = found.base + found.rest
         self._element = torch.from_numpy(index.element(time, found.lane))
-        # In each lane the newest windows start at a time and after it.
+        # The newest windows of a lane start at this time or later.
         self._first = np.full(index.lanes, np.iinfo(np.int64).max)
         np.minimum.at(self._first, found.lane, time)
         self._of = index, law, index.version
 
     def among(self, start: torch.Tensor) -> torch.Tensor:
-        """Bool ``[K]``: which of some starts of windows are those of the newest."""
+        """Return a bool mask ``[K]`` of the starts that belong to the newest windows."""
         assert self._of is not None
-        time, lane = self._of[0].place(start.cpu().numpy())
+        time, lane = self._of[0].time_and_lane(start.cpu().numpy())
         return torch.from_numpy(time >= self._first[lane]).to(start.device)
 
     def draw(
@@ -382,8 +392,11 @@ class RecentPriorities:
         generator: torch.Generator | None,
         stratified: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-        """Draws starts int64 ``[count]`` by their ``v``: they, their ``v`` in float64, and the sum
-        of ``v`` over the newest windows; None where that is 0: nothing is drawn.
+        """Draw starts int64 ``[count]`` by their ``v``.
+
+        Returns:
+            The starts, their ``v`` in float64, and the sum of ``v`` over the newest windows. None
+            if that sum is 0.
 
         Args:
             sums: a tree over ``v`` of the rows with which windows may start.
@@ -396,7 +409,7 @@ class RecentPriorities:
         if stratified:
             point = (np.arange(count) + point) / count
         at = np.searchsorted(upto, point * upto[-1], side="right")
-        # Rounding may lead to the very end: that is the last one with weight.
+        # Rounding may give a position after the last start with weight. Use that start then.
         at = np.minimum(at, np.searchsorted(upto, upto[-1]))
         chosen = torch.from_numpy(at)
         return self._element[chosen], values[chosen], float(upto[-1])

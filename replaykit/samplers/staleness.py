@@ -1,4 +1,4 @@
-"""Draws that prefer what young policies have seen."""
+"""Draw rows of recent policies with a higher probability."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from replaykit._compat import as_tensor
 from replaykit.checkpoint import ReadLater
 from replaykit.errors import NotEnoughData
 from replaykit.keywords import checked_keywords
-from replaykit.samplers.policy_versions import FollowedVersions, VersionGroups
+from replaykit.samplers.policy_versions import VersionColumn, VersionGroups
 from replaykit.samplers.sampler import Sampler, as_drawn, made_of_saved, require_rows
 from replaykit.samplers.window_measures import index_for, refuse_nothing, uniform
 from replaykit.storages import Storage
@@ -31,17 +31,18 @@ _ARRAYS = {
 }
 
 _LARGE = 1e200
-"""Weights above it are divided by the largest, so that the sum of all rows' is a number."""
+"""If a weight exceeds this limit, all are divided by the largest, to keep their sum finite."""
 
 _ROUNDS = 8
-"""Rounds of independent draws after which all rows that are left get a key instead."""
+"""Number of rounds of independent draws. After that, all remaining rows get a key instead."""
 
 
 @dataclass(frozen=True)
 class _Law:
-    """What draws follow from until rows, versions, or what the learner set change: ``[V]`` each.
+    """The weights of versions, ``[V]``, until rows, versions or parameters change.
 
-    The learner may set its version in the middle of a draw: it is looked at once.
+    ``key`` holds the parameters. They are read only once, because the learner may set them during a
+    draw.
     """
 
     groups: VersionGroups
@@ -52,41 +53,46 @@ class _Law:
     ends: Array
     """Running sums of the weights of all rows."""
     rows: int
-    """How many have a weight above 0."""
+    """Number of rows with a weight above 0."""
 
 
 class StalenessAwareSampler(Sampler):
-    """Draws records by how many versions the policy that made them lies behind the learner.
+    """Draws rows by the number of versions between their policy and the learner.
 
-    The staleness of a record is ``consumer_version`` less what it has stored under
-    ``version_key``. A record is drawn with a probability proportional to
-    ``staleness_weight_fn(staleness)``; those staler than ``max_staleness`` are not drawn. Batches
-    of at most as many rows as can be drawn hold none twice: each is drawn from what is left by
-    these weights. Larger ones are drawn independently. Samples carry ``staleness``, float32
-    ``[B]``.
+    The staleness of a row is ``consumer_version`` minus the row's value under ``version_key``. The
+    probability of a row is proportional to ``staleness_weight_fn(staleness)``. Rows staler than
+    ``max_staleness`` are not drawn. Samples carry ``staleness``, float32 ``[B]``.
+
+    If enough rows can be drawn, no row occurs twice in a batch. Each draw is then from the rows
+    that are left, by the same weights. If a batch is larger than the number of these rows, its rows
+    are drawn independently.
+
+    The sampler does not notice values that are written through views of the column
+    (``rb.storage.column``).
 
     Args:
-        max_staleness: the largest staleness that is drawn; -1: any.
-        staleness_weight_fn: from stalenesses float64 ``[V]``, those of the distinct versions that
-            are stored (rising versions), to as many weights, finite and not negative; it is not
-            asked again while these are the same. By default ``1 / (staleness + 1)``.
-        version_key: a column of one number a row: ``[N]`` or ``[N, 1]``.
+        max_staleness: the largest staleness that is drawn; -1: no limit.
+        staleness_weight_fn: function that maps stalenesses to weights. Its argument is float64
+            ``[V]``, one staleness per stored version, in ascending order of versions. It returns as
+            many weights, finite and not negative. The sampler calls it only after the stalenesses
+            change. By default ``1 / (staleness + 1)``.
+        version_key: key of a column with one number per row, ``[N]`` or ``[N, 1]``.
 
     Raises:
-        TypeError: arguments of another kind. ValueError: ``max_staleness`` below -1.
-        KeyError: in ``sample``: no such column. ValueError: there: weights of another shape,
-            negative or not finite. RuntimeError: there: all rows are staler than ``max_staleness``,
-            or have weight 0.
+        TypeError: an argument has the wrong type.
+        ValueError: ``max_staleness`` is below -1; or, in ``sample``, weights have the wrong shape,
+            are negative or are not finite.
+        KeyError: in ``sample``, there is no such column.
+        RuntimeError: in ``sample``, all rows are staler than ``max_staleness``, or have weight 0.
 
-    Cost: nothing looks at all rows while they are written at the cursor, or patched by
-    ``update_if_present`` (at most 64 times, and no more rows than there is room for, between two
-    draws): O(K log K) for K rows written or patched, O(V) of V versions after a change of these or
-    of ``consumer_version``, O(B log V) a draw. O(N) where a batch takes more than a quarter of the
-    rows that can be drawn, or few rows hold nearly all of the weight, where transforms read the
-    rows around, and at the first draw after other edits of the column, a load or ``set_storage``.
-    32 to 64 bytes a row.
-
-    Values written through views of the column (``rb.storage.column``) are not noticed.
+    Cost: a draw takes O(B log V) for V versions. After a change of the versions or of
+    ``consumer_version`` it also takes O(V). The first draw after K rows were appended, or patched
+    by ``update_if_present``, also takes O(K log K). For patches this holds for at most 64 patches
+    between two draws, with no more rows than the capacity.
+    A draw takes O(N) in three cases: a batch has more than a quarter of the rows that can be drawn,
+    few rows have nearly all of the weight, or transforms read neighbouring rows. The first draw
+    also takes O(N) after other edits of the column, a load or ``set_storage``.
+    Memory: 32 to 64 bytes per row.
 
     Example:
         >>> import torch
@@ -121,33 +127,36 @@ class StalenessAwareSampler(Sampler):
         self.version_key = version_key
         self._weight_fn = _reciprocal if staleness_weight_fn is None else staleness_weight_fn
         self._consumer_version = 0
-        self._versions = FollowedVersions(unravel(version_key))
+        self._versions = VersionColumn(unravel(version_key))
         self._law: _Law | None = None
 
     @property
-    def tells(self) -> tuple[Any, ...]:
-        """How stale each record is."""
-        return (*super().tells, "staleness")
+    def info_keys(self) -> tuple[Any, ...]:
+        """The info keys of all samplers, and ``staleness``."""
+        return (*super().info_keys, "staleness")
 
     @property
     def consumer_version(self) -> int:
-        """The version of the learner. Cost of setting it: O(1)."""
+        """The version of the learner. Setting it costs O(1)."""
         return self._consumer_version
 
     @consumer_version.setter
     def consumer_version(self, value: int) -> None:
         value = _whole("consumer_version", value)
-        self._settle_draws()
+        self._wait_for_draws()
         self._consumer_version = value
 
     def increment_consumer_version(self) -> None:
-        """Adds 1 to ``consumer_version``."""
-        self._settle_draws()
+        """Add 1 to ``consumer_version``."""
+        self._wait_for_draws()
         self._consumer_version += 1
 
     @property
     def max_staleness(self) -> int:
-        """The largest staleness that is drawn; -1: any. ValueError where it is below."""
+        """The largest staleness that is drawn; -1: no limit.
+
+        Setting a value below -1 raises ValueError.
+        """
         return self._max_staleness
 
     @max_staleness.setter
@@ -160,7 +169,7 @@ class StalenessAwareSampler(Sampler):
     # -- drawing ------------------------------------------------------------------------------
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Draws ``batch_size`` records; returns the index, and ``staleness`` float32 ``[B]``."""
+        """Draw ``batch_size`` rows; return the index, and ``staleness`` float32 ``[B]``."""
         require_rows(storage)
         with storage.lock:
             law = self._law_of(self._versions.follow(storage))
@@ -170,8 +179,8 @@ class StalenessAwareSampler(Sampler):
                 self._require(law)
                 elements = self._drawn(law, batch_size)
             staleness = law.stale[law.groups.of(elements)]
-        told = torch.from_numpy(staleness.astype(np.float32)).to(storage.device)
-        return as_drawn(torch.from_numpy(elements), storage), {"staleness": told}
+        reported = torch.from_numpy(staleness.astype(np.float32)).to(storage.device)
+        return as_drawn(torch.from_numpy(elements), storage), {"staleness": reported}
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         if not len(storage):
@@ -185,7 +194,7 @@ class StalenessAwareSampler(Sampler):
             return False
 
     def _law_of(self, groups: VersionGroups) -> _Law:
-        """Cost: O(V) of V versions where something has changed."""
+        """Return the law for these groups. Cost: O(V) for V versions after a change."""
         key = groups.changes, self._consumer_version, self._max_staleness
         law = self._law
         if law is not None and law.groups is groups and law.key == key:
@@ -218,13 +227,13 @@ class StalenessAwareSampler(Sampler):
         )
 
     def _drawn(self, law: _Law, count: int) -> Array:
-        """Draws elements, int64 ``[count]``: none twice where there are enough."""
+        """Draw flat indices, int64 ``[count]``, without repetition if rows suffice."""
         if count > law.rows:
             return self._independent(law, count)
         drawn = np.zeros(0, np.int64)
         if 4 * count < law.rows:
-            # Independent draws of which repeated ones are dropped: each is then one of what is
-            # left, by weight.
+            # Independent draws without their repetitions: each is a draw by weight from the rows
+            # that are left.
             for _ in range(_ROUNDS):
                 drawn = np.concatenate([drawn, self._independent(law, count)])
                 drawn = drawn[np.sort(np.unique(drawn, return_index=True)[1])]
@@ -239,22 +248,25 @@ class StalenessAwareSampler(Sampler):
         point, place = uniform(2 * count, self.generator).reshape(2, count)
         ends = law.ends
         which = np.searchsorted(ends, point * ends[-1], side="right")
-        which = np.minimum(which, np.searchsorted(ends, ends[-1]))  # rounded up, or weight 0
+        which = np.minimum(which, np.searchsorted(ends, ends[-1]))  # rounding, or last weights 0
         return law.groups.members(which, (place * law.counts[which]).astype(np.int64))
 
     def _by_key(self, elements: Array, mass: Array, count: int) -> Array:
-        """Draws from what is left, one after another, by keys ``e / mass`` with e standard
-        exponential (Efraimidis and Spirakis, 2006)."""
+        """Draw ``count`` of these rows in sequence, each from the rows that are left.
+
+        The rows with the smallest keys ``e / mass`` are drawn. ``e`` is a standard exponential
+        number (Efraimidis and Spirakis, 2006).
+        """
         key = -np.log1p(-uniform(len(elements), self.generator)) / mass
         return np.asarray(elements[np.argsort(key, kind="stable")[:count]])
 
-    # -- where transforms read the rows around ------------------------------------------------
+    # -- transforms that read neighbouring rows -----------------------------------------------
 
     def _eligible(self, storage: Storage, law: _Law) -> tuple[Array, Array]:
-        """Elements with weight that have around them what transforms need, and the weights."""
+        """Return the eligible rows with weight, and their weights."""
         index = index_for(storage)
         elements, mass = _all_of(law)
-        fits = index.eligible_starts(self.needs.single, *index.place(elements))
+        fits = index.eligible_starts(self.needs.single, *index.time_and_lane(elements))
         return elements[fits], mass[fits]
 
     def _drawn_eligible(self, storage: Storage, law: _Law, count: int) -> Array:
@@ -268,7 +280,7 @@ class StalenessAwareSampler(Sampler):
         at = np.searchsorted(ends, uniform(count, self.generator) * ends[-1], side="right")
         return np.asarray(elements[np.minimum(at, len(elements) - 1)])
 
-    # -- being told ---------------------------------------------------------------------------
+    # -- notifications ------------------------------------------------------------------------
 
     def add(self, index: Any) -> None:
         self.mark_update(index)
@@ -277,24 +289,26 @@ class StalenessAwareSampler(Sampler):
         self.mark_update(index)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Told that records were written; follows them at once, so that what is drawn depends on
-        what was written and not on when somebody looked."""
+        """Follow a write of rows immediately.
+
+        So draws depend only on the order of writes, not on the time of updates.
+        """
         if storage is None and self.owner is not None:
             storage = self.owner.storage
         if storage is None:
-            return  # the next draw finds out
+            return  # the next draw reads the rows from the storage
         with storage.lock:
-            self._versions.note(as_tensor(index), storage)
-            # Nothing is raised for rows that are stored already; a draw says what is missing.
+            self._versions.add(as_tensor(index), storage)
+            # The rows are stored, so this method must not raise. The next draw reports errors.
             with contextlib.suppress(Exception):
                 self._versions.follow(storage)
 
     def attach(self, storage: Storage) -> None:
-        """Takes the storage to draw from."""
+        """Attach the sampler to its storage."""
         self._versions.forget()
 
     def empty(self) -> None:
-        """Forgets all records, and begins again with version 0."""
+        """Forget all rows, and reset ``consumer_version`` to 0."""
         super().empty()
         self._versions.forget()
         self._consumer_version = 0
@@ -305,8 +319,10 @@ class StalenessAwareSampler(Sampler):
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the learner's version, the bound, and the order in which rows of a version lie
-        (8 bytes a row), on which the next draws depend."""
+        """Return the learner's version, the largest staleness, and the rows by version.
+
+        The next draws depend on the order of these rows, which takes 8 bytes per row.
+        """
         elements, versions, counts = self._versions.groups.state()
         return {
             **super().state_dict(),
@@ -322,12 +338,15 @@ class StalenessAwareSampler(Sampler):
         _checked_groups(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state over; one without the order of rows gives other draws of the same law."""
+        """Load a state.
+
+        If the state lacks the order of rows, later draws differ, but have the same distribution.
+        """
         super().load_state_dict(state_dict)
         groups = _checked_groups(state_dict)
         self.consumer_version = state_dict["consumer_version"]
         self.max_staleness = state_dict["max_staleness"]
-        self._versions.take(groups)
+        self._versions.load(groups)
 
     def __repr__(self) -> str:
         return (
@@ -360,7 +379,7 @@ def _checked_weights(given: Any, count: int) -> Array:
 
 
 def _all_of(law: _Law) -> tuple[Array, Array]:
-    """All elements with weight, and their weights."""
+    """Return all rows with weight, as flat indices, and their weights."""
     elements, _, counts = law.groups.state()
     mass = np.repeat(law.weights, counts)
     return elements[mass > 0], mass[mass > 0]

@@ -30,25 +30,25 @@ Array = np.ndarray[Any, Any]
 
 
 class SamplerWithoutReplacement(Sampler):
-    """Draws the pieces of a permutation of the stored records, pass after pass.
+    """Draws every stored row once per pass, in random order.
 
-    ``ran_out`` turns True with the batch that ends a pass; it may be shorter than asked for. The
-    next draw begins a new pass, and so does a change of the number of stored records.
-    Overwriting records at constant length does not.
+    ``ran_out`` becomes True with the batch that ends a pass. This batch may be shorter than
+    requested. The next draw begins a new pass. A draw also begins a new pass if the number of
+    stored rows has changed. Overwriting rows at constant length does not end a pass.
 
-    Where transforms read the rows around, a pass has the rows that can be drawn when it begins.
-    A row that no longer has what they need when its turn comes is left out of the pass. If writes
-    leave none of them, the next draw begins a new pass.
+    If transforms read neighbouring rows, a pass consists of the rows that are eligible when the
+    pass begins. A draw skips rows that are no longer eligible. If writes leave no eligible row in
+    the pass, the next draw begins a new pass.
 
     Args:
-        drop_last: leave out a last batch that would be shorter.
-        shuffle: ``False``: records in physical order.
+        drop_last: if True, skip a last batch that would be shorter.
+        shuffle: if ``False``, draw rows in the order of their slots.
         replacement: no effect.
 
     Raises:
-        ValueError: ``drop_last`` and fewer records than one batch.
+        ValueError: ``drop_last`` is True, and fewer rows are stored than one batch has.
 
-    Cost: O(B), and the rows left out; O(N) once a pass, and 8 bytes a record.
+    Cost: O(B + skipped rows) for a draw, and O(N) once per pass. Memory: 8 bytes per row.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ class SamplerWithoutReplacement(Sampler):
     mapped_entries = ("_remaining",)
 
     _remaining = ReadOnce[torch.Tensor | None]()
-    """Elements still to come in this pass; None: the next draw begins a pass."""
+    """Flat indices that are left in this pass; None if the next draw begins a pass."""
 
     @checked_keywords
     def __init__(
@@ -77,18 +77,17 @@ class SamplerWithoutReplacement(Sampler):
         self.shuffle = shuffle
         self._remaining = None
         self._length = 0
-        # As of which index of episodes all rows of the pass could be drawn; None: it is not known.
+        # The state of the episode index when all rows of the pass were eligible; None: unknown.
         self._whole_as_of: Any = None
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Draws the next records of the pass; returns the index, and no info.
+        """Draw the next rows of the pass; return the index and an empty info.
 
-        The last batch of a pass may be shorter. Begins a new pass where there is none to go on
-        with.
+        The last batch of a pass may be shorter. If no pass is under way, a new pass begins.
 
         Raises:
-            RuntimeError: nothing is stored.
-            ValueError: ``drop_last`` and fewer rows than ``batch_size``.
+            RuntimeError: the storage is empty.
+            ValueError: ``drop_last`` is True, and fewer than ``batch_size`` rows are stored.
         """
         count = require_rows(storage)
         eligible = eligible_records(storage, self.needs) if self.needs else None
@@ -120,9 +119,10 @@ class SamplerWithoutReplacement(Sampler):
     def _still_eligible(
         self, remaining: torch.Tensor, batch_size: int, eligible: Eligible
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns the next records of a pass that can be drawn now, and what follows them.
+        """Return the next eligible rows of a pass, and the rows that follow them.
 
-        None: too few can be. Nothing follows where no further batch can be drawn now.
+        The result is None if fewer rows are eligible than a batch needs. The second tensor is empty
+        if no further batch can be drawn now.
         """
         more = batch_size if self.drop_last else 1
         place = eligible.first_of(remaining, batch_size + more)
@@ -167,7 +167,7 @@ class SamplerWithoutReplacement(Sampler):
             return
         lanes = storage.lanes.numel()
         if len(rows) and int(rows.max()) >= self._length // lanes:
-            # Records came after this pass had begun: the next draw begins another one anyway.
+            # Rows were added after this pass began, so the next draw begins a new pass anyway.
             self._remaining = None
             return
         now = torch.full((self._length // lanes,), -1, device="cpu")
@@ -205,7 +205,7 @@ class SamplerWithoutReplacement(Sampler):
 
 
 def _left_of(state_dict: dict[str, Any]) -> torch.Tensor | ReadLater[torch.Tensor] | None:
-    """What a saved pass has yet to draw; ValueError where it is none."""
+    """Return the rows left in a saved pass. Raises ValueError for an invalid state."""
     length = state_dict.get("_length")
     if type(length) is not int or length < 0 or type(state_dict.get("_ran_out")) is not bool:
         raise ValueError(f"expected a length and ran_out, got {state_dict}")
@@ -217,15 +217,15 @@ def _left_of(state_dict: dict[str, Any]) -> torch.Tensor | ReadLater[torch.Tenso
 
 def _checked_left(remaining: Array, length: int) -> torch.Tensor:
     if len(remaining) and not 0 <= remaining.min() <= remaining.max() < length:
-        raise ValueError(f"expected remaining records in [0, {length}), got {remaining}")
+        raise ValueError(f"expected remaining rows in [0, {length}), got {remaining}")
     return torch.from_numpy(remaining)
 
 
 class RandomSampler(Sampler):
-    """Draws every stored record with the same probability, independently.
+    """Draws rows independently, with the same probability for every stored row.
 
     Args:
-        replacement: ``False`` makes a SamplerWithoutReplacement instead, from the other keywords.
+        replacement: ``False`` creates a SamplerWithoutReplacement from the other keywords.
 
     Cost: O(B).
 
@@ -246,7 +246,7 @@ class RandomSampler(Sampler):
     @overload
     def __new__(cls, *, replacement: Literal[True] = True) -> Self: ...
     @overload
-    def __new__(  # type: ignore[misc]  # of another class, as in TorchRL
+    def __new__(  # type: ignore[misc]  # returns another class, as in TorchRL
         cls, *, replacement: Literal[False], **kwargs: Any
     ) -> SamplerWithoutReplacement: ...
     def __new__(cls, *, replacement: bool = True, **kwargs: Any) -> Any:
@@ -258,9 +258,9 @@ class RandomSampler(Sampler):
         super().__init__()
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Draws each record anew out of all; returns the index, and no info."""
+        """Draw each row independently from all rows; return the index and an empty info."""
         count = require_rows(storage)
-        self._ran_out = False  # there is no pass; a flag that was set is over
+        self._ran_out = False  # there is no pass; clear a flag that was set
         if self.needs:
             known = index_for(storage).total(self.needs.single, WINDOWS)
             if known < count:
@@ -275,7 +275,7 @@ class RandomSampler(Sampler):
         return as_drawn(flat, storage), {}
 
     def _eligible(self, records: Eligible, storage: Storage, batch_size: int) -> torch.Tensor:
-        """Draws among the records that have around them what the transforms need."""
+        """Draw among the eligible rows only."""
         generator, home = self.generator, storage.device
         device = drawing_device(storage, generator)
         number = torch.randint(records.count, (batch_size,), generator=generator, device=device)

@@ -34,28 +34,28 @@ MASK = ("collector", "mask")
 _NEXT = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 _END, _TRUNCATED, _TERMINATED = range(3)
 
-# Where no other flag is there; see `end_flags`.
+# Read only if no other flag is stored; see `_flags`.
 _AT_ROOT = [("done", _END), ("truncated", _TRUNCATED), ("terminated", _TERMINATED)]
 
 _CPU = torch.device("cpu")
 
 
 class Markers:
-    """Marks the ends of windows in flags of their own, bool ``[B, 1]``.
+    """Marks the ends of windows in separate flags, bool ``[B, 1]``.
 
-    Of a window's last real row: ``done`` is set, and ``truncated`` unless its episode ends there.
-    ``init_key``, where it is stored, is set at its first row.
+    ``done`` is set at the last real row of a window. ``truncated`` is also set there, unless the
+    episode ends at that row. ``init_key`` is set at the first row of a window, if it is stored.
 
     Args:
-        truncated_key: where ``truncated`` goes; ``done`` and ``terminated`` are its siblings. None:
-            no flags are made.
-        init_key: the flag of first rows. None: it stays as it is stored.
+        truncated_key: key of ``truncated``; ``done`` and ``terminated`` are its siblings. None:
+            batches get no flags.
+        init_key: the flag of first rows. None: the stored flag stays unchanged.
         flags: other keys that end episodes.
-        pad_value: values by key of padded rows, ``()`` for all others; None: they stay copies of
-            the nearest real row.
+        pad_value: values of padded rows by key, with ``()`` for all other keys. None: padded rows
+            stay copies of the nearest real row.
 
     Raises:
-        TypeError: ``truncated_key`` or ``init_key`` is no key.
+        TypeError: ``truncated_key`` or ``init_key`` is not a key.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Markers:
         self._sources: list[tuple[Path, list[tuple[str, int]]]] = []
         self._keys: tuple[Any, Any, Any] | None = None
         self._model: torch.Tensor | None = None
-        # Where the flags lie side by side, and no others end episodes.
+        # The container and names of the flags, if they are siblings and the only ends of episodes.
         self._siblings: tuple[str, tuple[str, ...]] | None = None
         if truncated_key is None:
             return
@@ -85,7 +85,7 @@ class Markers:
             )
         done, cut, terminated = (path if len(path) > 1 else path[0] for path in paths)
         self._keys = done, cut, terminated
-        # What is read of the rows, by container: any of them ends an episode.
+        # The flags to read from the rows, by container. Any of them ends an episode.
         named: dict[Path, int] = {
             ("next", "truncated"): _TRUNCATED,
             ("next", "terminated"): _TERMINATED,
@@ -104,7 +104,7 @@ class Markers:
                 self._siblings = truncated[0], names
 
     def check(self, schema: Schema) -> None:
-        """Raises KeyError, ValueError where values of padding are not for stored keys."""
+        """Raise KeyError or ValueError if a padding value does not fit a stored key."""
         if self.pad_value is None or schema is self._checked:
             return
         for path, value in self.pad_value.items():
@@ -124,13 +124,13 @@ class Markers:
         self._checked = schema
 
     def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
-        """Adds the flags of rows ``[B]`` to ``info``, and blanks padding; returns the rows."""
+        """Add the flags of rows ``[B]`` to ``info`` and fill padding; return the rows."""
         window = info[SEQUENCE_ID]
         plain = type(rows) is TensorDict or is_tensordict(rows)
         if not plain or rows.batch_size != window.shape or not window.numel():
             return rows
         mask = info.get(MASK)
-        # On the CPU the flags are NumPy's: with few rows the calls are what costs.
+        # On the CPU the flags are NumPy arrays. With few rows, the cost is the number of calls.
         core = None if mask is not None or not window.is_cpu else native.core()
         if core is not None and self._by_core(core, rows, window, info):
             self._mark_first(rows, info, _array(window), None)
@@ -143,7 +143,7 @@ class Markers:
             end = last & ~last if end is None else end
             done, cut = last | end, last > end
             truncated = cut if truncated is None else cut | truncated
-            # A flag of its own, not memory of the rows.
+            # Create a separate flag that does not share the rows' memory.
             terminated = end & ~end if terminated is None else terminated | terminated
             if real is not None:
                 done, truncated, terminated = done & real, truncated & real, terminated & real
@@ -157,15 +157,17 @@ class Markers:
         return rows
 
     def _mark_first(self, rows: Any, info: dict[Any, Any], number: Any, real: Any | None) -> None:
-        """Adds the flag of first rows, where it is stored."""
+        """Add the flag of first rows, if it is stored."""
         stored = None if self._init is None else lookup(rows, self._init)
         if isinstance(stored, torch.Tensor):
             init, first = _flag(stored), _edge(number, real, last=False)
             info[self.init_key] = _tensor(first | (init if real is None else init & real))
 
     def complete_fresh(self, rows: Any, info: dict[Any, Any]) -> Any:
-        """``complete`` of rows that nobody else has: where the flags are among them they are marked
-        where they are, and ``info`` names them."""
+        """Do the same as ``complete``, for rows that no other code uses.
+
+        If the rows contain the flags, these are changed in place, and ``info`` refers to them.
+        """
         window = info[SEQUENCE_ID]
         core = None if MASK in info or not window.is_cpu else native.core()
         if core is not None and type(rows) is TensorDict and rows.batch_size == window.shape:
@@ -188,7 +190,7 @@ class Markers:
         done, cut, ended = names
         below = done in known or cut in known or ended in known
         if not below and not leaves.keys().isdisjoint(names):
-            return False  # those at the root tell where episodes end
+            return False  # the flags at the root show where episodes end
         places: list[int] = []
         flags: list[torch.Tensor] = []
         for name in names:
@@ -212,7 +214,10 @@ class Markers:
         return True
 
     def _by_core(self, core: Any, rows: Any, window: torch.Tensor, info: dict[Any, Any]) -> bool:
-        """Adds the flags of rows by one call of the core; False where that cannot read them."""
+        """Add the flags of rows by one call of the core.
+
+        Return False if the core cannot read them.
+        """
         if self._keys is None or not window.is_contiguous():
             return self._keys is None
         count = window.shape[0]
@@ -240,13 +245,15 @@ class Markers:
             model = self._model = torch.empty((3 * count, 1), dtype=torch.bool, device=_CPU)
         made = torch.empty_like(model)
         core.mark_windows(flags, window.data_ptr(), count, made.data_ptr())
-        # Memory is shared, as among the leaves of a batch, versions for autograd are not.
+        # The flags share memory, like the leaves of a batch, but have separate autograd versions.
         info |= zip(self._keys, torch.unsafe_split(made, count), strict=True)
         return True
 
     def _flags(self, rows: Any) -> tuple[Any, Any, Any]:
-        """Where episodes end, and which rows are truncated and terminated, bool ``[B, 1]``; None
-        where no such flag is stored."""
+        """Return masks of ends, truncated and terminated rows, bool ``[B, 1]``.
+
+        A mask is None if no such flag is stored.
+        """
         end = truncated = terminated = None
         for container, names in self._sources:
             if names is _AT_ROOT and end is not None:
@@ -271,7 +278,7 @@ class Markers:
         return end, truncated, terminated
 
     def _blank(self, rows: Any, padding: torch.Tensor, above: Path = ()) -> None:
-        """Puts values where ``padding``, bool ``[B]``, is True."""
+        """Write the padding values into rows where ``padding``, bool ``[B]``, is True."""
         assert self.pad_value is not None
         for name, leaf in rows.items():
             path = (*above, name)
@@ -288,7 +295,7 @@ class Markers:
 
 
 def _edge(window: Any, real: Any | None, *, last: bool) -> Any:
-    """Bool ``[B, 1]``: the first or the last real rows of windows."""
+    """Return a mask, bool ``[B, 1]``, of the first or the last real rows of windows."""
     changes = window[1:] != window[:-1]
     if isinstance(window, torch.Tensor):
         edge: Any = torch.ones((len(window), 1), dtype=torch.bool, device=window.device)
@@ -303,7 +310,7 @@ def _edge(window: Any, real: Any | None, *, last: bool) -> Any:
 
 
 def _flag(leaf: torch.Tensor) -> Any:
-    """A flag as bool ``[B, 1]``."""
+    """Return a flag as bool ``[B, 1]``."""
     flag = _array(leaf if leaf.dtype is torch.bool else leaf != 0)
     if flag.ndim == 2 and flag.shape[1] == 1:
         return flag
@@ -327,9 +334,9 @@ ALIGNS = ("left", "right")
 
 
 class Cut(NamedTuple):
-    """The stored rows of windows: times ``first <= time < stop`` of ``lane``, int64 ``[K]``.
+    """The stored rows of windows: times ``first <= time < stop`` of ``lane``.
 
-    ``stop`` may be None of windows that all have their full length.
+    Each attribute is int64 ``[K]``. ``stop`` may be None if all windows have their full length.
     """
 
     lane: Array
@@ -338,12 +345,12 @@ class Cut(NamedTuple):
 
 
 class WindowLayout(NamedTuple):
-    """Rows of windows one after another.
+    """The rows of windows, one window after another.
 
     Attributes:
-        element: int64 ``[B]``; at padding that of the nearest real row.
-        window: int64 ``[B]``, the number of the window that a row belongs to.
-        mask: bool ``[B]``, True at real rows; None where windows are never padded.
+        element: flat indices, int64 ``[B]``; padding has the index of the nearest real row.
+        window: int64 ``[B]``, the number of the row's window.
+        mask: bool ``[B]``, True at real rows; None if windows are never padded.
     """
 
     element: Array
@@ -352,19 +359,19 @@ class WindowLayout(NamedTuple):
 
 
 class Window:
-    """Windows of ``length`` rows; the law of C25 of the sequences reference, and that of spans.
+    """Windows of ``length`` rows, strict, spanning or padded.
 
-    In an episode with n rows a window begins at a virtual start s, counted from the episode's
-    first row, with ``-left <= s <= n - length + right``; its rows are those of ``s .. s + length -
-    1`` that the episode has. That holds for ``n >= least``; shorter episodes have ``below`` windows
-    (0 or 1), which are the whole episode.
+    In an episode of n rows, a window begins at a virtual start s. It is counted from the episode's
+    first row, and ``-left <= s <= n - length + right``. The window has those rows from ``s`` to
+    ``s + length - 1`` that exist in the episode. This rule applies if ``n >= least``. A shorter
+    episode has ``below`` windows (0 or 1), which consist of the whole episode.
 
     Args:
-        length: rows T of a full window.
-        left, right: how far windows may hang over either end.
-        least, below: see above.
-        filled: windows always have T rows, padded where the episode has none.
-        align: where the real rows of padded windows are: ``"left"`` or ``"right"``.
+        length: number T of rows of a full window.
+        left, right: number of rows by which windows may extend beyond the start and the end.
+        least, below: as described above.
+        filled: if True, windows always have T rows, with padding for rows that do not exist.
+        align: the side of the real rows in padded windows: ``"left"`` or ``"right"``.
 
     Example:
         >>> from replaykit.samplers.window_forms import Window
@@ -388,18 +395,18 @@ class Window:
         self.below = below
         self.filled, self.align = filled, align
         self.plain = not (left or right or below)
-        """Whether every window has all its rows."""
+        """True if every window has all its rows."""
         self.whole = self.plain and not filled
-        """Whether besides nothing is said of padding."""
+        """True if every window has all its rows, and there is no mask of padding."""
         self.law = CountLaw(self.least, 1 - length + left + right, below)
-        """How many windows an episode has."""
+        """The law of the number of windows of an episode."""
         self._steps = np.arange(length, dtype=np.int64)
         self._numbers = self._one_lane = self._steps[:0]
 
     # -- from numbers to rows -------------------------------------------------------------------
 
     def cut(self, found: Windows) -> Cut:
-        """The rows of windows that were looked up by their numbers, or in their episodes."""
+        """Return the rows of the windows ``found``."""
         if self.plain:
             return Cut(found.lane, found.base + found.rest, None)
         full = found.rows >= self.least
@@ -408,11 +415,11 @@ class Window:
         return Cut(found.lane, np.maximum(start, found.base), stop)
 
     def cut_from(self, first: Array, last: Array, lane: Array) -> Cut:
-        """The rows of windows that begin with rows ``first`` of episodes that end with ``last``."""
+        """Return the rows of windows that start at ``first``, in episodes up to ``last``."""
         return Cut(lane, first, np.minimum(first + self.length, last + 1))
 
     def lay_out(self, index: EpisodeIndex, cut: Cut) -> WindowLayout:
-        """Rows of windows one after another, in order of time inside."""
+        """Return the rows of windows one after another, each window in order of time."""
         if self.plain:
             mask = np.ones(len(cut.first) * self.length, bool) if self.filled else None
             return self._rows(index, cut, cut.first[:, None] + self._steps, mask)
@@ -438,7 +445,7 @@ class Window:
         return WindowLayout(index.element(time.reshape(-1), lane), numbers, mask)
 
     def numbers(self, count: int) -> Array:
-        """Of ``count`` full windows one after another which window each row belongs to."""
+        """Return the window number of each row of ``count`` consecutive full windows."""
         if len(self._numbers) != count * self.length:
             self._numbers = np.repeat(np.arange(count, dtype=np.int64), self.length)
             self._one_lane = np.zeros(count * self.length, np.int64)
@@ -447,17 +454,18 @@ class Window:
 
 @dataclass(frozen=True)
 class WindowForm:
-    """What windows are asked for, whatever their length.
+    """The requested form of windows, independent of their length.
 
     Attributes:
-        span: how far windows may hang over the start and the end of an episode, and are then
-            shorter: True: all but one row; a number of rows.
-        strict: only episodes of at least the length; else shorter ones are one window.
-        pad: one of ``PADS``: over which ends windows may hang and are padded; None: no such
+        span: numbers of rows by which windows may extend beyond the start and the end of an
+            episode. Such windows are shorter. True: all rows but one.
+        strict: if True, episodes shorter than a window have no window. If False, such an episode is
+            one window.
+        pad: the ends beyond which windows may extend, with padding: one of ``PADS``. None: no such
             padding.
-        short: one of ``SHORTS``: what becomes of episodes that are shorter, where ``pad`` is given.
-        align: where the real rows of padded windows are.
-        repeat: pad short windows without ``pad``.
+        short: the treatment of shorter episodes if ``pad`` is given: one of ``SHORTS``.
+        align: the side of the real rows in padded windows.
+        repeat: whether short windows are padded without ``pad``.
     """
 
     span: tuple[int | bool, int | bool] = (False, False)
@@ -469,24 +477,24 @@ class WindowForm:
 
     @property
     def filled(self) -> bool:
-        """Whether windows always have all rows, with a mask that says which are real."""
+        """True if windows always have all rows, with a mask of the real rows."""
         return self.pad is not None or self.repeat
 
     @property
     def skips_short(self) -> bool:
-        """Whether episodes that are shorter than a window have none."""
+        """True if episodes shorter than a window have no window."""
         return self.strict if self.pad is None else self.short == "exclude"
 
     @property
     def full(self) -> bool:
-        """Whether all windows have the same number of rows."""
+        """True if all windows have the same number of rows."""
         return self.filled or (self.strict and not any(self.span))
 
     def of(self, length: int) -> Window:
-        """Windows of that length.
+        """Return the windows of this form with a given length.
 
         Raises:
-            ValueError: a span that would leave no row.
+            ValueError: the span would leave no row in a window.
         """
         if self.pad is None:
             left, right = (_hang(span, length) for span in self.span)
@@ -498,7 +506,8 @@ class WindowForm:
                 filled=self.repeat,
                 align=self.align,
             )
-        # An episode of exactly the length is whole by either law; the `whole` one has it once.
+        # An episode of exactly the length is a whole window under both laws; "whole" counts it
+        # once.
         least = {"exclude": length, "whole": length + 1, "law": 1}[self.short]
         if self.pad == "none" and self.short != "exclude":
             least = length

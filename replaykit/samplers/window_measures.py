@@ -36,31 +36,33 @@ SINGLE = CountLaw.strict(1)
 
 
 def index_for(storage: Storage) -> EpisodeIndex:
-    """The storage's index of episodes, up to date.
+    """Return the storage's episode index, up to date.
 
     Raises:
-        RuntimeError: a storage that does not know where episodes end.
+        RuntimeError: the storage has no episode index.
     """
     if not isinstance(storage, ColumnStorage):
         raise RuntimeError(
             f"a {type(storage).__name__} does not know where episodes end, which transforms that "
-            "read the rows around need; use a tensor or memmap storage"
+            "read neighbouring rows need; use a tensor or memmap storage"
         )
     return storage.episodes
 
 
 def eligible_records(storage: Storage, needs: Needs) -> Eligible:
-    """The records that have around them what transforms need. Cost: O(lanes)."""
+    """Return the rows that are eligible for the transforms. Cost: O(lanes)."""
     index = index_for(storage)
     return Eligible(index, needs.single, needs)
 
 
 class Eligible:
-    """Records in the order of lanes and time, by number; holds until the next write.
+    """Eligible rows by number, ordered by lane and time.
+
+    The object is valid until the next write.
 
     Attributes:
-        count: how many there are.
-        as_of: index of episodes, its version, and needs: where these are equal, the same records.
+        count: number of eligible rows.
+        as_of: the episode index, its version, and the needs. Equal values mean the same rows.
     """
 
     def __init__(self, index: EpisodeIndex, law: CountLaw, needs: Needs) -> None:
@@ -69,35 +71,35 @@ class Eligible:
         self.as_of = index, index.version, needs
 
     def elements(self, number: np.ndarray[Any, Any]) -> torch.Tensor:
-        """Elements, int64 ``[K]``, of the records with these numbers in ``[0, count)``."""
+        """Return the flat indices, int64 ``[K]``, of rows by number in ``[0, count)``."""
         return torch.from_numpy(self._index.rows(self._law, number))
 
     def first_of(self, elements: torch.Tensor, count: int) -> np.ndarray[Any, Any]:
-        """Finds the first ``count`` of some stored elements that are such records.
+        """Find the first ``count`` eligible rows among the stored rows ``elements``.
 
         Returns:
-            Their places among ``elements``, int64, rising; fewer where there are no more.
+            Their positions in ``elements``, int64, ascending; fewer if fewer rows are eligible.
 
-        Cost: O(places looked at): nothing after the last one found is, but for twice as many.
+        Cost: O(rows checked). These are at most twice the rows up to the last row found.
         """
         found, at, size = [np.empty(0, np.int64)], 0, count
         while count > 0 and at < len(elements):
             some = elements[at : at + size].cpu().numpy()
-            fits = self._index.eligible_starts(self._law, *self._index.place(some))
+            fits = self._index.eligible_starts(self._law, *self._index.time_and_lane(some))
             place = at + np.nonzero(fits)[0][:count]
             found.append(place)
             count, at, size = count - len(place), at + size, 2 * size
         return np.concatenate(found)
 
     def require(self) -> int:
-        """Returns their count; NotEnoughData where there is none."""
+        """Return the number of rows. Raises NotEnoughData if it is 0."""
         if not self.count:
             refuse_nothing(self._index, self._needs)
         return self.count
 
 
 def refuse_nothing(index: EpisodeIndex, needs: Needs) -> None:
-    """Raises NotEnoughData that says what is stored and what the transforms need."""
+    """Raise NotEnoughData, with the number of rows and the needs of the transforms."""
     raise NotEnoughData(
         f"none of the {index.stored_rows()} stored rows can be drawn: the transforms need "
         f"{_words(needs)}, and the longest of the stored episodes has {index.longest()} rows"
@@ -121,25 +123,26 @@ Array = np.ndarray[Any, Any]
 
 
 class Anchors:
-    """The windows of an index that a law counts, with a measure on them. Holds until a change of
-    the index.
+    """The windows of an index that a law counts, with a measure on them.
 
-    Windows have numbers ``0 .. count - 1``: lanes in order, inside a lane in the order of time.
+    The object is valid until the index changes. Windows have numbers ``0 .. count - 1``, in the
+    order of lanes, and in each lane in the order of time.
 
     Args:
         index: the episodes.
-        law: which windows they have.
-        newest: of every lane only that many newest windows; None: all.
+        law: the law of the number of their windows.
+        newest: number of windows per lane to include, the newest of the lane; None for all windows.
 
     Attributes:
-        per_lane: int64 ``[lanes]``, windows of every lane. ``count``: all of them.
+        per_lane: number of windows of every lane, int64 ``[lanes]``.
+        count: sum of ``per_lane``.
 
-    Cost: O(lanes) to make, a search among episodes for every window looked up. With ``newest``
-    the measures per trajectory and per transition take O(newest * lanes).
+    Cost: O(lanes) to create the object, and one search among episodes for every window. With
+    ``newest``, ``PerTrajectory`` and ``PerTransition`` take O(newest * lanes).
     """
 
     uniform = False
-    """Whether all windows are equally likely."""
+    """True if all windows are equally likely."""
 
     def __init__(self, index: EpisodeIndex, law: CountLaw, newest: int | None = None) -> None:
         self.index, self.law, self.newest = index, law, newest
@@ -147,25 +150,25 @@ class Anchors:
         self.per_lane = stored if newest is None else np.minimum(stored, newest)
         self.count = int(self.per_lane.sum())
         self._ends = np.cumsum(self.per_lane)
-        # From the numbers of windows here to those of the index, lane by lane.
+        # Differences between window numbers in the index and in this object, by lane.
         self._shift = None if newest is None else np.cumsum(stored) - self._ends
 
     def numbered(self, number: Array) -> Windows:
-        """Looks windows up, int64 ``[K]`` in ``[0, count)``."""
+        """Return windows by number, int64 ``[K]`` in ``[0, count)``."""
         if self._shift is not None:
             number = number + self._shift[np.searchsorted(self._ends, number, side="right")]
         return self.index.find(self.law, WINDOWS, number)
 
     def at(self, point: Array) -> Windows:
-        """Inverse of the distribution function: windows at points, float64 ``[K]`` of [0, 1)."""
+        """Return the windows at points float64 ``[K]`` in [0, 1) of the distribution."""
         raise NotImplementedError
 
     def mass(self, found: Windows) -> Array:
-        """Probability of windows up to one factor, float64 ``[K]``."""
+        """Return the probabilities of windows up to a common factor, float64 ``[K]``."""
         raise NotImplementedError
 
     def _by_mass(self, point: Array) -> Windows:
-        """``at`` where the windows are few: all are looked up and their masses added."""
+        """Do the same as ``at``, for few windows: find all windows and add their masses."""
         found = self.numbered(np.arange(self.count))
         new = np.ones(self.count, bool)
         new[1:] = (np.diff(found.lane) != 0) | (np.diff(found.base) != 0)
@@ -177,7 +180,7 @@ class Anchors:
 
 
 class PerWindow(Anchors):
-    """Every window is equally likely: ``P(a) = 1 / W``."""
+    """All W windows are equally likely: ``P(a) = 1 / W``."""
 
     uniform = True
 
@@ -189,8 +192,10 @@ class PerWindow(Anchors):
 
 
 class PerTrajectory(Anchors):
-    """Every episode that has a window, then each of its windows:
-    ``P(a) = 1 / J' * 1 / (windows of j)``."""
+    """All J' episodes that have windows are equally likely, and so are their windows.
+
+    ``P(a) = 1 / J' * 1 / (windows of j)`` for a window of episode j.
+    """
 
     def at(self, point: Array) -> Windows:
         if self.newest is not None:
@@ -206,8 +211,11 @@ class PerTrajectory(Anchors):
 
 
 class PerTransition(Anchors):
-    """An episode by its number of stored rows, then each of its windows:
-    ``P(a) = n_j / sum n * 1 / w_j``. Only episodes that have a window count."""
+    """Episodes have weights by their rows; their windows are equally likely.
+
+    ``P(a) = n_j / sum n * 1 / w_j`` for a window of episode j with n_j rows and w_j windows. Only
+    episodes that have a window count.
+    """
 
     def at(self, point: Array) -> Windows:
         if self.newest is not None:
@@ -228,12 +236,15 @@ class PerTransition(Anchors):
 
 
 class PerLane(Anchors):
-    """Every lane that has a window, then each of its windows: ``P(a) = 1 / E' * 1 / w_e``."""
+    """All E' lanes that have windows are equally likely, and so are their windows.
+
+    ``P(a) = 1 / E' * 1 / w_e`` for a window of lane e with w_e windows.
+    """
 
     def __init__(self, index: EpisodeIndex, law: CountLaw, newest: int | None = None) -> None:
         super().__init__(index, law, newest)
         self.lanes = np.nonzero(self.per_lane)[0]
-        """Lanes that have a window."""
+        """The lanes that have a window."""
 
     def at(self, point: Array) -> Windows:
         scaled = point * len(self.lanes)
@@ -241,7 +252,7 @@ class PerLane(Anchors):
         return self.in_lane(self.lanes[number], scaled - number)
 
     def in_lane(self, lane: Array, point: Array) -> Windows:
-        """Windows of given lanes, int64 ``[K]``, at points of [0, 1)."""
+        """Return windows of given lanes, int64 ``[K]``, at points in [0, 1)."""
         count = self.per_lane[lane]
         number = self._ends[lane] - count + floor_below(point * count, count)
         return self.numbered(number)
@@ -259,8 +270,10 @@ MEASURES: dict[str, type[Anchors]] = {
 
 
 def floor_below(value: Array, limit: Any) -> Array:
-    """Rounds numbers of ``[0, limit]`` down to integers below ``limit``, which rounding of floats
-    may reach."""
+    """Round numbers in ``[0, limit]`` down to integers below ``limit``.
+
+    The upper bound is included because rounded floats may equal ``limit``.
+    """
     return np.minimum(value.astype(np.int64), limit - 1)
 
 
@@ -270,14 +283,14 @@ DRAWS = ("iid", "stratified", "without_replacement", "sequential")
 
 
 def uniform(count: int, generator: torch.Generator | None) -> Array:
-    """Numbers of [0, 1), float64 ``[count]``, from the generator; None: torch's global one."""
+    """Draw float64 ``[count]`` from [0, 1). None uses torch's global generator."""
     device = "cpu" if generator is None else generator.device
     drawn = torch.rand(count, dtype=torch.float64, generator=generator, device=device)
     return np.asarray(drawn.cpu().numpy())
 
 
 def integers(limit: int, count: int, generator: torch.Generator | None) -> Array:
-    """Numbers of ``[0, limit)``, int64 ``[count]``, each as likely."""
+    """Draw int64 ``[count]`` uniformly from ``[0, limit)``."""
     if generator is not None and generator.device != _CPU:
         drawn = torch.randint(limit, (count,), generator=generator, device=generator.device)
         return np.asarray(drawn.cpu().numpy())
@@ -287,17 +300,17 @@ def integers(limit: int, count: int, generator: torch.Generator | None) -> Array
 
 
 def iid(anchors: Anchors, count: int, generator: torch.Generator | None) -> Windows:
-    """Independent draws, with replacement."""
+    """Draw windows independently, with replacement."""
     if anchors.uniform:
         return anchors.numbered(integers(anchors.count, count, generator))
     return anchors.at(uniform(count, generator))
 
 
 def stratified(anchors: Anchors, count: int, generator: torch.Generator | None) -> Windows:
-    """One draw in each of ``count`` parts of equal mass, in order.
+    """Draw one window in each of ``count`` parts of equal mass, in order.
 
-    Of lanes that are equally likely each gets as many as the others, those left over go to
-    distinct lanes chosen at random; the lanes take turns in the batch.
+    With ``PerLane``, all lanes get the same number of draws. The remaining draws go to distinct
+    lanes chosen at random. The lanes alternate in the batch.
     """
     if isinstance(anchors, PerLane):
         return _stratified_lanes(anchors, count, generator)
@@ -309,7 +322,7 @@ def _stratified_lanes(anchors: PerLane, count: int, generator: torch.Generator |
     device = "cpu" if generator is None else generator.device
     more = torch.randperm(len(anchors.lanes), generator=generator, device=device)[:rest]
     chosen = np.sort(more.cpu().numpy())
-    # By number among the lanes that have windows; a lane's i-th of m draws is in its i-th part.
+    # Positions of lanes in ``lanes``. The i-th of a lane's m draws is in the i-th of m parts.
     turn = np.tile(np.arange(len(anchors.lanes)), rounds)
     draws = np.full(len(anchors.lanes), rounds)
     draws[chosen] += 1
@@ -320,12 +333,13 @@ def _stratified_lanes(anchors: PerLane, count: int, generator: torch.Generator |
 
 
 def without_replacement(anchors: Anchors, count: int, generator: torch.Generator | None) -> Windows:
-    """Successive draws from what is left: no window twice. ``count`` is at most their number.
+    """Draw windows without replacement; ``count`` is at most the number of windows.
 
-    Repeated windows are dropped and others drawn. Where that would take long, since most of the
-    mass is drawn already, every window left gets a key ``e / mass``, e standard exponential, and
-    those with the lowest keys come next, in that order (Efraimidis and Spirakis, 2006: the law is
-    the same). Cost: O(count), or O(windows) then.
+    Repeated windows are dropped and replaced by further draws. This would take long after most of
+    the mass is drawn. In that case every window left gets a key ``e / mass``, with a standard
+    exponential number ``e``. The windows with the lowest keys come next, in that order. The
+    distribution is the same (Efraimidis and Spirakis, 2006). Cost: O(count), or O(windows) with
+    keys.
     """
     few = 4 * count >= anchors.count
     if anchors.uniform and few:
@@ -352,7 +366,7 @@ def _none() -> Windows:
 
 
 def _joined(drawn: Windows, more: Windows) -> Windows:
-    """Both in order, each window where it came first."""
+    """Return the windows of both in order, each only at its first occurrence."""
     both = Windows(*(np.concatenate(pair) for pair in zip(drawn, more, strict=True)))
     keys = np.stack([both.lane, both.base, both.rest], 1)
     first = np.sort(np.unique(keys, axis=0, return_index=True)[1])

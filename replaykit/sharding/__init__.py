@@ -1,4 +1,4 @@
-"""One buffer over several processes: rows in shards, draws as of one big buffer."""
+"""Distribute one replay buffer over the shards of several processes."""
 
 from replaykit.sharding.protocol import (
     BarrierBusy,

@@ -1,4 +1,4 @@
-"""Sample from shards, also ahead of time and in loaders."""
+"""Sample from shards, with prefetching and data loaders."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 import torch
 
 from replaykit._ray import Carried
-from replaykit.buffer.buffer_dataset import DrawnRows, MemberFacts, RemoteRequest, Standing
+from replaykit.buffer.buffer_dataset import DrawnRows, MemberFacts, Readiness, RemoteRequest
 from replaykit.buffer.core import DataT, checked_batch_size
-from replaykit.buffer.dataloader import LoadingElsewhere
-from replaykit.buffer.sampling import told_to_merge
+from replaykit.buffer.dataloader import RemoteLoading
+from replaykit.buffer.sampling import should_merge
 from replaykit.pace import RateLimiter
 from replaykit.sharding.client_updates import Streamed
 from replaykit.sharding.client_writes import ClientSettings
@@ -31,7 +31,7 @@ __all__ = ["Sampled", "ShardLoader", "check_generator"]
 
 
 class Sampled(Streamed, Generic[DataT]):
-    """``sample``, ``sample_async``, ``can_sample``, iteration, and the generator."""
+    """The sampling methods and the random generator of a client."""
 
     def __init__(
         self,
@@ -45,33 +45,34 @@ class Sampled(Streamed, Generic[DataT]):
         self._ahead = ShardRequests(self, self._draws, prefetch)
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Forgets all rows, and batches under way; keys, shapes and memory stay. The law of a rate
-        limiter begins anew.
+        """Remove all rows, and drop batches under way.
+
+        The keys, shapes and memory of the rows stay. A rate limiter starts to count again.
 
         Args:
-            empty_write_count: whether ``write_count`` starts again at 0, and the counts of a rate
-                limiter in ``stats``.
+            empty_write_count: True to reset ``write_count`` to 0. The counts of a rate limiter in
+                ``stats`` are then also reset to 0.
         """
         super().empty(empty_write_count)
         self._ahead.drop()
 
     @property
     def num_shards(self) -> int:
-        """Number of shards."""
+        """The number of shards."""
         return self._settings.num_shards
 
     @property
     def batch_size(self) -> int | None:
-        """Default number of rows of a sample."""
+        """The default number of rows in a batch."""
         return self._settings.batch_size
 
     @property
     def generator(self) -> torch.Generator | None:
-        """Where the randomness of draws comes from; None: torch's global generator."""
+        """The random generator of the draws, or None for torch's global generator."""
         return self._generator
 
     def set_rng(self, generator: torch.Generator | None) -> None:
-        """Draws with this generator from now on, also what is under way."""
+        """Set the generator of all later draws, and drop the batches under way."""
         check_generator(generator)
         self._ahead.drop()
         self._generator = generator
@@ -120,33 +121,36 @@ class Sampled(Streamed, Generic[DataT]):
         *,
         timeout: float | None = None,
     ) -> Any:
-        """Draws a batch, as one big buffer with all the rows does.
+        """Draw a batch, as a single buffer with all the rows would.
 
         Args:
-            batch_size: number of rows; None: that of the constructor.
-            return_info: also return what is known of the draw.
+            batch_size: number of rows. None uses the batch size of the constructor.
+            return_info: True to also return information about the draw.
             include_info: as for ``ReplayBuffer.sample``; deprecated.
-            timeout: seconds to wait where the rate limiter holds samples back; 0: none at all,
-                None: without end. Without a rate limiter nothing waits.
+            timeout: seconds to wait for the rate limiter. With 0 the call does not wait, and with
+                None it waits without a limit. It has no effect without a rate limiter.
 
         Returns:
-            As ``ReplayBuffer.sample``; ``index`` names rows of any shard.
+            The same as ``ReplayBuffer.sample``. The ``index`` can name rows of any shard.
 
         Raises:
-            RuntimeError: no batch size anywhere, or nothing that can be drawn.
-            ValueError: a batch size that is not an int of at least 1, or for which the rate limiter
-                never has room.
-            RateLimiterTimeout: writes lag behind; a TimeoutError. Nothing has changed then.
-            TimeoutError: all shards have died, and none has come back.
+            RuntimeError: there is no batch size, or no row can be drawn.
+            ValueError: the batch size is not an int of at least 1, or the rate limiter can never
+                admit so many rows.
+            RateLimiterTimeout (a TimeoutError): the rate limiter has not admitted the sample in
+                time, because too few rows were written. Nothing has changed then.
+            TimeoutError: all shards have died, and none has been restarted in time.
 
-        Exact where nobody else writes or updates meanwhile: P(i) and ``priority_weight`` are those
-        of one big buffer. Beside others see ``docs/sharding.md``: shards are drawn by masses of the
-        last reply, at most ``max_age`` seconds old, and weights are of the probabilities that the
-        rows then had. With ``prefetch`` batches of the default size have been asked for by calls
-        before: see there.
+        While no other client writes or updates priorities, draws are exact. The probabilities P(i)
+        and the ``priority_weight`` then equal those of a single large buffer. Otherwise, the client
+        draws shards by the masses in their last replies, at most ``max_age`` seconds old. The
+        weights then correct for the probabilities that the draw really used; see
+        ``docs/sharding.md``. With ``prefetch``, earlier calls have already requested batches of the
+        default size.
 
-        Cost: one message to each shard, all in flight at once, and one copy of the batch; with a
-        rate limiter one message beside them, and one that nobody waits for.
+        Cost: one message to each shard, all in parallel, and one copy of the batch. A rate limiter
+        adds two messages. The first is sent in parallel with the others, and the call does not wait
+        for the second.
 
         Example:
             >>> import torch
@@ -163,7 +167,7 @@ class Sampled(Streamed, Generic[DataT]):
             ['0.418', '0.501', '0.646', '1.000']
         """
         self._check_open()
-        size, merge = self._size_of(batch_size), told_to_merge(include_info)
+        size, merge = self._size_of(batch_size), should_merge(include_info)
         with self._tickets.sample(timeout) as ticket:
             ahead = self._ahead.depth > 0 and size == self.batch_size
             early = None if ticket is None else self._admitted(ticket, size, alone=not ahead)
@@ -174,11 +178,14 @@ class Sampled(Streamed, Generic[DataT]):
             return self._made(drawn, return_info, size, ticket, merge=merge)
 
     def _admitted(self, ticket: ShardTicket, size: int, *, alone: bool) -> Pending | None:
-        """Waits for the right to a sample; returns what was drawn meanwhile, if it is a batch of
-        the instant at which the right was given.
+        """Wait for the right to sample; return the batch requested meanwhile, or None.
 
-        Where that takes a message the shards are asked beside it. If the right was not there at
-        once nothing was drawn: rows have come since.
+        If the right must be requested by a message, the client requests a batch from the shards at
+        the same time. It discards that batch if the right was not available at once, since rows
+        have been written meanwhile.
+
+        Args:
+            alone: True if no batches of this size are prefetched.
         """
         asked = None
         if alone and ticket.keeper.far and self._enough(ticket.keeper.limiter):
@@ -198,17 +205,19 @@ class Sampled(Streamed, Generic[DataT]):
         return_info: bool = False,
         include_info: bool | None = None,
     ) -> ShardedResult:
-        """Asks all shards for a batch and does not wait: the result is awaited, or asked for.
+        """Request a batch without waiting for it.
 
         Args:
             batch_size, return_info, include_info: as for ``sample``.
 
         Returns:
-            What ``sample`` will return, or raise. With ``prefetch`` the oldest batch under way.
+            A future with the result or error of ``sample``. Use ``await`` or ``result()`` to get
+            it. With ``prefetch`` the future holds the oldest batch under way.
 
-        Waits for the shards' masses where those known are older than ``max_age``. With a rate
-        limiter who asks for the result waits for that too, ``result(timeout)`` so long at most; a
-        batch counts when it is delivered, and is asked for as soon as enough rows are known here.
+        If the known masses of the shards are older than ``max_age``, the call waits for new ones.
+        With a rate limiter, ``result(timeout)`` also waits for the limiter. The limiter counts a
+        batch when it is delivered. The client requests a batch as soon as it knows of enough stored
+        rows.
 
         Example:
             >>> import torch
@@ -221,7 +230,7 @@ class Sampled(Streamed, Generic[DataT]):
             (tensor([1., 1.]), tensor([1., 1., 1.]))
         """
         self._check_open()
-        size, merge = self._size_of(batch_size), told_to_merge(include_info)
+        size, merge = self._size_of(batch_size), should_merge(include_info)
         asked = _Sooner(self, size)
         if self._tickets.keeper is None or self._enough(self._tickets.keeper.limiter):
             asked.pending()
@@ -236,7 +245,7 @@ class Sampled(Streamed, Generic[DataT]):
         return ShardedResult(made, asked.has_come)
 
     def _enough(self, limiter: RateLimiter) -> bool:
-        """Whether so many rows are known here that a batch is one that samples may be of."""
+        """Return whether at least ``min_size_to_sample`` rows are known to be stored."""
         return sum(map(self._rows_of, self._members.table.there())) >= limiter.min_size_to_sample
 
     def _made(
@@ -256,8 +265,10 @@ class Sampled(Streamed, Generic[DataT]):
         return (data, info) if return_info else data
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Whether ``sample`` would succeed now. Draws nothing. Cost: one message to each shard, and
-        to who counts for a rate limiter."""
+        """Return whether ``sample`` would succeed now; draw nothing.
+
+        Cost: one message to each shard, and one to the rate limiter.
+        """
         self._check_open()
         size = self._size_of(batch_size)
         return self._tickets.may_sample(size) and self._draws.possible(size)
@@ -272,7 +283,7 @@ class Sampled(Streamed, Generic[DataT]):
         return self.batch_size
 
     def __iter__(self) -> Iterator[DataT]:
-        """Yields batches for ever, and waits for a rate limiter without end.
+        """Yield batches forever, waiting for the rate limiter as long as necessary.
 
         Raises:
             RuntimeError: the buffer has no batch size.
@@ -289,12 +300,12 @@ class Sampled(Streamed, Generic[DataT]):
             yield self.sample()
 
     def next(self) -> DataT:
-        """Returns the next batch of an iteration, which has no end: draws are with replacement."""
+        """Return the next batch of the endless iteration, drawn with replacement."""
         return self.sample()
 
 
 class _Sooner:
-    """A batch that is asked for when somebody wants it, if not before. Thread-safe."""
+    """A batch that is requested when it is first needed. Thread-safe."""
 
     def __init__(self, client: Sampled[Any], size: int) -> None:
         self._client, self._size = client, size
@@ -302,7 +313,7 @@ class _Sooner:
         self._pending: Pending | None = None
 
     def pending(self) -> Pending:
-        """Asks for it, unless that was done."""
+        """Return the batch under way; request it if necessary."""
         client, size = self._client, self._size
         with self._lock:
             if self._pending is None:
@@ -314,18 +325,21 @@ class _Sooner:
             return self._pending
 
     def has_come(self) -> bool:
-        """Whether it is there, and may be delivered; asks for it if it may."""
+        """Return whether the batch has arrived and may be delivered.
+
+        If the rate limiter would admit a batch that is not requested yet, this call requests it.
+        """
         return self._client._tickets.may_sample(self._size) and self.pending().has_come()
 
 
 def check_generator(generator: object) -> None:
-    """Raises TypeError where it is no generator, nor None."""
+    """Raise TypeError unless the argument is a generator or None."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"expected generator as a torch.Generator, got {generator!r}")
 
 
-class ShardLoader(Sampled[DataT], LoadingElsewhere[DataT]):
-    """``dataloader``, and what `BufferDataset` asks for."""
+class ShardLoader(Sampled[DataT], RemoteLoading[DataT]):
+    """The ``dataloader`` of a client, and methods for data sets and ensembles."""
 
     def __init__(
         self,
@@ -341,8 +355,8 @@ class ShardLoader(Sampled[DataT], LoadingElsewhere[DataT]):
         self._check_open()
         if self._tickets.keeper is not None:
             raise ValueError(
-                "expected a buffer without rate_limiter: batches that a loader has asked for once "
-                "more, to go on where it was, would count twice"
+                "expected a buffer without rate_limiter: a loader that continues from a state "
+                "requests batches again, and these would count twice"
             )
 
     def _check_workers(self, method: str | None = None) -> None:
@@ -353,8 +367,8 @@ class ShardLoader(Sampled[DataT], LoadingElsewhere[DataT]):
             )
         if method == "fork" or self._process != os.getpid():
             raise ValueError(
-                "expected worker processes that are spawned (multiprocessing_context='spawn'): "
-                "one that was forked has no connection with Ray"
+                "expected spawned worker processes (multiprocessing_context='spawn'): a forked one "
+                "has no connection to Ray"
             )
 
     def _asking(self, generator: torch.Generator) -> Callable[[int], RemoteRequest]:
@@ -371,13 +385,13 @@ class ShardLoader(Sampled[DataT], LoadingElsewhere[DataT]):
         self._check_open()
         if self._tickets.keeper is not None:
             raise ValueError(
-                "expected a buffer without a rate limiter, which does not see draws of an "
+                "expected a buffer without a rate limiter, since it does not count draws of an "
                 f"ensemble, got {self._tickets.keeper.limiter!r}"
             )
         sampler = self._sampler
         return MemberFacts(
             sampler=type(sampler).__name__,
-            tells=frozenset(sampler.tells),
+            info_keys=frozenset(sampler.info_keys),
             prioritized=sampler.prioritized,
             priority_key=self._priority_key,
             width=1,
@@ -395,12 +409,12 @@ class ShardLoader(Sampled[DataT], LoadingElsewhere[DataT]):
         draws = Draws(self, torch.Generator().manual_seed(seed), generations=True)
         return _Part([(count, draws.begun(count, patient=False)) for count in rows])
 
-    def _ask_standing(self, rows: int) -> RemoteRequest:
-        def standing() -> Standing:
+    def _ask_readiness(self, rows: int) -> RemoteRequest:
+        def readiness() -> Readiness:
             ready = self._draws.possible(rows)
-            return Standing(len(self), ready)  # type: ignore[arg-type]
+            return Readiness(len(self), ready)  # type: ignore[arg-type]
 
-        return _Later(standing)
+        return _Later(readiness)
 
     def _ask_stored(self, index: torch.Tensor) -> RemoteRequest:
         return _Later(lambda: check_stored(self, index.cpu().reshape(-1)))  # type: ignore[arg-type]
@@ -413,7 +427,7 @@ class ShardLoader(Sampled[DataT], LoadingElsewhere[DataT]):
         return self._alike(None)
 
     def _alike(self, generator: torch.Generator | None) -> ShardedClient:
-        """A handle that draws by the same law as this one now, and has asked for nothing yet."""
+        """Return another handle with the same sampler settings and no batches under way."""
         from replaykit.sharding.sharded_buffer import ShardedClient
 
         settings = replace(self._settings, sampler=copy.deepcopy(self._sampler))
@@ -421,7 +435,7 @@ class ShardLoader(Sampled[DataT], LoadingElsewhere[DataT]):
 
 
 class _Part:
-    """Batches under way, each of so many rows."""
+    """Batches under way, each with its number of rows."""
 
     def __init__(self, asked: list[tuple[int, Pending]]) -> None:
         self._asked = asked
@@ -441,7 +455,7 @@ class _Part:
 
 
 class _Later:
-    """What is asked when the answer is wanted: it takes more than one message."""
+    """A request that needs several messages, and starts when its result is needed."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self._ask = ask

@@ -32,10 +32,10 @@ __all__ = ["Patched", "Streamed", "Updates"]
 
 
 class Updates:
-    """Sets priorities of rows by index.
+    """The updates of priorities that a client sends to shards.
 
     Attributes:
-        dropped: entries left out, since their rows were written anew, or lost.
+        dropped: number of skipped entries, whose rows were overwritten or lost.
     """
 
     def __init__(self, client: ShardedClient) -> None:
@@ -43,7 +43,7 @@ class Updates:
         self.dropped = 0
 
     def priority(self, index: Any, priority: Any, generation: Any = None) -> None:
-        """Sets priorities; see ``ShardedClient.update_priority``."""
+        """Set priorities; see ``ShardedClient.update_priority``."""
         client = self._client
         if without_priorities(client.sampler, above=2):
             return
@@ -66,7 +66,7 @@ class Updates:
         client = self._client
         names, members = client._names, client._members
         members.present()
-        # Of whom is said below that the rows are stored; the rows of a successor are others.
+        # `check_stored` is valid for these incarnations only, since a successor has other rows.
         meant = members.incarnations()
         shards, slots = names.shards(index), names.slots(index)
         check_stored(client, index)
@@ -91,13 +91,13 @@ class Updates:
         self.dropped += sum(len(chosen[shard]) for shard in chosen.keys() - answers.keys())
 
     def tensordict(self, data: Any) -> None:
-        """Sets priorities from a sample."""
+        """Set priorities from a sample."""
         if self._client._law.prioritized:
             _Face(self).update_tensordict_priority(data)
 
 
 class _Target:
-    """The sampler of a buffer, as its updates see it: what they bring is sent to shards."""
+    """The sampler of a `_Face`, which sends updates of priorities to shards."""
 
     prioritized = True
 
@@ -118,7 +118,7 @@ class _Target:
 
 
 class _Face(Priorities):
-    """How samples become updates is the buffer's to say; this is as much of one as it needs."""
+    """The part of a buffer that `Priorities` needs to turn samples into updates."""
 
     def __init__(self, updates: Updates) -> None:
         self._initialized = True
@@ -127,12 +127,12 @@ class _Face(Priorities):
         self._priority_key = updates._client._priority_key
         self._collate_fn = None
 
-    def _locked(self, *, patient: bool = False, settled: bool = True) -> Any:
+    def _locked(self, *, patient: bool = False, wait_for_draws: bool = True) -> Any:
         return contextlib.nullcontext(SimpleNamespace(stack_dim=0, ndim=1))
 
 
 class Patched(Routed):
-    """``update_if_present``."""
+    """The method ``update_if_present`` of a client."""
 
     def update_if_present(
         self,
@@ -144,24 +144,25 @@ class Patched(Routed):
         version: Any = None,
         require_newer: bool = False,
     ) -> ConditionalUpdateResult:
-        """Writes values into rows whose place has not been written again since they were seen.
+        """Write values into the rows that were not overwritten since the draw.
 
         Args:
-            index: of rows, int64 ``[K]``, as a sample carries them.
-            generation: their ``index_generation``, int64 ``[K]``; -1 is never live. Nor is a row
-                that was seen before its shard was restarted.
+            index: the ``index`` of the rows in a sample, int64 ``[K]``.
+            generation: the ``index_generation`` of the rows, int64 ``[K]``. Rows with -1 are never
+                updated, nor are rows that were drawn before a restart of their shard.
             patch, version_key, version, require_newer: as for ``ReplayBuffer.update_if_present``.
 
         Returns:
-            What became of each row, in the order of ``index``.
+            The outcome for each row, in the order of ``index``.
 
         Raises:
-            As ``ReplayBuffer.update_if_present``; nothing has changed then. ValueError: the
-            ``shard_key`` in the patch, since rows do not move. TimeoutError: a shard has not
-            answered; its part may have been written.
+            ValueError: the patch has the ``shard_key``, but rows cannot move to other shards.
+            TimeoutError: a shard has not answered; its part may have been written.
+            The errors of ``ReplayBuffer.update_if_present`` are raised before any row has changed.
 
-        Rows of one shard are patched at once, those of different shards one after the other. Cost:
-            one message to each shard that is meant; one more with the first patch.
+        A reader sees all updates of a shard or none, but the shards may be updated at different
+        times. Cost: one message to each shard with rows in ``index``, and one more for the first
+        patch.
 
         Example:
             >>> import torch
@@ -190,8 +191,8 @@ class Patched(Routed):
         key = self._settings.shard_key
         if key is not None and unravel(key) in touched:
             raise ValueError(
-                f"expected the shard_key {format_key(unravel(key))} not to be in the patch: rows "
-                "stay in the shards that they went to"
+                f"expected a patch without the shard_key {format_key(unravel(key))}: rows cannot "
+                "move to other shards"
             )
         meant = members.incarnations()
         shards, slots = names.shards(where), names.slots(where)
@@ -216,7 +217,7 @@ class Patched(Routed):
         return ConditionalUpdateResult(found[0], rejected, batch_size=[len(where)])
 
     def _stored_layout(self) -> Schema:
-        """What stored rows look like, which transforms may have made of those that were given.
+        """Return the schema of the stored rows, after the inverse transforms.
 
         Raises:
             RuntimeError: nothing is stored.
@@ -236,20 +237,22 @@ class Patched(Routed):
 
 
 class Streamed(Patched):
-    """``flush`` and ``cut``."""
+    """The methods ``flush`` and ``cut`` of a client."""
 
     def flush(self) -> torch.Tensor:
-        """Stores the rows that the shards' transforms hold back, as ``ReplayBuffer.flush`` does:
-        what was written until now is all there is.
+        """Store the rows that the shards' transforms hold back.
+
+        Transforms treat the rows so far as complete; see ``ReplayBuffer.flush``.
 
         Returns:
-            The index of each row, int64 ``[K]``, shard by shard.
+            The index of each row, int64 ``[K]``, ordered by shard.
 
         Raises:
-            TimeoutError: a shard has died and not come back, or does not answer.
+            TimeoutError: a shard has died and was not restarted, or does not answer.
 
-        It does not wait for a rate limiter, which counts the rows, but for this handle's writes
-        that one holds up. Cost: one message to each shard.
+        A rate limiter counts these rows, but does not delay them. The call waits for all earlier
+        writes of this handle, even for those that the rate limiter delays. Cost: one message to
+        each shard.
 
         Example:
             >>> import torch
@@ -260,30 +263,32 @@ class Streamed(Patched):
             tensor([], dtype=torch.int64)
         """
         self._check_open()
-        self._outbox.settle()
+        self._write_queue.flush()
         members, names = self._members, self._names
 
         def send(shard: int, stamp: Any) -> Any:
             return members.send(shard, "flush", stamp)
 
         answers = self._writes(list(range(names.num_shards)), send)
-        self._tickets.told()
+        self._tickets.count_unticketed()
         return torch.cat([names.join(shard, answers[shard][0]) for shard in sorted(answers)])
 
     def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
-        """Ends the episodes that are being written, without a flag, as ``ReplayBuffer.cut`` does:
-        what is written next belongs to others, which begin in the middle.
+        """End all open episodes without a flag.
+
+        Rows that are written later belong to other episodes. The oldest steps of these episodes are
+        missing. See ``ReplayBuffer.cut``.
 
         Args:
-            lane: streams of storages with ``lane_key``, by what stands in that column, in whichever
-                shards they are; None: all.
+            lane: values of the column ``lane_key``. They name the streams to cut, in whichever
+                shards these are. None cuts all streams.
 
         Raises:
-            IndexError: nothing is stored of one of the streams; none has been cut then.
-            TimeoutError: a shard has died and not come back, or does not answer.
+            IndexError: a stream has no stored rows; no stream is cut then.
+            TimeoutError: a shard has died and was not restarted, or does not answer.
 
-        Rows that transforms hold back are stored before, as by ``flush``. Cost: one message to each
-        shard, two with ``lane``.
+        Like ``flush``, the call first stores the rows that transforms hold back. Cost: one message
+        to each shard, or two messages with ``lane``.
 
         Example:
             >>> import torch
@@ -303,7 +308,7 @@ class Streamed(Patched):
             tensor([0, 2])
         """
         self._check_open()
-        self._outbox.settle()
+        self._write_queue.flush()
         members = self._members
         where: dict[int, torch.Tensor | None] = dict.fromkeys(range(self._names.num_shards))
         if lane is not None:
@@ -313,13 +318,13 @@ class Streamed(Patched):
             return members.send(shard, "cut", stamp, where[shard])
 
         self._writes(list(where), send)
-        self._tickets.told()
+        self._tickets.count_unticketed()
 
     def _shards_of(self, lanes: torch.Tensor) -> dict[int, torch.Tensor | None]:
-        """The shards that have rows of streams, with the keys of these.
+        """Return the keys of the given streams by shard, for shards with rows of them.
 
         Raises:
-            IndexError: no shard has rows of one.
+            IndexError: no shard has rows of some stream.
         """
         members = self._members
         until = time.monotonic() + members.timeout
@@ -327,11 +332,11 @@ class Streamed(Patched):
         for shard in range(self._names.num_shards):
             members.wait_for([shard], until)
         answers = members.ask_all("streams", lanes)
-        told = {shard: answer for shard, answer in answers.items() if answer is not None}
-        if not told:
-            return {}  # nothing is stored, as in one buffer without rows
-        known = torch.stack([has for _, has in told.values()]).any(0)
+        found = {shard: answer for shard, answer in answers.items() if answer is not None}
+        if not found:
+            return {}  # nothing to cut, as in one buffer without rows
+        known = torch.stack([has for _, has in found.values()]).any(0)
         if not bool(known.all()):
-            missing = next(iter(told.values()))[0][~known].tolist()
-            raise IndexError(f"expected streams of which rows are stored, got {missing}")
-        return {shard: cells[has] for shard, (cells, has) in told.items() if bool(has.any())}
+            missing = next(iter(found.values()))[0][~known].tolist()
+            raise IndexError(f"expected streams with stored rows, got {missing}")
+        return {shard: cells[has] for shard, (cells, has) in found.items() if bool(has.any())}

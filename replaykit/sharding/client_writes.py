@@ -1,4 +1,4 @@
-"""Write rows to shards: numbered, routed, and repeated after a shard died."""
+"""Number writes, route them to shards, and repeat them after a shard has died."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from replaykit.errors import RateLimiterTimeout
 from replaykit.interrupts import deferred, shielded
 from replaykit.pace import INSERT
 from replaykit.samplers import Sampler
-from replaykit.schema import Rows, Schema, take_apart
+from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.sharding.membership import ShardMembers, Tickets
 from replaykit.sharding.protocol import GlobalIndex, ShardDied, ShardSilent
 from replaykit.sharding.routing import ByKey, InTurn, Router
@@ -32,14 +32,15 @@ from replaykit.sharding.shard_server import Stamp
 from replaykit.sharding.shards import ShardReply
 from replaykit.ted import unravel
 
-__all__ = ["ClientSettings", "Routed", "ShardOutbox", "Writes"]
+__all__ = ["ClientSettings", "Routed", "ShardWriteQueue", "Writes"]
 
 
 class Writes:
-    """Numbers the writes of one client, and sends their parts. Thread-safe.
+    """The writes of one client, numbered and sent in parts. Thread-safe.
 
-    A part whose shard dies before it has answered is sent once more to its successor, under the
-    same number: what the successor has restored, it does not write twice.
+    If a shard dies before it has answered, the client sends the part again to the successor of the
+    shard. The number of the write stays the same. So a successor that has restored the part from a
+    checkpoint does not write it twice.
     """
 
     def __init__(self, members: ShardMembers) -> None:
@@ -56,17 +57,17 @@ class Writes:
         *,
         again: bool = True,
     ) -> dict[int, Any]:
-        """Sends a part to each shard, all in flight at once; returns their answers.
+        """Send one part to each shard, in parallel; return the answers by shard.
 
         Args:
-            send: sends the part of a shard, with this stamp. ShardDied: it is not for who is there
-                now.
-            again: whether parts of shards that have died are for their successors. If not, there
-                is no answer of these.
+            send: function that sends the part of a shard with the given stamp. It raises ShardDied
+                if the part is meant for an earlier incarnation.
+            again: whether to send parts again to the successors of shards that have died.
+                Otherwise, the result has no answers of these shards.
 
         Raises:
-            TimeoutError: a shard has not answered, or not come back; of its part nobody knows
-                whether it is written. What a shard raised, after all have answered.
+            TimeoutError: a shard has not answered, or was not restarted; its part may be written.
+            Errors of shards are raised after all shards have answered.
         """
         with deferred:
             number, done = self._begin()
@@ -92,7 +93,7 @@ class Writes:
         left = list(shards)
         while left:
             sent = {}
-            with shielded:  # a write goes to all of its shards; Ctrl-C waits for their answers
+            with shielded:  # Ctrl-C waits until all shards of a write have answered
                 for shard in left:
                     if members.table.is_there(shard):
                         with contextlib.suppress(ShardDied):
@@ -100,7 +101,7 @@ class Writes:
                 for shard, reply in sent.items():
                     try:
                         within = max(0.0, until - time.monotonic())
-                        answers[shard] = members.take(shard, reply, within)
+                        answers[shard] = members.receive(shard, reply, within)
                     except ShardDied:
                         continue
                     except Exception as error:
@@ -110,76 +111,81 @@ class Writes:
                 break
             for shard in left:
                 members.wait_for([shard], until)
-            if left and time.monotonic() >= until:  # shards may have forgotten it by now
-                raise TimeoutError(f"shards {left} have died again and again, and not answered")
+            if left and time.monotonic() >= until:  # shards may have forgotten the write
+                raise TimeoutError(f"shards {left} have died repeatedly, and have not answered")
         if refused is not None:
             raise refused
         return answers
 
 
 _MOST = 16
-"""Writes under way, beyond which the oldest is waited for: they hold copies of their rows."""
+"""Maximum number of writes under way.
+
+Each of them holds a copy of its rows. Further writes wait for the oldest one.
+"""
 
 
-_LOOK_AGAIN_S = 0.005
+_POLL_S = 0.005
 
 
-class ShardOutbox:
-    """Brings writes to their shards in a thread of its own, one after the other. Thread-safe.
+class ShardWriteQueue:
+    """A queue whose thread sends writes to the shards in order. Thread-safe.
 
-    The thread starts with the first write and ends with the outbox, after what was given.
+    The thread starts with the first write. After the queue is deleted, the thread finishes the
+    queued writes and ends.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._under_way: deque[_Write] = deque()
-        self._crew: ThreadPool | None = None
+        self._pool: ThreadPool | None = None
         self._held_up = False
 
     def put(self, deliver: Callable[[], Any], *, paced: bool = False) -> ShardedResult:
-        """Has a write done after those given before; returns what will come of it.
+        """Queue a write after all earlier ones; return its future result.
 
-        ``paced``: it may be held up.
+        ``paced``: whether a rate limiter may delay the write.
         """
         write = _Write(paced)
         with self._lock:
-            if self._crew is None:
-                self._crew = ThreadPool(1, "replaykit-outbox")
-                weakref.finalize(self, self._crew.dismiss).atexit = False
-            self._crew.give(functools.partial(_run, deliver, write))
+            if self._pool is None:
+                self._pool = ThreadPool(1, "replaykit-writes")
+                weakref.finalize(self, self._pool.dismiss).atexit = False
+            self._pool.give(functools.partial(_run, deliver, write))
             self._under_way.append(write)
             ahead = list(self._under_way)[:-_MOST]
         for other in ahead:
             other.done.wait()
         return ShardedResult(write.get, write.done.is_set)
 
-    def settle(self, until: float | None = None, *, held_up: bool = True) -> None:
-        """Waits until all is written.
+    def flush(self, until: float | None = None, *, held_up: bool = True) -> None:
+        """Wait until all writes are done.
 
         Args:
-            until: no longer than that.
-            held_up: also while one is held up.
+            until: the time at which to give up, or None to wait without a limit.
+            held_up: whether to wait for writes that a rate limiter delays.
 
         Raises:
-            RateLimiterTimeout: not all is written by then.
-            Exception: what a write has raised whose result nobody has asked for; once.
+            RateLimiterTimeout: some writes are not done at that time.
+            Exception: the error of a write whose result was not asked for. It is raised only once.
         """
         with self._lock:
             under_way = list(self._under_way)
         for write in under_way:
             if held_up:
                 if not write.done.wait(None if until is None else max(0, until - time.monotonic())):
-                    raise RateLimiterTimeout(
-                        "writes that this handle was given before wait for samples"
-                    )
+                    raise RateLimiterTimeout("earlier writes of this handle still wait for samples")
             else:
-                while not write.done.wait(_LOOK_AGAIN_S) and not self._held_up:
+                while not write.done.wait(_POLL_S) and not self._held_up:
                     pass
         self.check()
 
     @contextlib.contextmanager
     def held_up(self) -> Iterator[None]:
-        """In the thread of the writes: while one waits for others than shards."""
+        """Mark the current write as delayed by a rate limiter.
+
+        Only the thread of the queue calls this method.
+        """
         self._held_up = True
         try:
             yield
@@ -187,7 +193,7 @@ class ShardOutbox:
             self._held_up = False
 
     def check(self) -> None:
-        """Raises as ``settle`` what has been raised by now; does not wait."""
+        """Raise the error of a finished write, like ``flush``, but do not wait."""
         with self._lock:
             while self._under_way and self._under_way[0].done.is_set():
                 write = self._under_way.popleft()
@@ -197,7 +203,7 @@ class ShardOutbox:
 
 
 class _Write:
-    """A write under way, and what has come of it."""
+    """A write under way, and its result."""
 
     def __init__(self, paced: bool) -> None:
         self.paced = paced
@@ -209,11 +215,11 @@ class _Write:
     def get(self, within: float | None, held_up: float | None) -> Any:
         if self.paced and not self.done.wait(held_up):
             raise RateLimiterTimeout(
-                f"rows that were sent have not been written within {held_up or 0:g} s; they may "
-                "still wait for samples"
+                f"the rows have not been written within {held_up or 0:g} s; they may still wait "
+                "for samples"
             )
         if not self.done.wait(within):
-            raise ShardSilent(f"rows that were sent have not been written within {within or 0:g} s")
+            raise ShardSilent(f"the rows have not been written within {within or 0:g} s")
         self.asked = True
         if self.error is not None:
             raise self.error
@@ -234,12 +240,12 @@ _NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """What clients of one sharded buffer agree on.
+    """The settings that all clients of one sharded buffer share.
 
     Attributes:
-        sampler: what the shards' samplers are like. A copy of a client's own; its ``alpha`` and
-            ``beta`` are those that the client draws by.
-        transformed: whether transforms change rows on their way in.
+        sampler: a sampler with the settings of the shards' samplers. Each client has a copy, and
+            draws with its ``alpha`` and ``beta``.
+        transformed: whether inverse transforms change rows before they are stored.
         tracked: whether writers track generations.
     """
 
@@ -255,7 +261,7 @@ class ClientSettings:
 
 
 class Routed:
-    """The parts of a client, and ``add``, ``extend``, ``empty``."""
+    """The parts of a client, and its methods that write or remove rows."""
 
     def __init__(
         self,
@@ -274,7 +280,7 @@ class Routed:
         self._law = law_of(self._sampler)
         self._writes = Writes(members)
         self._tickets = Tickets(members)
-        self._outbox = ShardOutbox()
+        self._write_queue = ShardWriteQueue()
         self._schema: Schema | None = None
         self._stored: Schema | None = None
         self._priority_key = unravel(settings.priority_key)
@@ -285,13 +291,13 @@ class Routed:
             raise RuntimeError("this buffer was shut down")
 
     def _before_a_write(self) -> None:
-        """Waits for writes that were not waited for: before rows are looked for, or let go.
+        """Wait for asynchronous writes.
 
-        Not for those that a rate limiter holds up: their rows are not there yet, and what holds
-        them up may be what this caller does next.
+        Calls that name, save or remove rows wait here first. They do not wait for writes that a
+        rate limiter delays, since these may need the caller's next samples.
         """
         self._check_open()
-        self._outbox.settle(held_up=False)
+        self._write_queue.flush(held_up=False)
 
     def _rows_of(self, shard: int) -> int:
         facts = self._members.table.facts(shard)
@@ -300,9 +306,10 @@ class Routed:
     # -- writing ------------------------------------------------------------------------------
 
     def add(self, data: Any, *, timeout: float | None = None) -> int | None:
-        """Stores one row; returns its index, None where an inverse transform swallows it.
+        """Store one row and return its index.
 
-        Args and errors: as ``extend``.
+        The result is None if an inverse transform drops the row. The arguments and errors are the
+        same as those of ``extend``.
         """
         return _one(self._write(data, single=True, timeout=timeout))
 
@@ -313,35 +320,37 @@ class Routed:
         update_priority: bool | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """Stores a batch, as ``ReplayBuffer.extend`` does.
+        """Store a batch of rows, like ``ReplayBuffer.extend``.
 
         Args:
             data: rows along dimension 0, or a list of rows.
-            update_priority: ``False`` ignores priorities that the data carries.
-            timeout: seconds to wait where the rate limiter has no room for the rows, or for this
-                handle's writes before that it holds up; 0: none at all, None: without end.
+            update_priority: False to ignore priorities in the data.
+            timeout: seconds to wait for the rate limiter, or for earlier writes of this handle that
+                the rate limiter delays. With 0 the call does not wait, and with None it waits
+                without a limit.
 
         Returns:
-            The index of each row, int64 ``[B]``; of rows that an inverse transform has made others
-            of: those of what was stored, shard by shard.
+            The index of each row, int64 ``[B]``. If an inverse transform changes the number of
+            rows, the result has the index of each stored row, ordered by shard.
 
         Raises:
-            SchemaError: keys, shapes or dtypes differ from those of the first write of all clients,
-                also where a transform would make them alike; a ValueError.
-            ValueError: priorities that are NaN, negative or infinite.
+            SchemaError (a ValueError): keys, shapes or dtypes differ from those in the first write
+                of any client. They are compared before any transform changes the rows.
+            ValueError: priorities are NaN, negative or infinite.
             KeyError, TypeError: there is no column of integers under ``shard_key``.
-            RateLimiterTimeout: samples lag behind; a TimeoutError. RuntimeError: the buffer was
-                shut down meanwhile.
-            TimeoutError: the shard of a key has died, and has not come back.
+            RateLimiterTimeout (a TimeoutError): the rate limiter has not admitted the rows in time,
+                because too few samples were drawn.
+            RuntimeError: the buffer was shut down during the call.
+            TimeoutError: the shard of a key has died, and was not restarted in time.
 
-        Nothing has changed if it raises one of the first five. What a shard's own transforms raise,
-        or its disk, leaves the parts of the batch that other shards have stored. Readers see all of
-        a shard's rows of the batch or none, and those of different shards one after the other. When
-        it returns, the rows count as committed: they are there until they are overwritten, or named
-        as lost.
+        After any of these errors except the last, nothing has changed. If a transform or the disk
+        of one shard raises an error, the other shards have stored their parts of the batch. Within
+        a shard, a reader sees all rows of the batch or none, but shards may store their parts at
+        different times. When the call returns, the rows are committed. They stay stored until they
+        are overwritten, or their loss is reported.
 
-        Cost: one message to each shard, all in flight at once; with a rate limiter one more before
-        them, and one that nobody waits for.
+        Cost: one message to each shard, all in parallel. A rate limiter adds one message before
+        them, and one more message for which the call does not wait.
 
         Example:
             >>> import torch
@@ -357,25 +366,29 @@ class Routed:
         return self._write(data, update_priority=update_priority, timeout=timeout)
 
     def extend_async(self, data: Any, *, update_priority: bool | None = None) -> ShardedResult:
-        """Sends a batch to be stored, and does not wait: the result is awaited, or asked for.
+        """Send a batch to be stored; do not wait.
 
         Args:
-            data, update_priority: as for ``extend``. The rows are copied; the data may be changed.
+            data, update_priority: as for ``extend``. The rows are copied, so the caller may change
+                the data afterwards.
 
         Returns:
-            What ``extend`` will return, or raise of the shards.
+            A future with the result of ``extend``, or with the error of a shard. Use ``await`` or
+            ``result()`` to get the result.
 
         Raises:
-            As ``extend``, of rows that are refused. What an earlier write has raised whose result
-            nobody has asked for; this one is not written then.
+            The errors of ``extend`` are raised for rows that are refused. The error of an earlier
+            write is raised if its result was not asked for. This batch is not written then.
 
-        Writes of one handle are stored in their order, and what else it writes or updates, saves or
-        closes waits for them and raises what they have raised, unless it was asked for; a sample
-        does not wait. Where more than 16 are under way the oldest is waited for. Those that are
-        under way when the process ends may be lost: ``flush`` waits for them.
+        Writes of one handle are stored in order. Other writes, updates, saves and ``close`` wait
+        for the asynchronous writes of the handle. They raise the errors of writes whose results
+        were not asked for. Samples do not wait. If more than 16 writes are under way, the call
+        waits for the oldest one. Writes that are still under way when the process ends may be lost;
+        ``flush`` waits for them.
 
-        With a rate limiter they wait for samples in their order, without end; what is not a write
-        does not wait for those that are held up.
+        With a rate limiter, each asynchronous write waits without a time limit until the limiter
+        admits its rows. The writes keep their order. Calls that do not write rows do not wait for
+        such delayed writes.
 
         Example:
             >>> import torch
@@ -389,10 +402,10 @@ class Routed:
         return self._sent(data, update_priority=update_priority)
 
     def add_async(self, data: Any) -> ShardedResult:
-        """Sends one row to be stored, and does not wait; as ``extend_async``.
+        """Send one row to be stored, like ``extend_async``; do not wait.
 
         Returns:
-            What ``add`` will return, or raise.
+            A future with the result or error of ``add``.
 
         Example:
             >>> import torch
@@ -408,16 +421,16 @@ class Routed:
         self, data: Any, *, single: bool = False, update_priority: bool | None = None
     ) -> ShardedResult:
         self._check_open()
-        self._outbox.check()  # before any row is dealt
+        self._write_queue.check()  # before any row is assigned to a shard
         made = _one if single else _all
         rows, priorities = self._checked(data, single=single, update_priority=update_priority)
         if not len(rows):
-            return self._outbox.put(lambda: made(_NOTHING))
-        keeper, tickets, outbox = self._tickets.keeper, self._tickets, self._outbox
+            return self._write_queue.put(lambda: made(_NOTHING))
+        keeper, tickets, write_queue = self._tickets.keeper, self._tickets, self._write_queue
         if keeper is None:
             self._agree(rows)
             written, writes = self._dealt(rows, priorities), self._writes
-            return outbox.put(lambda: made(written(writes)))
+            return write_queue.put(lambda: made(written(writes)))
         refusal = keeper.limiter.never(INSERT, len(rows), 0)
         if refusal is not None:
             raise ValueError(f"{refusal}: {keeper.limiter!r}")
@@ -432,11 +445,11 @@ class Routed:
                 try:
                     ticket.admit(len(copied), 0.0)
                 except RateLimiterTimeout:
-                    with outbox.held_up():
+                    with write_queue.held_up():
                         ticket.admit(len(copied))
                 return made(self._dealt(copied, given)(self._writes))
 
-        return outbox.put(deliver, paced=True)
+        return write_queue.put(deliver, paced=True)
 
     def _write(
         self,
@@ -448,7 +461,7 @@ class Routed:
     ) -> torch.Tensor:
         self._check_open()
         with self._tickets.insert(timeout) as ticket:
-            self._outbox.settle(None if ticket is None else ticket.until)
+            self._write_queue.flush(None if ticket is None else ticket.until)
             rows, priorities = self._checked(data, single=single, update_priority=update_priority)
             if not len(rows):
                 return _NOTHING
@@ -460,10 +473,13 @@ class Routed:
     def _checked(
         self, data: Any, *, single: bool, update_priority: bool | None
     ) -> tuple[Rows, torch.Tensor | None]:
-        """Rows that nothing here can refuse any more but ``_agree``, and their priorities."""
+        """Check rows and return them with their priorities.
+
+        Only ``_agree`` can still refuse the returned rows.
+        """
         optional = (self._priority_key,)
         known = self._known_schema()
-        rows = take_apart(data, 1, single=single, optional=optional, schema=known)
+        rows = split_leaves(data, 1, single=single, optional=optional, schema=known)
         if not len(rows):
             return rows, None
         key, sampler = self._priority_key, self._sampler
@@ -478,7 +494,11 @@ class Routed:
     def _dealt(
         self, rows: Rows, priorities: torch.Tensor | None
     ) -> Callable[[Callable[..., dict[int, Any]]], torch.Tensor]:
-        """Deals rows, which will be written; returns what writes copies of them, by ``Writes``."""
+        """Assign rows to shards; return a function that writes copies of them.
+
+        The caller must call that function with a ``Writes``, because the router has already counted
+        the rows.
+        """
         shards = self._router.route(rows.leaves, len(rows), self._members.present())
         chosen = {
             int(shard): torch.from_numpy((shards == shard).nonzero()[0])
@@ -508,15 +528,17 @@ class Routed:
         return deliver
 
     def _known_schema(self) -> Schema | None:
-        """How rows look, if anybody has said: as they are given, before any transform."""
+        """Return the schema of rows before any transform, or None if it is not known yet."""
         if self._schema is None:
             root = self._members.supervisor.agree(None)
             self._schema = None if root is None else Schema(root)
         return self._schema
 
     def _agree(self, rows: Rows) -> None:
-        """Refuses rows that look other than the first ones of all clients. The last that can: a row
-        that is dealt is written."""
+        """Refuse rows whose schema differs from the schema of the first written rows.
+
+        This is the last check before the rows are assigned to shards and written.
+        """
         known = self._schema
         if known is None:
             root = self._members.supervisor.agree(rows.root)
@@ -525,11 +547,13 @@ class Routed:
         known.check(rows.root)
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Forgets all rows; keys, shapes and memory stay. The law of a rate limiter begins anew.
+        """Remove all rows.
+
+        The keys, shapes and memory of the rows stay. A rate limiter starts to count again.
 
         Args:
-            empty_write_count: whether ``write_count`` starts again at 0, and the counts of a rate
-                limiter in ``stats``.
+            empty_write_count: True to reset ``write_count`` to 0. The counts of a rate limiter in
+                ``stats`` are then also reset to 0.
         """
         self._before_a_write()
         members = self._members

@@ -1,4 +1,4 @@
-"""Track the shards that a client talks to, and its tickets of the rate limiter."""
+"""Track the live shards and rate limiter tickets of a client."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from replaykit.sharding.shards import Restored, Shard, ShardReply, Supervisor
 
 __all__ = ["ShardMembers", "ShardTicket", "Tickets", "check_on_loss"]
 
-_LOOK_AGAIN = 0.05
-"""Seconds between two questions whether a shard is back, while there are others."""
+_POLL_S = 0.05
+"""Seconds between two polls for the successor of a shard that died."""
 
 
 class ShardMembers:
-    """Sends messages to shards, learns from the answers, and notices deaths. Thread-safe.
+    """The shards of a client, to which it sends messages. Thread-safe.
+
+    The object stores the `ShardFacts` in their answers, and notices when a shard dies.
 
     Args:
-        shards: as they were when the client was made.
-        supervisor: who restarts them.
-        on_loss: called with what was lost, in the thread that learns it; None: a warning.
-        timeout: seconds after which waiting for a shard is given up.
+        shards: the shards and their incarnations when the client was made.
+        supervisor: restarts the shards.
+        on_loss: function called with a ``ShardLoss``, in the thread that notices the loss. None
+            shows a warning instead.
+        timeout: seconds to wait for a shard.
     """
 
     def __init__(
@@ -44,20 +47,20 @@ class ShardMembers:
         self.shards = [shard for shard, _ in shards]
         self.table.incarnations = [incarnation for _, incarnation in shards]
         self._lock = threading.Lock()
-        self._looked = [0.0] * len(shards)
+        self._probed_at = [0.0] * len(shards)
 
     # -- messages -----------------------------------------------------------------------------
 
     def send(
         self, shard: int, verb: str, *args: Any, only: int | None = None
     ) -> tuple[int, ShardReply]:
-        """Asks a shard; returns which incarnation was asked, and the answer to come.
+        """Send a message to a shard; return the shard's incarnation and the future answer.
 
         Args:
-            only: which incarnation it is for; None: whichever is there.
+            only: the incarnation that the message is for, or None for the present one.
 
         Raises:
-            ShardDied: it was for one that another has taken the place of.
+            ShardDied: another incarnation has replaced ``only``.
         """
         with self._lock:
             to, incarnation = self.shards[shard], self.table.incarnations[shard]
@@ -66,15 +69,17 @@ class ShardMembers:
         return incarnation, to.call(verb, *args)
 
     def incarnations(self) -> dict[int, int]:
-        """Which incarnation of each shard that is there is talked to."""
+        """Return the present incarnation of each live shard."""
         with self._lock:
             return {shard: self.table.incarnations[shard] for shard in self.table.there()}
 
-    def take(self, shard: int, sent: tuple[int, ShardReply], within: float | None = None) -> Any:
-        """Takes an answer; facts in it are learned.
+    def receive(self, shard: int, sent: tuple[int, ShardReply], within: float | None = None) -> Any:
+        """Wait for an answer and return it; store the facts in it.
 
         Raises:
-            ShardDied: there is none; it is noted. ShardSilent: not in time. What the shard raised.
+            ShardDied: the shard has died; the supervisor is informed.
+            ShardSilent: the shard has not answered in time.
+            Errors of the shard are raised as well.
         """
         incarnation, reply = sent
         try:
@@ -87,55 +92,61 @@ class ShardMembers:
             facts = next((item for item in answer if isinstance(item, ShardFacts)), None)
         if facts is not None:
             late = self.table.learn(shard, incarnation, facts)
-            if late is not None:  # another thread has noticed a death before this was taken
+            if late is not None:  # another thread noticed the death first
                 self.supervisor.report(shard, incarnation, *late)
         return answer
 
     def ask_all(self, verb: str, *args: Any) -> dict[int, Any]:
-        """Asks all shards that are there; answers by shard, of those that gave one."""
+        """Send a message to all live shards; return the answers by shard.
+
+        The result omits shards that die meanwhile.
+        """
         replies = {shard: self.send(shard, verb, *args) for shard in self.present()}
         answers = {}
         for shard, sent in replies.items():
             try:
-                answers[shard] = self.take(shard, sent)
+                answers[shard] = self.receive(shard, sent)
             except ShardDied:
                 continue
         return answers
 
     def refresh(self, terms: Terms | None, max_age: float) -> None:
-        """Asks the shards of which nothing young enough is known."""
+        """Ask live shards for facts that are missing or older than ``max_age`` seconds.
+
+        Facts with a mass in other terms count as missing.
+        """
         self.present()
         old = self.table.old(terms, max_age)
         replies = {shard: self.send(shard, "facts", terms) for shard in old}
         for shard, sent in replies.items():
             try:
-                self.take(shard, sent)
+                self.receive(shard, sent)
             except ShardDied:
                 continue
 
     # -- deaths -------------------------------------------------------------------------------
 
     def died(self, shard: int, incarnation: int) -> None:
-        """Notes a death, and has the shard restarted; does not wait."""
+        """Record the death of a shard and report it to the supervisor; do not wait."""
         known = self.table.lost(shard, incarnation)
         if known is not None:
             self.supervisor.report(shard, incarnation, *known)
 
     def present(self) -> list[int]:
-        """The shards that are there; looks whether others have come back."""
+        """Return the live shards, after polling for successors of the dead ones."""
         for shard in range(len(self.shards)):
             if not self.table.is_there(shard):
                 now = time.monotonic()
-                if now >= self._looked[shard] + _LOOK_AGAIN:
-                    self._looked[shard] = now
-                    self._look(shard, 0.0)
+                if now >= self._probed_at[shard] + _POLL_S:
+                    self._probed_at[shard] = now
+                    self._probe(shard, 0.0)
         return self.table.there()
 
     def wait_for(self, shards: Sequence[int], until: float) -> None:
-        """Waits until one of these shards is there.
+        """Wait until one of these shards is live.
 
         Raises:
-            TimeoutError: none is at that time.
+            TimeoutError: no shard is live at the time ``until``.
         """
         while not any(self.table.is_there(shard) for shard in shards):
             if time.monotonic() >= until:
@@ -144,15 +155,15 @@ class ShardMembers:
                 raise TimeoutError(f"{who} {has} come back within {self.timeout} s")
             check()
             for shard in shards:
-                self._look(shard, _LOOK_AGAIN)
+                self._probe(shard, _POLL_S)
 
-    def _look(self, shard: int, timeout: float) -> None:
+    def _probe(self, shard: int, timeout: float) -> None:
         incarnation = self.table.incarnations[shard]
         found = self.supervisor.restored(shard, incarnation, timeout)
         if found is not None:
-            self._take_back(shard, incarnation, found)
+            self._rejoin(shard, incarnation, found)
 
-    def _take_back(self, shard: int, incarnation: int, found: Restored) -> None:
+    def _rejoin(self, shard: int, incarnation: int, found: Restored) -> None:
         with self._lock:
             if self.table.incarnations[shard] != incarnation:
                 return  # another thread was faster
@@ -163,10 +174,10 @@ class ShardMembers:
         else:
             warnings.warn(str(found.loss), ShardLossWarning, stacklevel=5)
 
-    # -- being handed on ----------------------------------------------------------------------
+    # -- copies -------------------------------------------------------------------------------
 
     def again(self, on_loss: Callable[[ShardLoss], None] | None) -> ShardMembers:
-        """The same shards for another client, which knows nothing of them yet."""
+        """Return the same shards for another client, without known facts."""
         with self._lock:
             pairs = list(zip(self.shards, self.table.incarnations, strict=True))
         return ShardMembers(pairs, self.supervisor, on_loss, self.timeout)
@@ -181,7 +192,7 @@ class ShardMembers:
 
 
 def check_on_loss(on_loss: object) -> None:
-    """Raises TypeError where it is nothing that can be called with what was lost, nor None."""
+    """Raise TypeError unless the argument can be called or is None."""
     if on_loss is not None and not callable(on_loss):
         raise TypeError(f"expected on_loss as a function of a ShardLoss, got {on_loss!r}")
 
@@ -190,10 +201,12 @@ _FREE: contextlib.AbstractContextManager[ShardTicket | None] = contextlib.nullco
 
 
 class Tickets:
-    """Rights of a client's calls to go on; none where nothing makes them wait. Thread-safe.
+    """The factory of tickets for a client's calls. Thread-safe.
+
+    Without a rate limiter, its methods return empty contexts and no call waits.
 
     Attributes:
-        keeper: who counts for all clients; None without a rate limiter.
+        keeper: the counter for all clients, or None without a rate limiter.
     """
 
     def __init__(self, members: ShardMembers) -> None:
@@ -202,13 +215,13 @@ class Tickets:
     def insert(
         self, timeout: float | None
     ) -> contextlib.AbstractContextManager[ShardTicket | None]:
-        """For a write that waits so many seconds at most."""
+        """Return the ticket of a write that waits at most ``timeout`` seconds."""
         return self._ticket(INSERT, timeout)
 
     def sample(
         self, timeout: float | None
     ) -> contextlib.AbstractContextManager[ShardTicket | None]:
-        """For a sample."""
+        """Return the ticket of a sample that waits at most ``timeout`` seconds."""
         return self._ticket(SAMPLE, timeout)
 
     def _ticket(
@@ -220,27 +233,29 @@ class Tickets:
         )
 
     def may_sample(self, count: int) -> bool:
-        """Whether a sample would not wait."""
+        """Return whether a sample would not wait."""
         return self.keeper is None or self.keeper.may(SAMPLE, count)
 
-    def told(self) -> None:
-        """Has rows counted that were stored without a ticket."""
+    def count_unticketed(self) -> None:
+        """Make the rate limiter count rows that were stored without a ticket."""
         if self.keeper is not None:
-            self.keeper.end(None, INSERT, 0, 0, self._members.table.told())
+            self.keeper.end(None, INSERT, 0, 0, self._members.table.counts())
 
     def emptied(self, *, counting_on: bool) -> None:
-        """All rows were let go."""
+        """Reset the rate limiter after all rows were removed."""
         if self.keeper is not None:
-            self.keeper.emptied(self._members.table.told(), counting_on)
+            self.keeper.emptied(self._members.table.counts(), counting_on)
 
 
 class ShardTicket:
-    """The right of a call to insert or sample some rows. What is not used is given back, and with
-    it goes what this client has learned of the rows in the shards.
+    """The right of a call to insert or sample some rows.
+
+    A ticket is a context manager. On exit, the right ends and the keeper receives the client's
+    counts of the rows in the shards.
 
     Attributes:
-        keeper: who gives it.
-        until: when the call stops waiting; None: never.
+        keeper: the counter that gives the right.
+        until: the time at which the call stops waiting, or None if it waits without a limit.
     """
 
     def __init__(
@@ -253,10 +268,12 @@ class ShardTicket:
         self._sampled = 0
 
     def admit(self, count: int, timeout: float | None = None) -> bool:
-        """Waits for the right, and returns whether it was there at once; see ``PaceKeeper``.
+        """Wait for the right; return whether it was available at once.
+
+        See ``PaceKeeper.admit``.
 
         Args:
-            timeout: seconds; None: what is left to the call.
+            timeout: seconds to wait, or None for the time that the call has left.
         """
         if timeout is None and self.until is not None:
             timeout = max(0.0, self.until - time.monotonic())
@@ -265,7 +282,7 @@ class ShardTicket:
         return at_once
 
     def sampled(self, count: int) -> None:
-        """Notes how many records were delivered."""
+        """Record the number of delivered samples."""
         self._sampled = count
 
     def __enter__(self) -> ShardTicket:
@@ -274,5 +291,5 @@ class ShardTicket:
     def __exit__(self, *_: object) -> None:
         if self._right is not None:
             name, count = self._right
-            told = self._members.table.told()
-            self.keeper.end(name, self._side, count, self._sampled, told)
+            counts = self._members.table.counts()
+            self.keeper.end(name, self._side, count, self._sampled, counts)

@@ -29,7 +29,7 @@ __all__ = [
 
 
 class ShardDied(ConnectionError):
-    """A shard does not answer any more."""
+    """Raised when a shard has died."""
 
     def __init__(self, shard: int, incarnation: int) -> None:
         super().__init__(f"shard {shard} (incarnation {incarnation}) has died")
@@ -40,21 +40,29 @@ class ShardDied(ConnectionError):
 
 
 class ShardSilent(TimeoutError):
-    """A shard has not answered in time; it may still do what it was asked for."""
+    """Raised when a shard has not answered in time.
+
+    The shard may still carry out the request.
+    """
 
 
 class BarrierBusy(RuntimeError):
-    """Somebody else saves or loads all shards at this moment."""
+    """Raised when another client is saving or loading all shards."""
 
 
 class ShardLossWarning(UserWarning):
-    """Rows were lost with a shard that died; the text is that of a ``ShardLoss``."""
+    """Warns that rows were lost with a shard that died.
+
+    The text is ``str`` of a `ShardLoss`.
+    """
 
 
 class Terms(NamedTuple):
-    """What masses depend on beside the rows: the rows of a window, and the exponent.
+    """The sampling settings that determine the mass of given rows.
 
-    0 and None where draws have no windows, or no priorities.
+    Attributes:
+        length: number of rows in a window, or 0 if the sampler does not draw windows.
+        alpha: exponent of priorities, or None without priorities.
     """
 
     length: int = 0
@@ -65,18 +73,19 @@ class Terms(NamedTuple):
 class ShardFacts:
     """The state of a shard at one instant.
 
+    Here ``v`` is the value of a row's priority after the exponent ``alpha``, as in the samplers.
+
     Attributes:
-        rows: stored rows.
-        written: rows written since the shard was first made, restarts included.
-        capacity: how many rows fit.
-        terms: what the mass belongs to; None where it was not measured.
-        mass: what draws of one big buffer would spend on the shard, up to one factor: rows,
-            windows, episodes, or the sum of ``v``. An int where it is a count.
-        smallest: the smallest positive ``v`` of a stored row; infinite without priorities.
-        most: the largest raw priority ever set, which new rows get; at least 1.
-        version: grows with every change of the shard.
-        loads: how often other rows have taken the place of all that there were; what was loaded
-            counts as written.
+        rows: number of stored rows.
+        written: number of rows written since the first incarnation of the shard was made.
+        capacity: maximum number of rows.
+        terms: the terms of the mass, or None if the mass was not measured.
+        mass: the weight with which a draw chooses this shard. It is an int number of rows, windows
+            or episodes, or the float sum of ``v``.
+        smallest: the smallest positive ``v`` of a stored row. It is infinite without priorities.
+        most: the largest raw priority ever set, at least 1. It is the default priority of new rows.
+        version: a number that grows with every change of the shard.
+        loads: number of loads that replaced all rows. Loaded rows count as written.
     """
 
     rows: int
@@ -92,14 +101,15 @@ class ShardFacts:
 
 @dataclass(frozen=True, slots=True)
 class ShardLoss:
-    """What was lost with a shard that died.
+    """The loss of rows with a shard that died.
 
     Attributes:
-        shard: its number. ``incarnation``: how often it had been restarted before.
-        first, stop: the lost rows by number, in the order in which that shard was written:
-            those of ``[first, stop)`` were acknowledged to a writer and are gone.
-        rows: how many of them would be stored now.
-        restored: rows that came back from the shard's checkpoint; 0 without one.
+        shard: the number of the shard.
+        incarnation: the number of times that the shard had been restarted before.
+        first, stop: the range ``[first, stop)`` of the row ids of the lost rows, in the write order
+            of the shard. The shard had acknowledged these rows to their writers.
+        rows: number of lost rows that would still be stored if the shard had not died.
+        restored: number of rows restored from the shard's checkpoint, or 0 without a checkpoint.
 
     Example:
         >>> from replaykit.sharding import ShardLoss
@@ -127,9 +137,10 @@ class ShardPart(NamedTuple):
     """A shard's share of a batch.
 
     Attributes:
-        data: rows in their container, and what is known of them in ``info``; None: none was drawn.
-        values: ``v`` of each draw, float64; None without priorities.
-        facts: of the instant of the draw.
+        data: the drawn rows in their container, or None if no row was drawn.
+        info: information about the drawn rows.
+        values: ``v`` of each draw, float64, or None without priorities.
+        facts: the facts of the shard at the draw.
     """
 
     data: Any
@@ -139,11 +150,11 @@ class ShardPart(NamedTuple):
 
 
 class Losses:
-    """Counts rows that were acknowledged to somebody and did not come back. Not thread-safe.
+    """The acknowledged rows that were lost with shards. Not thread-safe.
 
-    A client tells what it has been acknowledged when it notices a death; others may have been
-    acknowledged more, and tell that when they notice it. So a loss may grow until every client
-    that wrote has been told.
+    A client that notices a death reports the last acknowledgement that it received from the shard.
+    Other clients may have received later acknowledgements. They report these when they notice the
+    death. So a loss may grow until every client that wrote rows has noticed the death.
     """
 
     def __init__(self) -> None:
@@ -151,21 +162,23 @@ class Losses:
         self._back: dict[tuple[int, int], ShardFacts] = {}
 
     def died(self, shard: int, incarnation: int, written: int, rows: int) -> None:
-        """A client says that this incarnation has died after so many rows at least, of which
-        ``rows`` were stored."""
+        """Record that an incarnation has died after at least ``written`` rows.
+
+        ``rows``: the number of stored rows at that time.
+        """
         name = (shard, incarnation)
         self._told[name] = max(self._told.get(name, (0, 0)), (written, rows))
 
     def came_back(self, shard: int, incarnation: int, facts: ShardFacts) -> None:
-        """The successor of this incarnation is there, with what its checkpoint had."""
+        """Record the facts of an incarnation's successor right after the restart."""
         self._back[shard, incarnation] = facts
 
     def newest(self, shard: int) -> ShardLoss:
-        """What was lost when a shard came back last; it has."""
+        """Return the loss at the last restart of a shard that has been restarted."""
         return self.of(shard, max(lost for number, lost in self._back if number == shard))
 
     def of(self, shard: int, incarnation: int) -> ShardLoss:
-        """What was lost with an incarnation whose successor is there."""
+        """Return the loss caused by the death of an incarnation with a successor."""
         facts = self._back[shard, incarnation]
         first = facts.written
         written, rows = self._told.get((shard, incarnation), (0, 0))
@@ -174,22 +187,26 @@ class Losses:
         return ShardLoss(shard, incarnation, stop - lost, stop, lost, facts.rows)
 
     def all(self) -> list[ShardLoss]:
-        """All losses, in the order in which the shards came back."""
+        """Return all losses in the order of the restarts."""
         return [self.of(*name) for name in self._back]
 
 
 _INCARNATION_BITS = 40
-"""A generation counts how often a slot was written: 2 ** 40 laps of a ring are out of reach."""
+"""The number of low bits that hold the generation of the slot.
+
+The incarnation is in the bits above. No ring makes 2 ** 40 laps.
+"""
 
 
 class GlobalIndex:
-    """``index = shard + num_shards * slot``: the order in which rows are dealt out in turn.
+    """The conversion between indices and slots in shards.
 
-    Rows dealt out from an empty buffer on have the indices 0, 1, 2, ..., as in one big buffer.
+    The index of a row is ``shard + num_shards * slot``. If rows go to the shards in turn, an
+    empty buffer stores its first rows under 0, 1, 2, ..., as a single buffer does.
 
-    A generation is that of the slot, with the incarnation of the shard above it: a shard that was
-    restarted writes the slots of lost rows again under the same generations, which must not pass
-    for the rows that were lost.
+    The generation of an index combines the generation of the slot with the incarnation of the
+    shard, in the bits above. A restarted shard writes the slots of lost rows again, with the same
+    generations of the slots. The incarnation distinguishes the new rows from the lost ones.
 
     Example:
         >>> import torch
@@ -204,21 +221,21 @@ class GlobalIndex:
         self.num_shards = num_shards
 
     def join(self, shard: int, slots: torch.Tensor) -> torch.Tensor:
-        """Indices of slots ``[K]`` of a shard; -1 stays."""
+        """Return the indices of slots ``[K]`` of a shard, with -1 for negative slots."""
         return torch.where(slots >= 0, slots * self.num_shards + shard, -1)
 
     def shards(self, index: torch.Tensor) -> torch.Tensor:
-        """The shard of indices ``[K]``; -1 of an index that is negative."""
+        """Return the shards of indices ``[K]``, with -1 for negative indices."""
         return torch.where(index >= 0, index % self.num_shards, -1)
 
     def slots(self, index: torch.Tensor) -> torch.Tensor:
-        """The slot of indices ``[K]`` in their shards; -1 of an index that is negative."""
+        """Return the slots of indices ``[K]`` in shards, with -1 for negative indices."""
         found = torch.div(index, self.num_shards, rounding_mode="floor")
         return torch.where(index >= 0, found, -1)
 
     @staticmethod
     def stamped(generation: torch.Tensor, incarnation: int) -> torch.Tensor:
-        """Generations as users see them; -1 stays."""
+        """Return the public generations, which contain the incarnation; -1 stays."""
         if not incarnation:
             return generation
         return torch.where(
@@ -227,13 +244,19 @@ class GlobalIndex:
 
     @staticmethod
     def unstamped(generation: torch.Tensor, incarnation: int) -> torch.Tensor:
-        """The way back; -1, which no stored row has, for those of other incarnations."""
+        """Return the generations of slots; the inverse of ``stamped``.
+
+        Generations with another incarnation become -1, which no stored row has.
+        """
         same = (generation >> _INCARNATION_BITS) == incarnation
         return torch.where(same, generation - (incarnation << _INCARNATION_BITS), -1)
 
 
 class _Container(NamedTuple):
-    """A TensorDict or tensorclass, taken apart: pickle takes ten times as long."""
+    """The parts of a TensorDict or tensorclass.
+
+    Pickling the object itself would take ten times as long.
+    """
 
     root: Node
     leaves: dict[Any, torch.Tensor]
@@ -241,10 +264,10 @@ class _Container(NamedTuple):
 
 
 def encoded(value: Any) -> Message:
-    """Returns the message of arguments or an answer; their tensors are not copied into it.
+    """Return a message with arguments or an answer; do not copy their tensors.
 
     Raises:
-        TypeError: a TensorDict with something other than tensors in it; names the key.
+        TypeError: a TensorDict contains something other than tensors; the error names the key.
 
     Example:
         >>> import torch
@@ -256,11 +279,12 @@ def encoded(value: Any) -> Message:
 
 
 def decoded(message: Message, *, own: bool = False) -> Any:
-    """The way back.
+    """Return the value of a message; the inverse of ``encoded``.
 
     Args:
-        own: tensors get memory of their own. Otherwise they lie in that of the message, which
-            nobody may write to, and which the arguments of a call do not outlive.
+        own: True to copy the tensors into separate memory. Otherwise they use the memory of the
+            message, which is read-only. For arguments of a call, that memory is freed after the
+            call.
     """
     return _together(unpack(message, own=own))
 

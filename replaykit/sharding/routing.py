@@ -1,4 +1,4 @@
-"""Route rows to shards, and merge and reshard the rows that come back."""
+"""Route rows to shards, merge rows from shards, and reshard saved rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from replaykit._compat import as_tensor, is_tensordict
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import of_another_kind
+from replaykit.buffer.editing import column_of, is_key
 from replaykit.buffer.sampling import merged, shaped
-from replaykit.buffer.writing import column_of, is_key
 from replaykit.checkpoint import Checkpoint
 from replaykit.ensembles.batch_info import check_alike
 from replaykit.samplers import RandomSampler, Sampler
 from replaykit.samplers.priority_rules import importance_weights
 from replaykit.samplers.window_forms import SEQUENCE_ID
-from replaykit.schema import take_apart
+from replaykit.schema import split_leaves
 from replaykit.sharding.protocol import GlobalIndex, ShardDied, ShardPart
 from replaykit.sharding.shard_config import ShardRecipe
 from replaykit.storages import LazyTensorStorage
@@ -52,13 +52,13 @@ Array = np.ndarray[Any, Any]
 
 
 class Share:
-    """What one shard gave for a batch.
+    """The rows that one shard contributed to a batch.
 
     Args:
-        shard, incarnation: who gave it.
-        numbers: which draws of the batch these are, int64 ``[draws]``.
-        mass: by which the shard was drawn.
-        part: its answer.
+        shard, incarnation: numbers of the shard and its incarnation.
+        numbers: the numbers of the draws that the shard made for the batch, int64 ``[draws]``.
+        mass: the mass with which the client drew the shard.
+        part: the answer of the shard.
     """
 
     def __init__(
@@ -69,12 +69,15 @@ class Share:
 
     @property
     def likelier(self) -> float:
-        """How much likelier its rows were than with a table of the instant of the draw."""
+        """The factor by which an outdated mass raised the probability of the rows.
+
+        It is 1 if the mass was exact.
+        """
         found = self.part.facts.mass
         return self.mass / found if found else 1.0
 
     def draw_of_row(self) -> torch.Tensor:
-        """The draw of the batch that each row belongs to, int64 ``[rows]``."""
+        """Return the number of each row's draw in the batch, int64 ``[rows]``."""
         window = self.part.info.get(SEQUENCE_ID)
         return self.numbers if window is None else self.numbers[window]
 
@@ -82,10 +85,10 @@ class Share:
 def batch_of(
     shares: list[Share], names: GlobalIndex, sampler: Sampler, least: float
 ) -> tuple[Any, dict[Any, Any]]:
-    """Returns rows in the order of the draws, and what is known of them.
+    """Return the rows in the order of the draws, and information about them.
 
     Args:
-        least: the smallest probability of a stored row, in the unit of ``v`` times ``likelier``.
+        least: the smallest probability of a stored row, expressed as ``v * likelier``.
     """
     draws = torch.cat([share.draw_of_row() for share in shares])
     first = torch.argsort(draws, stable=True)
@@ -116,12 +119,15 @@ def _info(
             elif key == SEQUENCE_ID:
                 value = share.draw_of_row()
             values.append(value)
-        found[key] = _placed(values, into, rows)
+        found[key] = _scattered(values, into, rows)
     return found
 
 
 def _weights(shares: list[Share], sampler: Any, least: float) -> torch.Tensor:
-    """``priority_weight`` of each draw ``[draws]``: of the probability that it really had."""
+    """Return the ``priority_weight`` of each draw ``[draws]``.
+
+    The weights use the actual probabilities of the draws.
+    """
     count = sum(len(share.numbers) for share in shares)
     value = torch.empty(count, dtype=torch.float64)
     for share in shares:
@@ -133,39 +139,45 @@ def _weights(shares: list[Share], sampler: Any, least: float) -> torch.Tensor:
 
 
 def rows_of(pieces: list[Any], into: list[torch.Tensor]) -> Any:
-    """Returns containers as one, row j of piece s at place ``into[s][j]``.
+    """Merge containers into one; row j of piece s becomes row ``into[s][j]``.
 
     Raises:
-        SchemaError: they differ in keys, shapes or dtypes. RuntimeError: transforms have changed
-            the number of rows.
+        SchemaError: the containers differ in keys, shapes or dtypes.
+        RuntimeError: transforms have changed the number of rows.
 
-    Cost: one copy of the bytes, a few Python steps a leaf and piece.
+    Cost: one copy of the bytes, and a few Python steps for each leaf and piece.
     """
     taken = [flatten(piece, 1) for piece in pieces]
     root, first = taken[0]
-    count = sum(len(places) for places in into)
+    count = sum(len(rows) for rows in into)
     for shard, (other, leaves) in enumerate(taken):
         if other != root:
             check_alike((0, root), (shard, other))
         if any(leaf.shape[0] != len(into[shard]) for leaf in leaves.values()):
             raise RuntimeError(
-                f"a transform made other than {len(into[shard])} rows of as many that were drawn"
+                f"expected transforms that keep the number of drawn rows, {len(into[shard])}; one "
+                "of them changed it"
             )
-    joined = {path: _placed([leaves[path] for _, leaves in taken], into, count) for path in first}
+    joined = {
+        path: _scattered([leaves[path] for _, leaves in taken], into, count) for path in first
+    }
     said = {piece.device for piece in pieces if is_tensordict(piece)}
     return build(root, joined, torch.Size([count]), said.pop() if len(said) == 1 else None)
 
 
-def _placed(values: list[torch.Tensor], into: list[torch.Tensor], rows: int) -> torch.Tensor:
+def _scattered(values: list[torch.Tensor], into: list[torch.Tensor], rows: int) -> torch.Tensor:
     first = values[0]
     out = first.new_empty((rows, *first.shape[1:]))
-    for value, places in zip(values, into, strict=True):
-        out.index_copy_(0, places, value)
+    for value, numbers in zip(values, into, strict=True):
+        out.index_copy_(0, numbers, value)
     return out
 
 
 def finished(data: Any, info: dict[Any, Any], sampler: Sampler, *, merge: bool) -> Any:
-    """A batch in the shape in which the sampler delivers; ``merge``: with what is known of it."""
+    """Return a batch in the shape that the sampler requires.
+
+    ``merge``: whether to add the information about the rows to the batch.
+    """
     if merge:
         data = merged(data, info, 0)
     shape = sampler.shape_of(info["index"].shape[0])
@@ -175,24 +187,24 @@ def finished(data: Any, info: dict[Any, Any], sampler: Sampler, *, merge: bool) 
 
 
 def rows_by(client: ShardedClient, index: Any) -> Any:
-    """Returns what ``rb[index]`` stands for.
+    """Return the rows ``rb[index]``.
 
-    Numbers are names of rows. Slices and masks are of all rows that are there, in the order of
-    their names; so is a column.
+    Integers are indices of rows. Slices and masks select from all rows in live shards, in the order
+    of their indices. A key selects a column of all these rows.
     """
     if is_key(index):
         return column_of(rows_by(client, slice(None)), index)
-    by_place = isinstance(index, slice) or index is Ellipsis
-    if not by_place:
+    by_position = isinstance(index, slice) or index is Ellipsis
+    if not by_position:
         refused = isinstance(index, (bool, np.bool_))
         index = as_tensor(index)
-        by_place = index.dtype is torch.bool
+        by_position = index.dtype is torch.bool
         if refused or index.ndim > 1 or (index.is_floating_point() and index.numel()):
             raise TypeError(
                 f"expected an index as an int, slice, mask, key or int64 [K], got {index.dtype} "
                 f"{list(index.shape)}"
             )
-    if by_place:
+    if by_position:
         found = client._members.ask_all("stored_slots")
         rows = [client._names.join(shard, slots) for shard, slots in found.items()]
         stored = torch.cat(rows).sort().values
@@ -202,11 +214,11 @@ def rows_by(client: ShardedClient, index: Any) -> Any:
 
 
 def rows_at(client: ShardedClient, index: torch.Tensor) -> Any:
-    """Returns rows of indices, int64 ``[K]``, in their order.
+    """Return the rows of indices, int64 ``[K]``, in the order of the indices.
 
     Raises:
-        IndexError: a row that is not stored. RuntimeError: its shard is being restarted; nothing
-            was ever written.
+        IndexError: a row is not stored.
+        RuntimeError: the shard of a row is being restarted, or nothing was ever written.
     """
     names, members = client._names, client._members
     there = members.present()
@@ -215,7 +227,9 @@ def rows_at(client: ShardedClient, index: torch.Tensor) -> Any:
         raise IndexError(f"expected indices of stored rows, got {int(index.min())}")
     check_stored(client, index)
     asked = [int(shard) for shard in shards.unique()]
-    if not asked:  # nothing, of a shard that knows what rows look like
+    if not asked:  # return no rows, with the schema of the largest shard
+        if not there:
+            raise RuntimeError("all shards have died and are being restarted")
         asked = [max(there, key=client._rows_of)]
     into = [(shards == shard).nonzero()[:, 0] for shard in asked]
     replies = [
@@ -224,16 +238,17 @@ def rows_at(client: ShardedClient, index: torch.Tensor) -> Any:
     pieces = []
     for shard, sent in zip(asked, replies, strict=True):
         try:
-            pieces.append(members.take(shard, sent)[0])
+            pieces.append(members.receive(shard, sent)[0])
         except ShardDied:
             raise RuntimeError(f"shard {shard} has died and is being restarted") from None
     return rows_of(pieces, into)
 
 
 def check_stored(client: ShardedClient, index: torch.Tensor) -> None:
-    """Raises IndexError unless indices ``[K]`` are -1 or of stored rows; may ask the shards.
+    """Raise IndexError unless each index ``[K]`` is -1 or names a stored row.
 
-    Of a shard that is being restarted all indices pass.
+    The check may send messages to the shards. It accepts all indices of a shard that is being
+    restarted.
     """
     names, members = client._names, client._members
     shards, slots = names.shards(index), names.slots(index)
@@ -259,9 +274,11 @@ _STEP, _MIX, _LAST = (
 
 
 def stable_hash(keys: Array) -> Array:
-    """Spreads integers ``[K]`` over uint64, the same in every process and on every machine.
+    """Return hashes of integers ``[K]``, uint64.
 
-    The mixer of SplitMix64 (Steele, Lea, Flood 2014): a bijection, so that different keys differ.
+    The hashes are the same in all processes and on all machines. The function is the mixer of
+    SplitMix64 (Steele, Lea, Flood 2014). It is a bijection, so different keys have different
+    hashes.
 
     Example:
         >>> import numpy as np
@@ -276,9 +293,10 @@ def stable_hash(keys: Array) -> Array:
 
 
 class InTurn:
-    """Deals rows out one by one to the shards that are there; thread-safe.
+    """A router that assigns rows to the live shards in turn. Thread-safe.
 
-    With all shards there, row k of all rows written goes to shard ``k % num_shards``.
+    If all shards are live, row k goes to shard ``k % num_shards``, counting from the first routed
+    row.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -287,14 +305,14 @@ class InTurn:
         self.dealt = 0
 
     def check(self, leaves: Mapping[Path, torch.Tensor]) -> None:
-        """Any rows can be dealt out."""
+        """Accept any rows."""
 
     def route(self, leaves: Mapping[Path, torch.Tensor], count: int, there: Sequence[int]) -> Array:
-        """Shards of ``count`` rows, int64 ``[count]``; ``there`` are those to choose from."""
+        """Return the shard of each row, int64 ``[count]``; ``there``: the live shards."""
         with self._lock:
             first, self.dealt = self.dealt, self.dealt + count
         number = (first + np.arange(count)) % self.num_shards
-        if len(there) in (0, self.num_shards):  # with none there, rows wait for theirs
+        if len(there) in (0, self.num_shards):  # if none is live, rows wait for a restart
             return number
         chosen = np.asarray(there)
         gone = ~np.isin(number, chosen)
@@ -303,17 +321,19 @@ class InTurn:
 
 
 class ByKey:
-    """Rows with the same value under a key go to the same shard, whichever others are there.
+    """A router that sends rows with the same value under a key to the same shard.
+
+    The shard of a key stays the same when shards die.
 
     Args:
-        key: of an integer or bool column, ``[B]`` or ``[B, k]``.
+        key: key of an integer or bool column, ``[B]`` or ``[B, k]``.
     """
 
     def __init__(self, num_shards: int, key: Any) -> None:
         self.num_shards, self.key = num_shards, unravel(key)
 
     def check(self, leaves: Mapping[Path, torch.Tensor]) -> None:
-        """Raises KeyError where rows lack the key, TypeError where it is not of integers."""
+        """Raise KeyError if the key is missing, or TypeError if it has no integers."""
         column = leaves.get(self.key)
         if column is None:
             raise KeyError(f"expected the shard_key {format_key(self.key)} in the rows; got none")
@@ -323,12 +343,12 @@ class ByKey:
             )
 
     def route(self, leaves: Mapping[Path, torch.Tensor], count: int, there: Sequence[int]) -> Array:
-        """Shards of rows that were checked, int64 ``[count]``."""
+        """Return the shards of checked rows, int64 ``[count]``."""
         column = leaves[self.key]
         values = column.detach().cpu().reshape(count, -1).to(torch.int64).numpy()
         mixed = np.zeros(count, np.uint64)
-        for place in range(values.shape[1]):
-            mixed = stable_hash((mixed ^ stable_hash(values[:, place])).view(np.int64))
+        for number in range(values.shape[1]):
+            mixed = stable_hash((mixed ^ stable_hash(values[:, number])).view(np.int64))
         return (mixed % np.uint64(self.num_shards)).astype(np.int64)
 
 
@@ -340,7 +360,11 @@ _BLOCK_ROWS = 8192
 
 @dataclass
 class _Source:
-    """A saved shard, opened: its rows stay in the files, where they can."""
+    """The open checkpoint of a shard, whose rows stay in the files if possible.
+
+    Attributes:
+        order: slots of the rows, from the oldest to the newest.
+    """
 
     buffer: ReplayBuffer
     order: torch.Tensor
@@ -353,21 +377,22 @@ class _Source:
 def load_share(
     buffer: ReplayBuffer, recipe: ShardRecipe, shard: int, sources: list[str]
 ) -> tuple[int, int]:
-    """Fills a new buffer with the rows that belong to a shard now, with their priorities.
+    """Fill a new buffer with the rows and priorities that now belong to a shard.
 
-    Rows that were dealt out in turn are dealt anew, in the same order.
-    Rows with a key come shard by shard, each in the order in which it was written, so that what
-    followed one another still does; the stream is cut where one shard ends and the next begins.
+    Without a shard key, rows are assigned to shards in turn, in the order of the first assignment.
+    With a shard key, the saved shards are read one after the other, each in write order. So streams
+    keep their order. Streams are cut between the rows of two saved shards.
 
     Returns:
-        How many rows belong here, and how many of them did not fit: the first ones.
+        The number of rows that belong to the shard, and how many of them did not fit. The oldest
+        rows are dropped.
 
     Raises:
-        CheckpointError: a saved shard is damaged; every one is read and checked by one of the
-            shards that are loaded.
+        CheckpointError: a saved shard is damaged. Each saved shard is verified by one of the
+            loading shards.
 
-    Cost: one pass over the rows that belong here and the key column of all; memory for a block of
-    8192 rows beside what is filled.
+    Cost: one pass over the rows of the shard, and one over the key column of all rows. Memory: a
+    block of 8192 rows, in addition to the new buffer.
     """
     with contextlib.ExitStack() as open_files:
         opened = []
@@ -389,13 +414,15 @@ def load_share(
                     if ended is not None:
                         _sever(buffer, ended)
         for one in opened:
-            _take_default(buffer, one.buffer)
+            _default_value(buffer, one.buffer)
     return count, max(0, count - buffer.storage.max_size)
 
 
 def check_sampler(buffer: ReplayBuffer, path: str) -> None:
-    """Raises ValueError where a shard was saved with a sampler of another kind: what a buffer alone
-    begins anew, a shard has to agree about with the others."""
+    """Raise ValueError if a shard was saved with a sampler of another kind.
+
+    A single buffer would continue with a new sampler state, but all shards have to agree.
+    """
     with Checkpoint(path) as saved:
         state = saved.part("sampler", mapped=("_priorities",))
         if of_another_kind(state, buffer.sampler):
@@ -421,16 +448,16 @@ def _open(recipe: ShardRecipe, path: str, verify: bool) -> _Source:
     check_sampler(buffer, path)
     in_files = not dedup and lane_key is None
     buffer.loads(path, mmap=in_files, verify=verify or not in_files)
-    buffer.flush()  # what transforms held back is stored where its stream ended
+    buffer.flush()  # store held-back rows at the end of their stream
     order = storage.ledger.write_order() if len(storage) else torch.empty(0, dtype=torch.int64)
     return _Source(buffer, order)
 
 
 def _dealt(opened: list[_Source], num_shards: int, shard: int) -> Iterator[Array]:
-    """Blocks of rows that are dealt to a shard: int64 ``[K, 2]``, source and slot of each.
+    """Yield blocks of the rows that are assigned to a shard in turn.
 
-    The order of all rows is that in which they were dealt out: by how many rows had been written to
-    their shard before them, then by shard.
+    A block is int64 ``[K, 2]``, with the source and slot of each row. Rows are sorted by their row
+    id in the saved shard, then by shard. This is the order in which they were first assigned.
     """
     rows = np.array([one.rows for one in opened])
     until = np.array([one.buffer.storage.ledger.next_position for one in opened])
@@ -450,15 +477,16 @@ def _dealt(opened: list[_Source], num_shards: int, shard: int) -> Iterator[Array
 
 
 def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Blocks of slots of a shard's rows in the order of writing, and what nothing follows after a
-    block although no column says so: the keys of streams, True for all that there is, or None.
+    """Yield blocks of slots in write order, and the streams to cut after each block.
 
-    A row that belongs elsewhere may be the one at which all were severed, or its stream.
+    The slots hold the rows of the loading shard. The streams end after the block although no column
+    shows it. They are given by their keys, as True for all streams, or as None for no stream. The
+    row at such a cut may belong to another shard.
     """
     storage: Any = one.buffer.storage
     for first in range(0, one.rows, _BLOCK_ROWS):
         slots = one.order[first : first + _BLOCK_ROWS]
-        columns = take_apart(storage.get(slice(0, len(storage))), 1).leaves
+        columns = split_leaves(storage.get(slice(0, len(storage))), 1).leaves
         column = columns[key.key].index_select(0, slots)
         mine = torch.from_numpy(key.route({key.key: column}, len(slots), []) == shard)
         positions = storage.ledger.positions(slots).numpy()
@@ -475,25 +503,25 @@ def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tens
 
 
 def _sever(buffer: ReplayBuffer, streams: Any) -> None:
-    """Ends what is open of all rows, or of streams if there are rows of them."""
+    """Cut all streams, or the given streams if they have rows."""
     if len(buffer):
         with contextlib.suppress(IndexError):
             buffer.cut(None if streams is True else streams)
 
 
 def _copy(buffer: ReplayBuffer, opened: list[_Source], block: Array) -> None:
-    """Stores a block of rows in its order, whichever sources they are from."""
-    pieces, places = [], []
+    """Store a block of rows from several sources, in the order of the block."""
+    pieces, into = [], []
     for which, one in enumerate(opened):
         mine = np.flatnonzero(block[:, 0] == which)
         if len(mine):
             pieces.append(_read(one, torch.from_numpy(block[mine, 1])))
-            places.append(torch.from_numpy(mine))
-    _store(buffer, rows_of([rows for rows, _ in pieces], places), _joined(pieces, places))
+            into.append(torch.from_numpy(mine))
+    _store(buffer, rows_of([rows for rows, _ in pieces], into), _joined(pieces, into))
 
 
 def _read(one: _Source, slots: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
-    """Rows as they are stored, and their raw priorities."""
+    """Return rows as they are stored, and their raw priorities or None."""
     storage, sampler = one.buffer.storage, one.buffer.sampler
     raw = None
     if sampler.prioritized:
@@ -508,18 +536,18 @@ def _store(buffer: ReplayBuffer, data: Any, raw: torch.Tensor | None) -> None:
 
 
 def _joined(
-    pieces: list[tuple[Any, torch.Tensor | None]], places: list[torch.Tensor]
+    pieces: list[tuple[Any, torch.Tensor | None]], into: list[torch.Tensor]
 ) -> torch.Tensor | None:
     if pieces[0][1] is None:
         return None
-    out = pieces[0][1].new_empty(sum(len(place) for place in places))
-    for (_, raw), place in zip(pieces, places, strict=True):
+    out = pieces[0][1].new_empty(sum(len(rows) for rows in into))
+    for (_, raw), rows in zip(pieces, into, strict=True):
         assert raw is not None
-        out[place] = raw
+        out[rows] = raw
     return out
 
 
-def _take_default(buffer: ReplayBuffer, source: ReplayBuffer) -> None:
+def _default_value(buffer: ReplayBuffer, source: ReplayBuffer) -> None:
     mine: Any = buffer.sampler
     theirs: Any = source.sampler
     if mine.prioritized:

@@ -1,4 +1,4 @@
-"""Configure shards, and say how the law of a sampler divides among them."""
+"""Configure shards, and divide the draws of a sampler among them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.drawing import Drawn, Lent
 from replaykit.episodes import EPISODES, ROWS, WINDOWS
-from replaykit.pace import Pace
+from replaykit.pace import LimiterQueue
 from replaykit.registry import entry_of, of_kind
 from replaykit.samplers import RandomSampler, Sampler
 from replaykit.samplers.slice_arguments import SliceSize
@@ -39,7 +39,10 @@ __all__ = [
 
 
 class Measured(NamedTuple):
-    """The mass of a shard, and the smallest positive ``v`` of its rows (infinite without any)."""
+    """The mass of a shard, and its smallest positive ``v``.
+
+    Without rows, the smallest ``v`` is infinite.
+    """
 
     mass: float
     smallest: float
@@ -50,51 +53,61 @@ _COUNTED = {"window": WINDOWS, "trajectory": EPISODES, "transition": ROWS}
 
 
 class DrawLaw(ABC):
-    """How draws of one kind of sampler divide among shards.
+    """The rule by which the draws of a sampler are divided among shards.
 
-    Methods that take a buffer are called with its lock held.
+    Each subclass is for one kind of sampler. Callers of methods with a buffer hold its lock.
     """
 
     prioritized = False
     options: ClassVar[Mapping[str, Any]] = {}
-    """Options of the sampler and the values with which its draws are independent."""
+    """The options of the sampler, with the values that make its draws independent."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
 
     def check(self) -> None:
-        """Raise ValueError if the sampler has options with which its draws do not divide."""
+        """Raise ValueError if options of the sampler prevent the division of its draws."""
         for name, expected in self.options.items():
             found = getattr(self.sampler, name)
             if found != expected:
                 raise ValueError(
                     f"expected {name}={expected!r} of a {type(self.sampler).__name__} for shards, "
-                    f"which know of one another only how likely they are, got {found!r}"
+                    f"which know only the masses of one another, got {found!r}"
                 )
 
     def terms(self, batch_size: int | None) -> Terms | None:
-        """What masses for batches of that size depend on; None where a size is needed to tell."""
+        """Return the terms of masses for this batch size.
+
+        The result is None if the terms depend on a batch size and ``batch_size`` is None.
+        """
         return Terms()
 
     def draws(self, batch_size: int) -> int:
-        """Number of independent draws in a batch; RuntimeError where they do not fill it."""
+        """Return the number of independent draws in a batch.
+
+        Raises:
+            RuntimeError: whole draws cannot fill a batch of that size.
+        """
         return batch_size
 
     @abstractmethod
     def measure(self, buffer: ReplayBuffer, storage: Storage, terms: Terms) -> Measured:
-        """The mass of what a buffer has."""
+        """Return the mass of the rows of a buffer."""
 
     def draw(self, buffer: ReplayBuffer, count: int, terms: Terms, lent: Lent) -> Drawn:
-        """Draws ``count`` times as the buffer's sampler does."""
+        """Draw ``count`` times with the buffer's sampler."""
         return buffer._draw(count, lent)
 
     def values(self, buffer: ReplayBuffer, drawn: Drawn) -> torch.Tensor | None:
-        """``v`` of each draw, float64 on the CPU; None without priorities."""
+        """Return ``v`` of each draw, float64 on the CPU, or None without priorities."""
         return None
 
 
 class Uniform(DrawLaw):
-    """Every row that the transforms allow is as likely: the mass is their number."""
+    """The rule for draws of equally likely rows.
+
+    The mass is the number of eligible rows.
+    """
 
     def measure(self, buffer: ReplayBuffer, storage: Storage, terms: Terms) -> Measured:
         needs = buffer._needs
@@ -104,7 +117,10 @@ class Uniform(DrawLaw):
 
 
 class Windows(DrawLaw):
-    """Windows inside episodes: the mass is their number, or what else the measure counts."""
+    """The rule for draws of windows inside episodes.
+
+    The mass is the number of windows or episodes, depending on the sampler's ``measure``.
+    """
 
     options: ClassVar = {"draw": "iid", "recent": None, "strict_lanes": False}
 
@@ -139,7 +155,7 @@ class Windows(DrawLaw):
 
 
 class Proportional(DrawLaw):
-    """By priority: the mass is the sum of ``v``."""
+    """The rule for draws by priority; the mass is the sum of ``v``."""
 
     prioritized = True
     options: ClassVar = {"stratified": False, "max_priority_within_buffer": False}
@@ -169,7 +185,7 @@ class Proportional(DrawLaw):
         window = drawn.info.get(SEQUENCE_ID)
         if window is not None:
             mask = drawn.info.get(MASK)
-            if mask is not None:  # a window that is padded before its first row
+            if mask is not None:  # this window is padded before its first row
                 start, window = start[mask], window[mask]
             first = torch.ones_like(window, dtype=torch.bool)
             first[1:] = window[1:] != window[:-1]
@@ -178,7 +194,10 @@ class Proportional(DrawLaw):
 
 
 class ProportionalWindows(Proportional):
-    """By priority of the row with which a window starts: the sum of ``v`` over such rows."""
+    """The rule for draws of windows by the priorities of their first rows.
+
+    The mass is the sum of ``v`` over all possible first rows.
+    """
 
     options: ClassVar = {"draw": "iid", "stratified": False, "recent": None} | Proportional.options
 
@@ -205,8 +224,7 @@ class ProportionalWindows(Proportional):
 
 @contextlib.contextmanager
 def _windows_of(sampler: Any, length: int) -> Iterator[None]:
-    """While a shard draws its share of a batch, the slices have the length that those of the
-    whole batch have."""
+    """Set the slice length of the whole batch while a shard draws its share."""
     slicing = sampler._slicing
     before, slicing.size = slicing.size, SliceSize(None, length)
     try:
@@ -227,15 +245,14 @@ LAWS: Final[dict[str, type[DrawLaw]]] = {
     "prioritized rows": Proportional,
     "prioritized windows": ProportionalWindows,
 }
-"""The laws by the names that the registry has for them."""
+"""The rules by the registered names of the samplers."""
 
 
 def law_of(sampler: Sampler) -> DrawLaw:
-    """Returns the law of a sampler.
+    """Return the draw rule of a sampler.
 
     Raises:
-        ValueError: what it draws does not divide among shards: draws that are not independent, or
-            a class whose law is not known here.
+        ValueError: the draws of the sampler are not independent, or no rule exists for its class.
     """
     entry = entry_of(type(sampler))
     if entry is None or entry.law is None:
@@ -252,18 +269,19 @@ def law_of(sampler: Sampler) -> DrawLaw:
 def _refuse_static(sampler: Any) -> None:
     if sampler._slicing.boundaries._ends is not None:
         raise ValueError(
-            "expected keys of columns to tell episodes by in a sampler for shards, got ends= or "
-            "trajectories=, which are of the rows of one storage"
+            "expected a sampler for shards that finds episodes by keys of columns, got ends= or "
+            "trajectories=, which belong to the rows of one storage"
         )
 
 
 @dataclass(frozen=True)
 class ShardRecipe:
-    """What every shard is made of: factories, since each has parts of its own.
+    """The factories from which each shard makes separate parts.
 
     Attributes:
-        terms: what masses are measured in when nobody says; None: not without being asked.
-        timeout: seconds within which clients are done with a call, or give it up.
+        terms: the terms of masses until a client asks for other terms. With None, no mass is
+            measured until then.
+        timeout: seconds after which a client has finished a call or given up.
     """
 
     storage: Callable[[], Any]
@@ -279,10 +297,10 @@ class ShardRecipe:
     timeout: float = 60.0
 
     def make(self) -> ReplayBuffer:
-        """Returns a new buffer.
+        """Return a new buffer.
 
         Raises:
-            ValueError: parts that do not divide among shards; says which and why.
+            ValueError: a part cannot be used in shards; the error names the part and the reason.
         """
         buffer = ReplayBuffer(
             storage=self.storage,
@@ -296,51 +314,55 @@ class ShardRecipe:
         if not isinstance(storage, ColumnStorage) or storage.ndim > 1:
             raise ValueError(
                 "expected a tensor or memmap storage with ndim=1 for shards, got "
-                f"{storage!r}; lanes are told apart by shard_key= and lane_key="
+                f"{storage!r}; shard_key= and lane_key= distinguish streams"
             )
         mismatch = getattr(storage, "on_mismatch", None)
         if getattr(storage, "dedup_next", False) and mismatch == "error":
             raise ValueError(
-                "expected on_mismatch='dense' with dedup_next for shards, got 'error': others have "
-                "stored their parts of a batch when one refuses its own"
+                "expected on_mismatch='dense' with dedup_next for shards, got 'error': when one "
+                "shard refuses its part of a batch, others have stored theirs"
             )
         if not writer.keeps_order:
             raise ValueError(
-                f"expected a writer that keeps the order for shards, got a {type(writer).__name__}"
+                "expected a writer for shards that keeps the order of rows, got a "
+                f"{type(writer).__name__}"
             )
         law_of(buffer.sampler)
         if self.shard_key is None and (
             buffer.sampler.needs_write_order or buffer._chain.spans_rows
         ):
             raise ValueError(
-                "expected shard_key= with slices, and with transforms that read the rows around, "
-                "hold rows back or follow what is written: without it the rows of an episode go to "
+                "expected shard_key= with slices, and with transforms that read neighbouring rows, "
+                "hold rows back or follow writes: without it the rows of an episode go to "
                 "different shards"
             )
         return buffer
 
     def folder(self, shard: int) -> Path | None:
-        """Where a shard keeps its own checkpoint."""
+        """Return the directory of a shard's own checkpoint, or None without checkpoints."""
         if self.checkpoint_dir is None:
             return None
         return Path(self.checkpoint_dir).expanduser() / f"shard-{shard:05d}"
 
 
 _MOST = 2**62
-"""Counts are sums of what is less, in 64 bits."""
+"""The exclusive limit of a count.
+
+The sum of two counts below the limit fits into 64 bits.
+"""
 _MOST_SHARDS = 2**20
 
 
 def check_head(head: object) -> None:
-    """Looks at the part of a manifest that names the checkpoints of the shards.
+    """Check the part of a manifest that names the checkpoints of the shards.
 
     Raises:
-        ValueError: it is nothing that a save can have written, or the rows are of a class that
-            this program has not loaded; says which entry.
+        ValueError: no save can have written this part, or the program has not loaded the class of
+            the rows. The error names the entry.
     """
     said = head if isinstance(head, Mapping) else {}
     save, shards, rows = said.get("save"), said.get("num_shards"), said.get("rows")
-    # The name of a folder: of our own making, so that nothing is opened outside of the directory.
+    # The entry is the name of a folder. The pattern prevents access to files outside the directory.
     if not (isinstance(save, str) and re.fullmatch("[0-9a-f]{32}", save)):
         raise ValueError(f"expected the name of a save, got {save!r}")
     if type(shards) is not int or not 1 <= shards <= _MOST_SHARDS:
@@ -354,14 +376,14 @@ def check_head(head: object) -> None:
 
 
 def check_common(said: Mapping[str, Any]) -> None:
-    """Looks at what a checkpoint and a ``state_dict`` say alike of the client.
+    """Check the client's entries in a checkpoint or a ``state_dict``.
 
     Raises:
-        ValueError: as of ``check_head``.
+        ValueError: the same as for ``check_head``.
     """
     dealt, generator, layout = (said.get(name) for name in ("dealt", "generator", "layout"))
     if not _is_count(dealt):
-        raise ValueError(f"expected how many rows were dealt out, got {dealt!r}")
+        raise ValueError(f"expected the number of rows dealt to shards, got {dealt!r}")
     if generator is not None:
         try:
             torch.Generator().set_state(generator.clone())
@@ -369,19 +391,22 @@ def check_common(said: Mapping[str, Any]) -> None:
             raise ValueError(f"expected the state of a generator, got {error}") from None
     if layout is not None:
         from_json(layout)
-    Pace.check_state(said.get("pace"))
+    LimiterQueue.check_state(said.get("pace"))
 
 
 def checked_own(said: object) -> tuple[int, list[Any]]:
-    """Returns how many rows a shard had been written before its ledger began, and the writes that
-    were under way, of its own checkpoint.
+    """Return the entries ``before`` and ``writes`` of a shard's own checkpoint.
+
+    ``before`` is the number of rows that were written before row id 0 of the shard's ledger.
+    ``writes`` are the writes under way.
 
     Raises:
-        ValueError: it says something else.
+        ValueError: an entry is missing or wrong.
     """
     known = said if isinstance(said, Mapping) else {}
     before, writes = known.get("before"), known.get("writes")
-    # Less than nothing where a load has left out rows: what was written goes on from there.
+    # `before` is negative if a load has dropped rows. Row ids count such rows, but
+    # `ShardFacts.written` does not.
     if type(before) is not int or not -_MOST < before < _MOST:
         raise ValueError(f"expected the number of rows before, got {before!r}")
     if not (isinstance(writes, list) and all(map(_is_write, writes))):

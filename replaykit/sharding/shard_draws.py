@@ -1,4 +1,4 @@
-"""Draw from shards by their masses, and request batches ahead."""
+"""Draw from shards in proportion to their masses, and prefetch batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from replaykit.errors import NotEnoughData, RateLimiterTimeout
 from replaykit.sharding.protocol import ShardDied, ShardFacts, ShardPart, ShardSilent, Terms
 from replaykit.sharding.routing import Share, batch_of
-from replaykit.sharding.shard_pacing import Told
+from replaykit.sharding.shard_pacing import ShardCounts
 from replaykit.sharding.shards import ShardReply
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ __all__ = [
 
 
 class ShardTable:
-    """The newest facts of every shard that are known here; thread-safe.
+    """The newest known facts of every shard. Thread-safe.
 
     Attributes:
-        incarnations: which one of every shard the facts are of.
+        incarnations: for each shard, the incarnation that the facts describe.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -47,14 +47,15 @@ class ShardTable:
         self._facts: list[ShardFacts | None] = [None] * num_shards
         self._heard = [-float("inf")] * num_shards
         self._there = [True] * num_shards
-        self._told: dict[tuple[int, int], int] = {}  # rows written to those that have died
+        self._told: dict[tuple[int, int], int] = {}  # rows written to dead incarnations
 
     def learn(self, shard: int, incarnation: int, facts: ShardFacts) -> tuple[int, int] | None:
-        """Takes facts over, unless newer ones are known.
+        """Store facts, unless newer facts are known.
 
         Returns:
-            Rows written and stored, where the facts are of an incarnation that is noted as dead,
-            and say that it was written more than ``lost`` knew: an answer that was taken later.
+            The numbers of rows written and stored if these facts correct the numbers of a death,
+            otherwise None. This happens if an answer is read after the death of its sender was
+            noticed, and counts more written rows than ``lost`` returned.
         """
         with self._lock:
             known = self._facts[shard]
@@ -70,8 +71,10 @@ class ShardTable:
             return None
 
     def lost(self, shard: int, incarnation: int) -> tuple[int, int] | None:
-        """Notes that a shard has died; returns how many rows it is known to have had written and
-        stored, or None where the death is known already."""
+        """Record a death; return the known numbers of rows written and stored.
+
+        The result is None if the death was already known.
+        """
         with self._lock:
             if incarnation != self.incarnations[shard] or not self._there[shard]:
                 return None
@@ -82,25 +85,28 @@ class ShardTable:
             return told
 
     def back(self, shard: int, incarnation: int) -> None:
-        """Notes that a shard is there again; what it holds it has to be asked."""
+        """Record that a shard is live again, with unknown facts."""
         with self._lock:
             self.incarnations[shard], self._there[shard] = incarnation, True
             self._facts[shard], self._heard[shard] = None, -float("inf")
 
     def facts(self, shard: int) -> ShardFacts | None:
-        """The newest facts of a shard, also of one that has died."""
+        """Return the newest facts of a shard, even if it has died."""
         return self._facts[shard]
 
     def is_there(self, shard: int) -> bool:
-        """Whether the shard is not known to have died."""
+        """Return whether the shard is live, as far as the client knows."""
         return self._there[shard]
 
     def there(self) -> list[int]:
-        """The shards that are not known to have died."""
+        """Return the live shards, as far as the client knows."""
         return [shard for shard in range(self.num_shards) if self._there[shard]]
 
     def old(self, terms: Terms | None, max_age: float) -> list[int]:
-        """The shards of which there is no mass in these terms that is younger than ``max_age``."""
+        """Return the live shards whose mass is unknown or older than ``max_age`` seconds.
+
+        A mass in other terms counts as unknown.
+        """
         oldest = time.monotonic() - max_age
         found = []
         for shard in self.there():
@@ -111,10 +117,10 @@ class ShardTable:
         return found
 
     def masses(self, terms: Terms) -> list[float] | None:
-        """The mass of every shard in these terms; 0 of those that are not there.
+        """Return the mass of every shard in these terms, with 0 for dead shards.
 
-        None where a shard is there whose mass is not known in these terms: what another thread has
-        asked or learned since may be in others.
+        The result is None if the mass of a live shard is not known in these terms. Another thread
+        may have asked for masses in other terms meanwhile.
         """
         found: list[float] = []
         with self._lock:
@@ -124,18 +130,23 @@ class ShardTable:
                 found.append(facts.mass if there and facts is not None else 0)
         return found
 
-    def told(self) -> list[Told]:
-        """What is known of the rows of every shard that is there."""
+    def counts(self) -> list[ShardCounts]:
+        """Return the known row counts of the live shards."""
         with self._lock:
             known = zip(self._facts, self._there, self.incarnations, strict=True)
             return [
-                Told(shard, incarnation, facts.version, facts.written, facts.rows, facts.loads)
+                ShardCounts(
+                    shard, incarnation, facts.version, facts.written, facts.rows, facts.loads
+                )
                 for shard, (facts, there, incarnation) in enumerate(known)
                 if there and facts is not None
             ]
 
     def most(self) -> float:
-        """The largest raw priority ever set, at least 1: what new rows get."""
+        """Return the largest raw priority ever set in any shard, at least 1.
+
+        It is the default priority of new rows.
+        """
         with self._lock:
             return max((facts.most for facts in self._facts if facts is not None), default=1.0)
 
@@ -143,9 +154,10 @@ class ShardTable:
 def choose(
     masses: list[float], count: int, generator: torch.Generator | None
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Draws shards in proportion to their masses, int64 ``[count]``; one has a mass.
+    """Draw shards in proportion to their masses, int64 ``[count]``.
 
-    Counts are drawn exactly, as integers; sums of ``v`` in float64, as a tree is searched.
+    At least one mass must be positive. If the masses are counts, the draw uses exact integer
+    arithmetic. If they are sums of ``v``, it uses float64, like the search in a sum tree.
     """
     upto = np.cumsum(np.asarray(masses))
     device = "cpu" if generator is None else generator.device
@@ -155,7 +167,7 @@ def choose(
     else:
         part = torch.rand(count, dtype=torch.float64, generator=generator, device=device)
         point = part.cpu().numpy() * upto[-1]
-    last = int(np.flatnonzero(np.asarray(masses))[-1])  # which rounding may go beyond
+    last = int(np.flatnonzero(np.asarray(masses))[-1])  # rounding could give a later shard
     return np.minimum(np.searchsorted(upto, point, side="right"), last)
 
 
@@ -163,18 +175,20 @@ _SEEDS = 2**62
 
 
 class Draws:
-    """Makes the batches of one client.
+    """The draws of one client.
 
-    A draw of one big buffer is a draw of a shard with ``mass / sum of masses``, and of a row by the
-    shard itself. All shards are asked, also those with no draw: their answers keep the table young,
-    and importance weights need the smallest ``v`` of all.
+    To draw like a single buffer, the client draws a shard by its mass, and that shard draws a row.
+    The client sends a request to every shard, even to shards without draws in the batch. Their
+    answers keep the table up to date. Importance weights also need the smallest ``v`` of all
+    shards.
 
-    Where a shard has died, or has nothing to draw from any more, its draws are made again among the
-    others, so that the batch is one of the rows that are there.
+    If a shard has died or has no eligible rows left, its draws are repeated among the other shards.
+    So the batch has the distribution of the remaining rows.
 
     Args:
-        seeded: what to draw with; None: the client's generator.
-        generations: whether batches have those of their rows in any case.
+        seeded: the random generator of the draws, or None for the client's generator.
+        generations: True to return the generations of rows even if neither the writer nor the
+            sampler needs them.
     """
 
     def __init__(
@@ -188,23 +202,23 @@ class Draws:
 
     @property
     def generator(self) -> torch.Generator | None:
-        """What shards and seeds are drawn with."""
+        """The generator that draws shards and their seeds."""
         return self._client.generator if self._seeded is None else self._seeded
 
     def next(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
-        """Returns rows and what is known of them."""
+        """Return the rows of a batch, and the information about them."""
         return self.begun(batch_size).get()
 
     def refresh(self, batch_size: int) -> None:
-        """Asks the shards whose masses are too old for a draw."""
+        """Request new masses from shards whose masses are too old for a draw."""
         client = self._client
         client._members.refresh(client._law.terms(batch_size), client._settings.max_age)
 
     def begun(self, batch_size: int, *, patient: bool = True) -> Pending:
-        """Returns a batch that the shards have been asked for.
+        """Request a batch from the shards; return the pending batch.
 
-        ``patient``: waits until masses are known by which shards can be drawn. Otherwise the batch
-        whose masses are not known waits for them when it is asked for.
+        ``patient``: whether to wait until the masses of all shards are known and one is positive.
+        Otherwise, if they are not known, ``Pending.get`` sends the request later.
         """
         client = self._client
         terms = client._law.terms(batch_size)
@@ -220,23 +234,26 @@ class Draws:
         return pending
 
     def _known(self, terms: Terms, until: float) -> list[float]:
-        """Masses of all shards in these terms; asks those of which only others are known.
+        """Return the masses of all shards in these terms; request them if necessary.
 
         Raises:
-            TimeoutError: threads that share the client ask in other terms all the time.
+            TimeoutError: other threads with this client keep asking for masses in other terms.
         """
         members = self._client._members
         while (masses := members.table.masses(terms)) is None:
             if time.monotonic() >= until:
                 raise TimeoutError(
-                    f"no masses of all shards in {terms} within {members.timeout} s: threads that "
-                    "draw differently need clients of their own"
+                    f"no masses of all shards in {terms} within {members.timeout} s: threads with "
+                    "different settings need separate clients"
                 )
             members.refresh(terms, float("inf"))
         return masses
 
     def _masses(self, terms: Terms, batch_size: int, until: float) -> list[float]:
-        """Masses of which one is above 0; waits for shards where none is there."""
+        """Return masses of which at least one is positive.
+
+        If no mass is positive, wait for restarts of shards.
+        """
         members = self._client._members
         while True:
             masses = self._known(terms, until)
@@ -253,7 +270,7 @@ class Draws:
                 self._refuse(terms, batch_size)
 
     def _least(self, shares: list[Share]) -> float:
-        """The smallest probability of a stored row that could be drawn, in the unit of ``v``."""
+        """Return the smallest probability of an eligible row, expressed as ``v``."""
         table = self._client._members.table
         least = [share.part.facts.smallest * share.likelier for share in shares]
         drawn = {share.shard for share in shares}
@@ -264,7 +281,7 @@ class Draws:
         return min(least)
 
     def possible(self, batch_size: int) -> bool:
-        """Whether there is anything to draw from."""
+        """Return whether a batch can be drawn."""
         client = self._client
         try:
             terms = client._law.terms(batch_size)
@@ -276,7 +293,10 @@ class Draws:
         return any(self._known(terms, time.monotonic() + client._members.timeout))
 
     def _refuse(self, terms: Terms, batch_size: int) -> None:
-        """Raises what the largest shard says of a draw; all of them are there."""
+        """Raise the error that a draw from the largest shard raises.
+
+        All shards are live.
+        """
         members = self._client._members
         rows = [self._client._rows_of(shard) for shard in range(members.table.num_shards)]
         if not any(rows):
@@ -284,7 +304,7 @@ class Draws:
         largest = rows.index(max(rows))
         draws = self._client._law.draws(batch_size)
         try:
-            members.take(largest, members.send(largest, "draw", draws, terms, 0, True))
+            members.receive(largest, members.send(largest, "draw", draws, terms, 0, True))
         except ShardDied:
             return
         except (RuntimeError, KeyError) as error:
@@ -295,10 +315,10 @@ class Draws:
 
 
 class Pending:
-    """A batch under way: what each shard was asked for, and what has come. Not thread-safe.
+    """A batch under way, with requests to shards and their answers. Not thread-safe.
 
     Attributes:
-        was_sent: whether shards have been asked for it.
+        was_sent: whether the requests to the shards have been sent.
     """
 
     def __init__(self, draws: Draws, batch_size: int, terms: Terms, count: int) -> None:
@@ -311,10 +331,10 @@ class Pending:
         self.was_sent = False
 
     def ask(self, masses: list[float] | None = None) -> None:
-        """Draws shards for what has not come yet, and sends to all of them.
+        """Draw a shard for each missing draw, and send a request to every live shard.
 
         Args:
-            masses: of all shards; None: waits until there are some.
+            masses: the masses of all shards, or None to wait until one is positive.
         """
         client = self._draws._client
         members = client._members
@@ -336,14 +356,16 @@ class Pending:
         self.was_sent = True
 
     def get(self, within: float | None = None) -> tuple[Any, dict[Any, Any]]:
-        """Waits, and returns rows and what is known of them; once.
+        """Wait for the batch; return its rows and the information about them.
+
+        This method may return only once.
 
         Args:
-            within: seconds to wait for an answer; None: those of the client.
+            within: seconds to wait for an answer, or None for the timeout of the client.
 
         Raises:
-            ShardSilent: a shard has not answered; what has come is kept for the next call.
-                Otherwise as ``ShardedClient.sample``.
+            ShardSilent: a shard has not answered. The next call continues with the answers so far.
+            Other errors are the same as those of ``ShardedClient.sample``.
         """
         client = self._draws._client
         while len(self._left):
@@ -359,7 +381,7 @@ class Pending:
         for shard, sent in list(self._sent.items()):
             part: ShardPart | None = None
             with contextlib.suppress(ShardDied):
-                part = members.take(shard, sent, within)
+                part = members.receive(shard, sent, within)
             del self._sent[shard]
             if part is not None and part.data is not None:
                 numbers = self._left[self._shards == shard]
@@ -369,7 +391,7 @@ class Pending:
         self._sent = None
 
     def has_come(self) -> bool:
-        """Whether ``get`` would most likely not wait."""
+        """Return whether ``get`` would probably return without waiting."""
         return self._sent is not None and all(reply.is_there() for _, reply in self._sent.values())
 
 
@@ -377,13 +399,13 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
 class ShardRequests:
-    """Keeps ``depth`` batches of the client's own size under way, and hands them out in order.
+    """The queue of a client's prefetched batches, which have the default size.
 
-    Shards and rows are drawn when a batch is asked for, in the order in which the batches are
-    handed out: with the same masses and rows they are those that would be drawn without. A batch
-    that will not be handed out gives its random numbers back, if nobody has used others since.
-
-    ``_lock`` guards the queue and the draws; nobody waits for an answer with it.
+    The queue holds up to ``depth`` batches. Shards and rows are drawn when a batch is requested, in
+    the order of delivery. If masses and rows do not change, the draws equal those of a client
+    without prefetching. When a batch is dropped, its random numbers are rolled back, unless more
+    numbers were drawn since. ``_lock`` guards the queue and the draws. No thread holds it while it
+    waits for an answer.
     """
 
     def __init__(self, client: Sampled, draws: Draws, depth: int) -> None:
@@ -395,27 +417,27 @@ class ShardRequests:
         return len(self._under_way)
 
     def take(self, batch_size: int) -> Pending:
-        """Returns the oldest batch under way, and asks for further ones."""
+        """Return the oldest batch under way, and request more batches."""
         return self._take(batch_size).pending
 
     def _take(self, batch_size: int) -> PendingBatch:
         self._draws.refresh(batch_size)
         with self._lock:
-            # Those for which there was nothing to draw from are tried again.
+            # Batches that were not sent for lack of known masses are requested again.
             self._under_way = deque(one for one in self._under_way if one.pending.was_sent)
             while len(self._under_way) <= self.depth:
                 self._under_way.append(self.asked(batch_size))
             return self._under_way.popleft()
 
     def next(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
-        """Waits for the oldest batch.
+        """Wait for the oldest batch, and return it.
 
-        One that failed may have been asked for too early: the next one is taken, at last one that
-        is asked for now.
+        If that batch fails, it may have been requested too early. The call then tries the next
+        batches, and finally a batch that it requests itself.
 
         Raises:
-            ShardSilent: a shard has not answered; the batch stays under way. Otherwise what a
-                batch raises that was asked for after this call.
+            ShardSilent: a shard has not answered; the batch stays under way.
+            Exception: the error of the batch that this call has requested itself.
         """
         with self._lock:
             early = set(self._under_way)
@@ -432,8 +454,7 @@ class ShardRequests:
                     raise
 
     def asked(self, batch_size: int) -> PendingBatch:
-        """A batch that the shards have been asked for, if their masses are known; it is not among
-        those that are handed out."""
+        """Request a batch if masses are known; do not add it to the queue."""
         before = self._random().get_state()
         pending = self._draws.begun(batch_size, patient=False)
         return PendingBatch(pending, before, self._random().get_state())
@@ -443,34 +464,38 @@ class ShardRequests:
         return torch.default_generator if generator is None else generator
 
     def state(self) -> torch.Tensor:
-        """The state of the generator with which the batches that follow would be drawn again."""
+        """Return the state of the generator before the draws of the batches under way."""
         with self._lock:
             return self._under_way[0].before if self._under_way else self._random().get_state()
 
     def drop(self) -> None:
-        """Forgets what is under way."""
+        """Drop all batches under way."""
         with self._lock:
             if self._under_way:
                 self.undo(self._under_way[0], self._under_way[-1])
             self._under_way.clear()
 
     def undo(self, first: PendingBatch, last: PendingBatch) -> None:
-        """Gives back the random numbers of batches that follow one another, if nobody has used
-        others since."""
+        """Roll back the random numbers of consecutive batches.
+
+        If other numbers were drawn since, this does nothing.
+        """
         random = self._random()
         if torch.equal(random.get_state(), last.after):
             random.set_state(first.before)
 
 
 class PendingBatch:
-    """A batch under way, and the states of the generator around its draw."""
+    """A batch under way, with the generator states before and after its draw."""
 
     def __init__(self, pending: Pending, before: torch.Tensor, after: torch.Tensor) -> None:
         self.pending, self.before, self.after = pending, before, after
 
 
 class ShardedResult:
-    """What a call will return: wait for it with ``result()``, or with ``await``. Thread-safe.
+    """The future result of a call. Thread-safe.
+
+    Get the result with ``result()`` or ``await``.
 
     Example:
         >>> import asyncio, torch
@@ -495,24 +520,33 @@ class ShardedResult:
         self._known = False
 
     def done(self) -> bool:
-        """Whether ``result`` would not wait, but for shards that have died meanwhile."""
+        """Return whether ``result`` would return without waiting.
+
+        It may still wait if a shard has died.
+        """
         return self._known or self._come()
 
     def result(self, timeout: float | None = None) -> Any:
-        """Returns what the call returned.
+        """Return the result of the call.
 
         Args:
-            timeout: seconds to wait for a shard, and for a rate limiter; None: the ``timeout`` of
-                the buffer, and for a rate limiter without end.
+            timeout: seconds to wait for a shard, and for a rate limiter. With None the wait for a
+                shard is limited by the ``timeout`` of the buffer, and the wait for a rate limiter
+                is unlimited.
 
         Raises:
-            TimeoutError: a shard has not answered, or a RateLimiterTimeout; may be asked for again.
-                Otherwise whatever the call raised.
+            TimeoutError: a shard has not answered. ``result`` may be called again.
+            RateLimiterTimeout: a rate limiter has not admitted the call. ``result`` may be called
+                again.
+            Errors of the call itself are raised as well.
         """
         return self._result(timeout, timeout)
 
     def _result(self, timeout: float | None, held_up: float | None) -> Any:
-        """``held_up``: seconds to wait for a rate limiter."""
+        """Return the result.
+
+        The method waits at most ``held_up`` seconds for a rate limiter.
+        """
         with self._lock:
             if not self._known:
                 try:
@@ -530,8 +564,11 @@ class ShardedResult:
         return self._awaited().__await__()
 
     async def _awaited(self) -> Any:
-        """Holds no thread while a rate limiter holds it up: those of a loop are few, and what lets
-        it go on may need one too."""
+        """Wait for the result in a coroutine.
+
+        While a rate limiter delays the call, no thread waits. The event loop has few threads, and
+        the call that ends the delay may need one.
+        """
         pause = _FIRST_PAUSE_S
         while True:
             try:

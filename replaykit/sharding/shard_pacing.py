@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from replaykit.pace import INSERT, SAMPLE, Pace, RateLimiter
+from replaykit.pace import INSERT, SAMPLE, LimiterQueue, RateLimiter
 from replaykit.sharding.protocol import ShardFacts
 
 __all__ = [
@@ -23,14 +23,14 @@ __all__ = [
     "PaceKeeper",
     "Paced",
     "RayPace",
+    "ShardCounts",
     "ShardsPace",
-    "Told",
     "answer_of",
 ]
 
 
-class Told(NamedTuple):
-    """What a client knows of a shard: of ``ShardFacts`` what rows are counted by."""
+class ShardCounts(NamedTuple):
+    """The counts of a shard that a client knows, taken from ``ShardFacts``."""
 
     shard: int
     incarnation: int
@@ -41,48 +41,55 @@ class Told(NamedTuple):
 
 
 class PaceKeeper(Protocol):
-    """Who counts for all clients of a sharded buffer, and lets them go on.
+    """The counter for all clients of a sharded buffer, which admits their calls.
 
-    ``told`` is what the caller knows of the shards: rows written since count as inserted.
+    The argument ``reports`` has the caller's counts of the shards. Rows in them that were not
+    counted before are counted as inserted.
     """
 
     limiter: RateLimiter
     far: bool
-    """Whether a question takes a message."""
+    """True if each call sends a message to another process."""
 
     def admit(self, side: int, count: int, timeout: float | None) -> tuple[Any, bool]:
-        """Waits until ``count`` rows may be inserted or sampled; returns the name of this right,
-        and whether it was there at once.
+        """Wait until ``count`` rows may be inserted or sampled.
+
+        Returns:
+            The name of the right, and whether the right was available at once.
 
         Raises:
-            RateLimiterTimeout: they may not yet. ValueError: they never will.
-            RuntimeError: the buffer was shut down. TimeoutError: nobody answers.
+            RateLimiterTimeout: the timeout has passed.
+            ValueError: the limiter can never admit so many rows.
+            RuntimeError: the buffer was shut down.
+            TimeoutError: the supervisor does not answer.
         """
 
-    def end(self, name: Any, side: int, count: int, sampled: int, told: list[Told]) -> None:
-        """Gives a right back, of which so many samples were delivered; does not wait.
+    def end(
+        self, name: Any, side: int, count: int, sampled: int, reports: list[ShardCounts]
+    ) -> None:
+        """End a right, and count the delivered samples; do not wait.
 
-        ``name``: None for what nobody waited for.
+        ``name``: the name of the right, or None for rows that were stored without a right.
         """
 
     def may(self, side: int, count: int) -> bool:
-        """Whether ``count`` rows would be admitted now."""
+        """Return whether ``count`` rows would be admitted now."""
 
-    def emptied(self, told: list[Told], counting_on: bool) -> None:
-        """Told that all rows were let go."""
+    def emptied(self, reports: list[ShardCounts], counting_on: bool) -> None:
+        """Reset the limiter after all rows were removed."""
 
     def stats(self) -> dict[str, Any]:
-        """What ``Pace.stats`` says."""
+        """Return the entries of ``LimiterQueue.stats``."""
 
-    def state(self, told: list[Told]) -> dict[str, int]:
-        """What ``Pace.state`` says, with all that is told."""
+    def state(self, reports: list[ShardCounts]) -> dict[str, int]:
+        """Return ``LimiterQueue.state``, with all reports counted."""
 
-    def load(self, state: Mapping[str, int] | None, told: list[Told]) -> None:
-        """Goes on from a state that was checked, with the rows that were loaded."""
+    def load(self, state: Mapping[str, int] | None, reports: list[ShardCounts]) -> None:
+        """Continue from a checked state, with the rows that were loaded."""
 
 
 class _Counted:
-    """What is counted of one incarnation of a shard."""
+    """The counts of one incarnation of a shard."""
 
     def __init__(self, incarnation: int, facts: ShardFacts) -> None:
         self.incarnation, self.version = incarnation, facts.version
@@ -91,53 +98,54 @@ class _Counted:
 
 
 class ShardsPace:
-    """The counts of one buffer whose rows lie in shards. Thread-safe; nothing here waits.
+    """The insert and sample counts of a sharded buffer. Thread-safe.
 
-    What is inserted follows from how many rows shards say they have written, not from what writers
-    say: answers that come twice, late, in any order or from anybody count a row once, also one
-    whose writer has died before it could tell.
+    No method waits. Inserts are computed from the written rows that shards report, not from the
+    calls of writers. So each row counts exactly once, even if answers arrive twice, late, out of
+    order or through another client. A row counts even if its writer dies before it can report the
+    row.
 
     Args:
-        limiter: the law.
-        facts: of all shards, as they begin.
+        limiter: the rate limiter to apply.
+        facts: the facts of all shards at the start.
 
     Example:
         >>> from replaykit.pace import INSERT, SAMPLE, RateLimiter
         >>> from replaykit.sharding.protocol import ShardFacts
-        >>> from replaykit.sharding.shard_pacing import ShardsPace, Told
+        >>> from replaykit.sharding.shard_pacing import ShardsPace, ShardCounts
         >>> pace = ShardsPace(RateLimiter.queue(4), [ShardFacts(0, 0, 9, None, 0, 0.0, 1.0, 0)] * 2)
         >>> pace.attempt(INSERT, 3), pace.attempt(INSERT, 2), pace.attempt(SAMPLE, 1)
         (True, False, False)
-        >>> pace.ended(INSERT, 3, 0, [Told(0, 0, 1, 2, 2), Told(1, 0, 1, 1, 1)])
+        >>> pace.ended(INSERT, 3, 0, [ShardCounts(0, 0, 1, 2, 2), ShardCounts(1, 0, 1, 1, 1)])
         >>> pace.attempt(SAMPLE, 3), pace.pace.state()
         (True, {'inserts': 3, 'samples': 0})
     """
 
     def __init__(self, limiter: RateLimiter, facts: list[ShardFacts]) -> None:
-        self.limiter, self.pace = limiter, Pace(limiter)
+        self.limiter, self.pace = limiter, LimiterQueue(limiter)
         self._lock = threading.Lock()
         self._shards = [_Counted(0, one) for one in facts]
-        self._dead: dict[tuple[int, int], int] = {}  # rows counted of those that have died
+        self._dead: dict[tuple[int, int], int] = {}  # counted rows of dead incarnations
         self.pace.start_from(self.size())
 
     def size(self) -> int:
-        """Rows in the shards that are there, as far as anybody has told."""
+        """Return the number of rows in live shards, according to the clients' reports."""
         return sum(one.rows for one in self._shards if one.is_there)
 
     def attempt(self, side: int, count: int) -> bool:
-        """Admits rows at once, or not at all."""
+        """Admit rows if no wait is necessary; return whether they are admitted."""
         with self._lock:
             return self.pace.attempt(side, count, self.size())
 
     def may(self, side: int, count: int) -> bool:
-        """Whether rows would be admitted."""
+        """Return whether rows would be admitted now."""
         with self._lock:
             return self.pace.may(side, count, self.size())
 
-    def ended(self, side: int, count: int, sampled: int, told: Iterable[Told]) -> None:
-        """Rows that were admitted are not under way any more, and so many were sampled."""
+    def ended(self, side: int, count: int, sampled: int, reports: Iterable[ShardCounts]) -> None:
+        """End the right to ``count`` rows; count new rows and ``sampled`` samples."""
         with self._lock:
-            written = self._learned(told)
+            written = self._learned(reports)
             if side == INSERT:
                 self.pace.end(INSERT, count, written)
             else:
@@ -145,14 +153,14 @@ class ShardsPace:
                     self.pace.end(INSERT, 0, written)
                 self.pace.end(SAMPLE, count, sampled)
 
-    def _learned(self, told: Iterable[Told]) -> int:
-        """Takes over what is new, and returns how many rows were written that nobody knew of."""
+    def _learned(self, reports: Iterable[ShardCounts]) -> int:
+        """Store new counts; return the number of written rows not counted before."""
         found = 0
-        for shard, incarnation, version, written, rows, loads in told:
+        for shard, incarnation, version, written, rows, loads in reports:
             now = self._shards[shard]
             if incarnation == now.incarnation:
                 if version > now.version:
-                    if loads == now.loads:  # else ``load`` says what counts
+                    if loads == now.loads:  # else ``load`` counts the rows
                         found += max(0, written - now.written)
                     now.version, now.written, now.rows = version, written, rows
                     now.loads = loads
@@ -165,10 +173,10 @@ class ShardsPace:
         self._dead[shard, incarnation] = max(known, written)
         return max(0, written - known)
 
-    # -- what happens to shards ---------------------------------------------------------------
+    # -- deaths and restarts ------------------------------------------------------------------
 
     def died(self, shard: int, incarnation: int, written: int) -> None:
-        """A shard has died after so many rows were written at least: it has none that are there."""
+        """Remove the rows of a shard that died after writing at least ``written`` rows."""
         with self._lock:
             now = self._shards[shard]
             if incarnation == now.incarnation:
@@ -179,14 +187,14 @@ class ShardsPace:
             self.pace.end(INSERT, 0, found)
 
     def came_back(self, shard: int, incarnation: int, facts: ShardFacts) -> None:
-        """This incarnation has taken the place of one that died.
+        """Replace the counts of a dead shard by the counts of its successor.
 
-        Where fewer rows are left than samples need, the law begins anew with those: it would hold
-        writes back for rows that cannot be sampled any more.
+        If the remaining rows are too few for sampling, the limiter starts to count again with these
+        rows. Otherwise it would delay writes until the lost rows are sampled.
         """
         with self._lock:
             old = self._shards[shard]
-            # What it has of its predecessor and nobody had been told of is there, too.
+            # Count restored rows that no client had reported, too.
             found = max(0, facts.written - old.written)
             self._dead[shard, old.incarnation] = old.written + found
             self._shards[shard] = _Counted(incarnation, facts)
@@ -195,63 +203,74 @@ class ShardsPace:
             if whole and self.size() < self.limiter.min_size_to_sample:
                 self.pace.start_from(self.size(), counting_on=True)
 
-    def emptied(self, told: Iterable[Told], counting_on: bool) -> None:
-        """All rows were let go; see ``ReplayBuffer.empty``."""
+    def emptied(self, reports: Iterable[ShardCounts], counting_on: bool) -> None:
+        """Reset the limiter after all rows were removed; see ``ReplayBuffer.empty``."""
         with self._lock:
-            self.pace.end(INSERT, 0, self._learned(told))
+            self.pace.end(INSERT, 0, self._learned(reports))
             self.pace.start_from(self.size(), counting_on=counting_on)
 
     # -- counts -------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """What ``Pace.stats`` says."""
+        """Return the entries of ``LimiterQueue.stats``."""
         return self.pace.stats()
 
-    def state(self, told: Iterable[Told]) -> dict[str, int]:
-        """What ``Pace.state`` says, with all that is told."""
+    def state(self, reports: Iterable[ShardCounts]) -> dict[str, int]:
+        """Return ``LimiterQueue.state``, with all reports counted."""
         with self._lock:
-            self.pace.end(INSERT, 0, self._learned(told))
+            self.pace.end(INSERT, 0, self._learned(reports))
             return self.pace.state()
 
-    def load(self, state: Mapping[str, int] | None, told: Iterable[Told]) -> None:
-        """Goes on from a state that was checked, with the rows that were loaded."""
+    def load(self, state: Mapping[str, int] | None, reports: Iterable[ShardCounts]) -> None:
+        """Continue from a checked state, with the rows that were loaded."""
         with self._lock:
-            self._learned(told)
+            self._learned(reports)
             self.pace.load_state(state, self.size())
 
 
 class LocalPace(ShardsPace):
-    """The same as clients in this process see it: who has to wait does so here."""
+    """The counts for clients in this process.
+
+    Their calls wait in this object.
+    """
 
     far = False
 
     def admit(self, side: int, count: int, timeout: float | None) -> tuple[None, bool]:
-        """Waits for a right, which has no name."""
+        """Wait for a right; its name is None."""
         at_once = self.attempt(side, count)
         if not at_once:
             self.pace.admit(side, count, self.size, timeout)
         return None, at_once
 
-    def end(self, name: None, side: int, count: int, sampled: int, told: list[Told]) -> None:
-        """Gives it back."""
-        self.ended(side, count, sampled, told)
+    def end(
+        self, name: None, side: int, count: int, sampled: int, reports: list[ShardCounts]
+    ) -> None:
+        """End a right."""
+        self.ended(side, count, sampled, reports)
 
     def close(self) -> None:
-        """Has those who wait raise RuntimeError."""
+        """Make waiting calls raise RuntimeError."""
         self.pace.close()
 
 
 MOST_CALLS = 10_000
-"""Calls that may wait in the supervisor at a time. It goes on answering all others beside them as
-long as they are fewer."""
+"""Maximum number of concurrent calls in the supervisor.
+
+The supervisor answers other calls only while fewer calls than this are waiting.
+"""
 
 _ASK_AGAIN_S = 5.0
-"""How long a call waits there before its client asks anew, so that a supervisor that does not
-answer is told from a limiter that does not let it go on."""
+"""Seconds that a call waits in the supervisor before its client asks again.
 
-_LOOK_AGAIN_S = 1.0
-"""Seconds between looks what shards hold, while somebody waits: rows of a write whose answer was
-lost are told by nobody else."""
+So a client notices a supervisor that does not answer, even during a long wait.
+"""
+
+_POLL_S = 1.0
+"""Seconds between polls of the shards' counts while a call waits.
+
+Polls find the rows of writes whose answers were lost, since no client reports them.
+"""
 
 _ANSWERED_WITHIN_S = 1.0
 
@@ -259,10 +278,11 @@ _Name = tuple[str, int]
 
 
 def answer_of(ref: Any, within: float) -> Any:
-    """Returns what the supervisor answers.
+    """Return the answer of the supervisor.
 
     Raises:
-        TimeoutError: it does not, within that many seconds. RuntimeError: it has ended.
+        TimeoutError: the supervisor does not answer within that many seconds.
+        RuntimeError: the supervisor has ended.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
@@ -280,10 +300,10 @@ def answer_of(ref: Any, within: float) -> Any:
 
 
 class Paced:
-    """What a supervisor actor does for a rate limiter. All of it runs in one event loop.
+    """The rate limiter of a supervisor actor.
 
-    A right belongs to a client: when the process dies that has the client, whatever was under way
-    in it is so no more.
+    All methods run in one event loop. A right belongs to a client, and ends when the process of the
+    client dies.
     """
 
     _counts: ShardsPace | None = None
@@ -296,15 +316,15 @@ class Paced:
         self._staying: dict[str, asyncio.Event] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._looking: asyncio.Task[None] | None = None
-        self._looked = time.monotonic()
+        self._polled_at = time.monotonic()
 
     @abc.abstractmethod
     async def _facts(self, shard: Any) -> ShardFacts:
-        """What a shard says of itself; of the actor that this is mixed into."""
+        """Return the facts of a shard; subclasses define this method."""
 
     _shards: list[Any]
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -313,41 +333,44 @@ class Paced:
     def _pace_died(self, shard: int, incarnation: int, written: int) -> None:
         if self._counts is not None:
             self._counts.died(shard, incarnation, written)
-            self._tell()
+            self._notify()
 
     def _pace_came_back(self, shard: int, incarnation: int, facts: ShardFacts) -> None:
         if self._counts is not None:
             self._counts.came_back(shard, incarnation, facts)
-            self._tell()
+            self._notify()
 
     async def pace_stay(self, client: str) -> None:
-        """Returns when the client has left. What it gives belongs to the client's process: when
-        that dies there is nobody any more whom it could be asked of."""
+        """Return when the client has left.
+
+        The client's process owns the reference to the result. If that process dies, waiting for the
+        reference raises an error.
+        """
         await self._staying.setdefault(client, asyncio.Event()).wait()
 
     async def pace_watch(self, client: str, stay: list[Any]) -> None:
-        """Has what a client has under way forgotten when its process dies.
+        """End the rights of a client when it leaves or its process dies.
 
         Args:
-            stay: what ``pace_stay`` has given it.
+            stay: a list with the client's reference to the result of ``pace_stay``.
         """
         self._rights.setdefault(client, {})
         self._watches.add(watch := asyncio.create_task(self._watch(client, stay[0])))
         watch.add_done_callback(self._watches.discard)
 
     async def _watch(self, client: str, stay: Any) -> None:
-        with contextlib.suppress(Exception):  # whatever is raised: it is not there any more
+        with contextlib.suppress(Exception):  # any error means that the process has died
             await stay
         assert self._counts is not None
         self._asking = {name for name in self._asking if name[0] != client}
-        await self._look()  # what it has written counts, although it could not tell
+        await self._poll()  # also count rows that it wrote but could not report
         for side, count in self._rights.pop(client, {}).values():
             self._counts.ended(side, count, 0, ())
         self._leave(client)
-        self._tell()
+        self._notify()
 
     async def pace_leave(self, client: str) -> None:
-        """A client is not needed any more."""
+        """Forget a client that is not needed any more."""
         self._leave(client)
 
     def _leave(self, client: str) -> None:
@@ -355,34 +378,39 @@ class Paced:
         if event is not None:
             event.set()
 
-    async def _look(self) -> None:
-        """Asks the shards what they hold; those that do not answer soon are left out."""
+    async def _poll(self) -> None:
+        """Ask the shards for their counts; ignore shards that do not answer soon."""
         assert self._counts is not None
-        self._looked = time.monotonic()
+        self._polled_at = time.monotonic()
         asked = {asyncio.ensure_future(self._facts(shard)): shard for shard in self._shards}
         there, silent = await asyncio.wait(asked, timeout=_ANSWERED_WITHIN_S)
         for answer in silent:
             answer.cancel()
-        told = [
-            Told(asked[answer].shard, asked[answer].incarnation, *_counted(answer.result()))
+        reports = [
+            ShardCounts(asked[answer].shard, asked[answer].incarnation, *_counted(answer.result()))
             for answer in there
             if answer.exception() is None
         ]
-        self._counts.ended(INSERT, 0, 0, told)
-        self._tell()
+        self._counts.ended(INSERT, 0, 0, reports)
+        self._notify()
 
-    # -- going on -----------------------------------------------------------------------------
+    # -- admission ----------------------------------------------------------------------------
 
     async def pace_admit(
         self, client: str, number: int, side: int, count: int, within: float, last: float | None
     ) -> tuple[bool, Any]:
-        """Waits for a right; returns whether it went well, and for how many seconds, or the error.
-        A negative number: there is none yet. None: who is this client?
+        """Wait for a right.
 
         Args:
-            client, number: name the right.
+            client, number: the two parts of the right's name.
             within: seconds to wait.
-            last: the timeout of the call that has passed then; None: it will ask again.
+            last: the timeout of the whole call if it passes during this request, or None if the
+                client will ask again.
+
+        Returns:
+            True and the seconds that the call waited, or False and an error. Negative seconds mean
+            that the right is not available yet. None in place of the seconds means that the client
+            is not known.
         """
         assert self._counts is not None
         if client not in self._rights:
@@ -413,35 +441,37 @@ class Paced:
                 self._counts.pace.waited(side, time.monotonic() - begun)
 
     async def _wait(self, within: float) -> None:
-        """Until something has changed, but no longer than that."""
+        """Wait until a count changes, for at most ``within`` seconds."""
         changed = self._changed
-        looking = self._looking is not None and not self._looking.done()
-        if not looking and time.monotonic() >= self._looked + _LOOK_AGAIN_S:
-            self._looking = asyncio.create_task(self._look())
+        polling = self._looking is not None and not self._looking.done()
+        if not polling and time.monotonic() >= self._polled_at + _POLL_S:
+            self._looking = asyncio.create_task(self._poll())
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(changed.wait(), min(within, _LOOK_AGAIN_S))
+            await asyncio.wait_for(changed.wait(), min(within, _POLL_S))
 
     async def pace_end(
-        self, name: _Name | None, side: int, count: int, sampled: int, told: list[Told]
+        self, name: _Name | None, side: int, count: int, sampled: int, reports: list[ShardCounts]
     ) -> None:
-        """Takes a right back, also one that is still asked for."""
+        """End a right, or cancel a request for a right."""
         assert self._counts is not None
         held = 0
         if name is not None:
             self._asking.discard(name)
             _, held = self._rights.get(name[0], {}).pop(name[1], (side, 0))
-        self._counts.ended(side, held, sampled, told)
-        self._tell()
+        self._counts.ended(side, held, sampled, reports)
+        self._notify()
 
     async def pace_do(self, verb: str, args: tuple[Any, ...]) -> Any:
-        """Calls a method of the counts that does not wait."""
+        """Call a method of the counts that returns without waiting."""
         found = getattr(self._counts, verb)(*args)
-        self._tell()
+        self._notify()
         return found
 
 
 class RayPace:
-    """The counts as clients see them; can be pickled, and is another client then.
+    """The access of one client to the counts in a supervisor actor.
+
+    A pickled copy is another client.
 
     Args:
         actor: the supervisor.
@@ -458,7 +488,10 @@ class RayPace:
     far = True
 
     def admit(self, side: int, count: int, timeout: float | None) -> tuple[_Name, bool]:
-        """Waits for a right; cost: one message."""
+        """Wait for a right.
+
+        Cost: one message, and one more for every 5 seconds of waiting.
+        """
         until = None if timeout is None else time.monotonic() + timeout
         at_once = True
         while True:
@@ -470,7 +503,7 @@ class RayPace:
                 asked = self._actor.pace_admit.remote(*name, side, count, within, last)
                 went_well, found = answer_of(asked, self._timeout + within)
             except BaseException:
-                self.end(name, side, count, 0, [])  # it may still be given
+                self.end(name, side, count, 0, [])  # the supervisor may still give the right
                 raise
             if not went_well:
                 raise found
@@ -482,7 +515,10 @@ class RayPace:
                     self._client = None
 
     def _known(self) -> str:
-        """This client's name, by which the supervisor notices when its process dies."""
+        """Return the client's name.
+
+        The first call also makes the supervisor watch the process of the client.
+        """
         with self._lock:
             if self._client is None:
                 client = uuid.uuid4().hex
@@ -493,30 +529,30 @@ class RayPace:
             return self._client
 
     def end(
-        self, name: _Name | None, side: int, count: int, sampled: int, told: list[Told]
+        self, name: _Name | None, side: int, count: int, sampled: int, reports: list[ShardCounts]
     ) -> None:
-        """Gives it back. Cost: one message that nobody waits for."""
-        self._actor.pace_end.remote(name, side, count, sampled, told)
+        """End a right. Cost: one message; the call does not wait."""
+        self._actor.pace_end.remote(name, side, count, sampled, reports)
 
     def may(self, side: int, count: int) -> bool:
-        """Whether rows would be admitted now."""
+        """Return whether rows would be admitted now."""
         return bool(self._do("may", side, count))
 
-    def emptied(self, told: list[Told], counting_on: bool) -> None:
-        """All rows were let go."""
-        self._do("emptied", told, counting_on)
+    def emptied(self, reports: list[ShardCounts], counting_on: bool) -> None:
+        """Reset the limiter after all rows were removed."""
+        self._do("emptied", reports, counting_on)
 
     def stats(self) -> dict[str, Any]:
-        """What ``Pace.stats`` says."""
+        """Return the entries of ``LimiterQueue.stats``."""
         return dict(self._do("stats"))
 
-    def state(self, told: list[Told]) -> dict[str, int]:
-        """What ``Pace.state`` says."""
-        return dict(self._do("state", told))
+    def state(self, reports: list[ShardCounts]) -> dict[str, int]:
+        """Return ``LimiterQueue.state``, with all reports counted."""
+        return dict(self._do("state", reports))
 
-    def load(self, state: Mapping[str, int] | None, told: list[Told]) -> None:
-        """Goes on from a state."""
-        self._do("load", state, told)
+    def load(self, state: Mapping[str, int] | None, reports: list[ShardCounts]) -> None:
+        """Continue from a checked state, with the rows that were loaded."""
+        self._do("load", state, reports)
 
     def _do(self, verb: str, *args: Any) -> Any:
         return answer_of(self._actor.pace_do.remote(verb, args), self._timeout)
@@ -533,5 +569,5 @@ def _counted(facts: ShardFacts) -> tuple[int, int, int, int]:
 
 
 def _leave(actor: Any, client: str) -> None:
-    with contextlib.suppress(Exception):  # a finalizer: the actor may have ended before
+    with contextlib.suppress(Exception):  # in this finalizer the actor may have ended already
         actor.pace_leave.remote(client)

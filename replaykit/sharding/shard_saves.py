@@ -1,4 +1,4 @@
-"""All shards as they are at one instant, into a directory and back."""
+"""Save all shards as of one instant into a directory, and load them."""
 
 from __future__ import annotations
 
@@ -27,23 +27,26 @@ from replaykit.ted import format_key, unravel
 if TYPE_CHECKING:
     from replaykit.sharding.sharded_buffer import ShardedClient
 
-__all__ = ["load_all", "save_all", "state_of", "take_state"]
+__all__ = ["load_all", "load_state", "save_all", "state_of"]
 
 _HELD_S = 60.0
-"""Writes wait so long at most; after that a save is given up."""
+"""Maximum seconds that a save delays writes; a save that needs longer fails."""
 _DRAIN_S = 5.0
-"""How long the missing parts of a batch are waited for: their writer is sending them."""
-_LOOK_AGAIN_S = 0.005
+"""Seconds to wait for the parts of a batch that its writer is still sending."""
+_POLL_S = 0.005
 _LOCK = ".shards.lock"
-"""Who saves or loads holds it: what a save removes is then nobody else's. The kernel lets go of it
-when its holder dies."""
+"""The lock file of a save or load.
+
+The lock is needed because a save removes the files of earlier saves. The kernel releases it when
+its holder dies.
+"""
 
 
 def save_all(client: ShardedClient, path: str | os.PathLike[str]) -> None:
-    """Saves all shards; see ``ShardedClient.dumps``.
+    """Save all shards; see ``ShardedClient.dumps``.
 
-    Shards write into a folder of this save alone. Nothing names it before all are done: the one
-    replace of the manifest does, and what no manifest names is removed afterwards.
+    For each save, the shards write into a separate folder. When all shards have finished, replacing
+    the manifest publishes the folder. Afterwards, the folders of other saves are removed.
     """
     folder = Path(path).expanduser().absolute()
     make_directory(folder)
@@ -77,7 +80,7 @@ def _save(client: ShardedClient, folder: Path) -> None:
         head.update(pace)
         save_checkpoint(folder, {"sharded": head}, {"components": {"buffer": "sharded"}})
     except BaseException:
-        _whatever_it_says(client, "finish_save", token)  # nobody writes there any more
+        _whatever_it_says(client, "finish_save", token)  # wait until no shard writes there
         remove_tree(own)
         raise
     for other in (folder / "shards").iterdir():
@@ -86,10 +89,10 @@ def _save(client: ShardedClient, folder: Path) -> None:
 
 
 def load_all(client: ShardedClient, path: str | os.PathLike[str]) -> None:
-    """Takes over a checkpoint; see ``ShardedClient.loads``."""
+    """Load a checkpoint; see ``ShardedClient.loads``."""
     folder = Path(path).expanduser().absolute()
     with contextlib.ExitStack() as held:
-        # Where nobody can write nobody saves, either.
+        # In a read-only directory no lock is needed, since no save can run there.
         with contextlib.suppress(OSError):
             held.enter_context(FileLock(folder / _LOCK))
         _load(client, folder)
@@ -114,7 +117,7 @@ def _load(client: ShardedClient, folder: Path) -> None:
     with _all_or_none(client):
         found = _all(client, "prepare_load", [(token, sources, same)] * client.num_shards)
         rows, left_out = (sum(one[which] for one in found) for which in (0, 1))
-        if rows < sum(head["rows"]):  # more where transforms had held some back
+        if rows < sum(head["rows"]):  # more if transforms held rows back
             raise CheckpointError(f"expected {sum(head['rows'])} rows in {folder}, found {rows}")
         _commit(client, token, head, layout, head["dealt"] if same else rows)
     if left_out:
@@ -128,7 +131,7 @@ def _load(client: ShardedClient, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _all_or_none(client: ShardedClient) -> Iterator[None]:
-    """While shards prepare what they will hold; they forget it where that fails."""
+    """If the block fails, make all shards drop the rows that they have prepared."""
     try:
         yield
     except BaseException:
@@ -137,11 +140,11 @@ def _all_or_none(client: ShardedClient) -> Iterator[None]:
 
 
 def _commit(client: ShardedClient, token: str, head: Any, layout: Any, dealt: int) -> None:
-    """All shards let go of what they hold for what they have prepared."""
+    """Replace the rows of all shards by the prepared rows."""
     with _held(client, token):
         _all(client, "commit_load", [(token,)] * client.num_shards)
         if client._tickets.keeper is not None:
-            client._tickets.keeper.load(head.get("pace"), client._members.table.told())
+            client._tickets.keeper.load(head.get("pace"), client._members.table.counts())
     if isinstance(client._router, InTurn):
         client._router.dealt = dealt
     client._ahead.drop()
@@ -155,7 +158,7 @@ _STATE = ("num_shards", "shard_key", "dealt", "generator", "layout", "shards")
 
 
 def state_of(client: ShardedClient) -> dict[str, Any]:
-    """All shards as a dictionary; see ``ShardedClient.state_dict``."""
+    """Return all shards as a dictionary; see ``ShardedClient.state_dict``."""
     token = uuid.uuid4().hex
     with _held(client, token) as dealt:
         shards = _all(client, "state", [(token,)] * client.num_shards)
@@ -175,14 +178,16 @@ def state_of(client: ShardedClient) -> dict[str, Any]:
 
 
 def _pace(client: ShardedClient) -> dict[str, Any]:
-    """The counts of a rate limiter, of what this client has just been told of all shards, while no
-    write is let in."""
+    """Return the counts of the rate limiter while no write is admitted.
+
+    The client has just received the counts of all shards.
+    """
     keeper = client._tickets.keeper
-    return {} if keeper is None else {"pace": keeper.state(client._members.table.told())}
+    return {} if keeper is None else {"pace": keeper.state(client._members.table.counts())}
 
 
-def take_state(client: ShardedClient, state: Any) -> None:
-    """Takes over a dictionary; see ``ShardedClient.load_state_dict``."""
+def load_state(client: ShardedClient, state: Any) -> None:
+    """Load a dictionary; see ``ShardedClient.load_state_dict``."""
     if not isinstance(state, Mapping):
         raise ValueError(f"expected the state of a sharded buffer, got {type(state).__name__}")
     missing = [name for name in _STATE if name not in state]
@@ -191,8 +196,8 @@ def take_state(client: ShardedClient, state: Any) -> None:
     for name, own in (("num_shards", client.num_shards), ("shard_key", _key(client))):
         if state[name] != own:
             raise ValueError(
-                f"expected the state of a buffer with {name}={own}, got {state[name]}; dumps "
-                "and loads go from one to the other"
+                f"expected the state of a buffer with {name}={own}, got {state[name]}; dumps() and "
+                "loads() convert between them"
             )
     check_common(state)
     shards = state["shards"]
@@ -216,11 +221,12 @@ def _key(client: ShardedClient) -> str | None:
 
 
 def _all(client: ShardedClient, verb: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-    """Asks every shard, all at once; returns answers in the order of the shards.
+    """Send a message to all shards in parallel; return the answers in shard order.
 
     Raises:
-        RuntimeError: one has died. ShardSilent: one answers nothing any more. What one raised,
-            when all have answered.
+        RuntimeError: a shard has died.
+        ShardSilent: a shard does not answer any more.
+        Errors of shards are raised after all have answered.
     """
     members = client._members
     until = time.monotonic() + members.timeout
@@ -245,7 +251,7 @@ def _all(client: ShardedClient, verb: str, arguments: list[tuple[Any, ...]]) -> 
 
 
 def _whatever_it_says(client: ShardedClient, verb: str, *args: Any) -> None:
-    """Asks every shard that is there, and waits; what it raises is no matter any more."""
+    """Send a message to every live shard and wait for the answers; ignore errors."""
     members = client._members
     for shard, sent in [
         (shard, members.send(shard, verb, *args)) for shard in members.table.there()
@@ -255,36 +261,38 @@ def _whatever_it_says(client: ShardedClient, verb: str, *args: Any) -> None:
 
 
 def _patiently(client: ShardedClient, shard: int, sent: Any) -> Any:
-    """Takes the answer of work on files: it may last, as long as the shard answers beside it.
+    """Wait while a shard works on files, as long as it answers other messages.
 
     Raises:
-        ShardSilent: it does not. Otherwise as ``Members.take``.
+        ShardSilent: the shard does not answer other messages.
+        Other errors are the same as those of ``ShardMembers.receive``.
     """
     members = client._members
     while True:
         try:
-            return members.take(shard, sent)
+            return members.receive(shard, sent)
         except ShardSilent:
-            members.take(shard, members.send(shard, "stats", only=sent[0]))
+            members.receive(shard, members.send(shard, "stats", only=sent[0]))
 
 
 @contextlib.contextmanager
 def _held(client: ShardedClient, token: str) -> Iterator[int]:
-    """While all shards are between the same two writes; gives how many rows had been dealt out.
+    """Freeze all shards between the same two writes; yield the number of dealt rows.
 
-    The first shard is asked before the others, so that of two who save one goes first.
+    The dealt rows are the rows that the router has assigned to shards. The first shard is asked
+    before the others, so that one of two concurrent saves succeeds.
     """
     members = client._members
     count = client.num_shards
     until = time.monotonic() + members.timeout
     while True:
         try:
-            first = members.take(0, members.send(0, "freeze", token, _HELD_S))
+            first = members.receive(0, members.send(0, "freeze", token, _HELD_S))
             break
         except BarrierBusy:
             if time.monotonic() >= until:
                 raise
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
         except ShardDied:
             members.wait_for([0], until)
     try:
@@ -292,10 +300,11 @@ def _held(client: ShardedClient, token: str) -> Iterator[int]:
         found = {0: first}
         for shard, reply in enumerate(sent, 1):
             try:
-                found[shard] = members.take(shard, reply)
+                found[shard] = members.receive(shard, reply)
             except ShardDied:
                 raise RuntimeError(
-                    f"shard {shard} died while all were saved or loaded; try again when it is back"
+                    f"shard {shard} died during a save or load of all shards; try again after its "
+                    "restart"
                 ) from None
         _drain(client, token, missing_parts(found))
         yield client._router.dealt if isinstance(client._router, InTurn) else 0
@@ -304,28 +313,29 @@ def _held(client: ShardedClient, token: str) -> Iterator[int]:
 
 
 def _drain(client: ShardedClient, token: str, missing: dict[int, set[tuple[str, int]]]) -> None:
-    """Waits until every batch that was begun is whole."""
+    """Wait until every batch of which some part was written is complete."""
     members = client._members
     for shard, writes in missing.items():
-        members.take(shard, members.send(shard, "let_through", token, writes))
+        members.receive(shard, members.send(shard, "let_through", token, writes))
     until = time.monotonic() + _DRAIN_S
     left = dict(missing)
     while left:
         for shard, writes in missing.items():
-            if shard in left and members.take(shard, members.send(shard, "has_all", writes)):
+            if shard in left and members.receive(shard, members.send(shard, "has_all", writes)):
                 del left[shard]
         if not left:
             return
         if time.monotonic() >= until:
             break
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_S)
     gone = set().union(*left.values())
     members.ask_all("forget", gone)
-    # Of a shard that was restarted it is known what it lost; else a writer is gone.
+    # If a shard was restarted, it has lost parts, and a loss reports them. Otherwise a writer has
+    # died.
     if any(not members.table.incarnations[shard] for shard in left):
         warnings.warn(
-            f"{len(gone)} batches were written by halves, by clients that are gone; what there is "
-            "of them is saved",
+            f"{len(gone)} batches are incomplete, since their writers are gone; their stored rows "
+            "are saved",
             UserWarning,
             stacklevel=2,
         )

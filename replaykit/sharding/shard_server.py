@@ -1,4 +1,4 @@
-"""Serve one shard: its buffer, its saves, and the barrier that makes saves consistent."""
+"""Implement the server of one shard, with its saves and the barrier for writes."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from replaykit.structure import Node, build
 __all__ = ["Barrier", "KnownWrites", "SavedShard", "ShardHolder", "Stamp", "missing_parts"]
 
 _REFUSED: Any = object()
-"""The answer to a part that was not written."""
+"""The marker that is recorded instead of an answer for a refused part."""
 
 
 class Stamp(NamedTuple):
-    """Which write this is part of.
+    """The write to which a message belongs.
 
     Attributes:
-        client, number: name the write. ``shards``: bit s is set where shard s has a part of it.
-        done: all writes of this client with lower numbers have been acknowledged to it.
+        client, number: the client, and the number of the write among the client's writes.
+        shards: bit mask in which bit s is set if shard s has a part of the write.
+        done: a number such that all writes of this client with lower numbers have ended.
     """
 
     client: str
@@ -48,12 +49,12 @@ class Stamp(NamedTuple):
 
 
 class KnownWrites(NamedTuple):
-    """What has come to a shard.
+    """The writes of which a shard has received parts.
 
     Attributes:
-        came: writes, and in which shards they have parts. Those that are long done, or whose
-            clients have long been silent, are left out.
-        done: by client the number below which all writes were acknowledged to it.
+        came: for each write, the bit mask of the shards that have parts of it. Writes that ended
+            long ago are left out, and so are writes of clients that have been silent for long.
+        done: for each client, the number below which all writes have ended.
     """
 
     came: dict[tuple[str, int], int]
@@ -61,7 +62,7 @@ class KnownWrites(NamedTuple):
 
 
 def missing_parts(found: dict[int, KnownWrites]) -> dict[int, set[tuple[str, int]]]:
-    """Which parts of writes that were begun have not come, by shard.
+    """Return the missing parts of incomplete writes, by shard.
 
     Example:
         >>> from replaykit.sharding.shard_server import KnownWrites, missing_parts
@@ -85,27 +86,30 @@ def missing_parts(found: dict[int, KnownWrites]) -> dict[int, set[tuple[str, int
 
 
 class Barrier:
-    """Knows which writes have come, and lets none begin while all shards are saved.
+    """The record of the writes that a shard has received, and a gate for new writes.
 
-    A batch has parts in several shards. One that was begun anywhere when the shards were frozen is
-    let through everywhere; one that was not waits everywhere. So when all that were begun have
-    come, what the shards hold is what one big buffer held between two writes.
+    The gate delays new writes while all shards freeze their rows for a save. A batch can have parts
+    in several shards. If any part was written before the freeze, all shards admit the other parts.
+    Otherwise all parts wait. After the admitted parts have arrived, the shards hold the rows that a
+    single buffer would hold between two writes.
 
-    A part that comes again, since the answer to it was lost with a connection or a shard, is known
-    and gets the same answer, also after a restart from a checkpoint.
+    A client sends a part again if the answer was lost with a connection or a shard. The shard then
+    gives the same answer, even after a restart from a checkpoint.
 
     Args:
-        within: seconds within which a client is done with a write, or gives it up.
+        within: seconds after which a client has finished a write or given up.
 
-    Not thread-safe: whoever holds the shard guards it. Memory: the writes under way of each client
-    that has written in the last ``4 * within + 60`` seconds; nobody asks for older ones again.
+    The class is not thread-safe; callers hold the lock of the shard. Memory: the writes under way
+    of each client that has written in the last ``4 * within + 60`` seconds. Clients do not repeat
+    older writes.
     """
 
     def __init__(self, within: float = 60.0) -> None:
         self._answers: dict[str, dict[int, tuple[int, Any]]] = {}
         self._done: dict[str, int] = {}
-        # When each client wrote last, from who has been silent longest. What a save asks others
-        # for is younger than what is forgotten, so that no shard misses what another forgot.
+        # The time of each client's last write, ordered so that the first client has been silent
+        # longest. A save considers only writes that are newer than all forgotten writes. So no
+        # shard waits for a forgotten write.
         self._heard: dict[str, float] = {}
         self._young_s, self._forgotten_s = 2 * within + 30, 4 * within + 60
         self._token: str | None = None
@@ -115,19 +119,19 @@ class Barrier:
     # -- writes -------------------------------------------------------------------------------
 
     def admits(self, stamp: Stamp) -> bool:
-        """Whether a part may be written now, or has been."""
+        """Return whether a part may be written now, or has already been written."""
         if not self.frozen:
             return True
         name = (stamp.client, stamp.number)
         return name in self._through or self.answer(stamp) is not None
 
     def answer(self, stamp: Stamp) -> tuple[Any] | None:
-        """What was answered to a part that has been written; None where it has not."""
+        """Return the answer to a written part as a 1-tuple, or None for other parts."""
         found = self._answers.get(stamp.client, {}).get(stamp.number)
         return None if found is None or found[1] is _REFUSED else (found[1],)
 
     def came(self, stamp: Stamp, answer: Any) -> None:
-        """Notes a part that was written, and what is answered: a plain value or a tensor."""
+        """Record a written part and its answer, a plain value or a tensor."""
         known = self._answers.setdefault(stamp.client, {})
         done = self._done[stamp.client] = max(stamp.done, self._done.get(stamp.client, 0))
         for number in [number for number in known if number < done]:
@@ -142,24 +146,27 @@ class Barrier:
                     table.pop(client, None)
 
     def refused(self, stamp: Stamp) -> None:
-        """Notes a part that was not written and will not be: no save waits for it."""
+        """Record a refused part, so that no save waits for it."""
         self.came(stamp, _REFUSED)
 
     # -- saves --------------------------------------------------------------------------------
 
     @property
     def frozen(self) -> bool:
-        """Whether writes wait. They do not wait longer than was promised."""
+        """True while new writes have to wait.
+
+        They wait at most for the seconds given to ``freeze``.
+        """
         return self._token is not None and time.monotonic() < self._until
 
     def freeze(self, token: str, seconds: float) -> KnownWrites:
-        """Keeps writes out; returns those that have come.
+        """Start to delay new writes; return the writes that have already been received.
 
         Raises:
-            BarrierBusy: somebody else does.
+            BarrierBusy: another client is already delaying writes.
         """
         if self.frozen and self._token != token:
-            raise BarrierBusy("somebody else saves or loads all shards at this moment")
+            raise BarrierBusy("another client is saving or loading all shards; try again later")
         now = time.monotonic()
         self._token, self._until, self._through = token, now + seconds, set()
         came = {
@@ -171,36 +178,36 @@ class Barrier:
         return KnownWrites(came, dict(self._done))
 
     def let_through(self, token: str, writes: set[tuple[str, int]]) -> None:
-        """Lets parts in of writes that were begun elsewhere."""
+        """Admit the parts of writes that were begun in other shards."""
         self.check(token)
         self._through |= writes
 
     def has_all(self, writes: set[tuple[str, int]]) -> bool:
-        """Whether the parts of these writes have come."""
+        """Return whether the parts of these writes have been received."""
         return all(
             number in self._answers.get(client, {}) or number < self._done.get(client, 0)
             for client, number in writes
         )
 
     def forget(self, writes: set[tuple[str, int]]) -> None:
-        """No longer waits for the other parts of these writes: they will not come."""
+        """Forget these writes, since their other parts will not arrive."""
         for client, number in writes:
             self._answers.get(client, {}).pop(number, None)
 
     def check(self, token: str) -> None:
-        """Raises RuntimeError where writes have not been kept out since ``freeze``."""
+        """Raise RuntimeError unless writes have been delayed since ``freeze``."""
         if not self.frozen or self._token != token:
-            raise RuntimeError("the shards were held back for too long, and are written to again")
+            raise RuntimeError("the shards were held back for too long, and accept writes again")
 
     def thaw(self, token: str) -> None:
-        """Lets writes in, if it was this token that kept them out."""
+        """Admit new writes if this token belongs to the current freeze."""
         if self._token == token:
             self._token, self._through = None, set()
 
     # -- state --------------------------------------------------------------------------------
 
     def state(self) -> list[list[Any]]:
-        """The writes under way, as plain values."""
+        """Return the writes under way, as plain values."""
         return [
             [client, number, shards, answer.tolist() if hasattr(answer, "tolist") else answer]
             for client, known in self._answers.items()
@@ -209,7 +216,7 @@ class Barrier:
         ]
 
     def load(self, state: list[list[Any]]) -> None:
-        """Takes the place of what was known."""
+        """Replace all recorded writes."""
         self._answers, self._done, self._heard = {}, {}, {}
         now = time.monotonic()
         for client, number, shards, answer in state:
@@ -221,9 +228,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class SavedShard:
-    """One buffer of many, its state, and its part in checkpoints: its own, and those of all shards.
+    """The buffer of a shard, with methods to save and load it. Thread-safe.
 
-    Thread-safe: the lock of the buffer's storage guards all of it.
+    The shard saves its own checkpoint, and its part of a checkpoint of all shards. The lock of the
+    buffer's storage guards everything.
     """
 
     def __init__(self, recipe: ShardRecipe, shard: int, incarnation: int = 0) -> None:
@@ -232,14 +240,14 @@ class SavedShard:
         there = folder is not None and (folder / "manifest.json").exists()
         if there and not incarnation:
             raise FileExistsError(
-                f"expected a checkpoint_dir without shards, got {folder}, which another buffer has "
-                "saved; give a new directory, or load() a checkpoint of all shards"
+                f"expected a checkpoint_dir without shards, got {folder}, which belongs to another "
+                "buffer; give a new directory, or load() a checkpoint of all shards"
             )
         self._install(recipe.make())
         self.barrier = Barrier(recipe.timeout)
         self._version = self._loads = 0
         self._terms = recipe.terms
-        self._before = 0  # rows written before the positions of the ledger began
+        self._before = 0  # rows written before row id 0 of the ledger
         self._loaded: tuple[str, ReplayBuffer] | None = None
         self._saving: dict[str, tuple[threading.Thread, list[BaseException]]] = {}
         self._next_save = time.monotonic() + recipe.checkpoint_interval
@@ -252,19 +260,19 @@ class SavedShard:
         self.law: DrawLaw = law_of(buffer.sampler)
         self._generator = torch.Generator("cpu")
 
-    # -- being described ----------------------------------------------------------------------
+    # -- facts --------------------------------------------------------------------------------
 
     def facts(self, terms: Terms | None = None) -> ShardFacts:
-        """The state of the shard now, with its mass in the terms given, or those asked for last."""
+        """Return the state of the shard, with its mass in these terms or the last terms."""
         with self.buffer._locked() as storage:
             terms = self._terms if terms is None else terms
             mass: float = 0
             smallest = float("inf")
             if terms is not None:
-                # What cannot be drawn from has no mass; a draw says why.
+                # If rows cannot be drawn, no mass is measured, and a draw raises the error.
                 with contextlib.suppress(KeyError, RuntimeError):
                     mass, smallest = self.law.measure(self.buffer, storage, terms)
-                self._terms = terms  # not those that the sampler has refused
+                self._terms = terms  # only if the sampler accepts them
             sampler: Any = self.buffer._sampler
             most = sampler._stored.most if sampler.prioritized else 1.0
             return ShardFacts(
@@ -292,19 +300,19 @@ class SavedShard:
             return snapshot
 
     def save_own(self) -> None:
-        """Saves the shard where it will be looked for if it dies."""
+        """Save the shard to the directory from which its successor loads."""
         folder = self.recipe.folder(self.shard)
         if folder is not None:
-            self._emptied = False  # of what is emptied meanwhile the next save knows
+            self._emptied = False  # `empty` during this save makes another save due
             save_snapshot(folder, lambda base: self._snapshot(folder, base))
         self._next_save = time.monotonic() + self.recipe.checkpoint_interval
 
     def save_if_due(self) -> None:
-        """Saves the shard if the interval has passed since the last time, or if it was emptied:
-        rows that were let go would come back.
+        """Save the shard if the interval has passed, or if it was emptied.
 
-        What goes wrong, as on a full disk, is logged: the save before stays, and the next one is
-        tried after another interval. The shard goes on.
+        An emptied shard is saved since a restart would otherwise restore the removed rows. Errors
+        such as a full disk are logged. The previous save then stays valid, and the next attempt
+        follows after another interval.
         """
         if self.recipe.checkpoint_dir is None:
             return
@@ -323,7 +331,7 @@ class SavedShard:
             self.buffer.loads(folder)
             self._before = before
             self.barrier.load(writes)
-        except CheckpointError as error:  # better an empty shard than none; its loss says so
+        except CheckpointError as error:  # start empty; the loss is reported
             warnings.warn(f"shard {self.shard} starts empty: {error}", UserWarning, stacklevel=2)
 
     @staticmethod
@@ -336,35 +344,38 @@ class SavedShard:
     # -- the checkpoint of all ----------------------------------------------------------------
 
     def freeze(self, token: str, seconds: float) -> KnownWrites:
-        """Keeps writes out; see ``Barrier``."""
+        """Start to delay new writes; see ``Barrier``."""
         with self.buffer._locked():
             return self.barrier.freeze(token, seconds)
 
     def let_through(self, token: str, writes: set[tuple[str, int]]) -> None:
-        """Lets in what was begun elsewhere."""
+        """Admit the parts of writes that were begun in other shards."""
         with self.buffer._locked():
             self.barrier.let_through(token, writes)
 
     def has_all(self, writes: set[tuple[str, int]]) -> bool:
-        """Whether what was let through has come."""
+        """Return whether the parts of these writes have been received."""
         with self.buffer._locked():
             return self.barrier.has_all(writes)
 
     def forget(self, writes: set[tuple[str, int]]) -> None:
-        """Told that other parts of these writes are lost."""
+        """Forget these writes, since their other parts are lost."""
         with self.buffer._locked():
             self.barrier.forget(writes)
 
     def thaw(self, token: str) -> None:
-        """Lets writes in again."""
+        """Admit new writes again."""
         with self.buffer._locked():
             self.barrier.thaw(token)
 
     def begin_save(self, token: str, path: str) -> ShardFacts:
-        """Takes what the shard is at this instant, and writes it into files after it returns."""
+        """Freeze the rows for a save.
+
+        A thread writes the files after this call has returned.
+        """
         taken, failed = threading.Event(), []
 
-        def take(base: Base) -> Snapshot:
+        def snapshot_of(base: Base) -> Snapshot:
             with self.buffer._locked():
                 self.barrier.check(token)
                 snapshot = self._snapshot(path, base)
@@ -374,7 +385,7 @@ class SavedShard:
 
         def save() -> None:
             try:
-                save_snapshot(path, take)
+                save_snapshot(path, snapshot_of)
             except BaseException as error:
                 failed.append(error)
             finally:
@@ -390,15 +401,16 @@ class SavedShard:
         return found[0]
 
     def finish_save(self, token: str) -> None:
-        """Waits until the files of this save are there; raises what went wrong.
+        """Wait until the files of this save are written.
 
         Raises:
-            RuntimeError: it was begun by an incarnation that has died, or not at all.
+            RuntimeError: no save has this token, for example because an earlier incarnation began
+                it.
+            Errors of the save are raised as well.
         """
         if token not in self._saving:
             raise RuntimeError(
-                f"shard {self.shard} has been restarted while all were saved; nothing has been "
-                "published"
+                f"shard {self.shard} has been restarted while all were saved; nothing was published"
             )
         thread, failed = self._saving[token]
         thread.join()
@@ -407,14 +419,15 @@ class SavedShard:
             raise failed[0]
 
     def prepare_load(self, token: str, sources: list[str], as_they_lie: bool) -> tuple[int, int]:
-        """Reads this shard's rows out of a checkpoint of all shards, beside those that it has.
+        """Read this shard's rows from a checkpoint of all shards into a second buffer.
 
         Args:
-            sources: the checkpoints of the shards that were saved.
-            as_they_lie: this shard's is the one with its number.
+            sources: the paths of the checkpoints of the saved shards.
+            as_they_lie: True if this shard gets exactly the rows of the source with the same
+                number.
 
         Returns:
-            How many rows it has read, and how many of them did not fit.
+            The number of rows read, and how many of them did not fit.
         """
         buffer = self.recipe.make()
         if as_they_lie:
@@ -427,25 +440,25 @@ class SavedShard:
         return found
 
     def state(self, token: str) -> dict[str, Any]:
-        """Copies of all that the shard holds, while all are frozen."""
+        """Return a copy of the whole state of the shard, while all shards are frozen."""
         with self.buffer._locked():
             self.barrier.check(token)
             return self.buffer.state_dict()
 
     def prepare_state(self, token: str, state: dict[str, Any]) -> None:
-        """Takes copies of what a shard has held, beside what this one holds.
+        """Load the state of a shard into a second buffer.
 
         Raises:
-            ValueError: it does not fit.
+            ValueError: the state does not fit.
         """
         buffer = self.recipe.make()
         buffer.load_state_dict(state)
         self._loaded = token, buffer
 
     def commit_load(self, token: str) -> ShardFacts:
-        """Lets go of the rows that the shard has for those that were read."""
+        """Replace the rows of the shard by the rows of the second buffer."""
         if self._loaded is None or self._loaded[0] != token:
-            raise RuntimeError("expected a load that was prepared, got none")
+            raise RuntimeError("expected a prepared load, got none")
         _, buffer = self._loaded
         old = self.buffer
         with old._locked() as storage:
@@ -461,31 +474,32 @@ class SavedShard:
         return self.facts()
 
     def drop_load(self) -> None:
-        """Forgets what was read."""
+        """Drop the second buffer."""
         self._loaded = None
 
     def close(self) -> None:
-        """Ends what the shard does besides answering."""
+        """Wait for saves under way, and shut the buffer down."""
         for thread, _ in list(self._saving.values()):
             thread.join()
         self.buffer.shutdown()
 
 
 class ShardHolder(SavedShard):
-    """Holds one buffer of many; every method is one message, and answers with the newest facts.
+    """A shard whose methods answer messages. Thread-safe.
 
-    Thread-safe: the lock of the buffer's storage guards all of it. Whether a write may come now is
-    asked of ``admits``; who waits, and how, is the business of those who bring messages.
+    Most answers contain the newest facts. The lock of the buffer's storage guards everything.
+    Writes do not wait in these methods. The caller first calls ``admits``, and waits until it
+    returns True.
     """
 
     def stats(self) -> dict[str, Any]:
-        """What ``ReplayBuffer.stats`` says of the shard's buffer."""
+        """Return ``ReplayBuffer.stats`` of the shard's buffer."""
         return self.buffer.stats()
 
     # -- writing ------------------------------------------------------------------------------
 
     def admits(self, stamp: Stamp) -> bool:
-        """Whether a write with this stamp need not wait."""
+        """Return whether a write with this stamp is admitted now."""
         with self.buffer._locked():
             return self.barrier.admits(stamp)
 
@@ -497,10 +511,11 @@ class ShardHolder(SavedShard):
         priorities: torch.Tensor | None,
         most: float,
     ) -> tuple[torch.Tensor, ShardFacts]:
-        """Writes rows; returns their slots.
+        """Write rows; return their slots.
 
         Args:
-            priorities: raw ones, ``[K]``; None: the default, which is at least ``most``.
+            priorities: raw priorities, ``[K]``. None sets the default, which is then at least
+                ``most``.
         """
         count = next(iter(leaves.values())).shape[0]
         data = build(root, leaves, torch.Size([count]), torch.device("cpu"))
@@ -529,7 +544,7 @@ class ShardHolder(SavedShard):
         priorities: torch.Tensor,
         generation: torch.Tensor | None,
     ) -> tuple[int, ShardFacts]:
-        """Sets priorities; returns how many came too late."""
+        """Set priorities; return the number of updates whose rows were overwritten."""
         with self.buffer._locked() as storage:
             known = self.barrier.answer(stamp)
             if known is None:
@@ -544,8 +559,12 @@ class ShardHolder(SavedShard):
     def patch(
         self, stamp: Stamp, slots: torch.Tensor, generation: torch.Tensor, patch: Patch
     ) -> tuple[torch.Tensor, ShardFacts]:
-        """Writes values into the rows that are live; returns which, and with versions which were
-        refused: bool ``[1 or 2, K]``."""
+        """Write values into the rows that are still stored.
+
+        Returns:
+            Masks of the updated rows and, with versions, of the rejected rows: bool ``[1 or 2,
+            K]``.
+        """
         with self.buffer._locked() as storage:
             known = self.barrier.answer(stamp)
             if known is None:
@@ -563,13 +582,13 @@ class ShardHolder(SavedShard):
             return torch.as_tensor(known[0], dtype=torch.bool, device="cpu"), self.facts()
 
     def layout(self) -> Node | None:
-        """What stored rows look like; None: none is."""
+        """Return the schema of the stored rows, or None if nothing is stored."""
         with self.buffer._locked() as storage:
             assert isinstance(storage, TensorStorage)  # see ShardRecipe.make
             return storage.require().schema.root if len(storage) else None
 
     def empty(self, stamp: Stamp, empty_write_count: bool) -> tuple[None, ShardFacts]:
-        """Forgets all rows; they are soon out of the shard's own checkpoint, too."""
+        """Remove all rows, and soon afterwards save the empty shard."""
         with self.buffer._locked():
             if self.barrier.answer(stamp) is None:
                 self.buffer.empty(empty_write_count)
@@ -583,9 +602,11 @@ class ShardHolder(SavedShard):
     def draw(
         self, count: int, terms: Terms, seed: int, anyway: bool = False, generations: bool = False
     ) -> ShardPart:
-        """Draws ``count`` times; none where there is nothing to draw from, unless ``anyway``.
+        """Draw ``count`` times.
 
-        ``generations``: tells those of the rows in any case.
+        If the mass is not positive, return no rows; with ``anyway``, draw nevertheless.
+        ``generations``: whether to return generations that neither the writer nor the sampler
+        needs.
         """
         with self.buffer._locked() as storage:
             facts = self.facts(terms)
@@ -603,19 +624,23 @@ class ShardHolder(SavedShard):
         return ShardPart(data, info, values, facts)
 
     def read(self, slots: torch.Tensor) -> tuple[Any, ShardFacts]:
-        """Rows of slots ``[K]``, transformed; IndexError where one is not stored."""
+        """Return the transformed rows of slots ``[K]``.
+
+        Raises:
+            IndexError: a slot has no stored row.
+        """
         with self.buffer._locked():
             return self.buffer[slots], self.facts()
 
     def stored_slots(self) -> torch.Tensor:
-        """Slots of all rows, from the oldest to the newest: int64 ``[rows]``."""
+        """Return the slots of all rows, oldest first, int64 ``[rows]``."""
         with self.buffer._locked() as storage:
             return storage.ledger.write_order() if len(storage) else arange(0)
 
     # -- streams ------------------------------------------------------------------------------
 
     def flush(self, stamp: Stamp) -> tuple[torch.Tensor, ShardFacts]:
-        """Stores what transforms hold back; returns the slots."""
+        """Store the rows that transforms hold back; return their slots."""
         with self.buffer._locked():
             known = self.barrier.answer(stamp)
             if known is None:
@@ -625,11 +650,13 @@ class ShardHolder(SavedShard):
             return torch.as_tensor(known[0], dtype=torch.int64, device="cpu"), self.facts()
 
     def streams(self, lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys of streams one by one ``[K, *F]``, and which have rows here, bool ``[K]``; None
-        where nothing is stored.
+        """Return the keys of streams, and whether they have rows in this shard.
+
+        The keys are ``[K, *F]``, and the mask is bool ``[K]``. The result is None if nothing is
+        stored.
 
         Raises:
-            IndexError: storages have no streams, and not so many lanes.
+            IndexError: the storage has no ``lane_key``, and a lane number is too large.
         """
         with self.buffer._locked() as storage:
             assert isinstance(storage, TensorStorage)  # see ShardRecipe.make
@@ -642,8 +669,7 @@ class ShardHolder(SavedShard):
             return cells, torch.tensor([_has(storage, cell) for cell in cells], dtype=torch.bool)
 
     def cut(self, stamp: Stamp, lanes: torch.Tensor | None) -> tuple[None, ShardFacts]:
-        """Ends the episodes that are being written of some streams, those that there are, or of
-        all."""
+        """End the open episodes of all streams, or of ``lanes`` with rows in this shard."""
         with self.buffer._locked() as storage:
             if self.barrier.answer(stamp) is None:
                 if lanes is not None:

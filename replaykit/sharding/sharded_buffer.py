@@ -23,29 +23,29 @@ from replaykit.sharding.membership import ShardMembers, check_on_loss
 from replaykit.sharding.protocol import ShardLoss
 from replaykit.sharding.routing import rows_by
 from replaykit.sharding.shard_config import ShardRecipe, law_of
-from replaykit.sharding.shard_saves import load_all, save_all, state_of, take_state
+from replaykit.sharding.shard_saves import load_all, load_state, save_all, state_of
 from replaykit.sharding.shards import LocalSupervisor
 
 __all__ = ["REFUSED", "ShardedClient", "ShardedReplayBuffer", "refuse"]
 
-_PARTS = "the parts of shards are made by the functions that the constructor got, and stay"
+_PARTS = "the functions given to the constructor make the parts of shards, which cannot change"
 _EDITS = (
-    "stored rows may have been overwritten, or lost with their shard, since anybody looked; "
-    "update_if_present() changes those that are still there"
+    "rows may have been overwritten, or lost with their shard, since they were read; "
+    "update_if_present() changes those that are still stored"
 )
-_SAVES = "all shards are saved at one instant, each by itself; keep what is yours beside it"
+_SAVES = "each shard saves itself, all at one instant; save other state separately"
 
 REFUSED: dict[str, str] = {
     "append_transform": _PARTS,
-    "as_remote": "its rows lie in actors already; client() is a handle for other processes",
+    "as_remote": "its rows are in actors already; client() is a handle for other processes",
     "checkpointer": "dumps and loads have one format, for all shards together",
-    "dim_extend": "rows of shards lie along dimension 0, streams are told apart by shard_key",
-    "episodes": "the index of episodes lies in the shards; slices are drawn by it",
+    "dim_extend": "rows of shards are along dimension 0, and shard_key distinguishes streams",
+    "episodes": "the episode index is in the shards, which draw slices by it",
     "insert_transform": _PARTS,
-    "priority_key": "it was given to the buffers of the shards, which look for it",
+    "priority_key": "the buffers of the shards have it",
     "register_load_hook": _SAVES,
     "register_save_hook": _SAVES,
-    "service_backend": "its rows lie in actors of Ray; the constructor has backend=",
+    "service_backend": "its rows are in Ray actors; the constructor has backend=",
     "set_": _EDITS,
     "set_at_": _EDITS,
     "set_sampler": _PARTS,
@@ -53,24 +53,24 @@ REFUSED: dict[str, str] = {
     "set_writer": _PARTS,
     "share": "client() is a handle for other processes, which all see the same rows",
     "shared": "client() is a handle for other processes, which all see the same rows",
-    "storage": "rows lie in the storages of the shards; rb[...] reads them",
+    "storage": "rows are in the storages of the shards; rb[...] reads them",
     "transform": _PARTS,
     "update_": _EDITS,
     "write_all": _EDITS,
-    "writer": "every shard has a writer of its own",
+    "writer": "every shard has a separate writer",
 }
-"""Public names of ``ReplayBuffer`` that a sharded one has not, and the reason."""
+"""The public names of ``ReplayBuffer`` that a sharded buffer lacks, with reasons."""
 
 
 def refuse(kind: type, name: str) -> NoReturn:
-    """Raises the AttributeError of a name that is not there.
+    """Raise the AttributeError for a missing name.
 
     Example:
         >>> from replaykit.sharding import ShardedClient
         >>> from replaykit.sharding.sharded_buffer import refuse
         >>> refuse(ShardedClient, "writer")
         Traceback (most recent call last):
-        AttributeError: a ShardedClient has no 'writer': every shard has a writer of its own
+        AttributeError: a ShardedClient has no 'writer': every shard has a separate writer
     """
     if name in REFUSED:
         raise AttributeError(f"a {kind.__name__} has no {name!r}: {REFUSED[name]}")
@@ -79,11 +79,12 @@ def refuse(kind: type, name: str) -> NoReturn:
 
 @named_after
 class ShardedClient(ShardLoader[DataT]):
-    """A handle of a sharded buffer, with all of its methods but those that end it.
+    """A handle of a sharded buffer.
 
-    Made by ``ShardedReplayBuffer.client()``; it can be pickled and sent to other processes. Each
-    client has a table of masses of its own and, unless it was given one, torch's global generator.
-    Every method may be called from any thread.
+    A handle has all methods of the buffer except those that end it.
+    ``ShardedReplayBuffer.client()`` makes handles, which can be pickled and sent to other
+    processes. Each handle has a separate table of masses. It draws with the generator given to it,
+    or else with torch's global generator. All methods are thread-safe.
 
     Example:
         >>> import torch
@@ -111,39 +112,45 @@ class ShardedClient(ShardLoader[DataT]):
 
     @property
     def sampler(self) -> Any:
-        """By what law this client draws. ``alpha`` and ``beta`` may be set; a new ``alpha`` goes to
-        the shards with the next draw, and is theirs for all clients until another one draws."""
+        """The sampler with the settings of this client's draws.
+
+        The attributes ``alpha`` and ``beta`` may be set. The next draw sends a new ``alpha`` to the
+        shards. The shards use it for all clients until a draw of another client changes it.
+        """
         return self._sampler
 
     def __len__(self) -> int:
-        """Rows stored in the shards that are there. Cost: one message to each."""
+        """Return the number of rows in all live shards.
+
+        Cost: one message to each shard.
+        """
         self._check_open()
         self._members.refresh(None, 0.0)
         return sum(self._rows_of(shard) for shard in self._members.table.there())
 
     @property
     def initialized(self) -> bool:
-        """Whether the parts of all shards have been made: they are before a handle is there."""
+        """Always True, since all shards are complete before a handle exists."""
         return True
 
     @property
     def write_count(self) -> int:
-        """Rows written to the shards that are there, since they were made or restored."""
+        """The number of rows written to live shards since their creation or restoration."""
         return int(self.stats()["write_count"])
 
     @property
     def losses(self) -> list[ShardLoss]:
-        """All that was lost with shards that died, as far as clients have told until now."""
+        """All losses with dead shards that clients have reported."""
         return self._members.supervisor.losses()
 
     def stats(self) -> dict[str, Any]:
-        """Returns what ``ReplayBuffer.stats`` does over all shards that are there, and of shards:
+        """Return the entries of ``ReplayBuffer.stats`` for all live shards, and more.
 
-        ``shards``: size of each, None while it is being restarted. ``rows_lost``: rows that were
-        acknowledged and are gone. ``restarts``: how many shards have come back.
+        ``shards`` has the size of each shard, or None during its restart. ``rows_lost`` is the
+        number of acknowledged rows that were lost. ``restarts`` is the number of restarts.
 
-        With a rate limiter ``inserts``, ``samples``, ``insert_blocked_s`` and ``sample_blocked_s``
-        are those of all clients. Cost: one message to each shard.
+        With a rate limiter, ``inserts``, ``samples``, ``insert_blocked_s`` and ``sample_blocked_s``
+        count the calls of all clients. Cost: one message to each shard.
 
         Example:
             >>> import torch
@@ -186,40 +193,47 @@ class ShardedClient(ShardLoader[DataT]):
     def update_priority(
         self, index: Any, priority: Any = None, *, generation: torch.Tensor | None = None
     ) -> None:
-        """Sets priorities of rows, as ``ReplayBuffer.update_priority`` does.
+        """Set the priorities of rows, like ``ReplayBuffer.update_priority``.
 
         Args:
-            index: of rows, int64 ``[K]``; -1 is ignored. Or, without ``priority``, a sample.
-            priority: a number, ``[K]`` or ``[K, 1]``.
-            generation: ``index_generation`` of a sample: rows that were written since, or lost with
-                their shard, are left out.
+            index: the indices of the rows, int64 ``[K]``; -1 is ignored. Without ``priority``, a
+                sample.
+            priority: a number for all rows, or a tensor ``[K]`` or ``[K, 1]``.
+            generation: the ``index_generation`` of the rows in a sample, int64 ``[K]``. Rows that
+                were overwritten since, or lost with their shard, are skipped.
 
         Raises:
-            ValueError: a priority that is NaN, negative or infinite; other numbers of entries.
-            IndexError: an index that is not stored. Nothing has changed then.
+            ValueError: a priority is NaN, negative or infinite, or the numbers of entries differ.
+            IndexError: a row of the index is not stored.
+            After any of these errors, nothing has changed.
 
-        Updates for a shard that is being restarted are dropped, as its rows may be lost: its
-        priorities come back as they were saved. Cost: one message to each shard that is meant.
+        Updates for a shard during its restart are dropped, since its rows may be lost. The restart
+        restores the saved priorities. Cost: one message to each shard with rows in ``index``.
         """
         self._before_a_write()
         self._updates.priority(index, priority, generation)
 
     def update_tensordict_priority(self, data: Any) -> None:
-        """Sets priorities from a sample, as ``ReplayBuffer.update_tensordict_priority`` does."""
+        """Set priorities from a sample.
+
+        See ``ReplayBuffer.update_tensordict_priority``.
+        """
         self._before_a_write()
         self._updates.tensordict(data)
 
     def mark_update(self, index: Any) -> None:
-        """Gives rows the sampler's default priority, the largest ever set in any shard; without
-        priorities: nothing.
+        """Give rows the default priority.
+
+        The default is the largest priority that was ever set in any shard. If the sampler has no
+        priorities, this does nothing.
 
         Args:
-            index: of rows, an int or int64 ``[K]``; -1 is ignored.
+            index: the indices of the rows, an int or int64 ``[K]``; -1 is ignored.
 
         Raises:
-            IndexError: an index that is not stored; nothing has changed then.
+            IndexError: a row of the index is not stored; nothing has changed then.
 
-        Cost: one message to each shard, and one more to those that are meant.
+        Cost: one message to each shard, and one more to each shard with rows in ``index``.
 
         Example:
             >>> import torch
@@ -241,7 +255,10 @@ class ShardedClient(ShardLoader[DataT]):
 
     @property
     def dropped_updates(self) -> int:
-        """Entries of this client's updates that were left out: rows written since, or lost."""
+        """The number of entries that this client's updates skipped.
+
+        Their rows were overwritten or lost.
+        """
         return self._updates.dropped
 
     # -- reading ------------------------------------------------------------------------------
@@ -251,14 +268,15 @@ class ShardedClient(ShardLoader[DataT]):
     @overload
     def __getitem__(self, index: Any) -> DataT: ...
     def __getitem__(self, index: Any) -> Any:
-        """Returns rows by index, transformed: an int, a list, or int64 ``[K]``.
+        """Return the transformed rows of an index.
 
-        A slice or a bool mask takes of all stored rows in the order of their indices, a key gives
-        that column of ``rb[:]``.
+        The index is an int, a list, or an int64 tensor ``[K]``. A slice or a bool mask selects from
+        all stored rows in the order of their indices. A key returns that column of ``rb[:]``.
 
         Raises:
-            IndexError: a row that is not stored, a mask of another length. KeyError: no such key.
-            TypeError: another kind of index.
+            IndexError: a row is not stored, or a mask has the wrong length.
+            KeyError: there is no such key.
+            TypeError: the index has another type.
 
         Example:
             >>> import torch
@@ -274,8 +292,9 @@ class ShardedClient(ShardLoader[DataT]):
         return rows_by(self, index)
 
     def read_all_in_order(self, end: int | None = None) -> Any:
-        """Returns all stored rows, or the first ``end``, in the order of their indices:
-        ``rb[:end]``.
+        """Return all stored rows, or the first ``end`` rows, in index order.
+
+        The result equals ``rb[:end]``.
 
         Example:
             >>> import torch
@@ -297,46 +316,51 @@ class ShardedClient(ShardLoader[DataT]):
     # -- saving -------------------------------------------------------------------------------
 
     def dumps(self, path: Any) -> None:
-        """Saves all shards as they are at one instant, between two writes; all or nothing.
+        """Save all shards to a checkpoint, as of one instant between two writes.
 
-        A batch is in the checkpoint with all its rows or with none, whichever shards they went to.
-        Writes and updates wait while every shard takes note of what it holds, not while files are
-        written; sampling goes on.
+        The save succeeds for all shards or for none. The checkpoint has all rows of a batch or
+        none, even if the batch went to several shards. Writes and updates wait while the shards
+        freeze their rows, but not while the shards write files. Samples do not wait.
 
         Args:
             path: a directory that all shards can write to.
 
         Raises:
-            RuntimeError: a shard died, or a client died with half a batch written.
-            OSError: the disk refused. What was there before stays, and is what ``loads`` reads.
+            RuntimeError: a shard died, or a client died after writing only some parts of a batch.
+            OSError: files could not be written.
+            After an error, an earlier checkpoint stays valid.
         """
         self._before_a_write()
         save_all(self, path)
 
     def loads(self, path: Any) -> None:
-        """Takes over what ``dumps`` of a sharded buffer has saved, of any number of shards.
+        """Load a checkpoint of a sharded buffer with any number of shards.
 
-        With as many shards every row keeps its index. With another number the rows are dealt out
-        anew, in turn or by key, with their priorities; episodes stay whole, and no window goes over
-        a seam. Where they do not all fit, a UserWarning says how many were left out.
+        With the same number of shards, every row keeps its index. Otherwise the rows are assigned
+        to the shards again, in turn or by key. They keep their priorities. Episodes stay whole, and
+        no window crosses a write seam. If not all rows fit, a UserWarning reports the number of
+        dropped rows.
 
-        Each shard reads its share, block by block; the rows that it had are let go when all shards
-        have read theirs.
+        Each shard reads its share in blocks. When all shards have read their shares, they drop
+        their old rows.
 
         Raises:
-            FileNotFoundError: there is no checkpoint. CheckpointError: it is damaged.
-            ValueError: other keys, or kinds of sampler, or of another ``shard_key``.
-            Nothing has changed then.
+            FileNotFoundError: there is no checkpoint.
+            CheckpointError: the checkpoint is damaged.
+            ValueError: keys, the kind of sampler or the ``shard_key`` differ.
+            After any of these errors, nothing has changed.
         """
         self._before_a_write()
         load_all(self, path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of all that the shards hold at one instant, as ``dumps`` saves it, as a
-        dictionary. All rows come to this process: ``dumps`` leaves them where they are.
+        """Return a copy of the state of all shards as of one instant.
+
+        The dictionary has the same content as a checkpoint of ``dumps``. Unlike ``dumps``, this
+        method copies all rows to the calling process.
 
         Raises:
-            RuntimeError: a shard died, or a client died with half a batch written.
+            RuntimeError: a shard died, or a client died after writing only some parts of a batch.
 
         Example:
             >>> import torch
@@ -354,19 +378,19 @@ class ShardedClient(ShardLoader[DataT]):
         return state_of(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what ``state_dict`` of a buffer with as many shards gave; values are copied.
+        """Load a copy of a ``state_dict`` from a buffer with the same number of shards.
 
         Raises:
-            ValueError: another number of shards or ``shard_key``, entries that are missing or do
-                not fit; nothing has changed.
+            ValueError: the number of shards or the ``shard_key`` differs, or entries are missing or
+                do not fit. Nothing has changed then.
         """
         self._before_a_write()
-        take_state(self, state_dict)
+        load_state(self, state_dict)
 
     dump = save = dumps
     load = loads
 
-    # -- being sent ---------------------------------------------------------------------------
+    # -- other handles ------------------------------------------------------------------------
 
     def client(
         self,
@@ -375,13 +399,17 @@ class ShardedClient(ShardLoader[DataT]):
         on_loss: Callable[[ShardLoss], None] | None = None,
         prefetch: int = 0,
     ) -> ShardedClient[DataT]:
-        """Returns another handle, which can be pickled where the shards are elsewhere.
+        """Return another handle.
+
+        It can be pickled if the shards are in actors.
 
         Args:
-            generator: what it draws with; None: torch's global generator of its process.
-            on_loss: called with what was lost when it learns that a shard is back; None: a
-                ShardLossWarning. It is pickled with the handle.
-            prefetch: how many batches it has under way, as in the constructor.
+            generator: the random generator of the handle's draws, or None for torch's global
+                generator in the process of the handle.
+            on_loss: function called with a ``ShardLoss`` when the handle notices the restart of a
+                shard. None shows a ShardLossWarning instead. The function is pickled with the
+                handle.
+            prefetch: number of batches to request ahead, as in the constructor.
         """
         self._check_open()
         check_generator(generator)
@@ -407,60 +435,66 @@ class ShardedClient(ShardLoader[DataT]):
         ShardedClient.__init__(self, settings, members, generator, prefetch)
 
 
-_SETTLING_S = 10.0
-"""How long writes that a rate limiter holds up are waited for at the end."""
+_FLUSH_S = 10.0
+"""Seconds that ``close`` waits for writes that a rate limiter delays."""
 
 
 class ShardedReplayBuffer(ShardedClient[DataT]):
-    """One buffer whose rows lie in several processes or machines.
+    """A replay buffer whose rows are in several processes or on several machines.
 
-    A batch is one of a single buffer with all the rows: the same probabilities, the same weights.
-    What a shard is: a ``ReplayBuffer`` in a Ray actor, made of the factories. A shard that dies is
-    restarted, and reads the checkpoint that it has last made of itself; sampling goes on from the
-    others meanwhile, and what is lost is counted. See ``docs/sharding.md``.
+    Batches have the same probabilities and weights as batches of a single buffer with all the rows.
+    Each shard is a ``ReplayBuffer`` in a Ray actor. The given functions make its parts. If a shard
+    dies, it is restarted and loads its latest checkpoint. Meanwhile, samples come from the other
+    shards. Lost rows are counted. See ``docs/sharding.md``.
 
     Args:
-        num_shards: how many.
-        storage: makes the storage of a shard, a tensor or memmap storage with ``ndim=1``; its
-            ``max_size`` is that of one shard.
-        sampler: makes the sampler of a shard: RandomSampler, SliceSampler, PrioritizedSampler or
-            PrioritizedSliceSampler, with independent draws. None: RandomSampler.
-        writer: makes the writer of a shard; one that keeps the order.
-        batch_size: default number of rows of a sample.
-        shard_key: column of integers; rows with the same value go to the same shard, and episodes
-            that it names stay whole. None: rows are dealt out in turn. Needed with slices, and with
-            transforms that read the rows around, hold rows back or follow what is written.
-        transform_factory: makes the transform of a shard; each has its own state.
-        priority_key: where written data and learners put priorities.
-        generator: where the randomness of this client's draws comes from.
-        checkpoint_dir: where each shard saves itself, on a file system that all machines see (or
-            on the shard's, if it always restarts there). None: a shard that dies comes back empty.
-        checkpoint_interval: seconds between two such saves.
-        on_loss: called with a ``ShardLoss`` when a shard is back; None: a ShardLossWarning.
-        max_age: seconds for which a shard's mass is drawn by without being asked for anew. What
-            this client does itself it always knows; 0: it asks before every draw.
-        timeout: seconds to wait for an answer, or for a shard to come back; at the beginning for
-            all shards to start, and then at least three minutes.
-        backend: ``"ray"``: an actor each. ``"local"``: all in this process, without Ray.
-        remote_config: options of the actors; what they leave out is a tenth of a CPU, and no GPU,
-            each.
-        prefetch: how many batches of the default size the shards are asked for ahead, while the
-            learner works: a sample then takes the oldest, and sends a request for another. The same
-            draws as without, each of what the shards held when it was asked for, so at most that
-            many calls ago: writes and updates in between act on later ones. ``empty``, ``loads``
-            and ``set_rng`` drop what is under way. 0: none.
-        rate_limiter: which of writing and sampling waits so that neither gets ahead of the other by
-            more than it allows; rows written and sampled by all clients count together. See
-            ``RateLimiter`` and ``docs/pace.md``.
+        num_shards: number of shards.
+        storage: function that returns the storage of a shard, a tensor or memmap storage with
+            ``ndim=1``. Its ``max_size`` is the capacity of one shard.
+        sampler: function that returns the sampler of a shard, a RandomSampler, SliceSampler,
+            PrioritizedSampler or PrioritizedSliceSampler with independent draws. None uses
+            RandomSampler.
+        writer: function that returns the writer of a shard. The writer must store rows in write
+            order.
+        batch_size: default number of rows in a batch.
+        shard_key: key of an integer column. Rows with the same value go to the same shard, so that
+            episodes with this value stay whole. With None, rows go to the shards in turn. A key is
+            required for slices. It is also required for transforms that read neighbouring rows,
+            hold rows back or follow writes.
+        transform_factory: function that returns the transform of a shard. Each shard's transform
+            has a separate state.
+        priority_key: key of the priorities in written data and in samples.
+        generator: the random generator of this client's draws.
+        checkpoint_dir: directory of the shards' own checkpoints. It must be on a file system that
+            all machines share, or on the machine where the shard always restarts. With None, a
+            restarted shard is empty.
+        checkpoint_interval: seconds between two saves of a shard.
+        on_loss: function called with a ``ShardLoss`` after the restart of a shard. None shows a
+            ShardLossWarning instead.
+        max_age: seconds for which a client uses a known mass of a shard. The client always knows
+            its own changes. With 0 it requests the masses before every draw.
+        timeout: seconds to wait for an answer, or for the restart of a shard. The constructor waits
+            this long for the start of all shards, but at least three minutes.
+        backend: ``"ray"`` for one actor per shard, or ``"local"`` for all shards in this process,
+            without Ray.
+        remote_config: options of the actors. By default, each actor gets a tenth of a CPU and no
+            GPU.
+        prefetch: number of batches of the default size to request ahead, while the learner works. A
+            sample returns the oldest batch and requests another one. Draws are the same as without
+            prefetching, but may use rows and priorities from up to that many calls ago. ``empty``,
+            ``loads`` and ``set_rng`` drop batches under way. With 0, no batch is requested ahead.
+        rate_limiter: limits how far writes may run ahead of samples, and samples ahead of writes.
+            The rows of all clients count together. See ``RateLimiter`` and ``docs/pace.md``.
         ray_init_config: options of ``ray.init``, which is called if Ray is not running yet. Ray
-            then goes on running until the program ends, or ``ray.shutdown()``.
+            then runs until the program ends, or until ``ray.shutdown()``.
 
     Raises:
-        TypeError: an argument of another kind. ValueError: numbers out of range, parts that do not
-            divide among shards.
-        RuntimeError: ray is not installed. TimeoutError: the shards have not started, as where the
-            cluster has no room for them. FileExistsError: another buffer's shards are in
-            ``checkpoint_dir``.
+        TypeError: an argument has the wrong type.
+        ValueError: a number is out of range, or a part cannot be used in shards.
+        RuntimeError: ray is not installed.
+        TimeoutError: the shards have not started, for example because the cluster has too few
+            resources.
+        FileExistsError: ``checkpoint_dir`` belongs to another buffer.
 
     Example:
         >>> import torch
@@ -542,7 +576,7 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
             terms=law.terms(batch_size),
             timeout=float(timeout),
         )
-        trial = recipe.make()  # refuses what does not go together before any actor is started
+        trial = recipe.make()  # raise errors before any actor starts
         tracked = trial.writer.tracks_generations
         capacity = num_shards * trial.storage.max_size
         trial.shutdown()
@@ -569,22 +603,24 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not been closed."""
+        """Return whether the buffer is still open."""
         return not self._closed
 
     def close(self) -> None:
-        """Ends all shards, after writes that are under way; their rows are gone, checkpoints stay.
-        May be called again.
+        """Finish the writes under way, and end all shards.
+
+        The checkpoints of the shards stay. Closing a buffer again does nothing.
 
         Raises:
-            Exception: what a write has raised whose result nobody has asked for. RuntimeError:
-                writes are lost that a rate limiter still held up after 10 seconds.
+            Exception: the error of a write whose result was not asked for.
+            RuntimeError: writes were lost because they still waited for the rate limiter after 10
+                seconds.
         """
         if not self._closed:
             self._closed = True
             paced = self._tickets.keeper is not None
             try:
-                self._outbox.settle(time.monotonic() + _SETTLING_S if paced else None)
+                self._write_queue.flush(time.monotonic() + _FLUSH_S if paced else None)
             except RateLimiterTimeout:
                 raise RuntimeError(
                     "writes still had to wait for samples when the buffer was closed: they are lost"
@@ -602,8 +638,8 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "expected a client of the sharded buffer for other processes, got the buffer, which "
-            "ends the shards: send buffer.client()"
+            "expected a client of the sharded buffer for other processes, got the buffer that owns "
+            "the shards: send buffer.client()"
         )
 
 

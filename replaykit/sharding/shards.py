@@ -1,4 +1,4 @@
-"""Run shards in the same process or as Ray actors, and restart those that died."""
+"""Run shards in this process or in Ray actors, and restart dead shards."""
 
 from __future__ import annotations
 
@@ -44,32 +44,37 @@ __all__ = [
 ]
 
 WRITES = frozenset({"extend", "update", "patch", "empty", "flush", "cut"})
-"""What waits while all shards are saved; the first argument is the stamp."""
+"""The methods that wait while shards are frozen.
+
+Their first argument is the stamp.
+"""
 
 
 class ShardReply(Protocol):
-    """An answer that may not be there yet."""
+    """An answer that may not have arrived yet."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Waits for the answer.
+        """Wait for the answer and return it.
 
         Raises:
-            ShardDied: there will be none. ShardSilent: not yet. What the shard raised.
+            ShardDied: the shard has died.
+            ShardSilent: the shard has not answered in time.
+            Errors of the shard are raised as well.
         """
 
     def is_there(self) -> bool:
-        """Whether ``result`` would not wait."""
+        """Return whether ``result`` would return without waiting."""
 
 
 class Shard(Protocol):
-    """A ``ShardHolder`` somewhere."""
+    """A ``ShardHolder`` in this or another process."""
 
     def call(self, verb: str, *args: Any) -> ShardReply:
-        """Asks for a method of the holder; does not wait for what is elsewhere."""
+        """Call a method of the holder; if the holder is remote, do not wait."""
 
 
 class Restored(NamedTuple):
-    """A shard that has taken the place of one that died, and what was lost."""
+    """The successor of a dead shard, with the loss."""
 
     shard: Shard
     incarnation: int
@@ -77,31 +82,40 @@ class Restored(NamedTuple):
 
 
 class Supervisor(Protocol):
-    """Who restarts shards; one for all clients."""
+    """The object that restarts shards.
+
+    All clients share one supervisor.
+    """
 
     @property
     def pace(self) -> PaceKeeper | None:
-        """Who counts for the rate limiter; None without one."""
+        """The counts of the rate limiter, or None without a rate limiter."""
 
     def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
-        """Told that a shard has died, and how many rows it is known to have had written, and how
-        many stored; does not wait."""
+        """Report the death of a shard; do not wait.
+
+        ``written`` and ``rows``: the numbers of rows written and stored, as far as the client
+        knows.
+        """
 
     def restored(self, shard: int, incarnation: int, timeout: float) -> Restored | None:
-        """What has taken the place of that incarnation; None where nothing has after so long."""
+        """Return the successor of an incarnation, or None if there is none in time."""
 
     def losses(self) -> list[ShardLoss]:
-        """All that was lost, in the order of the restarts, by what clients have told until now."""
+        """Return all losses that clients have reported, in the order of restarts."""
 
     def agree(self, root: Node | None) -> Node | None:
-        """How rows look: as the first client said; None where none has. With None: only asks."""
+        """Return the schema of rows, or None if it is not set yet.
+
+        ``root``: the schema to set if none is set yet, or None to set nothing.
+        """
 
     def replace(self, root: Node | None) -> None:
-        """Rows look like this from now on."""
+        """Set another schema of rows, or None for an unknown schema."""
 
 
 class _Done:
-    """An answer that is there."""
+    """An answer that has arrived."""
 
     def __init__(self, value: Any, error: BaseException | None) -> None:
         self._value, self._error = value, error
@@ -116,7 +130,10 @@ class _Done:
 
 
 class LocalShard:
-    """A shard in this process; calls are over when they return. Thread-safe."""
+    """A shard in this process. Thread-safe.
+
+    ``call`` returns after the called method has ended.
+    """
 
     def __init__(self, make: Callable[[], ShardHolder], shard: int, incarnation: int) -> None:
         self.shard, self.incarnation = shard, incarnation
@@ -149,12 +166,15 @@ class LocalShard:
         return method(*args)
 
     def kill(self) -> None:
-        """Loses everything at once, as a process that is killed does."""
+        """Drop the holder with all its rows, as if its process was killed."""
         self.holder = None
 
 
 class LocalSupervisor:
-    """Restarts shards of this process, when their successors are first asked for. Thread-safe."""
+    """The supervisor of shards in this process. Thread-safe.
+
+    A shard is restarted when a client first asks for its successor.
+    """
 
     def __init__(self, recipe: ShardRecipe, limiter: RateLimiter | None = None) -> None:
         self._recipe = recipe
@@ -202,11 +222,11 @@ class LocalSupervisor:
             self._root = root
 
     def members(self) -> list[tuple[Shard, int]]:
-        """The shards, and which incarnation of each."""
+        """Return the shards, each with its incarnation."""
         return [(shard, shard.incarnation) for shard in self.shards]
 
     def close(self) -> None:
-        """Ends all shards; who waits for a rate limiter gets a RuntimeError."""
+        """End all shards; calls that wait for a rate limiter raise RuntimeError."""
         if self.pace is not None:
             self.pace.close()
         for shard in self.shards:
@@ -216,25 +236,34 @@ class LocalSupervisor:
 
 
 DEFAULT_SHARD_CONFIG: dict[str, Any] = {"num_cpus": 0.1, "num_gpus": 0}
-"""What a shard asks of the cluster unless told otherwise: it waits most of the time."""
+"""The default resources of a shard.
+
+They are small because a shard waits most of the time.
+"""
 
 _SLOW = frozenset({"begin_save", "finish_save", "prepare_load", "prepare_state", "commit_load"})
-"""Works on files, beside which the shard goes on answering."""
+"""The methods that work on files.
+
+The shard answers other messages meanwhile.
+"""
 
 _STARTING_S = 180.0
-"""How long shards are waited for at the beginning, at the least: processes take seconds to start,
-of which the time within which they are to answer later says nothing."""
+"""Minimum seconds to wait for the start of shards.
 
-_LOOK_AGAIN_S = 0.005
+Starting a process takes seconds, even if the process answers quickly later.
+"""
+
+_POLL_S = 0.005
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _LOG = logging.getLogger(__name__)
 
 
 class _ShardActor:
-    """A holder in a process of its own. Its event loop runs one message at a time, but for those
-    that work on files.
+    """A holder in a separate process.
 
-    What fails when the holder is made is the answer to every message, so that it has its own type.
+    Its event loop handles one message after the other, except for messages that work on files. If
+    the holder cannot be constructed, the answer to every message is that error. So the error keeps
+    its type.
     """
 
     def __init__(self, recipe: ShardRecipe, shard: int, incarnation: int) -> None:
@@ -246,7 +275,11 @@ class _ShardActor:
             self._failure = error
 
     async def call(self, verb: str, args: Any) -> tuple[bool, Any]:
-        """Runs a method of the holder; returns whether it went well, and the answer or error."""
+        """Run a method of the holder.
+
+        Returns:
+            True and the answer, or False and an error.
+        """
         if self._failure is not None:
             return False, self._failure
         try:
@@ -260,7 +293,7 @@ class _ShardActor:
         method = getattr(self._holder, verb)
         if verb in WRITES:
             while not self._holder.admits(args[0]):
-                await asyncio.sleep(_LOOK_AGAIN_S)
+                await asyncio.sleep(_POLL_S)
         elif verb in _SLOW:
             return await asyncio.to_thread(method, *args)
         return method(*args)
@@ -273,7 +306,7 @@ class _ShardActor:
 
 
 class _RayReply:
-    """An answer of an actor."""
+    """The answer of an actor."""
 
     def __init__(self, ref: Any, shard: int, incarnation: int) -> None:
         self._ref, self._shard, self._incarnation = ref, shard, incarnation
@@ -301,19 +334,22 @@ class _RayReply:
 
 
 class RayShard:
-    """A shard in an actor; can be pickled."""
+    """The handle of a shard in an actor. It can be pickled."""
 
     def __init__(self, actor: Any, shard: int, incarnation: int) -> None:
         self.actor, self.shard, self.incarnation = actor, shard, incarnation
 
     def call(self, verb: str, *args: Any) -> ShardReply:
-        """Sends a message; does not wait."""
+        """Send a message; do not wait."""
         ref = self.actor.call.remote(verb, encoded(args))
         return _RayReply(ref, self.shard, self.incarnation)
 
 
 class _SupervisorActor(Paced):
-    """Owns the shards: they end with it, and it with whoever made it."""
+    """The owner of the shards.
+
+    The shards end with the supervisor, and the supervisor ends with its creator.
+    """
 
     def __init__(
         self, recipe: ShardRecipe, config: dict[str, Any], limiter: RateLimiter | None = None
@@ -325,7 +361,7 @@ class _SupervisorActor(Paced):
         self._restarts: dict[int, Any] = {}
 
     async def start(self) -> tuple[bool, Any]:
-        """Starts all shards; returns whether they are there, and they or the error."""
+        """Start all shards; return True and the shards, or False and an error."""
         try:
             self._shards = [self._made(shard, 0) for shard in range(self._recipe.num_shards)]
             facts = await asyncio.gather(*(self._facts(shard) for shard in self._shards))
@@ -347,32 +383,30 @@ class _SupervisorActor(Paced):
         return found
 
     async def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
-        """Told of a death."""
+        """Record the death of a shard, and restart it."""
         self._losses.died(shard, incarnation, written, rows)
         self._pace_died(shard, incarnation, written)
         self._see_to(shard, incarnation)
 
     def _see_to(self, shard: int, incarnation: int) -> None:
-        """Has a shard restarted, unless this incarnation of it has a successor or will have."""
+        """Restart a shard, unless it has a successor or a restart is under way."""
         if self._shards[shard].incarnation == incarnation and shard not in self._restarts:
             self._restarts[shard] = asyncio.create_task(self._restart(shard))
 
     async def _restart(self, number: int) -> None:
-        """Makes the next incarnation of a shard; its machine may be gone for a while."""
+        """Start the next incarnation of a shard; retry while its machine is unavailable."""
         import ray
 
         died = old = self._shards[number]
         pause = _FIRST_PAUSE_S
         try:
             while True:
-                ray.kill(old.actor, no_restart=True)  # it may only have been out of reach
+                ray.kill(old.actor, no_restart=True)  # it may still be running, but unreachable
                 new = self._made(number, old.incarnation + 1)
                 try:
                     facts = await self._facts(new)
                     break
-                except (
-                    Exception
-                ) as error:  # this one has died too, or its checkpoint cannot be read
+                except Exception as error:  # it died too, or cannot read its checkpoint
                     _LOG.warning("shard %d could not be restarted, trying again: %s", number, error)
                     await asyncio.sleep(pause)
                     old, pause = new, min(2 * pause, _LONGEST_PAUSE_S)
@@ -383,11 +417,11 @@ class _SupervisorActor(Paced):
             del self._restarts[number]
 
     async def restored(self, shard: int, incarnation: int, timeout: float) -> Any:
-        """The incarnation after that one, if it is there after so long."""
+        """Return the successor of an incarnation, or None if there is none in time."""
         for again in range(2):
             found = self._shards[shard]
             if found.incarnation > incarnation:
-                # Whether it has died again, or hangs, whoever asks it will see.
+                # If the successor has died or hangs, its callers will notice.
                 return Restored(found, found.incarnation, self._losses.newest(shard))
             self._see_to(shard, incarnation)
             if not again:
@@ -395,21 +429,21 @@ class _SupervisorActor(Paced):
         return None
 
     async def losses(self) -> list[ShardLoss]:
-        """All losses."""
+        """Return all losses."""
         return self._losses.all()
 
     async def agree(self, root: Node | None) -> Node | None:
-        """How rows look: the first one counts."""
+        """Return the schema of rows, which the first call with a schema sets."""
         if self._root is None:
             self._root = root
         return self._root
 
     async def replace(self, root: Node | None) -> None:
-        """Rows look like this from now on."""
+        """Set another schema of rows, or None for an unknown schema."""
         self._root = root
 
     async def close(self) -> None:
-        """Ends all shards."""
+        """End all shards."""
         import ray
 
         for task in self._restarts.values():
@@ -419,7 +453,7 @@ class _SupervisorActor(Paced):
 
 
 class RaySupervisor:
-    """The supervisor as clients see it; can be pickled."""
+    """The handle of a supervisor actor. It can be pickled."""
 
     def __init__(
         self,
@@ -440,11 +474,13 @@ class RaySupervisor:
         timeout: float,
         limiter: RateLimiter | None = None,
     ) -> RaySupervisor:
-        """Starts Ray where it is not running, the supervisor, and the shards.
+        """Start the supervisor and the shards, and Ray if it is not running.
 
         Raises:
-            RuntimeError: ray is not installed. What making a shard has raised. TimeoutError: they
-                have not started, as where the cluster has no room for them.
+            RuntimeError: ray is not installed.
+            TimeoutError: the shards have not started, for example because the cluster has too few
+                resources.
+            Errors in the construction of a shard are raised as well.
         """
         ray = start_ray(ray_init_config)
         config = {**DEFAULT_SHARD_CONFIG, **(remote_config or {})}
@@ -456,18 +492,18 @@ class RaySupervisor:
                 went_well, shards = ray.get(actor.start.remote(), timeout=within)
             except TimeoutError:
                 raise TimeoutError(
-                    f"{recipe.num_shards} shards have not started within {within:g} s; each asks "
-                    f"for {config}, which remote_config= changes; `ray status` says what there is"
+                    f"{recipe.num_shards} shards have not started within {within:g} s; each needs "
+                    f"{config}: request less in remote_config=; `ray status` prints the resources"
                 ) from None
             if not went_well:
                 raise shards
         except BaseException:
-            ray.kill(actor, no_restart=True)  # the shards that it has made end with it
+            ray.kill(actor, no_restart=True)  # its shards end with it
             raise
         return cls(actor, shards, timeout, limiter)
 
     def members(self) -> list[tuple[Shard, int]]:
-        """The shards, and which incarnation of each."""
+        """Return the shards, each with its incarnation."""
         return [(shard, shard.incarnation) for shard in self._shards]
 
     def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
@@ -475,7 +511,7 @@ class RaySupervisor:
 
     def restored(self, shard: int, incarnation: int, timeout: float) -> Restored | None:
         asked = self._actor.restored, shard, incarnation, timeout
-        found: Restored | None = self._ask(*asked, besides=timeout)
+        found: Restored | None = self._ask(*asked, extra=timeout)
         return found
 
     def losses(self) -> list[ShardLoss]:
@@ -489,12 +525,18 @@ class RaySupervisor:
     def replace(self, root: Node | None) -> None:
         self._ask(self._actor.replace, root)
 
-    def _ask(self, method: Any, *args: Any, besides: float = 0.0) -> Any:
-        """``besides``: seconds for which the supervisor itself may wait before it answers."""
-        return answer_of(method.remote(*args), self._timeout + besides)
+    def _ask(self, method: Any, *args: Any, extra: float = 0.0) -> Any:
+        """Call a method of the supervisor.
+
+        The supervisor may wait ``extra`` seconds before it answers.
+        """
+        return answer_of(method.remote(*args), self._timeout + extra)
 
     def close(self) -> None:
-        """Ends the shards and the supervisor. Ray goes on running: others may use it by now."""
+        """End the shards and the supervisor.
+
+        Ray keeps running for other users.
+        """
         import ray
 
         if ray.is_initialized():

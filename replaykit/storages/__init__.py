@@ -1,4 +1,4 @@
-"""Where records live: lists, tensors on any device, memory-mapped files."""
+"""Store rows in lists, in tensors on any device, or in memory-mapped files."""
 
 from replaykit.registry import room
 

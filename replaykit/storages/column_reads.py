@@ -12,8 +12,8 @@ from replaykit.episodes.episode_laws import RESTORED
 from replaykit.schema import Rows, Schema
 from replaykit.storages.columns import Columns
 from replaykit.storages.content import Content
-from replaykit.storages.dedup_columns import OnceColumns
-from replaykit.storages.episode_indexes import EpisodeIndexes, state_of_kept
+from replaykit.storages.dedup_columns import DedupColumns
+from replaykit.storages.episode_indexes import EpisodeIndexes, state_of_subset
 from replaykit.storages.indexing import (
     as_cells,
     as_index,
@@ -32,17 +32,16 @@ __all__ = ["AnyColumns", "ColumnReads", "SequencedStorage"]
 
 
 class SequencedStorage(Storage):
-    """A storage whose indexes of episodes are told of every commit.
+    """A storage whose episode indexes follow every commit.
 
     Args:
-        lane_key: column that says to which of several streams a row belongs; see
-            LazyTensorStorage.
+        lane_key: the column that names the stream of a row; see LazyTensorStorage.
 
     Attributes:
-        indexes: the indexes of episodes, one a rule.
+        indexes: the episode indexes, one per rule.
 
     Raises:
-        ValueError: ``lane_key`` with ``ndim > 1``.
+        ValueError: ``lane_key`` is given with ``ndim > 1``.
     """
 
     def __init__(self, max_size: int, *, ndim: int, lane_key: Any) -> None:
@@ -50,8 +49,8 @@ class SequencedStorage(Storage):
         self.lane_key: Path | None = None if lane_key is None else unravel(lane_key)
         if self.lane_key is not None and ndim > 1:
             raise ValueError(
-                f"expected lane_key with ndim=1, where streams lie row by row in one flat storage; "
-                f"got ndim={ndim}, whose lanes are its other dimensions"
+                f"expected lane_key with ndim=1, because its streams share one flat storage; got "
+                f"ndim={ndim}, whose lanes are its other dimensions"
             )
         self.indexes = EpisodeIndexes(cast(Any, self))
 
@@ -59,26 +58,30 @@ class SequencedStorage(Storage):
         if self.lane_key is not None and self.lane_key not in leaves:
             known = ", ".join(map(format_key, leaves)) if () not in leaves else "a tensor"
             raise KeyError(
-                f"expected the lane_key {format_key(self.lane_key)}, which says to which stream a "
-                f"row belongs, got {known}"
+                f"expected the lane_key {format_key(self.lane_key)}, which names the stream of a "
+                f"row, got {known}"
             )
 
     def commit(self, rows: Rows) -> None:
         self.ledger.advance(len(rows))
-        self.indexes.note(rows)
+        self.indexes.append(rows)
 
     def commit_by_stream(self, rows: Rows, slots: torch.Tensor, displacing: Any, turn: Any) -> None:
-        """Makes rows count as stored that were written at slots of their streams; see
-        ``InterleavedIndex.placed``."""
-        self.ledger.place_by_stream(slots)
+        """Commit rows that were written by stream.
+
+        See ``InterleavedIndex.placed``.
+        """
+        self.ledger.place_in_streams(slots)
         self.indexes.placed(rows, slots.numpy(), displacing, turn)
 
     @property
     def episodes(self) -> EpisodeIndex:
-        """Where the stored episodes begin and end; hold the lock while asking.
+        """The episode index of the stored rows.
+
+        The caller holds the lock while it uses the index.
 
         Raises:
-            RuntimeError: nothing was written yet, or records are no TensorDicts.
+            RuntimeError: nothing was written yet, or the rows are not TensorDicts.
         """
         return self.indexes.of()
 
@@ -100,7 +103,7 @@ class SequencedStorage(Storage):
     def episode_state(self) -> dict[str, Any] | None:
         return self.indexes.state()
 
-    def episodes_of_kept(
+    def episodes_of_subset(
         self,
         content: Content,
         state: dict[str, Any] | None,
@@ -109,7 +112,7 @@ class SequencedStorage(Storage):
     ) -> dict[str, Any] | None:
         if rows is None or len(rows) == content.rows:
             return state
-        return state_of_kept(content, state, old, rows, self.lane_key)
+        return state_of_subset(content, state, old, rows, self.lane_key)
 
     def restore_episodes(
         self, state: dict[str, Any] | None, old: Ledger, rows: torch.Tensor | None
@@ -117,16 +120,16 @@ class SequencedStorage(Storage):
         self.indexes.restore(state, old, rows)
 
 
-AnyColumns = Columns | OnceColumns
-"""How rows lie: all leaves of each, or those that follow in the next row only there."""
+AnyColumns = Columns | DedupColumns
+"""Dense columns, or columns that store each next observation once."""
 
 _BYTES_AT_ONCE = 1 << 18
-"""Up to so many bytes of a batch: 60 us of a gather. A thread of the core that did it made a loop
-of 180 kB a batch by a fifth slower, and one of 360 kB hardly faster."""
+"""Bytes of the largest batch that the caller's thread reads, in 60 us. With a thread of the core, a
+loop with batches of 180 kB is a fifth slower. A loop with batches of 360 kB is hardly faster."""
 
 
 class ColumnReads(SequencedStorage):
-    """The half of ``ColumnStorage`` that changes nothing."""
+    """The half of ``ColumnStorage`` that reads rows and changes nothing."""
 
     def __init__(self, max_size: int, *, device: Any, ndim: int, lane_key: Any = None) -> None:
         super().__init__(max_size, ndim=ndim, lane_key=lane_key)
@@ -139,7 +142,7 @@ class ColumnReads(SequencedStorage):
 
     @property
     def initialized(self) -> bool:
-        """Whether the first write has fixed the schema and taken the memory."""
+        """True once the first write has fixed the schema and allocated the memory."""
         return self._columns is not None
 
     @property
@@ -161,7 +164,7 @@ class ColumnReads(SequencedStorage):
         return torch.Size([self.ledger.length, *self.lanes])
 
     def __len__(self) -> int:
-        self.look()
+        self.poll()
         return self.ledger.length if self.ndim == 1 else self.ledger.length * self.lanes.numel()
 
     def __repr__(self) -> str:
@@ -174,7 +177,7 @@ class ColumnReads(SequencedStorage):
     # -- reading ------------------------------------------------------------------------------
 
     def require(self) -> AnyColumns:
-        """Returns the columns; RuntimeError before the first write."""
+        """Return the columns; RuntimeError before the first write."""
         if self._columns is None:
             raise RuntimeError(
                 "Cannot get elements out of a non-initialized storage: nothing is stored yet, and "
@@ -183,13 +186,14 @@ class ColumnReads(SequencedStorage):
         return self._columns
 
     def get(self, index: Any) -> Any:
-        """Reads stored rows; ints and slices give views, everything else fresh memory.
+        """Read stored rows: views for an int or a slice, copies for any other index.
 
-        For ``ndim > 1``: a tensor ``[..., ndim]`` of two dimensions or more holds coordinates, a
-        tuple indexes dimension by dimension, anything else indexes time.
+        For ``ndim > 1``, a tensor ``[..., ndim]`` of at least two dimensions holds coordinates. A
+        tuple indexes dimension by dimension. Any other index selects time slots.
 
         Raises:
-            RuntimeError: nothing was written yet. IndexError: rows that are not stored.
+            RuntimeError: nothing was written yet.
+            IndexError: rows that are not stored.
         """
         with self.lock:
             columns = self.require()
@@ -221,31 +225,36 @@ class ColumnReads(SequencedStorage):
         return self._build(columns.view(self.ledger.length, index), batch)
 
     def read(self, index: torch.Tensor, *, own: bool = True, contiguous: bool = False) -> Any:
-        """Reads rows into fresh memory: small leaves as views of one allocation, unless
-        ``contiguous``."""
+        """Read copies of rows.
+
+        The small leaves are views of one allocation, unless ``contiguous`` is set.
+        """
         with self.lock:
             return self.read_held(index, contiguous)
 
     def read_held(self, index: torch.Tensor, contiguous: bool) -> Any:
-        """What ``read`` does, for who holds the lock."""
+        """Read as ``read`` does. The caller holds the lock."""
         columns = self.require()
         if self.ndim > 1 and columns.device.type == "cpu":
             check_cells(index, self.visible_shape())
         return columns.read(index, self.ledger.length, contiguous=contiguous)
 
     def reads_at_once(self, count: int) -> bool:
-        """Whether ``begin_held`` of that many rows takes little longer than to tell a thread."""
+        """Return whether ``begin_held`` is about as fast as a call that wakes a thread."""
         columns = self._columns
         if type(columns) is not Columns or columns.advise or columns.device.type != "cpu":
             return False
         return columns.native or count * columns.row_bytes <= _BYTES_AT_ONCE
 
     def begin_held(self, index: torch.Tensor, contiguous: bool) -> tuple[Any, Any]:
-        """What ``read_held`` does, where ``reads_at_once``: of more than a few rows by a thread of
-        the core, which needs neither lock nor interpreter. Writes wait for it.
+        """Begin to read rows, if ``reads_at_once`` allows it. The caller holds the lock.
+
+        If there are more than a few rows, a thread of the compiled core reads them. It needs
+        neither the lock nor the interpreter. Writes wait for it.
 
         Returns:
-            The rows, and what has a ``wait`` to be called before anybody looks at them, or None.
+            The rows, and an object or None. If there is an object, the caller must call its
+            ``wait`` method before it uses the rows.
         """
         columns = self._columns
         if type(columns) is not Columns or not columns.native:
@@ -257,10 +266,13 @@ class ColumnReads(SequencedStorage):
         return columns.begin_read(index, self.ledger.length, contiguous)
 
     def view_at(self, index: Any = None, *, time_dim: int = 0) -> Any:
-        """Returns stored rows with time along ``time_dim``: views, until torch has to copy.
+        """Return stored rows with time along ``time_dim``.
+
+        The rows are views unless torch has to copy.
 
         Raises:
-            IndexError: rows that are not stored. RuntimeError: nothing was written yet.
+            IndexError: rows that are not stored.
+            RuntimeError: nothing was written yet.
         """
         with self.lock:
             columns, shape = self.require(), self.visible_shape(time_dim)
@@ -278,7 +290,7 @@ class ColumnReads(SequencedStorage):
             yield self.get(tuple(cell.tolist()))
 
     def visible_shape(self, time_dim: int = 0) -> torch.Size:
-        """Shape of the stored rows with time along ``time_dim``."""
+        """Return the shape of the stored rows with time along ``time_dim``."""
         shape = [self.ledger.length, *self.lanes]
         if time_dim:
             shape[0], shape[time_dim] = shape[time_dim], shape[0]
@@ -289,10 +301,12 @@ class ColumnReads(SequencedStorage):
         return build(columns.schema.root, leaves, torch.Size(batch), columns.device)
 
     def contains(self, item: Any) -> bool | torch.Tensor:
-        """Whether rows are stored: bool for an int, bool ``[K]`` for ``[K]`` or ``[K, ndim]``.
+        """Return whether rows are stored: bool for an int, bool ``[K]`` for a tensor.
+
+        A tensor is int ``[K]`` or ``[K, ndim]``.
 
         Raises:
-            TypeError: neither an int nor an integer tensor.
+            TypeError: ``item`` is neither an int nor an integer tensor.
         """
         length = self.ledger.length
         if isinstance(item, int) and not isinstance(item, bool):

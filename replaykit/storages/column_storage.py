@@ -1,4 +1,4 @@
-"""What storages with one tensor per leaf share: schema, slots, indexing."""
+"""Write and edit the rows of storages with one tensor per leaf."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from replaykit._compat import TensorDict, dtype_name
 from replaykit.episodes import InterleavedIndex
 from replaykit.episodes.interleaved import stream_keys
 from replaykit.errors import SchemaError
-from replaykit.schema import Rows, Schema, take_apart
+from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.storages.column_reads import AnyColumns, ColumnReads
 from replaykit.storages.columns import Columns
-from replaykit.storages.dedup_columns import OnceColumns
+from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.dedup_streams import StreamColumns
 from replaykit.storages.indexing import (
     as_cells,
@@ -41,7 +41,7 @@ __all__ = ["AnyColumns", "ColumnStorage"]
 
 
 class ColumnStorage(ColumnReads):
-    """What storages with one tensor per leaf share; see TensorStorage and LazyTensorStorage."""
+    """The base of TensorStorage and LazyTensorStorage: one tensor per leaf."""
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -54,13 +54,13 @@ class ColumnStorage(ColumnReads):
         optional: Collection[Path] = (),
     ) -> Rows:
         if self._columns is None:
-            self.look()  # another process may have fixed keys and shapes
+            self.poll()  # another process may have fixed keys and shapes
         matcher = self._matcher
         if matcher is not None and not time_dim and len(optional) <= 1:
             known = matcher.rows(data, single=single, optional=next(iter(optional), None))
             if known is not None:
                 return known
-        rows = take_apart(
+        rows = split_leaves(
             data,
             self.ndim,
             single=single,
@@ -85,8 +85,7 @@ class ColumnStorage(ColumnReads):
             )
 
     def accept(self, rows: Rows) -> None:
-        # Checked again: another thread may have made the first write since `prepare`, or have
-        # added a column.
+        # Since `prepare`, another thread may have made the first write or added a column.
         if self._columns is not None and self._columns.schema.added:
             rows.complete(self._columns.schema)
         self._check(rows)
@@ -96,23 +95,23 @@ class ColumnStorage(ColumnReads):
 
     def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
         if self.indexes.stale or (self.lane_key is not None and not self._at_cursor):
-            self._settle()
+            self._before_overwrite()
         if self.recovery is not None and not self._at_cursor:
-            self.recovery.note(slots.numpy())
+            self.recovery.journal_rows(slots.numpy())
         self.require().scatter(slots, rows.leaves, kept)
 
     def write_ring(self, first: int, rows: Rows, skipped: int) -> None:
         large = self.lane_key is not None and 2 * len(rows) > self.ledger.slots
         if large or self.indexes.stale:
-            self._settle()
+            self._before_overwrite()
         if self.recovery is not None:
-            self.recovery.note_ring(first + skipped, len(rows) - skipped)
-        # A storage that defines `write` anew means every write. Addresses are in the order of the
-        # schema that they were found by; the rows may have been prepared for another storage.
+            self.recovery.journal_ring(first + skipped, len(rows) - skipped)
+        # A subclass that overrides `write` expects all writes to go through it. Addresses are in
+        # the order of the matcher's schema, so rows prepared for another storage cannot use them.
         if type(self).write is ColumnStorage.write:
             columns = self.require()
             matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
-            if isinstance(columns, OnceColumns):
+            if isinstance(columns, DedupColumns):
                 columns.write_ring(first, rows, skipped, matched=matched)
                 return
             if matched and columns.scatter_ring(
@@ -128,13 +127,15 @@ class ColumnStorage(ColumnReads):
         finally:
             self._at_cursor = False
 
-    def _settle(self) -> None:
-        """Before stored rows are overwritten: whoever derives something from them reads first what
-        a checkpoint says of them, so that what is wrong with it is found before anything changes.
+    def _before_overwrite(self) -> None:
+        """Update all data derived from stored rows, before a write overwrites them.
+
+        Listeners and indexes may have to read rows from a checkpoint for this. If the checkpoint is
+        damaged, they raise an error before any row changes.
         """
         if self.indexes.stale:
             self.announce()
-        self.indexes.settle()
+        self.indexes.index_pending()
 
     def _adopt(self, columns: AnyColumns) -> None:
         if self.ndim == 1:
@@ -143,10 +144,10 @@ class ColumnStorage(ColumnReads):
         self.max_size = columns.slots * columns.lanes.numel()
 
     def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
-        """Takes memory for rows of that schema."""
-        return self._take_memory(schema, lanes, rows)
+        """Allocate columns for rows of a schema."""
+        return self._allocate_memory(schema, lanes, rows)
 
-    def _take_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
+    def _allocate_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
         device = self._device
         if device == "auto":
             device = torch.device("cpu")
@@ -158,12 +159,15 @@ class ColumnStorage(ColumnReads):
         return Columns(schema, tensors, self.ndim, layout=layout, records=records)
 
     def apart(self, rows: Rows) -> Rows:
-        """Rows with copies of those leaves that are views of what is stored, for who looks at them
-        again when they have been written. Cost: below a microsecond a leaf, where none is."""
+        """Return rows whose leaves share no memory with the stored rows.
+
+        Leaves that are views of stored rows are copied. A caller needs this if it reads the rows
+        again after it has written them. Cost: below a microsecond for each leaf that is not a view.
+        """
         columns = self._columns
         if columns is None:
             return rows
-        held = columns.rows if isinstance(columns, OnceColumns) else columns
+        held = columns.rows if isinstance(columns, DedupColumns) else columns
         given = rows.leaves
         leaves = {
             path: held.own(leaf) if leaf.device == held.device else leaf
@@ -173,33 +177,35 @@ class ColumnStorage(ColumnReads):
         return rows if same else Rows(rows.root, leaves, rows.batch)
 
     def write_by_stream(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
-        """What ``write`` does, of rows each of which is the newest of its stream in turn: the next
-        ones go on from them."""
+        """Write as ``write`` does; each row becomes the newest row of its stream.
+
+        The next rows of the streams continue after these rows.
+        """
         columns = self._columns
         if not isinstance(columns, StreamColumns):
             self.write(slots, rows, kept)
         elif type(self).write is ColumnStorage.write:
-            self._settle()
+            self._before_overwrite()
             if self.recovery is not None:
-                self.recovery.note(slots.numpy())
+                self.recovery.journal_rows(slots.numpy())
             matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
             columns.write_streams(slots, rows, kept, matched=matched)
         else:
-            going_on = columns.going_on
+            continuing = columns.continuing
             self.write(slots, rows, kept)
-            columns.goes_on_from(going_on, stream_keys(rows.leaves[columns.key]))
+            columns.continues_from(continuing, stream_keys(rows.leaves[columns.key]))
 
     def cut(self, lanes: Any) -> None:
         super().cut(lanes)
         if isinstance(self._columns, StreamColumns):
             index = None if lanes is None else self.episodes
             self._columns.sever(index.keys(lanes) if isinstance(index, InterleavedIndex) else None)
-        elif isinstance(self._columns, OnceColumns):
+        elif isinstance(self._columns, DedupColumns):
             self._columns.sever(lanes)
 
     def resume(self, *, over: bool) -> None:
         super().resume(over=over)
-        if over and isinstance(self._columns, OnceColumns):
+        if over and isinstance(self._columns, DedupColumns):
             self._columns.sever(None)
 
     def slots_for(self, rows: Rows) -> int:
@@ -209,26 +215,28 @@ class ColumnStorage(ColumnReads):
         return -(-self.max_size // lanes.numel())
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Writes rows at dim-0 positions: an int takes one row, anything else a batch.
+        """Write rows at slots: one row at an int, a batch at any other index.
 
         A batch for all stored rows adds the columns that the storage lacks. A slice without an end
-        ends with the capacity, or with the stored rows where the batch has as many as these.
+        selects slots up to the capacity. But if the batch has as many rows as the storage, the
+        slice ends after the stored rows.
 
-        ``set_cursor=True`` makes them new records, the last one the newest; ``False`` replaces
-        stored ones, and length, cursor, positions and generations stay. Where nothing is stored,
-        ``False`` makes new records too, and the cursor stays.
+        ``set_cursor=True`` writes new rows, and the last row of the batch becomes the newest.
+        ``False`` replaces stored rows, and keeps length, cursor, row ids and generations. If
+        nothing is stored, ``False`` also writes new rows, but keeps the cursor.
 
         Raises:
-            IndexError: a position outside ``[0, max_size)``, or beyond the stored rows with
+            IndexError: a slot outside ``[0, max_size)``, or beyond the stored rows with
                 ``set_cursor=False``.
-            RuntimeError: slots below the highest one written would stay without a record.
-            SchemaError: the data does not fit; ValueError: other number of rows than positions.
+            RuntimeError: a slot below the highest written slot would stay without a row.
+            SchemaError: the data does not fit.
+            ValueError: the numbers of rows and slots differ.
         """
         single = isinstance(cursor, int)
         try:
             rows = self.prepare(data, single=single)
         except SchemaError:
-            if single or not self._takes_columns(cursor, data):
+            if single or not self._write_new_columns(cursor, data):
                 raise
             if not set_cursor:
                 return
@@ -247,7 +255,7 @@ class ColumnStorage(ColumnReads):
                 check_range(slots, 0, self.ledger.length)
             self.accept(rows)
             last = last_occurrences(slots)
-            self._note_edit(None, slots.numpy())
+            self._record_edit(None, slots.numpy())
             self.write(slots[last], rows, last)
             if are_new:
                 self.ledger.place(slots, move_cursor=set_cursor)
@@ -258,19 +266,20 @@ class ColumnStorage(ColumnReads):
                     self.recovery.made()
 
     def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
-        """Replaces stored rows; ``index`` addresses the layout of ``rb[:]``.
+        """Replace stored rows; ``index`` selects them in the layout of ``rb[:]``.
 
-        An edit of all rows adds the columns that the storage lacks. Added columns that the value
-        lacks stay as they are.
+        An edit of all rows adds the columns that the storage lacks. If the value lacks a column
+        that was added by an earlier edit, this column stays unchanged.
 
         Raises:
-            IndexError: rows that are not stored. SchemaError: keys, shapes or dtypes differ.
-            RuntimeError: a storage that takes no more columns.
+            IndexError: rows that are not stored.
+            SchemaError: keys, shapes or dtypes differ.
+            RuntimeError: the storage cannot add columns.
         """
         with self.lock:
             columns = self.require()
             at, batch = self._edit_index(index, time_dim)
-            rows = take_apart(value, len(batch))
+            rows = split_leaves(value, len(batch))
             schema, leaves = columns.schema, rows.leaves
             if rows.batch == batch and not leaves.keys() <= schema.leaves.keys():
                 shape = self.visible_shape(time_dim)
@@ -285,16 +294,19 @@ class ColumnStorage(ColumnReads):
                 at, batch = slice(None), shape
             self._edit(schema, leaves, at, batch, time_dim)
 
-    def _takes_columns(self, cursor: Any, data: Any) -> bool:
-        """Writes data that has new columns and is for all stored rows; whether it was.
+    def _write_new_columns(self, cursor: Any, data: Any) -> bool:
+        """Write data for all stored rows, including new columns.
+
+        Return whether the data was written. If the data has no new columns, or is not for all
+        stored rows, nothing has changed.
 
         Raises:
-            As ``edit``.
+            The same errors as ``edit``.
         """
         with self.lock:
             if self._columns is None:
                 return False
-            rows = take_apart(data, self.ndim)
+            rows = split_leaves(data, self.ndim)
             slots = self._slots_at(cursor, rows)
             batch = torch.Size([len(slots), *self.lanes])
             if (
@@ -308,7 +320,7 @@ class ColumnStorage(ColumnReads):
             return True
 
     def _slots_at(self, cursor: Any, rows: Rows) -> torch.Tensor:
-        """The positions that a low-level write of these rows names."""
+        """Return the slots that the argument ``cursor`` of ``set`` selects for these rows."""
         limit, length = self.slots_for(rows), self.ledger.length
         if isinstance(cursor, slice) and cursor.stop is None:
             stored = range(*cursor.indices(length))
@@ -324,11 +336,14 @@ class ColumnStorage(ColumnReads):
         batch: torch.Size,
         time_dim: int,
     ) -> None:
-        """Write checked leaves into stored rows; those that are new in ``schema`` become columns.
+        """Write checked leaves into stored rows, and add columns.
+
+        Leaves that are new in ``schema`` become columns. If it raises, nothing has changed.
 
         Raises:
-            RuntimeError: this storage takes no more columns. SchemaError: a key that says where
-                episodes end. MemoryError, OSError: there is no room. Nothing has changed then.
+            RuntimeError: this storage cannot add columns.
+            SchemaError: a new key would mark the ends of episodes.
+            MemoryError, OSError: there is no room for the columns.
         """
         columns = self.require()
         if schema is not columns.schema:
@@ -338,15 +353,15 @@ class ColumnStorage(ColumnReads):
             tensors = self._memory_for(schema.part(new))
             for path, tensor in tensors.items():
                 _fill(tensor[: self.ledger.length], leaves[path], time_dim)
-            # With their values, so that nobody sees them without.
-            self._note_edit(new, None)
+            # The values are written before readers can access the columns.
+            self._record_edit(new, None)
             columns.add(schema, tensors)
             self._adopt(columns)
             leaves = {path: leaf for path, leaf in leaves.items() if path not in tensors}
         self._assign(leaves, at, batch, time_dim)
 
     def _check_addable(self, paths: Collection[Path]) -> None:
-        """Raises where columns cannot be added to the stored rows; names the first of them."""
+        """Raise an error that names a column if columns cannot be added to the rows."""
         name = format_key(next(iter(paths)))
         if self.recovery is not None:
             how = "shared=True" if self.recovery.shared else "recover=True"
@@ -367,7 +382,7 @@ class ColumnStorage(ColumnReads):
                 )
 
     def _memory_for(self, schema: Schema) -> dict[Path, torch.Tensor]:
-        """Take memory for columns that are added: zeros ``[slots, *lanes, *F]``."""
+        """Allocate columns to add: zeros ``[slots, *lanes, *F]``."""
         columns = self.require()
         tensors, _ = allocate(schema, columns.slots, columns.lanes, columns.device, None)
         for tensor in tensors.values():
@@ -377,48 +392,50 @@ class ColumnStorage(ColumnReads):
     def _assign(
         self, leaves: Mapping[Path, torch.Tensor], at: Any, batch: torch.Size, time_dim: int
     ) -> None:
-        """Writes leaves into stored rows; of rows that are named twice the last one counts."""
+        """Write leaves into stored rows; if a row is repeated, its last values count."""
         if not leaves:
             return
         columns = self.require()
         columns.check_writable()
         if self.recovery is not None:
             slots = _slots_of(at, self.visible_shape(time_dim), time_dim)
-            self.recovery.note(slots, leaves)
-        self._note_edit(leaves, None)
+            self.recovery.journal_rows(slots, leaves)
+        self._record_edit(leaves, None)
         self.indexes.edited(leaves)
         columns.assign(self.ledger.length, leaves, at, batch, time_dim=time_dim)
         if self.recovery is not None:
             self.recovery.made()
 
     def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
-        """Replaces values of distinct stored rows; the caller holds the lock and has checked them.
+        """Replace values of distinct stored rows.
+
+        The caller holds the lock and has checked the rows.
 
         Args:
-            cells: int64 ``[K]`` for each dimension of the rows.
-            leaves: ``[K, *F]`` by path.
+            cells: coordinates of the rows, int64 ``[K]`` for each dimension.
+            leaves: the new values, ``[K, *F]`` by path.
         """
         if self.recovery is not None:
-            self.recovery.note(np.unique(cells[0].numpy()), leaves)
-        self._note_edit(leaves, cells[0].numpy())
+            self.recovery.journal_rows(np.unique(cells[0].numpy()), leaves)
+        self._record_edit(leaves, cells[0].numpy())
         self.indexes.edited(leaves)
         self.require().put(cells, leaves)
         if self.recovery is not None:
             self.recovery.made()
 
-    def _note_edit(
+    def _record_edit(
         self, leaves: Collection[Path] | None, slots: np.ndarray[Any, Any] | None
     ) -> None:
-        """Counts a change of stored rows, and says which it is."""
+        """Count a change of stored rows, and add it to the recent edits."""
         self.edits += 1
         paths = None if leaves is None else frozenset(leaves)
         edit = Edit(self.edits, paths, None if slots is None else slots.copy())
-        # A new tuple: copies are made of the storage meanwhile.
+        # This makes a new tuple, because another thread may copy the storage at the same time.
         rows = self.ledger.slots * self.lanes.numel()
         self.recent_edits = with_edit(self.recent_edits, edit, rows)
 
     def leaf(self, key: Any) -> Leaf:
-        """Returns feature shape and dtype of a column.
+        """Return the feature shape and the dtype of a column.
 
         Raises:
             KeyError: no leaf of that name.
@@ -426,7 +443,7 @@ class ColumnStorage(ColumnReads):
         return self.require().schema.leaf(key)
 
     def column(self, key: Any, *, time_dim: int = 0) -> torch.Tensor:
-        """Returns the stored rows of one leaf: a view, but for keys that are stored once.
+        """Return the stored rows of one leaf: a view, or a copy for deduplicated keys.
 
         Raises:
             KeyError: no leaf of that name.
@@ -446,15 +463,18 @@ class ColumnStorage(ColumnReads):
         time_dim: int = 0,
         adds: bool = False,
     ) -> None:
-        """Replaces stored values of some leaves: whole columns, or the rows at ``index``.
+        """Replace values of some leaves in all stored rows, or in the rows at ``index``.
 
         Args:
-            adds: whether whole columns that are not stored are added.
+            adds: whether to add whole columns that are not stored yet.
 
         Raises:
-            KeyError: no such leaf. IndexError: rows that are not stored. SchemaError: another
-                shape or dtype. RuntimeError: a storage that takes no more columns. Nothing has
-                changed then.
+            KeyError: there is no such leaf.
+            IndexError: rows that are not stored.
+            SchemaError: a shape or dtype differs.
+            RuntimeError: the storage cannot add columns.
+
+        If it raises, nothing has changed.
         """
         with self.lock:
             at, batch = slice(None), self.visible_shape(time_dim)
@@ -472,7 +492,7 @@ class ColumnStorage(ColumnReads):
             self._edit(schema, leaves, at, batch, time_dim)
 
     def _edit_index(self, index: Any, time_dim: int) -> tuple[Any, torch.Size]:
-        """The index of rows to edit, and the shape of the rows that it selects."""
+        """Return the index of rows to edit, and the shape of the rows that it selects."""
         shape = self.visible_shape(time_dim)
         if self.ndim > 1:
             return as_cells(index, shape)
@@ -480,18 +500,22 @@ class ColumnStorage(ColumnReads):
         return at, indexed_shape(shape, at)
 
     def clear(self) -> None:
-        """Forgets all rows; their memory stays.
+        """Remove all rows; their memory stays.
 
-        Cost: where rows were placed by hand or edited since episodes were last asked for, one pass
-        over their flags: whether the last episode is open says how the next one begins.
+        Cost: one pass over flags, if rows were placed by hand or edited since the last use of
+        episodes. The pass finds out whether the last episode is open, because the start of the next
+        episode depends on it.
         """
         if self._columns is not None:
-            self.indexes.settle()
+            self.indexes.index_pending()
             self._columns.clear()
 
 
 def _slots_of(at: Any, shape: torch.Size, time_dim: int) -> np.ndarray[Any, Any] | range:
-    """The slots that an index of rows of a shape names, whose dimension ``time_dim`` is time."""
+    """Return the slots of the rows that an index selects.
+
+    ``shape`` is the shape of the rows, with time along ``time_dim``.
+    """
     length = shape[time_dim]
     if isinstance(at, slice) and at == slice(None):
         return range(length)
@@ -504,10 +528,10 @@ def _slots_of(at: Any, shape: torch.Size, time_dim: int) -> np.ndarray[Any, Any]
 
 
 def _tree(path: Path, value: Any, batch: torch.Size, root: Node) -> Node:
-    """The containers that lead to a new column, of the kind of those that are stored.
+    """Return containers for a new column, of the same kind as those of stored rows.
 
     Raises:
-        SchemaError: the value is not one of as many rows as there are.
+        SchemaError: the value is not a tensor, or its batch shape is not ``batch``.
     """
     if not isinstance(value, torch.Tensor) or value.shape[: len(batch)] != batch:
         given = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -524,13 +548,19 @@ def _tree(path: Path, value: Any, batch: torch.Size, root: Node) -> Node:
 
 
 def _fill(rows: torch.Tensor, values: torch.Tensor, time_dim: int) -> None:
-    """Copies the values of all stored rows, laid out as ``rb[:]`` is, into a column."""
+    """Copy the values of all stored rows, in the layout of ``rb[:]``, into a column."""
     target = carried(rows)
     (target.transpose(0, time_dim) if time_dim else target).copy_(carried(values))
 
 
 def _fitting(path: Path, value: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """Returns the value if it fits without cast or broadcast; flags may lack their last 1."""
+    """Return the value in the shape ``shape``, without cast or broadcast.
+
+    A flag may lack its last dimension of size 1.
+
+    Raises:
+        SchemaError: the value does not fit.
+    """
     if not isinstance(value, torch.Tensor):
         raise SchemaError(f"key {format_key(path)}: expected a tensor, got {type(value).__name__}")
     if path in FLAG_KEYS and [*value.shape, 1] == list(shape):

@@ -1,4 +1,4 @@
-"""Keep rows as columns, and read and write rows of them."""
+"""Store rows as columns, and read and write these rows."""
 
 from __future__ import annotations
 
@@ -33,26 +33,28 @@ __all__ = ["Columns", "ScatteredColumns"]
 class Columns:
     """One tensor of shape ``[slots, *lanes, *F]`` per leaf of a schema.
 
-    Small leaves may be views of records, which then are what rows are moved as. ``gather`` and
-    ``read`` return fresh memory, ``view`` returns views. Where rows go is not checked against what
-    is stored: the caller has done so.
+    Small leaves may be views of records. Reads and writes then move whole records. ``gather`` and
+    ``read`` return new memory, and ``view`` returns views. The caller has checked that the slots of
+    a write are allowed.
 
     Args:
-        tensors: the leaves that lie alone, ``[slots, *lanes, *F]``.
-        layout, records: where the other leaves lie, and records: uint8 ``[slots, *lanes, stride]``.
-        mapped: whether rows lie in mapped files, whose pages may have to come from disk.
-        changes: who is told of writes, where these are columns over memory of others.
+        tensors: the leaves that are not in records, ``[slots, *lanes, *F]``.
+        layout: the offset of each other leaf in a record.
+        records: uint8 ``[slots, *lanes, stride]``.
+        mapped: whether rows are in mapped files, whose pages may have to be read from disk.
+        changes: the record of changes of other columns over the same memory; None for a new record.
 
     Attributes:
-        advise: whether the kernel is told which pages of mapped files a batch will touch.
-        row_bytes: bytes of an element's values.
+        advise: whether to request the pages of a batch in mapped files from the kernel in advance.
+        row_bytes: bytes of the values of an element, which is a row of one lane.
         order: the paths, in the order in which leaves are gathered.
-        frames: what copies rows with those before them; None where only ``gather_keys`` can.
-        moves: how often the memory was found to lie somewhere else.
-        changes: knows which rows were written when. Every write tells it first.
+        frames: an object that copies rows with the rows before them; None if only ``gather_keys``
+            can copy them.
+        moves: the number of times that the memory was found at new addresses.
+        changes: the record of the last write to each row. Every write notifies it first.
     """
 
-    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
+    @torch.inference_mode(False)  # tensors of that mode cannot be changed outside it
     def __init__(
         self,
         schema: Schema,
@@ -79,7 +81,7 @@ class Columns:
         self.lanes = first.shape[1:ndim]
         self._cells = self.lanes.numel()
         self.device = first.device
-        # Of all leaves in records these tell where they lie.
+        # The records hold the memory of all leaves in them.
         held = [] if records is None else [records]
         held += [tensor for path, tensor in self.tensors.items() if path not in packed]
         if changes is None:
@@ -89,13 +91,12 @@ class Columns:
         self._arrange(held)
 
     def _arrange(self, held: list[torch.Tensor]) -> None:
-        """Work out what follows from the leaves; ``held``: all memory that they lie in."""
+        """Derive the other attributes from the leaves, whose whole memory is ``held``."""
         self._held = held
         self._overlapping = [p for p, tensor in self.tensors.items() if overlaps(tensor)]
         self._memory = ColumnMemory(held)
         self.row_bytes = self.schema.row_bytes()
         self._native = NativeRows.over(self)
-        # Leaves come out in this order.
         self.order = list(self.tensors) if self._native is None else self._native.order
         self._assemble = assembler(self.schema.root, self.order)
         plain = None if self.advise else self._native
@@ -103,11 +104,11 @@ class Columns:
 
     @torch.inference_mode(False)
     def add(self, schema: Schema, tensors: Mapping[Path, torch.Tensor]) -> None:
-        """Take more leaves, which lie alone.
+        """Add leaves that are not stored in records.
 
         Args:
-            schema: of all leaves, those that are here among them.
-            tensors: the others, ``[slots, *lanes, *F]``, of which nobody has a view.
+            schema: the schema of all leaves, old and new.
+            tensors: the new leaves, ``[slots, *lanes, *F]``. No caller has a view of them.
         """
         if self.changes.reads is not None:
             self.changes.reads.wait()
@@ -116,13 +117,15 @@ class Columns:
             path: tensors[path] if path in tensors else self.tensors[path] for path in schema.leaves
         }
         self._arrange([*self._held, *tensors.values()])
-        self.changes.follow(list(tensors.values()))
+        self.changes.track(list(tensors.values()))
 
-    def follow_memory(self) -> None:
-        """Looks where the columns lie: whoever holds a view may have had the memory moved.
+    def refresh_addresses(self) -> None:
+        """Update the addresses of columns whose memory has moved.
+
+        Code that has a view can resize the memory, which moves it.
 
         Raises:
-            RuntimeError: somebody has taken memory away that rows need.
+            RuntimeError: code outside the package has released memory of rows.
         """
         if self._memory.has_moved():
             self.moves += 1
@@ -131,18 +134,21 @@ class Columns:
 
     @property
     def native(self) -> bool:
-        """Whether the core can move the rows: on the CPU, each of its values in one piece."""
+        """Return whether the compiled core can copy the rows.
+
+        The rows must be on the CPU, each value must be contiguous, and rows must share no memory.
+        """
         return self._native is not None and not self._overlapping
 
     def __getitem__(self, path: Path) -> torch.Tensor:
         return self.tensors[path]
 
     def column(self, path: Path, stop: int) -> torch.Tensor:
-        """Returns the first ``stop`` slots of one leaf, as a view."""
+        """Return the first ``stop`` slots of one leaf, as a view."""
         return self.tensors[path][:stop]
 
     def nbytes(self) -> int:
-        """Bytes of memory, or of files, that the rows take."""
+        """Return the bytes of memory, or of files, that the rows take."""
         memory = {
             storage.data_ptr(): storage.nbytes()
             for storage in (tensor.untyped_storage() for tensor in self.tensors.values())
@@ -152,16 +158,19 @@ class Columns:
     # -- out ----------------------------------------------------------------------------------
 
     def read(self, index: torch.Tensor, length: int, *, contiguous: bool = False) -> Any:
-        """Reads the rows at slots ``[B]`` (coordinates ``[B, ndim]``) into a fresh container.
+        """Read the rows at slots ``[B]`` into a new container.
+
+        With lanes, ``index`` holds coordinates ``[B, ndim]``.
 
         Raises:
-            IndexError: a slot outside ``[0, length)``; not on devices where asking means waiting.
+            IndexError: a slot is outside ``[0, length)``. Only an index on the CPU is checked,
+                because the check would wait for any other device.
         """
         leaves = self._gather(index, length, contiguous)
         return self._assemble(leaves, index.shape[:1], self.device)
 
     def begin_read(self, index: torch.Tensor, length: int, contiguous: bool) -> tuple[Any, Any]:
-        """Begins what ``read`` does, where ``native``: see ``NativeRows.begin``."""
+        """Begin to ``read`` rows of ``native`` columns; see ``NativeRows.begin``."""
         assert self._native is not None
         rows = index if self.ndim == 1 else ravel(index, self.lanes)
         leaves, begun = self._native.begin(rows, length * self._cells, contiguous)
@@ -170,7 +179,10 @@ class Columns:
     def gather(
         self, index: torch.Tensor, length: int | None = None, *, contiguous: bool = False
     ) -> dict[Path, torch.Tensor]:
-        """Copies rows out: leaves ``[B, *F]`` by path; as ``read``, by default of all slots."""
+        """Copy rows as ``read`` does, into leaves ``[B, *F]`` by path.
+
+        The default ``length`` is the number of slots.
+        """
         length = self.slots if length is None else length
         found = dict(zip(self.order, self._gather(index, length, contiguous), strict=True))
         return {path: found[path] for path in self.tensors}
@@ -178,17 +190,17 @@ class Columns:
     def gather_keys(
         self, paths: Sequence[Path], elements: torch.Tensor
     ) -> dict[Path, torch.Tensor]:
-        """Copies some leaves of rows out: ``[B, *F]`` by path, each in one piece.
+        """Copy some leaves of rows into contiguous tensors ``[B, *F]``, by path.
 
         Args:
-            elements: int64 ``[B]``: slots, or ``slot * lanes + lane``; of stored rows.
+            elements: int64 ``[B]``, the slots of stored rows, or ``slot * lanes + lane``.
         """
         if self._native is not None:
             return self._native.gather_some(tuple(paths), elements)
         return row_kernels.gather_some(self, paths, elements)
 
     def part(self, paths: Sequence[Path]) -> Columns:
-        """Returns columns of some leaves over the same memory; made once for each ``paths``."""
+        """Return columns of some leaves over the same memory, cached by ``paths``."""
         key = tuple(paths)
         found = self._parts.get(key)
         if found is None:
@@ -201,10 +213,10 @@ class Columns:
     def gather_elements(
         self, rows: torch.Tensor, limit: int, *, contiguous: bool = False
     ) -> Sequence[torch.Tensor]:
-        """Copies elements ``[B]`` out, counted through time slots and lanes: leaves in ``order``.
+        """Copy elements ``[B]`` (``slot * lanes + lane``) into new leaves, in ``order``.
 
         Raises:
-            IndexError: an element outside ``[0, limit)``; not where asking a device means waiting.
+            IndexError: an element is outside ``[0, limit)``. Only elements on the CPU are checked.
         """
         if self._native is not None:
             return self._native.gather(rows, limit, contiguous)
@@ -215,21 +227,23 @@ class Columns:
         return row_kernels.gather(self, index, rows, contiguous)
 
     def discounted(self, path: Path, elements: Any, steps: Any, gamma: float) -> Any:
-        """Discounted sums of one number over stored elements and the rows of their lane after them.
+        """Return discounted sums of a leaf over stored elements and the rows after them.
+
+        The rows after an element are in the same lane.
 
         Args:
-            path: a leaf of one float32 or float64 a row.
-            elements, steps: NumPy int64 ``[B]``; the sum is over ``steps + 1`` rows.
+            path: a leaf with one float32 or float64 number per row.
+            elements, steps: NumPy int64 ``[B]``. Each sum covers ``steps + 1`` rows.
 
         Returns:
-            The leaf's shape, ``[B, *F]``; None where only ``gather_keys`` can read it.
+            Sums ``[B, *F]``, like the leaf; None if only ``gather_keys`` can read the leaf.
         """
         if self._native is None or self.advise:
             return None
         return self._native.discounted(path, elements, steps, gamma)
 
     def steps_ahead(self, plan: StepsPlan) -> StepsAhead | None:
-        """Sums over several steps in one call; None where it takes ``discounted``, or more."""
+        """Return an object that computes the sums of a plan; None if the core cannot."""
         if self._native is None or self.advise:
             return None
         return self._native.steps_ahead(plan)
@@ -238,14 +252,14 @@ class Columns:
         rows = index if self.ndim == 1 else ravel(index, self.lanes)
         if self._native is not None:
             return self._native.gather(rows, length * self._cells, contiguous)
-        if self.device.type == "cpu":  # elsewhere the check would wait for the device
+        if self.device.type == "cpu":  # on other devices the check would wait
             check_range(rows, 0, length * self._cells)
         return row_kernels.gather(self, index.to(self.device), rows.to(self.device), contiguous)
 
     def view(self, stop: int, index: Any = None, *, time_dim: int = 0) -> dict[Path, torch.Tensor]:
-        """Indexes the first ``stop`` slots: views, except where torch itself has to copy.
+        """Index the first ``stop`` slots; the results are views, unless torch has to copy.
 
-        ``time_dim``: the dimension that is exchanged with that of time before.
+        The dimension ``time_dim`` is exchanged with the time dimension before the index applies.
         """
         views = {path: column[:stop] for path, column in self.tensors.items()}
         if time_dim:
@@ -262,16 +276,16 @@ class Columns:
         leaves: Mapping[Path, torch.Tensor],
         kept: torch.Tensor | slice,
     ) -> None:
-        """Writes rows ``kept`` of the leaves to distinct slots ``[K]`` of dimension 0.
+        """Write rows ``kept`` of the leaves to distinct slots ``[K]`` of dimension 0.
 
-        An interrupt from the keyboard is passed on after the last column, never between two.
+        A KeyboardInterrupt is raised after the last column is written, never between two columns.
         """
         if not len(slots):
             return
         self.check_writable()
-        self.follow_memory()
-        # All values are at hand, in memory of their own, before the first one is written: what can
-        # fail, fails here, and rows that are views of these columns are not overwritten on the way.
+        self.refresh_addresses()
+        # All values are copied to separate memory before the first value is written. Errors are
+        # raised here. Rows that are views of these columns are copied before a write changes them.
         sources = {path: self.own(picked(leaves[path], kept)) for path in self.tensors}
         self.changes.wrote_at(slots)
         if self._native is not None and self._native.scatter(slots, sources):
@@ -286,7 +300,7 @@ class Columns:
             raise
 
     def packed(self, stop: int) -> PackedLeaves | None:
-        """Returns the records of the first ``stop`` slots, as views; None where there are none."""
+        """Return the records of the first ``stop`` slots, as views; None without records."""
         if self.layout is None or self.records is None:
             return None
         return PackedLeaves(self.records[:stop], self.layout.offsets)
@@ -299,15 +313,16 @@ class Columns:
         kept: torch.Tensor | slice,
         packed: PackedLeaves | None,
     ) -> None:
-        """Writes rows ``kept`` of stored ones, ``count`` of them, to the slots from ``start`` on.
+        """Write ``count`` rows, ``kept`` of stored leaves, to the slots from ``start`` on.
 
         Args:
-            packed: records in which some leaves lie; where they lie likewise here, copied whole.
+            packed: records that hold some of the leaves. They are copied whole if the records of
+                these columns have the same layout.
         """
         if not self.lies_as(packed):
             self.scatter(arange(start, start + count), leaves, kept)
             return
-        self.follow_memory()
+        self.refresh_addresses()
         offsets = packed.offsets if packed is not None else {}
         alone = [path for path in self.tensors if path not in offsets]
         targets = [carried(self.tensors[path]) for path in alone]
@@ -315,7 +330,7 @@ class Columns:
         if packed is not None and self.records is not None:
             targets.append(self.records)
             sources.append(packed.records)
-        # All values are at hand before the first one is written.
+        # All values are ready before the first value is written.
         parts = [
             (target[start + first : start + first + len(view)], self.own(view))
             for target, source in zip(targets, sources, strict=True)
@@ -326,25 +341,25 @@ class Columns:
             row_kernels.copy_rows(target, values)
 
     def lies_as(self, packed: PackedLeaves | None) -> bool:
-        """Whether rows, with these records or none, lie in memory as here."""
+        """Return whether rows with these records, or without records, have this layout."""
         if packed is None or self.records is None:
             return packed is None and self.records is None
         return packed.lie_as(self.layout)
 
     def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
-        """Writes rows that lie one after the other at ``addresses``, one a leaf, round the ring.
+        """Write consecutive rows from ``addresses``, one per leaf, into the ring.
 
         Args:
-            first: slot of the first row written.
-            count: number of rows at the addresses; the first ``skipped`` are left out.
-            addresses: as ``storages.matching.Matcher`` gives them.
+            first: slot of the first written row.
+            count: number of rows at the addresses. The first ``skipped`` of them are not written.
+            addresses: as ``schema_match.Matcher`` returns them.
 
         Returns:
-            False, and nothing has changed, where only ``scatter`` can write them.
+            False if only ``scatter`` can write the rows. Nothing has changed then.
         """
         if self._native is None or self._overlapping:
             return False
-        self.follow_memory()
+        self.refresh_addresses()
         if self.overlap(addresses, count, self._native.leaf_sizes):
             return False
         self.changes.wrote(first % self.slots, count - skipped)
@@ -354,7 +369,7 @@ class Columns:
         return True
 
     def clear(self) -> None:
-        """Told that no row is stored any more; memory stays."""
+        """Record the removal of all rows; the memory stays allocated."""
 
     def assign(
         self,
@@ -365,11 +380,11 @@ class Columns:
         *,
         time_dim: int = 0,
     ) -> None:
-        """Writes leaves ``[*batch, *F]`` into rows that ``at`` selects of the first ``stop`` slots.
+        """Write leaves ``[*batch, *F]`` into the rows ``at`` of the first ``stop`` slots.
 
-        Of rows that are named twice the last one counts. ``time_dim`` as for ``view``.
+        If the index repeats a row, its last values count. ``time_dim`` is as for ``view``.
         """
-        self.follow_memory()
+        self.refresh_addresses()
         shape = [stop, *self.lanes]
         shape[0], shape[time_dim] = shape[time_dim], shape[0]
         if (once := without_repeats(at, torch.Size(shape))) is not None:
@@ -378,10 +393,10 @@ class Columns:
                 path: carried(leaf).flatten(0, len(batch) - 1)[last].view(leaf.dtype)
                 for path, leaf in leaves.items()
             }
-        # All values are at hand, in memory of their own, before the first one is written.
+        # All values are copied to separate memory before the first value is written.
         sources = {path: self.own(carried(leaf)) for path, leaf in leaves.items()}
         parts = at if isinstance(at, tuple) else (at,)
-        # Of other indices than one of time, any row.
+        # Any other index counts as a write to all rows.
         time = parts[time_dim] if len(parts) > time_dim and _by_dimension(parts) else Ellipsis
         self.changes.wrote_index(time, stop, sources)
         for path, source in sources.items():
@@ -389,34 +404,37 @@ class Columns:
             carried(column.transpose(0, time_dim) if time_dim else column)[at] = source
 
     def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
-        """Writes leaves ``[K, *F]`` into distinct cells, int64 ``[K]`` for each dimension."""
+        """Write leaves ``[K, *F]`` into distinct rows, given by coordinates.
+
+        ``cells`` holds one int64 ``[K]`` for each dimension of the rows.
+        """
         at = tuple(part.to(self.device) for part in cells)
         self.changes.wrote_at(cells[0], leaves)
         for path, leaf in leaves.items():
             carried(self.tensors[path])[at] = carried(leaf.to(self.device))
 
     def check_writable(self) -> None:
-        """Raises RuntimeError where rows share memory: one write would change several of them."""
+        """Raise RuntimeError if rows share memory, so that a write changes several rows."""
         if self._overlapping:
             key = format_key(self._overlapping[0] or ("(root)",))
             raise RuntimeError(
-                f"expected rows with memory of their own, got an expanded or overlapping tensor "
-                f"under {key}; clone() it to write to it"
+                f"expected rows that share no memory, got an expanded or overlapping tensor under "
+                f"{key}; clone() it to write to it"
             )
 
     def overlap(self, addresses: Sequence[int], count: int, sizes: Sequence[int]) -> bool:
-        """Whether leaves, ``count`` rows of some bytes each, may be views of the columns."""
+        """Return whether leaves of ``count`` rows may be views of the columns."""
         return self._memory.overlap(addresses, count, sizes)
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the values on the columns' device, copied if they lie in the columns' memory."""
+        """Return the values on this device, copied if they are in this memory."""
         if self._memory.holds(values):
             return values.clone()
         return values if values.device == self.device else values.to(self.device)
 
 
 def _by_dimension(parts: Sequence[Any]) -> bool:
-    """Whether each part of an index is of one dimension of the rows."""
+    """Return whether each part of an index selects along one dimension of the rows."""
     return all(
         isinstance(part, (int, slice))
         or (isinstance(part, torch.Tensor) and part.dtype == torch.int64)
@@ -425,23 +443,24 @@ def _by_dimension(parts: Sequence[Any]) -> bool:
 
 
 class ScatteredColumns(Columns):
-    """Runs of rows of other columns, as if they followed each other: ``slots`` counts them.
+    """Runs of rows of other columns, presented as consecutive rows.
 
-    What is read is copied out of where it lies, and what is written goes there; nothing else of
-    the rows is held in memory. A leaf that somebody wants as one tensor, ``columns[path]``, is
-    copied when it is asked for, and lies in that tensor from then on: flags and ids of episodes, a
-    few bytes a row.
+    ``slots`` is the number of these rows. Reads copy from the other columns, and writes change the
+    other columns. This object keeps no copy of the rows, with one exception. A leaf that a reader
+    requests as one tensor, ``columns[path]``, is copied into that tensor and stays there. Readers
+    request only flags and ids of episodes, a few bytes per row.
 
     Args:
-        columns: all rows, on the CPU and with one dimension.
-        starts, lengths: int64 ``[R]``: where each run begins in these columns, and how many rows it
-            has.
+        columns: the other columns, on the CPU and without lanes.
+        starts, lengths: int64 ``[R]``, the first row of each run in ``columns``, and the run's
+            number of rows.
 
-    Cost: 16 bytes a run. Of a read: that of all rows, and a binary search among the runs for each
-    row; leaves come in fresh memory, also where other columns give views.
+    Cost: 16 bytes per run. A read costs as much as a read of ``columns``, and for each row a binary
+    search among the runs. The results are always in new memory, even of methods that return views
+    in other columns.
     """
 
-    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
+    @torch.inference_mode(False)  # tensors of that mode cannot be changed outside it
     def __init__(self, columns: Columns, starts: torch.Tensor, lengths: torch.Tensor) -> None:
         self._ends = lengths.cumsum(0)
         self._shifts = starts - (self._ends - lengths)
@@ -461,7 +480,7 @@ class ScatteredColumns(Columns):
         self._assemble = assembler(self.schema.root, self.order)
 
     def _lying(self, rows: torch.Tensor) -> torch.Tensor:
-        """Where rows ``[B]`` lie among all of them."""
+        """Return the slots of rows ``[B]`` in the other columns."""
         rows = rows.to(torch.int64)
         return rows + self._shifts[torch.searchsorted(self._ends, rows, right=True)]
 
@@ -472,7 +491,7 @@ class ScatteredColumns(Columns):
         return self._alone[path]
 
     def column(self, path: Path, stop: int) -> torch.Tensor:
-        """Returns the first ``stop`` rows of one leaf: a copy, unless it lies in one tensor."""
+        """Return the first ``stop`` rows of one leaf, copied unless it is in one tensor."""
         if path in self._alone:
             return self._alone[path][:stop]
         return self._all.gather_keys([path], self._lying(arange(stop)))[path]
@@ -502,7 +521,7 @@ class ScatteredColumns(Columns):
         if found is None:
             found = ScatteredColumns.__new__(ScatteredColumns)
             found._ends, found._shifts = self._ends, self._shifts
-            # Leaves that lie in one tensor do so for both.
+            # Both objects share the leaves that are in one tensor.
             found._set_up(self._all.part(key), self._alone, self.changes, self.slots)
             self._parts[key] = found
         return found
@@ -525,7 +544,7 @@ class ScatteredColumns(Columns):
         ]
 
     def view(self, stop: int, index: Any = None, *, time_dim: int = 0) -> dict[Path, torch.Tensor]:
-        """Indexes the first ``stop`` rows: copies."""
+        """Index the first ``stop`` rows; the results are copies."""
         rows = selected_elements(slice(None) if index is None else index, torch.Size([stop]), [1])
         found = self.gather(rows.reshape(-1), stop)
         return {path: leaf.view(rows.shape + leaf.shape[1:]) for path, leaf in found.items()}
@@ -572,9 +591,9 @@ class ScatteredColumns(Columns):
         self.put((rows[last],), {path: self.own(leaf) for path, leaf in flat.items()})
 
     def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
-        """Writes leaves ``[K, *F]`` into distinct rows, int64 ``[K]``.
+        """Write leaves ``[K, *F]`` into distinct rows, int64 ``[K]``.
 
-        An interrupt from the keyboard is passed on after the last leaf, never between two.
+        A KeyboardInterrupt is raised after the last leaf is written, never between two leaves.
         """
         rows = cells[0].to("cpu", torch.int64)
         self.check_writable()

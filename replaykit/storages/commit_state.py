@@ -1,4 +1,4 @@
-"""Describe which rows of a storage in files count, and which components keep state there."""
+"""Describe the committed state of a recoverable storage and of its parts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Changed",
-    "KeptCount",
-    "KeptState",
-    "KeptTable",
+    "CommittedPriorities",
+    "CommittedState",
     "PriorityKeeper",
-    "place_of",
+    "RecoverableWriter",
+    "index_of_part",
+    "insert_part",
     "set_alone",
     "still_there",
-    "take_place",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -37,8 +37,14 @@ _NO_NUMBERS = np.zeros(0, np.int64)
 _NO_STREAMS = np.zeros((0, _STREAM), np.int64)
 
 
-class KeptTable(NamedTuple):
-    """A sampler's priorities: how many, the largest ever set, updates that came too late."""
+class CommittedPriorities(NamedTuple):
+    """The counts of a sampler's priorities.
+
+    Attributes:
+        length: number of priorities.
+        most: the largest priority ever set.
+        dropped: number of updates that came too late.
+    """
 
     length: int
     most: float
@@ -46,17 +52,23 @@ class KeptTable(NamedTuple):
 
 
 @dataclass
-class KeptState:
-    """One committed state of a storage and its parts; see ``moved_on`` for what may change.
+class CommittedState:
+    """One committed state of a storage and its parts.
+
+    The parts are samplers and writers. ``moved_on`` and ``follow`` change the state in place.
 
     Attributes:
-        cursor, length, next_position, cleared, by_stream: of the ledger.
-        positions, generations: lengths of its tables; -1: they follow from the counters.
-        marks, codes: where streams were severed.
-        oldest, begin, head: position of the oldest row, and how the first episodes of the lanes
-            began; ``oldest`` -1 with ``begin`` empty: nothing is known; None: no episodes.
-        streams: of interleaved streams, four numbers each.
-        priorities, counts: of the samplers and writers, in the order in which they came.
+        cursor, length, next_position, cleared, by_stream: the counters of the ledger.
+        positions, generations: lengths of the ledger's tables; -1 for a table whose numbers follow
+            from the counters.
+        marks, codes: the cuts of streams.
+        oldest: row id of the oldest row. It is None without episodes. It is -1, with an empty
+            ``begin``, if the begins are unknown.
+        begin, head: for the first episode of each lane, the place and the kind of its beginning.
+        streams: four numbers for each interleaved stream.
+        priorities: the counts of each sampler's priorities, in the order in which the samplers were
+            added.
+        counts: the count of each writer, in the order in which the writers were added.
     """
 
     cursor: int
@@ -72,7 +84,7 @@ class KeptState:
     begin: Array = field(default_factory=lambda: _NO_NUMBERS)
     head: Array = field(default_factory=lambda: _NO_NUMBERS)
     streams: Array = field(default_factory=lambda: _NO_STREAMS)
-    priorities: list[KeptTable] = field(default_factory=list)
+    priorities: list[CommittedPriorities] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     _encoded: Array = field(default_factory=lambda: _NO_NUMBERS)
 
@@ -84,10 +96,10 @@ class KeptState:
         *,
         positions: int,
         generations: int,
-        priorities: list[KeptTable],
+        priorities: list[CommittedPriorities],
         counts: list[int],
-    ) -> KeptState:
-        """Takes the state of a ledger and of an episode index (``EpisodeIndexes.known``)."""
+    ) -> CommittedState:
+        """Return the state of a ledger and of episode indexes (``EpisodeIndexes.known``)."""
         heads = None if episodes is None else episodes["heads"]
         known: dict[str, Any] = {}
         if heads is not None:
@@ -115,7 +127,7 @@ class KeptState:
         )
 
     def episodes(self) -> dict[str, Any]:
-        """As ``EpisodeIndexes.state`` gave it."""
+        """Return the state of episodes, as ``EpisodeIndexes.state`` does."""
         heads = None
         if self.oldest is not None:
             heads = {
@@ -128,7 +140,7 @@ class KeptState:
         return {"marks": marks, "codes": codes, "heads": heads, "root_flags": True}
 
     def encode(self) -> Array:
-        """Returns it as int64 numbers, which belong to this object."""
+        """Return the state as int64 numbers, in an array that this object keeps."""
         tables = [n for t in self.priorities for n in (t.length, _bits(t.most), t.dropped)]
         fixed = (
             self.cursor,
@@ -161,16 +173,19 @@ class KeptState:
         self,
         ledger: Ledger,
         first: tuple[int, Any, Any] | None,
-        priorities: list[KeptTable],
+        priorities: list[CommittedPriorities],
         counts: list[int],
     ) -> Array | None:
-        """Becomes the state after a write at the cursor, with the same parts and marks, without
-        streams; returns its numbers, None where it has become another one than that.
+        """Become the state after a write at the cursor, and return its numbers.
 
-        What an ``extend`` costs beside its rows: so only what differs is encoded.
+        Every ``extend`` calls this, so it encodes only the numbers that have changed.
 
         Args:
-            first: as ``EpisodeIndexes.first_known`` gave it.
+            first: the result of ``EpisodeIndexes.first_known``.
+
+        Returns:
+            None if more has changed than a write at the cursor changes, or if there are interleaved
+            streams. This object has not changed then.
         """
         numbers, lanes = self._encoded, len(self.begin)
         if (
@@ -210,8 +225,10 @@ class KeptState:
         return numbers
 
     def follow(self, numbers: Array) -> bool:
-        """Becomes the state of these numbers, where they are those of a write at the cursor and
-        what this one is of has stayed; else False, and it is as before."""
+        """Become the state of these numbers, and return whether that was possible.
+
+        If more has changed than a write at the cursor changes, return False and change nothing.
+        """
         mine = self._encoded
         if len(numbers) != len(mine) or not self.positions == self.generations == -1:
             return False
@@ -232,15 +249,15 @@ class KeptState:
             self.oldest = fixed[_OLDEST]
         if tables:
             rows = numbers[_FIXED : _FIXED + 3 * tables].reshape(-1, 3).tolist()
-            self.priorities = [KeptTable(n, _float(most), late) for n, most, late in rows]
+            self.priorities = [CommittedPriorities(n, _float(most), late) for n, most, late in rows]
         self.counts = numbers[heads - counts : heads].tolist()
         self.begin, self.head = mine[heads : heads + lanes], mine[heads + lanes : marks]
         self.streams = mine[streams:].reshape(-1, _STREAM)
         return True
 
     @classmethod
-    def of_numbers(cls, numbers: Array) -> KeptState:
-        """The state of some numbers, of which it takes a copy; none: that of an empty storage."""
+    def of_numbers(cls, numbers: Array) -> CommittedState:
+        """Decode a copy of some numbers; no numbers give the state of an empty storage."""
         if not len(numbers):
             return cls(0, 0, 0, 0, False, -1, -1, _NO_NUMBERS, _NO_NUMBERS)
         found = cls.decode(numbers.copy())
@@ -248,8 +265,8 @@ class KeptState:
         return found
 
     @classmethod
-    def decode(cls, numbers: Array) -> KeptState:
-        """Reads what ``encode`` gave; ValueError where it cannot have."""
+    def decode(cls, numbers: Array) -> CommittedState:
+        """Decode the result of ``encode``; ValueError for numbers that it cannot return."""
         if len(numbers) < _FIXED:
             raise ValueError(f"expected at least {_FIXED} numbers, got {len(numbers)}")
         fixed = numbers[:_FIXED].tolist()
@@ -273,7 +290,9 @@ class KeptState:
             begin=parts[2],
             head=parts[3],
             streams=parts[6].reshape(-1, _STREAM),
-            priorities=[KeptTable(length, _float(most), late) for length, most, late in rows],
+            priorities=[
+                CommittedPriorities(length, _float(most), late) for length, most, late in rows
+            ],
             counts=parts[1].tolist(),
         )
 
@@ -290,14 +309,16 @@ def _float(bits: int) -> float:
 
 
 class Changed(NamedTuple):
-    """What has become of a sampler's priorities since somebody asked.
+    """The changes of a sampler's priorities since the last ``priorities_changed``.
 
     Attributes:
-        elements: which were set, int64 ``[K]`` without repeats; None: all.
-        values: their raw priorities, float64 ``[K]``; of all ``[length]``.
-        length: how many there are.
-        most: the largest one ever set.
-        dropped: updates that came too late.
+        elements: the elements whose priorities were set, int64 ``[K]`` without repeats; None for
+            all.
+        values: the raw priorities of these elements, float64 ``[K]``, or ``[length]`` for all
+            elements.
+        length: number of priorities.
+        most: the largest priority ever set.
+        dropped: number of updates that came too late.
     """
 
     elements: Array | None
@@ -308,35 +329,45 @@ class Changed(NamedTuple):
 
 
 class PriorityKeeper(Protocol):
-    """A sampler whose priorities are to be there again."""
+    """A sampler whose priorities are recovered."""
 
     def works_on(self, storage: LazyTensorStorage) -> bool:
-        """Whether it is still told of what becomes of the storage."""
+        """Return whether the sampler still follows the storage."""
 
     def priorities_changed(self, *, everything: bool = False) -> Changed | None:
-        """What has changed since the last call, or all of it; None: nothing."""
+        """Return the changes since the last call; None if there are none.
+
+        With ``everything``, return all priorities.
+        """
 
     def priorities_pending(self) -> bool:
-        """Whether ``priorities_changed`` might return something."""
+        """Return whether ``priorities_changed`` might return changes."""
 
-    def take_kept(self, priorities: torch.Tensor, most: float, dropped: int) -> None:
-        """Takes priorities over that it had, float64 ``[length]``."""
+    def restore_priorities(self, priorities: torch.Tensor, most: float, dropped: int) -> None:
+        """Load the priorities of an earlier sampler, float64 ``[length]``."""
 
-    def take_changed(self, changed: Changed) -> None:
-        """Takes over what another process has made of them; it is not told of as a change."""
+    def follow_priorities(self, changed: Changed) -> None:
+        """Load the changes of another process.
+
+        ``priorities_changed`` does not return these changes.
+        """
 
 
-class KeptCount(Protocol):
-    """A writer whose count is to be there again."""
+class RecoverableWriter(Protocol):
+    """A writer whose count is recovered."""
 
     _write_count: int
 
     def works_on(self, storage: LazyTensorStorage) -> bool:
-        """Whether it still writes to the storage."""
+        """Return whether the writer still writes to the storage."""
 
 
-def place_of(parts: list[weakref.ref[Any]], part: Any) -> int:
-    """Where a part is, or the one of the same buffer in whose stead it comes; else behind all."""
+def index_of_part(parts: list[weakref.ref[Any]], part: Any) -> int:
+    """Return the index of a part, or of the part that it replaces.
+
+    A part replaces another part of the same buffer. If the list has neither of them, return the
+    length of the list.
+    """
     for place, known in enumerate(parts):
         other = known()
         if other is part or (
@@ -346,20 +377,21 @@ def place_of(parts: list[weakref.ref[Any]], part: Any) -> int:
     return len(parts)
 
 
-def take_place(parts: list[weakref.ref[Any]], place: int, part: Any) -> None:
-    """Puts a part where ``place_of`` says, before the one in whose stead it comes.
+def insert_part(parts: list[weakref.ref[Any]], place: int, part: Any) -> None:
+    """Insert a part at ``place``, the result of ``index_of_part``.
 
-    Both stay until ``still_there`` tells which of them is in use: the exchange may not come about.
+    The part precedes the part that it replaces. The replacement may fail, so both stay in the list
+    until ``still_there`` finds the part in use.
     """
     others = [known for known in parts[place:] if known() is not part]
     parts[place:] = [weakref.ref(part), *others]
 
 
 def set_alone(parts: list[weakref.ref[Any]], part: Any) -> None:
-    """Makes a part the only one.
+    """Make a part the only part of the list.
 
     Raises:
-        RuntimeError: another one is there, of another buffer.
+        RuntimeError: the list has a part of another buffer.
     """
     other = parts[0]() if parts else None
     if other is not None and other is not part and other.owner is not part.owner:
@@ -373,5 +405,5 @@ def set_alone(parts: list[weakref.ref[Any]], part: Any) -> None:
 def still_there(
     parts: list[weakref.ref[Any]], storage: LazyTensorStorage
 ) -> list[weakref.ref[Any]]:
-    """Those that have neither gone nor been given something else to work on."""
+    """Return the parts that still exist and still use the storage."""
     return [known for known in parts if (part := known()) is not None and part.works_on(storage)]

@@ -1,4 +1,4 @@
-"""Represent the content of a storage as plain columns, for checkpoints and transfers."""
+"""Represent the rows of a storage as columns, for checkpoints and transfers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from replaykit._compat import TensorDict, TensorDictBase, arange, is_non_tensor,
 from replaykit.checkpoint import MappedRows, RowChunks
 from replaykit.checkpoint.dirty_chunks import RECORDS, Changes, TrackedTensor
 from replaykit.errors import SchemaError
-from replaykit.schema import Schema, take_apart
+from replaykit.schema import Schema, split_leaves
+from replaykit.storages.indexing import rising_below
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.records import PackedLeaves, field_of
-from replaykit.storages.slot_sets import rising_below
 from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Node, Path, build
 
 __all__ = [
     "Content",
-    "FollowedColumn",
     "Group",
+    "LinkedColumn",
     "from_plain",
     "plain_column",
     "rebuilt_column",
@@ -34,7 +34,7 @@ _BATCH, _DEVICE = "__batch_size", "__device"
 
 
 def to_plain(value: Any) -> Any:
-    """Returns a TensorDict of tensors as a dictionary; anything else as it is.
+    """Return a TensorDict of tensors as a dictionary; anything else unchanged.
 
     Example:
         >>> import torch
@@ -53,7 +53,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Puts TensorDicts together again, those in a list too; anything else is returned as it is."""
+    """Rebuild TensorDicts, also in a list; return other values unchanged."""
     if type(value) is list:
         return [from_plain(item) for item in value]
     if not isinstance(value, Mapping) or _BATCH not in value:
@@ -70,26 +70,27 @@ def _representable(value: TensorDictBase) -> bool:
 Column = torch.Tensor | RowChunks
 
 
-class FollowedColumn:
-    """Rows ``[n, *lanes, *F]`` of which each is another row of ``source``, or has its own value.
+class LinkedColumn:
+    """A column that takes each row from a row of ``source`` or from separate values.
 
-    Looks enough like a tensor to be read: ``len``, ``shape``, ``dtype``, ``device``, and indexing
-    by int, slice (forward) and int64 ``[K]``, which copies just those rows. The other row is
-    the next one, after the last the first, or lies as far away as ``steps`` say.
+    It has the shape of ``source``. The other row is the next row in the ring, or the row at the
+    distance in ``steps``. The column can be read like a tensor: it has ``len``, ``shape``,
+    ``dtype`` and ``device``. An index is an int, a forward slice or int64 ``[K]``, and copies only
+    its rows.
 
     Args:
-        source: the column of which this one is the next row, ``[n, *lanes, *F]``.
-        elements: those that have their own value, counted through rows and lanes; rising int64
-            ``[K]``.
-        values: their values, ``[K, *F]``.
-        lanes: how many dimensions of a row are lanes.
-        steps: int32 or int64 ``[n]``, without lanes; ``0 <= row + steps[row] < n``.
+        source: the column of the other rows, ``[n, *lanes, *F]``.
+        elements: the elements ``row * lanes + lane`` with separate values, rising int64 ``[K]``.
+        values: the values of these elements, ``[K, *F]``.
+        lanes: sizes of the dimensions after time.
+        steps: distances to the other rows, int32 or int64 ``[n]``, with ``0 <= row + steps[row] <
+            n``. They are allowed only without lanes.
 
-    Elements and steps that lie in files yet, MappedRows, are not looked at before a row is asked
-    for, which raises ValueError where they are others.
+    Elements and steps that are MappedRows, in files, are read and checked only when rows are read.
+    If they are invalid, that read raises ValueError.
 
     Raises:
-        ValueError: the parts do not fit each other.
+        ValueError: the arguments contradict each other.
     """
 
     def __init__(
@@ -115,14 +116,14 @@ class FollowedColumn:
             or tuple(values.shape) != (len(elements), *self._feature)
         ):
             raise ValueError(
-                f"expected values {source.dtype} {[len(elements), *self._feature]} beside a "
+                f"expected overflow values {source.dtype} {[len(elements), *self._feature]} for a "
                 f"column {list(self.shape)}, got {values.dtype} {list(values.shape)}"
             )
 
-    def over(self, source: Column) -> FollowedColumn:
-        """The same over another column, or a copy of the one that it has."""
+    def over(self, source: Column) -> LinkedColumn:
+        """Return the same column over another source, such as a copy of this source."""
         lanes = self.shape[1 : len(self.shape) - len(self._feature)]
-        return FollowedColumn(source, self.elements, self.values, lanes, self.steps)
+        return LinkedColumn(source, self.elements, self.values, lanes, self.steps)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -165,13 +166,13 @@ class FollowedColumn:
 
 
 def plain_column(column: Any, columns: tuple[Any, ...]) -> Any:
-    """Returns a column as it is, and one that follows another as plain values and tensors."""
-    if not isinstance(column, FollowedColumn):
+    """Return a column unchanged, or a LinkedColumn as plain values and tensors."""
+    if not isinstance(column, LinkedColumn):
         return column
     place = next(i for i, other in enumerate(columns) if other is column.source)
     if column.steps is None:
         return {"follows": place, "elements": column.elements, "values": column.values}
-    # Under other names: who does not know of steps refuses them.
+    # The names differ, so that a reader without support for steps refuses the column.
     return {
         "follows": place, "own": column.elements, "own_values": column.values,
         "steps": column.steps,
@@ -179,10 +180,10 @@ def plain_column(column: Any, columns: tuple[Any, ...]) -> Any:
 
 
 def rebuilt_column(record: Any, columns: list[Any], lanes: torch.Size) -> Any:
-    """Puts together what ``plain_column`` took apart.
+    """Rebuild a column from the result of ``plain_column``.
 
     Raises:
-        ValueError: it is not what that gave.
+        ValueError: the record is not such a result.
     """
     if not isinstance(record, Mapping):
         return record
@@ -190,7 +191,7 @@ def rebuilt_column(record: Any, columns: list[Any], lanes: torch.Size) -> Any:
     place, elements, values = (record.get(name) for name in ("follows", *names))
     source = columns[place] if type(place) is int and 0 <= place < len(columns) else None
     if not isinstance(source, (torch.Tensor, RowChunks)):
-        raise ValueError(f"expected the place of a column that another one follows, got {place!r}")
+        raise ValueError(f"expected the number of a column that another one follows, got {place!r}")
     stop = source.shape[0] * lanes.numel()
     if isinstance(elements, RowChunks) and not isinstance(elements, MappedRows):
         elements = elements[:]
@@ -204,9 +205,9 @@ def rebuilt_column(record: Any, columns: list[Any], lanes: torch.Size) -> Any:
     if isinstance(elements, torch.Tensor):
         rising_below(stop, elements)
     if not isinstance(values, (torch.Tensor, RowChunks)):
-        raise ValueError(f"expected the values beside a column, got {type(values).__name__}")
+        raise ValueError(f"expected the overflow values of a column, got {type(values).__name__}")
     steps = _checked_steps(record["steps"], source.shape[0], lanes) if "steps" in record else None
-    return FollowedColumn(source, elements, values, lanes, steps)
+    return LinkedColumn(source, elements, values, lanes, steps)
 
 
 def _checked_steps(steps: Any, rows: int, lanes: torch.Size) -> torch.Tensor | MappedRows:
@@ -218,7 +219,7 @@ def _checked_steps(steps: Any, rows: int, lanes: torch.Size) -> torch.Tensor | M
         and steps.shape == (rows,)
         and not lanes
     ):
-        raise ValueError(f"expected how far away {rows} rows lie that follow others, got {steps!r}")
+        raise ValueError(f"expected the distances of {rows} rows to their next ones, got {steps!r}")
     return steps if isinstance(steps, MappedRows) else _inside(steps)
 
 
@@ -226,21 +227,23 @@ def _inside(steps: torch.Tensor) -> torch.Tensor:
     rows = len(steps)
     after = arange(rows).to(steps.device) + steps
     if rows and not 0 <= int(after.min()) <= int(after.max()) < rows:
-        raise ValueError(f"expected rows in [0, {rows}) after others, got {after}")
+        raise ValueError(f"expected next rows in [0, {rows}), got {after}")
     return steps
 
 
 @dataclass(frozen=True)
 class Group:
-    """Records of one schema: columns ``[n, *lanes, *F]`` in the order of the schema's leaves.
+    """Rows of one schema, as columns in the order of the schema's leaves.
 
-    A column is a tensor, or what reads like one row by row: in files, or rebuilt from another.
+    Columns are ``[n, *lanes, *F]``. A column is a tensor, rows in files, or a LinkedColumn. All
+    three are read like tensors.
 
     Attributes:
-        changes: knows which rows of the tensors were written when; None: nobody does.
-        check: raises where the memory of the tensors is gone.
-        packed: those leaves that lie in records, of which their columns are views; None: no leaf
-            does.
+        changes: the record of the last write to each row of the tensors; None if there is no
+            record.
+        check: function that raises an error if the memory of the tensors was released.
+        packed: the records, and the leaves whose columns are views of them; None if no leaf is in
+            records.
     """
 
     schema: Schema
@@ -250,13 +253,14 @@ class Group:
     packed: PackedLeaves | None = None
 
     def plain_columns(self) -> list[Any]:
-        """Returns the columns as tensors, or mappings of tensors for those that are rebuilt."""
+        """Return the columns as tensors, and each LinkedColumn as a mapping of tensors."""
         return [plain_column(column, self.columns) for column in self.columns]
 
     def to_state(self, *, tracked: bool = False) -> dict[str, Any]:
-        """Returns plain values and tensors: the columns, or where they lie in ``records``.
+        """Return plain values and tensors: the columns, or their offsets in ``records``.
 
-        ``tracked``: for a save, which writes what has changed of those tensors that tell.
+        A save sets ``tracked``. It then writes only the changed rows of tensors whose changes are
+        recorded.
         """
         changes, packed = self.changes if tracked else None, self.packed
         columns = self.plain_columns()
@@ -277,11 +281,11 @@ class Group:
 
     @property
     def leaves(self) -> dict[Path, Any]:
-        """The columns by their path."""
+        """The columns by path."""
         return dict(zip(self.schema.leaves, self.columns, strict=True))
 
     def rows(self, lanes: torch.Size) -> Iterator[Any]:
-        """Yields copies of the records one by one."""
+        """Yield copies of the rows one by one."""
         for row in range(len(self.columns[0])):
             leaves = {path: column[row].clone() for path, column in self.leaves.items()}
             yield build(self.schema.root, leaves, lanes, None)
@@ -292,15 +296,16 @@ class Content:
     """The rows of a storage.
 
     Attributes:
-        rows: number of rows (time slots, where there are lanes).
-        lanes: sizes of the dimensions beside time.
-        groups: one for tensor storages; one per layout for lists.
-        order: int64 ``[rows]``, the group of each row, -1 for plain rows; None where all rows are
-            of one group. Inside a group the rows lie in their order.
-        plain: rows of lists that are no tensors or containers of them, in their order.
-        check: for a storage that says so (``takes_over_whole``): called when the rows were read and
-            before they count, raises where they are damaged.
-        ledger: which of them was written when; None: they lie in that order.
+        rows: number of rows (time slots, if there are lanes).
+        lanes: sizes of the dimensions after time.
+        groups: one group for tensor storages, or one group per layout for lists.
+        order: int64 ``[rows]``, the group of each row, or -1 for plain rows; None if all rows are
+            in one group. The rows of a group keep their order.
+        plain: rows of lists that are neither tensors nor containers of tensors, in their order.
+        check: function that raises an error if the rows are damaged, for storages with
+            ``checks_before_load``. Such a storage calls it after the rows are read, and before they
+            count.
+        ledger: the ledger with the write order of the rows; None if the rows are in write order.
     """
 
     rows: int
@@ -312,27 +317,30 @@ class Content:
     ledger: Ledger | None = None
 
     def copied(self) -> Content:
-        """The same rows in memory of their own; of column storages."""
+        """Return the rows of a column storage, copied to separate memory."""
         groups = tuple(Group(group.schema, _copies(group.columns)) for group in self.groups)
         return replace(self, groups=groups)
 
     def single_group(self) -> Group:
-        """Returns the only group.
+        """Return the only group.
 
         Raises:
-            SchemaError: the rows are of several layouts, or there is no row to tell.
+            SchemaError: the rows have several layouts, or there are no rows.
         """
         if len(self.groups) != 1 or self.plain:
             raise SchemaError(
                 f"expected rows of one layout, got {len(self.groups)} layouts and "
-                f"{len(self.plain)} rows that are no tensors; "
+                f"{len(self.plain)} rows that are not tensors; "
                 "only ListStorage and LazyStackStorage hold mixed rows"
             )
         return self.groups[0]
 
     @classmethod
     def of_items(cls, items: list[Any]) -> Content:
-        """Sorts rows by layout: tensors and containers of them into groups, the others plain."""
+        """Sort rows by layout.
+
+        Tensors and containers of tensors go into groups; the other rows are plain.
+        """
         numbers: dict[str, int] = {}
         groups: list[tuple[Node, list[dict[Path, torch.Tensor]]]] = []
         order: list[int] = []
@@ -343,12 +351,12 @@ class Content:
                 order.append(-1)
                 continue
             try:
-                rows = take_apart(item, 1, single=True)
+                rows = split_leaves(item, 1, single=True)
             except (TypeError, SchemaError):
-                plain.append(item)  # told apart, or refused with its position, when it is saved
+                plain.append(item)  # the save encodes it, or refuses it with its position
                 order.append(-1)
                 continue
-            # Of one group are rows of one layout, in the order in which it first occurs.
+            # Groups are in the order in which their layouts first occur.
             number = numbers.setdefault(repr(rows.root), len(groups))
             if number == len(groups):
                 groups.append((rows.root, []))
@@ -364,18 +372,19 @@ class Content:
         )
 
     def items(self) -> list[Any]:
-        """Returns the rows one by one, as copies. Cost: one Python step a row."""
+        """Return copies of the rows, one by one. Cost: one Python step per row."""
         streams = [iter(self.plain), *(group.rows(self.lanes) for group in self.groups)]
         order = [0] * self.rows if self.order is None else self.order.tolist()
         return [next(streams[number + 1]) for number in order]
 
     def to_state(self, *, tracked: bool = False) -> dict[str, Any]:
-        """Returns plain values and tensors; the columns are the same objects, not copies.
+        """Return the content as plain values and tensors, without copies of the columns.
 
-        ``tracked``: for a save, which writes what has changed of those columns that tell.
+        A save sets ``tracked``. It then writes only the changed rows of columns whose changes are
+        recorded.
 
         Raises:
-            TypeError: a key of a pytree that is neither a string nor a number.
+            TypeError: a key of a pytree is neither a string nor an int.
         """
         for group in self.groups:
             for path in group.schema.leaves:
@@ -386,7 +395,7 @@ class Content:
             "lanes": list(self.lanes),
             "groups": [group.to_state(tracked=tracked) for group in self.groups],
             "order": self.order,
-            # By position, which the message names if one cannot be represented.
+            # Keys are positions, which an error names if a row cannot be saved.
             "plain": dict(zip(self._plain_rows(), self.plain, strict=True)),
         }
 
@@ -395,10 +404,10 @@ class Content:
 
     @classmethod
     def from_state(cls, state: object) -> Content:
-        """Rebuilds what ``to_state`` gave.
+        """Rebuild the content from the result of ``to_state``.
 
         Raises:
-            ValueError: something in it is missing or contradicts the rest; names it.
+            ValueError: an entry is missing or contradicts another entry; the error names it.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"expected a storage's content as a mapping, got {state!r}")
@@ -431,10 +440,10 @@ class Content:
 
 
 def _copies(columns: tuple[Any, ...]) -> tuple[Any, ...]:
-    made = {id(c): c.clone() for c in columns if not isinstance(c, FollowedColumn)}
+    made = {id(c): c.clone() for c in columns if not isinstance(c, LinkedColumn)}
     return tuple(
         column.over(made[id(column.source)])
-        if isinstance(column, FollowedColumn)
+        if isinstance(column, LinkedColumn)
         else made[id(column)]
         for column in columns
     )
@@ -456,7 +465,7 @@ def _group_from_state(record: object, lanes: torch.Size) -> Group:
     columns = [rebuilt_column(column, columns, lanes) for column in columns]
     sizes = set()
     for (path, leaf), column in zip(schema.leaves.items(), columns, strict=True):
-        if not isinstance(column, (torch.Tensor, RowChunks, FollowedColumn)):
+        if not isinstance(column, (torch.Tensor, RowChunks, LinkedColumn)):
             raise ValueError(f"expected a tensor for {path}, got {type(column).__name__}")
         expected = [*lanes, *leaf.shape]
         if column.dtype != leaf.dtype or list(column.shape[1:]) != expected:

@@ -1,4 +1,4 @@
-"""Columns in which what follows a row is stored once: as the row that follows."""
+"""Store each next observation once, as the observation of the following row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replaykit._compat import arange
 from replaykit.checkpoint import MappedRows
 from replaykit.schema import Rows
 from replaykit.storages.columns import Columns
-from replaykit.storages.dedup_rows import KeptOnce, SettledRows
+from replaykit.storages.dedup_rows import DedupJournal, DedupRows
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.next_rows import Links, Pairs
 from replaykit.storages.overflow_table import Grow
@@ -21,7 +21,7 @@ from replaykit.storages.schema_match import MatchedRows
 from replaykit.storages.tensor_bytes import any_differing, carried
 from replaykit.structure import Path
 
-__all__ = ["Compared", "OnceColumns"]
+__all__ = ["Compared", "DedupColumns"]
 
 _NO_NUMBERS = np.zeros(0, np.int64)
 
@@ -31,14 +31,15 @@ _Leaves = dict[Path, torch.Tensor]
 
 @dataclass
 class Compared:
-    """Rows about to be written at the cursor, compared with those before them.
+    """Rows that will be written at the cursor, compared with the rows before them.
 
     Attributes:
-        nexts: their counterparts, ``[n, *F]``, counted through rows and lanes.
-        inside: which of them, but for the last time slot, the next row of the batch does not
-            follow; None where there is one time slot.
-        newest: which lanes of the newest time slot the first row does not follow; None where
-            nothing is known to go on.
+        nexts: the counterparts ``[n, *F]`` of all elements of the rows.
+        inside: bool, one per element except those of the last time slot. True if the next row of
+            the batch differs from the element's next observation. None if the batch has one time
+            slot.
+        newest: bool ``[lanes]``. True if the first row of the lane differs from the next
+            observation of its newest stored row. None if no newest row is known.
     """
 
     nexts: dict[Path, torch.Tensor]
@@ -46,102 +47,110 @@ class Compared:
     newest: torch.Tensor | None = None
 
 
-class OnceColumns(SettledRows):
-    """Columns of which some leaves under ``next`` are those of the following row at the root.
+class DedupColumns(DedupRows):
+    """Columns whose leaves under ``next`` are read from the root of the following row.
 
-    Has the face of ``Columns``. A row whose follower does not hold the same bits, or is not there,
-    has its counterparts beside. So every row comes back as it was written, bit for bit, whatever
-    is written, edited or displaced around it: whoever changes a root value settles the row before.
+    The class has the methods of ``Columns``. A row has an overflow entry for these leaves if its
+    follower has other bits or is missing. So every read returns the bits that were written, even if
+    other rows are written, edited or replaced. A change of a root value also updates the entry of
+    the row before.
 
-    Cost of a write: that of a dense one, and one more pass over the leaves in pairs. Where the core
-    cannot do it, some forty operations on small tensors.
+    Cost of a write: the cost of a dense write, and one more pass over the leaves in pairs. Without
+    the core, it is some forty operations on small tensors.
     """
 
     def __init__(self, pairs: Pairs, rows: Columns, grow: Grow, links: Links | None = None) -> None:
         super().__init__(pairs, rows, grow, links)
-        # The time slot that was written last, all of it beside. Known as long as the next row at
-        # the cursor follows it in time.
+        # The time slot that was written last. All its rows have overflow entries. None if the next
+        # row at the cursor will not follow it in time.
         self._newest: int | None = None
         self._compared: tuple[Rows, Compared] | None = None
-        self._noted: Rows | None = None  # compared by the core
-        # Of which lanes the newest row is the last of its episode, whatever it says.
+        self._noted: Rows | None = None  # the rows that the core has compared
+        # Lanes whose newest row ends its episode, even if no flag says so.
         self.severed: torch.Tensor | None = None
 
     def clear(self) -> None:
-        """Told that no row is stored any more; memory stays."""
-        if self.kept is not None:
-            self.kept.note(range(self._stored * self._cells), _NO_NUMBERS)
-        self._beside.clear(self._stored * self._cells)
+        """Remove the overflow entries of all rows; the memory stays allocated."""
+        if self.journal is not None:
+            self.journal.journal(range(self._stored * self._cells), _NO_NUMBERS)
+        self._overflow.clear(self._stored * self._cells)
         self._stored = 0
         self._newest = self.severed = None
 
     def check_writable(self) -> None:
-        """Rows here have memory of their own."""
+        """Do nothing, because these rows share no memory."""
 
     def adopt(self, elements: torch.Tensor, table: Columns) -> None:
-        """Takes rows that are there, in all slots: which have counterparts beside, and those.
+        """Adopt stored rows in all slots, and the overflow entries of some of them.
 
         Args:
-            table: of as many entries or more.
+            elements: the elements with an entry.
+            table: the values of the entries; it may have more entries than ``elements``.
         """
-        self._beside.adopt(elements, table)
+        self._overflow.adopt(elements, table)
         self._stored = self.slots
 
     def adopt_later(
         self, elements: Sequence[MappedRows], table: Columns | None, stored: int
     ) -> None:
-        """As ``adopt``; which rows those are is read and checked once somebody asks.
+        """Adopt stored rows, and read and check ``elements`` only on their first use.
 
         Args:
-            elements: as for ``Beside.adopt_later``.
-            table: None: there are no such rows.
-            stored: how many slots hold rows.
+            elements: as for ``OverflowTable.adopt_later``.
+            table: as for ``adopt``; None if no element has an entry.
+            stored: number of slots that hold rows.
         """
         if table is not None:
-            self._beside.adopt_later(elements, table, stored * self._cells)
+            self._overflow.adopt_later(elements, table, stored * self._cells)
         self._stored = stored
 
-    def let_go_unread(self) -> None:
-        """Told that all rows are about to be replaced: what nobody has read yet is not read for
-        that, and may contradict itself."""
-        if self._beside.unread:
+    def drop_unread(self) -> None:
+        """Drop overflow elements that were not read yet.
+
+        The caller will replace all rows. Invalid elements then raise no error.
+        """
+        if self._overflow.unread:
             self.clear()
 
-    def keep(self, kept: KeptOnce, *, there: bool) -> None:
-        """Has what tells of the rows lie in files; ``there``: it does, and ``reread`` takes it.
-
-        Raises:
-            CheckpointError: it is not there; names the file.
-        """
-        self._beside.keep_in(kept.map(self._elements, self._beside.kind, there=there))
-        self.kept = kept
-
-    def reread(self, ledger: Ledger, table: Columns | None = None) -> None:
-        """Works out anew what follows from what lies in files, where that was put back or found.
-
-        Nothing is expected of the rows that come next.
+    def journal_by(self, kept: DedupJournal, *, there: bool) -> None:
+        """Move the map of overflow entries to files, and journal its changes.
 
         Args:
-            table: the entries beside that were found.
+            kept: the journal of the entries.
+            there: whether the files exist. The caller calls ``reread`` then.
 
         Raises:
-            ValueError: it contradicts itself.
+            CheckpointError: an existing file is missing; the error names it.
         """
-        known = -(-self._beside.reread(table) // self._cells)
+        self._overflow.move_to(kept.map(self._elements, self._overflow.kind, there=there))
+        self.journal = kept
+
+    def reread(self, ledger: Ledger, table: Columns | None = None) -> None:
+        """Derive all other data from the tables in files, after a recovery or a rollback.
+
+        The next rows need not continue the stored rows.
+
+        Args:
+            table: the recovered overflow entries.
+
+        Raises:
+            ValueError: the tables contradict each other.
+        """
+        known = -(-self._overflow.reread(table) // self._cells)
         self._stored = max(ledger.length, known)
         self._newest = self._compared = self._noted = self.severed = None
 
     # -- at the cursor ------------------------------------------------------------------------
 
     def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
-        """False: rows have to be compared, which ``write_ring`` does."""
+        """Return False, because only ``write_ring`` compares the rows."""
         return False
 
-    def goes_on(self, rows: MatchedRows, first: int) -> bool:
-        """Whether rows with addresses are known to go on, each, from the one before.
+    def continues(self, rows: MatchedRows, first: int) -> bool:
+        """Return whether the core found that each row continues the row before.
 
-        They would be written from slot ``first`` on. False says nothing: ``compare`` tells more.
-        What was found is kept, as by ``compare``.
+        The rows will be written from slot ``first`` on. If the result is False, the caller must
+        call ``compare``. The core keeps the result of the comparison for ``write_ring``.
         """
         found = self._compare_native(rows, first)
         self._noted = rows if found else None
@@ -159,7 +168,7 @@ class OnceColumns(SettledRows):
         return self._native.compare(rows.addresses, count, newest, severed)
 
     def _write_native(self, first: int, rows: MatchedRows) -> bool:
-        """What ``write_ring`` does, by one call of the core; False where it cannot."""
+        """Write as ``write_ring`` in one call of the core; return False if it cannot."""
         noted, self._noted = self._noted, None
         if noted is not rows and (
             (self._compared is not None and self._compared[0] is rows)
@@ -169,9 +178,9 @@ class OnceColumns(SettledRows):
         native, newest, stored, count = self._native, self._newest, self._stored, len(rows)
         assert native is not None
         assert newest is not None
-        if self.kept is not None:
-            self.kept.note_ring(first, count)
-        # Whatever happens on the way, no row is taken for one that it is not.
+        if self.journal is not None:
+            self.journal.journal_ring(first, count)
+        # If an interrupt comes, no row is mistaken for the newest row.
         self._newest = None
         self._stored = max(stored, min(first + count, self.slots))
         self.rows.changes.wrote(first, count)
@@ -188,23 +197,24 @@ class OnceColumns(SettledRows):
         return True
 
     def compare(self, rows: Rows, first: int) -> Compared:
-        """Compares rows that will be written from slot ``first`` on with those before them.
+        """Compare rows with the rows before them.
 
-        What was found is kept for ``write_ring`` of the same rows, which has to come next.
+        The rows will be written from slot ``first`` on. The result is kept for ``write_ring``. The
+        next write must write the same rows.
         """
         compared = self._comparison(rows, first)
         self._compared = rows, compared
         return compared
 
     def sever(self, lanes: Any) -> None:
-        """Told that nothing follows the newest row of lanes, bool ``[lanes]``; None: all."""
+        """End the episodes of the newest rows of lanes, bool ``[lanes]``, or None for all."""
         if lanes is None:
             lanes = [True] * self._cells
         severed = torch.as_tensor(lanes, dtype=torch.bool, device=self.device)
         self.severed = severed if self.severed is None else self.severed | severed
 
     def forget(self) -> None:
-        """Told that the rows compared last will not be written."""
+        """Drop the result of the last comparison, whose rows will not be written."""
         self._compared = self._noted = None
 
     def _comparison(self, rows: Rows, first: int) -> Compared:
@@ -233,12 +243,12 @@ class OnceColumns(SettledRows):
         return arange(slot * self._cells, (slot + 1) * self._cells).to(self.device)
 
     def write_ring(self, first: int, rows: Rows, skipped: int, *, matched: bool) -> None:
-        """Writes ``rows[skipped:]`` at the slots from ``first + skipped`` on, round the ring.
+        """Write ``rows[skipped:]`` at the slots from ``first + skipped`` on, in the ring.
 
-        They are the newest rows, which those written at the cursor next follow in time.
+        These rows become the newest. The next rows at the cursor follow them in time.
 
         Args:
-            matched: the rows have addresses, in the order of the schema.
+            matched: whether the rows have addresses, in the order of the schema.
         """
         if matched and not skipped and self._write_native(first, rows):  # type: ignore[arg-type]
             return
@@ -255,7 +265,7 @@ class OnceColumns(SettledRows):
         elements = arange(first * cells, first * cells + size).to(self.device)
         if first + count > slots:
             elements %= self._elements
-        # Beside lie the last rows, and those inside that the next one does not follow.
+        # The last rows need entries. So do rows whose next observation the next row lacks.
         tail = {path: carried(leaf)[-cells:] for path, leaf in compared.nexts.items()}
         holders, values = elements[-cells:], tail
         if compared.inside is not None:
@@ -266,17 +276,17 @@ class OnceColumns(SettledRows):
                     path: torch.cat([carried(leaf)[places], tail[path]])
                     for path, leaf in compared.nexts.items()
                 }
-        entries = self._beside.entries(elements)
+        entries = self._overflow.entries(elements)
         places = entries.nonzero().squeeze(1)
         cleared = self._elements_at(newest)
-        back = self._beside.entries(cleared).to(torch.int64) - 1
+        back = self._overflow.entries(cleared).to(torch.int64) - 1
         if bool(compared.newest.any()):
             fits = ~compared.newest
             back, cleared = back[fits], cleared[fits]
         if places.shape[0]:
             back = torch.cat([back, entries[places].to(torch.int64) - 1])
             cleared = torch.cat([cleared, elements[places]])
-        change = self._beside.plan(back, holders.shape[0])
+        change = self._overflow.plan(back, holders.shape[0])
 
         def write() -> None:
             if matched:
@@ -296,7 +306,7 @@ class OnceColumns(SettledRows):
         self._newest = None
 
     def newest_rows(self) -> _Leaves:
-        """Returns the time slot that was written last, leaves ``[lanes, *F]``."""
+        """Return the rows of the last written time slot, as leaves ``[lanes, *F]``."""
         assert self._newest is not None
         elements = self._elements_at(self._newest)
         leaves = self.rows.gather_elements(elements, self._elements)

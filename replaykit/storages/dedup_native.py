@@ -14,30 +14,31 @@ from replaykit.episodes.interleaved import stream_keys
 from replaykit.native.fallback import row_stride
 from replaykit.storages.columns import Columns
 from replaykit.storages.next_rows import Chains, Links, Pairs
-from replaykit.storages.overflow_table import Beside
+from replaykit.storages.overflow_table import OverflowTable
 from replaykit.storages.records import alone, plan_records
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS
 
-__all__ = ["Batch", "ComparedStreams", "NativeOnce", "keys_of"]
+__all__ = ["Batch", "ComparedStreams", "NativeDedup", "keys_of"]
 
 Array = np.ndarray[Any, Any]
 
 _THREADS_FROM = 2**20
-"""Bytes of a batch from which on more than one thread is worth asking for."""
+"""Bytes of a batch from which on all threads of torch copy it."""
 
 _CPU = torch.device("cpu")
-"""Named wherever memory is taken: a default device of the caller's has no say here."""
+"""Passed to every allocation, so that the caller's default device has no effect."""
 
 
 class Batch(NamedTuple):
-    """Rows of streams, as the core compares them: int64 arrays.
+    """Rows of streams as int64 arrays, for a comparison in the core.
 
     Attributes:
-        followers: the place of the next row of its stream for each row, or -1.
-        newest: slots of the newest stored rows of some streams; nothing follows them.
-        first: places of the first rows of these streams.
-        expected: whether they have to go on from the newest ones, 0 or 1.
+        followers: for each row the place in the batch of the next row of its stream, or -1.
+        newest: slots of the newest stored rows of some streams. No stored row follows these rows.
+        first: for each of these streams, the place of its first row in the batch.
+        expected: for each of these streams, 1 if its first row must continue the newest row, else
+            0.
     """
 
     followers: Array
@@ -46,32 +47,32 @@ class Batch(NamedTuple):
     expected: Array
 
 
-class NativeOnce:
-    """Addresses of columns and of what lies beside them, in the form in which the core takes them.
+class NativeDedup:
+    """Addresses of columns and of their overflow entries, in the form for the core.
 
-    What it does not do (it says so, and nothing has changed) the operations of torch do, with the
-    same result. Everything is called with the storage's lock held.
+    If the core cannot do the work of a method, the method returns None or False and changes
+    nothing. The caller then uses torch, with the same result. The caller holds the storage's lock.
 
     Args:
-        pairs: which leaves are those of the following row.
-        rows: columns of the leaves that every row has.
-        beside: what the other rows have of their own.
-        links: where the following rows lie; None: one time slot further.
+        pairs: the leaves that are read from the following row.
+        rows: columns of the leaves that are stored for every row.
+        overflow: the next observations that differ from the following row.
+        links: the slots of the following rows; None if the following row is in the next time slot.
     """
 
     @classmethod
     def over(
-        cls, pairs: Pairs, rows: Columns, beside: Beside, links: Links | None = None
-    ) -> NativeOnce | None:
-        """Returns it where the core can move the rows, else None; as ``NativeRows.over``."""
+        cls, pairs: Pairs, rows: Columns, overflow: OverflowTable, links: Links | None = None
+    ) -> NativeDedup | None:
+        """Return an object over the rows, or None if the core cannot copy them."""
         if native.Followed is None or not rows.native:
             return None
-        return cls(pairs, rows, beside, links)
+        return cls(pairs, rows, overflow, links)
 
     def __init__(
-        self, pairs: Pairs, rows: Columns, beside: Beside, links: Links | None = None
+        self, pairs: Pairs, rows: Columns, overflow: OverflowTable, links: Links | None = None
     ) -> None:
-        self._rows, self._beside, self._links = rows, beside, links
+        self._rows, self._overflow, self._links = rows, overflow, links
         self._cells = rows.lanes.numel()
         leaves = pairs.schema.leaves
         self._paths = list(leaves)
@@ -82,7 +83,7 @@ class NativeOnce:
         root_of = pairs.root_of
         self._follows = [places[root_of[p]] if p in root_of else -1 for p in self._paths]
         self._nexts = [path for path in self._paths if path in root_of]
-        # Flags of other dtypes are left to torch: zero may have several forms.
+        # Torch compares flags of other dtypes, in which zero may have several forms.
         whole = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
         ends = [("next", name) for name in DEFAULT_DONE_KEYS]
         stored = [path for path in self._paths if path not in root_of]
@@ -90,7 +91,8 @@ class NativeOnce:
         self._ids = [places[path] for path in EPISODE_KEYS if path in stored]
         self._leaf_sizes = list(self._sizes.values())
         self._row_bytes = sum(self._leaf_sizes)
-        # A batch lies as that of dense rows does: small leaves side by side, wide ones alone.
+        # A batch has the layout of dense rows: records for small leaves, and a tensor per wide
+        # leaf.
         self._batch = plan_records(pairs.schema)
         self._alone = alone(leaves, self._batch)
         self.order = [*(self._batch.offsets if self._batch else ()), *self._alone]
@@ -98,12 +100,12 @@ class NativeOnce:
         self._moves = (-1, -1)
 
     def _ready(self) -> bool:
-        """Looks where everything lies now; False as long as there is no table beside."""
-        table = self._beside.table
+        """Update all addresses; return False if there is no overflow table yet."""
+        table = self._overflow.table
         if table is None:
             return False
-        self._rows.follow_memory()
-        table.follow_memory()
+        self._rows.refresh_addresses()
+        table.refresh_addresses()
         if table is not self._table or (self._rows.moves, table.moves) != self._moves:
             self._point(table)
         return True
@@ -113,7 +115,7 @@ class NativeOnce:
         lies = {path: (t.data_ptr(), row_stride(t, ndim)) for path, t in tensors.items()}
         lies.update((path, (t.data_ptr(), row_stride(t, 1))) for path, t in table.tensors.items())
         elements = self._rows.slots * self._cells
-        memory, links = self._beside.memory(), self._links
+        memory, links = self._overflow.memory(), self._links
         linked = () if links is None else links.addresses()
         kind = native.Followed if links is None else native.Linked
         self._core = kind(
@@ -138,7 +140,7 @@ class NativeOnce:
     # -- reading ------------------------------------------------------------------------------
 
     def _plan_reads(self, lies: dict[Path, tuple[int, Any]], elements: int) -> None:
-        """Where the parts of a batch come from: pieces that are neighbours here and there."""
+        """Find pieces that are contiguous both in the columns and in a batch."""
         batch, sizes = self._batch, self._sizes
         stride = 0 if batch is None else batch.stride
         offsets = {} if batch is None else batch.offsets
@@ -170,13 +172,13 @@ class NativeOnce:
         self._next_strides = [stride if path in offsets else sizes[path] for path in self._nexts]
 
     def gather(self, elements: torch.Tensor, limit: int) -> list[torch.Tensor] | None:
-        """Copies elements ``[B]`` out: leaves ``[B, *F]`` in ``order``, in fresh memory.
+        """Copy elements ``[B]`` into new leaves ``[B, *F]``, in ``order``.
 
-        Small leaves are strided views of one allocation. None where rows come from files, or are
-        wide enough for the threads of torch.
+        Small leaves are strided views of one allocation. Return None for rows in files, and for
+        batches large enough for the threads of torch.
 
         Raises:
-            IndexError: an element outside ``[0, limit)``.
+            IndexError: an element is outside ``[0, limit)``.
         """
         count = len(elements)
         threads = self._threads(count)
@@ -203,9 +205,9 @@ class NativeOnce:
         return leaves + wide
 
     def following(self, elements: torch.Tensor) -> dict[Path, torch.Tensor] | None:
-        """Copies out what elements ``[B]`` lead to: ``[B, *F]`` by path, each in one piece.
+        """Copy the counterparts of elements ``[B]`` into leaves ``[B, *F]``, by path.
 
-        None where rows come from files.
+        Each leaf is contiguous. Return None for rows in files.
         """
         if self._rows.advise or not self._ready():
             return None
@@ -232,19 +234,19 @@ class NativeOnce:
     def compare(
         self, addresses: Sequence[int], count: int, newest: int, severed: bool
     ) -> bool | None:
-        """Compares rows that lie one after the other with each other and with the newest one.
+        """Compare consecutive rows without lanes with each other and with the newest row.
 
-        What was found is kept for ``write`` of the same rows.
+        The core keeps the result for a ``write`` of the same rows.
 
         Args:
-            addresses: of each leaf, in the order of the schema; rows without lanes.
-            count: how many rows, fewer than there are slots.
-            newest: slot of the newest row, which has its counterparts beside.
-            severed: nothing goes on from the newest row, whatever it says.
+            addresses: the address of each leaf, in the order of the schema.
+            count: number of rows, below the number of slots.
+            newest: slot of the newest row, which has an overflow entry.
+            severed: whether the newest row ends its episode although no flag is set.
 
         Returns:
-            False where a row may go on an episode with another value than the one before led to;
-            None where nothing was compared.
+            False if a row may continue an episode, but differs from the next observation of the row
+            before. None if nothing was compared.
         """
         if not self._ready():
             return None
@@ -252,20 +254,18 @@ class NativeOnce:
         return not self._core.compare(addresses, count, newest, severed, threads)
 
     def write(self, addresses: Sequence[int], count: int, first: int, newest: int) -> bool:
-        """Writes the rows compared last from slot ``first`` on, behind slot ``newest``.
+        """Write the rows compared last from slot ``first`` on, as followers of ``newest``.
 
-        False where they may be views of the columns.
-
-        Raises:
-            MemoryError, or what else takes memory for rows beside; nothing has changed then.
+        Return False if they may be views of the columns. Raises: MemoryError, OSError: no room for
+        overflow entries; nothing has changed then.
         """
         if self._rows.overlap(addresses, count, self._leaf_sizes):
             return False
         threads = self._threads(count)
         short = self._core.write(first, count, addresses, threads)
         if short:
-            self._beside.take(short)
-            self._ready()  # the table lies somewhere else now
+            self._overflow.grow(short)
+            self._ready()  # the table has moved
             self._core.compare(addresses, count, newest, True, threads)
             self._core.write(first, count, addresses, threads)
         return True
@@ -273,9 +273,9 @@ class NativeOnce:
     # -- writing streams ----------------------------------------------------------------------
 
     def compare_streams(self, addresses: Sequence[int], batch: Batch) -> bool | None:
-        """``compare`` of rows each of which follows the one before it in its stream.
+        """Compare rows with the rows before them in their streams, as ``compare`` does.
 
-        What was found is kept for ``write_streams`` of the same rows.
+        The core keeps the result for a ``write_streams`` of the same rows.
         """
         if not self._ready():
             return None
@@ -292,12 +292,12 @@ class NativeOnce:
         )
 
     def write_streams(self, addresses: Sequence[int], batch: Batch, slots: torch.Tensor) -> bool:
-        """Writes the rows compared last to distinct slots.
+        """Write the rows compared last to distinct slots.
 
-        False where they may be views of the columns.
+        Return False if they may be views of the columns.
 
         Raises:
-            As ``write``.
+            The same errors as ``write``.
         """
         count = len(slots)
         if self._rows.overlap(addresses, count, self._leaf_sizes):
@@ -305,30 +305,31 @@ class NativeOnce:
         threads, slots = self._threads(count), slots.contiguous()
         short = self._core.write_linked(slots.data_ptr(), count, addresses, threads)
         if short:
-            self._beside.take(short)
-            self.compare_streams(addresses, batch)  # the table lies somewhere else now
+            self._overflow.grow(short)
+            self.compare_streams(addresses, batch)  # the table has moved
             self._core.write_linked(slots.data_ptr(), count, addresses, threads)
         return True
 
 
 @dataclass
 class ComparedStreams:
-    """Rows about to be written, by stream.
+    """Rows that will be written, compared with the rows before them in their streams.
 
     Attributes:
-        chains: which of them follow each other.
-        differs: which of those that are followed do not lead to what follows; None: none is
-            followed, or the core knows.
-        batch: what the core has compared, last of all; None: torch did.
-        goes_on: whether every row that goes on an episode begins where the one before led to.
+        chains: pairs of rows that follow each other in a stream.
+        differs: for each pair of ``chains``, whether the following row differs from the next
+            observation. None if there are no pairs, or if the core keeps the result.
+        batch: the rows of the core's last comparison; None if torch compared them.
+        continues: whether every row that continues an episode equals the next observation of the
+            row before.
     """
 
     chains: Chains
     differs: torch.Tensor | None
     batch: Batch | None = None
-    goes_on: bool = True
+    continues: bool = True
 
 
 def keys_of(values: torch.Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
-    """Keys of cells that may come in a dtype that carries their own."""
+    """Return the stream keys of ``values``, which may be a view in another dtype."""
     return stream_keys(values.view(dtype))

@@ -1,4 +1,4 @@
-"""Read and write rows whose next observations are stored with the row after them."""
+"""Read and write rows whose next observations are stored in the following rows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from replaykit._compat import arange
 from replaykit.recovery import check_file
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
-from replaykit.storages.dedup_native import NativeOnce
-from replaykit.storages.indexing import last_occurrences, ravel, selected_elements
+from replaykit.storages.dedup_native import NativeDedup
+from replaykit.storages.indexing import (
+    Neighbours,
+    last_occurrences,
+    neighbours,
+    ravel,
+    selected_elements,
+)
 from replaykit.storages.next_rows import Links, Pairs
-from replaykit.storages.overflow_table import Beside, Change, Grow
-from replaykit.storages.recoverable import BESIDE, FOLLOWERS, rows_as_bytes
+from replaykit.storages.overflow_table import Change, Grow, OverflowTable
+from replaykit.storages.recoverable import FOLLOWERS, OVERFLOW, rows_as_bytes
 from replaykit.storages.row_files import RowFiles, grow_in_files
-from replaykit.storages.slot_sets import Neighbours, neighbours
 from replaykit.storages.tensor_bytes import any_differing, carried, carried_rows, picked
 from replaykit.structure import Path, assembler
 from replaykit.ted import format_key
@@ -28,28 +33,29 @@ from replaykit.ted import format_key
 if TYPE_CHECKING:
     from replaykit.storages.recoverable import Recovery
 
-__all__ = ["FollowedRows", "KeptOnce", "SettledRows"]
+__all__ = ["DedupJournal", "DedupRows", "LinkedRows"]
 
 _Leaves = dict[Path, torch.Tensor]
 
 
-class FollowedRows:
-    """The reading face of ``OnceColumns``: as that of ``Columns``, with all leaves.
+class LinkedRows:
+    """The half of ``DedupColumns`` that reads rows, with the methods of ``Columns``.
 
-    Rows are elements here, counted through time slots and lanes; the one that follows an element
-    lies one time slot further, round the ring, in the same lane, or where ``links`` say.
+    An element is the number ``slot * lanes + lane`` of a row. Its follower is in the next time slot
+    of the ring and in the same lane, or in the slot that ``links`` name. The counterparts of an
+    element are its leaves under ``next`` that are read from the follower.
 
     Args:
-        pairs: which leaves are those of the following row.
-        rows: columns of the leaves that every row has.
-        grow: takes memory for the rows beside.
-        links: where the following rows lie, without lanes.
+        pairs: the leaves that are read from the following row.
+        rows: columns of the leaves that are stored for every row.
+        grow: function that allocates memory for overflow entries.
+        links: the slots of the following rows, without lanes.
 
     Attributes:
         order: the paths, in the order in which leaves are gathered.
-        advise: whether the kernel is told which pages of mapped files a batch will touch.
+        advise: whether to request the pages of a batch in mapped files from the kernel in advance.
 
-    Cost of a read: that of a dense one, and a few operations on int64 ``[B]``.
+    Cost of a read: the cost of a dense read, and a few operations on int64 ``[B]``.
     """
 
     def __init__(self, pairs: Pairs, rows: Columns, grow: Grow, links: Links | None = None) -> None:
@@ -62,34 +68,34 @@ class FollowedRows:
         self._elements = rows.slots * self._cells
         self._roots = rows.part(list(pairs.root_of.values()))
         next_of = {root: path for path, root in pairs.root_of.items()}
-        # The counterparts come out in the order of the roots.
+        # The counterparts are gathered in the order of the roots.
         self._nexts = [next_of[root] for root in self._roots.order]
-        self._beside = Beside(pairs.beside, self._elements, self.device, grow)
+        self._overflow = OverflowTable(pairs.overflow, self._elements, self.device, grow)
         self._links = links
         self._arrange(pairs)
 
     def _arrange(self, pairs: Pairs) -> None:
-        """Work out what follows from which leaves there are."""
+        """Derive the other attributes from the leaves."""
         self.pairs = pairs
         self.schema = pairs.schema
         self.order = [*self.rows.order, *self._nexts]
         self._assemble = assembler(self.schema.root, self.order)
-        self._native = NativeOnce.over(pairs, self.rows, self._beside, self._links)
+        self._native = NativeDedup.over(pairs, self.rows, self._overflow, self._links)
         if self._native is not None:
             self._assemble_native = assembler(self.schema.root, self._native.order)
-        # Where the leaves of every row are among all.
+        # For each leaf that is stored for every row, its place among all leaves.
         places = {path: place for place, path in enumerate(pairs.schema.leaves)}
         self._places = [places[path] for path in self.rows.tensors]
 
     def add(self, schema: Schema, tensors: Mapping[Path, torch.Tensor]) -> None:
-        """Take more leaves, which every row has; see ``Columns.add``."""
+        """Add leaves that are stored for every row; see ``Columns.add``."""
         pairs = self.pairs
         stored = schema.part([path for path in schema.leaves if path not in pairs.root_of])
         self.rows.add(stored, tensors)
         self._arrange(replace(pairs, schema=schema, stored=stored))
 
     def __getitem__(self, path: Path) -> torch.Tensor:
-        """A leaf as it lies, to look at; KeyError for what is rebuilt and lies nowhere."""
+        """Return a stored leaf; KeyError for a leaf that is read from the following row."""
         if path in self.pairs.root_of:
             raise KeyError(
                 f"{format_key(path)} is stored once, under {format_key(self.pairs.root_of[path])}, "
@@ -97,24 +103,27 @@ class FollowedRows:
             )
         return self.rows[path]
 
-    def follow_memory(self) -> None:
-        """Looks where the columns lie: whoever holds a view may have had the memory moved."""
-        self.rows.follow_memory()
+    def refresh_addresses(self) -> None:
+        """Update addresses of memory that has moved; see ``Columns.refresh_addresses``."""
+        self.rows.refresh_addresses()
 
     @property
-    def kept_beside(self) -> int:
-        """Number of rows (elements, for ``ndim > 1``) that have their counterparts beside."""
-        return len(self._beside)
+    def overflow_rows(self) -> int:
+        """Number of rows (elements, for ``ndim > 1``) that have an overflow entry."""
+        return len(self._overflow)
 
     def nbytes(self) -> int:
-        """Bytes of memory, or of files, that the rows take, those beside among them."""
-        return self.rows.nbytes() + self._beside.nbytes()
+        """Return the bytes, in memory or in files, of the rows and overflow entries."""
+        return self.rows.nbytes() + self._overflow.nbytes()
 
     def read(self, index: torch.Tensor, length: int, *, contiguous: bool = False) -> Any:
-        """Reads the rows at slots ``[B]`` (coordinates ``[B, ndim]``) into a fresh container.
+        """Read the rows at slots ``[B]`` into a new container.
+
+        With lanes, ``index`` holds coordinates ``[B, ndim]``.
 
         Raises:
-            IndexError: a slot outside ``[0, length)``; not on devices where asking means waiting.
+            IndexError: a slot is outside ``[0, length)``. Only an index on the CPU is checked,
+                because the check would wait for any other device.
         """
         if self._native is not None and not contiguous:
             elements = self._elements_of(index)
@@ -127,13 +136,16 @@ class FollowedRows:
     def gather(
         self, index: torch.Tensor, length: int | None = None, *, contiguous: bool = False
     ) -> _Leaves:
-        """Copies rows out: leaves ``[B, *F]`` by path; as ``read``, by default of all slots."""
+        """Copy rows as ``read`` does, into leaves ``[B, *F]`` by path.
+
+        The default ``length`` is the number of slots.
+        """
         length = self.slots if length is None else length
         found = dict(zip(self.order, self._gather(index, length, contiguous), strict=True))
         return {path: found[path] for path in self.schema.leaves}
 
     def gather_keys(self, paths: Sequence[Path], elements: torch.Tensor) -> _Leaves:
-        """Copies some leaves of rows out: ``[B, *F]`` by path; see ``Columns.gather_keys``."""
+        """Copy some leaves of rows, ``[B, *F]`` by path; see ``Columns.gather_keys``."""
         stored = [path for path in paths if path not in self.pairs.root_of]
         found = self.rows.gather_keys(stored, elements) if stored else {}
         if len(stored) < len(paths):
@@ -156,26 +168,26 @@ class FollowedRows:
         return leaves
 
     def _following(self, elements: torch.Tensor, contiguous: bool = False) -> _Leaves:
-        """The counterparts of elements ``[B]``: ``[B, *F]``, in fresh memory."""
+        """Return the counterparts of elements ``[B]``, in new memory ``[B, *F]``."""
         if self._native is not None and contiguous:
             found = self._native.following(elements)
             if found is not None:
                 return found
         after = self._after(elements)
         leaves = self._roots.gather_elements(after, self._elements, contiguous=contiguous)
-        return self._beside.patch(elements, dict(zip(self._nexts, leaves, strict=True)))
+        return self._overflow.patch(elements, dict(zip(self._nexts, leaves, strict=True)))
 
     def _after(self, elements: torch.Tensor) -> torch.Tensor:
-        """The elements that follow elements ``[B]``.
+        """Return the followers of elements ``[B]``.
 
-        The one after the newest row may never have been written; what it holds is not asked for.
+        The element after the newest row may never have been written. Its values are not used.
         """
         if self._links is not None:
             return self._links.after(elements)
         return (elements + self._cells).remainder_(self._elements)
 
     def column(self, path: Path, stop: int) -> torch.Tensor:
-        """Returns the first ``stop`` slots of a leaf: a copy where it is one of a pair."""
+        """Return the first ``stop`` slots of a leaf, copied if the leaf is in a pair."""
         if path not in self.pairs.root_of and path not in self.pairs.root_of.values():
             return self.rows.column(path, stop)
         elements = arange(stop * self._cells).to(self.device)
@@ -186,15 +198,15 @@ class FollowedRows:
         return found[path].view(stop, *self.lanes, *self.schema.leaves[path].shape)
 
     def _at_root(self, elements: torch.Tensor, contiguous: bool = False) -> _Leaves:
-        """The root values in pairs of elements ``[B]``, in fresh memory."""
+        """Return the root values of elements ``[B]`` that are in pairs, in new memory."""
         part = self._roots
         leaves = part.gather_elements(elements, self._elements, contiguous=contiguous)
         return dict(zip(part.order, leaves, strict=True))
 
     def view(self, stop: int, index: Any = None, *, time_dim: int = 0) -> _Leaves:
-        """Indexes the first ``stop`` slots: copies of leaves in pairs, else as ``Columns.view``.
+        """Index the first ``stop`` slots as ``Columns.view``; leaves in pairs are copied.
 
-        A view of a root value would let it be changed without the row before.
+        A write through a view of a root value would also change the row before.
         """
         leaves = self.rows.view(stop, index, time_dim=time_dim)
         numbers = self._selected(stop, slice(None) if index is None else index, time_dim)
@@ -205,7 +217,7 @@ class FollowedRows:
         return {path: leaves[path] for path in self.schema.leaves}
 
     def _selected(self, stop: int, index: Any, time_dim: int) -> torch.Tensor:
-        """Numbers of the elements that an index selects of the first ``stop`` slots."""
+        """Return the elements that an index selects of the first ``stop`` slots."""
         shape, strides, step = [stop, *self.lanes], [], self._cells
         for size in (1, *self.lanes):
             step //= size
@@ -215,13 +227,18 @@ class FollowedRows:
         return selected_elements(index, torch.Size(shape), strides).to(self.device)
 
     def own_following(self, stop: int) -> tuple[torch.Tensor, _Leaves]:
-        """What is needed beside the root values of the first ``stop`` slots to rebuild them all.
+        """Return the counterparts that the root values do not imply.
+
+        Args:
+            stop: end of the slots to save.
 
         Returns:
-            Elements, rising, int64 ``[K]``, and their counterparts ``[K, *F]``: those that do not
-            follow from the row behind them, which is the first one for the last of a full ring.
+            The elements whose counterparts differ from their followers, rising int64 ``[K]``, and
+            these counterparts ``[K, *F]``. In a full ring, the first slot follows the last slot. In
+            any other ring the elements of the last slot have no followers, so the result includes
+            them.
         """
-        elements = self._beside.elements_with(stop * self._cells)
+        elements = self._overflow.elements_with(stop * self._cells)
         if stop and stop < self.slots:
             last = arange((stop - 1) * self._cells, stop * self._cells).to(self.device)
             elements = torch.cat([elements[elements < last[0]], last])
@@ -231,30 +248,31 @@ class FollowedRows:
 Array = np.ndarray[Any, Any]
 
 _ENTRIES = 500
-"""Numbers of the journal's targets, from here on: the files of the entries beside."""
+"""The lowest number of a journal target that is a file of overflow entries."""
 
 
-class KeptOnce:
-    """The entries beside the rows, the map that says whose they are, and the links between rows.
+class DedupJournal:
+    """A journal of the overflow entries, of their map, and of the links between rows.
 
-    They are changed where they lie, in mapped files; what was there is noted before, with the
-    storage's lock held. Which entries are free, which row lies before which, and which is the
-    newest of its stream follows from them (``OnceColumns.reread``).
+    All three are in mapped files. Their old bytes are journaled before they change in place. The
+    caller holds the storage's lock. The free entries, the links to previous rows and the newest
+    rows of streams are not journaled, because ``DedupColumns.reread`` derives them.
 
-    An entry that an operation has given back may be overwritten by it. The core takes such entries
-    without a word, so that they are noted when it gives them back; whoever does not note them then
-    keeps the core from writing until the next commit (``loose``).
+    An operation may overwrite an entry that it has just released. The core does so without a call
+    to this journal. Writes of the core therefore journal entries when they release them, but
+    operations of torch do not. After an operation of torch, the core must not write until the next
+    commit (see ``loose``).
 
     Args:
-        recovery: that of the storage, which notes and commits.
-        folder: where the entries lie.
+        recovery: the Recovery object of the storage, which journals and commits.
+        folder: the folder with the files of the entries.
     """
 
     def __init__(self, recovery: Recovery, folder: FilePath) -> None:
         self._recovery, self._folder = recovery, folder
         self._grow_files = grow_in_files(folder)
         self.files: list[FilePath] = []
-        """Those of the entries, once there are any."""
+        """The files of the entries; empty before the first entry."""
         self._entries: Sequence[int] = ()
         self._loose = 0
         self._map: Array = np.zeros(0, np.int32)
@@ -262,16 +280,16 @@ class KeptOnce:
     # -- files --------------------------------------------------------------------------------
 
     def grow(self, schema: Schema, entries: int, table: Columns | None) -> Columns:
-        """Takes room for entries; as ``beside.Grow``."""
+        """Allocate room for entries; see ``overflow_table.Grow``."""
         grown = self._grow_files(schema, entries, table)
-        self._take(grown)
+        self._load_table(grown)
         return grown
 
     def open(self, schema: Schema, elements: int) -> None:
-        """Maps what is there, for the journal to put back what it has of it.
+        """Map the files of entries that exist, so that a rollback can restore them.
 
         Raises:
-            CheckpointError: a file is no plain one; names it.
+            CheckpointError: a path is not a regular file; the error names it.
         """
         plan = RowFiles.of(self._folder, schema, 1, torch.Size())
         entries = elements
@@ -282,15 +300,15 @@ class KeptOnce:
             if plan.nbytes(path):
                 entries = min(entries, file.stat().st_size // plan.nbytes(path))
         if entries:
-            self._take(RowFiles.of(self._folder, schema, entries, torch.Size()).opened(1))
+            self._load_table(RowFiles.of(self._folder, schema, entries, torch.Size()).opened(1))
 
     def table(self, schema: Schema) -> Columns | None:
-        """The entries up to the last one that the map tells of; None: it tells of none.
+        """Return the entries up to the last entry in the map; None if the map is empty.
 
-        Of those behind it nobody knows whether the disk has room for them.
+        The disk may have no blocks for later entries.
 
         Raises:
-            CheckpointError: a file has fewer, or is not there; names it.
+            CheckpointError: a file is too short or missing; the error names it.
         """
         entries = int(self._map.max(initial=0))
         if entries < 1:
@@ -299,10 +317,10 @@ class KeptOnce:
         for path, file in plan.files.items():
             check_file(file, plan.nbytes(path), exactly=False)
         found = plan.opened(1)
-        self._take(found)
+        self._load_table(found)
         return found
 
-    def _take(self, table: Columns) -> None:
+    def _load_table(self, table: Columns) -> None:
         cells = rows_as_bytes(table)
         self._entries = range(_ENTRIES, _ENTRIES + len(cells))
         plan = RowFiles.of(self._folder, table.schema, table.slots, torch.Size())
@@ -311,16 +329,16 @@ class KeptOnce:
         self._recovery.home.also(targets, self.files)
 
     def map(self, elements: int, dtype: Any, *, there: bool) -> Array:
-        """The memory of the map, ``[elements]``; ``there``: made before.
+        """Return the memory of the map, ``[elements]``.
 
         Raises:
-            CheckpointError: it is not there; names the file.
+            CheckpointError: ``there`` is set, but the file is missing; the error names it.
         """
-        self._map = self._table(BESIDE, elements, dtype, there)
+        self._map = self._table(OVERFLOW, elements, dtype, there)
         return self._map
 
     def followers(self, slots: int, dtype: Any, *, there: bool) -> Array:
-        """The same of how far away the next row of each lies."""
+        """Return the memory of the distances to next rows, ``[slots]``; see ``map``."""
         return self._table(FOLLOWERS, slots, dtype, there)
 
     def _table(self, number: int, rows: int, dtype: Any, there: bool) -> Array:
@@ -333,82 +351,83 @@ class KeptOnce:
 
     @property
     def loose(self) -> bool:
-        """Whether entries were given back since the last commit that were not noted."""
-        return self._loose == self._recovery.home.noted()[0]
+        """True if entries were released, but not journaled, since the last commit."""
+        return self._loose == self._recovery.home.journaled()[0]
 
-    def note(self, elements: torch.Tensor | range, numbers: Array) -> None:
-        """Notes what is about to change: the map at elements, and entries that get values."""
+    def journal(self, elements: torch.Tensor | range, numbers: Array) -> None:
+        """Journal the map at elements, and the entries ``numbers``, which will get values."""
         at = elements if isinstance(elements, range) else elements.numpy()
-        self._recovery.note_more(BESIDE, at)
-        self._note_entries(numbers)
-        self._loose = self._recovery.home.noted()[0]
+        self._recovery.journal_table(OVERFLOW, at)
+        self._journal_entries(numbers)
+        self._loose = self._recovery.home.journaled()[0]
 
-    def note_ring(self, first: int, count: int) -> None:
-        """Notes what the core changes by writing rows from slot ``first`` on, round the ring,
-        behind the one before: its entry and theirs come back.
+    def journal_ring(self, first: int, count: int) -> None:
+        """Journal the entries that the core releases when it writes rows into the ring.
 
-        The rows were noted already: what an ``extend`` costs beside them.
+        These are the entries of the ``count`` slots from ``first`` on, and the entry of the slot
+        before ``first``. The caller has journaled the rows.
         """
         slots, home = len(self._map), self._recovery.home
         start = (first or slots) - 1
         stop = start + count + 1
         for begin, end in ((start, min(stop, slots)), (0, stop - slots)):
             if end > begin:
-                home.note(BESIDE, range(begin, end))
+                home.journal_rows(OVERFLOW, range(begin, end))
                 used = self._map[begin:end]
-                self._note_entries(used[used.nonzero()] - 1)
+                self._journal_entries(used[used.nonzero()] - 1)
 
-    def note_linked(self, slots: Array) -> None:
-        """The same where rows of streams are written.
+    def journal_linked(self, slots: Array) -> None:
+        """Journal the entries and links that the core changes when it writes streams.
 
         Args:
-            slots: those of the rows, of the rows before them, and of the newest rows of streams.
+            slots: the slots of the written rows, of the rows before them, and of the newest rows
+                of their streams.
         """
-        self._recovery.home.note(BESIDE, slots)
-        self._recovery.home.note(FOLLOWERS, slots)
+        self._recovery.home.journal_rows(OVERFLOW, slots)
+        self._recovery.home.journal_rows(FOLLOWERS, slots)
         used = np.unique(self._map[slots])
-        self._note_entries(used[used.nonzero()] - 1)
+        self._journal_entries(used[used.nonzero()] - 1)
 
-    def note_links(self, slots: torch.Tensor | range) -> None:
-        """Notes that other rows will follow some."""
+    def journal_links(self, slots: torch.Tensor | range) -> None:
+        """Journal the links of slots."""
         at = slots if isinstance(slots, range) else slots.numpy()
-        self._recovery.note_more(FOLLOWERS, at)
+        self._recovery.journal_table(FOLLOWERS, at)
 
-    def _note_entries(self, numbers: Array) -> None:
+    def _journal_entries(self, numbers: Array) -> None:
         home = self._recovery.home
         if not len(numbers):
             return
         at: Array | range = numbers.astype(np.int64, copy=False)
-        if len(numbers) == 1:  # which takes a third of the time
+        if len(numbers) == 1:  # a range takes a third of the time
             at = range(int(numbers[0]), int(numbers[0]) + 1)
         for target in self._entries:
-            home.note(target, at)
+            home.journal_rows(target, at)
 
 
-class SettledRows(FollowedRows):
-    """The half of ``OnceColumns`` that writes and edits rows wherever they lie.
+class DedupRows(LinkedRows):
+    """The half of ``DedupColumns`` that writes and edits rows in any slots.
 
-    What follows a row, and what a row follows, may change by it: whoever changes a root value puts
-    beside what the row before had there, in the same step.
+    A write may change the follower of another row. That row then gets an overflow entry with its
+    old counterparts, unless they equal the new root values.
     """
 
     def __init__(self, pairs: Pairs, rows: Columns, grow: Grow, links: Links | None = None) -> None:
         super().__init__(pairs, rows, grow, links)
-        self._stored = 0  # time slots that hold rows, or held some
-        self.kept: KeptOnce | None = None
-        """Where what tells of the rows is kept; None: in memory, as long as this lives."""
+        self._stored = 0  # time slots that hold rows, or have held some
+        self.journal: DedupJournal | None = None
+        """The journal of the overflow entries; None if they are only in memory."""
 
     @property
     def _is_loose(self) -> bool:
-        """Whether the core has to keep from writing; see ``KeptOnce``."""
-        return self.kept is not None and self.kept.loose
+        """True if the core must not write now; see ``DedupJournal``."""
+        return self.journal is not None and self.journal.loose
 
     def scatter(
         self, slots: torch.Tensor, leaves: Mapping[Path, Any], kept: torch.Tensor | slice
     ) -> None:
-        """Writes rows ``kept`` of the leaves to distinct slots ``[K]`` of dimension 0.
+        """Write rows ``kept`` of the leaves to distinct slots ``[K]`` of dimension 0.
 
-        An interrupt from the keyboard is passed on when all is written.
+        A KeyboardInterrupt is raised after everything is written.
         """
         if not len(slots):
             return
@@ -428,7 +447,7 @@ class SettledRows(FollowedRows):
 
         stored = self._stored
         self._stored = max(stored, int(slots.max()) + 1)
-        self._settle(elements, flat, write, stored, at_cursor=True)
+        self._write_changed(elements, flat, write, stored, at_cursor=True)
 
     def assign(
         self,
@@ -439,7 +458,7 @@ class SettledRows(FollowedRows):
         *,
         time_dim: int = 0,
     ) -> None:
-        """Writes leaves ``[*batch, *F]`` into rows; see ``Columns.assign``."""
+        """Write leaves ``[*batch, *F]`` into rows; see ``Columns.assign``."""
         stored = {path: leaf for path, leaf in leaves.items() if path not in self.pairs.root_of}
 
         def write() -> None:
@@ -462,7 +481,7 @@ class SettledRows(FollowedRows):
         self._edit(elements[last], flat, write)
 
     def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
-        """Writes leaves ``[K, *F]`` into distinct cells, int64 ``[K]`` for each dimension."""
+        """Write leaves ``[K, *F]`` into distinct rows; see ``Columns.put``."""
         stored = {path: leaf for path, leaf in leaves.items() if path not in self.pairs.root_of}
 
         def write() -> None:
@@ -479,16 +498,16 @@ class SettledRows(FollowedRows):
         return path in self.pairs.root_of or path in self._roots.tensors
 
     def _edit(self, elements: torch.Tensor, flat: _Leaves, write: Callable[[], None]) -> None:
-        """Replaces some values in pairs of stored elements; the others are as they are stored."""
+        """Replace some values of stored elements that are in pairs; other values stay."""
         if not len(elements):
             return
         self._forget_newest()
         known = dict(flat)
         for path, leaf in (*self._at_root(elements).items(), *self._following(elements).items()):
             known.setdefault(path, leaf)
-        self._settle(elements, known, write, self._stored)
+        self._write_changed(elements, known, write, self._stored)
 
-    def _settle(
+    def _write_changed(
         self,
         elements: torch.Tensor,
         flat: _Leaves,
@@ -497,12 +516,13 @@ class SettledRows(FollowedRows):
         *,
         at_cursor: bool = False,
     ) -> None:
-        """Has distinct elements ``[K]`` written, and puts beside what does not follow any more.
+        """Write distinct elements ``[K]``, and update the overflow entries around them.
 
         Args:
-            flat: all leaves in pairs that the elements have afterwards, ``[K, *F]``.
-            write: writes them, but for the counterparts; called again after an interrupt.
-            stored: how many time slots held rows before.
+            flat: the values of all leaves in pairs after the write, ``[K, *F]``.
+            write: function that writes the elements without counterparts. It is called again after
+                an interrupt.
+            stored: number of time slots that held rows before the write.
         """
         near = self._neighbours(elements, stored, at_cursor=at_cursor)
         nexts = {path: flat[path] for path in self._nexts}
@@ -516,11 +536,11 @@ class SettledRows(FollowedRows):
             alone[near.outside] = any_differing(carried_rows(nexts, near.outside), held)
         places = alone.nonzero().flatten()
         holders, values = elements[places], carried_rows(nexts, places)
-        entries = self._beside.entries(elements)
+        entries = self._overflow.entries(elements)
         cleared, back = elements, entries[entries > 0]
         if len(near.before):
-            # The rows before keep what they have, wherever it has to be.
-            current, entries = self._following(near.before), self._beside.entries(near.before)
+            # The rows before keep their counterparts, in an entry or as the new root values.
+            current, entries = self._following(near.before), self._overflow.entries(near.before)
             differs = any_differing(current, carried_rows(roots, near.after_before))
             freed, lost = ~differs & (entries > 0), differs & (entries == 0)
             cleared, back = (
@@ -532,7 +552,7 @@ class SettledRows(FollowedRows):
                 values = {
                     p: torch.cat([leaf, carried(current[p])[lost]]) for p, leaf in values.items()
                 }
-        change = self._beside.plan(back.to(torch.int64) - 1, len(holders))
+        change = self._overflow.plan(back.to(torch.int64) - 1, len(holders))
 
         self._commit(change, values, cleared, holders, write)
 
@@ -541,7 +561,7 @@ class SettledRows(FollowedRows):
         return neighbours(elements, self._cells, total, stored * self._cells, at_cursor=at_cursor)
 
     def _forget_newest(self) -> None:
-        """Told that nothing is expected of what comes next."""
+        """Forget the newest row, so that the next rows need not continue it."""
 
     def _commit(
         self,
@@ -551,15 +571,15 @@ class SettledRows(FollowedRows):
         holders: torch.Tensor,
         write: Callable[[], None],
     ) -> None:
-        """Makes a change: rows are written, ``cleared`` have no entry, ``holders`` new ones."""
-        if self.kept is not None:
-            self.kept.note(torch.cat([cleared, holders]), change.numbers.numpy())
+        """Write rows, remove the entries of ``cleared``, and give ``holders`` new entries."""
+        if self.journal is not None:
+            self.journal.journal(torch.cat([cleared, holders]), change.numbers.numpy())
 
         def commit() -> None:
             write()
-            self._beside.commit(change, values)
-            self._beside.assign(cleared, None)
-            self._beside.assign(holders, change.numbers)
+            self._overflow.commit(change, values)
+            self._overflow.assign(cleared, None)
+            self._overflow.assign(holders, change.numbers)
 
         try:
             commit()

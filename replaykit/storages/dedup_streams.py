@@ -1,4 +1,4 @@
-"""Columns in which what follows a row is stored once: as the next row of its stream."""
+"""Store each next observation once, as the observation of the stream's next row."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from replaykit.checkpoint import MappedRows
 from replaykit.episodes.interleaved import key_dtype, stream_keys
 from replaykit.schema import Rows
 from replaykit.storages.columns import Columns
-from replaykit.storages.dedup_columns import OnceColumns
+from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.dedup_native import Batch, ComparedStreams, keys_of
-from replaykit.storages.dedup_rows import KeptOnce
+from replaykit.storages.dedup_rows import DedupJournal
+from replaykit.storages.indexing import Neighbours
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.next_rows import (
     Chains,
@@ -27,7 +28,6 @@ from replaykit.storages.next_rows import (
     check_streams,
 )
 from replaykit.storages.overflow_table import Grow
-from replaykit.storages.slot_sets import Neighbours
 from replaykit.storages.tensor_bytes import any_differing, carried, carried_rows, picked
 from replaykit.structure import Path
 
@@ -37,19 +37,19 @@ Array = np.ndarray[Any, Any]
 _Leaves = dict[Path, torch.Tensor]
 
 
-class StreamColumns(OnceColumns):
-    """``OnceColumns`` of rows of several streams, in slots of any order.
+class StreamColumns(DedupColumns):
+    """``DedupColumns`` for rows of several streams, in slots of any order.
 
-    The row that follows another one is the next of its stream, wherever it lies: a table says
-    where. Which row is the newest of each stream is known by the key; whether it still is there is
-    told from the key that lies in its slot.
+    The follower of a row is the next row of its stream, in any slot. A table holds the slot of each
+    follower. A dict holds the slot of the newest row of each stream. That row is still stored if
+    the key in its slot is the stream's key.
 
     Args:
-        key: path of the leaf that says to which stream a row belongs.
+        key: path of the leaf that names the stream of a row.
 
-    Cost: 8 bytes a row more, and an entry of a dict for each stream. A read looks into the table
-    once for each row. A write costs a sort of the keys, a step of a dict for each stream in it,
-    and, where the core cannot do it, some sixty operations on small tensors.
+    Cost: 8 more bytes per row, and a dict entry for each stream. A read uses the table once for
+    each row. A write takes a sort of the keys and a dict access for each stream in the batch.
+    Without the core, it also takes some sixty operations on small tensors.
     """
 
     def __init__(self, pairs: Pairs, rows: Columns, grow: Grow, key: Path) -> None:
@@ -58,27 +58,27 @@ class StreamColumns(OnceColumns):
         leaf = pairs.schema.leaves[key]
         self.key = key
         self._tails = StreamTails(self.links, rows, key, key_dtype(leaf.shape, leaf.dtype))
-        # Streams of which the next row has to go on from the newest one, if that is there.
-        self._going_on: set[Any] = set()
+        # Streams whose next row must continue the newest row, if that row is stored.
+        self._continuing: set[Any] = set()
         self._streams_compared: tuple[Rows, ComparedStreams] | None = None
-        # By stream, and where they will lie: rows that are being loaded.
+        # The streams and the slots of rows that are being loaded.
         self._coming: tuple[Chains, torch.Tensor] | None = None
 
     def clear(self) -> None:
-        if self.kept is not None:
-            self.kept.note_links(range(self._stored))
+        if self.journal is not None:
+            self.journal.journal_links(range(self._stored))
         self.links.clear(self._stored)
         super().clear()
         self._tails.clear()
-        self._going_on = set()
+        self._continuing = set()
         self._streams_compared = self._coming = None
 
     def nbytes(self) -> int:
         return super().nbytes() + self.links.nbytes()
 
-    def keep(self, kept: KeptOnce, *, there: bool) -> None:
-        super().keep(kept, there=there)
-        self.links.keep_in(kept.followers(self.slots, self.links.kind, there=there))
+    def journal_by(self, kept: DedupJournal, *, there: bool) -> None:
+        super().journal_by(kept, there=there)
+        self.links.move_to(kept.followers(self.slots, self.links.kind, there=there))
 
     def reread(self, ledger: Ledger, table: Columns | None = None) -> None:
         super().reread(ledger, table)
@@ -91,19 +91,19 @@ class StreamColumns(OnceColumns):
     # -- streams --------------------------------------------------------------------------------
 
     def _forget_newest(self) -> None:
-        self._going_on = set()
+        self._continuing = set()
 
     def sever(self, lanes: Any) -> None:
-        """Told that nothing follows the newest rows of streams, by key; None: of all."""
+        """End the episodes of the newest rows of streams, given by key; None for all."""
         if lanes is None:
             self._forget_newest()
         else:
-            self._going_on.difference_update(lanes)
+            self._continuing.difference_update(lanes)
 
-    def _note_newest(self, found: Chains, slots: torch.Tensor) -> None:
-        there = self._tails.note(found, slots)
+    def _update_newest(self, found: Chains, slots: torch.Tensor) -> None:
+        there = self._tails.append(found, slots)
         if there is not None:
-            self._going_on.intersection_update(there)
+            self._continuing.intersection_update(there)
 
     def assign(
         self,
@@ -123,28 +123,27 @@ class StreamColumns(OnceColumns):
             self._forget_newest()
         super().put(cells, leaves)
 
-    # -- what goes on ---------------------------------------------------------------------------
+    # -- comparing ------------------------------------------------------------------------------
 
     def check(self, rows: Rows, *, matched: bool) -> None:
-        """Checks rows that come next, each with the one before it in its stream.
+        """Check the next rows, each against the row before it in its stream.
 
-        What was found is kept for a write of the same rows, which has to come next.
+        The result is kept for the next write, which must write the same rows.
 
         Args:
-            matched: the rows have addresses, in the order of the schema.
-
-        Raises:
-            ValueError: a row goes on an episode with another value than the one before led to.
+            matched: whether the rows have addresses, in the order of the schema. Raises:
+            ValueError: a row continues an episode, but differs from the next observation of the
+                row before.
         """
         self._streams_compared = None
         leaves = rows.leaves
         found = chains(stream_keys(leaves[self.key]))
         at, slots = self._tails.of(found)
         names = found.keys[at].tolist()
-        expected = np.array([name in self._going_on for name in names], np.int64)
+        expected = np.array([name in self._continuing for name in names], np.int64)
         if matched:
             compared = self._compare_streams(rows, found, at, slots, expected)
-            if compared is not None and compared.goes_on:
+            if compared is not None and compared.continues:
                 self._streams_compared = rows, compared
                 return
         flat = self._flat(leaves)
@@ -166,8 +165,8 @@ class StreamColumns(OnceColumns):
             return None
         first = np.ascontiguousarray(found.first.numpy()[at])
         batch = Batch(found.followers_of(len(rows)), slots.numpy(), first, expected)
-        goes_on = self._native.compare_streams(rows.addresses, batch)
-        return None if goes_on is None else ComparedStreams(found, None, batch, goes_on)
+        continues = self._native.compare_streams(rows.addresses, batch)
+        return None if continues is None else ComparedStreams(found, None, batch, continues)
 
     def forget(self) -> None:
         super().forget()
@@ -193,19 +192,21 @@ class StreamColumns(OnceColumns):
         return {**dict(zip(self.rows.order, leaves, strict=True)), **self._following(slots)}
 
     @property
-    def going_on(self) -> set[Any]:
-        """Streams of which the next row has to go on from the newest one; another set once that
-        is forgotten."""
-        return self._going_on
+    def continuing(self) -> set[Any]:
+        """Streams whose next row must continue the newest row.
 
-    def goes_on(self, rows: Any, first: int) -> bool:
-        """False: ``check`` tells."""
+        ``_forget_newest`` replaces this set. It does not change the set in place.
+        """
+        return self._continuing
+
+    def continues(self, rows: Any, first: int) -> bool:
+        """Return False, because ``check`` compares the rows."""
         return False
 
-    def goes_on_from(self, streams: set[Any], keys: Array) -> None:
-        """Told that the next rows go on from what was written, of some streams and of ``keys``."""
+    def continues_from(self, streams: set[Any], keys: Array) -> None:
+        """Expect that the next rows of ``streams`` and ``keys`` continue the stored rows."""
         streams.update(keys.tolist())
-        self._going_on = streams
+        self._continuing = streams
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -216,8 +217,9 @@ class StreamColumns(OnceColumns):
     def write_streams(
         self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice, *, matched: bool
     ) -> None:
-        """Writes ``rows[kept]`` to distinct slots ``[K]``, as ``scatter``: the next rows of their
-        streams go on from them.
+        """Write ``rows[kept]`` to distinct slots ``[K]``, as ``scatter`` does.
+
+        The next rows of the streams must continue these rows.
 
         Args:
             matched: the rows have addresses, in the order of the schema.
@@ -226,7 +228,7 @@ class StreamColumns(OnceColumns):
             return
         known, self._streams_compared = self._streams_compared, None
         compared = known[1] if known is not None and known[0] is rows else None
-        going_on, leaves = self._going_on, rows.leaves
+        continuing, leaves = self._continuing, rows.leaves
         if len(slots) < len(rows):
             self.scatter(slots, leaves, kept)
             keys = stream_keys(leaves[self.key])
@@ -237,7 +239,7 @@ class StreamColumns(OnceColumns):
                 if compared is not None and compared.batch is not None:
                     compared = None
                 self._scatter_all(slots, leaves, found, compared)
-        self.goes_on_from(going_on, keys)
+        self.continues_from(continuing, keys)
 
     def _write_linked(
         self, slots: torch.Tensor, rows: Any, found: Chains, compared: ComparedStreams | None
@@ -248,15 +250,17 @@ class StreamColumns(OnceColumns):
             compared = self._compare_streams(rows, found, at, newest, nothing)
         if compared is None or compared.batch is None or self._native is None:
             return False
-        if self.kept is not None:
+        if self.journal is not None:
             before = self.links.before(slots).numpy()
-            self.kept.note_linked(np.concatenate([slots.numpy(), before, compared.batch.newest]))
+            self.journal.journal_linked(
+                np.concatenate([slots.numpy(), before, compared.batch.newest])
+            )
         stored = self._stored
         self._stored = max(stored, int(slots.numpy().max()) + 1)
         self.rows.changes.wrote_at(slots)
         if not self._native.write_streams(rows.addresses, compared.batch, slots):
             return False
-        self._note_newest(found, slots)
+        self._update_newest(found, slots)
         return True
 
     def _scatter_all(
@@ -278,10 +282,10 @@ class StreamColumns(OnceColumns):
     def scatter(
         self, slots: torch.Tensor, leaves: Mapping[Path, Any], kept: torch.Tensor | slice
     ) -> None:
-        """Writes rows ``kept`` of the leaves, the newest of their streams in that order, to
-        distinct slots ``[K]``.
+        """Write rows ``kept`` of the leaves to distinct slots ``[K]``.
 
-        An interrupt from the keyboard is passed on when all is written.
+        In the order of ``slots`` they become the newest rows of their streams. A KeyboardInterrupt
+        is raised after everything is written.
         """
         if not len(slots):
             return
@@ -303,13 +307,13 @@ class StreamColumns(OnceColumns):
         flat: _Leaves,
         write: Callable[[], None],
     ) -> None:
-        """Has rows written to distinct slots, behind the newest ones of their streams.
+        """Write rows to distinct slots, after the newest rows of their streams.
 
         Args:
-            flat: all leaves in pairs of the rows, ``[K, *F]``, in memory of their own.
-            write: as for ``_settle``.
+            flat: the values of all leaves in pairs, ``[K, *F]``, in separate memory.
+            write: as for ``_write_changed``.
         """
-        links, beside, found = self.links, self._beside, compared.chains
+        links, overflow, found = self.links, self._overflow, compared.chains
         elements = slots.to(self.device)
         roots = self._roots_of(flat)
         alone = torch.ones(len(slots), dtype=torch.bool, device=self.device)
@@ -319,14 +323,14 @@ class StreamColumns(OnceColumns):
         places = alone.nonzero().flatten()
         holders = elements[places]
         values = {path: carried(flat[path])[places] for path in self._nexts}
-        entries = beside.entries(elements)
+        entries = overflow.entries(elements)
         cleared, back = [elements], [entries[entries > 0]]
-        # Rows that stay, and lose what follows them, keep what that was.
+        # Stored rows that lose their follower get an entry with the follower's values.
         after, before = links.after(elements), links.before(elements)
         orphans = before[before != elements]
         if len(orphans):
             orphans = orphans[~torch.isin(orphans, elements)]
-            lost = orphans[beside.entries(orphans) == 0]
+            lost = orphans[overflow.entries(orphans) == 0]
             if len(lost):
                 kept = self._following(lost)
                 holders = torch.cat([holders, lost])
@@ -338,13 +342,13 @@ class StreamColumns(OnceColumns):
             newest, first = newest[there], first[there]
         if len(newest):
             fits = ~any_differing(self._following(newest), carried_rows(roots, first))
-            entries = beside.entries(newest)
+            entries = overflow.entries(newest)
             freed = fits & (entries > 0)
             cleared.append(newest[freed])
             back.append(entries[freed])
-        change = beside.plan(torch.cat(back).to(torch.int64) - 1, len(holders))
-        if self.kept is not None:
-            self.kept.note_links(torch.cat([elements, before, newest]))
+        change = overflow.plan(torch.cat(back).to(torch.int64) - 1, len(holders))
+        if self.journal is not None:
+            self.journal.journal_links(torch.cat([elements, before, newest]))
 
         def both() -> None:
             write()
@@ -353,7 +357,7 @@ class StreamColumns(OnceColumns):
             if compared.differs is not None:
                 links.join(elements[rows], elements[followers])
             links.join(newest, elements[first])
-            self._note_newest(found, slots)
+            self._update_newest(found, slots)
 
         self._stored = max(self._stored, int(slots.numpy().max()) + 1)
         self._commit(change, values, torch.cat(cleared), holders, both)
@@ -364,36 +368,38 @@ class StreamColumns(OnceColumns):
     # -- loading --------------------------------------------------------------------------------
 
     def begin(self, keys: Array, order: torch.Tensor) -> None:
-        """Lets go of all rows, and makes ready for others of which it is known how they follow.
+        """Remove all rows, and link the slots of the rows that ``fill`` will load.
 
-        Those come by ``fill``, every one of them.
+        ``fill`` must load all of them.
 
         Args:
-            keys: of their streams, ``[n]`` by slot, ``n >= 1``.
+            keys: the keys of their streams, ``[n]`` by slot, ``n >= 1``.
             order: slots from the oldest row to the newest, int64 ``[n]``.
         """
         self.clear()
         found = chains(keys[order.numpy()])
         elements = order.to(self.device)
-        if self.kept is not None:
-            self.kept.note_links(range(len(order)))
+        if self.journal is not None:
+            self.journal.journal_links(range(len(order)))
         if found.linked:
             rows, followers = found.at(self.device)
             self.links.join(elements[rows], elements[followers])
-        self._stored = len(order)  # what the tables know of
+        self._stored = len(order)  # the tables cover all of them
         self._coming = found, order
 
     def link(self, steps: Sequence[MappedRows]) -> None:
-        """Takes rows that are there: how far away the next one of their stream lies, ``[n]``, as
-        ``Links.take_later``.
+        """Adopt the distances of stored rows to the next rows of their streams, ``[n]``.
 
-        Those that come follow none of them: which are the newest would take a look at the keys.
+        See ``Links.set_distances_later``. New rows will not follow the stored rows. That would need
+        the newest row of each stream, and thus a read of all keys.
         """
-        self.links.take_later(steps)
+        self.links.set_distances_later(steps)
 
     def fill(self, start: int, leaves: Mapping[Path, Any], kept: torch.Tensor | slice) -> None:
-        """Writes rows ``kept`` of the leaves to the slots from ``start`` on, up to which rows are
-        there already, as ``begin`` has announced them."""
+        """Write rows ``kept`` of the leaves to the slots from ``start`` on.
+
+        ``begin`` has linked these slots. The slots before ``start`` are already filled.
+        """
         sources = {path: self.rows.own(picked(leaves[path], kept)) for path in self.schema.leaves}
         slots = arange(start, start + len(sources[self.key]))
         flat = {path: sources[path] for path in (*self._nexts, *self._roots.order)}
@@ -401,12 +407,12 @@ class StreamColumns(OnceColumns):
         def write() -> None:
             self.rows.scatter(slots, sources, slice(None))
 
-        self._settle(slots.to(self.device), flat, write, start)
+        self._write_changed(slots.to(self.device), flat, write, start)
         if start + len(slots) == self._stored and self._coming is not None:
-            self._note_newest(*self._coming)
+            self._update_newest(*self._coming)
             self._coming = None
 
     def own_following(self, stop: int) -> tuple[torch.Tensor, _Leaves]:
-        # A row that nothing follows has an entry.
-        elements = self._beside.elements_with(stop)
+        # A row without a follower has an entry.
+        elements = self._overflow.elements_with(stop)
         return elements, self._following(elements, True)

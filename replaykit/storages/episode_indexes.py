@@ -1,4 +1,4 @@
-"""Keep the episode indexes of a storage up to date, also across loads."""
+"""Update the episode indexes of a storage, also across loads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from replaykit.ted import end_flags, format_key, unused_flags
 if TYPE_CHECKING:
     from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = ["EpisodeIndexes", "heads_of", "state_of_kept"]
+__all__ = ["EpisodeIndexes", "heads_of", "state_of_subset"]
 
 Array = np.ndarray[Any, Any]
 
@@ -29,57 +29,59 @@ _DEFAULT = BoundaryRule()
 
 
 class EpisodeIndexes:
-    """Keeps the indexes of a storage up with it. The storage's lock guards it.
+    """The episode indexes of a storage. The storage's lock guards them.
 
-    The one of the default rule is kept from the first write on; one of another rule as long as
-    somebody holds it.
+    The index of the default rule exists from the first write on. The index of any other rule exists
+    as long as a caller holds a reference to it.
     """
 
     def __init__(self, storage: ColumnStorage) -> None:
         self._storage = weakref.ref(storage)
         self._marks = CutMarks()
-        self._is_read = False  # whether a reader has asked for episodes
-        # A saved state of which nothing was taken over yet, and whether what was open has yet to be
-        # ended by a restart; see ``marks``.
+        self._is_read = False  # True once a reader has requested an index
+        # A saved state that is not loaded yet, and whether open episodes must still be ended after
+        # a restart; see ``marks``.
         self._restoring: dict[str, Any] | None = None
         self._restarted = False
-        # Whether there may be stored rows that are not noted as they are: their columns were
-        # edited, or they came otherwise than by a write.
+        # True if the indexes may differ from the stored rows, because columns were edited, or rows
+        # were stored by other means than a write.
         self.stale = True
         self._main: EpisodeIndex | None = None
         self._others: weakref.WeakValueDictionary[BoundaryRule, EpisodeIndex] = (
             weakref.WeakValueDictionary()
         )
         self._saved: dict[str, Any] | None = None
-        # Asked for what is known of the first episodes, where other processes write too.
+        # Returns the begins of episodes that other processes know; None if no other process writes.
         self.heads_from: Callable[[], dict[str, Any] | None] | None = None
-        # How often columns that bound episodes were edited.
+        # Number of edits of columns that bound episodes.
         self.bounding = 0
 
     @property
     def storage(self) -> ColumnStorage:
-        """Whose they are."""
+        """The indexed storage."""
         storage = self._storage()
         assert storage is not None
         return storage
 
     @property
     def marks(self) -> CutMarks:
-        """Where streams were severed.
+        """The marks of cut streams.
 
-        Cost: nothing, but the first time after interleaved streams were loaded, or positions that
-        do not follow from counters were opened in place: which rows are the newest takes all of
-        them to know.
+        Cost: none, with two exceptions. These are the first uses after a load of interleaved
+        streams, and after rows with a table of row ids were opened in place. A pass over all rows
+        then finds the newest rows.
         """
         self._end_what_was_open()
         return self._marks
 
     def _end_what_was_open(self) -> None:
-        """Takes over what was saved and cuts what a restart has ended, where nobody has asked
-        since: all who look at rows as streams come through here, or write or edit them."""
+        """Load a pending saved state, and make the cut of a pending restart.
+
+        All methods that read rows as streams, write rows or edit rows call this first.
+        """
         if self._restoring is not None:
             ledger = self.storage.ledger
-            self._take(self._restoring, MovedPositions(ledger, ledger, None))
+            self._load(self._restoring, MovedPositions(ledger, ledger, None))
             self._restoring = None
         if self._restarted:
             try:
@@ -90,11 +92,11 @@ class EpisodeIndexes:
                 raise
 
     def of(self, rule: BoundaryRule = _DEFAULT) -> EpisodeIndex:
-        """Returns the index by a rule, up to date.
+        """Return the index of a rule, up to date.
 
         Raises:
-            KeyError: columns that the rule names are not stored. RuntimeError: nothing was
-                written yet, or records are no TensorDicts.
+            KeyError: the storage lacks a column that the rule names.
+            RuntimeError: nothing was written yet, or the rows are not TensorDicts.
         """
         self._end_what_was_open()
         found = self._main if rule is _DEFAULT or rule == _DEFAULT else self._others.get(rule)
@@ -103,8 +105,8 @@ class EpisodeIndexes:
             root = storage.require().schema.root
             if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
                 raise RuntimeError(
-                    "expected TensorDicts, whose keys tell where episodes end, got records that "
-                    f"are {'tensors' if not isinstance(root, Branch) else root.kind + 's'}; write "
+                    "expected TensorDicts, whose keys show where episodes end, got rows that are "
+                    f"{'tensors' if not isinstance(root, Branch) else root.kind + 's'}; write "
                     "TensorDicts, as replaykit.transition() makes them"
                 )
             found = self._made(rule)
@@ -119,56 +121,58 @@ class EpisodeIndexes:
             _warn_of_unused_flags(self.storage.require().schema)
         return found
 
-    def note(self, rows: Rows) -> None:
-        """Told after every write at the cursor which rows were committed.
+    def append(self, rows: Rows) -> None:
+        """Index committed rows that were written at the cursor.
 
-        Of more rows than there are slots some were never stored: those are read from the batch.
+        If there are more rows than slots, some rows were never stored. They are read from the
+        batch.
         """
         self._end_what_was_open()
         main = self._main
         if main is None:
-            if not self._is_kept():
+            if not self._is_indexed():
                 return
             main = self._main = self._made(_DEFAULT, before=len(rows))
         if len(rows) > self.storage.ledger.slots:
             for index in self._live():
-                index.note_rows(rows)
+                index.append_rows(rows)
             return
-        main.follow(len(rows))
+        main.append(len(rows))
         if self._others:
             for index in list(self._others.values()):
-                index.follow(len(rows))
+                index.append(len(rows))
 
     def placed(self, rows: Rows, slots: Array, displacing: Array, turn: Array) -> None:
-        """Told after every write by stream which rows were committed, and where; all of them are
-        up to date but for these. See ``InterleavedIndex.placed``."""
+        """Index committed rows that were written by stream.
+
+        The indexes have all other rows. See ``InterleavedIndex.placed``.
+        """
         for index in self._live():
             assert isinstance(index, InterleavedIndex)
             index.placed(rows, slots, displacing, turn)
 
-    def settle(self) -> None:
-        """Told that stored rows are about to be overwritten or forgotten: what they say is noted
-        first."""
+    def index_pending(self) -> None:
+        """Index all pending rows, before stored rows are overwritten or removed."""
         self._end_what_was_open()
         self.storage.ledger.read_tables()
         for index in self._live():
             index.sync()
-        if self._main is None and self.storage.ledger.length and self._is_kept():
+        if self._main is None and self.storage.ledger.length and self._is_indexed():
             self._main = self._made(_DEFAULT)
-        self.stale = False  # not before: what could not be noted has to be at the next write
+        self.stale = False  # set last: after an error the next write has to index the rows
 
     def _made(self, rule: BoundaryRule, *, before: int = 0) -> EpisodeIndex:
         storage = self.storage
         kind = EpisodeIndex if storage.lane_key is None else InterleavedIndex
         return kind(storage, rule, before=before)
 
-    def _is_kept(self) -> bool:
-        """Whether episodes can be told of such rows: then they are, from the first write on."""
+    def _is_indexed(self) -> bool:
+        """Return whether the rows are TensorDicts, the only rows that are indexed."""
         root = self.storage.require().schema.root
         return isinstance(root, Branch) and root.kind == "tensordict"
 
     def edited(self, paths: Collection[Path]) -> None:
-        """Told that columns were changed in place."""
+        """Update the indexes after an edit of columns in place."""
         self._end_what_was_open()
         live = self._live()
         if not live:
@@ -180,7 +184,10 @@ class EpisodeIndexes:
                 self.bounding += 1
 
     def cut(self, lanes: Array | None = None, code: int = SEVERED) -> None:
-        """Ends what is open in lanes (bool ``[lanes]``; None: all) without a flag."""
+        """End the open episodes of lanes, without a flag.
+
+        ``lanes`` is bool ``[lanes]``, or None for all lanes.
+        """
         self._end_what_was_open()
         ledger = self.storage.ledger
         if not ledger.length:
@@ -196,8 +203,12 @@ class EpisodeIndexes:
             index.close(chosen, code)
 
     def reopen(self) -> None:
-        """Takes back that a restart has ended what is newest: rows come that were written before
-        it. One pass over the columns that bound episodes."""
+        """Continue the episodes that a restart has ended.
+
+        The rows that come next were written before the restart.
+
+        Cost: one pass over the columns that bound episodes.
+        """
         if not self.storage.ledger.length:
             return
         _, newest = self._newest(None)
@@ -207,8 +218,15 @@ class EpisodeIndexes:
                 index.edited()
 
     def _newest(self, lanes: Array | None) -> tuple[Array, Array]:
-        """Lanes, all of them for None, and the numbers of their newest rows, rising; all that was
-        written is noted."""
+        """Index all pending rows, and return the newest rows of lanes.
+
+        Args:
+            lanes: bool ``[lanes]``; None for all.
+
+        Returns:
+            The lanes, bool ``[lanes]``, and the numbers ``row id * lanes + lane`` of their newest
+            rows, rising.
+        """
         storage = self.storage
         ledger, count = storage.ledger, storage.lanes.numel()
         main = None if storage.lane_key is None else self.of()
@@ -228,7 +246,7 @@ class EpisodeIndexes:
     # -- state --------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Returns what does not follow from rows and ledger, as plain values."""
+        """Return the state that the rows and the ledger do not imply, as plain values."""
         known = self.known()
         heads = known["heads"]
         if heads is not None:
@@ -237,10 +255,10 @@ class EpisodeIndexes:
         return {"marks": marks, "codes": codes, "heads": heads, "root_flags": True}
 
     def known(self) -> dict[str, Any]:
-        """The same as arrays, to look at."""
+        """Return the same state as ``state`` in arrays, which the caller must not change."""
         main, storage = self._main, self.storage
-        if main is None and storage.ledger.length and self._is_kept():
-            main = self.of()  # rows that were loaded, and saved again before anybody asked
+        if main is None and storage.ledger.length and self._is_indexed():
+            main = self.of()  # for loaded rows that are saved again before any use
         return {
             "marks": self.marks.numbers,
             "codes": self.marks.codes,
@@ -248,8 +266,10 @@ class EpisodeIndexes:
         }
 
     def first_known(self) -> tuple[int, Any, Any] | None:
-        """Position of the oldest row, and where the episodes of its lanes began and how, where
-        that is all that ``known`` has to say beside the marks; else None."""
+        """Return the oldest row's id, and place and kind of the first episodes' begins.
+
+        Return None if ``known`` has more than this and the marks.
+        """
         main = self._main
         if type(main) is not EpisodeIndex:
             return None
@@ -257,7 +277,7 @@ class EpisodeIndexes:
 
     @staticmethod
     def check(state: object) -> dict[str, Any] | None:
-        """Returns the state if it is one that ``state`` can have given; None for none.
+        """Return the argument after a check that ``state`` can have returned it, or None.
 
         Raises:
             ValueError: an entry is missing or impossible.
@@ -287,7 +307,7 @@ class EpisodeIndexes:
             and isinstance(heads.get("streams", []), list)
             and all(_is_head(row) for row in heads.get("streams", []))
         ):
-            raise ValueError(f"expected where episodes began, got {heads!r}")
+            raise ValueError(f"expected the beginnings of episodes, got {heads!r}")
         return fields
 
     def restore(
@@ -298,12 +318,12 @@ class EpisodeIndexes:
         *,
         restarted: bool = True,
     ) -> None:
-        """Takes a checked state over, after rows and ledger were.
+        """Load a checked state, after rows and ledger.
 
         Args:
-            old: the ledger as it was when the state was taken.
+            old: the ledger at the time of the saved state.
             rows: as for ``Ledger.restore``.
-            restarted: whether what was open ends here: nothing spans a restart.
+            restarted: whether open episodes end at this load, because no episode spans a restart.
         """
         self._main, self.stale = None, True
         self._others.clear()
@@ -315,16 +335,16 @@ class EpisodeIndexes:
             return
         if state is not None and old is not None:
             if rows is None and ledger.unread:
-                # No row has moved, and no position changes before somebody has asked.
+                # No row has moved, and no row id changes before the use of the state.
                 self._restoring = state
             else:
-                self._take(state, MovedPositions(old, ledger, rows))
+                self._load(state, MovedPositions(old, ledger, rows))
         self._restarted = restarted
         if restarted and storage.lane_key is None and not ledger.unread:
             self._end_what_was_open()
 
-    def _take(self, state: dict[str, Any], moved: MovedPositions) -> None:
-        """Takes over cuts and begins of a saved state, of rows that lie elsewhere now."""
+    def _load(self, state: dict[str, Any], moved: MovedPositions) -> None:
+        """Load the cuts and begins of a saved state, for rows that have moved since."""
         lanes = self.storage.lanes.numel()
         marks = np.array(state["marks"], np.int64)
         codes = np.array(state["codes"], np.uint8)
@@ -348,13 +368,14 @@ class EpisodeIndexes:
             }
         self._saved = heads
 
-    def follow(self, marks: Array, codes: Array, *, anew: bool, edited: bool) -> None:
-        """Takes over what another process has done: the rows that nothing follows, and why.
+    def follow(self, marks: Array, codes: Array, *, reset: bool, edited: bool) -> None:
+        """Load the marks of cut streams, and their codes, from another process.
 
         Args:
-            anew: nothing that was noted here counts. edited: columns that bound episodes were.
+            reset: whether all rows have to be indexed again.
+            edited: whether columns that bound episodes were edited.
         """
-        if anew:
+        if reset:
             self._main = None
             self._others.clear()
         if edited or not np.array_equal(marks, self.marks.numbers):
@@ -364,38 +385,48 @@ class EpisodeIndexes:
         self._marks = CutMarks(marks.tolist(), codes.tolist())
         self._restarted, self._restoring = False, None
 
-    def noted(self) -> int | None:
-        """Position from which on rows have yet to be noted by an index; None: there is none."""
+    def indexed_until(self) -> int | None:
+        """Return the lowest row id that an index lacks; None without an index."""
         main = self._main
-        if not self._others:  # each draw beside other processes asks
-            return None if main is None else main.noted
-        return min((index.noted for index in self._live()), default=None)
+        if not self._others:  # a fast path, because each draw from shared rows calls this
+            return None if main is None else main.indexed_until
+        return min((index.indexed_until for index in self._live()), default=None)
 
-    def take_heads(self) -> dict[str, Any] | None:
-        """Where headless episodes began when the rows were saved, for who indexes them first."""
+    def pop_first_begins(self) -> dict[str, Any] | None:
+        """Return the begins of the first episodes, from a save or from other processes.
+
+        The first index of these rows needs them for episodes whose first rows are not stored.
+        """
         if self._saved is not None or self.heads_from is None:
             return self._saved
         return self.heads_from()
 
     @property
-    def is_told(self) -> bool:
-        """Whether others have noted how the first episodes began, who saw edits of rows that are
-        gone: what they say counts more than what an index knows."""
+    def has_begins(self) -> bool:
+        """True if other processes know the begins of the first episodes.
+
+        These begins take precedence over those of an index. Other processes have followed edits of
+        rows that are not stored any more.
+        """
         return self.heads_from is not None
 
     def saved_streams(self) -> tuple[list[list[int]], bool]:
-        """The same for interleaved streams, see ``InterleavedIndex.state``; and whether that is all
-        that there is to say of the streams as they are now."""
-        heads = self.take_heads()
+        """Return the result of ``pop_first_begins`` for interleaved streams.
+
+        Returns:
+            The streams as in ``InterleavedIndex.state``, and whether they are complete and up to
+            date.
+        """
+        heads = self.pop_first_begins()
         return ([], False) if heads is None else (heads.get("streams", []), heads.get("now", False))
 
 
 def heads_of(state: dict[str, Any], schema: Schema) -> dict[str, Any] | None:
-    """Returns where the first episodes of a checked state began.
+    """Return the begins of the first episodes in a checked state.
 
-    States without ``root_flags`` were saved when flags at the root ended nothing. Where they do, an
-    episode whose begin is not stored may have begun later than such a state says: it is taken for
-    one that was joined in the middle.
+    In states without ``root_flags``, flags at the root ended no episode. If such flags end episodes
+    of this schema, an episode may have begun later than in the state. If its first row is not
+    stored, the episode counts as joined in its middle.
     """
     heads: dict[str, Any] | None = state["heads"]
     flags = end_flags(schema.leaves)
@@ -433,37 +464,37 @@ def _plain(value: Any) -> Any:
 
 
 def _is_head(row: object) -> bool:
-    """Whether it tells of a row, at a position, how many of its episode came before, and how it
-    began: see ``InterleavedIndex.state``."""
+    """Return whether a value is a head of a stream; see ``StreamWrites._heads``."""
     return _ints(row) and len(row) == 4 and 0 <= row[2] <= row[0] and 1 <= row[3] <= 3
 
 
 def _ints(values: object) -> TypeGuard[list[int]]:
-    """Whether it is a list of numbers that fit into int64, also a little later."""
+    """Return whether a value is a list of ints, far enough below the int64 limit."""
     return isinstance(values, list) and all(
         type(value) is int and abs(value) <= 2**62 for value in values
     )
 
 
-def state_of_kept(
+def state_of_subset(
     content: Content,
     state: dict[str, Any] | None,
     ledger: Ledger,
     kept: torch.Tensor,
     lane_key: Path | None,
 ) -> dict[str, Any] | None:
-    """Returns the state of an episode index (``EpisodeIndexes.state``) of rows of which only some
-    are kept.
+    """Return the state of episode indexes for some of the saved rows.
+
+    See ``EpisodeIndexes.state``.
 
     Args:
-        content: all rows that were saved.
-        state: the checked state of their index; None: there was none.
-        ledger: theirs.
-        kept: slots of the rows that are kept, int64 ``[K]``.
-        lane_key: column that tells streams apart, where they lie interleaved.
+        content: all saved rows.
+        state: the checked state of the indexes of these rows; None if there was none.
+        ledger: the ledger of the saved rows.
+        kept: slots of the rows to load, int64 ``[K]``.
+        lane_key: the column that names the stream of a row, if streams are interleaved.
 
-    Cost: one pass over the columns that bound episodes, and an index of the saved rows, 8 bytes
-    each (24 with ``lane_key``), for the time of the call.
+    Cost: one pass over the columns that bound episodes. During the call, an index of the saved rows
+    takes 8 bytes per row, or 24 with ``lane_key``.
     """
     if len(content.groups) != 1 or content.plain or not len(kept):
         return state
@@ -479,7 +510,7 @@ def state_of_kept(
 
 
 class _SavedColumns:
-    """The columns that bound episodes, as an index reads those of a storage."""
+    """The saved columns that bound episodes, with the interface that an index reads."""
 
     def __init__(self, content: Content, group: Group, paths: set[Path], slots: int) -> None:
         self.schema: Schema = group.schema
@@ -487,7 +518,7 @@ class _SavedColumns:
         self.ndim = 1 + len(content.lanes)
         leaves = group.leaves
         self._leaves = {path: leaves[path][:] for path in paths}
-        if not paths:  # only its shape is asked for
+        if not paths:  # without paths, the index reads only the shape
             shape = (content.rows, *content.lanes)
             self._leaves[()] = torch.zeros((), dtype=torch.bool, device="cpu").expand(shape)
         self.order = list(self._leaves)
@@ -495,14 +526,14 @@ class _SavedColumns:
     def __getitem__(self, path: Path) -> torch.Tensor:
         return self._leaves[path]
 
-    def follow_memory(self) -> None:
-        """Nobody else has the memory of rows that are being read: it stays where it is."""
+    def refresh_addresses(self) -> None:
+        """Do nothing, because no other code has this memory, so it cannot move."""
 
 
 class _SavedRows:
-    """Saved rows with the face by which an index knows its storage."""
+    """Saved rows with the interface of a storage that an index uses."""
 
-    is_told = False
+    has_begins = False
 
     def __init__(
         self,
@@ -529,7 +560,7 @@ class _SavedRows:
     def require(self) -> _SavedColumns:
         return self._columns
 
-    def take_heads(self) -> dict[str, Any] | None:
+    def pop_first_begins(self) -> dict[str, Any] | None:
         return self._heads
 
     def saved_streams(self) -> tuple[list[list[int]], bool]:

@@ -1,4 +1,4 @@
-"""Copy rows with their predecessors, and sum rewards over steps, in the compiled core."""
+"""Copy rows with the rows before them, and sum rewards, in the compiled core."""
 
 from __future__ import annotations
 
@@ -20,16 +20,22 @@ __all__ = ["Before", "Frames", "Led", "StepsAhead", "StepsPlan"]
 Array = np.ndarray[Any, Any]
 
 _WIDE_BYTES = 2**20
-"""From this size on frames are torch's to copy, whose threads are awake; see ``NativeRows``."""
+"""Bytes of frames from which on torch copies them, because its threads are awake.
+
+See ``NativeRows``.
+"""
 
 
 class Before(NamedTuple):
-    """Rows, and how far back one may go from them, NumPy int64 ``[B]`` each.
+    """Rows, and for each row the first row before it that may be copied.
+
+    The arrays are NumPy int64 ``[B]``.
 
     Attributes:
-        element: which stored rows.
-        time: when they are.
-        begin: when the first row is that may be taken, if not below ``lowest``.
+        element: the stored rows, as elements.
+        time: the times of the rows.
+        begin: for each row, the time of the first row to copy. ``lowest`` replaces a lower value.
+        lowest: the lowest time of any row to copy.
     """
 
     element: Array
@@ -39,15 +45,15 @@ class Before(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How some leaves are copied.
+    """A plan for copying some leaves.
 
     Attributes:
-        models: what is made, for one number of rows.
-        features: the shape of a frame, a leaf each.
-        places: for each frame of the first leaf, then of the next, which result it is in and at
-            which byte of its rows.
-        strides: bytes from row to row there.
-        nbytes: of all frames of a row.
+        models: empty results for one number of rows, as templates.
+        features: the shape of a frame, for each leaf.
+        places: for each frame, the index of its result, and the byte of the frame in a row of this
+            result. All frames of a leaf precede the frames of the next leaf.
+        strides: for each frame, the bytes from row to row in its result.
+        nbytes: bytes of all frames of a row.
     """
 
     models: list[torch.Tensor]
@@ -58,14 +64,14 @@ class _Plan(NamedTuple):
 
 
 class Frames:
-    """Copies rows and those before them out of columns, without a copy between.
+    """Rows and the rows before them, copied out of columns in one step.
 
-    A frame is a leaf of one row. In the place of one that lies before the first row comes that row,
-    or zeros.
+    A frame is the value of a leaf in one row. If its row precedes the first row to copy, the frame
+    is copied from the first row, or is zeros.
 
     Args:
-        columns: whose rows; on the CPU and not in mapped files.
-        rows: the way to them.
+        columns: the columns, on the CPU and not in mapped files.
+        rows: the addresses of these columns.
     """
 
     def __init__(self, columns: Columns, rows: NativeRows) -> None:
@@ -75,16 +81,16 @@ class Frames:
     def stacks(
         self, paths: tuple[Path, ...], rows: Before, count: int, *, zero: bool, flat: bool
     ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
-        """Returns ``count`` frames of each row, the oldest first, in one piece.
+        """Return ``count`` frames for each row in one tensor, the oldest first.
 
         Args:
-            zero: take zeros for what is not there.
-            flat: put them along the first feature dimension.
+            zero: fill missing frames with zeros.
+            flat: put the frames along the first feature dimension.
 
         Returns:
-            By path ``[B, count, *F]``; ``flat``: ``[B, count * F[0], *F[1:]]`` where there is such
-            a dimension; and ``F``. None for what this is not for: large batches, a leaf that is not
-            there.
+            By path, the frames ``[B, count, *F]`` and the shape ``F``. With ``flat`` and a feature
+            dimension, the frames are ``[B, count * F[0], *F[1:]]``. None for a large batch or a
+            missing leaf.
         """
         key = paths, count, flat
         plan = self._plans.get(key, _UNKNOWN)
@@ -98,8 +104,10 @@ class Frames:
     def apart(
         self, paths: tuple[Path, ...], rows: Before, count: int
     ) -> list[list[torch.Tensor]] | None:
-        """Returns a list of ``count`` leaves ``[B, *F]`` for each path, the oldest frames first;
-        zeros where there is none. None as ``stacks``."""
+        """Return for each path a list of ``count`` frames ``[B, *F]``, the oldest first.
+
+        Missing frames are zeros. The result is None in the same cases as for ``stacks``.
+        """
         key = paths, count
         plan = self._plans.get(key, _UNKNOWN)
         if plan is None or (plan is _UNKNOWN and (plan := self._apart(key)) is None):
@@ -112,9 +120,11 @@ class Frames:
     def joined(
         self, paths: tuple[Path, ...], rows: Before, count: int
     ) -> list[torch.Tensor] | None:
-        """Returns ``count`` tensors ``[B, A]`` with the values of all paths next to each other, the
-        oldest frames first; zeros where there is none. None as ``stacks``, and where they are not
-        all of torch's default dtype."""
+        """Return the values of all paths as ``count`` tensors ``[B, A]``, oldest first.
+
+        Missing frames are zeros. The result is None in the same cases as for ``stacks``, and if a
+        leaf does not have torch's default dtype.
+        """
         key = paths, count, torch.get_default_dtype()
         plan = self._plans.get(key, _UNKNOWN)
         if plan is None or (plan is _UNKNOWN and (plan := self._joined(key)) is None):
@@ -127,7 +137,7 @@ class Frames:
         number = rows.element.shape[0]
         if number * plan.nbytes >= _WIDE_BYTES:
             return None
-        self._columns.follow_memory()
+        self._columns.refresh_addresses()
         table, _ = self._rows.table(key[0])
         if plan.models[0].shape[0] != number:
             fresh = [model.new_empty((number, *model.shape[1:])) for model in plan.models]
@@ -186,7 +196,7 @@ class Frames:
         return self._planned(key, paths, plan)
 
     def _planned(self, key: Any, paths: tuple[Path, ...], plan: Any) -> _Plan | None:
-        """Makes a plan and keeps it; None where a leaf is not there."""
+        """Make a plan and cache it; return None if a leaf is missing."""
         tensors, made = self._columns.tensors, None
         if all(path in tensors for path in paths):
             dtypes = [tensors[path].dtype for path in paths]
@@ -211,18 +221,18 @@ def _stacked(shape: torch.Size, count: int, flat: bool) -> torch.Size:
 
 
 _MOST_BYTES = 2**20
-"""Up to so many bytes of a batch one thread is enough."""
+"""Bytes of the largest batch for which one thread is enough."""
 
 
 class StepsPlan(NamedTuple):
-    """What is summed, and what is taken over from the last step.
+    """The rewards to sum, and the leaves to copy from the last step.
 
     Attributes:
-        reward: a leaf of one number a row.
-        flag: a leaf that is asked at the last step; None: none.
-        taken: leaves that become those of the last step.
-        gamma: discount of one step.
-        discounts: what follows 1, 2, ... steps; as many are summed at most.
+        reward: the leaf to sum, with one number per row.
+        flag: a leaf to read at the last step, or None.
+        taken: the leaves of the batch that are replaced by the values at the last step.
+        gamma: the discount of one step.
+        discounts: the discounts after 1, 2, ... steps. Their number is the largest number of steps.
     """
 
     reward: Path
@@ -233,9 +243,15 @@ class StepsPlan(NamedTuple):
 
 
 class Led(NamedTuple):
-    """``sums`` ``[B, *F]`` like the reward, ``discounts`` ``[B, 1]`` in its dtype, ``used`` int64
-    ``[B, 1]``: how many steps were summed, ``ends`` int64 ``[B]``: the time of the last one, and
-    ``open`` bool ``[B, 1]``: where the flag is not set there; None where it is not one bool a row.
+    """The results of ``StepsAhead.lead``.
+
+    Attributes:
+        sums: the sums ``[B, *F]``, like the reward.
+        discounts: the discount after the last step, ``[B, 1]`` in the dtype of the reward.
+        used: int64 ``[B, 1]``, the number of summed steps.
+        ends: int64 ``[B]``, the time of the last step.
+        open: bool ``[B, 1]``, True if the flag is not set at the last step. None if the flag is not
+            one bool per row.
     """
 
     sums: torch.Tensor
@@ -246,11 +262,11 @@ class Led(NamedTuple):
 
 
 class StepsAhead:
-    """A plan, with the addresses of the leaves that it reads; good until these move."""
+    """A plan with the addresses of the leaves that it reads, valid until they move."""
 
     @classmethod
     def over(cls, rows: NativeRows, plan: StepsPlan) -> StepsAhead | None:
-        """Returns it where the core can sum the reward: one float32 or float64 a row; else None."""
+        """Return an object if the reward is one float32 or float64 per row, else None."""
         reward = rows.columns.get(plan.reward)
         if reward is None or reward.dtype not in (torch.float32, torch.float64):
             return None
@@ -268,7 +284,7 @@ class StepsAhead:
                 flag, between = found.data_ptr(), rows.strides[plan.flag]
         self._flagged = bool(flag)
         self._row_bytes = sum(sizes)
-        # How leaves that are read as one record lie in it, from the first one on.
+        # Offsets of the leaves from the first leaf, if all are in the same record of a batch.
         self._offsets: list[int] | None = None
         layout = rows.batch_layout
         if layout is not None and plan.taken and all(p in layout.offsets for p in plan.taken):
@@ -304,27 +320,28 @@ class StepsAhead:
         return models
 
     def lead(self, batch: Any, element: Array, time: Array, last: Array) -> Led | None:
-        """Sums from elements ``[B]`` on, and overwrites the batch's leaves ``taken`` in place.
+        """Sum from elements ``[B]`` on, and overwrite ``StepsPlan.taken`` in a batch.
 
         Args:
-            batch: these rows as they are stored, in memory of their own.
-            time, last: int64 ``[B]``: when they are, and the newest row of their episodes.
+            batch: a copy of these rows, which is changed in place.
+            time: the times of the rows, int64 ``[B]``.
+            last: the times of the last rows of their episodes, int64 ``[B]``.
 
         Returns:
-            None, and nothing has changed, for a batch that is no plain TensorDict, or so large
-            that several threads are worth it.
+            None if the batch is not a plain TensorDict, or is so large that several threads are
+            faster. Nothing has changed then.
 
         Raises:
-            IndexError: elements that there are not.
+            IndexError: an element is not stored, or ``last`` contradicts the stored rows.
         """
         count = len(element)
         if type(batch) is not TensorDict or count * self._row_bytes > _MOST_BYTES:
             return None
-        found = self._places(batch, count)
+        found = self._addresses(batch, count)
         if found is None:
             return None
         to, strides = found
-        models = self._models  # another thread may exchange them
+        models = self._models  # another thread may replace them
         if models[0].shape[0] != count:
             models = self._models = self._new(count)
         sums, discounts, used, *flags = map(torch.empty_like, models)
@@ -344,14 +361,15 @@ class StepsAhead:
         )
         return Led(sums, discounts, used, ends, still_open)
 
-    def _places(self, batch: TensorDict, count: int) -> tuple[list[int], list[int]] | None:
-        """Addresses of the batch's leaves, and bytes from row to row of each."""
+    def _addresses(self, batch: TensorDict, count: int) -> tuple[list[int], list[int]] | None:
+        """Return the addresses of the batch's leaves, and the strides in bytes."""
         if not self._taken:
             return [], []
         first = lookup(batch, self._taken[0])
         if type(first) is not torch.Tensor:
             return None
-        # Further apart than in a tensor of its own: the rows lie in records, as these do.
+        # If rows are further apart than in a separate tensor, they are in records of the known
+        # layout.
         if self._offsets is not None and count > 1:
             base, between = first.data_ptr(), first.stride(0) * first.itemsize
             if between == self._stride != self._first_bytes:

@@ -1,9 +1,10 @@
-"""Whether an index names all rows, whatever its form, and values in the order of the rows."""
+"""Resolve an index to slots, and compute relations between sets of slots."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,18 +13,24 @@ from replaykit._compat import arange, as_tensor
 from replaykit.storages.tensor_bytes import carried
 
 __all__ = [
+    "Neighbours",
+    "agreed",
+    "all_distinct",
     "as_cells",
     "as_index",
     "as_slots",
     "check_cells",
     "check_no_hole",
     "check_range",
+    "contained",
     "elements_at",
     "in_order",
     "indexed_shape",
     "last_occurrences",
+    "neighbours",
     "order_of_all",
     "ravel",
+    "rising_below",
     "selected_elements",
     "unravel_index",
     "with_lanes",
@@ -32,14 +39,14 @@ __all__ = [
 
 
 def as_index(index: Any, rows: int) -> int | slice | torch.Tensor:
-    """Brings an index of dimension 0 to an int, a slice or an int64 tensor, all within ``rows``.
+    """Convert an index of dimension 0 to an int, a slice or an int64 tensor.
 
-    Lists, ranges, NumPy arrays and bool masks (``[rows]``) become tensors; negative numbers count
-    from the end.
+    Lists, ranges, NumPy arrays and bool masks (``[rows]``) become tensors. Negative numbers count
+    from the end. All numbers of the result are in ``[0, rows)``.
 
     Raises:
-        IndexError: a position outside the stored rows, or a mask of another length.
-        TypeError: not something that indexes rows.
+        IndexError: a row is not stored, or a mask has another length.
+        TypeError: the object cannot index rows.
     """
     if isinstance(index, (bool, np.bool_)):
         raise TypeError(f"expected an index of rows, got {index!r}")
@@ -70,11 +77,11 @@ def as_index(index: Any, rows: int) -> int | slice | torch.Tensor:
 
 def _as_tensor(index: Any) -> torch.Tensor:
     if isinstance(index, torch.Tensor):
-        tensor = index.cpu()  # bounds are checked there; it may index tensors of any device
+        tensor = index.cpu()  # for the check of bounds; it can index tensors of any device
     elif isinstance(index, (list, range, np.ndarray)) or (
         isinstance(index, Sequence) and not isinstance(index, (str, bytes, tuple))
     ):
-        # NumPy takes any sequence, but not one of tensors.
+        # NumPy converts any sequence except one of tensors.
         of_tensors = isinstance(index, list) and any(isinstance(i, torch.Tensor) for i in index)
         numbers = index if of_tensors else np.asarray(index)
         tensor = as_tensor(numbers) if len(index) else arange(0)
@@ -88,10 +95,11 @@ def _as_tensor(index: Any) -> torch.Tensor:
 
 
 def as_slots(cursor: Any, limit: int) -> torch.Tensor:
-    """Brings the positions of a low-level write to an int64 vector within ``[0, limit)``.
+    """Convert the slots of a low-level write to an int64 vector within ``[0, limit)``.
 
     Raises:
-        IndexError: a position outside ``[0, limit)``. TypeError: not integers; a mask is none.
+        IndexError: a slot is outside ``[0, limit)``.
+        TypeError: the slots are not integers, or are a mask.
     """
     if isinstance(cursor, slice):
         cursor = range(*cursor.indices(limit))
@@ -108,7 +116,7 @@ def as_slots(cursor: Any, limit: int) -> torch.Tensor:
 
 
 def check_range(index: torch.Tensor, low: int, high: int) -> None:
-    """Raises IndexError where an entry lies outside ``[low, high)``. On cuda: one sync."""
+    """Raise IndexError if an entry is outside ``[low, high)``. Cost: one sync on CUDA."""
     if not index.numel():
         return
     least, most = (int(value) for value in torch.aminmax(index))
@@ -118,7 +126,10 @@ def check_range(index: torch.Tensor, low: int, high: int) -> None:
 
 
 def ravel(index: torch.Tensor, lanes: torch.Size) -> torch.Tensor:
-    """Coordinates ``[..., ndim]`` (time, lane, ...) to positions in the flattened storage."""
+    """Convert coordinates ``[..., ndim]`` to indices of the flattened storage.
+
+    The first coordinate is time, the others are lanes.
+    """
     flat = index[..., 0]
     for dim, size in enumerate(lanes, start=1):
         flat = flat * size + index[..., dim]
@@ -126,7 +137,10 @@ def ravel(index: torch.Tensor, lanes: torch.Size) -> torch.Tensor:
 
 
 def unravel_index(flat: torch.Tensor, lanes: torch.Size) -> torch.Tensor:
-    """Positions in the flattened storage to coordinates ``[..., ndim]``; inverse of ``ravel``."""
+    """Convert indices of the flattened storage to coordinates ``[..., ndim]``.
+
+    This is the inverse of ``ravel``.
+    """
     coordinates = []
     for size in reversed(lanes):
         coordinates.append(flat % size)
@@ -135,10 +149,10 @@ def unravel_index(flat: torch.Tensor, lanes: torch.Size) -> torch.Tensor:
 
 
 def selected_elements(index: Any, shape: torch.Size, strides: Sequence[int]) -> torch.Tensor:
-    """Numbers of the elements that a valid index selects, in the shape that it selects.
+    """Return the numbers of the elements that a valid index selects, in their shape.
 
     Args:
-        shape, strides: those of the grid of elements; the strides count elements.
+        shape, strides: shape and strides of the grid of elements; the strides count elements.
     """
     parts = index if isinstance(index, tuple) else (index,)
     if all(type(part) in (int, slice) for part in parts):
@@ -152,15 +166,17 @@ def selected_elements(index: Any, shape: torch.Size, strides: Sequence[int]) -> 
         return found
     found = torch.zeros((), dtype=torch.int64, device="cpu")
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
-        # An expanded vector: indexing it takes memory for what is selected only.
+        # Indexing an expanded vector allocates memory for the selected elements only.
         coordinate = arange(size).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
         found = found + coordinate[index] * stride
     return found
 
 
 def elements_at(index: Any, rows: int, lanes: torch.Size, time_dim: int) -> torch.Tensor:
-    """Numbers of the elements that an index of ``rows`` time slots of lanes selects, in the shape
-    that it selects, time lying along ``time_dim``: int64.
+    """Return the numbers of the elements that an index of rows selects, int64.
+
+    The index is applied to ``rows`` time slots with lanes, with time along ``time_dim``. The result
+    has the shape of the selection.
 
     Raises:
         IndexError: rows that are not stored.
@@ -173,9 +189,9 @@ def elements_at(index: Any, rows: int, lanes: torch.Size, time_dim: int) -> torc
 
 
 def with_lanes(slots: torch.Tensor, lanes: torch.Size) -> torch.Tensor:
-    """Coordinates ``[K * prod(lanes), ndim]`` of all cells of time slots ``[K]``, time-major.
+    """Return the coordinates of all rows of time slots ``[K]``, in time-major order.
 
-    Without lanes: the slots themselves.
+    Their shape is ``[K * prod(lanes), ndim]``. Without lanes the result is the slots.
     """
     if not lanes:
         return slots
@@ -184,7 +200,7 @@ def with_lanes(slots: torch.Tensor, lanes: torch.Size) -> torch.Tensor:
 
 
 def check_cells(index: torch.Tensor, shape: torch.Size) -> None:
-    """Raises IndexError where coordinates ``[..., ndim]`` lie outside ``shape``."""
+    """Raise IndexError if coordinates ``[..., ndim]`` are outside ``shape``."""
     if index.shape[-1] != len(shape):
         raise IndexError(f"expected {len(shape)} coordinates, got {index.shape[-1]}")
     for dim, size in enumerate(shape):
@@ -192,7 +208,7 @@ def check_cells(index: torch.Tensor, shape: torch.Size) -> None:
 
 
 def check_no_hole(slots: torch.Tensor, length: int) -> None:
-    """Raises RuntimeError where writing ``slots`` leaves one below them without a record."""
+    """Raise RuntimeError if a write of ``slots`` would leave an empty slot below them."""
     fresh = slots[slots >= length].unique()
     if len(fresh) and int(fresh[-1]) != length + len(fresh) - 1:
         raise RuntimeError(
@@ -203,19 +219,20 @@ def check_no_hole(slots: torch.Tensor, length: int) -> None:
 def without_repeats(
     index: Any, shape: torch.Size
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None:
-    """Of an index that selects some rows more than once, what selects each of them once.
+    """Return an index that selects each row once, for an index that repeats rows.
 
-    Which of the values of one row is stored would be chance, and another one for every column.
+    If a write repeated rows, chance would decide, for each column, which value is stored.
 
     Returns:
-        The index, one tensor a dimension, and which of the selected rows (flattened, in order) it
-        stands for: the last one of each. None where no row is selected twice.
+        The new index with one tensor per dimension, and the places of its rows among the selected
+        rows in flattened order. The new index selects the last occurrence of each row. None if no
+        row is selected twice.
     """
     if _on_meta(index):
         return None
     flat = torch.zeros(1, dtype=torch.int64, device="cpu").expand(shape)[index]
     for dim, size in enumerate(shape):
-        # An expanded vector: indexing it takes memory for what is selected only.
+        # Indexing an expanded vector allocates memory for the selected rows only.
         coordinate = arange(size).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
         flat = flat * size + coordinate[index]
     flat = flat.reshape(-1)
@@ -226,7 +243,10 @@ def without_repeats(
 
 
 def last_occurrences(slots: torch.Tensor) -> torch.Tensor | slice:
-    """Where each distinct slot occurs last, rising; a full slice if none occurs twice."""
+    """Return the last place of each distinct slot, rising.
+
+    The result is a full slice if all slots are distinct.
+    """
     values, inverse = slots.unique(return_inverse=True)
     if len(values) == len(slots):
         return slice(None)
@@ -237,13 +257,16 @@ def last_occurrences(slots: torch.Tensor) -> torch.Tensor | slice:
 
 
 def as_cells(index: Any, shape: torch.Size) -> tuple[Any, torch.Size]:
-    """Brings an index of rows of several dimensions to what torch indexes every column with.
+    """Convert an index of several dimensions for use with torch on all columns.
 
-    Lists, ranges and NumPy arrays become tensors, masks the positions that they select: once, not
-    for every column. Returns it with the shape that it selects.
+    Lists, ranges and NumPy arrays become tensors, and masks become the coordinates that they
+    select. The conversion happens once, not for every column.
+
+    Returns:
+        The index, and the shape that it selects.
 
     Raises:
-        IndexError: a position outside the shape, or a mask of another one.
+        IndexError: a row is outside the shape, or a mask has another shape.
     """
     parts = [_as_part(part) for part in (index if isinstance(index, tuple) else (index,))]
     if isinstance(index, tuple):
@@ -262,12 +285,12 @@ def _as_part(part: Any) -> Any:
     if not isinstance(part, (torch.Tensor, list, range, np.ndarray)):
         return part
     tensor = _as_tensor(part)
-    # Bytes are numbers here; torch would take them for a mask.
+    # A uint8 index holds numbers here, but torch would treat it as a mask.
     return tensor if tensor.dtype == torch.bool else tensor.to(torch.int64)
 
 
 def _without_ellipsis(parts: list[Any], dims: int) -> list[Any]:
-    """Writes an Ellipsis out: columns have dimensions of their own behind those of the rows."""
+    """Replace an Ellipsis by slices, because columns have feature dimensions, too."""
     at = [i for i, part in enumerate(parts) if part is Ellipsis]
     if len(at) != 1:
         return parts
@@ -280,7 +303,7 @@ def _is_mask(part: Any) -> bool:
 
 
 def indexed_shape(shape: torch.Size, index: Any) -> torch.Size:
-    """Shape that a tensor of that shape has after indexing; costs no memory for the values."""
+    """Return the shape of an indexed tensor, without an allocation of its values."""
     return (
         torch.empty(shape, device="meta")[index].shape if _on_meta(index) else _probe(shape, index)
     )
@@ -292,21 +315,21 @@ def _on_meta(index: Any) -> bool:
 
 
 def _probe(shape: torch.Size, index: Any) -> torch.Size:
-    # One byte, seen as a tensor of the whole shape: advanced indexing then checks its bounds.
+    # A tensor of one byte is expanded to the whole shape, so that advanced indexing checks bounds.
     return torch.empty(1, dtype=torch.bool, device="cpu").expand(shape)[index].shape
 
 
 def order_of_all(at: Any, batch: torch.Size, shape: torch.Size) -> slice | torch.Tensor | None:
-    """Find where each row lies among those that an index names.
+    """Return the place of each row among the rows that an index selects.
 
     Args:
-        at: an index of the rows, as ``as_index`` or ``as_cells`` gives it.
-        batch: the shape that it selects.
-        shape: that of all rows.
+        at: an index of the rows, as ``as_index`` or ``as_cells`` returns it.
+        batch: the shape of the selection.
+        shape: the shape of all rows.
 
     Returns:
-        A full slice where the index names the rows in their order, else int64 ``[N]`` of the
-        flattened rows. None where it does not name each row once.
+        A full slice if the index selects the rows in their order. Else the places of the flattened
+        rows, int64 ``[N]``. None if the index does not select each row once.
 
     Cost: O(1) for slices, else one pass over the index.
 
@@ -340,10 +363,11 @@ def order_of_all(at: Any, batch: torch.Size, shape: torch.Size) -> slice | torch
 def in_order(
     values: torch.Tensor, order: slice | torch.Tensor, batch: torch.Size, shape: torch.Size
 ) -> torch.Tensor:
-    """Lay values ``[*batch, *F]`` of the rows that an index names out as all rows ``[*shape, *F]``.
+    """Return the values of selected rows in the order of all rows, ``[*shape, *F]``.
 
     Args:
-        order: what ``order_of_all`` gave.
+        values: the values of the selected rows, ``[*batch, *F]``.
+        order: the result of ``order_of_all`` for the index.
 
     Example:
         >>> import torch
@@ -357,3 +381,189 @@ def in_order(
     if isinstance(order, torch.Tensor):
         flat = carried(flat)[order].view(flat.dtype)
     return flat.reshape(shape + features)
+
+
+Array = np.ndarray[Any, Any]
+Numbers = TypeVar("Numbers", Array, torch.Tensor)
+
+_WIDEST = 16
+"""Most bytes of a lookup table per number. For a wider range, the numbers are sorted instead, which
+takes about ten times as long."""
+
+
+def agreed(*tables: Array) -> Array:
+    """Return the first of several equal arrays, int64 ``[K]``.
+
+    Raises:
+        ValueError: the arrays differ.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit.storages.indexing import agreed
+        >>> agreed(np.array([5, 3]), np.array([5, 3]))
+        array([5, 3])
+    """
+    if not all(np.array_equal(table, tables[0]) for table in tables[1:]):
+        raise ValueError(f"expected equal tables for all columns, got {len(tables)} that differ")
+    return tables[0]
+
+
+def all_distinct(numbers: Array) -> bool:
+    """Return whether all numbers ``[K]`` differ.
+
+    Cost: O(K) if they are close together.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit.storages.indexing import all_distinct
+        >>> all_distinct(np.array([7, 5, 6])), all_distinct(np.array([7, 5, 7]))
+        (True, False)
+    """
+    if not len(numbers):
+        return True
+    table = _table(numbers)
+    if table is None:
+        return len(np.unique(numbers)) == len(numbers)
+    return int(np.count_nonzero(table)) == len(numbers)
+
+
+def contained(asked: Array, numbers: Array) -> Array:
+    """Return a mask, of the shape of ``asked``, of the values that are in ``numbers``.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit.storages.indexing import contained
+        >>> contained(np.array([4, 5, 9]), np.array([7, 5, 6])).tolist()
+        [False, True, False]
+    """
+    if not (asked.size and len(numbers)):
+        return np.zeros(asked.shape, bool)
+    table = _table(numbers)
+    if table is None:
+        return np.isin(asked, numbers)
+    lowest = numbers.min()
+    inside = (asked >= lowest) & (asked < lowest + len(table))
+    return np.asarray(inside & table[np.where(inside, asked - lowest, 0)])
+
+
+def rising_below(stop: int, numbers: Numbers) -> Numbers:
+    """Return ``numbers`` ``[K]`` after a check that they rise within ``[0, stop)``.
+
+    Raises:
+        ValueError: the numbers do not rise, or are outside.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit.storages.indexing import rising_below
+        >>> rising_below(8, np.array([5, 6, 7]))
+        array([5, 6, 7])
+    """
+    if not len(numbers):
+        return numbers
+    first, last = int(numbers[0]), int(numbers[-1])
+    falling = int((numbers[1:] <= numbers[:-1]).sum())
+    if falling or first < 0 or last >= stop:
+        raise ValueError(
+            f"expected rising elements of a column below {stop}, got {len(numbers)} from {first} "
+            f"to {last}, of which {falling} do not rise"
+        )
+    return numbers
+
+
+def _table(numbers: Array) -> Array | None:
+    """Return a bool table of the numbers that occur, from the lowest number on.
+
+    Return None if the numbers are too far apart.
+    """
+    lowest, highest = int(numbers.min()), int(numbers.max())
+    width = highest - lowest + 1
+    if width > _WIDEST * len(numbers):
+        return None
+    table = np.zeros(width, bool)
+    table[numbers - lowest if lowest else numbers] = True
+    return table
+
+
+Picked = slice | torch.Tensor
+"""Places among the written elements: a slice, or int64 ``[n]``."""
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Neighbours of the elements of a write.
+
+    Attributes:
+        inside: pairs of places. The first are of written elements, and the second of their
+            followers, which are also written.
+        outside: places of written elements whose follower is stored but not written, int64 ``[n]``.
+        before: stored elements that are not written, but whose follower is written, int64 ``[m]``.
+        after_before: places of the followers of ``before``.
+    """
+
+    inside: list[tuple[Picked, Picked]]
+    outside: torch.Tensor
+    before: torch.Tensor
+    after_before: Picked
+
+
+def neighbours(
+    elements: torch.Tensor, cells: int, total: int, stored: int, *, at_cursor: bool
+) -> Neighbours:
+    """Return the neighbours of distinct elements ``[K]``, ``K >= 1``.
+
+    Args:
+        cells: the distance from an element to its follower, which is the number of lanes.
+        total: number of elements of the ring.
+        stored: elements below this number hold a row before the write.
+        at_cursor: whether the last elements become the newest rows. The oldest rows come after them
+            in the ring, but then are not their followers.
+
+    Cost: O(K) for consecutive elements of the ring, else O(K log K).
+
+    Example:
+        >>> import torch
+        >>> from replaykit.storages.indexing import neighbours
+        >>> found = neighbours(torch.tensor([4, 0]), 1, 5, 5, at_cursor=True)
+        >>> found.inside, found.before.tolist()
+        ([(slice(0, 1, None), slice(1, 2, None))], [3])
+    """
+    count, device = len(elements), elements.device
+    first = int(elements[0])
+    # With lanes, the first elements of a longer run may follow its last elements.
+    short = count <= total - cells or count == total
+    if short and torch.equal(elements, ((arange(count) + first) % total).to(device)):
+        return _of_run(elements, cells, total, stored, at_cursor)
+    rising, order = elements.sort()
+    after, before = (elements + cells) % total, (elements - cells) % total
+
+    def indices_of(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return places of numbers among the elements, and a mask of the numbers found."""
+        at = torch.searchsorted(rising, numbers).clamp_(max=count - 1)
+        return order[at], rising[at] == numbers
+
+    at, written = indices_of(after)
+    inside = written.nonzero().flatten()
+    outside = (~written & (after < stored)).nonzero().flatten()
+    following = (~indices_of(before)[1] & (before < stored)).nonzero().flatten()
+    return Neighbours([(inside, at[inside])], outside, before[following], following)
+
+
+def _of_run(
+    elements: torch.Tensor, cells: int, total: int, stored: int, at_cursor: bool
+) -> Neighbours:
+    count, none = len(elements), elements[:0]
+    inside: list[tuple[Picked, Picked]] = []
+    if count > cells:
+        inside.append((slice(0, count - cells), slice(cells, count)))
+    if count == total:
+        if not at_cursor:
+            inside.append((slice(count - cells, count), slice(0, cells)))
+        return Neighbours(inside, none, none, slice(0, 0))
+    ends = min(count, cells)
+    outside = none
+    if not at_cursor:
+        last = arange(count - ends, count).to(elements.device)
+        outside = last[(elements[last] + cells) % total < stored]
+    before = (elements[:ends] - cells) % total
+    place = (before < stored).nonzero().flatten()
+    return Neighbours(inside, outside, before[place], place)

@@ -1,4 +1,4 @@
-"""Record which row lies in which slot: cursor, length, positions and generations."""
+"""Record the cursor, the length, and the row ids and generations of all slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from replaykit import native
 from replaykit._compat import arange
 from replaykit.checkpoint import MappedRows, ReadLater
-from replaykit.storages.slot_sets import all_distinct, contained
+from replaykit.storages.indexing import all_distinct, contained
 
 __all__ = [
     "Ledger",
@@ -31,7 +31,7 @@ Table = torch.Tensor | ReadLater[torch.Tensor]
 
 
 class Tables:
-    """The two of a ledger: None where their numbers follow from its counters."""
+    """The two tables of a ledger; each is None if the counters imply its numbers."""
 
     def __init__(self) -> None:
         self._position_table: Table | None = None
@@ -39,12 +39,12 @@ class Tables:
 
     @property
     def counted(self) -> bool:
-        """Whether generations follow from the counters, without a table."""
+        """True if generations follow from the counters, without a table."""
         return self._generation_table is None
 
     @property
     def in_order(self) -> bool:
-        """Whether positions follow from the counters: records were only written at the cursor."""
+        """True if row ids follow from the counters, since all writes were at the cursor."""
         return self._position_table is None
 
     @property
@@ -71,22 +71,29 @@ class Tables:
 
     @property
     def unread(self) -> bool:
-        """Whether positions lie in the files of a checkpoint, and nobody has needed them yet."""
+        """True if row ids are in the files of a checkpoint and were not read yet."""
         return isinstance(self._position_table, ReadLater)
 
     def read_tables(self) -> None:
-        """Reads what lies in files yet, as has to be done before a row is overwritten."""
+        """Read the tables that are still in files.
+
+        The caller must do this before it overwrites a row.
+        """
         _ = self._positions, self._generations
 
 
 def saved_table(
-    value: torch.Tensor | MappedRows | None, check: Callable[[torch.Tensor], None], what: str
+    value: torch.Tensor | MappedRows | None, check: Callable[[torch.Tensor], None], name: str
 ) -> Table | None:
-    """A table of a saved state, to look at; one that lies in files is read and checked later.
+    """Return a table of a saved state.
+
+    A table in files is read and checked later.
+
+    The caller does not change the table.
 
     Args:
-        check: raises ValueError where the table contradicts what else was saved.
-        what: it is, for the error.
+        check: function that raises ValueError if the table contradicts the rest of the saved state.
+        name: the name of the table in the error.
     """
     if not isinstance(value, MappedRows):
         return value
@@ -96,10 +103,11 @@ def saved_table(
         check(table)
         return table
 
-    return ReadLater(make, [value], what)
+    return ReadLater(make, [value], name)
 
 
-# Here and below: tables made in inference mode could not be changed outside of it.
+# Here and below, inference mode is off, because tables made in that mode cannot be changed outside
+# of it.
 @torch.inference_mode(False)
 def _read(table: ReadLater[torch.Tensor]) -> torch.Tensor:
     return table.read()
@@ -107,14 +115,17 @@ def _read(table: ReadLater[torch.Tensor]) -> torch.Tensor:
 
 @torch.inference_mode(False)
 def own_table(table: Table | None) -> Table | None:
-    """The same for who goes on with it: what lies in files is copied page by page, once somebody
-    writes to it, and the rest now."""
+    """Return a saved table that the caller may change.
+
+    A table in memory is copied now. A table in files is copied page by page, on the first write to
+    each page.
+    """
     return table.clone() if isinstance(table, torch.Tensor) else table
 
 
 @torch.inference_mode(False)
 def followed(table: torch.Tensor | None, values: Any, at: Any) -> torch.Tensor | None:
-    """The table that another process has as an array; see ``Ledger.follow``."""
+    """Return the table with the entries of another process; see ``Ledger.follow``."""
     if values is None:
         return None
     if table is None or at is None or len(table) > len(values):
@@ -126,7 +137,10 @@ def followed(table: torch.Tensor | None, values: Any, at: Any) -> torch.Tensor |
 
 @torch.inference_mode(False)
 def grown(table: torch.Tensor, size: int, limit: int) -> torch.Tensor:
-    """Returns the table with at least ``size`` entries, new ones -1; doubles to stay linear."""
+    """Return the table with at least ``size`` entries; new entries are -1.
+
+    The table at least doubles, up to ``limit``, so that the total cost of growth stays linear.
+    """
     if size <= len(table):
         return table
     larger = torch.full(
@@ -137,17 +151,17 @@ def grown(table: torch.Tensor, size: int, limit: int) -> torch.Tensor:
 
 
 _MOST = 2**54
-"""Numbers beyond this are no counts, and would not fit into int64 a little later, with lanes
-counted too."""
+"""Upper bound of valid counts. Larger counts, times the number of lanes, might soon exceed
+int64."""
 
 
 def checked_state(state: object) -> dict[str, Any]:
-    """Returns the state of a ledger if it is one that `Ledger.state` can have given.
+    """Return a state after a check that `Ledger.state` can have returned it.
 
-    What tables say that lie in files is left to who reads them: `Ledger.saved`.
+    The content of tables in files is checked later, when the ledger reads them. See `Ledger.saved`.
 
     Raises:
-        ValueError: names the entry that is missing or impossible.
+        ValueError: an entry is missing or impossible; the error names it.
     """
     if not isinstance(state, dict):
         raise ValueError(f"expected a ledger's state as a mapping, got {type(state).__name__}")
@@ -160,7 +174,7 @@ def checked_state(state: object) -> dict[str, Any]:
     if not (length <= min(slots, written) and state["cursor"] <= min(length, slots - 1)):
         raise ValueError(
             "expected length <= slots, length <= next_position and a cursor at one of the "
-            f"stored records or after them, got {state}"
+            f"stored rows or after them, got {state}"
         )
     positions = _checked_table(state, "positions", length, length)
     if isinstance(positions, torch.Tensor):
@@ -176,19 +190,21 @@ def checked_state(state: object) -> dict[str, Any]:
 
 
 def check_positions(table: torch.Tensor, written: int) -> None:
-    """Raises ValueError where these are not positions of stored records, of ``written`` ones."""
+    """Raise ValueError unless the row ids are distinct and in ``[0, written)``."""
     known = table.numpy()
     if len(known) and (known.min() < 0 or known.max() >= written or not all_distinct(known)):
         raise ValueError(f"expected distinct 'positions' below {written}, got {table}")
 
 
 def check_generations(table: torch.Tensor, length: int) -> None:
-    """Raises ValueError where a slot of the first ``length`` was never written, or one that often
-    as nobody can have written it."""
+    """Raise ValueError if a generation is impossible.
+
+    Each of the first ``length`` slots must have been written, and no slot more than `_MOST` times.
+    """
     known = table.numpy()
     if len(known) and (known.min() < -1 or known.max() > _MOST or (known[:length] < 0).any()):
         raise ValueError(
-            f"expected 'generations' of all {length} stored records, up to {_MOST}, got {table}"
+            f"expected 'generations' of all {length} stored rows, up to {_MOST}, got {table}"
         )
 
 
@@ -215,20 +231,19 @@ _core = native.core()
 
 
 class Ledger(Tables):
-    """Bookkeeping of a store of ``slots`` slots, in int64.
+    """The row ids and generations of a storage with ``slots`` slots, in int64.
 
-    *Slot*: where a record lies now. *Position*: the number of a record in write order, never used
-    twice, also across ``clear`` and ``restore``. *Generation*: how often a slot was written, from
-    0; a slot number together with its generation names one record for ever.
+    A row id (``position``) is the number of a row in write order. It is never used twice, even
+    after ``clear`` or ``restore``. A generation counts the writes of a slot, from 0. A slot and its
+    generation identify one row for ever.
 
-    As long as records are only ever written at the cursor, both follow from the counters and no
-    memory is spent on them. The first write elsewhere (positions) or the first ``clear``
-    (generations) makes a table of 8 bytes per slot. Tables of a checkpoint that was opened in place
-    are read and checked when somebody needs them; CheckpointError then, where they contradict the
-    counters.
+    As long as all rows are written at the cursor, both follow from the counters and need no memory.
+    The first write to another slot makes a table of row ids and a table of generations. The first
+    ``clear`` makes a table of generations. A table takes 8 bytes per slot. Tables of a checkpoint
+    that was opened in place are read and checked on first use. That use raises CheckpointError if
+    they contradict the counters.
 
-    Stored records always occupy slots ``0..length-1``. Not thread-safe: the storage's lock guards
-    it.
+    Stored rows always occupy slots ``0..length-1``. Not thread-safe: the storage's lock guards it.
     """
 
     def __init__(self, slots: int) -> None:
@@ -237,25 +252,25 @@ class Ledger(Tables):
         self.cursor = 0
         self.length = 0
         self.next_position = 0
-        # Grows with everything but writes at the cursor: what was derived from the order is old.
+        # Grows with every change except writes at the cursor. Data derived from the order of rows
+        # is then outdated.
         self.changes = 0
         self.cleared = 0
-        # Whether, where positions do not follow from the counters, rows were always displaced by
-        # newer ones of their own stream, the oldest first.
+        # True if row ids are in a table, and each write replaced the oldest row of its stream.
         self.by_stream = False
-        # Slots whose entries in the tables have changed, None for all, where somebody wants to
-        # know.
+        # Slots whose entries in the tables have changed; an entry None means all slots. They are
+        # recorded only for a storage that commits to files.
         self.touched: list[torch.Tensor | None] | None = None
 
     # -- reading ------------------------------------------------------------------------------
 
     def next_slots(self, count: int) -> torch.Tensor:
-        """Slots of the next ``count`` records, in write order: int64 ``[count]``."""
+        """Return the slots of the next ``count`` rows in write order: int64 ``[count]``."""
         slots = arange(self.cursor, self.cursor + count)
         return slots if self.cursor + count <= self.slots else slots % self.slots
 
     def write_order(self) -> torch.Tensor:
-        """Stored slots from the oldest record to the newest: int64 ``[length]``."""
+        """Return the stored slots from the oldest row to the newest: int64 ``[length]``."""
         positions = self._positions
         if positions is not None:
             return torch.argsort(positions[: self.length])
@@ -263,14 +278,14 @@ class Ledger(Tables):
 
     @property
     def newest(self) -> int:
-        """The slot of the newest record; one is stored."""
+        """The slot of the newest row. At least one row must be stored."""
         positions = self._positions
         if positions is not None:
             return int(positions[: self.length].argmax())
         return (self.cursor - 1) % self.slots
 
     def positions(self, slots: torch.Tensor) -> torch.Tensor:
-        """Positions of the records in ``slots``; -1 where no record is stored."""
+        """Return the ids of the rows in ``slots``; -1 for a slot without a row."""
         stored = (slots >= 0) & (slots < self.length)
         table = self._positions
         if table is not None:
@@ -281,7 +296,7 @@ class Ledger(Tables):
         return torch.where(stored, found, -1)
 
     def generations(self, slots: torch.Tensor) -> torch.Tensor:
-        """How often each of ``slots`` was written, from 0; -1 where it never was."""
+        """Return the generation of each of ``slots``; -1 if it was never written."""
         if self._generation_table is None:
             if _core is not None and is_plain_index(slots):
                 found = torch.empty_like(slots)
@@ -301,8 +316,11 @@ class Ledger(Tables):
         return torch.where(known, table[slots.clamp(0, len(table) - 1)], -1)
 
     def next_ones(self, slots: torch.Tensor, count: int) -> bool:
-        """Whether any of ``slots``, each of a row, is among the next ``count`` to be written at the
-        cursor; at most ``slots`` of them."""
+        """Return whether any of ``slots`` is among the next ``count`` slots at the cursor.
+
+        Each of ``slots`` must hold a row, and ``count`` is at most the number of slots of the
+        ledger.
+        """
         if _core is not None and is_plain_index(slots):
             at, number = slots.data_ptr(), slots.numel()
             return bool(_core.any_next(at, number, self.cursor, count, self.slots))
@@ -310,25 +328,30 @@ class Ledger(Tables):
 
     @property
     def oldest_first(self) -> bool:
-        """Whether no row is gone that is newer than a stored one, of all or of its stream."""
+        """True if each write replaced only the oldest rows, of the storage or of a stream."""
         return self.in_order or self.by_stream
 
     def keeps_slots(self, slots: int) -> bool:
-        """Whether every record can stay in its slot where there are ``slots`` of them: as many, or
-        others that hold all, which lie in write order from 0. O(1)."""
+        """Return whether every row can keep its slot in a storage of ``slots`` slots.
+
+        It can if the number of slots is the same. It also can if the rows are in write order from
+        slot 0 and there are enough slots. Cost: O(1).
+        """
         from_0 = self.in_order and self.cursor == self.length % self.slots
         return slots == self.slots or (from_0 and self.length <= slots)
 
     def tables(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Positions ``[length]`` and generations, to look at; None where they follow from the
-        counters."""
+        """Return the tables of row ids ``[length]`` and generations, without a copy.
+
+        A table whose numbers follow from the counters is None.
+        """
         positions = self._positions
         return positions if positions is None else positions[: self.length], self._generations
 
     # -- writing ------------------------------------------------------------------------------
 
     def advance(self, count: int) -> None:
-        """Commits ``count`` records written at the cursor; only the last ``slots`` are stored."""
+        """Commit ``count`` rows written at the cursor; only the last ``slots`` are stored."""
         after = self.next_position + count
         if not self.counted:
             assert self._generations is not None
@@ -343,20 +366,21 @@ class Ledger(Tables):
             last = (arange(kept) + self.cursor + count - kept) % self.slots
             self._grow_positions(min(self.slots, self.cursor + count))
             self._touch(last)
-            # Before an entry says so: an exception that comes from outside finds a valid ledger.
+            # This comes before the change of the table, so that an interrupt in between leaves a
+            # valid ledger.
             self.next_position = after
             self._positions[last] = arange(kept) + after - kept
-        # Not length + count: records placed elsewhere may lie beyond the cursor.
+        # The length is not length + count, because placed rows may be in slots after the cursor.
         self.length = max(self.length, min(self.slots, self.cursor + count))
         self.cursor = (self.cursor + count) % self.slots
         self.next_position = after
         self.by_stream = False
 
     def place(self, slots: torch.Tensor, *, move_cursor: bool) -> None:
-        """Commits records written at ``slots`` in that order, a slot possibly more than once.
+        """Commit rows written at ``slots`` in that order, a slot possibly more than once.
 
-        The caller has checked that no slot below the highest one stays unwritten.
-        ``move_cursor`` makes the last of them the newest record.
+        The caller has checked that no slot below the highest slot stays unwritten. With
+        ``move_cursor`` the cursor moves to the slot after the last of ``slots``.
         """
         if not len(slots):
             return
@@ -366,11 +390,12 @@ class Ledger(Tables):
         if move_cursor:
             self.cursor = (int(slots[-1]) + 1) % self.slots
 
-    def place_by_stream(self, slots: torch.Tensor) -> None:
-        """The same of records that lie in free slots, or in those of the oldest of their streams.
+    def place_in_streams(self, slots: torch.Tensor) -> None:
+        """Commit rows in free slots, or in the slots of the oldest rows of their streams.
 
-        The caller has checked that ``oldest_first`` holds, tells who derives from the order, and
-        counts no change. The cursor is where the free slots begin.
+        The caller has checked that ``oldest_first`` is true. ``changes`` does not grow, because the
+        caller notifies the parts that follow the order of rows. The cursor becomes the first free
+        slot.
         """
         self._place(slots)
         self.by_stream = True
@@ -384,17 +409,18 @@ class Ledger(Tables):
             self._make_generations(top)
         assert self._positions is not None
         assert self._generations is not None
-        # By NumPy, whose steps are short, and which of one slot's numbers keeps the last.
+        # NumPy has less overhead. If a slot repeats, it stores the last row id.
         at, first = slots.numpy(), self.next_position
         self._touch(slots)
-        # Before an entry says so: an exception that comes from outside finds a valid ledger.
+        # This comes before the changes of the tables, so that an interrupt in between leaves a
+        # valid ledger.
         self.next_position += len(slots)
         self._positions.numpy()[at] = np.arange(len(at)) + first
         np.add.at(self._generations.numpy(), at, 1)
         self.length = top
 
     def clear(self) -> None:
-        """Forgets all records; every slot that was ever written counts one generation up."""
+        """Forget all rows, and increase the generation of every slot that was written."""
         if self.next_position:
             self._make_generations(self.length)
             assert self._generations is not None
@@ -409,7 +435,7 @@ class Ledger(Tables):
     # -- state --------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Returns counters and tables as numbers and int64 tensors (copies)."""
+        """Return the counters as ints and copies of the tables as int64 tensors."""
         tables = (self._positions, self._generations)
         positions, generations = (None if t is None else t.clone() for t in tables)
         return {
@@ -426,7 +452,7 @@ class Ledger(Tables):
 
     @classmethod
     def saved(cls, state: dict[str, Any]) -> Ledger:
-        """The ledger of a checked state, to look at: its tables are those of the state."""
+        """Return a read-only ledger over a checked state, whose tables it shares."""
         found = cls(state["slots"])
         found.cursor, found.length = state["cursor"], state["length"]
         found.next_position = state["next_position"]
@@ -448,15 +474,15 @@ class Ledger(Tables):
 
     @torch.inference_mode(False)
     def restore(self, state: dict[str, Any], rows: torch.Tensor | None) -> None:
-        """Takes over a checked state.
+        """Restore a checked state.
 
         Args:
-            state: what ``state`` gave, of a ledger with any number of slots.
-            rows: ``None`` to keep every record in its slot, where ``keeps_slots`` allows it; else
-                the old slots, oldest first, of the records that now lie in slots ``0, 1, ...``.
+            state: the result of ``state`` of a ledger with any number of slots.
+            rows: None to keep every row in its slot, if ``keeps_slots`` allows it. Otherwise the
+                old slots, oldest first, of the rows that are now in slots ``0, 1, ...``.
 
-        A ledger that was in use keeps its promise: positions go on above those it gave out, and
-        no slot and generation that it gave out name another record now.
+        If this ledger was in use, its guarantees still hold. Row ids continue above all earlier
+        ids. No earlier pair of slot and generation now identifies another row.
         """
         self.changes += 1
         self._touch(None)
@@ -469,7 +495,7 @@ class Ledger(Tables):
             self._generations = own_table(source._generation_table)
             if source.slots != self.slots:
                 self.cursor = self.length % self.slots
-                # Nothing to count where each slot was written once at most, in either ring.
+                # No table is needed if each slot was written at most once.
                 if not source.counted or source.next_position != source.length:
                     self._generations = source._generations_later(self.length)
         else:
@@ -477,7 +503,7 @@ class Ledger(Tables):
             self.cursor = self.length % self.slots
             newest = arange(self.length) + (source.next_position - self.length)
             positions = source.positions(rows)
-            # The newest records, in order: their positions follow from the counters again.
+            # The ids of the newest rows, in order, follow from the counters again.
             self._positions = None if torch.equal(positions, newest) else positions
             self._generations = source.generations(rows)
         self.by_stream = not self.in_order and state.get("by_stream", False)
@@ -505,11 +531,12 @@ class Ledger(Tables):
         positions: tuple[Any, Any],
         generations: tuple[Any, Any],
     ) -> None:
-        """Becomes what the ledger of another process over the same rows is.
+        """Follow the ledger of another process over the same rows.
 
         Args:
-            positions, generations: the whole table as NumPy array, None for none, and which of its
-                entries differ from those here, int64 ``[K]``; None: any.
+            positions, generations: a pair for each table. The first item is the whole table as a
+                NumPy array, or None for no table. The second item is int64 ``[K]``, the entries
+                that may differ from this ledger, or None for all entries.
         """
         self.cursor, self.length, self.next_position = cursor, length, next_position
         self.cleared, self.by_stream, self.changes = cleared, by_stream, changes
@@ -537,8 +564,11 @@ class Ledger(Tables):
         return self.generations(arange(min(self.slots, self.next_position)))
 
     def _generations_later(self, length: int) -> Table:
-        """Those of the first slots, for another ledger: worked out when it needs them, but of a
-        table in memory, which may change meanwhile."""
+        """Return the generations of the first ``length`` slots, for another ledger.
+
+        They are computed when the other ledger reads them. But a table in memory is copied now,
+        because it may change before that.
+        """
         if isinstance(self._generation_table, torch.Tensor):
             return self._generation_table[:length].clone()
         return ReadLater(lambda: self._all_generations()[:length], [], "generations of slots")
@@ -567,7 +597,7 @@ class Ledger(Tables):
 
 
 def is_plain_index(slots: torch.Tensor) -> bool:
-    """Whether the core can read the tensor as the int64 numbers that it is."""
+    """Return whether the tensor is contiguous int64 on the CPU, as the core needs it."""
     return slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
 
 
@@ -575,19 +605,20 @@ Array = np.ndarray[Any, Any]
 
 
 class MovedPositions:
-    """From the positions that stored records had in one ledger to those they have in another.
+    """A map from the row ids of a ledger to those of a ledger restored from it.
 
     Args:
-        old: the ledger as it was saved.
-        new: the one that was restored from it.
+        old: the saved ledger.
+        new: the ledger that was restored from it.
         rows: as for ``Ledger.restore``.
 
     Attributes:
-        oldest: the lowest old position of a record that is stored now.
-        shift: what that record's position has grown by.
+        oldest: the lowest old id of the rows that are stored now.
+        shift: the difference between the new and the old id of that row.
 
-    Cost: O(1) where every record keeps its slot and positions follow from the counters, a pass over
-    all positions where it does and they do not; else a sort of them.
+    Cost: O(1) if every row keeps its slot and row ids follow from the counters. If every row keeps
+    its slot and row ids are in tables, it is a pass over all row ids. Otherwise it is a sort of all
+    row ids.
     """
 
     def __init__(self, old: Ledger, new: Ledger, rows: torch.Tensor | None) -> None:
@@ -600,13 +631,13 @@ class MovedPositions:
             return
         table = old.tables()[0]
         if rows is None and table is not None and not new.in_order:
-            # All have moved alike.
+            # All row ids have grown by the same number.
             self._old = table.numpy()
             first = int(new.positions(torch.zeros(1, dtype=torch.int64, device="cpu")))
             self.oldest, self.shift = int(self._old.min()), first - int(self._old[0])
             return
-        kept = arange(new.length) if rows is None else rows
-        before = old.positions(kept).numpy()
+        stored = arange(new.length) if rows is None else rows
+        before = old.positions(stored).numpy()
         now = new.positions(arange(new.length)).numpy()
         order = np.argsort(before, kind="stable")
         self._sorted = before[order], now[order]
@@ -614,8 +645,11 @@ class MovedPositions:
         self.shift = int(now[order[0]]) - self.oldest
 
     def find(self, positions: Array) -> tuple[Array, Array]:
-        """Looks up old positions: which of them, bool ``[K]``, are stored now, and the new
-        positions of those."""
+        """Look up old row ids.
+
+        Returns:
+            A mask of the rows that are stored now, bool ``[K]``, and the new ids of those rows.
+        """
         if self._old is not None:
             there = contained(positions, self._old)
             return there, positions[there] + self.shift

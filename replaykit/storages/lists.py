@@ -1,4 +1,4 @@
-"""Store records of any kind in a Python list."""
+"""Store rows of any kind in a Python list."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _UNBOUNDED = 2**63 - 1
 
 
 class ListStorage(Storage):
-    """A Python list of records of any type, without a schema.
+    """A Python list of rows of any type, without a schema.
 
-    Tensors, TensorDicts and arrays are copied when they come in, also those inside of dicts, lists
-    and tuples; other objects are kept as they are. A batch is a list; the buffer stacks tensors,
-    TensorDicts, arrays and numbers, other objects need a ``collate_fn``. Reading and writing cost
-    one Python step a row.
+    A write copies tensors, TensorDicts and arrays, also inside dicts, lists and tuples. Other
+    objects are stored without a copy. A batch is a list of rows. The buffer stacks tensors,
+    TensorDicts, arrays and numbers. Other objects need a ``collate_fn``. Reads and writes take one
+    Python step per row.
 
     Args:
-        max_size: capacity in rows; ``None``: 2^63 - 1.
-        device: tensors and TensorDicts are moved there when they come in.
+        max_size: capacity in rows; ``None`` for 2^63 - 1.
+        device: device to which a write moves tensors and TensorDicts.
 
     Example:
         >>> from replaykit import ListStorage, ReplayBuffer
@@ -73,18 +73,19 @@ class ListStorage(Storage):
         time_dim: int = 0,
         optional: Collection[Path] = (),
     ) -> list[Any]:
-        """Returns the rows as a list: the elements of ``data`` along ``time_dim``, copied.
+        """Return copies of the elements of ``data`` along ``time_dim``, as a list.
 
         Raises:
-            SchemaError: one row, without that dimension.
-            TypeError: not a list, tuple, range, set, array, tensor, TensorDict or tensorclass.
+            SchemaError: the data is a single row, without that dimension.
+            TypeError: the data is not a list, tuple, range, set, array, tensor, TensorDict or
+                tensorclass.
         """
         if single:
             return [self._owned(data)]
         if is_tensordict(data) or is_tensorclass(data) or isinstance(data, torch.Tensor):
             dims = data.ndim if isinstance(data, torch.Tensor) else data.batch_dims
             _check_batch(data, dims, time_dim)
-            # A dimension of size 0 cannot be taken apart.
+            # torch cannot unbind a dimension of size 0.
             return list(self._owned(data).unbind(time_dim)) if data.shape[time_dim] else []
         if isinstance(data, np.ndarray):
             _check_batch(data, data.ndim, time_dim)
@@ -118,18 +119,18 @@ class ListStorage(Storage):
 
     def write(self, slots: torch.Tensor, rows: list[Any], kept: torch.Tensor | slice) -> None:
         picked = rows[kept] if isinstance(kept, slice) else [rows[row] for row in kept.tolist()]
-        # A batch longer than the capacity begins somewhere inside; it leaves no gap at its end.
+        # A batch longer than the capacity may begin at any slot, because it fills every slot.
         fresh = max(slots.tolist(), default=-1) + 1 - len(self._items)
         self._items.extend([None] * max(fresh, 0))
         for slot, item in zip(slots.tolist(), picked, strict=True):
             self._items[slot] = item
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Writes rows at positions: an int takes one object, anything else a batch.
+        """Write one object at a slot, or a batch at any index that is not an int.
 
         Raises:
-            RuntimeError: a position more than one past the end, or beyond the capacity.
-            ValueError: other number of rows than positions.
+            RuntimeError: a write would leave an empty slot, or a slot is beyond the capacity.
+            ValueError: the numbers of rows and slots differ.
         """
         rows = self.prepare(data, single=isinstance(cursor, int))
         with self.lock:
@@ -152,10 +153,11 @@ class ListStorage(Storage):
                 self.notify(slots)
 
     def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
-        """Replaces stored rows.
+        """Replace stored rows.
 
         Raises:
-            IndexError: rows that are not stored. ValueError: other number of rows than positions.
+            IndexError: rows that are not stored.
+            ValueError: the numbers of rows and slots differ.
         """
         with self.lock:
             at = as_index(index, len(self))
@@ -167,14 +169,17 @@ class ListStorage(Storage):
             self.write(slots, rows, slice(None))
 
     def edit_columns(self, values: Mapping[Path, torch.Tensor]) -> None:
-        """Sets keys of all rows, which are TensorDicts or dicts of tensors.
+        """Set keys of all rows, which must be TensorDicts or dicts of tensors.
 
         Args:
-            values: ``[N, ...]`` by path, with rows along the dimension of ``rb[:]``.
+            values: the values ``[N, ...]`` by path. Rows are along the same dimension as in
+                ``rb[:]``.
 
         Raises:
-            RuntimeError: rows that have no keys. SchemaError: not one value a row. Nothing has
-                changed then.
+            RuntimeError: the rows have no keys.
+            SchemaError: the number of values is not the number of rows.
+
+        If it raises, nothing has changed.
         """
         with self.lock:
             rows = list(self._items)
@@ -195,13 +200,13 @@ class ListStorage(Storage):
         return value.unbind(dim) if rows else ()
 
     def _dim(self, rows: list[Any]) -> int:
-        """Dimension of a batch of these rows along which they lie."""
+        """Return the dimension along which a batch stacks these rows."""
         return 0
 
     # -- reading ------------------------------------------------------------------------------
 
     def get(self, index: Any) -> Any:
-        """Returns the object at an int, a list of objects at anything else.
+        """Return the object at an int, or a list of objects for any other index.
 
         Raises:
             IndexError: rows that are not stored.
@@ -219,16 +224,19 @@ class ListStorage(Storage):
             return [self._items[row] for row in at.tolist()]
 
     def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
-        """Returns a list of copies; with ``own=False`` of the objects themselves."""
+        """Return a list of copies, or with ``own=False`` of the stored objects."""
         with self.lock:
             rows = self.get(index)
         return [copy_item(row) for row in rows] if own else rows
 
     def collate(self, rows: Any) -> Any:
-        """Stacks rows that are tensors, TensorDicts, arrays or numbers, or dicts or tuples of them.
+        """Stack rows that are tensors, TensorDicts, arrays or numbers.
+
+        Rows that are dicts or tuples of these are stacked value by value.
 
         Raises:
-            TypeError: rows of other types; ValueError: rows that cannot be stacked, or none.
+            TypeError: the rows have other types.
+            ValueError: the rows cannot be stacked, or there are none.
         """
         if not len(rows):
             raise ValueError("expected at least one row to stack, got none")
@@ -262,7 +270,11 @@ class ListStorage(Storage):
         )
 
     def contains(self, item: Any) -> bool | torch.Tensor:
-        """Whether rows are stored: bool for an int, and for each of a tensor; else TypeError."""
+        """Return whether rows are stored: a bool for an int, bools for a tensor.
+
+        Raises:
+            TypeError: ``item`` is neither an int nor an integer tensor.
+        """
         if isinstance(item, int) and not isinstance(item, bool):
             return -len(self) <= item < len(self)
         if (
@@ -274,7 +286,7 @@ class ListStorage(Storage):
         raise TypeError(f"expected an int or an integer tensor, got {type(item).__name__}")
 
     def clear(self) -> None:
-        """Lets go of all objects."""
+        """Release all objects."""
         self._items.clear()
 
     # -- state --------------------------------------------------------------------------------
@@ -293,13 +305,17 @@ class ListStorage(Storage):
         self._items = target if rows is None else [target[row] for row in rows.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of the stored tensors and TensorDicts, other objects as they are."""
+        """Return the rows, with copies of tensors and TensorDicts; share other objects."""
         with self.lock:
             items = [to_plain(copy_item(item)) for item in self._items]
         return {"_storage": items, "initialized": True, "_len": len(items)}
 
     def content_of(self, state_dict: dict[str, Any]) -> Content:
-        """Reads a storage's state dict; ValueError where an entry is missing or contradicts."""
+        """Read the rows of a state dict.
+
+        Raises:
+            ValueError: an entry is missing or contradicts another one.
+        """
         missing = {"_storage", "initialized", "_len"} - set(state_dict)
         if missing:
             raise ValueError(f"expected the entries _storage, initialized, _len; missing {missing}")
@@ -310,7 +326,7 @@ class ListStorage(Storage):
         if len(items) != state_dict["_len"]:
             raise ValueError(f"expected {state_dict['_len']} rows, got {len(items)}")
         order = torch.full((len(items),), -1, device="cpu")
-        # Tensors are copied when they are taken over, what holds some is not.
+        # check_content copies tensors, but not always the containers that hold them.
         plain = (copy_item(i) if isinstance(i, (dict, list, tuple)) else i for i in items)
         return Content(len(items), torch.Size(), (), order, tuple(plain))
 
@@ -336,7 +352,7 @@ class ListStorage(Storage):
 
 
 def _difference(rows: Sequence[Any]) -> str:
-    """How rows differ that are to be stacked; empty where their kinds and shapes are the same."""
+    """Describe how the types or shapes of rows differ; empty if they do not."""
     kinds = sorted({type(row).__name__ for row in rows})
     if len(kinds) > 1:
         return f"expected one kind of rows, got {' and '.join(kinds)}"
@@ -347,7 +363,7 @@ def _difference(rows: Sequence[Any]) -> str:
 
 
 def _with_key(row: Any, path: Path, value: torch.Tensor) -> Any:
-    """A row with another value of a key; the row itself is left alone."""
+    """Return a row with another value under a key; the given row does not change."""
     if is_tensordict(row):
         return row.copy().set(path, value)
     if is_tensorclass(row) and path[0] in type(row).__dataclass_fields__:
@@ -386,8 +402,10 @@ def _check_batch(data: Any, dims: int, dim: int) -> None:
 
 
 def copy_item(item: Any) -> Any:
-    """Returns a copy of tensors, TensorDicts and arrays, also inside of lists, tuples and dicts;
-    any other object as it is."""
+    """Return a copy of a tensor, TensorDict or array, also in lists, tuples and dicts.
+
+    Any other object is returned as it is.
+    """
     if isinstance(item, torch.Tensor) or is_tensordict(item) or is_tensorclass(item):
         return clone(item)
     if type(item) is dict:
@@ -400,13 +418,13 @@ def copy_item(item: Any) -> Any:
 class LazyStackStorage(ListStorage):
     """A list of TensorDicts whose batches are lazily stacked TensorDicts.
 
-    Rows may differ in keys and in feature shapes. A key that not all rows of a batch share is not
-    visible on the stack, but on its parts.
+    Rows may differ in keys and in feature shapes. If some rows of a batch lack a key, the lazy
+    stack hides that key. The rows that have the key still show it.
 
     Args:
-        max_size: capacity in rows; ``None``: 2^63 - 1.
-        stack_dim: dimension along which batches are stacked; negative counts from the end.
-        device: TensorDicts are moved there when they come in.
+        max_size: capacity in rows; ``None`` for 2^63 - 1.
+        stack_dim: dimension along which batches are stacked; negative values count from the end.
+        device: device to which a write moves TensorDicts.
 
     Example:
         >>> import torch
@@ -441,7 +459,7 @@ class LazyStackStorage(ListStorage):
         time_dim: int = 0,
         optional: Collection[Path] = (),
     ) -> list[Any]:
-        """Returns the rows as a list of copies; TypeError, where one is no TensorDict."""
+        """Return copies of the rows as a list; TypeError if a row is not a TensorDict."""
         rows = super().prepare(data, single=single, time_dim=time_dim, optional=optional)
         for row in rows:
             if not (is_tensordict(row) or is_tensorclass(row)):
@@ -452,30 +470,33 @@ class LazyStackStorage(ListStorage):
         return rows
 
     def get(self, index: Any) -> Any:
-        """Returns the row at an int, a lazy stack at anything else; an empty list for no rows."""
+        """Return the row at an int, or a lazy stack for any other index.
+
+        If no row is selected, the result is an empty list.
+        """
         rows = super().get(index)
         return self._stacked(rows) if isinstance(rows, list) and rows else rows
 
     def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
-        """Returns a lazy stack of copies."""
+        """Return a lazy stack of copies."""
         with self.lock:
             rows = ListStorage.get(self, index)
         return self._stacked([copy_item(row) for row in rows])
 
     def _stacked(self, rows: list[Any]) -> Any:
-        """Rows as one lazy stack; ValueError where they cannot be."""
+        """Return the rows as one lazy stack; ValueError if they cannot be stacked."""
         try:
             return lazy_stack(rows, self._dim(rows))
         except RuntimeError as error:
             found = sorted({tuple(row.batch_size) for row in rows})
             raise ValueError(
-                "expected rows with as many batch dimensions each, got batch sizes "
+                "expected rows with equally many batch dimensions, got batch sizes "
                 f"{' and '.join(str(list(size)) for size in found[:3])}; use a ListStorage with a "
                 "collate_fn for rows that cannot be stacked"
             ) from error
 
     def collate(self, rows: Any) -> Any:
-        """Returns the lazy stack as it is."""
+        """Return the lazy stack unchanged."""
         return rows
 
     def _dim(self, rows: list[Any]) -> int:

@@ -1,4 +1,4 @@
-"""Records in memory-mapped files."""
+"""Store rows in memory-mapped files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 
 from replaykit.errors import CheckpointError
 from replaykit.keywords import checked_keywords
-from replaykit.recovery import Home, check_file, give_up_rows
+from replaykit.recovery import RecoveryFolder, check_file, give_up_rows
 from replaykit.schema import Rows, Schema
 from replaykit.storages.column_storage import AnyColumns
 from replaykit.storages.columns import Columns
-from replaykit.storages.dedup_columns import OnceColumns
-from replaykit.storages.dedup_rows import KeptOnce
+from replaykit.storages.dedup_columns import DedupColumns
+from replaykit.storages.dedup_rows import DedupJournal
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.memory import as_device
 from replaykit.storages.next_rows import DedupNext, Mismatch, Pairs
@@ -42,54 +42,62 @@ from replaykit.ted import unravel
 
 __all__ = ["LazyMemmapStorage"]
 
-_BESIDE = "%beside"
-"""The folder of what lies beside the rows: no key has that name, which would be escaped."""
+_OVERFLOW = "%beside"
+"""Folder of the overflow rows.
+
+No file of a key has this name, because ``%`` in keys is escaped.
+"""
 
 
 class LazyMemmapStorage(LazyTensorStorage):
-    """Rows in memory-mapped files, made at the first write.
+    """Rows in memory-mapped files, which the first write creates.
 
-    The small leaves of a row lie side by side in one file, each wide leaf (images) in one of its
-    own. A sample that has to come from disk tells the kernel all of its pages at once.
+    The small leaves of all rows share one file of records. Each wide leaf, such as images, has a
+    separate file. If a sample must be read from disk, the storage requests all its pages from the
+    kernel at once.
 
-    The blocks of the files are reserved at once, so that a disk that is too small is found then
-    and not in the middle of a run. Rows that are not in use cost no memory: the kernel keeps in
-    its page cache what it has room for.
+    The storage reserves disk blocks for the whole files when it creates them. A disk that is too
+    small thus raises an error at the start, not in the middle of a run. Rows that are not in use
+    need no memory. The kernel caches as many pages as it has room for.
 
     Args:
-        max_size: capacity in rows (elements, for ``ndim > 1``).
-        scratch_dir: folder of the files, made with its parents: ``records.memmap`` and
-            ``<key>.memmap``, nested keys in folders. It is never removed by the library.
-            ``None``: a private folder that goes when this object dies or its process exits
-            normally, never by a forked child, by a copy or by a signal.
-        device: cpu.
-        ndim: number of leading dimensions that count as rows: time, then lanes.
-        existsok: whether files that lie in ``scratch_dir`` may be taken as space. What they held
-            is never visible, nor can it be recovered any more.
-        dedup_next, on_mismatch: as for LazyTensorStorage. Rows kept beside lie in files that grow,
-            in the folder ``%beside``.
+        max_size: capacity in rows; for ``ndim > 1``, rows of all lanes count.
+        scratch_dir: folder of the files ``records.memmap`` and ``<key>.memmap``. It is created with
+            its parents, and nested keys become folders. The library never removes it. With ``None``
+            the storage creates a private folder. This folder is removed when the storage object
+            dies or its process exits normally. A forked child, a copy or a signal never removes it.
+        device: must be ``"cpu"``.
+        ndim: number of leading dimensions that count as rows. Dimension 0 is time, and the others
+            are lanes.
+        existsok: allow existing files in ``scratch_dir``, and reuse their space. The rows in these
+            files are never visible, and can no longer be recovered.
+        dedup_next, on_mismatch: as for LazyTensorStorage. The overflow rows are stored in files
+            that grow, in the folder ``%beside``.
         lane_key: as for LazyTensorStorage.
-        recover: rows, ledger, episodes and the priorities of the buffer's sampler outlive the
-            process. A storage made with the same ``scratch_dir`` and arguments holds every record
-            that was committed and no other: what a write that was cut off had overwritten is put
-            back. A write is committed when the call that made it returns. Bookkeeping lies in the
-            folder ``%recovery``; the episodes that were open end there, since nothing spans a
-            restart. One process at a time has it open; a forked one may read.
-        auto_cleanup: whether the files go with this object: True only without ``scratch_dir``,
-            False only with one. None: as there is one or not.
-        durable: with ``recover``: commits hold across a loss of power too, and wait for the disk.
+        recover: let rows, ledger, episodes and the priorities of the buffer's sampler outlive the
+            process. A later storage with the same ``scratch_dir`` and arguments has every committed
+            row and no other row. Rows that an interrupted write had overwritten are restored. A
+            write is committed when its call returns. The folder ``%recovery`` holds the files for
+            recovery. Open episodes end at a restart. Only one process can have the storage open,
+            but a forked process may read.
+        auto_cleanup: whether to remove the files when this object dies. It must be True without
+            ``scratch_dir``, and False with ``scratch_dir``. None selects the value that is allowed.
+        durable: with ``recover``, let commits also survive a loss of power. Each commit then waits
+            for the disk.
 
     Raises:
-        ValueError: another device, ``auto_cleanup`` against ``scratch_dir``, or ``lane_key`` with
-            ``ndim > 1``; ``recover`` without a ``scratch_dir``, ``durable`` without ``recover``;
-            with ``recover`` what is there was made with another ``max_size``, ``ndim``,
+        ValueError: the device is not the CPU, or ``lane_key`` is given with ``ndim > 1``.
+        ValueError: ``auto_cleanup`` contradicts ``scratch_dir``.
+        ValueError: ``recover`` is set without ``scratch_dir``, or ``durable`` without ``recover``.
+        ValueError: with ``recover``, the files were made with another ``max_size``, ``ndim``,
             ``lane_key`` or ``dedup_next``.
-        CheckpointError: with ``recover`` a file is damaged, missing or of another size.
-        RuntimeError: with ``recover`` another process, or another storage, has it open.
-        KeyError: at the first write, where the data has no column ``lane_key``.
-        RuntimeError: at the first write, where the files exist and ``existsok`` is false, or others
-            recover or share rows in them just now.
-        OSError: at the first write, where the disk has too little room.
+        CheckpointError: with ``recover``, a file is damaged, missing or of another size.
+        RuntimeError: with ``recover``, another process or another storage has the files open.
+        KeyError: at the first write, the data has no column ``lane_key``.
+        RuntimeError: at the first write, the files exist and ``existsok`` is false.
+        RuntimeError: at the first write, another storage or process recovers or shares rows in the
+            files.
+        OSError: at the first write, the disk has too little room.
 
     Example:
         >>> import os, tempfile, torch
@@ -100,7 +108,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         ...     os.listdir(folder), rb[:]
         (['data.memmap'], tensor([0, 1, 2]))
 
-        A buffer that goes on where a process that was killed had come to:
+        A buffer that continues after its process was killed:
 
         >>> def opened():
         ...     storage = LazyMemmapStorage(10, scratch_dir=folder, recover=True)
@@ -143,7 +151,7 @@ class LazyMemmapStorage(LazyTensorStorage):
                 f"got auto_cleanup={auto_cleanup!r} and scratch_dir={scratch_dir!r}; {how}"
             )
         if recover and scratch_dir is None:
-            raise ValueError("recover=True needs a scratch_dir, where the rows are found again")
+            raise ValueError("recover=True needs a scratch_dir, in which the rows stay")
         if durable and not recover:
             raise ValueError("durable=True is for rows that are recovered: it needs recover=True")
         if as_device(device).type != "cpu":
@@ -165,11 +173,11 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.existsok = existsok
         if recover:
             assert self.scratch_dir is not None
-            self.recovery = Recovery(self, Home(self.scratch_dir, durable=durable))
+            self.recovery = Recovery(self, RecoveryFolder(self.scratch_dir, durable=durable))
             self._resume(self.scratch_dir)
 
     def _resume(self, folder: FilePath) -> None:
-        """Takes over what is in a folder, if a storage of the same arguments left it there."""
+        """Resume with the rows that a storage of the same arguments left in a folder."""
         found = self.recovery.known()
         if found is None:
             return
@@ -179,7 +187,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise CheckpointError(f"the schema of {folder} cannot be read: {error}") from None
         lanes = torch.Size(found["lanes"])
         pairs = self.pairs_for(schema)
-        self.recovery.check_once(found, pairs)
+        self.recovery.check_dedup(found, pairs)
         stored = schema if pairs is None else pairs.stored
         plan = RowFiles.of(folder, stored, self._slots_for(lanes), lanes)
         for path, file in plan.files.items():
@@ -187,12 +195,12 @@ class LazyMemmapStorage(LazyTensorStorage):
         rows, files = plan.opened(self.ndim), list(plan.files.values())
         with self.lock:
             try:
-                self._take_over(folder, pairs, rows, files)
+                self._adopt_files(folder, pairs, rows, files)
             except BaseException:
-                self.recovery.active = False  # nothing of what it holds now counts
+                self.recovery.active = False  # its present state must not be committed
                 raise
 
-    def _take_over(
+    def _adopt_files(
         self, folder: FilePath, pairs: Pairs | None, rows: Columns, files: list[FilePath]
     ) -> None:
         self._made_in = folder
@@ -201,33 +209,33 @@ class LazyMemmapStorage(LazyTensorStorage):
             self._adopt(rows)
             self.recovery.resume(rows, files)
             return
-        kept = KeptOnce(self.recovery, folder / _BESIDE)
-        columns = self._columns = self._once(pairs, rows, kept.grow)
+        journal = DedupJournal(self.recovery, folder / _OVERFLOW)
+        columns = self._columns = self._dedup_columns(pairs, rows, journal.grow)
         self._adopt(columns)
-        kept.open(pairs.beside, rows.slots * rows.lanes.numel())
-        self.recovery.resume(rows, [*files, *kept.files])
-        columns.keep(kept, there=True)
-        table = kept.table(pairs.beside)
+        journal.open(pairs.overflow, rows.slots * rows.lanes.numel())
+        self.recovery.resume(rows, [*files, *journal.files])
+        columns.journal_by(journal, there=True)
+        table = journal.table(pairs.overflow)
         try:
             columns.reread(self.ledger, table)
         except ValueError as error:
             raise CheckpointError(f"{folder} contradicts itself: {error}") from None
 
     def _forget_columns(self, slots: int, size: int) -> None:
-        # Its files are there, for rows of this layout.
+        # The files exist, for rows of this layout.
         self.clear()
 
     def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
         if self.recovery is None or self.recovery.shared:
             return super()._allocate(schema, lanes, rows)
-        return self._take_files_to_keep(schema, lanes)
+        return self._allocate_recoverable(schema, lanes)
 
-    def _take_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
+    def _allocate_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
         slots = self._slots_for(lanes)
         if self.recovery is not None:
-            return super()._take_memory(schema, lanes, rows)
+            return super()._allocate_memory(schema, lanes, rows)
         with self._folder() as folder:
-            taken = sorted((folder / _BESIDE).rglob("*.memmap")) if self.dedup_next else []
+            taken = sorted((folder / _OVERFLOW).rglob("*.memmap")) if self.dedup_next else []
             files = RowFiles.of(folder, schema, slots, lanes).files.values()
             if self.existsok and (taken or any(file.exists() for file in files)):
                 give_up_rows(folder)
@@ -241,14 +249,14 @@ class LazyMemmapStorage(LazyTensorStorage):
         columns, folder = self.require(), self._made_in
         if folder is None:  # removed by cleanup()
             return super()._memory_for(schema)
-        rows = columns.rows if isinstance(columns, OnceColumns) else columns
+        rows = columns.rows if isinstance(columns, DedupColumns) else columns
         stored = rows.schema.with_added(schema.root)
         new = list(schema.leaves)
         return added_in_files(
             folder, stored, new, columns.slots, columns.lanes, existsok=self.existsok
         )
 
-    def _take_files_to_keep(self, schema: Schema, lanes: torch.Size) -> AnyColumns:
+    def _allocate_recoverable(self, schema: Schema, lanes: torch.Size) -> AnyColumns:
         home = self.recovery.home
         home.check_process()
         pairs = self.pairs_for(schema)
@@ -257,8 +265,8 @@ class LazyMemmapStorage(LazyTensorStorage):
             plan = RowFiles.of(folder, stored, slots, lanes)
             present = {file for file in plan.files.values() if file.exists()}
             if pairs is not None:
-                present |= set((folder / _BESIDE).rglob("*.memmap"))
-            if not home.half_made:  # from now on they are taken for its own
+                present |= set((folder / _OVERFLOW).rglob("*.memmap"))
+            if not home.half_made:  # else the files are leftovers of this storage
                 refuse_taken(folder, present, existsok=self.existsok, own=home.folder)
                 if present:
                     give_up_rows(folder, home.folder)
@@ -267,22 +275,22 @@ class LazyMemmapStorage(LazyTensorStorage):
                     folder, stored, slots, lanes, existsok=True, taken=[], ndim=self.ndim
                 )
                 self._made_in = folder
-                self.recovery.open_anew(rows, list(plan.files.values()))
+                self.recovery.reopen(rows, list(plan.files.values()))
                 columns: AnyColumns = rows
                 if pairs is not None:
-                    kept = KeptOnce(self.recovery, folder / _BESIDE)
-                    columns = self._once(pairs, rows, kept.grow)
-                    columns.keep(kept, there=False)
+                    journal = DedupJournal(self.recovery, folder / _OVERFLOW)
+                    columns = self._dedup_columns(pairs, rows, journal.grow)
+                    columns.journal_by(journal, there=False)
                 self.recovery.publish(rows, pairs)
         return columns
 
     @property
-    def takes_over_whole(self) -> bool:
-        return False  # its files are made for rows that are known to be whole
+    def checks_before_load(self) -> bool:
+        return False  # files are made only for rows that were verified before
 
     def _grow(self, device: torch.device) -> Grow:
         assert self._made_in is not None
-        return grow_in_files(self._made_in / _BESIDE)
+        return grow_in_files(self._made_in / _OVERFLOW)
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[FilePath]:
@@ -306,18 +314,19 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise
 
     def cleanup(self) -> bool:
-        """Removes the files of a private folder now, before this object dies.
+        """Remove the files of a private folder now, before this object dies.
 
-        Rows stay readable and can be written in this process; on the disk they take room until the
-        object dies.
+        This process can still read and write the rows. The disk space is freed when the object
+        dies.
 
         Returns:
-            Whether there was something to remove: False before the first write, the second time,
-            and in a forked process.
+            True if files were removed. False before the first write, after an earlier call, and in
+            a forked process.
 
         Raises:
-            RuntimeError: the files are in a ``scratch_dir``, which stays; or they are still
-                needed, by ``dedup_next`` or by other processes. Nothing was removed.
+            RuntimeError: the files are in a ``scratch_dir``, which the library never removes.
+            RuntimeError: ``dedup_next`` or other processes still need the files. No file was
+                removed.
 
         Example:
             >>> import torch
@@ -336,8 +345,8 @@ class LazyMemmapStorage(LazyTensorStorage):
             if self.recovery is not None or self.dedup_next:
                 reason = "other processes use" if self.recovery is not None else "dedup_next uses"
                 raise RuntimeError(
-                    f"{reason} the files of this storage until it dies, and then they go; leave "
-                    "cleanup() out"
+                    f"{reason} the files of this storage until it dies, which removes them; do not "
+                    "call cleanup()"
                 )
             if self._private is None or self._private[1] != os.getpid():
                 return False
@@ -346,16 +355,18 @@ class LazyMemmapStorage(LazyTensorStorage):
             return True
 
     def column_file(self, key: Any) -> ColumnFile:
-        """Returns in which file a column lies, and where there.
+        """Return the file of a column, and its position in the file.
 
-        A small column lies in the records that it shares with others, a wide one alone. The file
-        holds all slots; the first ``len(storage)`` are stored rows, the others are not to be read.
+        Small columns share the file of the records, and a wide column has a separate file. The file
+        has room for all slots. Only the first ``len(storage)`` slots hold rows. Do not read the
+        other slots.
 
         Args:
-            key: a stored key, nested as a tuple.
+            key: a stored key; a tuple if it is nested.
 
         Raises:
-            KeyError: no column of that name, or one that is stored once, under another key.
+            KeyError: there is no column of that name, or the column is deduplicated and stored
+                under another key.
             RuntimeError: nothing was written yet, or ``cleanup`` has removed the files.
 
         Example:
@@ -377,7 +388,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             self.leaf(key)
             columns, path = self.require(), unravel(key)
             tensor = columns[path]
-            rows = columns.rows if isinstance(columns, OnceColumns) else columns
+            rows = columns.rows if isinstance(columns, DedupColumns) else columns
             shared = self.recovery is not None and self.recovery.shared
             folder = self.recovery.folder if shared else self._made_in
             if folder is None:
@@ -385,7 +396,7 @@ class LazyMemmapStorage(LazyTensorStorage):
                     "expected rows in files, got rows whose files cleanup() has removed"
                 )
             plan = RowFiles.of(folder, rows.schema, rows.slots, rows.lanes)
-        file, offset = plan.place_of(path)
+        file, offset = plan.offset_of(path)
         size = tensor.dtype.itemsize
         strides = tuple(step * size for step in tensor.stride())
         return ColumnFile(file, offset, tensor.dtype, tensor.shape, strides)
@@ -413,7 +424,9 @@ class LazyMemmapStorage(LazyTensorStorage):
         with self.lock:
             columns, folder = self._columns, self._made_in
             if not isinstance(columns, Columns) or folder is None:
-                return super().for_readers()  # nothing is written yet, or some of it lies beside
+                return (
+                    super().for_readers()
+                )  # nothing is written yet, or there may be overflow rows
             return _InFiles(
                 folder,
                 columns.schema,
@@ -427,19 +440,19 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_shared" not in state:
-            # A copy has files of its own: in a private folder, since the other one is taken.
+            # A copy has separate files in a private folder, because the other folder is in use.
             state = {**state, "scratch_dir": None, "_private": None}
         super().__setstate__(state)
 
 
 class ColumnFile(NamedTuple):
-    """Where a column of a LazyMemmapStorage lies.
+    """The file of a column of a LazyMemmapStorage, and the column's position in it.
 
     Attributes:
         path: the file.
         offset: byte of the first value.
-        dtype: of the values.
-        shape: ``[slots, *lanes, *F]``.
+        dtype: dtype of the values.
+        shape: shape of the column, ``[slots, *lanes, *F]``.
         strides: bytes from one value to the next along each dimension.
     """
 
@@ -452,7 +465,7 @@ class ColumnFile(NamedTuple):
 
 @dataclass(frozen=True)
 class _InFiles:
-    """Where the rows of a storage lie, for another process that reads them there."""
+    """The files of a storage and its state, for another process that reads the rows."""
 
     folder: FilePath
     schema: Schema
@@ -464,7 +477,9 @@ class _InFiles:
     episodes: dict[str, Any]
 
     def opened(self) -> LazyMemmapStorage:
-        """A storage over the files; for as long as the one who made them keeps them as they are.
+        """Return a storage over the files.
+
+        The result is valid until the storage that made the files changes or removes them.
 
         Raises:
             CheckpointError: a file is missing, or of another size.

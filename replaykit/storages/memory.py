@@ -1,4 +1,4 @@
-"""Allocate memory for columns, and find where the memory of tensors lies."""
+"""Allocate memory for columns, and find the memory of tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether two places of the tensor may be one in memory."""
+    """Return whether two elements of the tensor may share an address."""
     if not tensor.numel():
         return False
     needed = 1
@@ -41,7 +41,7 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 
 def reach(tensor: torch.Tensor) -> int:
-    """Bytes of its memory up to the tensor's last value."""
+    """Return the bytes of a tensor's memory up to the end of its last value."""
     if not tensor.numel():
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -51,7 +51,7 @@ def reach(tensor: torch.Tensor) -> int:
 def column_shapes(
     schema: Schema, slots: int, lanes: torch.Size, layout: RecordLayout | None
 ) -> dict[Path, torch.Size]:
-    """Shape of the column of every leaf that lies alone."""
+    """Return the shape of the column of every leaf outside the records."""
     return {
         path: torch.Size([slots, *lanes, *schema.leaves[path].shape])
         for path in alone(schema.leaves, layout)
@@ -61,7 +61,7 @@ def column_shapes(
 def storage_bytes(
     schema: Schema, slots: int, lanes: torch.Size, layout: RecordLayout | None
 ) -> int:
-    """Bytes of all rows: records with their padding, and the columns beside them."""
+    """Return the bytes of all rows: records with their padding, and the other columns."""
     element = schema.row_bytes()
     if layout is not None:
         element += layout.stride - sum(layout.sizes.values())
@@ -69,7 +69,7 @@ def storage_bytes(
 
 
 def as_device(device: Any) -> torch.device:
-    """Returns a device; ValueError where it is none."""
+    """Return a torch device; ValueError for an unknown device name."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError):
@@ -83,13 +83,13 @@ def allocate(
     device: torch.device,
     layout: RecordLayout | None,
 ) -> tuple[dict[Path, torch.Tensor], torch.Tensor | None]:
-    """Returns uninitialised columns ``[slots, *lanes, *F]``, and records beside them.
+    """Allocate uninitialised columns ``[slots, *lanes, *F]`` and records.
 
-    Records are uint8 ``[slots, *lanes, stride]``; None where the layout is.
+    Records are uint8 ``[slots, *lanes, stride]``. They are None if the layout is None.
 
     Raises:
-        RuntimeError: there is no such device on this machine.
-        MemoryError: they would take more than the device has free; names both numbers.
+        RuntimeError: this machine has no such device.
+        MemoryError: the device has too little free memory; the error names both numbers.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
@@ -113,7 +113,7 @@ def allocate(
     return columns, _fresh(torch.Size([slots, *lanes, layout.stride]), torch.uint8, device)
 
 
-@torch.inference_mode(False)  # what is made in that mode could not be changed outside
+@torch.inference_mode(False)  # tensors made in that mode cannot be changed outside of it
 def _fresh(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu":
@@ -122,7 +122,7 @@ def _fresh(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that can still be taken on the device; None where that cannot be told."""
+    """Return the bytes that are available on the device; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
@@ -146,9 +146,10 @@ def _free_of_machine() -> int | None:
 
 
 def _free_of_group() -> int | None:
-    """What a control group (a container's memory limit) still allows.
+    """Return the bytes that the control group still allows; None without a limit.
 
-    Pages of the file cache count as used there but are given back on demand.
+    A control group sets the memory limit of a container. It counts inactive pages of the file cache
+    as used, but the kernel frees them on demand.
     """
     root = FilePath("/sys/fs/cgroup")
     for folder, limit_name, used_name, cache_name in (
@@ -172,7 +173,7 @@ def _free_of_group() -> int | None:
 
 
 def format_bytes(count: int) -> str:
-    """Returns a size as people read it.
+    """Return a size with a unit, for messages.
 
     Example:
         >>> from replaykit.storages.memory import format_bytes
@@ -187,20 +188,20 @@ def format_bytes(count: int) -> str:
 
 
 class ColumnMemory:
-    """The memory behind tensors, which whoever holds a view of them may have moved.
+    """The memory behind tensors, which code with a view may move by a resize.
 
     Args:
-        tensors: all that memory is known by, each once.
+        tensors: all tensors through which the memory is used, each once.
 
     Raises:
-        RuntimeError: somebody has taken memory away that rows need.
+        RuntimeError: the memory was resized and is too small for the rows.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
-        self._look()
+        self._pass_addresses()
 
-    def _look(self) -> None:
+    def _pass_addresses(self) -> None:
         memory = [tensor.untyped_storage() for tensor in self.tensors]
         for tensor, storage in zip(self.tensors, memory, strict=True):
             if storage.nbytes() < reach(tensor):
@@ -214,16 +215,26 @@ class ColumnMemory:
         self._to = max((stop for _, stop in self._ranges), default=0)
 
     def has_moved(self) -> bool:
-        """Whether it lies somewhere else than at the last look; RuntimeError as above."""
+        """Return whether the memory moved since the last call.
+
+        Raises:
+            RuntimeError: as for the class.
+        """
         for tensor, address in self._held:
             if tensor.data_ptr() != address:
-                self._look()
+                self._pass_addresses()
                 return True
         return False
 
     def overlap(self, addresses: Sequence[int], count: int, sizes: Sequence[int]) -> bool:
-        """Whether leaves, ``count`` rows of some bytes each, may be views of it."""
-        # Most rows lie elsewhere altogether, which is told at once.
+        """Return whether some leaves may be views of the memory.
+
+        Args:
+            addresses: the addresses of the leaves.
+            count: number of rows of each leaf.
+            sizes: for each leaf, the bytes of a row.
+        """
+        # This fast test is enough for most rows.
         if min(addresses) >= self._to or max(addresses) + count * max(sizes) <= self._from:
             return False
         return any(
@@ -232,8 +243,8 @@ class ColumnMemory:
         )
 
     def holds(self, values: torch.Tensor) -> bool:
-        """Whether values lie in it, or in what it is part of."""
-        # Many values lie elsewhere altogether, which is ten times cheaper to tell.
+        """Return whether the tensor storage of ``values`` overlaps the memory."""
+        # This test is enough for many values, and ten times cheaper than the full test.
         if values.data_ptr() >= self._to:
             return False
         memory = values.untyped_storage()

@@ -1,4 +1,4 @@
-"""Find which row follows which, and whether its observation is the next one of that row."""
+"""Find the following row of each row, and check its observation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from replaykit.checkpoint import MappedRows, ReadLater
 from replaykit.episodes.interleaved import stream_keys
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
-from replaykit.storages.slot_sets import Neighbours, Picked, agreed
+from replaykit.storages.indexing import Neighbours, Picked, agreed
 from replaykit.storages.tensor_bytes import carried, differing
 from replaykit.structure import Path
 from replaykit.ted import (
@@ -46,36 +46,40 @@ __all__ = [
 ]
 
 DedupNext = bool | Iterable[Any]
-"""``False``: nothing. ``True``: all that can be. Else the root keys themselves."""
+"""``False`` for no keys, ``True`` for all eligible keys, or a list of root keys."""
 
 Mismatch = Literal["error", "dense"]
 
 _NEVER = frozenset((*DEFAULT_DONE_KEYS, "reward"))
-"""Names that mean another thing under ``next`` than at the root of the following row."""
+"""Keys whose value under ``next`` is not the root value of the following row."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Leaves at the root, and their counterparts under ``next`` that are not stored for most rows.
+    """Leaves at the root, and their counterparts under ``next``.
+
+    For most rows, the counterparts equal the root values of the following row.
 
     Attributes:
         schema: all leaves, as users see them.
-        stored: the schema without the counterparts: what lies in every row.
-        beside: the counterparts alone: what rows of which the next one does not follow have.
+        stored: the schema without the counterparts, that is the leaves that are stored for every
+            row.
+        overflow: the schema of the counterparts alone, which are the leaves of an overflow row.
         root_of: the root path of each counterpart, in the schema's order.
     """
 
     schema: Schema
     stored: Schema
-    beside: Schema
+    overflow: Schema
     root_of: dict[Path, Path]
 
 
 def checked_keys(dedup_next: DedupNext) -> bool | tuple[Key, ...]:
-    """Returns the option with its keys as flat tuples.
+    """Return the option ``dedup_next`` with its keys as flat tuples.
 
     Raises:
-        TypeError: neither a bool nor a collection of keys. ValueError: no key in it.
+        TypeError: the option is neither a bool nor a collection of keys.
+        ValueError: the collection is empty.
     """
     if isinstance(dedup_next, bool):
         return dedup_next
@@ -88,7 +92,7 @@ def checked_keys(dedup_next: DedupNext) -> bool | tuple[Key, ...]:
 
 
 def checked_mismatch(on_mismatch: object) -> Mismatch:
-    """Returns the option; ValueError where there is no such choice."""
+    """Return the option ``on_mismatch``; ValueError for an unknown word."""
     if on_mismatch == "error":
         return "error"
     if on_mismatch == "dense":
@@ -97,11 +101,12 @@ def checked_mismatch(on_mismatch: object) -> Mismatch:
 
 
 def pairs_of(schema: Schema, keys: bool | tuple[Key, ...]) -> Pairs:
-    """Returns which leaves of records of that schema are stored once.
+    """Return the leaves of rows of a schema that are stored once.
 
     Raises:
-        ValueError: a key does not occur at the root and under ``next`` with one shape and dtype,
-            with ``True`` none does, or a key is a flag.
+        ValueError: a key is a flag, or does not occur at the root and under ``next`` with one shape
+            and dtype.
+        ValueError: ``keys`` is True, but no key of the schema is eligible.
     """
     leaves = schema.leaves
     if isinstance(keys, tuple):
@@ -123,7 +128,7 @@ def pairs_of(schema: Schema, keys: bool | tuple[Key, ...]) -> Pairs:
         if path[:1] != ("next",) or not root or leaves.get(root) != leaf:
             continue
         if leaf.added or leaves[root].added:
-            continue  # what is stored once is settled by the first write
+            continue  # the first write fixes which leaves are stored once
         if root in keys if isinstance(keys, tuple) else root[-1] not in _NEVER:
             root_of[path] = root
     if not root_of:
@@ -149,9 +154,9 @@ class Chains(NamedTuple):
     """Rows of a batch by stream.
 
     Attributes:
-        keys: the streams among them, ``[m]``.
-        first, last: places of the first and the last row of each, int64 ``[m]``.
-        rows, followers: places of rows, and of the next ones of their streams.
+        keys: the keys of the streams, ``[m]``.
+        first, last: places of the first and the last row of each stream, int64 ``[m]``.
+        rows, followers: places of rows, and of the following rows of their streams.
     """
 
     keys: Array
@@ -162,13 +167,13 @@ class Chains(NamedTuple):
 
     @property
     def linked(self) -> bool:
-        """Whether a row of the batch follows another one."""
+        """True if a row of the batch follows another row of the batch."""
         if isinstance(self.rows, slice):
             return bool(self.rows.stop > self.rows.start)
         return len(self.rows) > 0
 
     def followers_of(self, count: int) -> Array:
-        """The place of the next one for each of the ``count`` rows, or -1: int64 ``[count]``."""
+        """Return the place of each row's follower, or -1, as int64 ``[count]``."""
         found = np.full(count, -1, np.int64)
         if isinstance(self.rows, slice) or isinstance(self.followers, slice):
             found[self.rows] = np.arange(count)[self.followers]
@@ -177,17 +182,17 @@ class Chains(NamedTuple):
         return found
 
     def at(self, device: torch.device) -> tuple[Picked, Picked]:
-        """``rows`` and ``followers`` as they index tensors on a device."""
+        """Return ``rows`` and ``followers`` as indices of tensors on a device."""
         if isinstance(self.rows, slice) or isinstance(self.followers, slice):
             return self.rows, self.followers
         return self.rows.to(device), self.followers.to(device)
 
 
 def chains(keys: Array) -> Chains:
-    """Sorts rows ``[n]``, ``n >= 1``, by the keys of their streams.
+    """Group rows ``[n]``, ``n >= 1``, by the keys of their streams.
 
-    Streams that take turns, or one alone, come as slices: no row has to be copied to be compared
-    with its follower. Cost: a sort of the keys.
+    The places are slices if there is one stream, or if streams take turns. Rows are then compared
+    with their followers without a copy. Cost: a sort of the keys.
 
     Example:
         >>> import numpy as np
@@ -213,7 +218,8 @@ def chains(keys: Array) -> Chains:
     rows: Any = order[:-1][same]
     followers: Any = order[1:][same]
     step = count - len(rows)
-    # As many pairs as are that far apart, and all of them that far apart: there are no others.
+    # The batch has count - step pairs of rows with distance ``step``, so all of them are pairs of a
+    # stream.
     if bool((followers - rows == step).all()):
         rows, followers = slice(0, count - step), slice(step, count)
     else:
@@ -223,13 +229,13 @@ def chains(keys: Array) -> Chains:
 
 
 class Links:
-    """Of each slot the one of the next row of its stream, and the one of the row before.
+    """Links from each slot to the slots of the next and previous row of its stream.
 
-    A row without the one or the other names itself. Links say where to look; who sets them answers
-    for what lies there.
+    A row without a next or previous row has a link to itself. Links are not checked. The code that
+    sets them must make sure that the rows are stored.
 
-    Cost: 8 bytes a slot (16 from 2**31 slots on), of memory that is touched only as rows are
-    written. Links of a checkpoint that is opened in place are read by whoever asks first.
+    Cost: 8 bytes per slot, or 16 from 2**31 slots on. Their pages are allocated only when rows are
+    written. Links of a checkpoint that was opened in place are read at their first use.
 
     Example:
         >>> import torch
@@ -240,16 +246,16 @@ class Links:
         ([2, 1, 2, 0], [3, 1, 0, 3])
     """
 
-    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
+    @torch.inference_mode(False)  # tensors made in that mode cannot be changed outside of it
     def __init__(self, slots: int, device: torch.device) -> None:
         self.slots, self.device = slots, device
         self.wide = slots > _INT32
         self._tables = self._zeros(), self._zeros()
-        # What the tables are to hold: nobody has asked for it yet.
-        self._later: ReadLater[_Told] | None = None
+        # The content of the tables, in files that were not read yet.
+        self._later: ReadLater[_Distances] | None = None
 
     def _zeros(self) -> torch.Tensor:
-        # How far away the other slot is, so that memory that was never touched says: nothing.
+        # Tables hold distances to slots. So zeros, the content of unwritten memory, mean no links.
         if self.device.type == "cpu":
             return torch.from_numpy(np.zeros(self.slots, np.int64 if self.wide else np.int32))
         dtype = torch.int64 if self.wide else torch.int32
@@ -257,7 +263,7 @@ class Links:
 
     @property
     def kind(self) -> Any:
-        """How far away the next row lies is said in this dtype."""
+        """The NumPy dtype of the distances."""
         return np.int64 if self.wide else np.int32
 
     @property
@@ -269,92 +275,104 @@ class Links:
         return self._tables[1] if self._later is None else self._read()[1]
 
     @torch.inference_mode(False)
-    def keep_in(self, memory: Array) -> None:
-        """Has the table of next rows lie elsewhere, as it is there; on the CPU."""
+    def move_to(self, memory: Array) -> None:
+        """Use ``memory``, on the CPU, as the table of next rows from now on."""
         self._tables = torch.from_numpy(memory), self._tables[1]
 
     def reread(self) -> int:
-        """Makes the table of rows before anew, and returns how many slots tell of others.
+        """Compute the table of previous rows again.
+
+        Returns:
+            A number of slots. Only slots below it may have links.
 
         Raises:
-            ValueError: a slot is not there, or follows two.
+            ValueError: a link leads outside the slots, or a slot follows two slots.
         """
         after, before = (table.numpy() for table in self._tables)
-        told = _told(after)
-        before[:] = told.before  # where the core knows it to be
-        return told.stop
+        found = _distances(after)
+        before[:] = found.before  # in place: the core has its address
+        return found.stop
 
-    def take_later(self, steps: Sequence[Array | MappedRows]) -> None:
-        """Takes how far away the next rows of the first ones are, ``[n]``, once somebody asks.
+    def set_distances_later(self, steps: Sequence[Array | MappedRows]) -> None:
+        """Set the distances from the first slots to their next rows, for a later read.
 
         Args:
-            steps: the same one or several times. Where they differ, or contradict themselves as
-                ``reread`` says, each of those who ask gets CheckpointError.
+            steps: the distances ``[n]``, as one or several equal arrays. If they differ, or are
+                invalid as for ``reread``, each use of the links raises CheckpointError.
         """
-        self._later = ReadLater(_told, steps, "links between rows")
+        self._later = ReadLater(_distances, steps, "links between rows")
 
     def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._later is not None:
-            told = self._later.read()
+            found = self._later.read()
             after, before = (table.numpy() for table in self._tables)
-            after[: len(told.after)], before[: len(told.after)] = told.after, told.before
+            after[: len(found.after)], before[: len(found.after)] = found.after, found.before
             self._later = None
         return self._tables
 
     def addresses(self) -> tuple[int, int]:
-        """Where, for each slot, lies how far away the next row is, and the one before: int64 if
-        ``wide``, else int32."""
+        """Return the addresses of the distances to next and to previous rows.
+
+        The distances are int64 if ``wide``, else int32.
+        """
         return self._after.data_ptr(), self._before.data_ptr()
 
     def nbytes(self) -> int:
-        """Bytes of both tables."""
+        """Return the bytes of both tables."""
         after, before = self._tables
         return after.nbytes + before.nbytes
 
     def after(self, slots: torch.Tensor) -> torch.Tensor:
-        """Slots of the next rows of rows, int64 ``[B]``."""
+        """Return the slots of the next rows, int64 ``[B]``."""
         return slots + self._after.index_select(0, slots)
 
     def before(self, slots: torch.Tensor) -> torch.Tensor:
-        """Slots of the rows before."""
+        """Return the slots of the previous rows, int64 ``[B]``."""
         return slots + self._before.index_select(0, slots)
 
     def ends(self, slots: Array) -> Array:
-        """Of which rows nothing is known to follow, bool ``[B]``; slots and answer on the CPU."""
+        """Return a mask of the rows without a known next row, bool ``[B]``.
+
+        Slots and result are on the CPU.
+        """
         if self.device.type == "cpu":
             return np.asarray(self._after.numpy()[slots] == 0)
         found = self._after.index_select(0, torch.from_numpy(slots).to(self.device)) == 0
         return np.asarray(found.cpu().numpy())
 
     def steps(self, stop: int) -> torch.Tensor:
-        """How far away the next row is, of the first ``stop`` slots: a copy."""
+        """Return a copy of the distances from the first ``stop`` slots to their next rows."""
         return self._after[:stop].clone()
 
     def join(self, rows: torch.Tensor, followers: torch.Tensor) -> None:
-        """Says that rows are followed by others, int64 ``[K]``."""
+        """Link rows to their followers, int64 ``[K]`` each."""
         step = (followers - rows).to(self._after.dtype)
         self._after[rows] = step
         self._before[followers] = -step
 
     def part(self, rows: torch.Tensor, followers: torch.Tensor) -> None:
-        """Says that nothing follows rows, and that others follow nothing."""
+        """Remove the links from rows to next rows, and from followers to previous rows."""
         self._after[rows] = 0
         self._before[followers] = 0
 
     def clear(self, stop: int) -> None:
-        """Forgets the first ``stop`` slots, all that tell of others."""
+        """Remove the links of the first ``stop`` slots.
+
+        No other slot may have links.
+        """
         self._later = None
         for table in self._tables:
             table[:stop].zero_()
 
     def neighbours(self, elements: torch.Tensor, stored: int) -> Neighbours:
-        """Returns the neighbours of distinct slots ``[K]`` that are written, ``stored`` slots
-        holding rows before; see ``storages.neighbours``.
+        """Return the neighbours of distinct slots ``[K]`` of a write.
 
-        Cost: O(K) for slots one after the other, else O(K log K).
+        The slots below ``stored`` held rows before the write. See ``indexing.neighbours``.
+
+        Cost: O(K) for consecutive slots, else O(K log K).
         """
         after, before = self.after(elements), self.before(elements)
-        places = _Places(elements)
+        places = _SlotOrder(elements)
         at, written = places.of(after)
         follows = after != elements
         inside = (follows & written).nonzero().flatten()
@@ -364,30 +382,36 @@ class Links:
         return Neighbours([(inside, at[inside])], outside, before[following], following)
 
 
-class _Told(NamedTuple):
-    """How far away the next rows lie, and those before, ``[n]``; no slot from ``stop`` on tells."""
+class _Distances(NamedTuple):
+    """Distances ``[n]`` to next and previous rows, without links from ``stop`` on."""
 
     after: Array
     before: Array
     stop: int
 
 
-def _told(*tables: Array) -> _Told:
-    """Works out the rows before; ValueError where there is no slot, or two lead to one."""
+def _distances(*tables: Array) -> _Distances:
+    """Compute the distances to previous rows from the distances to next rows.
+
+    If several tables are given, they must be equal.
+
+    Raises:
+        ValueError: the tables differ, a link leads outside the slots, or two lead to one slot.
+    """
     after = agreed(*tables)
     at = np.flatnonzero(after)
     followers = at + after[at]
     if len(at) and not 0 <= followers.min() <= followers.max() < len(after):
-        raise ValueError(f"expected links between {len(after)} slots, got others")
+        raise ValueError(f"expected links between {len(after)} slots, got links to others")
     before, steps = np.zeros_like(after), -after[at]
     before[followers] = steps
     if not np.array_equal(before[followers], steps):
-        raise ValueError("expected one row before each, got a slot that follows two")
-    return _Told(after, before, int(max(at.max(), followers.max())) + 1 if len(at) else 0)
+        raise ValueError("expected at most one previous row, got a slot that follows two")
+    return _Distances(after, before, int(max(at.max(), followers.max())) + 1 if len(at) else 0)
 
 
-class _Places:
-    """Where slots are among distinct ones ``[K]``."""
+class _SlotOrder:
+    """The places of distinct slots ``[K]``, for look-ups."""
 
     def __init__(self, elements: torch.Tensor) -> None:
         self._count, self._first = len(elements), int(elements[0])
@@ -397,7 +421,10 @@ class _Places:
             self._rising, self._order = elements.sort()
 
     def of(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places of slots, and which of them there are; other places mean nothing."""
+        """Return places of slots, and a mask of the slots found.
+
+        Places of slots that were not found have no meaning.
+        """
         if self._rising is None:
             at = slots - self._first
             return at, (at >= 0) & (at < self._count)
@@ -406,20 +433,22 @@ class _Places:
 
 
 _LEAST_KNOWN: Final = 1024
-"""Streams from which on those of which nothing is stored are looked for, to forget them."""
+"""Fewest known streams for a search that removes the streams without stored rows."""
 
 
 class StreamTails:
-    """In which slot the newest row of each stream lies, by the key of the stream.
+    """The slot of the newest row of each stream, by the key of the stream.
 
-    Rows may be gone without a word: whether one still is there is told from the key in its slot.
+    This object is not notified when rows are replaced. The key in the slot shows whether the row is
+    still stored.
 
     Args:
-        links: what follows what.
-        rows, key: where the key of a row lies.
-        dtype: that of keys.
+        links: the links between rows.
+        rows, key: the columns, and the path of the key.
+        dtype: the dtype of the keys.
 
-    Cost: an entry of a dict for each stream that was written, at most twice as many as there are.
+    Cost: a dict entry for each written stream. There are at most 1024 entries, or twice as many as
+    stored streams.
     """
 
     def __init__(self, links: Links, rows: Columns, key: Path, dtype: np.dtype[Any]) -> None:
@@ -431,22 +460,27 @@ class StreamTails:
         return len(self._slots)
 
     def keys(self) -> Any:
-        """Streams of which a row is known; some may be gone."""
+        """Return the keys of known streams, even of streams without stored rows."""
         return self._slots.keys()
 
     def found(self, slots: torch.Tensor) -> None:
-        """Told which rows there are that nothing follows, from the oldest to the newest."""
+        """Set the newest rows of all streams.
+
+        ``slots`` are the stored slots from the oldest row to the newest.
+        """
         self._slots = dict(zip(self._keys_at(slots).tolist(), slots.tolist(), strict=True))
         self._most = max(_LEAST_KNOWN, 2 * len(self._slots))
 
     def clear(self) -> None:
-        """Told that no row is stored any more."""
+        """Forget all streams, because no row is stored any more."""
         self._slots = {}
 
     def of(self, found: Chains) -> tuple[Array, torch.Tensor]:
-        """Of which streams, by number in ``found``, the newest row is stored, and its slot.
+        """Find the stored newest rows of a batch's streams, which have no followers yet.
 
-        Nothing follows those rows yet.
+        Returns:
+            The indices in ``found`` of the streams that have such a row, and the slots of these
+            rows.
         """
         known = self._slots
         slots = np.array([known.get(key, -1) for key in found.keys.tolist()], np.int64)
@@ -459,16 +493,17 @@ class StreamTails:
                 at, newest = at[held], newest[held]
         return at, torch.from_numpy(newest).to(self._rows.device)
 
-    def note(self, found: Chains, slots: torch.Tensor) -> list[Any] | None:
-        """Told of rows that were written to slots ``[K]``.
+    def append(self, found: Chains, slots: torch.Tensor) -> list[Any] | None:
+        """Record a write of rows to slots ``[K]``.
 
         Returns:
-            The streams that are there, where it has forgotten all others; else None.
+            The keys of all known streams if the call removed streams without stored rows, else
+            None.
         """
         self._slots.update(zip(found.keys.tolist(), slots[found.last].tolist(), strict=True))
         if len(self._slots) <= self._most:
             return None
-        # Those that are gone are as many as those that are there: looked for rarely enough.
+        # The number of known streams has doubled since the last search, so searches are rare.
         keys = np.array(list(self._slots), self._dtype)
         slots = torch.tensor(list(self._slots.values()), device="cpu")
         there = self._keys_at(slots) == keys
@@ -487,14 +522,20 @@ _Leaves = Mapping[Path, torch.Tensor]
 def mismatch(
     earlier: _Leaves, later: _Leaves, pairs: Pairs, severed: torch.Tensor | None = None
 ) -> tuple[Path, int] | None:
-    """Returns a counterpart and the first row whose next one has another value, in one episode.
+    """Find the first row whose next observation differs from the following row.
+
+    Only pairs of rows in one episode count.
 
     Args:
-        earlier, later: rows ``[n, *F]`` by path, each of which the other's follows in time. Where
-            a flag of the earlier one is set (`end_flags`), or an id differs, an episode ends.
-        severed: where one ends without a flag, bool ``[n]``.
+        earlier, later: rows ``[n, *F]`` by path, and their followers in time. An episode ends if a
+            flag of the earlier row is set (see `end_flags`) or an id differs.
+        pairs: the leaves to compare.
+        severed: rows after which an episode ends without a flag, bool ``[n]``.
 
-    Cost: one pass over the leaves in pairs; flags and ids are looked at only where rows differ.
+    Returns:
+        The path of the counterpart, and the number of the row; None if all rows agree.
+
+    Cost: one pass over the paired leaves. Flags and ids are read only if rows differ.
     """
     first: tuple[Path, int] | None = None
     open_rows: torch.Tensor | None = None
@@ -512,7 +553,7 @@ def mismatch(
 
 
 def _ended(earlier: _Leaves, later: _Leaves) -> torch.Tensor:
-    """Which rows are the last ones of their episode, bool ``[n]``."""
+    """Return a mask of the rows that are the last of their episode, bool ``[n]``."""
     some = next(iter(earlier.values()))
     ended = torch.zeros(len(some), dtype=torch.bool, device=some.device)
     for key in end_flags(earlier):
@@ -524,10 +565,11 @@ def _ended(earlier: _Leaves, later: _Leaves) -> torch.Tensor:
 
 
 def check_batch(leaves: _Leaves, batch: torch.Size, pairs: Pairs) -> None:
-    """Checks the rows of a batch, leaves ``[n, *lanes, *F]``, against each other.
+    """Check the rows of a batch, leaves ``[n, *lanes, *F]``, against each other.
 
     Raises:
-        ValueError: inside an episode, a row does not begin where the one before it led to.
+        ValueError: a row continues an episode, but differs from the next observation of the row
+            before.
     """
     if batch[0] < 2:
         return
@@ -553,9 +595,14 @@ def check_newest(
     pairs: Pairs,
     severed: torch.Tensor | None = None,
 ) -> None:
-    """Checks the first row of a batch against the newest stored one, leaves ``[lanes, *F]``.
+    """Check the first row of a batch against the newest stored row.
 
-    ``severed``: lanes of which the newest row is not gone on from, bool ``[lanes]``.
+    Args:
+        earlier: the newest stored row, leaves ``[lanes, *F]``.
+        leaves: the leaves of the batch, ``[*batch, *F]``.
+        batch: the shape of the batch, ``[n, *lanes]``.
+        pairs: the leaves to compare.
+        severed: lanes whose newest row ends an episode, bool ``[lanes]``.
 
     Raises:
         ValueError: as ``check_batch``.
@@ -574,7 +621,7 @@ def check_newest(
 
 
 def check_streams(leaves: _Leaves, found: Chains, pairs: Pairs) -> None:
-    """Checks the rows of a batch, leaves ``[n, *F]``, each against the one before in its stream.
+    """Check the rows of a batch, leaves ``[n, *F]``, against each other, by stream.
 
     Raises:
         ValueError: as ``check_batch``.
@@ -589,8 +636,9 @@ def check_streams(leaves: _Leaves, found: Chains, pairs: Pairs) -> None:
 
 
 def check_newest_of(earlier: _Leaves, leaves: _Leaves, first: torch.Tensor, pairs: Pairs) -> None:
-    """Checks rows ``first``, int64 ``[m]``, of a batch against the newest stored ones of their
-    streams, leaves ``[m, *F]``.
+    """Check rows ``first`` of a batch against the newest stored rows of their streams.
+
+    ``first`` is int64 ``[m]``, and the stored rows ``earlier`` are leaves ``[m, *F]``.
 
     Raises:
         ValueError: as ``check_batch``.

@@ -1,4 +1,4 @@
-"""Keep the values of those rows that cannot share the values of the row after them."""
+"""Store next observations that differ from the observation of the following row."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from replaykit._compat import arange
 from replaykit.checkpoint import MappedRows, ReadLater
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
+from replaykit.storages.indexing import agreed, rising_below
 from replaykit.storages.memory import allocate
 from replaykit.storages.records import plan_records
-from replaykit.storages.slot_sets import agreed, rising_below
 from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Path
 
-__all__ = ["Beside", "Change", "Grow", "Memory", "grow_in_memory"]
+__all__ = ["Change", "Grow", "Memory", "OverflowTable", "grow_in_memory"]
 
 Grow = Callable[[Schema, int, Columns | None], Columns]
-"""``grow(schema, entries, table)``: columns with that many slots, holding what the table does."""
+"""``grow(schema, entries, table)`` returns columns with ``entries`` slots and the table's
+values."""
 
 Array = np.ndarray[Any, Any]
 
@@ -31,7 +32,7 @@ _INT32 = 2**31 - 1
 
 
 def grow_in_memory(device: torch.device) -> Grow:
-    """Returns what takes memory on a device, and copies the table there is."""
+    """Return a function that copies a table into a larger one on a device."""
 
     def grow(schema: Schema, entries: int, table: Columns | None) -> Columns:
         layout = plan_records(schema)
@@ -47,12 +48,12 @@ def grow_in_memory(device: torch.device) -> Grow:
 
 @dataclass
 class Change:
-    """A change of the table, worked out and not made.
+    """A planned change of the table.
 
     Attributes:
         numbers: entries that get values, counted from 0.
-        returned: entries that are free afterwards and were not before.
-        free: how many are free afterwards.
+        returned: entries that become free.
+        free: number of free entries after the change.
     """
 
     numbers: torch.Tensor
@@ -65,10 +66,13 @@ class Memory:
     """Addresses for the core.
 
     Attributes:
-        map: 1 + the entry of each element: int64 where ``wide``, else int32.
-        entries: how many the table holds.
-        stack: int64 ``[entries]``, the first of which are the free ones.
-        free: how many are free, int64.
+        map: address of the map, which holds 1 + the entry of each element. It is int64 if ``wide``,
+            else int32.
+        wide: whether the map is int64.
+        entries: number of entries of the table.
+        stack: address of the list of entries, int64 ``[entries]``, in which the free entries come
+            first.
+        free: address of the number of free entries, int64.
     """
 
     map: int
@@ -80,38 +84,44 @@ class Memory:
 
 @dataclass
 class _Book:
-    """Who has which entry: 1 + the entry of each element, or 0; ``[entries]``, the first of which
-    are the free ones; how many those are, ``[1]``, in memory that the core changes too."""
+    """The entries of elements, and the free entries.
+
+    Attributes:
+        map: 1 + the entry of each element, or 0 for an element without an entry.
+        stack: the list of entries, ``[entries]``, in which the free entries come first.
+        count: the number of free entries, ``[1]``, in memory that the core also changes.
+    """
 
     map: torch.Tensor
     stack: torch.Tensor
     count: Array
 
 
-class Beside:
-    """Entries of their own for some elements of a storage, and a map that says for which.
+class OverflowTable:
+    """Separate entries for some elements of a storage, and a map to these entries.
 
-    Entries that are given back are used again; the table doubles when none is left and never
-    shrinks. Not thread-safe: the storage's lock guards it.
+    Released entries are used again. The table doubles when no entry is free, and never shrinks. The
+    object is not thread-safe, so callers hold the storage's lock.
 
     Args:
-        schema: what an entry holds.
+        schema: the leaves of an entry.
         elements: number of elements of the storage.
-        grow: takes memory for the table.
+        device: device of the map and the table.
+        grow: function that allocates memory for the table.
 
-    Cost: 4 bytes an element for the map (of memory that is touched only as rows are written), and
-    the entries: at most twice as many as there were in use at one time. Which elements of a
-    checkpoint have one that is opened in place is read by whoever asks first.
+    Cost: 4 bytes per element for the map, or 8 from 2**31 elements on. Its pages are allocated only
+    when rows are written. There are at most twice as many entries as were ever in use at the same
+    time. The map of a checkpoint that was opened in place is read at its first use.
     """
 
-    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
+    @torch.inference_mode(False)  # tensors made in that mode cannot be changed outside of it
     def __init__(self, schema: Schema, elements: int, device: torch.device, grow: Grow) -> None:
         self.schema = schema
         self.elements = elements
         self.device = device
         dtype = torch.int32 if elements <= _INT32 else torch.int64
         if device.type == "cpu":
-            # Pages of zeros are only taken when they are written to.
+            # The system allocates pages of zeros only when they are written to.
             kind = np.int32 if dtype is torch.int32 else np.int64
             numbers = torch.from_numpy(np.zeros(elements, kind))
         else:
@@ -120,18 +130,18 @@ class Beside:
         self._table: Columns | None = None
         stack = torch.empty(0, dtype=torch.int64, device=device)
         self._book = _Book(numbers, stack, np.zeros(1, np.int64))
-        # Whose the entries are, ``[used]``: nobody has asked for it yet.
+        # The elements of the entries, ``[used]``, if they are in files and were not read yet.
         self._later: ReadLater[Array] | None = None
 
     @property
     def unread(self) -> bool:
-        """Whether nobody has asked yet whose the entries are."""
+        """True if the elements of the entries are in files and were not read yet."""
         return self._later is not None
 
     @property
     def _known(self) -> _Book:
         if self._later is not None:
-            self._take_book(torch.from_numpy(self._later.read()))
+            self._replace_map(torch.from_numpy(self._later.read()))
             self._later = None
         return self._book
 
@@ -149,11 +159,14 @@ class Beside:
 
     @property
     def table(self) -> Columns | None:
-        """What the entries hold; None before the first one is needed."""
+        """The values of the entries; None before the first entry is needed."""
         return self._table
 
     def memory(self) -> Memory:
-        """Where everything but the table lies, on the CPU: until more entries are taken."""
+        """Return the addresses of everything but the table, on the CPU.
+
+        They are valid until the table grows.
+        """
         book = self._known
         return Memory(
             book.map.data_ptr(),
@@ -164,11 +177,11 @@ class Beside:
         )
 
     def __len__(self) -> int:
-        """Number of entries in use."""
+        """Return the number of entries in use."""
         return len(self._stack) - self._free
 
     def nbytes(self) -> int:
-        """Bytes of the map, of the table and of the list of free entries."""
+        """Return the bytes of the map, the table and the list of free entries."""
         table = self._table
         entries = 0 if table is None else table.nbytes() + table.slots * 8
         return self._book.map.nbytes + entries
@@ -176,20 +189,20 @@ class Beside:
     # -- reading ------------------------------------------------------------------------------
 
     def entries(self, elements: torch.Tensor) -> torch.Tensor:
-        """Returns 1 + the entry of each element ``[B]``, 0 where it has none."""
+        """Return 1 + the entry of each element ``[B]``; 0 for an element without one."""
         return self._map.index_select(0, elements)
 
     def elements_with(self, stop: int) -> torch.Tensor:
-        """Returns the elements below ``stop`` that have an entry, rising."""
+        """Return the elements below ``stop`` that have an entry, rising."""
         return self._map[:stop].nonzero().flatten()
 
     def patch(
         self, elements: torch.Tensor, leaves: dict[Path, torch.Tensor]
     ) -> dict[Path, torch.Tensor]:
-        """Puts what elements ``[B]`` have beside into leaves ``[B, *F]``; returns the leaves.
+        """Return leaves ``[B, *F]``, with the values of entries if elements have them.
 
-        On the CPU they are changed where they are; elsewhere, where to look for elements without
-        an entry would mean to wait, they are made anew.
+        On the CPU the leaves change in place. On another device this makes new leaves, because a
+        search for elements with an entry would wait for the device.
         """
         table = self._table
         if table is None:
@@ -214,14 +227,15 @@ class Beside:
     # -- changing -----------------------------------------------------------------------------
 
     def plan(self, returned: torch.Tensor, count: int) -> Change:
-        """Works out a change: entries ``[R]`` come back, ``count`` are taken.
+        """Plan a change that releases entries ``[R]`` and then uses ``count`` entries.
 
-        Takes memory where too few are free, and changes nothing else: what can fail, fails here.
+        This allocates memory if too few entries are free, and changes nothing else. ``commit`` can
+        then not fail.
         """
         back = len(returned)
         short = count - back
         if short > self._free:
-            self.take(short - self._free)
+            self.grow(short - self._free)
         free = self._free + back - count
         if short > 0:
             numbers = torch.cat([returned, self._stack[free : self._free]])
@@ -229,7 +243,10 @@ class Beside:
         return Change(returned[:count], returned[count:], free)
 
     def commit(self, change: Change, leaves: Mapping[Path, torch.Tensor]) -> None:
-        """Fills the entries that a change takes; may be done again after an interrupt."""
+        """Write the values of a planned change.
+
+        The call may be repeated after an interrupt.
+        """
         back = len(change.returned)
         self._stack[change.free - back : change.free] = change.returned
         self._book.count[0] = change.free
@@ -238,36 +255,40 @@ class Beside:
             self._table.scatter(change.numbers, leaves, slice(None))
 
     def assign(self, elements: torch.Tensor, numbers: torch.Tensor | None) -> None:
-        """Says which entries elements have; ``None``: none."""
+        """Set the entries of elements; None removes their entries."""
         if numbers is None:
             self._map[elements] = 0
         else:
             self._map[elements] = (numbers + 1).to(self._map.dtype)
 
     def adopt(self, elements: torch.Tensor, table: Columns) -> None:
-        """Takes a table that is there: entry ``i`` is of element ``elements[i]``, and those behind
-        them are free. No element had one before."""
+        """Adopt an existing table, in which entry ``i`` belongs to ``elements[i]``.
+
+        The other entries of the table are free. No element may have an entry before the call.
+        """
         self._table = table
-        self._take_book(elements)
+        self._replace_map(elements)
 
     def adopt_later(
         self, elements: Sequence[Array | MappedRows], table: Columns, stop: int
     ) -> None:
-        """As ``adopt``; elements are read and checked once somebody asks whose the entries are.
+        """Adopt a table as ``adopt`` does, but read and check the elements at first use.
 
         Args:
-            elements: the same one or several times, rising and below ``stop``, int64 ``[used]``.
-                Where they are others, each of those who ask gets CheckpointError.
+            elements: the elements int64 ``[used]``, rising and below ``stop``, as one or several
+                equal arrays. If the arrays are invalid, each use raises CheckpointError.
+            table: as for ``adopt``.
+            stop: number of stored elements.
         """
         self._table = table
 
         def make(*tables: Array) -> Array:
             return rising_below(stop, agreed(*tables))
 
-        self._later = ReadLater(make, elements, "list of rows with values beside")
+        self._later = ReadLater(make, elements, "list of overflow rows")
 
     @torch.inference_mode(False)
-    def _take_book(self, elements: torch.Tensor) -> None:
+    def _replace_map(self, elements: torch.Tensor) -> None:
         assert self._table is not None
         used, entries = len(elements), self._table.slots
         book = self._book
@@ -277,21 +298,26 @@ class Beside:
 
     @property
     def kind(self) -> Any:
-        """The map is of this dtype."""
+        """The NumPy dtype of the map."""
         return np.int64 if self._book.map.dtype is torch.int64 else np.int32
 
     @torch.inference_mode(False)
-    def keep_in(self, memory: Array) -> None:
-        """Has the map lie elsewhere, as it is there; on the CPU."""
+    def move_to(self, memory: Array) -> None:
+        """Use the map in ``memory``, on the CPU, with its values, from now on."""
         self._book.map = torch.from_numpy(memory)
 
     @torch.inference_mode(False)
     def reread(self, table: Columns | None = None) -> int:
-        """Takes a table that is there, or the one it has, and works out from the map which entries
-        are free; returns how many elements, from 0 on, may have one.
+        """Compute the free entries from the map, after the map or the table has changed.
+
+        Args:
+            table: the new table; None keeps the present table.
+
+        Returns:
+            A number of elements. Only elements below it may have an entry.
 
         Raises:
-            ValueError: an entry is not there, or of two elements.
+            ValueError: the map names an entry outside the table, or one entry twice.
         """
         self._table = table or self._table
         entries = 0 if self._table is None else self._table.slots
@@ -299,21 +325,24 @@ class Beside:
         at = np.flatnonzero(numbers)
         used = numbers[at] - 1
         if len(used) and not 0 <= used.min() <= used.max() < entries:
-            raise ValueError(f"expected numbers of {entries} entries beside, got others")
+            raise ValueError(f"expected numbers of {entries} overflow entries, got others")
         free = np.ones(entries, np.bool_)
         free[used] = False
         if int(free.sum()) + len(used) > entries:
-            raise ValueError("expected an entry beside for each row, got one of two rows")
+            raise ValueError("expected one row per overflow entry, got an entry of two rows")
         found = torch.from_numpy(np.flatnonzero(free))
         if entries != len(self._stack):
             self._book.stack = torch.zeros(entries, dtype=torch.int64, device="cpu")
-        self._stack[: len(found)] = found  # where the core knows it to be
+        self._stack[: len(found)] = found  # in place: the core has its address
         self._book.count[0] = len(found)
         return int(at[-1]) + 1 if len(at) else 0
 
     @torch.inference_mode(False)
     def clear(self, stop: int) -> None:
-        """Gives back all entries; elements from ``stop`` on have none."""
+        """Release all entries.
+
+        Elements from ``stop`` on must have no entries.
+        """
         book = self._book
         book.map[:stop].zero_()
         if self._later is not None and self._table is not None:
@@ -322,8 +351,8 @@ class Beside:
         book.stack.copy_(torch.arange(len(book.stack), device=self.device))
 
     @torch.inference_mode(False)
-    def take(self, more: int) -> None:
-        """Takes memory for at least so many more free entries, with everything in a new place."""
+    def grow(self, more: int) -> None:
+        """Allocate at least ``more`` free entries, which changes all addresses."""
         old = len(self._stack)
         entries = min(max(_FIRST_ENTRIES, 2 * old, old + more), self.elements)
         self._table = self._grow(self.schema, entries, self._table)

@@ -1,4 +1,4 @@
-"""Lay small columns next to each other in one record per row."""
+"""Store the small leaves of a row next to each other, in one record."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ __all__ = [
 
 
 def runs_of(slots: torch.Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits slots into at most two rising runs ``(first slot, start, stop)``; None if there are
-    more. What a ring writes is one run, or two around its end."""
+    """Split slots into at most two rising runs ``(first slot, start, stop)``.
+
+    Return None if there are more runs. A write to a ring has one run, or two runs around the end of
+    the ring.
+    """
     count = len(slots)
     if count == 1:
         return [(int(slots[0]), 0, 1)]
@@ -42,23 +45,25 @@ def runs_of(slots: torch.Tensor) -> list[tuple[int, int, int]] | None:
 
 
 WIDE_BYTES = 512
-"""From this size on a leaf is bound by bandwidth: it gains nothing from a record and lies alone."""
+"""Bytes of a leaf from which on it is stored in a separate column. Memory bandwidth limits copies
+of such leaves, so they gain nothing from a record."""
 
 
 _MODEL_ROWS = 4096
-"""Up to this many rows a block is kept as the model of the next: half the time of describing it."""
+"""Most rows of a block that serves as a template for the next block. A template halves the time to
+make a block."""
 
 
 class RecordLayout:
-    """Where each small leaf lies in a record of ``stride`` bytes.
+    """The offset of each small leaf in a record of ``stride`` bytes.
 
-    Leaves of one dtype are neighbours, wider dtypes come first: every field is aligned, padding
-    is at the end and at most 5 % or an element, and one view and one split per dtype take a block
-    of records apart.
+    Leaves of one dtype are neighbours, and wider dtypes come first. So every leaf is aligned, and
+    padding is only at the end. It is at most 5 %, or less than one value of the widest dtype. A
+    block of records is split with one view and one split per dtype.
 
     Attributes:
         offsets: first byte of each leaf.
-        sizes: its bytes.
+        sizes: bytes of each leaf.
         stride: bytes of a record.
     """
 
@@ -66,7 +71,7 @@ class RecordLayout:
         by_dtype: dict[torch.dtype, list[Path]] = {}
         for path in paths:
             by_dtype.setdefault(schema.leaves[path].dtype, []).append(path)
-        # Stable: leaves of one dtype stay in the schema's order.
+        # The sort is stable, so leaves of one dtype stay in the schema's order.
         groups = sorted(by_dtype.items(), key=lambda item: -item[0].itemsize)
         self.offsets: dict[Path, int] = {}
         self.sizes: dict[Path, int] = {}
@@ -86,8 +91,12 @@ class RecordLayout:
         self._groups = [self._split_plan(dtype, members) for dtype, members in groups]
 
     def _split_plan(self, dtype: torch.dtype, members: list[Path]) -> tuple[Any, ...]:
-        """The dtype, the sizes to split a row into, where the first leaf is, and the shapes of
-        leaves that are not vectors."""
+        """Return the plan by which ``split`` makes the leaves of one dtype.
+
+        Returns:
+            The dtype, the sizes of the parts of a row, and the slice of the parts that are leaves.
+            Last come the places and shapes of leaves that are not vectors.
+        """
         unit = dtype.itemsize
         sizes = [self.sizes[path] // unit for path in members]
         before = self.offsets[members[0]] // unit
@@ -103,38 +112,39 @@ class RecordLayout:
 
     @property
     def word(self) -> torch.dtype:
-        """The widest integer that records are whole numbers of: what torch moves them as."""
+        """The widest integer dtype whose size divides ``stride``, for copies of records."""
         return next(w for w in (torch.int64, torch.int32, torch.int16, torch.uint8)
                     if self.stride % w.itemsize == 0)  # fmt: skip
 
     def views(self, block: torch.Tensor) -> dict[Path, torch.Tensor]:
-        """Returns the leaves ``[*batch, *F]`` of a block uint8 ``[*batch, stride]``, as views."""
+        """Return views of the leaves of a block uint8 ``[*batch, stride]``, by path."""
         return {
             path: field_view(block, offset, self._dtypes[path], self._shapes[path])
             for path, offset in self.offsets.items()
         }
 
     def new_block(self, rows: int) -> torch.Tensor:
-        """Returns uninitialised records for ``split``, on the CPU."""
-        model = self._model  # another thread may exchange it
+        """Return uninitialised records for ``split``, on the CPU."""
+        model = self._model  # another thread may replace it
         if model is not None and model.shape[0] == rows:
             return torch.empty_like(model)
-        # A default device of the caller's, which torch.empty would follow, has no say here.
+        # The device is given, because torch.empty would use the caller's default device.
         block = torch.empty((rows, self._width), dtype=self._first, device="cpu")
         if rows <= _MODEL_ROWS:
             self._model = torch.empty_like(block)
         return block
 
     def as_block(self, words: torch.Tensor) -> torch.Tensor:
-        """Returns fresh records ``[B, stride]`` of any dtype in the form that ``split`` takes."""
+        """Return new records ``[B, stride]`` of any dtype in the form for ``split``."""
         return words.view(self._first)
 
     def split(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """Takes fresh records apart into leaves, in the order of ``offsets``.
+        """Split new records into leaves, in the order of ``offsets``.
 
-        The leaves share the block's memory and nothing else: each is a tensor of its own to
-        autograd, with its own version. Cost: one operation a dtype, and one a leaf that is not a
-        vector.
+        The leaves share the block's memory, but each is a separate tensor for autograd, with a
+        separate version counter.
+
+        Cost: one operation per dtype, and one per leaf that is not a vector.
         """
         leaves: list[torch.Tensor] = []
         for dtype, parts, taken, shaped in self._groups:
@@ -154,13 +164,14 @@ class RecordLayout:
 def field_view(
     block: torch.Tensor, offset: int, dtype: torch.dtype, shape: torch.Size
 ) -> torch.Tensor:
-    """Returns the values ``[*batch, *F]`` of one leaf of a block of records, as a view.
+    """Return a view of the values ``[*batch, *F]`` of one leaf of a block of records.
 
     Args:
-        block: uint8 ``[*batch, stride]``; its start, ``offset`` and ``stride`` are multiples of the
-            size of a value.
+        block: uint8 ``[*batch, stride]``. Its address, ``offset`` and ``stride`` are multiples of
+            the size of a value.
         offset: first byte of the leaf in a record.
-        shape: of the leaf, ``F``.
+        dtype: the dtype of the leaf.
+        shape: the shape of the leaf, ``F``.
     """
     inner, step = [], 1
     for size in reversed(shape):
@@ -171,7 +182,7 @@ def field_view(
     for dim in reversed(range(len(outer))):
         if row.shape[dim] > 1:
             break
-        outer[dim] = step  # a single row is viewed as if it were alone
+        outer[dim] = step  # for a dimension of size 1, the stride of a contiguous tensor
     return row.as_strided(
         [*block.shape[:-1], *shape],
         [*outer, *reversed(inner)],
@@ -180,9 +191,9 @@ def field_view(
 
 
 def _stride(nbytes: int, widest: int) -> int:
-    """Bytes from one record to the next: as well aligned as 5 % of padding allows.
+    """Return the bytes from one record to the next, with at most 5 % of padding.
 
-    Fewer lines of the cache are cut, which a random read pays for one by one.
+    An aligned record spans fewer cache lines. Each cache line costs a random read.
     """
     for alignment in (64, 32, 16, 8):
         padded = -(-nbytes // alignment) * alignment
@@ -195,9 +206,9 @@ _unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
 def plan_records(schema: Schema) -> RecordLayout | None:
-    """Returns the layout of the leaves that are small; None where there are not two of them.
+    """Return the layout of the small leaves; None if there are fewer than two.
 
-    Leaves that were added lie alone: records are laid out by the first write.
+    The first write fixes the records, so leaves that are added later are in separate columns.
     """
     small = []
     for path, leaf in schema.leaves.items():
@@ -208,16 +219,16 @@ def plan_records(schema: Schema) -> RecordLayout | None:
 
 
 def alone(leaves: Mapping[Path, Any], layout: RecordLayout | None) -> list[Path]:
-    """Returns the leaves that lie in columns of their own."""
+    """Return the leaves that are stored in separate columns."""
     return [path for path in leaves if layout is None or path not in layout.offsets]
 
 
 @dataclass(frozen=True)
 class PackedLeaves:
-    """Records, and where the leaves lie in them.
+    """Records, and the offsets of the leaves in them.
 
     Attributes:
-        records: uint8 ``[n, *lanes, stride]``: a tensor, or what reads like one in files.
+        records: uint8 ``[n, *lanes, stride]``, a tensor or rows in files.
         offsets: first byte of each leaf in a record.
     """
 
@@ -225,7 +236,7 @@ class PackedLeaves:
     offsets: Mapping[Path, int]
 
     def to_state(self, schema: Schema) -> dict[Path, dict[str, Any]]:
-        """Returns by path what a saved state has instead of a column."""
+        """Return for each leaf, by path, the entry that replaces its column in a save."""
         leaves = schema.leaves
         return {
             path: {
@@ -237,7 +248,7 @@ class PackedLeaves:
         }
 
     def lie_as(self, layout: RecordLayout | None) -> bool:
-        """Whether records of a layout have the same leaves at the same places."""
+        """Return whether records of a layout have the same leaves at the same offsets."""
         return (
             layout is not None
             and layout.stride == self.records.shape[-1]
@@ -245,14 +256,14 @@ class PackedLeaves:
         )
 
     def fields(self, records: torch.Tensor, schema: Schema) -> dict[Path, torch.Tensor]:
-        """Returns the leaves of records that lie as these do, as views."""
+        """Return views of the leaves of other records with the same offsets."""
         return {
             path: field_view(records, at, schema.leaves[path].dtype, schema.leaves[path].shape)
             for path, at in self.offsets.items()
         }
 
     def padding(self, schema: Schema) -> int:
-        """Bytes at the end of a record in which no leaf lies."""
+        """Return the number of unused bytes at the end of a record."""
         leaves = schema.leaves
         ends = [
             at + leaves[path].shape.numel() * leaves[path].dtype.itemsize
@@ -262,14 +273,14 @@ class PackedLeaves:
 
 
 def field_of(column: Mapping[str, Any], records: Any) -> Any:
-    """Returns the column of a leaf that a saved state says lies in records, as views of them.
+    """Return a leaf of a saved state that is stored in records, as a view of them.
 
     Args:
-        column: what ``PackedLeaves.to_state`` gave.
-        records: those of the state.
+        column: an entry of ``PackedLeaves.to_state``.
+        records: the records of the state.
 
     Raises:
-        ValueError: there are no such values in the records.
+        ValueError: the records cannot hold such values.
     """
     dtype, shape, at = dtype_by_name(column.get("dtype")), column.get("shape"), column["field"]
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):

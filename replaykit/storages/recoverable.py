@@ -1,4 +1,4 @@
-"""Commit changes of a storage in files, and recover it after its process was killed."""
+"""Commit changes of a storage to files, and recover it after its process has died."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 
 from replaykit.checkpoint.dirty_chunks import TrackedTensor
 from replaykit.errors import CheckpointError
-from replaykit.recovery import CommitLock, Home
+from replaykit.recovery import CommitLock, RecoveryFolder
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
 from replaykit.storages.commit_state import (
     Changed,
-    KeptCount,
-    KeptState,
-    KeptTable,
+    CommittedPriorities,
+    CommittedState,
     PriorityKeeper,
-    place_of,
+    RecoverableWriter,
+    index_of_part,
+    insert_part,
     still_there,
-    take_place,
 )
 from replaykit.storages.episode_indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from replaykit.storages.tensors import LazyTensorStorage
 
 __all__ = [
-    "BESIDE",
     "FOLLOWERS",
     "GENERATIONS",
+    "OVERFLOW",
     "POSITIONS",
     "PRIORITIES",
     "Committing",
@@ -50,38 +50,41 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 
 POSITIONS, GENERATIONS = 0, 1
-BESIDE, FOLLOWERS = 4, 5
+OVERFLOW, FOLLOWERS = 4, 5
 PRIORITIES = 8
-"""Numbers of tables; 2, 3, 6 and 7 are those of storages that processes share."""
+"""Numbers of tables; shared storages also use 2, 3, 6 and 7."""
 
 
 class Committing:
-    """Has what was changed while the lock was held count all at once; the half of ``Recovery`` that
-    knows what belongs to a state.
+    """The part of ``Recovery`` that collects the state of a storage and commits it.
+
+    All changes that were made while the lock was held are committed at once.
 
     Args:
-        storage: whose.
-        home: the folder beside its files.
+        storage: the storage.
+        home: the recovery folder next to its files.
     """
 
     shared = False
-    """Whether several processes have it open."""
+    """True if several processes have the storage open."""
 
-    def __init__(self, storage: LazyTensorStorage, home: Home) -> None:
+    def __init__(self, storage: LazyTensorStorage, home: RecoveryFolder) -> None:
         self._storage = weakref.ref(storage)
         self.home = home
         self.active = False
-        """Whether there are rows: from the first write on, or what was recovered."""
+        """True after the first write, or if rows were recovered."""
         self._rows: dict[Any, int] = {}
-        self._noted: tuple[int, tuple[int, ...]] | None = None
-        """How far the ledger, and what it counts on, had come when rows were noted last."""
+        self._journaled: tuple[int, tuple[int, ...]] | None = None
+        """Number of the state in progress, and counters of the ledger, at the last journaled
+        write."""
         self._whole = 0
-        """How much of what was noted then belongs to changes that were made to their end."""
+        """Bytes of the journal that belong to complete changes; a rollback stops there."""
         self._again = False
-        """Whether a commit has failed: what it took from the parts is asked for once more."""
+        """True if the next commit must read the whole state of the parts, as after a failed
+        commit."""
         self._seen: Any = None
         self._marks: Any = None
-        self._committed: KeptState | None = None
+        self._committed: CommittedState | None = None
         self._samplers: list[weakref.ref[Any]] = []
         self._writers: list[weakref.ref[Any]] = []
         self._saved_at: tuple[int, ...] = ()
@@ -89,14 +92,14 @@ class Committing:
     # -- parts --------------------------------------------------------------------------------
 
     def adopt_sampler(self, sampler: PriorityKeeper) -> None:
-        """Keeps a sampler's priorities; gives it those that the one in its place had.
+        """Commit the priorities of a sampler from now on, and restore its saved ones.
 
-        The one that comes for another one of the same buffer takes its place.
+        A sampler that replaces another sampler of the same buffer gets the number of that sampler.
 
         Raises:
-            CheckpointError: there are none in its file, but other numbers.
+            CheckpointError: the table holds numbers that are not priorities.
         """
-        place, saved = place_of(self._samplers, sampler), self._still_saved()
+        place, saved = index_of_part(self._samplers, sampler), self._still_saved()
         if place < len(self._samplers):
             self._again = True
         elif saved is not None and place < len(saved.priorities):
@@ -107,28 +110,28 @@ class Committing:
                     f"{self.home.folder} is damaged: number {PRIORITIES + place} of its tables "
                     "holds no priorities"
                 )
-            sampler.take_kept(torch.from_numpy(cells.copy()), table.most, table.dropped)
-        take_place(self._samplers, place, sampler)
+            sampler.restore_priorities(torch.from_numpy(cells.copy()), table.most, table.dropped)
+        insert_part(self._samplers, place, sampler)
 
-    def adopt_writer(self, writer: KeptCount) -> None:
-        """The same for the count of a writer."""
-        place, saved = place_of(self._writers, writer), self._still_saved()
+    def adopt_writer(self, writer: RecoverableWriter) -> None:
+        """Commit the count of a writer from now on, and restore its saved count."""
+        place, saved = index_of_part(self._writers, writer), self._still_saved()
         if place < len(self._writers):
             self._again = True
         elif saved is not None and place < len(saved.counts):
             writer._write_count = saved.counts[place]
-        take_place(self._writers, place, writer)
+        insert_part(self._writers, place, writer)
 
-    def _let_go_of_parts(self, storage: LazyTensorStorage) -> None:
-        """Closes the places of parts that are gone, or work on something else now."""
+    def _drop_parts(self, storage: LazyTensorStorage) -> None:
+        """Remove the parts that have died, or are attached to another storage now."""
         for parts in (self._samplers, self._writers):
             there = still_there(parts, storage)
             if len(there) < len(parts):
                 parts[:] = there
                 self._again = True
 
-    def _still_saved(self) -> KeptState | None:
-        """The state that parts can take over: nothing was written since it was opened."""
+    def _still_saved(self) -> CommittedState | None:
+        """Return the recovered state; None if rows were written since the recovery."""
         storage = self._storage()
         if storage is None:
             return None
@@ -137,11 +140,13 @@ class Committing:
 
     # -- committing ---------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Commits what was changed since the last time; called when the lock is let go.
+    def commit(self) -> None:
+        """Commit all changes since the last commit.
+
+        The lock calls this before its release.
 
         Raises:
-            OSError: no room for it; nothing of it counts yet, the next time tries again.
+            OSError: there is no room. No change is committed then, and the next call tries again.
         """
         storage = self._storage()
         if storage is None or not self.active:
@@ -150,17 +155,17 @@ class Committing:
             return
         ledger, marks = storage.ledger, storage.indexes.marks
         now = ledger_counters(ledger)
-        if self._noted is not None:
-            if self._noted[1] == now and self._noted[0] == self.home.noted()[0]:
-                self._take_back(self._whole)  # what was given up before anybody knew of it
-            self._noted = None
+        if self._journaled is not None:
+            if self._journaled[1] == now and self._journaled[0] == self.home.journaled()[0]:
+                self._rollback(self._whole)  # undo a write that failed before the ledger counted it
+            self._journaled = None
         counts = self._write_counts()
         seen = now, storage.edits, counts
         if not self.shared and (
             self._again or self._saved_at != (ledger.next_position, ledger.changes)
         ):
-            self._let_go_of_parts(storage)
-        self._again, again = True, self._again  # until it has come to its end
+            self._drop_parts(storage)
+        self._again, again = True, self._again  # until this commit is complete
         if again:
             ledger.touched = [None]
         changed: list[Changed | None] = []
@@ -179,7 +184,7 @@ class Committing:
             self._seen, self._marks = seen, marks.numbers
         self._again = False
 
-    def _take_back(self, since: int) -> None:
+    def _rollback(self, since: int) -> None:
         storage = self._storage()
         if self.home.roll_back(since) and storage is not None:
             storage.put_back()
@@ -188,10 +193,13 @@ class Committing:
         self.home.commit(numbers)
 
     def _logged(self, number: int, at: Array | range) -> None:
-        """Told which rows of a table the next commit changes; a range: it may be all."""
+        """Record a change of rows of a table; a range may mean all rows."""
 
     def tracked(self, sampler: PriorityKeeper, rows: TrackedTensor) -> TrackedTensor:
-        """A sampler's priorities for a save, with who knows of their changes; the lock is held."""
+        """Return a sampler's priorities for a save, with the tracker of their changes.
+
+        The caller holds the lock.
+        """
         return rows
 
     def _write_counts(self) -> list[int]:
@@ -200,7 +208,7 @@ class Committing:
     def _moved_on(
         self, storage: LazyTensorStorage, changed: list[Changed | None], counts: list[int]
     ) -> Array | None:
-        """The numbers of the state, where nothing has come but rows at the cursor; else None."""
+        """Return the new state's numbers; None if it is not only a write at the cursor."""
         before, ledger = self._committed, storage.ledger
         if (
             before is None
@@ -217,7 +225,7 @@ class Committing:
 
     def _state(
         self, storage: LazyTensorStorage, changed: list[Changed | None], again: bool
-    ) -> KeptState:
+    ) -> CommittedState:
         before, ledger = self._committed, storage.ledger
         positions, generations = self._tables(ledger, before, again)
         saved = self._still_saved()
@@ -225,10 +233,10 @@ class Committing:
             self._priorities(place, one, before, again) for place, one in enumerate(changed)
         ]
         counts = self._write_counts()
-        if saved is not None:  # until their parts are there
+        if saved is not None:  # keeps the entries of parts that are not attached yet
             priorities += saved.priorities[len(priorities) :]
             counts += saved.counts[len(counts) :]
-        return KeptState.of(
+        return CommittedState.of(
             ledger,
             storage.indexes.known() if ledger.length else None,
             positions=positions,
@@ -237,8 +245,10 @@ class Committing:
             counts=counts,
         )
 
-    def _tables(self, ledger: Ledger, before: KeptState | None, again: bool) -> tuple[int, int]:
-        """Brings the tables of the ledger to the files; returns their lengths, -1 for none."""
+    def _tables(
+        self, ledger: Ledger, before: CommittedState | None, again: bool
+    ) -> tuple[int, int]:
+        """Write the tables of the ledger to files; return their lengths, -1 for no table."""
         touched, ledger.touched = ledger.touched or [], []
         lengths = (-1, -1) if before is None else (before.positions, before.generations)
         positions, generations = ledger.tables()
@@ -265,25 +275,25 @@ class Committing:
             at = at[at < len(values)]
         if len(at):
             of = slice(at.start, at.stop) if isinstance(at, range) else at
-            # A commit that was interrupted may have counted.
+            # An interrupted commit may have taken effect.
             self.home.set(number, values[of], at, fresh=known < 0 and not again)
             self._logged(number, at)
         return len(values)
 
     def _priorities(
-        self, place: int, changed: Changed | None, before: KeptState | None, again: bool
-    ) -> KeptTable:
+        self, place: int, changed: Changed | None, before: CommittedState | None, again: bool
+    ) -> CommittedPriorities:
         known = None
         if before is not None and place < len(before.priorities):
             known = before.priorities[place]
         if changed is None:
-            return KeptTable(0, 1.0, 0) if known is None else known
+            return CommittedPriorities(0, 1.0, 0) if known is None else known
         index = range(changed.length) if changed.elements is None else changed.elements
         if len(index):
             fresh = (known is None or not known.length) and not again
             self.home.set(PRIORITIES + place, changed.values, index, fresh=fresh)
             self._logged(PRIORITIES + place, index)
-        return KeptTable(changed.length, changed.most, changed.dropped)
+        return CommittedPriorities(changed.length, changed.most, changed.dropped)
 
 
 def ledger_counters(ledger: Ledger) -> tuple[int, ...]:
@@ -291,25 +301,25 @@ def ledger_counters(ledger: Ledger) -> tuple[int, ...]:
 
 
 _ROWS = 1000
-"""Numbers of tables; from the last on those of the files of the rows."""
+"""Number of the first file of rows. Tables have smaller numbers."""
 
 
 class Recovery(Committing):
-    """Keeps in files what tells which rows of a memory-mapped storage count.
+    """The recovery of a memory-mapped storage, with files that record its valid rows.
 
-    The lock of the storage is its clock: what was changed while it was held is committed when it is
-    let go, all at once. Rows are noted in a journal before they are overwritten, so that a write
-    that was cut off, by a kill or by an error before the ledger knew of it, is taken back.
+    All changes that were made while the storage's lock was held are committed at once, when the
+    lock is released. Rows are journaled before they are overwritten. So a write is rolled back if
+    the process is killed during it, or if an error comes before the ledger counts it.
 
     Args:
-        storage: whose.
-        home: the folder beside its files.
+        storage: the storage.
+        home: the recovery folder next to its files.
     """
 
     # -- opening ------------------------------------------------------------------------------
 
     def describe(self, schema: Schema, slots: int, lanes: torch.Size) -> dict[str, Any]:
-        """What has to be the same when the storage is opened again."""
+        """Return the values that must not differ when the storage is opened again."""
         storage = self._storage()
         assert storage is not None
         key = storage.lane_key
@@ -322,11 +332,11 @@ class Recovery(Committing):
         }
 
     def known(self) -> dict[str, Any] | None:
-        """The description of what is there; None: nothing.
+        """Return the description of the storage in the folder; None if there is none.
 
         Raises:
-            CheckpointError: it is damaged. ValueError: it is that of a storage with other
-                arguments; says which.
+            CheckpointError: the description is damaged.
+            ValueError: the storage was made with other arguments; the error names one.
         """
         found, storage = self.home.manifest(), self._storage()
         assert storage is not None
@@ -346,13 +356,13 @@ class Recovery(Committing):
         if found.get("slots") != slots:
             raise ValueError(
                 f"expected a max_size of {slots} time steps, got {found.get('slots')} in {folder}: "
-                "another capacity takes dumps and loads"
+                "use dumps and loads to change the capacity"
             )
         return found
 
-    def check_once(self, found: dict[str, Any], pairs: Pairs | None) -> None:
-        """Raises ValueError where other leaves are stored once than what is there tells of."""
-        there, own = found.get("dedup_next"), None if pairs is None else _once_of(pairs)
+    def check_dedup(self, found: dict[str, Any], pairs: Pairs | None) -> None:
+        """Raise ValueError if the files were made with another ``dedup_next``."""
+        there, own = found.get("dedup_next"), None if pairs is None else _dedup_columns_of(pairs)
         if there != own:
             shown = [
                 False if keys is None else [key[0] if len(key) == 1 else tuple(key) for key in keys]
@@ -362,32 +372,33 @@ class Recovery(Committing):
             raise ValueError(f"expected dedup_next={shown[0]}, got {shown[1]} in {folder}")
 
     def begin(self, columns: Columns, files: list[FilePath]) -> None:
-        """Has the rows of fresh files count as none, and opens them for noting."""
-        self.open_anew(columns, files)
+        """Open new row files, without stored rows, for the journal, and publish them."""
+        self.reopen(columns, files)
         self.publish(columns)
 
-    def open_anew(self, columns: Columns, files: list[FilePath]) -> None:
-        """The half of ``begin`` after which tables can be made."""
+    def reopen(self, columns: Columns, files: list[FilePath]) -> None:
+        """Do the first half of ``begin``. Afterwards tables can be made."""
         self._open(columns, files, fresh=True)
 
     def publish(self, columns: Columns, pairs: Pairs | None = None) -> None:
-        """The other half: from now on there is a storage to recover.
+        """Do the second half of ``begin``. From then on the storage can be recovered.
 
         Args:
-            pairs: which leaves are stored once, of rows that have more leaves than the columns.
+            columns: the columns of the rows.
+            pairs: the leaves that are stored once; None if the columns have all leaves.
         """
         schema = columns.schema if pairs is None else pairs.schema
         content = self.describe(schema, columns.slots, columns.lanes)
         if pairs is not None:
-            content["dedup_next"] = _once_of(pairs)
+            content["dedup_next"] = _dedup_columns_of(pairs)
         self.home.publish(content, version=1 if pairs is None else 2)
         self.active = True
 
     def resume(self, columns: Columns, files: list[FilePath]) -> None:
-        """Takes over what was committed: ledger, cuts and begins of episodes.
+        """Restore the committed ledger, cuts and begins of episodes.
 
         Raises:
-            CheckpointError: what is there contradicts itself.
+            CheckpointError: the files contradict each other.
         """
         storage = self._storage()
         assert storage is not None
@@ -396,7 +407,7 @@ class Recovery(Committing):
         if not len(numbers):
             return
         try:
-            state = KeptState.decode(numbers)
+            state = CommittedState.decode(numbers)
             for place, table in enumerate(state.priorities):
                 self.home.check_table(PRIORITIES + place, np.float64, table.length)
             positions = self._table(POSITIONS, state.positions)
@@ -442,99 +453,110 @@ class Recovery(Committing):
 
     # -- changes ------------------------------------------------------------------------------
 
-    def note(self, at: Array | range, paths: Iterable[Path] | None = None) -> None:
-        """Notes stored rows that are about to be overwritten, by slot. The lock is held.
+    def journal_rows(self, at: Array | range, paths: Iterable[Path] | None = None) -> None:
+        """Journal stored rows, by slot, before they are overwritten.
 
-        They are taken back when the lock is let go, unless the ledger has moved or ``made`` was
-        called by then.
+        The caller holds the lock. The release of the lock rolls the rows back, unless by then the
+        ledger has changed or ``made`` was called.
 
         Args:
-            paths: of the leaves that are; None: all.
+            at: slots of the rows.
+            paths: paths of the leaves that change; None for all leaves.
 
         Raises:
-            OSError: there is no room for a copy of them; nothing has changed.
-            RuntimeError: in a forked process.
+            OSError: there is no room for a copy of the rows. Nothing has changed then.
+            RuntimeError: this is a forked process.
         """
-        self._note(at, paths)
+        self._journal(at, paths)
 
-    def _note(self, at: Array | range, paths: Iterable[Path] | None = None) -> None:
+    def _journal(self, at: Array | range, paths: Iterable[Path] | None = None) -> None:
         storage = self._storage()
         assert storage is not None
         stored = storage.ledger.length
-        if self._committed is not None:  # they count until the next commit, also after a `clear`
+        if (
+            self._committed is not None
+        ):  # its rows are valid until the next commit, even after a `clear`
             stored = max(stored, self._committed.length)
         if isinstance(at, range):
             at = range(at.start, min(at.stop, stored))
         elif len(at) and int(at.max()) >= stored:
             at = at[at < stored]
-        count, used = self.home.noted()
+        count, used = self.home.journaled()
         now = count, ledger_counters(storage.ledger)
-        if now != self._noted:  # what was noted before belongs to writes that count
-            self._noted, self._whole = now, used
+        if now != self._journaled:  # the journal so far belongs to complete writes
+            self._journaled, self._whole = now, used
         rows = self._rows
         targets: Iterable[int] = rows.values()
-        if paths is not None:  # those that have no place of their own lie in the records
+        if paths is not None:  # a leaf without a separate column is in the records
             places = {path if path in rows else None for path in paths}
             targets = {rows[path] for path in places if path in rows}
         for target in targets:
-            self.home.note(target, at)
+            self.home.journal_rows(target, at)
 
-    def note_more(self, target: int, at: Array | range) -> None:
-        """``note`` of rows of a table, or of what else ``home`` knows, whichever are stored."""
+    def journal_table(self, target: int, at: Array | range) -> None:
+        """Journal rows of a table, or of another target of ``home``.
+
+        The rows need not be stored rows.
+        """
         storage = self._storage()
         assert storage is not None
-        count, used = self.home.noted()
+        count, used = self.home.journaled()
         now = count, ledger_counters(storage.ledger)
-        if now != self._noted:
-            self._noted, self._whole = now, used
-        self.home.note(target, at)
+        if now != self._journaled:
+            self._journaled, self._whole = now, used
+        self.home.journal_rows(target, at)
 
     def made(self) -> None:
-        """Told that the change for which rows were noted was made to its end."""
-        self._whole = self.home.noted()[1]
+        """Mark the change whose rows were journaled as complete."""
+        self._whole = self.home.journaled()[1]
 
-    def note_ring(self, first: int, count: int) -> None:
-        """Notes the stored ones of ``count`` slots from ``first`` on, round the ring: those at the
-        cursor."""
-        self._note_ring(first, count)
+    def journal_ring(self, first: int, count: int) -> None:
+        """Journal the stored rows in ``count`` slots of the ring, from ``first`` on.
 
-    def _note_ring(self, first: int, count: int) -> None:
+        These are the slots at the cursor.
+        """
+        self._journal_ring(first, count)
+
+    def _journal_ring(self, first: int, count: int) -> None:
         storage = self._storage()
         assert storage is not None
         ledger = storage.ledger
         slots = ledger.slots
         first %= slots
         until = first + count
-        if until <= ledger.length:  # what every write of few rows is, once the ring is full
-            # Noted before it is said to whom it belongs: nothing is overwritten until then.
-            sequence, used = self.home.note_rows(first, until)
+        if until <= ledger.length:  # the case of every write of few rows to a full ring
+            # The journal entry comes before `_journaled` is set. The write overwrites no row until
+            # then.
+            sequence, used = self.home.journal_file_rows(first, until)
             now = sequence, ledger_counters(ledger)
-            if now != self._noted:
-                self._noted, self._whole = now, used
+            if now != self._journaled:
+                self._journaled, self._whole = now, used
         elif until <= slots:
-            self._note(range(first, until))
+            self._journal(range(first, until))
         else:
-            self._note(range(first, slots))
-            self._note(range(until - slots))
+            self._journal(range(first, slots))
+            self._journal(range(until - slots))
 
-    def look(self, *, whole: bool = False) -> None:
-        """Told that somebody asks how much is stored, who may not hold the lock; ``whole``: or for
-        something else."""
+    def poll(self, *, whole: bool = False) -> None:
+        """Poll other processes before the caller reads the number of rows.
+
+        The caller need not hold the lock. It sets ``whole`` if it will also read other state.
+        """
 
     def new_lock(self) -> Any:
-        """The lock of the storage."""
-        return CommitLock(self.settle)
+        """Return a lock for the storage."""
+        return CommitLock(self.commit)
 
 
-def _once_of(pairs: Pairs) -> list[list[Any]]:
-    """Which leaves at the root are stored once."""
+def _dedup_columns_of(pairs: Pairs) -> list[list[Any]]:
+    """Return the root paths of the leaves that are stored once."""
     return [list(path) for path in pairs.root_of.values()]
 
 
 def rows_as_bytes(columns: Columns) -> dict[Path | None, Array]:
-    """The memory of columns by slot, uint8 ``[slots, bytes]`` each, without a copy.
+    """Return views of the memory of columns, uint8 ``[slots, bytes]`` each.
 
-    By the paths of the leaves; None: the records, which hold the others.
+    The keys are the paths of leaves in separate columns, and None for the records.
     """
     packed = {} if columns.layout is None else columns.layout.offsets
     alone: dict[Path | None, torch.Tensor] = {}

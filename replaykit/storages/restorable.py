@@ -1,4 +1,4 @@
-"""Take the rows of a column storage out as plain columns, and put them back or map them."""
+"""Save the rows of a column storage as plain columns, and load or map them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from replaykit._compat import arange
 from replaykit.checkpoint import MappedRows, RowChunks
 from replaykit.errors import SchemaError
-from replaykit.schema import Rows, Schema, take_apart, zeros_of
+from replaykit.schema import Rows, Schema, split_leaves, zeros_of
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
 from replaykit.storages.columns import Columns
 from replaykit.storages.content import (
     Content,
-    FollowedColumn,
     Group,
+    LinkedColumn,
     from_plain,
     rebuilt_column,
     to_plain,
 )
-from replaykit.storages.dedup_columns import OnceColumns
+from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.dedup_streams import StreamColumns, keys_of
 from replaykit.storages.episode_indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
@@ -34,13 +34,13 @@ from replaykit.structure import Branch, Path
 __all__ = ["RestorableStorage", "adopt_mapped", "mapped_rows", "why_not_mapped"]
 
 _BLOCK_BYTES = 4 * 2**20
-"""How much of a load is copied at a time: what is in between stays in the processor's cache."""
+"""Bytes of a block of a load. Its temporary values stay in the processor's cache."""
 _WHOLE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
 class _Target:
-    """Where rows will lie: the number of time slots there are, or will be."""
+    """The target of a load, with the number of time slots that it has or will have."""
 
     slots: int
 
@@ -49,34 +49,35 @@ class RestorableStorage(ColumnStorage):
     """A column storage whose rows can be saved, loaded, pickled and copied."""
 
     def content(self) -> Content:
-        """Returns the stored rows as views, not copies; the caller holds the lock."""
+        """Return views of the stored rows; the caller holds the lock."""
         columns, length = self._columns, self.ledger.length
         if columns is None:
             return Content(0)
         leaves: dict[Path, Any] = {}
-        if isinstance(columns, OnceColumns):
+        if isinstance(columns, DedupColumns):
             packed = columns.rows.packed(length)
             leaves.update(columns.rows.view(length))
             elements, values = columns.own_following(length)
             steps = columns.links.steps(length) if isinstance(columns, StreamColumns) else None
             for path, root in columns.pairs.root_of.items():
-                leaves[path] = FollowedColumn(
+                leaves[path] = LinkedColumn(
                     leaves[root], elements, values[path], columns.lanes, steps
                 )
         else:
             packed = columns.packed(length)
             leaves.update(columns.view(length))
         views = tuple(leaves[path] for path in columns.schema.leaves)
-        group = Group(columns.schema, views, columns.changes, columns.follow_memory, packed)
+        group = Group(columns.schema, views, columns.changes, columns.refresh_addresses, packed)
         return Content(length, self.lanes, (group,))
 
     def check_content(self, content: Content) -> _Target | None:
-        """Checks that rows of another storage fit; hand the result to ``load_content``.
+        """Check that rows of another storage fit; return the target for ``load_content``.
 
-        Nothing changes, and no memory is taken yet.
+        Nothing changes, and no memory is allocated yet.
 
         Raises:
-            SchemaError: layout or lanes differ. KeyError: there is no column ``lane_key``.
+            SchemaError: the layout or the lanes differ.
+            KeyError: the rows have no column ``lane_key``.
         """
         if not content.groups and not content.rows:
             return None if self._columns is None else _Target(self._columns.slots)
@@ -97,15 +98,15 @@ class RestorableStorage(ColumnStorage):
         return _Target(self._columns.slots)
 
     @property
-    def takes_over_whole(self) -> bool:
+    def checks_before_load(self) -> bool:
         return self._columns is None and not self.load_hooks
 
     def load_content(
         self, content: Content, target: _Target | None, rows: torch.Tensor | None
     ) -> None:
-        """Copies checked rows in: all to their own slots, or ``rows`` to slots ``0, 1, ...``.
+        """Copy checked rows to their own slots, or ``rows`` to slots ``0, 1, ...``.
 
-        Takes memory first, if there is none yet: what can fail, fails before anything changes.
+        Missing memory is allocated first, so that a failure leaves the storage unchanged.
         """
         if not content.groups:
             if content.check is not None:
@@ -119,10 +120,10 @@ class RestorableStorage(ColumnStorage):
             first = Rows(group.schema.root, leaves, torch.Size([0, *content.lanes]))
             columns = self._allocate(group.schema, content.lanes, first)
         if self.recovery is not None:
-            # Its files are there once and for all, with nothing stored in them yet.
+            # The storage never gives up its files, so it adopts the columns before the copy.
             self._columns = columns
             self._adopt(columns)
-            self.recovery.note(range(self.ledger.length))
+            self.recovery.journal_rows(range(self.ledger.length))
         _fill(columns, leaves, content.rows, rows, content.ledger, group.packed)
         if content.check is not None:
             content.check()
@@ -130,7 +131,7 @@ class RestorableStorage(ColumnStorage):
         self._adopt(columns)
 
     def _completed(self, content: Content) -> Group:
-        """The rows of some content, with zeros in those added columns here that they lack."""
+        """Return the rows of ``content``, with zeros for added columns that it lacks."""
         group, columns = content.single_group(), self._columns
         if columns is None or columns.schema.added <= group.schema.leaves.keys():
             return group
@@ -151,12 +152,12 @@ class RestorableStorage(ColumnStorage):
         return lambda: self.load_content(content, self.check_content(content), None)
 
     def _forget_columns(self, slots: int, size: int) -> None:
-        """Is as before the first write, with room for that many slots and rows."""
+        """Return to the state before the first write, for ``slots`` slots, ``size`` rows."""
         self._columns = self._matcher = None
         self.ledger.slots, self.max_size = slots, size
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of the stored rows.
+        """Return copies of the stored rows.
 
         Raises:
             TypeError: the rows are pytrees other than TensorDicts, tensorclasses and tensors.
@@ -168,12 +169,12 @@ class RestorableStorage(ColumnStorage):
                 raise TypeError(
                     f"Objects of type {root.cls.__name__} are not supported by "
                     f"{type(self).__name__}.state_dict: expected TensorDicts or tensors; use "
-                    "dumps(path), which saves any records"
+                    "dumps(path), which saves any rows"
                 )
             stored = None
             if self._columns is not None:
                 leaves = self._columns.view(content.rows)
-                for path in leaves:  # what is no view is let go one by one
+                for path in leaves:  # one by one, so that each leaf that is not a view is released
                     leaves[path] = leaves[path].clone()
                 stored = self._build(leaves, self.visible_shape())
             added = (
@@ -202,7 +203,7 @@ class RestorableStorage(ColumnStorage):
             self.indexes.restore(None, None, None)
 
     def content_of(self, state_dict: Mapping[str, Any]) -> Content:
-        """Reads a storage's state dict.
+        """Read the rows of a state dict.
 
         Raises:
             ValueError: an entry is missing or contradicts another one.
@@ -215,7 +216,7 @@ class RestorableStorage(ColumnStorage):
             if state_dict["_len"]:
                 raise ValueError(f"expected {state_dict['_len']} rows, got none")
             return Content(0)
-        rows = take_apart(from_plain(stored), self.ndim)
+        rows = split_leaves(from_plain(stored), self.ndim)
         if rows.batch.numel() != state_dict["_len"]:
             raise ValueError(f"expected {state_dict['_len']} rows, got {rows.batch.numel()}")
         schema = Schema(rows.root)
@@ -261,12 +262,15 @@ def _fill(
     ledger: Ledger | None,
     packed: PackedLeaves | None = None,
 ) -> None:
-    """Writes the first ``count`` rows of the leaves, or ``rows`` of them, oldest first, to slots
-    ``0, 1, ...``, block by block.
+    """Write rows of ``leaves`` to slots ``0, 1, ...``, block by block.
 
     Args:
-        ledger: of the rows; None: they lie in the order in which they were written.
-        packed: the records in which some of the leaves lie.
+        columns: the target.
+        leaves: the leaves by path, with rows in memory or in files.
+        count: number of rows to write if ``rows`` is None, from the first row on.
+        rows: the numbers of the rows to write, oldest first; None for the first ``count`` rows.
+        ledger: the ledger of the rows; None if they are in write order.
+        packed: the records that hold some of the leaves.
     """
     count = count if rows is None else len(rows)
     if isinstance(columns, StreamColumns) and not count:
@@ -276,10 +280,10 @@ def _fill(
         known = ledger is not None and rows is None
         order = ledger.write_order() if known and ledger is not None else arange(count)
         columns.begin(keys_of(keys[:count], columns.schema.leaves[columns.key].dtype), order)
-    elif isinstance(columns, OnceColumns):
-        columns.let_go_unread()
+    elif isinstance(columns, DedupColumns):
+        columns.drop_unread()
     row_bytes = columns.schema.row_bytes() * columns.lanes.numel()
-    # Nothing is in between where rows are copied as they lie.
+    # Rows of the same layout are copied without temporary values.
     whole = rows is None and isinstance(columns, Columns) and columns.lies_as(packed)
     block = max(1, (_WHOLE_BYTES if whole else _BLOCK_BYTES) // max(row_bytes, 1))
     pieces = [leaf for leaf in leaves.values() if isinstance(leaf, RowChunks)]
@@ -287,13 +291,13 @@ def _fill(
     while stop < count:
         start, stop = stop, min(stop + block, count)
         if rows is None and pieces and not whole:
-            # Rows that lie in one piece are written from where they are.
+            # If a block does not cross a chunk border, it is copied directly from the file.
             border = min(leaf.border(start) for leaf in pieces)
             stop = border if start + block // 8 < border < stop else stop
         kept = slice(start, stop) if rows is None else rows[start:stop]
         if isinstance(columns, StreamColumns):
             columns.fill(start, leaves, kept)
-        elif isinstance(columns, OnceColumns):
+        elif isinstance(columns, DedupColumns):
             columns.scatter(arange(start, stop), leaves, kept)
         else:
             columns.fill(start, stop - start, leaves, kept, packed)
@@ -303,12 +307,13 @@ _SPARE_ENTRIES = 64
 
 
 def mapped_rows(group: Group, schema: Schema, slots: int, ndim: int) -> Columns:
-    """Returns columns over rows in files; nothing is read.
+    """Return columns over rows in files, without reading them.
 
     Args:
-        group: whose columns are MappedRows, or fields of records.
-        schema: of those leaves that every row has.
-        slots: how many there are to be.
+        group: the rows; each column is a MappedRows, or is in records.
+        schema: the leaves of every row.
+        slots: the number of slots of the columns.
+        ndim: number of leading dimensions that count as rows.
 
     Raises:
         OSError: the system refuses to map them.
@@ -319,32 +324,32 @@ def mapped_rows(group: Group, schema: Schema, slots: int, ndim: int) -> Columns:
         records = packed.records.spanned(slots)
         tensors = packed.fields(records, schema)
         layout = plan_records(schema)
-        if not packed.lie_as(layout):  # columns then, though side by side
+        if not packed.lie_as(layout):  # map separate columns, with the stride of the records
             layout = records = None
     leaves = group.leaves
     tensors |= {path: leaves[path].spanned(slots) for path in schema.leaves if path not in tensors}
     return Columns(schema, tensors, ndim, layout=layout, records=records, mapped=True)
 
 
-def adopt_mapped(columns: OnceColumns, group: Group, rows: int) -> None:
-    """Has columns over ``mapped_rows`` take what the checkpoint has beside the rows, where it lies;
-    nothing is read.
+def adopt_mapped(columns: DedupColumns, group: Group, rows: int) -> None:
+    """Map the overflow rows and links of a checkpoint, without reading them.
 
     Args:
-        group: that ``why_not_mapped`` says nothing of.
-        rows: how many are stored.
+        columns: columns over ``mapped_rows``.
+        group: rows for which ``why_not_mapped`` returns None.
+        rows: number of stored rows.
 
     Raises:
-        OSError: the system refuses to map it.
+        OSError: the system refuses to map them.
     """
     followed = {path: group.leaves[path] for path in columns.pairs.root_of}
-    first: FollowedColumn = next(iter(followed.values()))
+    first: LinkedColumn = next(iter(followed.values()))
     table, used = None, len(first.elements)
     if used:
-        # With room for those to come: more is made by copying all.
+        # The table has free entries for later writes, because growth would copy the whole table.
         entries = min(2 * used + _SPARE_ENTRIES, columns.slots * columns.lanes.numel())
         tensors = {p: cast(MappedRows, c.values).spanned(entries) for p, c in followed.items()}
-        table = Columns(columns.pairs.beside, tensors, 1, mapped=True)
+        table = Columns(columns.pairs.overflow, tensors, 1, mapped=True)
     if isinstance(columns, StreamColumns):
         columns.link([cast(MappedRows, column.steps) for column in followed.values()])
     elements = [cast(MappedRows, column.elements) for column in followed.values()]
@@ -354,22 +359,25 @@ def adopt_mapped(columns: OnceColumns, group: Group, rows: int) -> None:
 def why_not_mapped(
     content: Content, pairs: Pairs | None, slots: int, *, linked: bool
 ) -> tuple[Path, str] | None:
-    """Which leaf of a checkpoint cannot be used as it lies, and why; None: each of them can.
+    """Return a leaf of a checkpoint that cannot be mapped, and the reason.
+
+    Return None if all leaves can be mapped.
 
     Args:
-        pairs: which leaves a storage has once; None: it has none.
-        slots: how many it is to have.
-        linked: whether its rows follow each other by stream.
+        content: the rows of the checkpoint.
+        pairs: the leaves that the storage stores once; None if there are none.
+        slots: number of slots of the storage.
+        linked: whether rows of the storage follow each other by stream.
     """
     for group in content.groups:
         leaves = group.leaves
         packed = () if group.packed is None else group.packed.offsets
-        once = [column for column in leaves.values() if isinstance(column, FollowedColumn)]
+        once = [column for column in leaves.values() if isinstance(column, LinkedColumn)]
         for path, column in leaves.items():
             root = None if pairs is None else pairs.root_of.get(path)
             why = ""
-            if isinstance(column, FollowedColumn):
-                why = _why_not_followed(column, once[0], None if root is None else leaves[root])
+            if isinstance(column, LinkedColumn):
+                why = _why_not_linked(column, once[0], None if root is None else leaves[root])
                 if not why and linked != (column.steps is not None):
                     why = "which was stored once with another lane_key"
                 if not why and not linked and content.rows < slots:
@@ -383,19 +391,19 @@ def why_not_mapped(
     return None
 
 
-def _why_not_followed(column: FollowedColumn, first: FollowedColumn, source: Any) -> str:
+def _why_not_linked(column: LinkedColumn, first: LinkedColumn, source: Any) -> str:
     if source is None:
         return "which was stored once (dedup_next)"
     steps, mapped = column.steps, isinstance(column.values, MappedRows)
-    # Whether they hold the same is looked at when they are read.
+    # Their content is compared when they are read.
     same = len(column.elements) == len(first.elements) and (steps is None) == (first.steps is None)
     if column.source is source and mapped and same:
         return ""
     return "which does not follow the key that it is stored under, as others do"
 
 
-def _why_not_ended(column: FollowedColumn, content: Content) -> str:
-    # In a full ring the first row comes after the last one; here no row does.
+def _why_not_ended(column: LinkedColumn, content: Content) -> str:
+    # In a full ring, slot 0 follows the last slot. With more slots it does not.
     cells = content.lanes.numel()
     last = arange((content.rows - 1) * cells, content.rows * cells)
     if content.rows and not torch.equal(column.elements[-cells:], last):

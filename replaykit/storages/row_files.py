@@ -1,4 +1,4 @@
-"""The files in which the rows of a storage lie, one a leaf or one for all small ones."""
+"""Store rows in one file for all small leaves, and one file for each wide leaf."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from replaykit.filesystem import reserve_blocks
-from replaykit.mapping import map_common
+from replaykit.filesystem import map_common, reserve_blocks
 from replaykit.native import join_pages
 from replaykit.recovery import who_uses
 from replaykit.schema import Schema
@@ -37,7 +36,7 @@ __all__ = [
 ]
 
 _RECORDS: Path = (object(),)
-"""In the place of a leaf's path: the records, which no key can name."""
+"""The path of the records among the paths of leaves. No key can equal it."""
 
 _RECORDS_NAME = "records"
 
@@ -53,10 +52,11 @@ def columns_in_files(
     ndim: int,
     mapped: bool = True,
 ) -> Columns:
-    """Returns columns over files in a folder: all of them are made, or none is.
+    """Create the files of the rows in a folder, and return columns over them.
 
-    Files that are there are used again with ``existsok``, with what they hold, and else refused, as
-    are the ``taken`` ones.
+    If the call fails, it removes the files that it made. With ``existsok``, existing files are
+    reused with their content. Otherwise existing files, or files in ``taken``, raise RuntimeError.
+    ``mapped`` is True if the files are on a disk, and False if they are in memory.
     """
     plan = RowFiles.of(folder, schema, slots, lanes)
     files = plan.files
@@ -85,12 +85,14 @@ def added_in_files(
     *,
     existsok: bool,
 ) -> dict[Path, torch.Tensor]:
-    """Returns zeros over files of their own for columns that are added: all of them, or none.
+    """Return zeros over new files, one for each added column.
+
+    If the call fails, it removes the files that it made.
 
     Args:
-        schema: of all leaves that lie in the folder, the added ones among them.
-        paths: those for which there are no files yet.
-        existsok: whether files of these names may be taken.
+        schema: all leaves in the folder, including the added leaves.
+        paths: the leaves that have no files yet.
+        existsok: whether existing files of these names may be overwritten.
     """
     plan = RowFiles.of(folder, schema, slots, lanes)
     files = {path: plan.files[path] for path in paths}
@@ -118,22 +120,23 @@ def added_in_files(
 def refuse_taken(
     folder: FilePath, files: set[FilePath], *, existsok: bool, own: FilePath | None = None
 ) -> None:
-    """Raises RuntimeError where files are there that may not be taken.
+    """Raise RuntimeError if there are files that the caller may not overwrite.
 
     Args:
-        own: the folder of bookkeeping that is the caller's.
+        files: existing files.
+        own: the folder with the caller's own files for recovery.
     """
     if files and not existsok:
         if (user := who_uses(folder, own)) is not None:
             raise RuntimeError(f"{folder} is in use by {user}; give another scratch_dir")
         raise RuntimeError(
             f"the file {min(files)} exists; give another scratch_dir, or existsok=True to use its "
-            "space and lose what it holds"
+            "space and lose its content"
         )
 
 
 class RowFiles(NamedTuple):
-    """Which files hold the rows of a schema, by path; the records under ``_RECORDS``."""
+    """The files of the rows of a schema, by path; ``_RECORDS`` is the records' key."""
 
     schema: Schema
     layout: RecordLayout | None
@@ -146,7 +149,7 @@ class RowFiles(NamedTuple):
         layout = plan_records(schema)
         shapes = column_shapes(schema, slots, lanes, layout)
         dtypes = {path: schema.leaves[path].dtype for path in shapes}
-        # Columns that were added have taken no name that was there.
+        # Added columns come last, so that the file names of the first columns do not change.
         names = _file_names(sorted(shapes, key=lambda path: schema.leaves[path].added))
         if layout is not None:
             shapes[_RECORDS] = torch.Size([slots, *lanes, layout.stride])
@@ -155,8 +158,8 @@ class RowFiles(NamedTuple):
         files = {path: folder / name for path, name in names.items()}
         return cls(schema, layout, files, shapes, dtypes)
 
-    def place_of(self, path: Path) -> tuple[FilePath, int]:
-        """Returns the file of a leaf, and the byte of its first value there."""
+    def offset_of(self, path: Path) -> tuple[FilePath, int]:
+        """Return the file of a leaf, and the offset of its first value in bytes."""
         if path in self.files:
             return self.files[path], 0
         assert self.layout is not None
@@ -166,7 +169,10 @@ class RowFiles(NamedTuple):
         return self.shapes[path].numel() * self.dtypes[path].itemsize
 
     def opened(self, ndim: int, *, create: bool = False, mapped: bool = True) -> Columns:
-        """Columns over the files, which are made, or are there; ``mapped``: they are on a disk."""
+        """Return columns over the files; ``create`` makes the files first.
+
+        ``mapped`` is True if the files are on a disk, and False if they are in memory.
+        """
         tensors = {
             path: map_file(
                 file, self.shapes[path], self.dtypes[path], create=create, in_memory=not mapped
@@ -180,7 +186,10 @@ class RowFiles(NamedTuple):
 
 
 def grow_in_files(folder: FilePath) -> Grow:
-    """Returns what extends the files of a table in a folder and maps them anew: no value moves."""
+    """Return a function that extends the files of a table and maps them again.
+
+    No value is copied.
+    """
 
     def grow(schema: Schema, entries: int, table: Columns | None) -> Columns:
         folder.mkdir(exist_ok=True)
@@ -191,7 +200,7 @@ def grow_in_files(folder: FilePath) -> Grow:
     return grow
 
 
-@torch.inference_mode(False)  # what is made in that mode could not be changed outside
+@torch.inference_mode(False)  # tensors made in that mode cannot be changed outside of it
 def map_file(
     file: FilePath,
     shape: torch.Size,
@@ -201,19 +210,20 @@ def map_file(
     private: bool = False,
     in_memory: bool = False,
 ) -> torch.Tensor:
-    """Returns a tensor over a memory-mapped file of raw values.
+    """Return a tensor over a memory-mapped file of raw values.
 
     Args:
-        file: the file; with ``create`` it is made, or cut and extended to size, and its blocks
-            are reserved.
-        private: changes stay in this process (copy-on-write) and never reach the file.
-        in_memory: the file lies in memory; then, with ``create``, in large pages where it can.
+        file: the file.
+        create: whether to make the file, or to cut or extend it to size, and to reserve its blocks.
+        private: whether to map copy-on-write, so that changes stay in this process.
+        in_memory: whether the file is in memory. With ``create``, it is then in large pages if the
+            system has them.
 
     Raises:
-        OSError: the disk has too little room, or the file cannot be opened; names the file.
+        OSError: the disk has too little room, or the file cannot be opened; the error names it.
         ValueError: the file is shorter than the shape needs.
 
-    Cost: no value is read; with ``create`` and ``in_memory`` the file is copied once. The mapping
+    Cost: no value is read. With ``create`` and ``in_memory`` the file is copied once. The mapping
     lives as long as the tensor.
     """
     nbytes = shape.numel() * dtype.itemsize
@@ -251,7 +261,7 @@ def _reserve(file: FilePath, nbytes: int) -> None:
 
 
 def _check_disk(folder: FilePath, needed: int, present: set[FilePath]) -> None:
-    # The blocks of files that are there already are used again.
+    # The blocks of existing files are reused.
     taken = sum(file.stat().st_blocks * 512 for file in present)
     free = shutil.disk_usage(folder).free + taken
     if needed > free:
@@ -268,7 +278,7 @@ def _file_names(paths: list[Path]) -> dict[Path, FilePath]:
     taken = {_RECORDS_NAME}
     for path in paths:
         parts = [_escaped(str(part)) for part in path or ("data",)]
-        # Two keys that differ only in case or in Unicode form are one name on some file systems.
+        # On some file systems, names that differ only in case or Unicode form are the same.
         if _folded(parts) in taken:
             parts[-1] = f"{parts[-1]}%{hashlib.sha256(repr(path).encode()).hexdigest()[:32]}"
         taken.add(_folded(parts))
@@ -281,9 +291,10 @@ def _folded(parts: list[str]) -> str:
 
 
 def _escaped(part: str) -> str:
-    """A key as the name of a file or folder: percent-encoded where needed, shortened by a hash.
+    """Return a key as the name of a file or folder, percent-encoded if needed.
 
-    Folders cannot collide with files, since ``.memmap`` at the end of a key is encoded as well.
+    A hash shortens long names. Folders cannot collide with files, because ``.memmap`` at the end of
+    a key is also encoded.
     """
     safe = "".join(
         c
@@ -294,14 +305,14 @@ def _escaped(part: str) -> str:
     if safe.endswith(".memmap"):
         safe = safe[: -len(".memmap")] + "%2Ememmap"
     if len(safe.encode()) > 200:
-        # Names are limited in bytes, not in characters.
+        # File systems limit names in bytes, not in characters.
         start = safe.encode()[:100].decode(errors="ignore")
         safe = f"{start}%{hashlib.sha256(part.encode()).hexdigest()[:32]}"
     return safe or "%"
 
 
 def remove_empty(folders: Iterable[FilePath]) -> None:
-    """Removes those of the folders that hold nothing, the inner ones first."""
+    """Remove those of the folders that are empty, inner folders first."""
     for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
         with contextlib.suppress(OSError):
             folder.rmdir()

@@ -24,35 +24,41 @@ if TYPE_CHECKING:
 __all__ = ["NativeRows", "copy_rows", "gather", "gather_some", "scatter"]
 
 _THREADS_FROM = 2**20
-"""Bytes of a batch from which on more than one thread is worth asking for."""
+"""Bytes of a batch from which on several threads are faster."""
 
 
 _COLD_BATCHES = 16
-"""After a batch that came from disk in part, the kernel is told the pages of so many more at once.
-It costs 256 calls a batch; not to do it for one page that is missing costs a read of 128 KiB or
-more, and the pages that it drives out."""
+"""Number of batches whose pages are requested, after a batch partly from disk.
+
+The requests take 256 calls per batch. Without them, a missing page causes a read of 128 KiB or
+more, which also evicts other pages.
+"""
 
 _MODEL_BYTES = 2**18
-"""Up to this size leaves are kept as models of the next ones: half the time of describing them."""
+"""Most bytes of leaves that serve as templates for the next batch. Templates halve the time to make
+leaves."""
 
 
 _PLANS = 8
-"""So many plans of sums over steps are kept."""
+"""Most plans of sums over steps in the cache."""
 
 _CPU = torch.device("cpu")
-"""Named wherever memory is taken: a default device of the caller's has no say here."""
+"""Passed to each allocation, because torch would use the caller's default device."""
 
 
 class NativeRows:
-    """Addresses of the columns, in the form in which the core takes them.
+    """Addresses of the columns, in the form that the core uses.
 
-    Rows are elements here: where there are lanes, those of a time slot follow each other.
+    Rows are elements here. With lanes, the elements of a time slot are consecutive.
     """
 
     @classmethod
     def over(cls, columns: Columns) -> NativeRows | None:
-        """Returns it where the core can move the rows: on the CPU, each row's values in one piece
-        and elements at equal distances; else None."""
+        """Return the addresses of columns, or None if the core cannot copy their rows.
+
+        The core needs columns on the CPU. The values of each row must be contiguous, and elements
+        must be at equal distances.
+        """
         if native.Table is None or columns.device.type != "cpu":
             return None
         strides = [row_stride(tensor, columns.ndim) for tensor in columns.tensors.values()]
@@ -69,7 +75,7 @@ class NativeRows:
         self._process = os.getpid()
         self.cells = columns.lanes.numel()
         self.elements = columns.slots * self.cells
-        # A batch has records of its own, also where the rows themselves lie in columns.
+        # A batch has records even if the stored rows are in columns.
         self.batch_layout: RecordLayout | None = columns.layout or plan_records(columns.schema)
         self._alone = alone(self.columns, self.batch_layout)
         self._shapes = {path: t.shape[columns.ndim :] for path, t in self.columns.items()}
@@ -84,7 +90,7 @@ class NativeRows:
         self.point()
 
     def point(self) -> None:
-        """Notes where the columns lie now."""
+        """Update the addresses of the columns."""
         tensors, sizes, strides = self.columns, self.sizes, self.strides
         self._some: dict[tuple[Path, ...], tuple[Any, list[int]]] = {}
         self._single: dict[Path, Any] = {}
@@ -128,14 +134,14 @@ class NativeRows:
         self._rows = native.Table(bases, steps, widths, self.elements)
 
     def gather(self, rows: torch.Tensor, limit: int, contiguous: bool) -> Sequence[torch.Tensor]:
-        """Copies elements ``[B]`` out: leaves ``[B, *F]`` in ``order``, in fresh memory.
+        """Copy elements ``[B]`` into new leaves ``[B, *F]``, in ``order``.
 
-        Small leaves are strided views of one allocation, unless ``contiguous``.
+        Small leaves are strided views of one allocation, unless ``contiguous`` is set.
 
         Raises:
-            IndexError: an element outside ``[0, limit)``.
+            IndexError: an element is outside ``[0, limit)``.
         """
-        self._owner.follow_memory()
+        self._owner.refresh_addresses()
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
         count = rows.shape[0]
@@ -171,13 +177,16 @@ class NativeRows:
     def begin(
         self, rows: torch.Tensor, limit: int, contiguous: bool
     ) -> tuple[Sequence[torch.Tensor], Any]:
-        """Begins what ``gather`` does; returns its leaves, and what has a ``wait`` to be called
-        before anybody looks at them. Writes to the columns wait for it too.
+        """Begin a ``gather`` in the background.
+
+        Returns:
+            The leaves, and an object. The caller must call its ``wait()`` before it uses the
+            leaves. Writes to the columns also wait for the gather.
 
         Raises:
-            IndexError: an element outside ``[0, limit)``.
+            IndexError: an element is outside ``[0, limit)``.
         """
-        self._owner.follow_memory()
+        self._owner.refresh_addresses()
         changes = self._owner.changes
         if changes.reads is None:
             changes.reads = native.core().Reads()
@@ -200,12 +209,12 @@ class NativeRows:
         return leaves, changes.reads.begin(table, at, count, limit, to, strides, threads, kept)
 
     def gather_some(self, paths: tuple[Path, ...], rows: torch.Tensor) -> dict[Path, torch.Tensor]:
-        """Copies some leaves of elements ``[B]`` out, each in one piece.
+        """Copy some leaves of elements ``[B]`` into new contiguous tensors.
 
         Raises:
-            IndexError: an element outside the columns.
+            IndexError: an element is outside the columns.
         """
-        self._owner.follow_memory()
+        self._owner.refresh_addresses()
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
         table, sizes = self.table(paths)
@@ -216,7 +225,10 @@ class NativeRows:
         return dict(zip(paths, leaves, strict=True))
 
     def table(self, paths: tuple[Path, ...]) -> tuple[Any, list[int]]:
-        """Some leaves as a table, and their bytes; good until the columns move."""
+        """Return a table of some leaves, and the bytes of each.
+
+        The table is valid until the columns move.
+        """
         known = self._some.get(paths)
         if known is None:
             sizes = [self.sizes[path] for path in paths]
@@ -229,11 +241,14 @@ class NativeRows:
         return known
 
     def discounted(self, path: Path, rows: Any, steps: Any, gamma: float) -> torch.Tensor | None:
-        """Discounted sums of one number a row; see ``Columns.discounted``."""
+        """Return discounted sums of one number per row; see ``Columns.discounted``.
+
+        Return None if the core cannot compute them.
+        """
         dtype = self._dtypes.get(path)
         if dtype not in (torch.float32, torch.float64) or self.sizes[path] != dtype.itemsize:
             return None
-        self._owner.follow_memory()
+        self._owner.refresh_addresses()
         table = self._single.get(path)
         if table is None:
             table = self._single[path] = native.Table(
@@ -256,9 +271,11 @@ class NativeRows:
         return sums
 
     def steps_ahead(self, plan: StepsPlan) -> StepsAhead | None:
-        """Sums over several steps by a plan, kept as long as the columns stay where they are; None
-        where the core cannot do them."""
-        self._owner.follow_memory()
+        """Return the object for a plan of sums over steps, cached until the columns move.
+
+        Return None if the core cannot compute the sums.
+        """
+        self._owner.refresh_addresses()
         known = self._plans.get(id(plan))
         if known is None or known[0] is not plan:
             if len(self._plans) >= _PLANS:
@@ -267,12 +284,12 @@ class NativeRows:
         return known[1]
 
     def _gather_wide(self, rows: torch.Tensor, count: int, limit: int) -> Sequence[torch.Tensor]:
-        """What ``gather`` does, for rows that are worth several threads: by those of torch.
+        """Gather many bytes with the threads of torch.
 
-        After any operation of torch its threads are awake for a while and hold their processors;
-        ours had to push them away. Measured on two processors, where wide rows are memory's: 1.0
-        of torch's time against 1.0 to 1.5. Not in a forked process: torch's threads stay behind and
-        are waited for.
+        After any operation torch's threads stay awake for a while and keep their processors busy.
+        Threads of the core would compete with them. Measured with wide rows on two processors, the
+        core takes 1.0 to 1.5 times as long as torch. A forked process must not call this. It has no
+        threads of torch, but torch would wait for them.
         """
         leaves: list[torch.Tensor] = []
         if self.batch_layout is None:
@@ -297,9 +314,9 @@ class NativeRows:
             rows.data_ptr(), count, limit, to, stride, threads, mapped, self._cold > 0
         )
         if mapped:
-            self._note_cold(cold)
+            self._record_cold(cold)
 
-    def _note_cold(self, cold: bool) -> None:
+    def _record_cold(self, cold: bool) -> None:
         self._cold = _COLD_BATCHES if cold else max(0, self._cold - 1)
 
     def _fresh(self, path: Path, count: int) -> torch.Tensor:
@@ -307,7 +324,7 @@ class NativeRows:
         return torch.empty(shape, dtype=self._dtypes[path], device=_CPU)
 
     def _fresh_leaves(self, paths: tuple[Path, ...], count: int) -> list[torch.Tensor]:
-        models = self._models.get(paths)  # another thread may exchange them
+        models = self._models.get(paths)  # another thread may replace them
         if models is None or models[0].shape[0] != count:
             models = [self._fresh(path, count) for path in paths]
             if sum(model.nbytes for model in models) <= _MODEL_BYTES:
@@ -328,12 +345,12 @@ class NativeRows:
             cold = table.gather_mapped(
                 rows.data_ptr(), count, limit, to, strides, threads, self._cold > 0
             )
-            self._note_cold(cold)
+            self._record_cold(cold)
         else:
             table.gather(rows.data_ptr(), count, limit, to, strides, threads)
 
     def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> None:
-        """Writes elements ``skipped .. count`` that lie one after the other at each address."""
+        """Write elements ``skipped .. count``, which are contiguous from each address."""
         sizes = self.leaf_sizes
         if skipped:
             addresses = [a + skipped * size for a, size in zip(addresses, sizes, strict=True)]
@@ -342,7 +359,10 @@ class NativeRows:
         self._leaves.scatter_ring(first, count, addresses, sizes, threads)
 
     def scatter(self, slots: torch.Tensor, sources: Mapping[Path, torch.Tensor]) -> bool:
-        """Writes time slots ``[K]`` from leaves ``[K, *lanes, *F]``; False where it cannot."""
+        """Write time slots ``[K]`` from leaves ``[K, *lanes, *F]``.
+
+        Return False if the core cannot.
+        """
         rows = slots
         if self.cells > 1:
             rows = (
@@ -354,7 +374,7 @@ class NativeRows:
         if not all(leaf.is_cpu for leaf in plain):
             return False
         addresses = [leaf.data_ptr() for leaf in plain]
-        # Tensors that stand for zeros have no address, as have those without elements.
+        # Neither tensors without elements nor lazy zeros (ZeroTensor) have an address.
         if any(leaf.numel() for leaf, address in zip(plain, addresses, strict=True) if not address):
             return False
         threads = torch.get_num_threads() if len(rows) * self._row_bytes >= _THREADS_FROM else 1
@@ -363,7 +383,10 @@ class NativeRows:
 
 
 def _flat(tensor: torch.Tensor, elements: int, ndim: int) -> torch.Tensor:
-    """A column as elements ``[slots * lanes, *F]``, in a dtype that every operation knows."""
+    """Return a view of a column as elements ``[slots * lanes, *F]``.
+
+    The view has a dtype that every torch operation supports.
+    """
     plain = carried(tensor)
     stride = row_stride(tensor, ndim)
     assert stride is not None
@@ -373,7 +396,7 @@ def _flat(tensor: torch.Tensor, elements: int, ndim: int) -> torch.Tensor:
 
 
 _ENOUGH_BYTES = 2**23
-"""What is worth a thread: a hundred times what it takes to start one."""
+"""Bytes for each thread, whose copy takes a hundred times as long as its start."""
 _BLOCK_BYTES = 2**22
 _MOST_THREADS = 4
 
@@ -381,14 +404,17 @@ _MOST_THREADS = 4
 def gather(
     columns: Columns, index: torch.Tensor, rows: torch.Tensor, contiguous: bool
 ) -> list[torch.Tensor]:
-    """Copies all leaves of rows out, ``[B, *F]`` in the columns' order; records as whole words.
+    """Copy all leaves of rows, ``[B, *F]``, in the columns' order.
+
+    Records are copied as whole words.
 
     Args:
+        columns: the columns of the rows.
         index: slots ``[B]``, or coordinates ``[B, ndim]``, on the columns' device.
-        rows: the same as elements.
-        contiguous: whether each leaf is to lie in one piece.
+        rows: the same rows as elements.
+        contiguous: whether to make each leaf contiguous.
     """
-    columns.follow_memory()
+    columns.refresh_addresses()
     found: dict[Path, torch.Tensor] = {}
     layout, records, ndim = columns.layout, columns.records, columns.ndim
     if layout is not None and records is not None:
@@ -415,8 +441,8 @@ def gather(
 def gather_some(
     columns: Columns, paths: Sequence[Path], elements: torch.Tensor
 ) -> dict[Path, torch.Tensor]:
-    """Copies some leaves of stored elements ``[B]`` out, each in one piece."""
-    columns.follow_memory()
+    """Copy some leaves of stored elements ``[B]`` into new tensors."""
+    columns.refresh_addresses()
     found, rows = {}, elements.to(columns.device)
     for path in paths:
         column = columns.tensors[path]
@@ -435,11 +461,13 @@ def scatter(
     runs: Sequence[tuple[int, int, int]] | None,
     sources: Mapping[Path, torch.Tensor],
 ) -> None:
-    """Writes leaves ``[K, *F]`` to distinct slots ``[K]`` of dimension 0.
+    """Write leaves ``[K, *F]`` to distinct slots ``[K]`` of dimension 0.
 
     Args:
-        runs: the slots as runs (``runs_of``); None: there are none, and ``slots`` lie on the
-            columns' device.
+        columns: the target.
+        slots: the slots, which must be on the columns' device if ``runs`` is None.
+        runs: the slots as runs, the result of ``runs_of``; or None.
+        sources: the leaves by path.
     """
     for path, column in columns.tensors.items():
         target, source = carried(column), sources[path]
@@ -452,10 +480,10 @@ def scatter(
 
 
 def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies rows; on the CPU without torch's threads, which wait for each other.
+    """Copy rows; on the CPU without torch's threads, which wait for each other.
 
-    Many rows go block by block, to whichever thread is free: what is filled first is given its
-    memory meanwhile, which may take longer than the copy.
+    If there are many rows, independent threads copy them block by block. The first write to a page
+    waits until the kernel allocates the page, which may take longer than the copy.
     """
     plain = not (source.is_conj() or source.is_neg()) and target.dtype is not torch.bfloat16
     if not (target.is_cpu and source.is_cpu and plain):

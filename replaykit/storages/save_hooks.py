@@ -1,4 +1,4 @@
-"""Save the rows of a storage to a directory of their own, through the hooks of users."""
+"""Save and load the rows of a storage in a separate directory, with user hooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from replaykit._compat import LazyStackedTensorDict, arange
 from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
 from replaykit.interrupts import deferred
-from replaykit.schema import Schema, take_apart
+from replaykit.schema import Schema, split_leaves
 from replaykit.storages.content import Content, Group
 from replaykit.storages.episode_indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
@@ -34,26 +34,27 @@ __all__ = [
 
 
 def content_to_save(storage: Storage, path: str | os.PathLike[str]) -> Content:
-    """Returns what a storage holds, mapped by its save hooks. The lock is held.
+    """Return the rows of a storage, changed by its save hooks.
 
-    Without hooks the columns are views. A hook gets a copy of ``storage[:]`` and, if it accepts
-    ``path=``, where the files go. Its attributes ``shift`` and ``is_full`` are set before, if it
-    has them: the slot behind the newest row, and whether every slot holds one.
+    The caller holds the lock. Without hooks the columns are views. A hook gets a copy of
+    ``storage[:]`` and, if it accepts ``path=``, the folder of the files. If the hook has the
+    attributes ``shift`` and ``is_full``, they are set before the call. See
+    ``SavedRows.register_save_hook``.
     """
     content = storage.content()
     if not storage.save_hooks or not content.rows:
         return content
     data = _copied(storage)
     for hook in storage.save_hooks:
-        _tell_cursor(hook, storage)
+        _save_cursor(hook, storage)
         data = _call(hook, "save", data, path=path)
     return _content_of(data, storage)
 
 
-def _tell_cursor(hook: Hook, storage: Storage) -> None:
+def _save_cursor(hook: Hook, storage: Storage) -> None:
     ledger = storage.ledger
     is_full = bool(ledger.length) and ledger.length == ledger.slots
-    # Behind the last slot, where the next row comes into the first one.
+    # With a full ring and the cursor at 0, the newest row is in the last slot.
     shift = ledger.cursor or (ledger.length if is_full else 0)
     for name, value in (("shift", shift), ("is_full", is_full)):
         if hasattr(hook, name):
@@ -61,10 +62,10 @@ def _tell_cursor(hook: Hook, storage: Storage) -> None:
 
 
 def content_after_load(storage: Storage, content: Content) -> Content:
-    """Returns what was read, mapped by the storage's load hooks.
+    """Return loaded rows, changed by the storage's load hooks.
 
-    A hook gets the rows and, if it accepts ``out=``, a copy of what the storage holds now (None if
-    that is nothing).
+    A hook gets the loaded rows. If it accepts ``out=``, it also gets a copy of the rows that the
+    storage holds, or None if it holds none.
     """
     if not storage.load_hooks or not content.rows:
         return content
@@ -80,7 +81,7 @@ def content_after_load(storage: Storage, content: Content) -> Content:
 
 
 def _copied(storage: Storage) -> Any:
-    """All rows, in memory of their own, in the storage's layout."""
+    """Return a copy of all rows, in the storage's layout."""
     if storage.ndim == 1:
         return storage.read(arange(len(storage)))
     return map_leaves(storage[:], torch.clone)
@@ -102,14 +103,14 @@ def _content_of(data: Any, storage: Storage) -> Content:
         data = list(data.unbind(storage.stack_dim))
     if isinstance(data, list):
         return Content.of_items(data)
-    rows = take_apart(data, 1)
+    rows = split_leaves(data, 1)
     leaves = rows.leaves
-    # A hook may change the layout of rows with lanes; what keeps it is saved with it.
+    # A hook may change the layout of rows with lanes. If it does not, the lanes are also saved.
     lanes = torch.Size([len(rows), *storage.lanes])
     if storage.ndim > 1 and (
         not storage.lanes or all(leaf.shape[: storage.ndim] == lanes for leaf in leaves.values())
     ):
-        rows = take_apart(data, storage.ndim)
+        rows = split_leaves(data, storage.ndim)
     group = Group(Schema(rows.root), tuple(rows.leaves.values()))
     return Content(len(rows), rows.batch[1:], (group,))
 
@@ -118,10 +119,10 @@ Hook = Callable[..., Any]
 
 
 class SavedRows:
-    """What every storage has of ``dumps`` and ``loads``.
+    """The part of every storage that saves and loads rows in a separate directory.
 
     Attributes:
-        save_hooks, load_hooks: in the order in which they came.
+        save_hooks, load_hooks: the hooks, in the order of registration.
     """
 
     def __init__(self) -> None:
@@ -130,7 +131,10 @@ class SavedRows:
 
     @property
     def checkpointer(self) -> None:
-        """None: a storage saves itself, in one format. TypeError for any other value."""
+        """Always None, because storages do not use checkpointers.
+
+        To set another value raises TypeError.
+        """
         return None
 
     @checkpointer.setter
@@ -138,24 +142,25 @@ class SavedRows:
         check_no_checkpointer(value)
 
     def register_save_hook(self, hook: Hook) -> None:
-        """Adds a function that maps the content before ``dumps`` writes it.
+        """Add a function that changes the rows before ``dumps`` writes them.
 
-        Attributes ``shift`` and ``is_full`` of the hook, if it has them, are set before each call:
-        the slot behind the newest row, and whether every slot holds a row.
+        If the hook has the attributes ``shift`` and ``is_full``, they are set before each call.
+        ``shift`` is the slot after the newest row, and ``is_full`` is True if every slot holds a
+        row.
         """
         self.save_hooks.append(_checked_hook(hook))
 
     def register_load_hook(self, hook: Hook) -> None:
-        """Adds a function that maps the content after ``loads`` has read it."""
+        """Add a function that changes the rows after ``loads`` has read them."""
         self.load_hooks.append(_checked_hook(hook))
 
     def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:
-        """Saves the rows and where they lie into a directory, all or nothing.
+        """Save the rows with their slots into a directory; an error leaves it unchanged.
 
-        ``keep``, and what it costs: as for ``ReplayBuffer.dumps``.
+        ``keep`` and the cost are as for ``ReplayBuffer.dumps``.
 
         Raises:
-            TypeError: rows that cannot be represented without pickle; nothing was written.
+            TypeError: a row cannot be saved without pickle. Nothing was written then.
         """
         save_snapshot(path, lambda base: self._snapshot(path, base), keep=keep)
 
@@ -171,14 +176,15 @@ class SavedRows:
             return Snapshot(parts, document, storage.lock, base)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
-        """Takes over rows that ``dumps`` saved, of this or another kind of storage.
+        """Load rows that ``dumps`` of this or another kind of storage has saved.
 
-        With another capacity the rows lie in write order from 0; with a smaller one the newest
-        that fit are kept, and a UserWarning says how many were left out.
+        If the capacity differs, the rows are stored in write order from slot 0. A smaller storage
+        keeps the newest rows. A UserWarning then gives the number of rows that were left out.
 
         Raises:
-            FileNotFoundError: nothing saved there. CheckpointError: it is damaged.
-            SchemaError: the rows do not fit. Nothing has changed then.
+            FileNotFoundError: the directory has no checkpoint.
+            CheckpointError: the checkpoint is damaged.
+            SchemaError: the rows do not fit. The storage has not changed then.
         """
         storage = cast("Storage", self)
         with deferred, Checkpoint(path) as saved, storage.lock:
@@ -199,7 +205,7 @@ def _restore(
     state: dict[str, Any],
     episodes: dict[str, Any] | None = None,
 ) -> None:
-    """Brings rows and a ledger's state in; the lock is held and the state is checked."""
+    """Load rows and a checked ledger state; the caller holds the lock."""
     if content.rows != state["length"]:
         raise ValueError(f"expected {state['length']} rows, got {content.rows}")
     target = storage.check_content(content)
@@ -210,7 +216,7 @@ def _restore(
     if not saved.keeps_slots(slots):
         rows = saved.write_order()[-slots:]
         warn_left_out(content.rows - len(rows))
-    episodes = storage.episodes_of_kept(content, episodes, saved, rows)
+    episodes = storage.episodes_of_subset(content, episodes, saved, rows)
     storage.load_content(replace(content, ledger=saved), target, rows)
     storage.ledger.restore(state, rows)
     storage.restore_episodes(episodes, saved, rows)
@@ -218,7 +224,7 @@ def _restore(
 
 
 def warn_left_out(count: int, stacklevel: int = 4) -> None:
-    """Says how many rows did not fit into a smaller capacity."""
+    """Warn of the number of rows that did not fit into a smaller capacity."""
     if count:
         warnings.warn(
             f"{count} rows do not fit into the smaller capacity and were left out",
@@ -234,7 +240,7 @@ def _checked_hook(hook: Hook) -> Hook:
 
 
 def check_no_checkpointer(value: object) -> None:
-    """Raises TypeError for what TorchRL's storages and buffers are told to save themselves with."""
+    """Raise TypeError unless ``value`` is None; TorchRL's checkpointers do not fit."""
     if value is not None:
         raise TypeError(
             f"expected no checkpointer, got a {type(value).__name__}: dumps and loads have one "

@@ -1,4 +1,4 @@
-"""Rows that are as the schema says, recognised without taking them apart anew."""
+"""Find out fast whether rows fit the schema without conversion, and split them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from replaykit.structure import Branch, Leaf, Node, Path
 
 __all__ = ["MatchedRows", "Matcher"]
 
-_SHAPES_KEPT = 16
-"""Batch shapes whose templates are kept; training loops write one or two."""
+_CACHED_SHAPES = 16
+"""Most batch shapes with a cached template; training loops use one or two."""
 
 _LeafCheck = tuple[str, torch.dtype, torch.Size, int, bool]
 _BranchCheck = tuple[int, str, torch.Size, list[_LeafCheck], int]
@@ -22,10 +22,12 @@ _UNKNOWN: Any = object()
 
 
 class Matcher:
-    """Takes TensorDicts apart that fit a schema as they are: on the CPU, dense, contiguous.
+    """A fast split of dense, contiguous TensorDicts on the CPU that fit a schema.
 
-    What does not is left to ``schema.take_apart``, which brings it into shape or says what is
-    wrong. Cost: under a microsecond a leaf.
+    For other data the caller uses ``schema.split_leaves``, which converts the data or raises an
+    error.
+
+    Cost: under a microsecond per leaf.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -34,15 +36,17 @@ class Matcher:
         self._templates: dict[tuple[bool, torch.Size], _Template | None] = {}
 
     def rows(self, data: Any, *, single: bool, optional: Path | None = None) -> Rows | None:
-        """Returns the rows, with the address of each leaf's first value; None if unsure.
+        """Return the rows, with the address of each leaf's first value.
+
+        Return None if the rows may not fit.
 
         Args:
-            data: a batch ``[B]``, or one row where ``single``.
-            optional: a path that may be there although the schema has none of it.
+            data: a batch ``[B]``, or one row if ``single`` is set.
+            optional: a path that the data may have, although the schema lacks it.
         """
         try:
             return self._matched(data, single, optional)
-        except RuntimeError:  # a tensor of a kind without strides or without an address
+        except RuntimeError:  # such a tensor has no strides or no address
             return None
 
     def _matched(self, data: Any, single: bool, optional: Path | None) -> Rows | None:
@@ -56,7 +60,7 @@ class Matcher:
         if template is None:
             return None
         rows, branches = template
-        leaves: list[Any] = self.paths.copy()  # each path gives way to its leaf
+        leaves: list[Any] = self.paths.copy()  # each path is replaced by its leaf
         addresses = [0] * len(leaves)
         containers: list[dict[str, Any]] = []
         for parent, part, size, checks, width in branches:
@@ -83,7 +87,7 @@ class Matcher:
                 leaves[place] = leaf
                 addresses[place] = leaf.data_ptr()
             containers.append(fields)
-        # Tensors that stand for zeros have no address, as have those without elements.
+        # Neither tensors without elements nor lazy zeros (ZeroTensor) have an address.
         if not all(addresses) and any(
             leaf.numel() for leaf, address in zip(leaves, addresses, strict=True) if not address
         ):
@@ -91,14 +95,14 @@ class Matcher:
         return MatchedRows(self, leaves, rows, addresses, single)
 
     def _spare(self, fields: dict[str, Any], optional: Path | None) -> bool:
-        """Whether the one field more than there should be is that which may be there."""
+        """Return whether the only additional field is the optional field."""
         if optional is None or len(optional) != 1 or optional in self.paths:
             return False
         return optional[0] in fields
 
     def _compile(self, single: bool, batch: torch.Size) -> _Template | None:
-        """What rows of that shape look like, container by container; None if never like that."""
-        if len(self._templates) >= _SHAPES_KEPT:
+        """Return each container's checks for a batch shape; None if no data can match."""
+        if len(self._templates) >= _CACHED_SHAPES:
             self._templates.clear()
         if not _of_tensordicts(self.root) or not (single or batch):
             return None
@@ -122,8 +126,11 @@ class Matcher:
 
 
 class MatchedRows(Rows):
-    """Rows whose leaves lie one after the other, at ``addresses``, in the order of the matcher's
-    schema: another storage may have the same leaves in another order."""
+    """Rows with contiguous leaves, at ``addresses``.
+
+    The leaves are in the order of the matcher's schema. Another storage may have the same leaves in
+    another order.
+    """
 
     def __init__(
         self,
@@ -143,13 +150,16 @@ class MatchedRows(Rows):
 
     @property
     def leaves(self) -> dict[Path, torch.Tensor]:  # type: ignore[override]
-        """The leaves by path. Made when asked for: a ring is written from the addresses."""
+        """The leaves by path, in a dict that each access makes.
+
+        A write to the ring uses only the addresses.
+        """
         if self._taken is not None:
             return self._taken
         given = [leaf.unsqueeze(0) for leaf in self._given] if self._single else self._given
         return dict(zip(self.matcher.paths, given, strict=True))
 
-    def _take(self, leaves: dict[Path, torch.Tensor]) -> None:
+    def _select(self, leaves: dict[Path, torch.Tensor]) -> None:
         self._taken = leaves
 
 

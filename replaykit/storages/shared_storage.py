@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from replaykit.checkpoint.dirty_chunks import RECORDS, Changes, TrackedTensor
-from replaykit.checkpoint.shared_dirty_chunks import KeptChanges
+from replaykit.checkpoint.shared_dirty_chunks import SharedChanges
 from replaykit.errors import CheckpointError
 from replaykit.recovery import (
     MEMBERS,
     ChangeLog,
     GivenViews,
-    Home,
     ProcessRegistry,
+    RecoveryFolder,
     SharedLock,
     check_file,
     check_flock,
@@ -33,7 +33,13 @@ from replaykit.recovery import (
 )
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
-from replaykit.storages.commit_state import Changed, KeptCount, KeptState, PriorityKeeper, set_alone
+from replaykit.storages.commit_state import (
+    Changed,
+    CommittedState,
+    PriorityKeeper,
+    RecoverableWriter,
+    set_alone,
+)
 from replaykit.storages.recoverable import (
     GENERATIONS,
     POSITIONS,
@@ -48,10 +54,10 @@ if TYPE_CHECKING:
     from replaykit.storages.tensors import LazyTensorStorage
 
 __all__ = [
-    "ANEW",
     "ANNOUNCED",
     "IRREGULAR",
     "OWN",
+    "RESET",
     "SIGNS",
     "Following",
     "Sharing",
@@ -60,51 +66,59 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-ANNOUNCED, IRREGULAR, ANEW = range(SIGNS := 3)
-"""Signs: up to which position rows are being written at the cursor; how often, twice, rows were
-overwritten otherwise, odd while they are; number of the last state in which something else has
-changed than what rows at the cursor change."""
+ANNOUNCED, IRREGULAR, RESET = range(SIGNS := 3)
+"""Numbers of the signs that writers set for readers without the lock.
+
+- ``ANNOUNCED``: row id up to which a process is writing rows at the cursor.
+- ``IRREGULAR``: twice the number of other overwrites of rows. It is odd during an overwrite.
+- ``RESET``: number of the last state with changes that are not writes at the cursor.
+"""
 
 _ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
-"""Whether what a processor stores and loads is seen in order by the others: elsewhere who reads
-takes the lock."""
+"""True if processors see each other's stores in order; else reads take the lock."""
 
 OWN = 4
-"""Numbers behind those of a KeptState: how much was logged, and the counters by which others learn
-that what they derived is old: ``changes`` of the ledger, ``edits``, ``bounding`` of the indexes."""
+"""Count of the numbers that follow those of a `CommittedState`.
+
+They are the length of the log, ``changes`` of the ledger, ``edits`` of the storage and ``bounding``
+of the indexes. If one of the last three changes, derived data of other processes is outdated.
+"""
 
 
 class Following(Recovery):
-    """Brings what one process derives from the rows up to what others have committed: with the
-    lock all of it, without it the counters, for who only reads.
+    """The part of ``Sharing`` that follows the commits of other processes.
+
+    With the lock, it updates all data that this process derives from the rows. Without the lock, it
+    updates only the counters, and only for reads.
 
     Args:
-        storage: whose.
-        home: the folder that all have open.
+        storage: the storage.
+        home: the recovery folder that all processes have open.
     """
 
-    def __init__(self, storage: LazyTensorStorage, home: Home) -> None:
+    def __init__(self, storage: LazyTensorStorage, home: RecoveryFolder) -> None:
         super().__init__(storage, home)
         self._known = 0
-        """Number of the state that this process has taken note of; -1: it has to look at all."""
+        """Number of the state that this process has followed; -1 to read everything."""
         self._own = [0] * OWN
         self._lags = False
-        """Whether only the counters of the ledger were taken from that state."""
+        """True if this process has read only the ledger's counters from that state."""
         self._pending: list[tuple[int, Array | None]] = []
         self._log: ChangeLog | None = None
         self._signs: Any = None
 
     def _forget(self) -> None:
-        """What this process believes is not what the others see."""
-        self._known, self._lags, self._noted, self._pending = -1, False, None, []
+        """Mark the state that this process has followed as unknown."""
+        self._known, self._lags, self._journaled, self._pending = -1, False, None, []
 
     def glance(self) -> tuple[int, int, int | None] | None:
-        """Brings this process up to date without the lock, where only rows at the cursor have come.
+        """Follow writes at the cursor without the shared lock.
 
-        Other threads of it are kept out. What is read then is as it was if ``intact`` says so.
+        The caller keeps the other threads of this process out. Afterwards it reads rows, which are
+        valid if ``intact`` then returns True.
 
         Returns:
-            What ``intact`` asks for; None: it takes the lock.
+            The first argument for ``intact``; None if the caller has to take the lock.
         """
         storage, signs = self._storage(), self._signs
         if storage is None or signs is None or self._known < 0 or not _ORDERED:
@@ -112,53 +126,54 @@ class Following(Recovery):
         irregular = signs[IRREGULAR]
         if irregular & 1:
             return None
-        ledger, noted = storage.ledger, storage.indexes.noted()
+        ledger, indexed = storage.ledger, storage.indexes.indexed_until()
         found = self.home.states.first(self._known)
         if found is None:
             return None
         if found[0] != self._known:
-            # An index with rows yet to be noted was not asked since they came: nor is it expected
-            # to be now. Whoever asks has the rest of the state brought, see ``_heads``.
-            asked = noted is not None and noted >= ledger.next_position
-            if asked or signs[ANEW] > self._known:
+            # An index that lacks earlier rows is not in use, and probably not needed now. Its next
+            # use reads the rest of the state; see ``_heads``.
+            in_use = indexed is not None and indexed >= ledger.next_position
+            if in_use or signs[RESET] > self._known:
                 if not self._glance_at_all(storage):
                     return None
             else:
                 self._known, ledger.cursor, ledger.length, ledger.next_position = found
                 self._lags, storage.indexes.stale = True, True
-        return irregular, ledger.next_position, noted
+        return irregular, ledger.next_position, indexed
 
     def _glance_at_all(self, storage: LazyTensorStorage) -> bool:
-        """Takes the whole of the latest state, if it is one of which that can be done."""
+        """Follow the whole latest state, and return whether that was possible."""
         found, before = self.home.states.glance(), self._committed
         if found is None or before is None or found[1][-OWN:].tolist() != self._own:
             return False
         if not before.follow(found[1][:-OWN]):
             return False
-        self._take_counters(storage, before)
+        self._follow_counters(storage, before)
         self._known, self._lags = found[0], False
         return True
 
     def intact(self, glanced: tuple[int, int, int | None], slots: torch.Tensor | None) -> bool:
-        """Whether rows were as ``glance`` found them until now.
+        """Return whether rows have not changed since ``glance``.
 
         Args:
-            slots: those that were read, int64 ``[K]``; None: it may have been any.
+            glanced: the result of ``glance``.
+            slots: the slots that the caller has read, int64 ``[K]``; None if they may be any slots.
         """
         storage, signs = self._storage(), self._signs
         assert storage is not None
-        irregular, position, noted = glanced
+        irregular, position, indexed = glanced
         announced, ledger = signs[ANNOUNCED], storage.ledger
         if signs[IRREGULAR] != irregular or self._known < 0:
             return False
         count = announced - position
         if count <= 0 or ledger.length + count <= ledger.slots:
             return True
-        if noted is None:  # one that was made since has read all rows
-            made = storage.indexes.noted() is not None
-            noted = position - ledger.length if made else position
-        if announced - noted > ledger.slots:
-            # What an index has read of rows that were not noted may have been others.
+        if indexed is None:  # if the caller has made an index since then, it has read all rows
+            made = storage.indexes.indexed_until() is not None
+            indexed = position - ledger.length if made else position
+        if announced - indexed > ledger.slots:
+            # An index may have read rows that another process was overwriting.
             self._known = -1
             return False
         if slots is None or count >= ledger.slots:
@@ -166,37 +181,37 @@ class Following(Recovery):
         return not ledger.next_ones(slots, count)
 
     def _catch_up(self, storage: LazyTensorStorage) -> None:
-        """Takes the rest of a state of which only the counters are known here."""
+        """Follow the rest of a state of which only the counters were read."""
         known = self._known
         if not (self._glance_at_all(storage) and self._known == known):
-            # It is gone: nothing that is made of it counts.
+            # Another commit has replaced the state, so data derived from it is not used.
             self._known = -1
 
-    def _take_counters(self, storage: LazyTensorStorage, state: KeptState) -> None:
-        """Takes over what a write at the cursor changes."""
+    def _follow_counters(self, storage: LazyTensorStorage, state: CommittedState) -> None:
+        """Follow the changes of writes at the cursor."""
         ledger = storage.ledger
         ledger.cursor, ledger.length = state.cursor, state.length
         ledger.next_position = state.next_position
-        storage.indexes.stale = True  # it is noted before it is overwritten here
+        storage.indexes.stale = True  # indexes must be updated before this process overwrites rows
         for writer, count in zip(self._writers, state.counts, strict=False):
             if (part := writer()) is not None:
                 part._write_count = count
         self._seen = ledger_counters(ledger), storage.edits, self._write_counts()
         self._saved_at = ledger.next_position, ledger.changes
 
-    def _follow(self, storage: LazyTensorStorage, anew: bool) -> None:
+    def _follow(self, storage: LazyTensorStorage, reset: bool) -> None:
         numbers, own = self._state_numbers()
         before, ledger, indexes = self._committed, storage.ledger, storage.indexes
         since: dict[int, Array | None] | None = {}
-        if anew or before is None:
+        if reset or before is None:
             since = None
         elif own[0] != self._own[0]:
             assert self._log is not None
             since = self._log.since(self._own[0], own[0])
-        steady = not anew and own[1:] == self._own[1:] and before is not None
+        steady = not reset and own[1:] == self._own[1:] and before is not None
         if not (steady and before is not None and before.follow(numbers)):
             steady = False
-            before = self._committed = KeptState.of_numbers(numbers)
+            before = self._committed = CommittedState.of_numbers(numbers)
         assert before is not None
         tables = []
         for number, length in ((POSITIONS, before.positions), (GENERATIONS, before.generations)):
@@ -213,7 +228,7 @@ class Following(Recovery):
         )
         storage.edits = own[2]
         if not steady:
-            indexes.follow(before.marks, before.codes, anew=anew, edited=own[3] != self._own[3])
+            indexes.follow(before.marks, before.codes, reset=reset, edited=own[3] != self._own[3])
             indexes.bounding = own[3]
         indexes.heads_from = self._heads
         self._own = own
@@ -223,22 +238,22 @@ class Following(Recovery):
                 continue
             at = None if since is None else since.get(PRIORITIES + place, _NO_ELEMENTS)
             self._hand_over(sampler, place, at)
-        self._take_counters(storage, before)
+        self._follow_counters(storage, before)
         self._marks = indexes.marks.numbers
         ledger.touched = []
 
     def _hand_over(self, sampler: PriorityKeeper, place: int, at: Array | None) -> None:
-        """Gives a sampler the priorities of some elements as they are now; None: of all."""
+        """Give a sampler the present priorities of some elements; None for all."""
         assert self._committed is not None
         table = self._committed.priorities[place]
         cells = self.home.table(PRIORITIES + place, np.float64, table.length)[: table.length]
         if at is not None:
             at = at[at < table.length]
         values = cells.copy() if at is None else cells[at]
-        sampler.take_changed(Changed(at, values, table.length, table.most, table.dropped))
+        sampler.follow_priorities(Changed(at, values, table.length, table.most, table.dropped))
 
     def _state_numbers(self) -> tuple[Array, list[int]]:
-        numbers = self.home.states.look()
+        numbers = self.home.states.view()
         if not len(numbers):
             return numbers, [0] * OWN
         if len(numbers) < OWN:
@@ -246,8 +261,11 @@ class Following(Recovery):
         return numbers[:-OWN], numbers[-OWN:].tolist()
 
     def _heads(self) -> dict[str, Any] | None:
-        """Where the first episodes began as of the state that is known here; ``now``: whether this
-        process has done nothing since."""
+        """Return the first episodes' begins from the state that this process has read.
+
+        The entry ``now`` of the result is True if this process has changed nothing since that
+        state.
+        """
         storage = self._storage()
         if self._lags and storage is not None:
             self._catch_up(storage)
@@ -264,37 +282,39 @@ _NO_ELEMENTS = np.zeros(0, np.int64)
 
 
 _LOG, _SIGNS, _ROWS_WRITTEN, _PRIORITIES_SET = 2, 3, 6, 7
-"""Numbers of tables: of the log of changes, of what writers show to who reads without the lock, and
-of which rows and priorities were changed before which save."""
+"""Numbers of the tables for the log of changes, the signs for readers without the lock, and the
+dirty rows and priorities."""
 
 _LOG_LENGTH = 1 << 17
 _PREFIX = "replaykit-shared-"
 _LOCK = "lock"
 _PRIORITY_BYTES = 4
-"""By which chunks of priorities are as large as they are for every sampler."""
+"""Bytes of a priority, so that chunks have the same size as in other samplers."""
 _YOUNG = 60.0
-"""Seconds for which a folder is left alone although nobody seems to use it: it may be in the
-making."""
+"""Seconds during which a new folder is kept although no process uses it yet."""
 
 
 class Sharing(Following):
-    """Has the processes that hold a storage take turns, and each learn what the others have done.
+    """The sharing of a storage by several processes.
 
-    What is committed lies in files that all of them map: rows, counters, priorities. Beside it each
-    has a ledger, an index of episodes and trees of its own, which it brings up to date when it
-    takes the lock, from what has changed. What a process had not committed when it died is taken
-    back by the next one that takes the lock.
+    The processes take turns and follow each other's changes. Committed rows, counters and
+    priorities are in files that all processes map. Each process has a separate ledger, episode
+    index and trees. When it takes the lock, it updates them from the changes of the other
+    processes. If a process dies, the next process that takes the lock rolls back the uncommitted
+    changes.
 
     Args:
-        storage: whose; nothing is stored yet.
-        folder: where the files lie.
-        private: whether it goes when nobody uses it any more.
-        mapped: whether it is on a disk, from which rows are read ahead, and not in memory.
-        existsok: whether files of others may be taken as space.
-        join: whether another process has made it.
+        storage: the storage, in which no row is stored yet.
+        folder: the folder of the files.
+        private: whether the last user of the folder removes it.
+        mapped: True if the folder is on a disk, so that rows are read ahead. False if it is in
+            memory.
+        existsok: whether to reuse the space of existing files.
+        join: whether another process has made the folder.
 
     Raises:
-        RuntimeError: others use the folder, without ``join``; or the system has no such locks.
+        RuntimeError: ``join`` is False, but other processes use the folder.
+        RuntimeError: the system has no file locks.
         OSError: the folder cannot be made or opened.
     """
 
@@ -312,12 +332,12 @@ class Sharing(Following):
     ) -> None:
         if join and not folder.exists():
             raise RuntimeError(
-                f"{folder} is gone: the processes that shared the buffer have ended before this "
-                "one got it"
+                f"{folder} is gone: the processes that shared the buffer ended before this one "
+                "received it"
             )
         check_flock()
         one_thread_in_children()
-        home = Home(folder, shared=True)
+        home = RecoveryFolder(folder, shared=True)
         super().__init__(storage, home)
         self._folder, self._private, self._mapped = folder, private, mapped
         self._existsok = existsok
@@ -329,8 +349,8 @@ class Sharing(Following):
             shutil.rmtree(home.folder)
             home.folder.mkdir()
         self._members: ProcessRegistry | None = None
-        self._changes: KeptChanges | None = None
-        self._set: KeptChanges | None = None
+        self._changes: SharedChanges | None = None
+        self._set: SharedChanges | None = None
         self._become_member()
 
     def _become_member(self) -> None:
@@ -338,15 +358,15 @@ class Sharing(Following):
         inherited = self._members
         self._members = ProcessRegistry(self.home.folder / MEMBERS)
         if inherited is not None:
-            inherited.let_go()
-        # It is run in processes that multiprocessing has started too, which `atexit` is not. Below
-        # 0: after this process has waited for its children, which may have yet to open the folder.
+            inherited.drop()
+        # `atexit` does not run in processes that multiprocessing started. A priority below 0 runs
+        # this after the process has waited for its children, which may still open the folder.
         self._leave = multiprocessing.util.Finalize(
             self, _leave, args=(self._members, self._folder, self._private), exitpriority=-1
         )
 
     def invitation(self) -> dict[str, Any]:
-        """What another process makes the same of."""
+        """Return the arguments that another process needs to join."""
         return {
             "folder": self._folder,
             "private": self._private,
@@ -356,22 +376,22 @@ class Sharing(Following):
 
     @property
     def folder(self) -> FilePath:
-        """Where the files of the rows lie."""
+        """The folder of the row files."""
         return self._folder
 
     def new_lock(self) -> SharedLock:
-        """The lock of this process, which may be a forked child."""
+        """Return a lock for this process, which may be a forked child."""
         if self._process != os.getpid():
-            # A thread of the parent, which is not here, may have been in the middle of anything.
+            # At the fork, another thread of the parent may have been in the middle of a change.
             self._become_member()
             self._forget()
             self.active = False
-        return SharedLock(self.home.folder / _LOCK, self._enter, self.settle)
+        return SharedLock(self.home.folder / _LOCK, self._enter, self.commit)
 
     # -- files --------------------------------------------------------------------------------
 
     def make_columns(self, schema: Schema, slots: int, lanes: torch.Size) -> Columns:
-        """Makes the files of the rows; the lock is held."""
+        """Make the files of the rows; the caller holds the lock."""
         storage, home = self._storage(), self.home
         assert storage is not None
         plan = RowFiles.of(self._folder, schema, slots, lanes)
@@ -396,7 +416,7 @@ class Sharing(Following):
         return columns
 
     def _attach(self, storage: LazyTensorStorage) -> None:
-        """Maps the files that another process has made."""
+        """Map the files that another process has made."""
         found = self.known()
         assert found is not None
         lanes = torch.Size(found["lanes"])
@@ -414,23 +434,23 @@ class Sharing(Following):
     def _open_log(self, columns: Columns) -> None:
         self._changes = columns.changes = self._row_changes(columns)
         like = Changes(columns.slots * columns.lanes.numel(), _PRIORITY_BYTES)
-        cells = self._cells(_PRIORITIES_SET, KeptChanges.length(like))
-        self._set = KeptChanges(cells, like, unsettled=self._unsettled)
+        cells = self._cells(_PRIORITIES_SET, SharedChanges.length(like))
+        self._set = SharedChanges(cells, like, pending_changes=self._pending_changes)
         self._log = ChangeLog(self.home.table(_LOG, np.int64, _LOG_LENGTH)[:_LOG_LENGTH])
         self._signs = self.home.table(_SIGNS, np.int64, SIGNS)[:SIGNS].data
 
     def _cells(self, number: int, count: int) -> Array:
         return self.home.table(number, np.int64, count)[:count]
 
-    def _row_changes(self, columns: Columns) -> KeptChanges:
-        """What all processes note of the rows that they write, for the next save by one of them."""
+    def _row_changes(self, columns: Columns) -> SharedChanges:
+        """Return the record of dirty rows, for the next save, that all processes share."""
         before, like = self._changes, columns.changes
         keys = [RECORDS, *(path for path in columns.tensors if path not in like.packed)]
-        cells = self._cells(_ROWS_WRITTEN, KeptChanges.length(like, keys))
+        cells = self._cells(_ROWS_WRITTEN, SharedChanges.length(like, keys))
         views = GivenViews(self.home.folder)
-        made = KeptChanges(cells, like, keys, views, self._unsettled)
+        made = SharedChanges(cells, like, keys, views, self._pending_changes)
         if before is not None and before.exposed:
-            made.lend()  # a forked child has the views of its parent
+            made.lend()  # a forked child has its parent's views
         return made
 
     # -- parts --------------------------------------------------------------------------------
@@ -444,7 +464,7 @@ class Sharing(Following):
             if state is not None and state.priorities:
                 self._hand_over(sampler, 0, None)
 
-    def adopt_writer(self, writer: KeptCount) -> None:
+    def adopt_writer(self, writer: RecoverableWriter) -> None:
         storage = self._storage()
         assert storage is not None
         with storage.lock:
@@ -452,19 +472,19 @@ class Sharing(Following):
             if self._committed is not None and self._committed.counts:
                 writer._write_count = self._committed.counts[0]
 
-    def _still_saved(self) -> KeptState | None:
+    def _still_saved(self) -> CommittedState | None:
         return self._committed
 
-    # -- taking note of what others have done -------------------------------------------------
+    # -- following other processes ------------------------------------------------------------
 
     def _enter(self) -> None:
-        """Brings this process up to date; it has just got the lock."""
+        """Follow the changes of other processes, right after the lock was acquired."""
         home, signs, changes = self.home, self._signs, self._changes
         if changes is not None and changes.exposed:
-            changes.look()
+            changes.check_views()
         regular = self.active and not self._lags and not signs[IRREGULAR] & 1
-        if regular and home.noted() == (self._known + 1, 0):
-            return  # nobody has done anything meanwhile
+        if regular and home.journaled() == (self._known + 1, 0):
+            return  # no process has changed anything in the meantime
         storage = self._storage()
         if storage is None:
             return
@@ -473,9 +493,9 @@ class Sharing(Following):
                 return
             self._attach(storage)
             signs = self._signs
-        sequence, used = home.noted()
+        sequence, used = home.journaled()
         sequence -= 1
-        if used:  # who noted it has died
+        if used:  # the process that journaled these rows has died
             signs[IRREGULAR] |= 1
             home.roll_back()
         if signs[IRREGULAR] & 1:
@@ -483,12 +503,12 @@ class Sharing(Following):
         if sequence == self._known and self._lags:
             self._catch_up(storage)
         if sequence != self._known:
-            anew, self._known = self._known < 0, -1
+            reset, self._known = self._known < 0, -1
             self._lags = False
-            self._follow(storage, anew)
+            self._follow(storage, reset)
             self._known = sequence
 
-    def look(self, *, whole: bool = False) -> None:
+    def poll(self, *, whole: bool = False) -> None:
         storage = self._storage()
         if storage is None or storage.lock.apart:
             return
@@ -501,49 +521,50 @@ class Sharing(Following):
 
     # -- changes ------------------------------------------------------------------------------
 
-    def note(self, at: Array | range, paths: Iterable[Path] | None = None) -> None:
+    def journal_rows(self, at: Array | range, paths: Iterable[Path] | None = None) -> None:
         self._signs[IRREGULAR] |= 1
-        super().note(at, paths)
+        super().journal_rows(at, paths)
 
-    def note_ring(self, first: int, count: int) -> None:
+    def journal_ring(self, first: int, count: int) -> None:
         storage, signs = self._storage(), self._signs
         assert storage is not None
         ledger = storage.ledger
-        if ledger.changes != self._own[1]:  # the cursor is not where others believe
+        if ledger.changes != self._own[1]:  # the cursor of other processes differs
             signs[IRREGULAR] |= 1
         signs[ANNOUNCED] = ledger.next_position + first - ledger.cursor + count
-        self._note_ring(first, count)
+        self._journal_ring(first, count)
 
-    def _take_back(self, since: int) -> None:
-        # Who has read rows that are put back finds them as they were, and not what he has read.
+    def _rollback(self, since: int) -> None:
+        # Readers without the lock may have read rows that are now rolled back.
         self._signs[IRREGULAR] |= 1
-        super()._take_back(since)
+        super()._rollback(since)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         storage, signs = self._storage(), self._signs
         try:
             if signs is None or storage is None:
                 return
             if storage.ledger.changes != self._own[1]:
                 signs[IRREGULAR] |= 1
-            super().settle()
+            super().commit()
             if signs[IRREGULAR] & 1:
                 signs[IRREGULAR] += 1
         except BaseException:
             self._forget()
             self._again = False
             if self.active:
-                self._take_back(0)
+                self._rollback(0)
             raise
 
-    def _state(self, *given: Any) -> KeptState:
-        # Before it is committed: who reads without the lock looks at the state, then at this.
-        self._signs[ANEW] = self.home.states.sequence + 1
+    def _state(self, *given: Any) -> CommittedState:
+        # This comes before the commit, because readers without the lock read first the state and
+        # then this sign.
+        self._signs[RESET] = self.home.states.sequence + 1
         return super()._state(*given)
 
     def _logged(self, number: int, at: Array | range) -> None:
         self._pending.append((number, None if isinstance(at, range) else at))
-        if number >= PRIORITIES and self._set is not None:  # before it counts
+        if number >= PRIORITIES and self._set is not None:  # before the change is committed
             if isinstance(at, range):
                 self._set.wrote(at.start, len(at))
             else:
@@ -556,29 +577,29 @@ class Sharing(Following):
             self._set.wrote(0, self._set.rows)
         return replace(rows, changes=self._set)
 
-    def _unsettled(self) -> bool:
-        """Whether something was changed under the lock that does not count yet."""
+    def _pending_changes(self) -> bool:
+        """Return whether changes that were made under the lock are not committed yet."""
         samplers = [known() for known in self._samplers]
         pending = any(sampler is not None and sampler.priorities_pending() for sampler in samplers)
-        return pending or self.home.noted()[1] > 0
+        return pending or self.home.journaled()[1] > 0
 
     def _commit(self, storage: LazyTensorStorage, numbers: Array) -> None:
         logged = self._own[0]
         if self._pending:
             assert self._log is not None
-            logged = self._log.note(logged, self._pending)
+            logged = self._log.append(logged, self._pending)
             self._pending = []
         own = [logged, storage.ledger.changes, storage.edits, storage.indexes.bounding]
         if own != self._own:
-            self._signs[ANEW] = self.home.states.sequence + 1
+            self._signs[RESET] = self.home.states.sequence + 1
         self._known = self.home.commit(numbers, own)
         self._own = own
 
 
 def memory_folder() -> FilePath:
-    """Makes a private folder whose files are memory, where the system has such a place.
+    """Make a private folder, whose files are in memory if the system supports that.
 
-    Takes away those that processes left which were killed.
+    This also removes such folders of processes that were killed.
     """
     memory = FilePath("/dev/shm")
     root = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
@@ -594,7 +615,7 @@ def memory_folder() -> FilePath:
 
 
 def _leave(members: ProcessRegistry, folder: FilePath, private: bool) -> None:
-    """Removes a private folder, if this process was the last one to use it."""
-    members.let_go()
+    """Remove a private folder if this process was its last user."""
+    members.drop()
     if private and ProcessRegistry.nobody(folder / "%shared" / MEMBERS):
         shutil.rmtree(folder, ignore_errors=True)

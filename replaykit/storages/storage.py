@@ -1,4 +1,4 @@
-"""Define what every storage offers, and what a custom storage has to implement."""
+"""Define the base class of storages, which custom storages extend."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import Uncompiled, arange, is_tensordict
 from replaykit.interrupts import Lock
-from replaykit.keywords import named_after
+from replaykit.keywords import named_after, old_name
 from replaykit.schema import Schema
 from replaykit.storages.content import Content
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.save_hooks import SavedRows
 from replaykit.structure import Path, map_leaves
 
-__all__ = ["KEPT_EDITS", "Edit", "Listener", "Storage", "with_edit"]
+__all__ = ["MAX_EDITS", "Edit", "Listener", "Storage", "with_edit"]
 
-KEPT_EDITS = 64
-"""How many a storage remembers."""
+MAX_EDITS = 64
+"""Most edits that a storage remembers."""
 
 
 class Edit(NamedTuple):
     """One change of rows that were stored already.
 
     Attributes:
-        number: of ``Storage.edits`` after it.
-        paths: columns that it changed; None: any.
-        slots: rows that it changed, int64 ``[K]``; None: any.
+        number: the value of ``Storage.edits`` after this edit.
+        paths: the changed columns; None if any column may have changed.
+        slots: the slots of the changed rows, int64 ``[K]``; None if any row may have changed.
     """
 
     number: int
@@ -42,41 +42,43 @@ class Edit(NamedTuple):
 
 
 def with_edit(recent: tuple[Edit, ...], edit: Edit, rows: int) -> tuple[Edit, ...]:
-    """The last edits with one more: at most `KEPT_EDITS`, and no more slots than there are rows.
+    """Return the latest edits with ``edit`` added, at most `MAX_EDITS`.
 
-    Older ones are let go: who would look at as many slots may as well look at all rows. So edits
-    take 8 bytes a row at most.
+    Older edits are dropped. Together the edits name at most ``rows`` slots, so they take at most 8
+    bytes per row. If more rows have changed, a reader can read all rows at the same cost.
     """
-    kept: list[Edit] = []
+    found: list[Edit] = []
     for one in (edit, *reversed(recent)):
         rows -= 0 if one.slots is None else len(one.slots)
-        if rows < 0 or len(kept) == KEPT_EDITS:
+        if rows < 0 or len(found) == MAX_EDITS:
             break
-        kept.append(one)
-    return tuple(reversed(kept))
+        found.append(one)
+    return tuple(reversed(found))
 
 
 class Listener(Protocol):
-    """Who wants to know that rows were written."""
+    """An object that is notified of writes."""
 
     def mark_update(self, index: torch.Tensor) -> None:
-        """Told that the rows at ``index`` were written."""
+        """Follow a write of the rows at ``index``."""
 
 
 @named_after
 class Storage(SavedRows, Uncompiled, ABC):
-    """Where records live.
+    """Base class of storages, which hold the rows of a buffer.
 
-    A storage of one's own brings ``set``, ``get``, ``__len__``, ``contains``, ``state_dict`` and
-    ``load_state_dict`` and takes the rest from here, as long as ``ndim == 1``.
+    A custom storage defines ``set``, ``get``, ``__len__``, ``contains``, ``state_dict`` and
+    ``load_state_dict``. It also defines ``clear`` if the buffer must support ``empty()``. With
+    ``ndim == 1`` it inherits all other methods.
 
     Attributes:
-        max_size: capacity in rows (elements, for ``ndim > 1``).
-        ndim: number of leading dimensions that count as rows: dimension 0 is time, the others
+        max_size: capacity in rows; for ``ndim > 1``, rows of all lanes count.
+        ndim: number of leading dimensions that count as rows. Dimension 0 is time, and the others
             are lanes.
-        ledger: which record lies in which slot; shared by every buffer over this storage.
-        lock: one re-entrant lock, held by whoever writes, draws or reads. While the main thread
-            holds it signals wait, so that Ctrl-C never leaves a change half done.
+        ledger: the counts, row ids and generations of the rows. All buffers over this storage share
+            it.
+        lock: the re-entrant lock that is held during every write, draw and read. Signals wait while
+            the main thread holds it. Ctrl-C therefore never leaves a change half done.
 
     Example:
         >>> import torch
@@ -88,7 +90,7 @@ class Storage(SavedRows, Uncompiled, ABC):
     """
 
     stack_dim = 0
-    """Dimension of a batch along which its rows lie."""
+    """Dimension of a batch along which the rows are stacked."""
 
     def __init__(self, max_size: int, *, ndim: int = 1) -> None:
         if type(max_size) is not int or max_size < 1:
@@ -100,63 +102,70 @@ class Storage(SavedRows, Uncompiled, ABC):
         self.ndim = ndim
         self.ledger = Ledger(max_size)
         self._locks: dict[int, Any] = {}
-        # Grows whenever stored rows are changed where they are: what is derived from them is old.
+        # Grows with every change of stored rows in place. Data derived from these rows is then
+        # outdated.
         self.edits = 0
-        # The last ones of them; those that nobody told of are missing.
+        # The latest edits. An edit that was not announced is missing here.
         self.recent_edits: tuple[Edit, ...] = ()
-        # What keeps ledger, counts and priorities in files; None: they go with the process.
+        # Keeps ledger, counts and priorities in files. If it is None, they are lost with the
+        # process.
         self.recovery: Any = None
         self._listeners: list[weakref.ref[Listener]] = []
 
     @property
     def lock(self) -> Any:
-        """Guards the rows and the ledger; may be taken again by the thread that has it.
+        """The re-entrant lock that guards the rows and the ledger.
 
-        A forked process has one of its own: the thread that held this one is not there.
+        A forked process has a separate lock. The thread that held the lock at the fork does not
+        exist in the forked process, so it could never release the lock.
         """
         process = os.getpid()
         lock = self._locks.get(process)
         return self._locks.setdefault(process, self._new_lock()) if lock is None else lock
 
-    def look(self, *, whole: bool = False) -> None:
-        """Takes note of what other processes have done, where they share the storage: of how much
-        is stored, or of the ``whole``."""
+    def poll(self, *, whole: bool = False) -> None:
+        """Read the changes of other processes that share the storage.
+
+        By default it reads only the number of stored rows. With ``whole`` it reads all changes.
+        """
         if self.recovery is not None:
-            self.recovery.look(whole=whole)
+            self.recovery.poll(whole=whole)
+
+    look = old_name("look", "poll")
 
     def _new_lock(self) -> Any:
         return Lock() if self.recovery is None else self.recovery.new_lock()
 
-    # -- what a storage brings ----------------------------------------------------------------
+    # -- required methods ---------------------------------------------------------------------
 
     @abstractmethod
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Writes rows at an int, slice, range, sequence or LongTensor of positions."""
+        """Write rows at slots: an int, slice, range, sequence or LongTensor."""
 
     @abstractmethod
     def get(self, index: Any) -> Any:
-        """Reads a row (int) or a batch (anything else that indexes)."""
+        """Read one row for an int, or a batch for any other index."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def contains(self, item: Any) -> bool | torch.Tensor:
-        """Whether rows are stored."""
+        """Return whether rows are stored."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Copies of what is stored."""
+        """Return copies of the stored rows."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over copies of what another storage held."""
+        """Load copies of the rows of another storage."""
 
-    # -- what it may bring --------------------------------------------------------------------
+    # -- optional methods ---------------------------------------------------------------------
 
     @property
     def shape(self) -> torch.Size | None:
-        """Shape of the stored rows: ``[N]``, or ``[T, *lanes]``; None before the first write."""
+        """Shape ``[N]`` or ``[T, *lanes]`` of the rows; None before the first write."""
         return torch.Size([len(self)])
 
     @property
@@ -166,19 +175,21 @@ class Storage(SavedRows, Uncompiled, ABC):
 
     @property
     def schema(self) -> Schema | None:
-        """Fixed layout of the records; None for storages without one, or before the first write."""
+        """Layout of the rows; None before the first write, or if rows have no schema."""
         return None
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """What tells these rows from all others, as values that can be saved, where they are kept
-        elsewhere and are as they are there; None: whoever saves the storage has to save the rows.
+        """Values that identify the rows if a save need not include them, or None.
+
+        Rows have an identity if another file or directory keeps them unchanged. A save then stores
+        these values in place of the rows. If the identity is None, a save has to include the rows.
         """
         return None
 
     @property
     def lanes(self) -> torch.Size:
-        """Sizes of the dimensions beside time; empty for ``ndim == 1``."""
+        """Sizes of the dimensions after time; empty for ``ndim == 1``."""
         return torch.Size()
 
     def prepare(
@@ -189,38 +200,41 @@ class Storage(SavedRows, Uncompiled, ABC):
         time_dim: int = 0,
         optional: Collection[Path] = (),
     ) -> Any:
-        """Returns the rows of ``data`` checked and ready to be written, as a sized object.
+        """Return the rows of ``data``, checked and ready to be written.
 
-        Writers call this before they reserve slots, so that bad data changes nothing.
+        The result has a length. Writers call this before they reserve slots, so that invalid data
+        changes nothing.
         """
         return [data] if single else data
 
     def batch_of_one(self, data: Any, dim: int) -> Any:
-        """Returns one row as a batch of one, along ``dim``."""
+        """Return one row as a batch of one, along ``dim``."""
         if isinstance(data, torch.Tensor) or is_tensordict(data) or is_tensorclass(data):
             return data.unsqueeze(dim)
         return map_leaves(data, lambda leaf: leaf.unsqueeze(dim))
 
     def slots_for(self, rows: Any) -> int:
-        """Number of slots that there will be once these prepared rows are accepted."""
+        """Return the number of slots that the storage has once it accepts these rows."""
         return self.ledger.slots
 
     def check_order(self, rows: Any) -> None:
-        """Refuses prepared rows that cannot follow the newest record, or each other, in time.
+        """Refuse prepared rows that cannot follow the newest row, or each other, in time.
 
-        Called with the lock held, before ``accept``, where rows will be written at the cursor.
+        The writer holds the lock. It calls this before ``accept`` if it will write the rows at the
+        cursor.
         """
 
     def accept(self, rows: Any) -> None:
-        """Makes ready for prepared rows: checks them once more and takes memory if there is none.
+        """Check prepared rows once more, and allocate memory if there is none.
 
-        Called with the lock held, before slots are reserved: the last step that may refuse.
+        The writer holds the lock, and calls this before it reserves slots. No later step may refuse
+        the rows.
         """
 
     def write(self, slots: torch.Tensor, rows: Any, kept: torch.Tensor | slice) -> None:
-        """Writes ``rows[kept]``, as ``prepare`` gave them, at distinct ``slots``.
+        """Write the prepared rows ``rows[kept]`` at distinct ``slots``.
 
-        The ledger is not touched: the writer commits afterwards.
+        The ledger does not change here. The writer commits the rows afterwards.
         """
         if isinstance(kept, slice):
             kept = arange(len(rows))[kept]
@@ -228,13 +242,14 @@ class Storage(SavedRows, Uncompiled, ABC):
             self.set(slot, rows[row])
 
     def commit(self, rows: Any) -> None:
-        """Makes rows count as stored that were written at the cursor."""
+        """Commit rows that were written at the cursor."""
         self.ledger.advance(len(rows))
 
     def write_ring(self, first: int, rows: Any, skipped: int) -> None:
-        """Writes ``rows[skipped:]`` at the slots from ``first + skipped`` on, round the ring.
+        """Write ``rows[skipped:]`` at the slots from ``first + skipped`` on, in the ring.
 
-        The same as ``write`` at these slots, which a storage may do faster.
+        The effect is that of ``write`` at these slots. A storage may override this with a faster
+        method.
         """
         slots = self.ledger.slots
         self.write(
@@ -244,19 +259,21 @@ class Storage(SavedRows, Uncompiled, ABC):
         )
 
     def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
-        """Reads rows at an int64 ``[B]`` (or ``[B, ndim]``) into fresh memory.
+        """Read copies of the rows at an int64 ``[B]`` (or ``[B, ndim]``).
 
-        ``own=False`` says that the rows are only looked at, so that a storage of objects may hand
-        out the objects themselves.
+        With ``own=False`` the caller promises not to change the rows. A storage of objects may then
+        return the stored objects themselves.
         """
         return self.get(index)
 
     def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
-        """Replaces stored rows; length, cursor, positions and generations stay."""
+        """Replace stored rows; length, cursor, row ids and generations stay the same."""
         self.set(index, value, set_cursor=False)
 
     def flatten(self) -> Storage:
-        """Returns a storage with ``ndim == 1`` over the same rows: here, itself.
+        """Return a storage with ``ndim == 1`` over the same rows.
+
+        This base class returns the storage itself.
 
         Raises:
             RuntimeError: nothing was written yet.
@@ -268,14 +285,14 @@ class Storage(SavedRows, Uncompiled, ABC):
         return self
 
     def collate(self, rows: Any) -> Any:
-        """What a buffer over this storage does with rows by default: nothing."""
+        """Collate the rows of a batch. This base class returns them unchanged."""
         return rows
 
     def clear(self) -> None:
-        """Lets go of all rows; the caller holds the lock.
+        """Release all rows; the caller holds the lock.
 
         Raises:
-            NotImplementedError: a storage of one's own that does not define it.
+            NotImplementedError: a custom storage does not define ``clear``.
         """
         raise NotImplementedError(
             f"{type(self).__name__} cannot be emptied: it defines no clear(self) that removes all "
@@ -283,38 +300,40 @@ class Storage(SavedRows, Uncompiled, ABC):
         )
 
     def content(self) -> Content:
-        """Returns what is stored, as columns or row by row; the caller holds the lock."""
+        """Return the stored rows, as columns or row by row; the caller holds the lock."""
         return Content(
             len(self), order=torch.full((len(self),), -1, device="cpu"), plain=tuple(self)
         )
 
     def content_of(self, state_dict: dict[str, Any]) -> Content | None:
-        """Reads a state dict as rows; None for storages that take it back themselves."""
+        """Return the rows of a state dict; None if only ``load_state_dict`` can load it."""
         return None
 
     @property
-    def takes_over_whole(self) -> bool:
-        """Whether ``load_content`` calls ``Content.check`` before anything changes."""
+    def checks_before_load(self) -> bool:
+        """True if ``load_content`` calls ``Content.check`` before anything changes."""
         return False
 
     def check_content(self, content: Content) -> Any:
-        """Checks that rows of another storage fit; changes nothing visible.
+        """Check that the rows of ``content`` fit; return the target for ``load_content``.
 
-        Returns what ``load_content`` needs to bring them in.
+        Nothing visible changes.
         """
         return content.items()
 
     def load_content(self, content: Content, target: Any, rows: torch.Tensor | None) -> None:
-        """Takes rows over: all of them to their own slots, or ``rows`` to slots ``0, 1, ...``."""
+        """Load all rows into their own slots, or ``rows`` into slots ``0, 1, ...``."""
         picked = target if rows is None else [target[row] for row in rows.tolist()]
         for slot, item in enumerate(picked):
             self.set(slot, item)
 
     def undo_content(self) -> Callable[[], None]:
-        """Returns what takes back the ``load_content`` that comes next, before ledger and episodes
-        have followed it. The lock is held.
+        """Return a function that undoes the next ``load_content``.
 
-        Cost: a copy of what is stored.
+        The function may be called until the ledger and the episodes have followed the load. The
+        caller holds the lock.
+
+        Cost: a copy of the stored rows.
         """
         content = self.content()
         target = self.check_content(content)
@@ -323,10 +342,10 @@ class Storage(SavedRows, Uncompiled, ABC):
     # -- episodes -----------------------------------------------------------------------------
 
     def cut(self, lanes: Any) -> None:
-        """Ends the open episodes of lanes, bool ``[lanes]``; the lock is held.
+        """End the open episodes of lanes, bool ``[lanes]``; the caller holds the lock.
 
         Raises:
-            RuntimeError: a storage that does not know where episodes end.
+            RuntimeError: the storage has no episode index.
         """
         raise RuntimeError(
             f"a {type(self).__name__} does not know where episodes end; use a tensor or memmap "
@@ -334,11 +353,17 @@ class Storage(SavedRows, Uncompiled, ABC):
         )
 
     def resume(self, *, over: bool) -> None:
-        """Told that rows come that were written before the restart after which the storage was
-        loaded: what that has ended goes on. ``over``: that they have come. The lock is held."""
+        """Continue the episodes that a load has ended, or end them again.
+
+        A save may hold back rows that continue open episodes. Before the buffer writes these rows,
+        it calls this with ``over=False``. After the write it calls this with ``over=True``. The
+        buffer holds the lock.
+        """
 
     def lanes_named(self, lane: Any) -> Any:
-        """Lanes by number, one or several, as bool ``[lanes]``; None: all of them.
+        """Return lanes, given by one or several numbers, as bool ``[lanes]``.
+
+        The result for None, which means all lanes, is None.
 
         Raises:
             IndexError: no such lane.
@@ -353,20 +378,20 @@ class Storage(SavedRows, Uncompiled, ABC):
         return lanes
 
     def episode_state(self) -> dict[str, Any] | None:
-        """What is known of episodes and does not follow from the rows; None: nothing."""
+        """Return the state of episodes that the rows do not imply, or None."""
         return None
 
-    def episodes_of_kept(
+    def episodes_of_subset(
         self,
         content: Content,
         state: dict[str, Any] | None,
         old: Ledger,
         rows: torch.Tensor | None,
     ) -> dict[str, Any] | None:
-        """The state for ``restore_episodes`` where of checked content some rows are left out.
+        """Return the state for ``restore_episodes`` if some rows are left out.
 
         Args:
-            state: what ``episode_state`` gave of all of them, checked.
+            state: the checked result of ``episode_state`` for all rows of the content.
             old, rows: as for ``restore_episodes``.
         """
         return state
@@ -374,37 +399,44 @@ class Storage(SavedRows, Uncompiled, ABC):
     def restore_episodes(
         self, state: dict[str, Any] | None, old: Ledger, rows: torch.Tensor | None
     ) -> None:
-        """Takes over a checked state, after rows and ledger; ``rows`` as for ``Ledger.restore``.
+        """Load a checked state of episodes, after rows and ledger.
 
         Args:
-            old: the ledger as it was when the state was taken.
+            old: the ledger at the time of the saved state.
+            rows: as for ``Ledger.restore``.
         """
 
     # -- listeners ----------------------------------------------------------------------------
 
     def attach(self, buffer: Listener) -> None:
-        """Registers a listener, weakly and once: it is told of every write by anyone else."""
+        """Register a listener, weakly and once.
+
+        The storage then notifies the listener of every write that another object makes.
+        """
         if all(reference() is not buffer for reference in self._listeners):
             self._listeners.append(weakref.ref(buffer))
 
     def detach(self, buffer: Listener) -> None:
-        """Takes a listener off; unknown ones are ignored."""
+        """Remove a listener; an unknown listener is ignored."""
         self._listeners = [r for r in self._listeners if r() not in (None, buffer)]
 
     def notify(self, index: torch.Tensor, source: object = None) -> None:
-        """Tells every listener but ``source`` that the rows at ``index`` were written."""
+        """Notify every listener except ``source`` that the rows at ``index`` were written."""
         for reference in self._listeners:
             listener = reference()
             if listener is not None and listener is not source:
                 listener.mark_update(index)
 
     def announce(self) -> None:
-        """Tells the listeners that want to know, by ``_about_to_write()``, that the first rows
-        since a load are about to be written; what one raises prevents it."""
+        """Notify listeners before the first write to loaded rows.
+
+        The storage calls the method ``_about_to_write()`` of every listener that has one. An
+        exception from a listener prevents the write.
+        """
         for reference in self._listeners:
-            told = getattr(reference(), "_about_to_write", None)
-            if told is not None:
-                told()
+            about_to_write = getattr(reference(), "_about_to_write", None)
+            if about_to_write is not None:
+                about_to_write()
 
     # -- indexing -----------------------------------------------------------------------------
 
@@ -412,11 +444,11 @@ class Storage(SavedRows, Uncompiled, ABC):
         return self.get(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Replaces stored rows, addressed as for reading; nothing else changes."""
+        """Replace stored rows; the index means the same as for reading."""
         self.edit(index, value)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the stored rows (elements, where there are lanes) in physical order."""
+        """Yield the stored rows in slot order; with lanes, the rows of all lanes."""
         for row in range(len(self)):
             yield self.get(row)
 
@@ -424,15 +456,17 @@ class Storage(SavedRows, Uncompiled, ABC):
         return self.contains(item)
 
     def for_readers(self) -> Any:
-        """What a process that is spawned gets in the storage's place, to read the same rows where
-        they lie: the storage itself, or what ``opened()`` makes one of there.
+        """Return an object through which a spawned process reads the same rows in place.
+
+        The object is the storage itself, or has a method ``opened()`` that makes a storage in that
+        process.
 
         Raises:
-            RuntimeError: they would be copied into each process.
+            RuntimeError: the rows cannot be shared, so each process would get a copy.
         """
         raise RuntimeError(
             f"the rows of a {type(self).__name__} would be copied into each process that is "
-            "spawned; use a LazyMemmapStorage, shared=True or a data set, or have processes forked "
+            "spawned; use a LazyMemmapStorage, shared=True or a data set, or fork the processes "
             "(multiprocessing_context='fork')"
         )
 

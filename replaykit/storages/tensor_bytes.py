@@ -36,7 +36,7 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a view of its bytes as a dtype that every torch operation knows."""
+    """Return the tensor, or a view in a dtype that every torch operation supports."""
     if tensor.dtype in _NATIVE:
         return tensor
     return tensor.view(_CARRIERS[tensor.dtype.itemsize])
@@ -45,12 +45,12 @@ def carried(tensor: torch.Tensor) -> torch.Tensor:
 def carried_rows(
     leaves: Mapping[_Key, torch.Tensor], at: slice | torch.Tensor
 ) -> dict[_Key, torch.Tensor]:
-    """Returns some rows of leaves, in dtypes that every torch operation knows."""
+    """Return some rows of leaves, in dtypes that every torch operation supports."""
     return {key: carried(leaf)[at] for key, leaf in leaves.items()}
 
 
 def picked(rows: Any, kept: torch.Tensor | slice) -> torch.Tensor:
-    """Returns some of the rows of a tensor or of what reads like one, in a dtype that moves."""
+    """Return some rows of a tensor or of files, in the dtype that ``carried`` gives."""
     if isinstance(rows, torch.Tensor):
         whole = isinstance(kept, slice) and kept.start in (None, 0) and kept.stop is None
         return carried(rows) if whole else carried(rows)[kept]
@@ -58,8 +58,10 @@ def picked(rows: Any, kept: torch.Tensor | slice) -> torch.Tensor:
 
 
 def picked_views(rows: Any, kept: torch.Tensor | slice) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields what ``picked`` returns as it lies, stretch by stretch, nothing copied of a slice: how
-    many rows lie before, and views of rows of one piece."""
+    """Yield the rows that ``picked`` returns, in contiguous parts.
+
+    Each item is the number of rows before the part, and the part. A slice is not copied.
+    """
     if isinstance(kept, slice) and isinstance(rows, RowChunks):
         for first, view in rows.views(kept.start, kept.stop):
             yield first - kept.start, carried(view)
@@ -68,13 +70,15 @@ def picked_views(rows: Any, kept: torch.Tensor | slice) -> Iterator[tuple[int, t
 
 
 _BLOCK_BYTES = 2**22
-"""Compared at a time: the result of each comparison stays in the cache."""
+"""Bytes of a compared block, so that each result stays in the processor's cache."""
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns which of the rows ``[n, *F]`` differ in a bit, bool ``[n]``; same dtype and shape.
+    """Return a mask of the rows ``[n, *F]`` that differ in any bit, bool ``[n]``.
+
+    Both tensors have the same dtype and shape.
 
     Cost: one pass over the bytes.
 
@@ -110,7 +114,7 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def any_differing(a: Mapping[Any, torch.Tensor], b: Mapping[Any, torch.Tensor]) -> torch.Tensor:
-    """Returns which rows differ in any of the leaves that both have, bool ``[n]``."""
+    """Return a mask of the rows that differ in any leaf of ``a``, bool ``[n]``."""
     found: torch.Tensor | None = None
     for key, leaf in a.items():
         here = differing(leaf, b[key])
@@ -120,10 +124,11 @@ def any_differing(a: Mapping[Any, torch.Tensor], b: Mapping[Any, torch.Tensor]) 
 
 
 def _raw(rows: torch.Tensor) -> torch.Tensor:
-    """Rows in one piece each, ``[n, bytes]`` or ``[n, words]``, in a dtype without a NaN."""
+    """Return rows as contiguous ``[n, bytes]`` or ``[n, words]`` in a NaN-free dtype."""
     if rows.is_conj() or rows.is_neg():
         rows = rows.resolve_conj().resolve_neg()
-    # Not reshape: what has a single value counts as contiguous whatever its strides.
+    # reshape would not do, because torch treats a tensor of one value as contiguous with any
+    # strides.
     size = rows.numel() // rows.shape[0]
     flat = rows.contiguous().as_strided((rows.shape[0], size), (size, 1))
     return flat if flat.dtype in _WORDS else flat.view(torch.uint8)
@@ -138,7 +143,7 @@ class _Bytes:
 
 
 def by_value(value: Any) -> Any:
-    """Returns lists, tuples and dicts with a copy of the bytes in the place of every tensor.
+    """Return a copy of lists, tuples and dicts in which bytes replace the tensors.
 
     Example:
         >>> import torch
@@ -154,12 +159,14 @@ def by_value(value: Any) -> Any:
 
 
 def from_value(value: Any) -> Any:
-    """Puts the tensors back that ``by_value`` has taken out, on the devices where they were."""
+    """Restore the tensors of a result of ``by_value``, on their devices."""
     if isinstance(value, _Bytes):
         if not value.raw.size:
             return torch.empty(value.shape, dtype=value.dtype, device=value.device)
         raw = value.raw
-        if not raw.flags.writeable:  # read out of band, from memory that is not the tensor's own
+        if (
+            not raw.flags.writeable
+        ):  # such an array was unpickled out of band, and does not own its memory
             raw = raw.copy()
         tensor = torch.from_numpy(raw).view(value.dtype).view(value.shape)
         return tensor.to(value.device)

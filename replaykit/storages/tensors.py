@@ -1,4 +1,4 @@
-"""Records in contiguous tensors, on any device."""
+"""Store rows in contiguous tensors, on any device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 
 from replaykit.episodes.interleaved import stream_keys
-from replaykit.keywords import Replaced, checked_keywords, named_after
-from replaykit.schema import Rows, Schema, take_apart
+from replaykit.keywords import Replaced, checked_keywords, named_after, old_name
+from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
 from replaykit.storages.columns import Columns
 from replaykit.storages.content import Content
-from replaykit.storages.dedup_columns import OnceColumns
+from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.dedup_streams import StreamColumns
 from replaykit.storages.episode_indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
@@ -42,22 +42,23 @@ __all__ = ["LazyTensorStorage", "TensorStorage"]
 
 @named_after
 class TensorStorage(RestorableStorage):
-    """An existing TensorDict, tensorclass, tensor or pytree as a storage, without a copy.
+    """An existing TensorDict, tensorclass, tensor or pytree, used without a copy.
 
-    It starts full, and the first write goes to row 0. For ``ndim > 1`` the data lies as
-    ``[time, *lanes]``.
+    The storage is full from the start, and the first write goes to slot 0. For ``ndim > 1`` the
+    leading dimensions of the data are ``[time, *lanes]``.
 
     Args:
-        storage: the data; all leaves share the first ``ndim`` dimensions.
-        max_size: if given, the number of rows of the data.
-        device: ``"auto"`` keeps the data where it is; another device copies it there.
+        storage: the data. All leaves have the same first ``ndim`` dimensions.
+        max_size: must equal the number of rows of the data, if given.
+        device: ``"auto"`` leaves the data where it is. For another device the data is copied.
         ndim: number of leading dimensions that count as rows.
         lane_key: as for LazyTensorStorage.
 
     Raises:
-        ValueError: no data, another ``max_size`` than it has rows, leaves that disagree, or
-            ``lane_key`` with ``ndim > 1``.
-        KeyError: no column of the name ``lane_key``.
+        ValueError: there is no data, or the first dimensions of its leaves differ.
+        ValueError: ``max_size`` is not the number of rows, or ``lane_key`` is given with ``ndim >
+            1``.
+        KeyError: the data has no column ``lane_key``.
 
     Example:
         >>> import torch
@@ -86,7 +87,7 @@ class TensorStorage(RestorableStorage):
             raise ValueError(
                 "Expected storage to be non-null, got None; LazyTensorStorage starts empty"
             )
-        rows = take_apart(storage, ndim)
+        rows = split_leaves(storage, ndim)
         if not rows.batch.numel():
             raise ValueError(f"expected at least one row, got batch shape {list(rows.batch)}")
         if max_size is not None and max_size != len(rows):
@@ -103,12 +104,12 @@ class TensorStorage(RestorableStorage):
         if len(devices) > 1:
             raise ValueError(f"expected all tensors on one device, got {sorted(map(str, devices))}")
         self._columns = Columns(Schema(rows.root), leaves, ndim)
-        self._columns.changes.lend()  # whoever brought the data may change it at any time
+        self._columns.changes.lend()  # the caller may change the data at any time
         self._adopt(self._columns)
         self.ledger.advance(self._columns.slots)
 
     def flatten(self) -> TensorStorage:
-        """Returns a storage with ``ndim == 1`` over the same stored rows, without a copy.
+        """Return a storage with ``ndim == 1`` over the same rows, without a copy.
 
         Raises:
             RuntimeError: nothing was written yet, or the rows are not contiguous in memory.
@@ -116,10 +117,10 @@ class TensorStorage(RestorableStorage):
         columns = self.require()
         if self.ndim == 1:
             return self
-        if isinstance(columns, OnceColumns):
+        if isinstance(columns, DedupColumns):
             raise RuntimeError(
-                "rows whose observations are stored once cannot be seen as flat ones without a "
-                "copy; use storage[:]"
+                "rows whose observations are stored once cannot be flattened without a copy; use "
+                "storage[:]"
             )
         if not len(self):
             raise RuntimeError("nothing is stored now; there are no rows to flatten")
@@ -129,45 +130,54 @@ class TensorStorage(RestorableStorage):
             try:
                 leaves[path] = view.view(len(self), *view.shape[self.ndim :])
             except RuntimeError:
-                raise RuntimeError(f"the column {path} does not lie contiguously") from None
+                raise RuntimeError(f"the column {path} is not contiguous in memory") from None
         batch = torch.Size([len(self)])
         return TensorStorage(build(columns.schema.root, leaves, batch, columns.device))
 
 
 class LazyTensorStorage(TensorStorage):
-    """Memory taken at the first write: records of the small leaves, a tensor for each wide one.
+    """Rows in memory that the first write allocates.
+
+    The small leaves of a row are stored in one record, and each wide leaf in a separate tensor.
 
     Args:
-        max_size: capacity in rows (elements, for ``ndim > 1``; rounded up to whole time slots).
-        device: where the rows lie; ``"auto"``: where the first data lies.
-        ndim: number of leading dimensions that count as rows: time, then lanes.
-        dedup_next: stores observations once: ``("next", key)`` of a row is that of the following
-            row (with ``lane_key``, of its stream) at the root, and is kept beside where it is not
-            (the last row of an episode, the newest row, rows edited or written elsewhere).
-            ``True``: every key that occurs at the root and under ``next`` with one shape and dtype,
-            except ``reward`` and flags. A list: these root keys. Every read is bit for bit that of
-            dense rows; but what would be views of these keys (``storage[a:b]``, ``rb[i]``,
-            ``column``) are copies. Takes half the memory where observations are most of a row.
-            With ``False`` it costs nothing.
-        on_mismatch: of a row written in turn that goes on an episode (no flag under ``next``
-            is set, no id column of ``ted.EPISODE_KEYS`` changes, no ``cut``) with another
-            observation than the row before led to: ``"error"`` refuses the batch, ``"dense"``
-            stores both. Nothing is expected of the first row written (of each stream, with
-            ``lane_key``) after ``write_at``, an edit of these keys, ``empty`` or a load.
-        lane_key: column that says which of several streams a row belongs to, where the rows of
-            several environments come one by one in any order: an environment's or a trajectory's
-            id. Rows of one stream then follow each other whatever lies between them. Only with
-            ``ndim=1``; None: all rows are one stream.
+        max_size: capacity in rows. For ``ndim > 1``, rows of all lanes count, and the capacity is
+            rounded up to whole time steps.
+        device: device of the rows; ``"auto"`` for the device of the first data.
+        ndim: number of leading dimensions that count as rows. Dimension 0 is time, and the others
+            are lanes.
+        dedup_next: store observations once. A read then takes ``("next", key)`` of a row from
+            ``key`` of the following row, with ``lane_key`` the following row of the same stream. If
+            the following row has other values, an overflow row stores the next observation. This
+            happens for the last row of an episode, for the newest row, and for rows edited or
+            placed by hand. A list names the root keys. ``True`` selects every key that occurs at
+            the root and under ``next`` with one shape and dtype, except ``reward`` and flags. Every
+            read returns the same bits as without this option. But views of these keys
+            (``storage[a:b]``, ``rb[i]``, ``column``) become copies. If observations are most of a
+            row, the rows take half the memory. ``False`` costs nothing.
+        on_mismatch: the reaction to a row that continues an episode, but whose observation differs
+            from the next observation of the row before. ``"error"`` refuses the batch, and
+            ``"dense"`` stores both observations. A row continues an episode under three conditions.
+            No flag under ``next`` of the row before is set, no id column of ``ted.EPISODE_KEYS``
+            changes, and no ``cut`` comes between. After ``write_at``, an edit of these keys,
+            ``empty`` or a load, the first row is not checked; with ``lane_key``, the first row of
+            each stream.
+        lane_key: the column that names the stream of a row, such as the id of an environment or a
+            trajectory. Use it if rows of several environments arrive one by one in any order. The
+            rows of one stream then follow each other, even if rows of other streams are written
+            between them. It requires ``ndim=1``. With None all rows form one stream.
 
     Raises:
-        ValueError: ``max_size`` or ``ndim`` is not an int of at least 1, ``dedup_next`` is empty,
-            ``on_mismatch`` is another word, or ``lane_key`` comes with ``ndim > 1``.
+        ValueError: ``max_size`` or ``ndim`` is not an int of at least 1, or ``dedup_next`` is
+            empty.
+        ValueError: ``on_mismatch`` is another word, or ``lane_key`` is given with ``ndim > 1``.
         TypeError: ``dedup_next`` holds no keys.
-        ValueError: at the first write, where a key of ``dedup_next`` is not in both places, or
-            its counterpart is the ``lane_key``; at any, where ``on_mismatch`` refuses it. Nothing
-            has changed then.
-        KeyError: at the first write, where the data has no column ``lane_key``.
-        MemoryError: at the first write, where the device has less memory than the capacity needs.
+        ValueError: at the first write, a key of ``dedup_next`` is missing at the root or under
+            ``next``, or its counterpart is the ``lane_key``.
+        ValueError: at any write, ``on_mismatch="error"`` refuses a row. The storage has not changed
+            then.
+        KeyError: at the first write, the data has no column ``lane_key``.
+        MemoryError: at the first write, the device has less memory than the capacity needs.
 
     Example:
         >>> import torch
@@ -178,7 +188,7 @@ class LazyTensorStorage(TensorStorage):
         >>> rb[:]
         tensor([4, 5, 2, 3])
 
-        Two environments, row by row:
+        Two environments whose rows arrive one by one:
 
         >>> from tensordict import TensorDict
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100, lane_key="env"))
@@ -187,23 +197,23 @@ class LazyTensorStorage(TensorStorage):
         >>> [episode.index.tolist() for episode in rb.episodes]
         [[0, 2], [4], [1, 3, 5]]
 
-        An episode of four steps has five observations, the last one of them kept beside:
+        An episode of four steps has five observations. The last observation is in an overflow row:
 
         >>> from tensordict import TensorDict
         >>> x = torch.arange(5.0)
         >>> steps = TensorDict({"observation": x[:4], "next": {"observation": x[1:]}}, [4])
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100, dedup_next=True))
         >>> _ = rb.extend(steps)
-        >>> rb["next", "observation"], rb.storage.kept_beside
+        >>> rb["next", "observation"], rb.storage.overflow_rows
         (tensor([1., 2., 3., 4.]), 1)
 
-        Two environments in turn, of each of which the newest row has it beside:
+        Two environments that take turns. Each has an overflow row for its newest row:
 
         >>> storage = LazyTensorStorage(100, dedup_next=True, lane_key="env")
         >>> rows = {"env": torch.arange(6) % 2, "observation": torch.arange(6) // 2}
         >>> rows["next"] = {"observation": rows["observation"] + 1}
         >>> _ = ReplayBuffer(storage=storage).extend(TensorDict(rows, [6]))
-        >>> storage[:]["next", "observation"], storage.kept_beside
+        >>> storage[:]["next", "observation"], storage.overflow_rows
         (tensor([1, 1, 2, 2, 3, 3]), 2)
     """
 
@@ -241,21 +251,25 @@ class LazyTensorStorage(TensorStorage):
 
     @property
     def shared_init(self) -> bool:
-        """False: of processes that share rows, the first that writes makes the columns."""
+        """Always False, because the first process that writes makes the shared columns."""
         return False
 
     @property
     def consolidated(self) -> bool:
-        """False: there is no such mode, and the small columns of a row lie in one piece anyway."""
+        """Always False, because the small columns of a row are always in one piece."""
         return False
 
     def share(self) -> None:
-        """Has other processes that get this storage write and read the same rows; called by the
-        buffer, before anything is stored.
+        """Share the rows with other processes that receive this storage.
+
+        These processes can then write and read the same rows. The buffer calls this before any row
+        is stored.
 
         Raises:
-            ValueError: rows are stored already, on another device than the CPU, or observations
-                once. RuntimeError: others use its folder. OSError: it cannot be made.
+            ValueError: rows are stored already, the device is not the CPU, or ``dedup_next`` is
+                set.
+            RuntimeError: another process or storage uses the folder of this storage.
+            OSError: the folder cannot be made.
         """
         self._check_shareable()
         self._begin_sharing(memory_folder(), private=True, mapped=False)
@@ -283,11 +297,11 @@ class LazyTensorStorage(TensorStorage):
             self.recovery = Sharing(self, folder, **how)
             self._locks = {}
 
-    def _take_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
+    def _allocate_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
         if self.recovery is not None and self.recovery.shared:
             columns: Columns = self.recovery.make_columns(schema, self._slots_for(lanes), lanes)
             return columns
-        return super()._take_memory(schema, lanes, rows)
+        return super()._allocate_memory(schema, lanes, rows)
 
     def for_readers(self) -> Any:
         if self.recovery is not None and self.recovery.shared:
@@ -298,7 +312,7 @@ class LazyTensorStorage(TensorStorage):
         recovery = self.recovery
         if recovery is None or not recovery.shared or get_spawning_popen() is None:
             return super().__getstate__()
-        # The process that is started gets the rows themselves and not copies.
+        # The new process gets the shared rows, not copies.
         state = self.__dict__.copy()
         for name in ("_columns", "_matcher", "ledger", "indexes", "_locks", "_listeners"):
             del state[name]
@@ -317,22 +331,29 @@ class LazyTensorStorage(TensorStorage):
         self._begin_sharing(**invitation, join=True)
 
     @property
-    def kept_beside(self) -> int:
-        """How many rows have their next observations beside (elements, for ``ndim > 1``)."""
-        with self.lock:  # who asks first reads what lies in files
-            columns = self._columns
-            return columns.kept_beside if isinstance(columns, OnceColumns) else 0
+    def overflow_rows(self) -> int:
+        """Number of rows whose next observations are stored as overflow rows.
 
-    @torch.inference_mode(False)  # what is made in that mode could not be changed outside
+        For ``ndim > 1``, rows of all lanes count.
+        """
+        with self.lock:  # the first call reads overflow rows that are still in files
+            columns = self._columns
+            return columns.overflow_rows if isinstance(columns, DedupColumns) else 0
+
+    kept_beside = old_name("kept_beside", "overflow_rows")
+
+    @torch.inference_mode(False)  # tensors made in that mode cannot be changed outside of it
     def map_content(self, content: Content, slots: int) -> None:
-        """Takes over checked rows of a checkpoint where they lie, copy-on-write; nothing is read.
+        """Map checked rows of a checkpoint copy-on-write, without reading them.
+
+        Nothing was ever written to this storage.
 
         Args:
-            content: whose columns are MappedRows. The storage was never written to.
-            slots: how many there are to be.
+            content: the rows; its columns are MappedRows.
+            slots: number of slots of the storage.
 
         Raises:
-            OSError: the system refuses to map them. Nothing has changed then.
+            OSError: the system refuses to map them. The storage has not changed then.
         """
         if not content.groups:
             return
@@ -341,16 +362,16 @@ class LazyTensorStorage(TensorStorage):
         rows = mapped_rows(group, group.schema if pairs is None else pairs.stored, slots, self.ndim)
         columns: AnyColumns = rows
         if pairs is not None:
-            columns = self._once(pairs, rows, self._grow(rows.device))
+            columns = self._dedup_columns(pairs, rows, self._grow(rows.device))
             adopt_mapped(columns, group, content.rows)
         self._columns = columns
         self._adopt(columns)
 
     def pairs_for(self, schema: Schema) -> Pairs | None:
-        """Which leaves of rows of a schema are stored once; None: all of them lie in every row.
+        """Return the leaves of a schema that are stored once; None if there are none.
 
         Raises:
-            ValueError: as the first write does.
+            ValueError: as for the first write.
         """
         return self._pairs_of(schema) if self.dedup_next else None
 
@@ -359,10 +380,10 @@ class LazyTensorStorage(TensorStorage):
             return
         columns = self._columns
         if (
-            isinstance(columns, OnceColumns)
+            isinstance(columns, DedupColumns)
             and isinstance(rows, MatchedRows)
             and rows.matcher is self._matcher
-            and columns.goes_on(rows, self.ledger.cursor)
+            and columns.continues(rows, self.ledger.cursor)
         ):
             return
         self._check(rows)
@@ -370,7 +391,7 @@ class LazyTensorStorage(TensorStorage):
             matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
             columns.check(rows, matched=matched)
             return
-        if not isinstance(columns, OnceColumns):
+        if not isinstance(columns, DedupColumns):
             pairs = self._pairs_of(Schema(rows.root))
             if self.lane_key is None:
                 check_batch(rows.leaves, rows.batch, pairs)
@@ -390,19 +411,19 @@ class LazyTensorStorage(TensorStorage):
 
     def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
         if not self.dedup_next:
-            return self._take_memory(schema, lanes, rows)
+            return self._allocate_memory(schema, lanes, rows)
         pairs = self._pairs_of(schema)
-        taken = self._take_memory(pairs.stored, lanes, rows)
-        return self._once(pairs, taken, self._grow(taken.device))
+        taken = self._allocate_memory(pairs.stored, lanes, rows)
+        return self._dedup_columns(pairs, taken, self._grow(taken.device))
 
-    def _once(self, pairs: Pairs, rows: Columns, grow: Grow) -> OnceColumns:
+    def _dedup_columns(self, pairs: Pairs, rows: Columns, grow: Grow) -> DedupColumns:
         if self.lane_key is not None:
             return StreamColumns(pairs, rows, grow, self.lane_key)
-        return OnceColumns(pairs, rows, grow)
+        return DedupColumns(pairs, rows, grow)
 
     def put_back(self) -> None:
-        """Told that what an operation had overwritten was put back."""
-        if isinstance(self._columns, OnceColumns):
+        """Update derived data after a rollback has restored overwritten rows."""
+        if isinstance(self._columns, DedupColumns):
             self._columns.reread(self.ledger)
 
     def _pairs_of(self, schema: Schema) -> Pairs:
@@ -410,10 +431,10 @@ class LazyTensorStorage(TensorStorage):
         if self.lane_key in pairs.root_of:
             raise ValueError(
                 f"dedup_next: expected no lane_key under 'next', got {format_key(self.lane_key)}: "
-                "it says where the next row lies; name the root key, or give dedup_next a list"
+                "it is needed to find the next row; name the root key, or give dedup_next a list"
             )
         return pairs
 
     def _grow(self, device: torch.device) -> Grow:
-        """What takes memory for rows beside; it knows nothing of this object, which may die."""
+        """Return a function that allocates overflow rows and does not refer to ``self``."""
         return grow_in_memory(device)

@@ -1,5 +1,6 @@
-"""Test support for users of the package: a Hub on loopback that serves files to the real client,
-and a writer of files as RoboSet has them.
+"""Test support for users: a loopback Hub and a writer of RoboSet files.
+
+The loopback Hub is a local server that answers the real Hub client.
 
 Example:
     >>> from replaykit.testing import LoopbackHub

@@ -1,4 +1,4 @@
-"""Keep the repositories of a loopback Hub, and the faults it is to show."""
+"""The repositories of a loopback Hub, and its simulated faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REDIRECTS = (None, "same", "other")
 
 
 def lfs_pointer(data: bytes) -> bytes:
-    """Returns the text that git stores in place of ``data`` when Git LFS keeps the data.
+    """Return the pointer text that git stores for ``data`` in Git LFS.
 
     Example:
         >>> from replaykit.testing import lfs_pointer
@@ -50,25 +50,28 @@ def lfs_pointer_of(sha256: str, size: int) -> bytes:
 
 @dataclass(eq=False)
 class Fault:
-    """One thing that goes wrong, with the requests it goes wrong for.
+    """A simulated fault, and the requests that it affects.
 
-    A request meets at most one fault: the first in ``LoopbackHub.faults`` that matches it and has
-    ``times`` left. A fault may combine several effects, for example a replaced body that is slow.
+    At most one fault affects a request: the first fault in ``LoopbackHub.faults`` that matches it
+    and has ``times`` left. A fault may combine several effects, for example a replaced body that is
+    slow.
 
     Args:
-        path: shell pattern for the file's path in the repository (``*`` also matches ``/``).
-        method: ``"HEAD"``, ``"GET"``, ``"POST"``, ``"PUT"`` or ``"DELETE"``; None for all.
-        route: name of the route, see ``replaykit.testing.hub_server.ROUTES``.
-        times: how many requests meet it; None for all.
-        status: answer with this status and a small JSON body (or ``body``) in place of the file.
+        path: shell pattern for the file's path in the repository. ``*`` also matches ``/``.
+        method: ``"HEAD"``, ``"GET"``, ``"POST"``, ``"PUT"`` or ``"DELETE"``; None for all methods.
+        route: name of the route; see ``replaykit.testing.hub_server.ROUTES``.
+        times: number of requests that the fault affects; None for all requests.
+        status: the status of an answer that replaces the file. Its body is ``body`` or a small JSON
+            text.
         error_code: the Hub's ``X-Error-Code`` for ``status``.
-        headers: added to the answer or replaced in it; a header given as None is left out.
-        body: sent in place of the content, with a Content-Length that fits it. Ranges are of it.
-        cut_after: close the connection after so many bytes of the body.
+        headers: headers to add to the answer or to replace in it. A header with the value None is
+            removed.
+        body: the body that replaces the content. Content-Length and ranges refer to it.
+        cut_after: number of bytes of the body after which the connection is closed.
         ignore_range: answer a range request with 200 and the whole body.
-        delay_s: wait before the answer begins.
-        bytes_per_s: send the body no faster.
-        redirect: answer with 302 to a store on the ``"same"`` port or on the ``"other"`` one.
+        delay_s: the wait before the answer begins, in seconds.
+        bytes_per_s: the highest rate at which the body is sent.
+        redirect: answer with 302 to a file store on the ``"same"`` port or on the ``"other"`` port.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -94,7 +97,7 @@ class Fault:
     bytes_per_s: float | None = None
     redirect: str | None = None
     used: int = field(default=0, init=False)
-    """How many requests have met this fault so far."""
+    """Number of requests that this fault has affected so far."""
 
     def __post_init__(self) -> None:
         if self.redirect not in _REDIRECTS:
@@ -109,7 +112,7 @@ class Fault:
                 raise ValueError(f"{name}: expected a number >= 0, got {value}")
 
     def matches(self, route: str, method: str, path: str) -> bool:
-        """Whether a request meets this fault; cost O(length of the path)."""
+        """Return whether this fault matches a request. Cost: O(length of the path)."""
         return (
             (self.times is None or self.used < self.times)
             and route == self.route
@@ -125,13 +128,13 @@ _CHUNK = 1 << 20
 _REPO_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _SHORTEST_COMMIT = 7
 
-# The Hub keeps these as plain git files, named by their git blob id, everything else in LFS.
+# The Hub stores these as plain git files, named by their git blob id. All others are in LFS.
 _GIT_SUFFIXES = {".md", ".txt", ".json", ".jsonl", ".yaml", ".yml", ".csv", ".py", ""}
 
 
 @dataclass(frozen=True)
 class Blob:
-    """One content, with the names that the Hub gives it."""
+    """The content of a file, with the ids that the Hub gives it."""
 
     source: bytes | Path
     size: int
@@ -141,11 +144,11 @@ class Blob:
 
     @property
     def etag(self) -> str:
-        """The SHA-256 of an LFS file, the git blob id of any other."""
+        """The SHA-256 of an LFS file, or the git blob id of any other file."""
         return self.sha256 if self.lfs else self.blob_id
 
     def read(self, start: int, stop: int) -> Iterator[bytes]:
-        """Yields the bytes from ``start`` to ``stop`` in pieces; never holds a whole local file."""
+        """Yield the bytes from ``start`` to ``stop`` in pieces of at most 1 MiB."""
         if isinstance(self.source, bytes):
             view = memoryview(self.source)
             for at in range(start, stop, _CHUNK):
@@ -161,7 +164,7 @@ class Blob:
 
 @dataclass(frozen=True)
 class Commit:
-    """One state of a repository: its full id and every file of it by path."""
+    """A commit of a repository: its full id, and all its files by path."""
 
     id: str
     files: Mapping[str, Blob]
@@ -171,7 +174,7 @@ class Commit:
 class Repository:
     """Commits, branches and tags of one dataset repository.
 
-    Commits never change, and a name moves to a commit that is already complete: readers on other
+    Commits never change, and a branch or tag moves only to a complete commit. So readers in other
     threads need no lock.
     """
 
@@ -180,7 +183,7 @@ class Repository:
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     uploads: dict[str, bytes] = field(default_factory=dict)
-    """Contents by SHA-256 that were sent and may be named by a commit."""
+    """Uploaded contents by SHA-256, to which commits can refer."""
     private: bool = False
 
     def __post_init__(self) -> None:
@@ -188,18 +191,18 @@ class Repository:
             raise ValueError(f"repo_id: expected 'owner/name', got {self.id!r}")
 
     def commit(self, files: Mapping[str, Source | None], branch: str) -> Commit:
-        """Puts ``files`` on top of ``branch`` and moves it; None in place of content removes."""
+        """Commit ``files`` on top of ``branch``. None as content removes a file."""
         head = self.branches.get(branch)
         tree = dict(self.commits[head].files) if head is not None else {}
         for path, source in files.items():
             _check_path(path)
             if source is None:
                 if tree.pop(path, None) is None:
-                    raise FileNotFoundError(f"{self.id}: cannot remove {path!r}, it is not there")
+                    raise FileNotFoundError(f"{self.id}: cannot remove {path!r}: no such file")
             else:
                 tree[path] = _blob(path, source)
-        # The position keeps ids of equal trees apart; the same commits in the same order have
-        # the same ids in every run.
+        # The number of commits is hashed, so equal trees have different ids. The same commits in
+        # the same order have the same ids in every run.
         text = [self.id, branch, str(len(self.commits)), head or ""]
         text += [f"{path} {blob.sha256}" for path, blob in sorted(tree.items())]
         new = Commit(hashlib.sha1("\n".join(text).encode()).hexdigest(), tree)
@@ -208,7 +211,7 @@ class Repository:
         return new
 
     def content(self, sha256: str) -> Source | None:
-        """Returns a content that some commit has or that was uploaded; None where there is none."""
+        """Return the committed or uploaded LFS content with this hash, or None."""
         for commit in self.commits.values():
             for blob in commit.files.values():
                 if blob.lfs and blob.sha256 == sha256:
@@ -216,7 +219,7 @@ class Repository:
         return self.uploads.get(sha256)
 
     def resolve(self, revision: str) -> Commit | None:
-        """Returns the commit behind a branch, tag, full id or the first 7 or more digits of one."""
+        """Return the commit of a branch, a tag, or an id of at least 7 digits, or None."""
         known = self.branches.get(revision) or self.tags.get(revision)
         if known is not None:
             return self.commits[known]
@@ -233,7 +236,7 @@ def _check_path(path: str) -> None:
 
 
 def is_lfs(path: str) -> bool:
-    """Whether the Hub keeps a file of this name in LFS."""
+    """Return whether the Hub stores a file of this name in LFS."""
     return PurePosixPath(path).suffix.lower() not in _GIT_SUFFIXES
 
 
@@ -256,7 +259,7 @@ _NO_FAULT = Fault()
 
 @dataclass(frozen=True)
 class Request:
-    """One request as it arrived: ``path`` is decoded and without its query."""
+    """One received request. ``path`` is decoded and has no query."""
 
     method: str
     path: str
@@ -266,10 +269,10 @@ class Request:
 
 @dataclass
 class HubState:
-    """What the threads of a hub share.
+    """State that the threads of a hub share.
 
-    ``lock`` guards the log, the counter and the faults; ``writing`` is held while a push changes
-    a repository.
+    ``lock`` guards the log, the counter and the faults. ``writing`` is held while a push changes a
+    repository.
     """
 
     repos: dict[str, Repository] = field(default_factory=dict)
@@ -283,8 +286,8 @@ class HubState:
     lock: threading.Lock = field(default_factory=threading.Lock)
     writing: threading.Lock = field(default_factory=threading.Lock)
 
-    def note(self, request: Request, file: str) -> Fault:
-        """Logs a request and returns the fault it meets, counted as used."""
+    def log_request(self, request: Request, file: str) -> Fault:
+        """Log a request, and return the fault that affects it, after counting its use."""
         with self.lock:
             self.requests.append(request)
             for fault in self.faults:
@@ -299,9 +302,9 @@ class HubState:
 
 
 class PushAnswers(BaseHTTPRequestHandler):
-    """What a client asks of a Hub to push; mixed into the handler, which sends the answers.
+    """A mixin of the handler with the answers to the requests of a push.
 
-    Whoever writes must show a token; which one does not matter.
+    Writes require a token. Any token is accepted.
     """
 
     body: bytes

@@ -1,4 +1,4 @@
-"""Serve a loopback Hub over HTTP."""
+"""The HTTP server of a loopback Hub."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LONGEST_REQUEST_BODY = 1 << 30
 
 
 class HubServer(ThreadingHTTPServer):
-    """One listening socket of a hub; connections are closed and threads joined by ``close``."""
+    """A listening socket of a hub. ``close`` also closes its connections."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -55,7 +55,7 @@ class HubServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        # Known before it runs: ``close`` misses no connection that has been accepted.
+        # The connection is registered before its thread runs, so ``close`` misses none.
         thread = threading.Thread(
             target=self.process_request_thread, args=(request, client_address), daemon=True
         )
@@ -71,7 +71,7 @@ class HubServer(ThreadingHTTPServer):
                 del self._open[threading.current_thread()]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error of the server; anything else is shown."""
+        """Show errors, except those of a client that closed its connection."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -89,11 +89,12 @@ class HubServer(ThreadingHTTPServer):
 
 
 class _Handler(PushAnswers):
-    """Answers the routes of a Hub for dataset repositories; all else is 404 in JSON."""
+    """A handler of the Hub's routes for dataset repositories. Other routes give 404."""
 
     server: HubServer
     protocol_version = "HTTP/1.1"
-    # Header and body are two writes; with Nagle's algorithm the second waits for an ACK.
+    # Header and body are two writes. With Nagle's algorithm the second write would wait for an
+    # ACK.
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
@@ -102,7 +103,7 @@ class _Handler(PushAnswers):
     do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the log of a hub is ``LoopbackHub.requests``."""
+        """Do nothing, because the log of a hub is ``LoopbackHub.requests``."""
 
     @property
     def state(self) -> HubState:
@@ -116,7 +117,7 @@ class _Handler(PushAnswers):
         self.file = groups.get("path") or ""
         self.is_file = False
         request = Request(self.command, unquote(url.path), self.headers.get("Range"), route)
-        self.fault = self.state.note(request, self.file)
+        self.fault = self.state.log_request(request, self.file)
         if self.fault.delay_s:
             self.state.closing.wait(self.fault.delay_s)
         if self.fault.status is not None:
@@ -129,7 +130,7 @@ class _Handler(PushAnswers):
 
     def _answer(self, route: str, groups: dict[str, str]) -> None:
         found = ROUTES[route]
-        # The client sends contents without its token, as to a store of files.
+        # The client uploads contents without its token, as to an external file store.
         may_all = route == "lfs-put" or self._has_token()
         if found.write is not None and not may_all:
             return self._error(401, None, "Invalid username or password.")
@@ -147,7 +148,7 @@ class _Handler(PushAnswers):
         assert found.read is not None
         return found.read(self, repo, commit)
 
-    # The answers, by route.
+    # Answers by route.
 
     def _info(self, repo: Repository, commit: Commit) -> None:
         siblings = [{"rfilename": path} for path in sorted(commit.files)]
@@ -192,7 +193,7 @@ class _Handler(PushAnswers):
     def _store(self, repo: Repository, commit: Commit) -> None:
         self._file(commit, commit.files[self.file])
 
-    # How answers are sent.
+    # Sending of answers.
 
     def _file(self, commit: Commit, blob: Blob) -> None:
         self.is_file = True
@@ -240,7 +241,7 @@ class _Handler(PushAnswers):
         merged: dict[str, str | None] = {**headers, "Content-Length": str(length)}
         merged.update(self.fault.headers)
         if merged["Content-Length"] is None:
-            # Without a length the end of the connection is the end of the body.
+            # Without a length, the end of the connection marks the end of the body.
             merged["Connection"] = "close"
         self.send_response(HTTPStatus(status))
         for name, value in merged.items():
@@ -255,7 +256,8 @@ class _Handler(PushAnswers):
         for piece in self._slowed(body):
             part = piece if left is None else piece[:left]
             if self.is_file:
-                # Before the write: whoever has received a byte finds it counted.
+                # Bytes are counted before the write, so that every received byte is already
+                # counted.
                 self.state.count(len(part))
             self.wfile.write(part)
             if left is not None:
@@ -292,7 +294,7 @@ class _Handler(PushAnswers):
 
 @dataclass(frozen=True)
 class _Route:
-    """A path and who answers it: ``read`` with a repository at a commit, ``write`` with neither."""
+    """A path and its method: ``write``, or ``read``, which gets a repository and a commit."""
 
     methods: frozenset[str]
     pattern: re.Pattern[str]
@@ -330,7 +332,7 @@ ROUTES: dict[str, _Route] = {
 
 
 def _find_route(method: str, path: str) -> tuple[str | None, dict[str, str]]:
-    # Matched while still encoded: an encoded slash belongs to a revision, not to the route.
+    # The path is matched before decoding, because an encoded slash belongs to a revision.
     for name, route in ROUTES.items():
         match = route.pattern.fullmatch(path)
         if match is not None and method in route.methods:
@@ -361,7 +363,7 @@ def _tree_entries(commit: Commit, below: str, recursive: bool) -> list[dict[str,
 
 
 def _parse_range(header: str | None, size: int) -> tuple[int, int] | None:
-    """Returns start and stop of a single byte range; None where there is none to honour."""
+    """Return start and stop of a single byte range, or None if there is no range."""
     match = re.fullmatch(r"bytes=(\d*)-(\d*)", header or "")
     if match is None or match.group(0) == "bytes=-":
         return None
@@ -372,22 +374,22 @@ def _parse_range(header: str | None, size: int) -> tuple[int, int] | None:
 
 
 class LoopbackHub:
-    """A threaded HTTP/1.1 server on 127.0.0.1 that answers as the Hub does for data sets.
+    """A threaded HTTP/1.1 server on 127.0.0.1 that answers like the Hub for data sets.
 
-    It answers what a client asks to read (repository, revision, tree in pages, paths-info, HEAD
-    and GET of files with ETag, X-Repo-Commit, Content-Length and ranges) and to push (repository,
-    branch, uploads, commit, tag; with any token), logs every request, and does wrong what
-    ``faults`` says. It listens on a real port, so that other processes reach
-    it too. Only the standard library is used.
+    The hub answers requests for reading: repository, revision, tree in pages, paths-info, and HEAD
+    and GET of files. Answers for files have ETag, X-Repo-Commit, Content-Length and ranges. With
+    any token, it also answers requests for pushing: repository, branch, uploads, commit and tag.
+    The hub logs every request, and simulates the faults in ``faults``. It listens on a real port,
+    so other processes can also use it. It needs only the standard library.
 
     Args:
-        repos: ``{"owner/name": {path: content}}``, content as bytes or as the path of a local
-            file; each repository starts with one commit on ``main``.
-        page_size: entries per page of a tree listing; None for one page.
+        repos: ``{"owner/name": {path: content}}``. A content is bytes, or the path of a local file.
+            Each repository starts with one commit on ``main``.
+        page_size: number of entries per page of a tree listing. None gives a single page.
 
-    Cost: one thread per open connection; a local file is hashed when committed (it must not change
-    afterwards) and streamed in pieces of 1 MiB.
-    Thread safety: every method may be called from any thread while the hub serves.
+    Cost: one thread per open connection. A local file is hashed when it is committed, and must not
+    change afterwards. It is sent in pieces of 1 MiB. Thread safety: any thread may call any method
+    while the hub is running.
 
     Example:
         >>> from http.client import HTTPConnection
@@ -420,7 +422,7 @@ class LoopbackHub:
             self.commit(repo_id, files)
 
     def start(self) -> LoopbackHub:
-        """Begins to listen, on ports that the system chooses; nothing if it listens already."""
+        """Listen on ports that the system chooses, unless the hub has been started."""
         if not self._servers:
             self._state.closing.clear()
             self._servers = [HubServer(self._state), HubServer(self._state)]
@@ -428,7 +430,7 @@ class LoopbackHub:
         return self
 
     def close(self) -> None:
-        """Closes the ports and every connection; repositories, log and counters stay readable."""
+        """Close the ports and all connections, but keep the repositories and the log."""
         self._state.closing.set()
         servers, self._servers = self._servers, []
         for server in servers:
@@ -447,13 +449,15 @@ class LoopbackHub:
 
     @property
     def url(self) -> str:
-        """What HF_ENDPOINT must be; stays the same, and unanswered, after ``close``.
+        """The value for HF_ENDPOINT, also after ``close``.
 
         Raises:
             RuntimeError: the hub has not been started.
         """
         if not self._state.url:
-            raise RuntimeError("the hub has no address yet: use it in a with statement, or start()")
+            raise RuntimeError(
+                "the hub has no address yet: use it in a with statement, or call start()"
+            )
         return self._state.url
 
     @property
@@ -462,10 +466,10 @@ class LoopbackHub:
         return int(self.url.rpartition(":")[2])
 
     def env(self, cache_dir: str | os.PathLike[str]) -> dict[str, str]:
-        """Returns the environment variables that lead huggingface_hub here and nowhere else.
+        """Return environment variables that make huggingface_hub use only this hub.
 
-        The client reads most of them when it is imported: give them to a new process, or set them
-        before the first import. Everything it writes goes below ``cache_dir``.
+        The client reads most of the variables when it is imported. So pass them to a new process,
+        or set them before the first import. The client writes all its files below ``cache_dir``.
 
         Example:
             >>> from replaykit.testing import LoopbackHub
@@ -491,14 +495,14 @@ class LoopbackHub:
     def commit(
         self, repo_id: str, files: Mapping[str, Source | None], *, branch: str = "main"
     ) -> str:
-        """Adds a commit on top of ``branch``, moves the branch, and returns the full commit id.
+        """Add a commit on top of ``branch``, and return its full id.
 
-        Files that are not named stay as they are; None as content removes a file. The repository
-        is made if it is new. The same commits in the same order have the same ids in every run.
+        Files that are not named do not change. None as content removes a file. A missing repository
+        is created. The same commits in the same order have the same ids in every run.
 
         Raises:
-            ValueError: ``repo_id`` or a path is malformed; nothing is committed.
-            FileNotFoundError: a local file, or a file to remove, is not there.
+            ValueError: ``repo_id`` or a path is malformed. Nothing is committed.
+            FileNotFoundError: a local file, or a file to remove, does not exist.
 
         Example:
             >>> from replaykit.testing import LoopbackHub
@@ -513,7 +517,7 @@ class LoopbackHub:
         return commit.id
 
     def tag(self, repo_id: str, name: str, commit: str) -> None:
-        """Names a commit.
+        """Give a commit a tag.
 
         Raises:
             KeyError: there is no such repository or commit.
@@ -522,7 +526,7 @@ class LoopbackHub:
         repo.tags[name] = repo.commits[commit].id
 
     def head(self, repo_id: str, branch: str = "main") -> str:
-        """Returns the full id of the commit that a branch is at.
+        """Return the full id of the newest commit of a branch.
 
         Raises:
             KeyError: there is no such repository or branch.
@@ -530,7 +534,7 @@ class LoopbackHub:
         return self._state.repos[repo_id].branches[branch]
 
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
-        """Returns the content of every file of a repository at a branch, tag or commit.
+        """Return the content of every file of a repository at a branch, tag or commit.
 
         Raises:
             KeyError: there is no such repository or revision.
@@ -547,12 +551,15 @@ class LoopbackHub:
 
     @property
     def faults(self) -> list[Fault]:
-        """What goes wrong, in the order in which it is tried; append to it and clear it."""
+        """The list of simulated faults, in the order of matching.
+
+        Callers may append to the list or clear it.
+        """
         return self._state.faults
 
     @property
     def page_size(self) -> int | None:
-        """Entries per page of a tree listing, or None; may be set at any time."""
+        """Number of entries per page of a tree listing, or None. It can be set at any time."""
         return self._state.page_size
 
     @page_size.setter
@@ -561,21 +568,21 @@ class LoopbackHub:
 
     @property
     def requests(self) -> list[Request]:
-        """Every request so far, in order of arrival, as a new list.
+        """A new list of all requests so far, in order of arrival.
 
-        ``route`` is None where a client asked for something else than a dataset repository.
+        ``route`` is None for requests that match no route of the hub.
         """
         with self._state.lock:
             return list(self._state.requests)
 
     @property
     def bytes_served(self) -> int:
-        """Bytes of files handed to the network so far, listings and messages apart."""
+        """Number of bytes of files sent so far, without listings and messages."""
         with self._state.lock:
             return self._state.bytes_served
 
     def clear_log(self) -> None:
-        """Forgets the requests and sets ``bytes_served`` to 0."""
+        """Clear the list of requests, and set ``bytes_served`` to 0."""
         with self._state.lock:
             self._state.requests.clear()
             self._state.bytes_served = 0

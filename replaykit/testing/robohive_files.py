@@ -1,11 +1,11 @@
-"""A writer of the RoboHive H5 layout: the files that RoboSet is made of.
+"""A writer of the RoboHive H5 layout, the layout of RoboSet's files.
 
-One group per trial; every array of a trial has one entry per record, and record ``t`` describes
-the state *before* action ``t``: its observation, its reward, its done and its infos. The action of
-the last record is a row of NaN, since nothing was done in the final state. Arrays are chunked and
+There is one group per trial, and every array of a trial has one entry per record. Record ``t``
+contains observation, reward, done and infos of the state *before* action ``t``. The action of the
+last record is a row of NaN, because the final state has no action. Arrays are chunked and
 compressed with gzip at level 4. There are no attributes.
 
-The writer checks nothing, so that tests can also write files that break the rules.
+The writer checks nothing, so tests can also write files that break the rules.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def make_trial(
     terminated: bool = False,
     infos: bool = True,
 ) -> dict[str, Any]:
-    """Returns the arguments of `RoboHiveWriter.add_trial` for a trial that follows all rules.
+    """Return arguments of `RoboHiveWriter.add_trial` for a trial without faults.
 
-    The first columns of the observation move by the action, so that a wrong alignment shows:
-    ``observation[t + 1, :A] == observation[t, :A] + action[t]``, to the bit. The reward of record
+    The first columns of the observation change by exactly the action: ``observation[t + 1, :A] ==
+    observation[t, :A] + action[t]``. So tests can detect a wrong alignment. The reward of record
     ``t`` is ``100 * seed + t``.
 
     Args:
-        records: how many, one more than steps.
-        seed: makes trials differ.
-        widths: of observation and action.
-        terminated: whether ``done`` is set at the last record.
-        infos: whether there are ``env_infos``, with copies of parts of the observation and of the
+        records: number of records, one more than steps.
+        seed: the seed of the random numbers, which makes trials differ.
+        widths: number of columns of observation and action.
+        terminated: True to set ``done`` at the last record.
+        infos: True to include ``env_infos``, with copies of parts of the observation and of the
             reward as RoboHive writes them.
 
     Example:
@@ -83,12 +83,12 @@ def make_trial(
 
 
 class RoboHiveWriter:
-    """Writes trials to one H5 file, as RoboHive's rollout script does.
+    """A writer of trials to one H5 file, in the format of RoboHive's rollout script.
 
     Args:
-        path: the file to make; an existing one is replaced.
-        float_dtype: floating arrays are stored in this dtype, as the rollout script stores them
-            in float64. ``None`` keeps them as they come. Other dtypes are always kept.
+        path: the file to create. An existing file is replaced.
+        float_dtype: the stored dtype of floating-point arrays. The rollout script uses float64.
+            ``None`` keeps the dtypes of the arrays. Other arrays always keep their dtypes.
 
     Raises:
         ImportError: h5py is not installed.
@@ -133,7 +133,7 @@ class RoboHiveWriter:
         self.close()
 
     def close(self) -> None:
-        """Finishes the file. May be called again."""
+        """Close the file. Further calls have no effect."""
         self._file.close()
 
     def add_trial(
@@ -149,21 +149,21 @@ class RoboHiveWriter:
         tail: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """Writes one trial and returns the name of its group.
+        """Write one trial, and return the name of its group.
 
         Args:
             observations: ``[T, O]``, one per state.
-            actions: ``[T-1, A]`` with ``tail``, to which a row of NaN is appended; ``[T, A]``
-                without, written as they are (the writer of early traces).
-            rewards, done, time: ``[T]``, of each state.
-            env_infos: nested mapping of arrays ``[T, ...]``. A leaf that is ``None`` is what the
-                environment does not have: it is stored as float16 NaN, as RoboHive does.
-            name: name of the group; ``Trial<k>`` for the ``k``-th trial of the file if left out.
-            tail: whether the row of NaN is appended.
-            extra: nested mapping of further arrays to put into the trial, next to ``actions``.
+            actions: ``[T-1, A]`` with ``tail``, and ``[T, A]`` without ``tail``, as in early
+                traces.
+            rewards, done, time: ``[T]``, one value per state.
+            env_infos: nested mapping of arrays ``[T, ...]``. A leaf is ``None`` if the environment
+                does not have the value. It is stored as float16 NaN, as in RoboHive.
+            name: name of the group; by default ``Trial<k>`` for the ``k``-th trial of the file.
+            tail: True to append a row of NaN to ``actions``.
+            extra: nested mapping of further arrays of the trial, stored next to ``actions``.
 
-        Any of the five arrays may be ``None``, and is then not written. Lengths and contents are
-        not checked.
+        An array among the first five arguments that is ``None`` is not written. Lengths and
+        contents are not checked.
         """
         group = self._file.create_group(f"Trial{self._trials}" if name is None else name)
         self._trials += 1
@@ -189,7 +189,7 @@ class RoboHiveWriter:
         return str(group.name).lstrip("/")
 
     def add_member(self, name: str, value: Any) -> None:
-        """Puts an array, or for a mapping a group of arrays, beside the trials."""
+        """Write an array next to the trials, or a group of arrays for a mapping."""
         if isinstance(value, Mapping):
             self._write_tree(self._file.create_group(name), value, 0)
         else:
@@ -209,7 +209,7 @@ class RoboHiveWriter:
         if not keep and self._float_dtype is not None and array.dtype.kind == "f":
             array = array.astype(self._float_dtype, copy=False)
         if array.ndim == 0:
-            # HDF5 compresses no scalars: RoboHive stores them as arrays of one entry.
+            # HDF5 cannot compress scalars. RoboHive stores them as arrays of one entry.
             array = array.reshape(1)
         if array.size:
             group.create_dataset(name, data=array, compression="gzip", compression_opts=4)

@@ -1,4 +1,4 @@
-"""What a record becomes on its way in or out."""
+"""Transforms of rows that are written and of batches that are read."""
 
 from replaykit.registry import room
 

@@ -5,7 +5,9 @@ from replaykit.transforms.discounting import (
 )
 from replaykit.transforms.frames import (
     FrameStream,
+    PreviousStep,
     StackFrames,
+    StepCount,
 )
 from replaykit.transforms.hindsight import (
     HindsightGoal,
@@ -15,20 +17,9 @@ from replaykit.transforms.history import (
     HistoryTransform,
     Surroundings,
 )
-from replaykit.transforms.keys import (
-    CatTensors,
-    ExcludeTransform,
-    KeepRaw,
-    RenameTransform,
-    SelectTransform,
-)
 from replaykit.transforms.n_step import (
     NStep,
     NStepWriting,
-)
-from replaykit.transforms.previous_step import (
-    PreviousStep,
-    StepCount,
 )
 from replaykit.transforms.return_to_go import (
     ReturnToGo,
@@ -42,11 +33,16 @@ from replaykit.transforms.transform import (
 )
 from replaykit.transforms.value_transforms import (
     Cast,
+    CatTensors,
+    ExcludeTransform,
     ImageScale,
+    KeepRaw,
+    RenameTransform,
     RewardClip,
     RewardMap,
     RewardScale,
     RewardShift,
+    SelectTransform,
 )
 
 __all__ = [

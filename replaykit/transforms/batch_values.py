@@ -12,9 +12,8 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup, put_all
 from replaykit.structure import Path
-from replaykit.ted import Key, format_key
+from replaykit.ted import Key, format_key, unravel
 from replaykit.transforms.history import Surroundings
-from replaykit.transforms.keys import require
 from replaykit.transforms.transform import Transform
 
 __all__ = [
@@ -27,6 +26,7 @@ __all__ = [
     "over_features",
     "real_of",
     "real_rows",
+    "require",
     "require_tensor",
     "rows_ahead",
     "set_all",
@@ -39,17 +39,18 @@ _LAID_OUT_MASK: Final[Key] = ("mask",)
 
 
 class ValueTransform(Transform):
-    """A transform that maps values one by one, and needs no other row for it."""
+    """A transform that maps values one by one and needs no other rows."""
 
     stage = "value"
 
 
 def real_rows(data: Any) -> torch.Tensor | None:
-    """Returns which rows of a batch are no padding, bool, batch size; None: all.
+    """Return a bool mask of the rows that are not padding; None if no row is padding.
 
-    Read from ``validity_mask`` and ``("collector", "mask")``, and in batches of two and more
-    dimensions from ``mask``, as padded trajectories have it. What is no bool of the batch size, or
-    of it and one more dimension of size 1, is a column of the user's.
+    The mask has the shape of the batch. The function reads it from ``validity_mask`` and
+    ``("collector", "mask")``. In batches of two or more dimensions it also reads ``mask``, the key
+    of padded trajectories. A mask is bool and has the batch size, with or without one more
+    dimension of size 1. Any other tensor under these keys is a column of the user, and is ignored.
     """
     keys = _MASK_KEYS if data.batch_dims < 2 else (*_MASK_KEYS, _LAID_OUT_MASK)
     real: torch.Tensor | None = None
@@ -65,7 +66,7 @@ def real_rows(data: Any) -> torch.Tensor | None:
 
 
 def keep_padding(real: torch.Tensor | None, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Returns ``new`` on real rows and ``old`` on the others, with the dtype of ``new``."""
+    """Return ``new`` on real rows and ``old`` on padding, in the dtype of ``new``."""
     if real is None:
         return new
     over_features = real.reshape(*real.shape, *[1] * (new.ndim - real.ndim))
@@ -73,10 +74,12 @@ def keep_padding(real: torch.Tensor | None, new: torch.Tensor, old: torch.Tensor
 
 
 def require_tensor(data: Any, key: Key) -> torch.Tensor:
-    """Returns the tensor at a key.
+    """Return the tensor at a key.
 
     Raises:
-        TypeError: the data has no keys. KeyError: no such key. ValueError: no tensor there.
+        TypeError: the data has no keys.
+        KeyError: the key is absent.
+        ValueError: the key does not hold a tensor.
     """
     if not (is_tensordict(data) or is_tensorclass(data)):
         raise TypeError(f"expected a TensorDict with {format_key(key)}, got {type(data).__name__}")
@@ -87,10 +90,11 @@ def require_tensor(data: Any, key: Key) -> torch.Tensor:
 
 
 def check_range(low: Any, high: Any) -> tuple[float, float]:
-    """Returns both as floats.
+    """Return both bounds as floats.
 
     Raises:
-        TypeError: not numbers. ValueError: ``min`` is not below ``max``, or one is NaN.
+        TypeError: a bound is not a number.
+        ValueError: ``min`` is not below ``max``, or a bound is NaN.
     """
     low, high = as_number("min", low), as_number("max", high)
     if not low < high:
@@ -99,10 +103,11 @@ def check_range(low: Any, high: Any) -> tuple[float, float]:
 
 
 def as_number(name: str, value: Any, *, finite: bool = False) -> float:
-    """Returns a number given as argument ``name`` as a float.
+    """Return the value of the argument ``name`` as a float.
 
     Raises:
-        TypeError: no number. ValueError: infinite or NaN where it must be ``finite``.
+        TypeError: the value is not a number.
+        ValueError: the value is infinite or NaN, and ``finite`` is True.
     """
     if isinstance(value, bool):
         raise TypeError(f"{name}: expected a number, got {value!r}")
@@ -116,9 +121,9 @@ def as_number(name: str, value: Any, *, finite: bool = False) -> float:
 
 
 def set_all(data: Any, values: Mapping[Path, torch.Tensor]) -> None:
-    """Sets leaves of a batch ``[B]``, each ``[B, *F]`` and where the batch is.
+    """Set leaves of a batch ``[B]``, each ``[B, *F]`` on the device of the batch.
 
-    A tenth of the time of ``data.set`` where the batch is made of plain TensorDicts.
+    In a batch of plain TensorDicts this takes a tenth of the time of ``data.set``.
     """
     groups: dict[Path, dict[str, torch.Tensor]] = {}
     for path, value in values.items():
@@ -131,7 +136,7 @@ def set_all(data: Any, values: Mapping[Path, torch.Tensor]) -> None:
 
 
 def set_groups(data: Any, groups: Mapping[Path, Mapping[str, torch.Tensor]]) -> None:
-    """The same, with the leaves below each path by their names."""
+    """Set leaves of a batch as ``set_all`` does, grouped by the path above them."""
     for above, leaves in groups.items():
         branch = _plain_branch(data, above, next(iter(leaves.values())))
         if branch is not None:
@@ -142,7 +147,7 @@ def set_groups(data: Any, groups: Mapping[Path, Mapping[str, torch.Tensor]]) -> 
 
 
 def _plain_branch(data: Any, path: Path, value: torch.Tensor) -> Any:
-    """The TensorDict at a path, if such leaves can be put there as they are; else None."""
+    """Return the TensorDict at a path if ``value`` fits without conversion, else None."""
     for part in path:
         if type(data) is not TensorDict:
             return None
@@ -158,21 +163,23 @@ def set_real(
     values: Mapping[Path, torch.Tensor],
     mask: np.ndarray[Any, Any] | None,
 ) -> None:
-    """Sets leaves of a batch ``[B]`` at its real rows.
+    """Set leaves of a batch ``[B]`` at its real rows.
 
-    Padding keeps what it has, and gets zeros where it had nothing.
+    Padding keeps its values. In a new leaf, padding gets zeros.
 
     Args:
-        mask: bool ``[B]``, False at padding; None: there is none.
+        mask: bool ``[B]``, False at padding; None: no row is padding.
     """
     real = real_of(mask, data)
     if real is not None:
-        values = {path: _kept(data.get(path, None), value, real) for path, value in values.items()}
+        values = {
+            path: _with_padding(data.get(path, None), value, real) for path, value in values.items()
+        }
     set_all(data, values)
 
 
 def real_of(mask: np.ndarray[Any, Any] | None, data: Any) -> torch.Tensor | None:
-    """The mask as a tensor where the leaves of the batch lie; None: nothing is padding."""
+    """Return the mask as a tensor on the batch's device; None if no row is padding."""
     if mask is None or mask.all():
         return None
     leaf = next(iter(data.values(True, True)))
@@ -180,14 +187,14 @@ def real_of(mask: np.ndarray[Any, Any] | None, data: Any) -> torch.Tensor | None
 
 
 def over_features(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``[B, *k]`` with a dimension of size 1 for each further one of ``like``."""
+    """Append dimensions of size 1 to values ``[B, *k]``, to match those of ``like``."""
     more = like.ndim - values.ndim
     if more == 0:
         return values
     return values.unsqueeze(-1) if more == 1 else values.reshape(*values.shape, *[1] * more)
 
 
-def _kept(old: Any, new: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+def _with_padding(old: Any, new: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     if old is None:
         return new.masked_fill(over_features(~real, new), 0)
     return keep_padding(real, new, old)
@@ -197,17 +204,16 @@ Array = np.ndarray[Any, Any]
 
 
 def rows_ahead(around: Surroundings, ended: Array | None = None) -> Array:
-    """How many rows of the same window and episode follow each row in the batch, int64 ``[B]``.
+    """Return the number of rows of the same window and episode that follow each row.
 
-    Padding has none, and ends what is before it.
+    The result is int64 ``[B]``. Padding has 0. It also ends the run of rows before it.
 
     Args:
-        ended: bool ``[B]``, rows after which nothing of theirs follows; besides those at which
-            episodes end.
+        ended: bool ``[B]``, True at rows that end a run in addition to the ends of episodes.
 
     Raises:
-        ValueError: rows of a window and an episode that lie side by side in the batch and do not
-            follow each other in time.
+        ValueError: neighbours in the batch belong to one window and episode, but do not follow
+            each other in time.
     """
     count = len(around)
     if count < 2:
@@ -225,14 +231,18 @@ def rows_ahead(around: Surroundings, ended: Array | None = None) -> Array:
         )
     if ended is not None:
         same &= ~ended[:-1]
-    # The end of the run that a row belongs to: the nearest row not followed by one of the same.
+    # The last row of each row's run. A run is a sequence of rows that follow each other.
     stop = np.where(np.append(same, False), count, np.arange(count))
     return np.minimum.accumulate(stop[::-1])[::-1] - np.arange(count)
 
 
 def nearest_real(around: Surroundings) -> Array:
-    """Places in the batch, int64 ``[B]``: of real rows their own, of padding that of the real row
-    before it in its window, else of the first one after it, else its own."""
+    """Return the batch index of the real row nearest to each row, int64 ``[B]``.
+
+    For a real row, this is its own index. For padding, it is the index of the last real row before
+    it in its window. If there is none, it is the index of the first real row after it. In a window
+    without real rows, it is the row's own index.
+    """
     own = np.arange(len(around))
     if around.mask is None or around.mask.all():
         return own
@@ -246,8 +256,10 @@ def nearest_real(around: Surroundings) -> Array:
 
 
 def last_real(around: Surroundings) -> Array:
-    """Places in the batch, int64 ``[B]``, of the last real row of each row's window; the row
-    itself in a window without any."""
+    """Return the batch index of the last real row of each row's window, int64 ``[B]``.
+
+    In a window without real rows, the result for each row is its own index.
+    """
     count = len(around)
     own = np.arange(count)
     if not count:
@@ -259,3 +271,12 @@ def last_real(around: Surroundings) -> Array:
     found = np.maximum.accumulate(np.where(around.mask, own, -1))[stop]
     inside = (found >= 0) & (around.window[found] == around.window)
     return np.where(inside, found, own)
+
+
+def require(data: Any, key: Key) -> Any:
+    """Return the value of a key. If it is absent, raise a KeyError with all keys."""
+    value = lookup(data, key)
+    if value is None:
+        known = (format_key(unravel(known)) for known in data.keys(True, True))
+        raise KeyError(f"no key {format_key(key)}; there are {', '.join(sorted(known))}")
+    return value

@@ -1,4 +1,4 @@
-"""Sum discounted rewards, and say which rows a target may bootstrap from."""
+"""Sum discounted rewards, and mark the rows from which a target may bootstrap."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Array = np.ndarray[Any, Any]
 
 
 def steps_and_gamma(n: Any, gamma: Any) -> tuple[int, float]:
-    """Returns both as numbers.
+    """Return both arguments as numbers.
 
     Raises:
-        TypeError: ``gamma`` is no number. ValueError: ``n`` is not an int of at least 1, or
-            ``gamma`` lies outside ``[0, 1]``.
+        TypeError: ``gamma`` is not a number.
+        ValueError: ``n`` is not an int of at least 1, or ``gamma`` is outside ``[0, 1]``.
     """
     if type(n) is not int or n < 1:
         raise ValueError(f"n: expected an int of at least 1, got {n!r}")
@@ -48,18 +48,24 @@ def steps_and_gamma(n: Any, gamma: Any) -> tuple[int, float]:
 
 
 def one_step_key(reward_key: Path) -> Path:
-    """Where the reward of the row itself stays: the key with ``_1``."""
+    """Return the key of the one-step reward: the given key with the suffix ``_1``."""
     return (*reward_key[:-1], f"{reward_key[-1]}_1")
 
 
 def summable(reward: torch.Tensor) -> torch.Tensor:
-    """Rewards in the dtype of their discounted sum: floating ones stay, others become torch's
-    default dtype."""
+    """Return rewards in the dtype of their discounted sum.
+
+    Floating rewards keep their dtype. Others become torch's default dtype.
+    """
     return reward if reward.dtype.is_floating_point else reward.to(torch.get_default_dtype())
 
 
 def is_set(flag: torch.Tensor, rows: int) -> torch.Tensor:
-    """Bool, the first ``rows`` dimensions of a flag: where any of its numbers is not zero."""
+    """Return a bool mask of the rows in which a flag is set.
+
+    The mask has the first ``rows`` dimensions of the flag. A flag of several numbers is set if any
+    of them is not zero.
+    """
     found = flag if flag.dtype is torch.bool else flag != 0
     if found.ndim == rows:
         return found
@@ -68,7 +74,7 @@ def is_set(flag: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def powers(gamma: float, steps: Array, like: torch.Tensor) -> torch.Tensor:
-    """``gamma ** steps``, ``[..., 1]`` in the dtype of a floating leaf, and where that lies."""
+    """Return ``gamma ** steps``, ``[..., 1]``, with the dtype and device of a leaf."""
     values = np.power(gamma, steps, dtype=np.float64)[..., None]
     if like.dtype is torch.float32:
         values = values.astype(np.float32)
@@ -78,14 +84,16 @@ def powers(gamma: float, steps: Array, like: torch.Tensor) -> torch.Tensor:
 def discounted_sums(
     reward: torch.Tensor, ahead: torch.Tensor, gamma: float, n: int | None
 ) -> torch.Tensor:
-    """Returns ``sum of gamma ** k * reward[t + k]`` over up to ``n`` rows from each row on.
+    """Return the discounted sum of up to ``n`` rewards that begins at each row.
+
+    The sum of row t adds ``gamma ** k * reward[t + k]`` for k = 0, 1, ...
 
     Args:
         reward: floating, ``[T, *lanes, *F]``, in the order of time.
-        ahead: int64 ``[T, *lanes]``: how many rows after each belong to the sum at most.
-        n: None: as many as ``ahead`` allows.
+        ahead: int64 ``[T, *lanes]``, the largest number of later rows that each sum includes.
+        n: the largest number of rewards in a sum; None: no limit except ``ahead``.
 
-    Sums of 1, 2, 4, ... rows are joined, so that it takes ``log2(n)`` passes over the rewards.
+    Cost: ``log2(n)`` passes over the rewards. The passes join sums of 1, 2, 4, ... rows.
     """
     longest = int(ahead.max()) + 1 if ahead.numel() else 1
     left = longest if n is None else min(n, longest)
@@ -109,21 +117,21 @@ def discounted_sums(
 def _joined(
     first: torch.Tensor, then: torch.Tensor, size: int, reach: torch.Tensor, gamma: float
 ) -> torch.Tensor:
-    """Sums over ``size`` rows, each with those that begin ``size`` rows later."""
+    """Add to each sum over ``size`` rows the sum that begins ``size`` rows later."""
     later = torch.zeros_like(then)
     later[:-size] = then[size:]
-    # Chosen, not multiplied by 0: rewards of other episodes may be infinite.
+    # Select values instead of multiplying by 0, because rewards of other episodes may be infinite.
     return first + gamma**size * torch.where(reach >= size, later, torch.zeros_like(later))
 
 
 def discounted_returns(values: Array, stops: Array, gamma: float) -> Array:
-    """Sums up, for every row, its values and the discounted ones after it up to the next stop.
+    """Add to each row the discounted values of the rows after it, up to the next stop.
 
     Args:
         values: float64 ``[n, *F]``; changed in place and returned.
-        stops: bool ``[n]``: rows with which a sum ends; the last one is such a row.
+        stops: bool ``[n]``, True at the last row of a sum. It must be True at the last row of all.
 
-    Every pass doubles how many rows a sum reaches: O(n log m), m rows between two stops.
+    Cost: O(n log m) with m rows between two stops. Every pass doubles the number of rows in a sum.
 
     Example:
         >>> import numpy as np
@@ -132,7 +140,7 @@ def discounted_returns(values: Array, stops: Array, gamma: float) -> Array:
         array([3., 4., 4.])
     """
     at = np.nonzero(stops)[0]
-    rest = at[np.cumsum(stops) - stops] - np.arange(len(stops))  # rows that follow in the sum
+    rest = at[np.cumsum(stops) - stops] - np.arange(len(stops))  # later rows in the same sum
     reach = 1
     longest = int(rest.max(initial=0))
     while reach <= longest and gamma > 0:
@@ -143,20 +151,22 @@ def discounted_returns(values: Array, stops: Array, gamma: float) -> Array:
 
 
 class Bootstrap(HistoryTransform):
-    """Adds ``"bootstrap"``, bool ``[B, 1]``: whether the value of the next state counts in a
-    target.
+    """A transform that adds ``"bootstrap"``, the mask for the value of the next state.
 
-    False where the row is marked by ``boundary``: it terminated. True at time limits, cuts and the
-    newest row of an episode, whatever ``done`` says. The same key as that of ``NStep``, for losses
-    of one step. Without ``("next", "terminated")`` the episode index tells what terminated.
+    The mask is bool ``[B, 1]``. It is False at rows where ``boundary`` is set, because the episode
+    terminated there. It is True at time limits, at cuts and at the newest row of an episode, even
+    if ``done`` is set. ``NStep`` writes the same key; this transform is for one-step losses. If
+    ``("next", "terminated")`` is not stored, the mask is False at the rows that terminated
+    according to the episode index.
 
     Args:
-        boundary: the flag that ends bootstrapping, such as a lost life under a key of its own.
-        per_window: give all rows of a window the value at its last real row: False only if the
-            window reaches the end of an episode that terminated.
+        boundary: the flag that ends bootstrapping, for example a separate flag for a lost life.
+        per_window: give all rows of a window the value at its last real row. This is False only if
+            the window reaches the end of an episode that terminated.
 
     Raises:
-        TypeError: no key. KeyError: on read, where a ``boundary`` of one's own is absent.
+        TypeError: ``boundary`` is not a key.
+        KeyError: on read, a custom ``boundary`` is absent.
 
     Cost: one pass over the flag.
 
@@ -177,7 +187,7 @@ class Bootstrap(HistoryTransform):
         self.changes = frozenset({("bootstrap",)})
 
     def apply(self, data: Any, fetched: None, around: Surroundings) -> Any:
-        """Adds the mask."""
+        """Add the mask."""
         flag = lookup(data, self.boundary)
         if flag is not None:
             bootstrap = ~is_set(flag, 1).unsqueeze(-1)

@@ -1,8 +1,9 @@
-"""Stack the last frames of an episode."""
+"""Stack past frames, add values of the previous step, and count steps."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from replaykit._compat import is_tensordict, lookup
 from replaykit.episodes import Needs
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
-from replaykit.transforms.batch_values import over_features, real_of, set_all
+from replaykit.transforms.batch_values import as_number, over_features, real_of, set_all, set_real
 from replaykit.transforms.history import (
     Around,
     HistoryTransform,
@@ -22,14 +23,14 @@ from replaykit.transforms.history import (
     require,
 )
 
-__all__ = ["FrameStream", "StackFrames", "arranged", "next_stack"]
+__all__ = ["FrameStream", "PreviousStep", "StackFrames", "StepCount", "arranged", "next_stack"]
 
 
 def arranged(frames: torch.Tensor, how: StackFrames) -> torch.Tensor:
-    """Frames ``[B, k, *F]`` as they lie in a stack.
+    """Return frames ``[B, k, *F]`` in the layout of a stack.
 
     Raises:
-        ValueError: ``dim`` out of range.
+        ValueError: ``dim`` is out of range.
     """
     features = frames.ndim - 2
     if not features:
@@ -51,15 +52,15 @@ def arranged(frames: torch.Tensor, how: StackFrames) -> torch.Tensor:
 
 
 def next_stack(before: torch.Tensor, following: torch.Tensor, how: StackFrames) -> torch.Tensor:
-    """The stack of ``k - 1`` frames ``[B, k - 1, *F]`` and the one ``[B, *F]`` that follows."""
+    """Return the stack of frames ``[B, k - 1, *F]`` and the next frame ``[B, *F]``."""
     return arranged(torch.cat([before, following.unsqueeze(1)], 1), how)
 
 
 _WIDE_BYTES = 2**20
-"""From this size on a copy is torch's, which has several threads for it."""
+"""From this size on, torch copies stacks, because it uses several threads."""
 
 
-def followed(
+def contiguous_stacks(
     frames: torch.Tensor,
     features: torch.Size,
     skip: int,
@@ -67,15 +68,15 @@ def followed(
     like: torch.Tensor,
     how: StackFrames,
 ) -> torch.Tensor:
-    """``next_stack`` of frames in one piece, without the first ``skip`` of them.
+    """Return the ``next_stack`` of contiguous frames, without the first ``skip``.
 
     Args:
-        frames: ``k - 1 + skip`` of them, as ``Surroundings.stacks`` gives them.
+        frames: ``k - 1 + skip`` frames, as ``Surroundings.stacks`` returns them.
         features: ``F``.
-        like: a stack in one piece that lies as the frames do.
+        like: a contiguous stack in the memory layout of the frames.
     """
     count = how.k - 1 + skip
-    # What follows may come from other transforms: in another dtype or shape, from another place.
+    # Another transform may have replaced the next frame by one of other dtype, shape or device.
     if (
         native.join_rows is None
         or type(following) is not torch.Tensor
@@ -104,18 +105,18 @@ def followed(
 
 
 def _lies_alike(following: torch.Tensor, frames: torch.Tensor, features: int) -> bool:
-    """Whether the values of one row lie next to each other as those of frames do."""
+    """Return whether the values of a row in ``following`` have the strides of a frame."""
     if features == 1:
         return following.stride(1) == 1
     return following.stride()[1:] == frames.stride()[frames.ndim - features :]
 
 
 class FrameStream:
-    """Stacks the frames of a running roll-out: those of ``StackFrames``, one step at a time.
+    """The stacks of ``StackFrames`` during a roll-out, step by step.
 
-    Keeps ``k`` frames a lane. Made by ``StackFrames.stream()``.
+    The stream keeps ``k`` frames per lane. ``StackFrames.stream()`` creates it.
 
-    Cost: a copy of ``k`` frames a step.
+    Cost: a copy of ``k`` frames per step.
 
     Example:
         >>> import torch
@@ -135,20 +136,24 @@ class FrameStream:
 
     @torch.no_grad()
     def __call__(self, data: Any, reset: torch.Tensor | None = None) -> Any:
-        """Takes the next step of all lanes.
+        """Process the next step of all lanes.
 
         Args:
-            data: a TensorDict ``[lanes]`` with the keys; ``("next", key)`` is stacked too where it
-                is there.
-            reset: bool ``[lanes]`` (or ``[lanes, 1]``): where an episode begins with this step. At
-                the first one it does everywhere.
+            data: a TensorDict ``[lanes]`` with the keys. If it has ``("next", key)``, that frame is
+                stacked too.
+            reset: bool ``[lanes]`` (or ``[lanes, 1]``), True in lanes where an episode begins with
+                this step. At the first step an episode begins in every lane.
 
         Returns:
-            A copy with stacks in the place of the frames.
+            A copy of the data with stacks in place of the frames.
 
         Raises:
-            TypeError: no TensorDict. KeyError: a key is absent. ValueError: other shapes or dtypes
-                than before, or a ``reset`` that is not one bool a lane. Nothing has changed then.
+            TypeError: the data is not a TensorDict.
+            KeyError: a key is absent.
+            ValueError: shapes or dtypes differ from the earlier steps, or ``reset`` does not have
+                one bool per lane.
+
+        After an error the stream is unchanged.
         """
         if not is_tensordict(data):
             raise TypeError(f"expected a TensorDict [lanes], got {type(data).__name__}")
@@ -170,11 +175,11 @@ class FrameStream:
         return made
 
     def reset(self) -> None:
-        """Forgets all frames: episodes begin with the next step."""
+        """Forget all frames, so that an episode begins in every lane with the next step."""
         self._frames = {}
 
     def _taken(self, key: Path, frame: torch.Tensor, begins: torch.Tensor | None) -> torch.Tensor:
-        """The frames ``[lanes, k, *F]`` of a key after one more."""
+        """Return the last frames ``[lanes, k, *F]`` of a key, including a new frame."""
         how, old = self._how, self._frames.get(key)
         first = torch.zeros_like(frame) if how.pad == "zero" else frame
         fresh = torch.stack([first] * (how.k - 1) + [frame], 1)
@@ -205,7 +210,7 @@ Array = np.ndarray[Any, Any]
 
 
 class _Fetched(NamedTuple):
-    """The frames of each row ``[B, k]``; those before ``next`` where that is of a later row."""
+    """The frames of each row ``[B, k]``, and those before a ``next`` of a later row."""
 
     frames: Around
     before_next: Around | None
@@ -213,7 +218,7 @@ class _Fetched(NamedTuple):
 
 
 class _Stacks(NamedTuple):
-    """The same, as one leaf each and with zeros in place."""
+    """The same frames as in ``_Fetched``, as one leaf per key with zeros filled in."""
 
     stacks: dict[Path, tuple[torch.Tensor, torch.Size]]
     before_next: dict[Path, tuple[torch.Tensor, torch.Size]] | None
@@ -221,33 +226,38 @@ class _Stacks(NamedTuple):
 
 
 class StackFrames(HistoryTransform):
-    """Puts the last ``k`` frames side by side, oldest first, as they were at roll-out time.
+    """A transform that stacks the last ``k`` frames, oldest first.
 
-    A row has the frames of the ``k - 1`` rows before it and its own. Before the beginning of its
-    episode there are none: there, for each row of a window by itself, the first frame is repeated,
-    or zeros are taken. ``("next", key)``, where there is one, becomes the last ``k - 1`` frames of
-    the row and its next one, and so never has a frame of the episode that follows; behind ``NStep``
-    it goes by the row that ``next`` comes from.
+    Stacks are the same as during a roll-out. The stack of a row has the frames of the ``k - 1``
+    rows before it, and its own frame. At the beginning of an episode earlier frames do not exist.
+    There the transform repeats the first frame, or uses zeros. Each row of a window gets a separate
+    stack.
 
-    Rows of which history is missing, since it was overwritten or never stored, are not drawn; in
-    ``rb[...]`` they are treated as if their episode began where its stored part does.
+    If ``("next", key)`` is stored, it becomes a stack of the last ``k - 1`` frames of the row and
+    its next frame. So it never has a frame of the following episode. After ``NStep`` it becomes the
+    stack of the row that ``next`` comes from.
+
+    A row is not drawn if part of its history was overwritten or never stored. In ``rb[...]`` the
+    episode of such a row begins with its first stored row.
 
     Args:
         keys: a list of keys, outside of ``next``.
-        k: number of frames; 1 changes nothing but for ``new_dim``.
-        dim: feature dimension along which they lie: ``[*F]`` with ``F[dim]`` times ``k``. A single
-            number becomes ``[k]``.
-        pad: "repeat" or "zero".
-        new_dim: put them along a new dimension of size ``k`` at ``dim`` instead.
+        k: number of frames; 1 changes nothing except with ``new_dim``.
+        dim: feature dimension along which frames are joined. Its size is multiplied by ``k``. A
+            frame that is a single number becomes ``[k]``.
+        pad: treatment of frames before the episode: "repeat" the first frame, or "zero".
+        new_dim: if True, stack frames along a new dimension of size ``k`` at ``dim`` instead.
 
-    Padding of windows has its own frame ``k`` times.
+    The stack of a padding row is its own frame, repeated ``k`` times.
 
     Raises:
-        ValueError: ``k`` below 1, an unknown ``pad``, a key under ``next`` or given twice, no key;
-            on read, ``dim`` out of range. TypeError: no key, no int. KeyError: on read, where a
-            key is absent.
+        ValueError: ``k`` is below 1, ``pad`` is unknown, ``keys`` is empty, or a key is under
+            ``next`` or is given twice; on read, ``dim`` is out of range.
+        TypeError: ``keys`` is not a list of keys, or ``k`` or ``dim`` not an int.
+        KeyError: on read, a key is absent.
 
-    Cost: ``k`` frames a row read, of these keys alone, and ``k`` more copied for ``next``.
+    Cost: a read of ``k`` frames per row, of these keys only, and a copy of ``k`` more frames for
+    ``next``.
 
     Example:
         >>> import torch
@@ -273,8 +283,8 @@ class StackFrames(HistoryTransform):
         for key in self.keys:
             if key[0] == "next":
                 raise ValueError(
-                    f"keys: expected keys outside of 'next', whose stacks follow from them; got "
-                    f"{format_key(key)}"
+                    f"keys: expected keys outside of 'next', got {format_key(key)}; "
+                    "StackFrames makes the stacks under 'next' from them"
                 )
             if self.keys.count(key) > 1:
                 raise ValueError(f"keys: expected each key once, got {format_key(key)} twice")
@@ -295,7 +305,7 @@ class StackFrames(HistoryTransform):
     # -- under the lock -----------------------------------------------------------------------
 
     def fetch(self, around: Surroundings) -> _Fetched | _Stacks | None:
-        """Reads the frames of each row, and of the row that ``next`` is of."""
+        """Read the frames of each row, and of the row that ``next`` comes from."""
         if self.k == 1 and not self.new_dim:
             return None
         next_keys = self._with_next(around.keys)
@@ -306,7 +316,7 @@ class StackFrames(HistoryTransform):
         return self._stacks(around, before, next_keys) or self._frames(around, before, next_keys)
 
     def _with_next(self, stored: Collection[Path]) -> set[Path]:
-        """Keys that have a twin under ``next``; worked out once for what is stored."""
+        """Return the keys that are also stored under ``next``; computed once per schema."""
         known = self._known
         if known is None or known[0] is not stored:
             found = {key for key, following in self._next_of.items() if following in stored}
@@ -316,7 +326,10 @@ class StackFrames(HistoryTransform):
     def _stacks(
         self, around: Surroundings, before: list[Path], next_keys: set[Path]
     ) -> _Stacks | None:
-        """In one step, where the surroundings can and nothing is padding."""
+        """Read whole stacks in one step.
+
+        Return None if the batch has padding, or if the storage cannot do it.
+        """
         if self.k == 1 or around.mask is not None:
             return None
         zero, ahead = self.pad == "zero", None
@@ -339,14 +352,14 @@ class StackFrames(HistoryTransform):
             before_next = around.fetch(before, time)
         return _Fetched(frames, before_next, next_keys)
 
-    # -- without it ---------------------------------------------------------------------------
+    # -- without the lock ---------------------------------------------------------------------
 
     def apply(self, data: Any, fetched: _Fetched | _Stacks | None, around: Surroundings) -> Any:
-        """Replaces the frames by stacks of them."""
+        """Replace the frames by stacks."""
         if fetched is None:
             return data
         if isinstance(fetched, _Stacks):
-            set_all(data, self._placed(data, fetched))
+            set_all(data, self._by_path(data, fetched))
             return data
         own = require(data, self.keys, self)
         leaves = around.seen(fetched.frames)
@@ -371,8 +384,8 @@ class StackFrames(HistoryTransform):
         set_all(data, values)
         return data
 
-    def _placed(self, data: Any, fetched: _Stacks) -> dict[Path, torch.Tensor]:
-        """Stacks by where they go."""
+    def _by_path(self, data: Any, fetched: _Stacks) -> dict[Path, torch.Tensor]:
+        """Return the stacks by the paths at which they are set."""
         values: dict[Path, torch.Tensor] = {}
         for key, (stack, features) in fetched.stacks.items():
             if lookup(data, key) is None:
@@ -383,14 +396,16 @@ class StackFrames(HistoryTransform):
                 frames, skip = stack, 1
                 if fetched.before_next is not None:
                     frames, skip = fetched.before_next[key][0], 0
-                values[under_next] = followed(frames, features, skip, following, stack, self)
+                values[under_next] = contiguous_stacks(
+                    frames, features, skip, following, stack, self
+                )
             values[key] = stack if self.flat else arranged(stack, self)
         return values
 
     def _cleared(
         self, frames: torch.Tensor, time: Array, ages: Array, around: Surroundings
     ) -> torch.Tensor:
-        """Frames ``[B, k, *F]`` with zeros in the place of those before the episode's beginning."""
+        """Return frames ``[B, k, *F]``; with ``pad="zero"``, zeros before the episode."""
         if self.pad == "repeat":
             return frames
         before = time[:, None] - ages < around.first[:, None]
@@ -398,17 +413,17 @@ class StackFrames(HistoryTransform):
             return frames
         return frames.masked_fill(over_features(as_tensor_like(before, frames), frames), 0)
 
-    # -- elsewhere ----------------------------------------------------------------------------
+    # -- outside of batches -------------------------------------------------------------------
 
     def stream(self) -> FrameStream:
-        """Returns what stacks the frames of a roll-out, step by step, as this does at read time."""
+        """Return a ``FrameStream`` that makes the same stacks during a roll-out."""
         return FrameStream(self)
 
     def tiled(self, bound: torch.Tensor) -> torch.Tensor:
-        """Returns a bound ``[*F]`` of a frame as that of a stack.
+        """Return the bound of a stack for a bound ``[*F]`` of a frame.
 
         Raises:
-            ValueError: ``dim`` out of range.
+            ValueError: ``dim`` is out of range.
 
         Example:
             >>> import torch
@@ -430,5 +445,229 @@ class StackFrames(HistoryTransform):
 
 
 def _or_own(frames: torch.Tensor, own: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Frames of real rows, and of padding its own one repeated."""
+    """Return the frames of real rows, and for each padding row its own frame repeated."""
     return torch.where(over_features(real, frames), frames, own.unsqueeze(1))
+
+
+_ALL: Path = ("previous_step",)
+
+
+class PreviousStep(HistoryTransform):
+    """A transform that adds values of the row before, such as its action and reward.
+
+    Values come from the same episode. The new key is the old key without ``next``, and with the
+    prefix ``previous_`` in its last part. So ``"action"`` becomes ``"previous_action"``, and
+    ``("next", "reward")`` becomes ``"previous_reward"``. At the first row of an episode the value
+    is ``init``.
+
+    ``("next", "previous_...")`` has the row's own values, because they precede the next state.
+    After ``NStep`` it has the values of the row that ``next`` comes from. All values are read from
+    the storage. So even the first row of a window in the middle of an episode has real values.
+    After ``HindsightGoal`` the values are relabelled.
+
+    Args:
+        keys: a list of keys.
+        init: the number to use at the first row of an episode.
+        concat: if True, write one floating tensor ``[B, A]`` to ``"previous_step"`` instead, in
+            torch's default dtype. It has first the values of keys under ``next``, such as rewards,
+            and then the other values. Each value is flattened. The given order is kept in both
+            groups.
+        num_actions: with ``concat``, the number of one-hot columns of an action that is stored as
+            one integer.
+
+    A row is not drawn if the row before it was overwritten; in ``rb[...]`` it gets ``init``.
+    Padding has zeros.
+
+    Raises:
+        ValueError: ``keys`` is empty or two keys get the same name, ``init`` is not finite, or
+            ``num_actions`` is below 1 or given without ``concat``; on read, an action is outside of
+            ``[0, num_actions)``, ``num_actions`` is missing, or the dtype of a value cannot hold
+            ``init``.
+        TypeError: an argument is not a list of keys or a number.
+        KeyError: on read, a key is not stored.
+
+    Cost: one read of the keys for two rows.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, PreviousStep, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=PreviousStep(["action"]))
+        >>> ends = torch.tensor([False, True, False])
+        >>> _ = rb.extend(TensorDict({"action": torch.tensor([5, 6, 7]), "next": {"done": ends}},
+        ...                          [3]))
+        >>> rb[:]["previous_action"], rb[:]["next", "previous_action"]
+        (tensor([0, 5, 0]), tensor([5, 6, 7]))
+    """
+
+    needs = Needs(past=1)
+
+    def __init__(
+        self,
+        keys: Any = ("action", ("next", "reward")),
+        init: float = 0,
+        concat: bool = False,
+        num_actions: int | None = None,
+    ) -> None:
+        if not isinstance(keys, (list, tuple)):
+            raise TypeError(f"keys: expected a list of keys, got {keys!r}")
+        self.keys = [unravel(key) for key in keys]
+        if not self.keys:
+            raise ValueError("keys: expected at least one key, got none")
+        self.names = {key: _previous(key) for key in self.keys}
+        if len(set(self.names.values())) < len(keys):
+            raise ValueError(
+                "keys: expected keys that differ in more than 'next', got "
+                f"{', '.join(map(format_key, self.keys))}"
+            )
+        self.init = as_number("init", init, finite=True)
+        if num_actions is not None:
+            if not concat:
+                raise ValueError("num_actions: expected concat=True, got concat=False")
+            if type(num_actions) is not int or num_actions < 1:
+                raise ValueError(f"num_actions: expected an int of at least 1, got {num_actions!r}")
+        self.concat, self.num_actions = bool(concat), num_actions
+        made = [_ALL] if concat else list(self.names.values())
+        self.changes = frozenset({*made, *(("next", *key) for key in made)})
+
+    def fetch(self, around: Surroundings) -> Around | list[list[torch.Tensor]]:
+        """Read the row before each row, and the row that ``next`` comes from."""
+        around.next_made.append(self)
+        keys = self._in_order() if self.concat else self.keys
+        pairs = around.pairs(keys, joined=self.concat)
+        if pairs is not None:
+            return pairs
+        own = around.time if around.next_time is None else around.next_time
+        time = np.empty((len(own), 2), np.int64)
+        np.maximum(around.time - 1, around.first, out=time[:, 0])
+        time[:, 1] = own
+        return around.fetch(self.keys, time)
+
+    def apply(
+        self, data: Any, fetched: Around | list[list[torch.Tensor]], around: Surroundings
+    ) -> Any:
+        """Add the values of the previous step."""
+        blank = isinstance(fetched, list) and not self.init  # zeros are filled in already
+        found = self._pairs(fetched, around)
+        begins = None
+        values: dict[Path, torch.Tensor] = {}
+        has_next = any(key[0] == "next" for key in around.keys)
+        for name, (previous, own) in found.items():
+            if not blank:
+                if begins is None:
+                    begins = as_tensor_like(around.time == around.first, previous)
+                previous = self._started(name, previous, begins)
+            values[name] = previous
+            if has_next:
+                under_next: Path = ("next", *name)
+                values[under_next] = own
+        set_real(data, values, around.mask)
+        return data
+
+    def _pairs(
+        self, fetched: Around | list[list[torch.Tensor]], around: Surroundings
+    ) -> dict[Path, Sequence[torch.Tensor]]:
+        """Return, by name, the values of the previous row and of the row of ``next``."""
+        if isinstance(fetched, list):
+            return dict(zip([_ALL] if self.concat else self.names.values(), fetched, strict=True))
+        leaves = around.seen(fetched)
+        if self.concat:
+            made = torch.cat([self._columns(key, leaves[key]) for key in self._in_order()], -1)
+            return {_ALL: (made[:, 0], made[:, 1])}
+        return {name: (leaves[key][:, 0], leaves[key][:, 1]) for key, name in self.names.items()}
+
+    def _started(self, name: Path, values: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+        """Return values ``[B, *F]`` with ``init`` at the first rows of episodes."""
+        init, dtype = self.init, values.dtype
+        if not dtype.is_floating_point and not dtype.is_complex:
+            low, high = (0, 1) if dtype is torch.bool else _limits(dtype)
+            if not init.is_integer() or not low <= init <= high:
+                raise ValueError(
+                    f"init: expected a number that {dtype} can hold, for {format_key(name)}, got "
+                    f"{init:g}"
+                )
+            return values.masked_fill(over_features(begins, values), int(init))
+        return values.masked_fill(over_features(begins, values), init)
+
+    def _in_order(self) -> list[Path]:
+        return sorted(self.keys, key=lambda key: key[0] != "next")
+
+    def _columns(self, key: Path, values: torch.Tensor) -> torch.Tensor:
+        """Return values ``[B, 2, *F]`` as columns ``[B, 2, A]``."""
+        flat = values.reshape(*values.shape[:2], math.prod(values.shape[2:]))
+        dtype = torch.get_default_dtype()
+        number = flat.dtype.is_floating_point or flat.dtype is torch.bool or key[0] == "next"
+        if number or flat.shape[-1] != 1:
+            return flat.to(dtype)
+        if self.num_actions is None:
+            raise ValueError(
+                f"key {format_key(key)}: expected num_actions= for an action of one integer, got "
+                "None; pass the number of actions"
+            )
+        if flat.device.type == "cpu" and not bool(((flat >= 0) & (flat < self.num_actions)).all()):
+            raise ValueError(
+                f"key {format_key(key)}: expected actions in [0, {self.num_actions}), got "
+                f"{int(flat.min())} to {int(flat.max())}"
+            )
+        return (flat == torch.arange(self.num_actions, device=flat.device)).to(dtype)
+
+    def __repr__(self) -> str:
+        parts = [f"[{', '.join(map(format_key, self.keys))}]"]
+        parts += [f"init={self.init:g}"] if self.init else []
+        parts += ["concat=True"] if self.concat else []
+        parts += [f"num_actions={self.num_actions}"] if self.num_actions else []
+        return f"PreviousStep({', '.join(parts)})"
+
+
+class StepCount(HistoryTransform):
+    """A transform that adds the number of earlier steps of the episode.
+
+    The number is int64 ``[B, 1]``. The count includes the first rows of the episode even if they
+    were overwritten. If the buffer got a stream only from the middle of an episode on, the count
+    begins there. Padding has 0.
+
+    Args:
+        key: key of the count.
+
+    Raises:
+        TypeError: ``key`` is not a key.
+
+    Cost: O(B), without reading rows.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, StepCount
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(2), transform=StepCount())
+        >>> _ = rb.extend(TensorDict({"next": {"done": torch.zeros(5, dtype=torch.bool)}}, [5]))
+        >>> rb[:]["step_count"].squeeze(-1)  # the newest row, then the one before it
+        tensor([4, 3])
+    """
+
+    def __init__(self, key: Any = "step_count") -> None:
+        self.key = unravel(key)
+        self.changes = frozenset({self.key})
+
+    def apply(self, data: Any, fetched: None, around: Surroundings) -> Any:
+        """Add the count."""
+        steps = around.time - around.begin
+        leaf = next(iter(data.values(True, True)))
+        real = real_of(around.mask, data)
+        count = as_tensor_like(steps[:, None], leaf)
+        if real is not None:
+            count = count.masked_fill(~real[:, None], 0)
+        set_all(data, {self.key: count})
+        return data
+
+    def __repr__(self) -> str:
+        return f"StepCount({format_key(self.key)})"
+
+
+def _previous(key: Path) -> Path:
+    path = key[1:] if key[0] == "next" and len(key) > 1 else key
+    return (*path[:-1], f"previous_{path[-1]}")
+
+
+def _limits(dtype: torch.dtype) -> tuple[int, int]:
+    limits = torch.iinfo(dtype)
+    return limits.min, limits.max

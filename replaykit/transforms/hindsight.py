@@ -31,16 +31,17 @@ Array = np.ndarray[Any, Any]
 Leaves = Sequence[torch.Tensor]
 
 REACHED = 0.05
-"""Goals that are closer than this, in Euclidean distance, are reached."""
+"""A goal is reached if the Euclidean distance is below this number."""
 
 _NUMBERS = {torch.float32: np.float32, torch.float64: np.float64}
 _core = native.core()
 
 
 def distance_rewards(achieved: torch.Tensor, goal: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """0 where the goal was reached, else -1, in shape and dtype of ``old`` (one number a row).
+    """Return 0 for rows that reached the goal, and -1 for other rows.
 
-    Distances are summed in float64, one number after the other, as the core does.
+    The result has the shape and dtype of ``old``, one number per row. Squares are summed in float64
+    from the first number to the last, as in the compiled core.
 
     Example:
         >>> import torch
@@ -61,19 +62,19 @@ def distance_rewards(achieved: torch.Tensor, goal: torch.Tensor, old: torch.Tens
 def later_goals(
     draws: Array, low: Array, last: Array, p: float, column: torch.Tensor
 ) -> tuple[Array, Array] | None:
-    """Which rows get another goal, and what was achieved at times drawn for them, by the core.
+    """Choose rows in the compiled core, and return them with goals achieved later.
 
     Args:
-        draws: float64 ``[2, B]`` of [0, 1): a row is chosen where the first is below ``p``; of the
-            times ``low .. last``, both included, the second takes one.
+        draws: float64 ``[2, B]`` in [0, 1). A row is chosen if its first number is below ``p``. The
+            second number selects one of the times ``low .. last``, both included.
         low, last: int64 ``[B]``, times of stored rows.
-        column: what was achieved, ``[slots, G]``; the row of a time lies in slot ``time % slots``.
+        column: the achieved goals, ``[slots, G]``; the row of a time is in slot ``time % slots``.
 
     Returns:
-        Rows, bool ``[B]``, and goals ``[B, G]``, of all rows; None where the core is missing or
-        does not know such a column: it takes float32 and float64 on the CPU.
+        The chosen rows, bool ``[B]``, and goals ``[B, G]`` for all rows. None if the core is
+        missing or does not support the column. It supports float32 and float64 on the CPU.
 
-    Cost: one pass; a third of what NumPy and a read of the rows take for a batch of 256.
+    Cost: one pass. A batch of 256 takes a third of the time of NumPy with a read of the rows.
 
     Example:
         >>> import numpy as np, torch
@@ -103,12 +104,13 @@ def relabel_later(
     achieved: str,
     goal: str,
 ) -> tuple[Array, Array] | None:
-    """What ``later_goals`` and ``relabel_batch`` do, written over the leaves of a batch ``[B]``.
+    """Do ``later_goals`` and ``relabel_batch`` together, in place in a batch ``[B]``.
 
-    Their memory must be their own: that of a batch that nobody else has seen.
+    The leaves of the batch must not share memory with other tensors.
 
     Returns:
-        What ``later_goals`` does; None, and nothing has changed, where one of them cannot.
+        The result of ``later_goals``. If the core does not support the column or the batch, the
+        result is None and nothing has changed.
     """
     if _core is None:
         return None
@@ -117,7 +119,7 @@ def relabel_later(
     if found is None or memory is None:
         return None
     leaves, dtype = found[2], column.dtype
-    places = _places(leaves, dtype, torch.Size((draws.shape[1], column.shape[1])))
+    places = _addresses(leaves, dtype, torch.Size((draws.shape[1], column.shape[1])))
     if places is None:
         return None
     rows, goals = _empty(draws, column)
@@ -136,7 +138,7 @@ def relabel_later(
 
 
 def _memory(column: torch.Tensor) -> tuple[int, int, int] | None:
-    """Address, bytes from row to row, and rows."""
+    """Return the address of a column, its row stride in bytes, and its number of rows."""
     if column.ndim != 2 or not column.is_cpu or column.dtype not in _NUMBERS:
         return None
     (slots, width), (across, along) = column.shape, column.stride()
@@ -146,19 +148,19 @@ def _memory(column: torch.Tensor) -> tuple[int, int, int] | None:
 
 
 def _empty(draws: Array, column: torch.Tensor) -> tuple[Array, Array]:
-    # By NumPy, which takes memory in a fifth of the time.
+    # NumPy allocates in a fifth of the time of torch.
     size = draws.shape[1]
     return np.empty(size, bool), np.empty((size, column.shape[1]), _NUMBERS[column.dtype])
 
 
 def relabel_batch(data: Any, rows: Array, fresh: torch.Tensor, achieved: str, goal: str) -> bool:
-    """Gives the chosen rows of a batch ``[B]`` fresh goals and the rewards for them, by the core.
+    """Set fresh goals and rewards in the chosen rows of a batch ``[B]``, in the core.
 
-    For plain TensorDicts and leaves at their top and under ``next``: what ``relabelled`` does, in
-    half the time of looking leaves up and setting them one by one.
+    The batch must be a plain TensorDict with the leaves at its root and directly under ``next``.
+    This takes half the time of ``relabelled`` with one look-up and one ``set`` per leaf.
 
     Returns:
-        False, and nothing has changed, where this is not such a batch.
+        True if the batch was changed. False, without a change, if the core does not support it.
     """
     found = None if _core is None else _branches(data, achieved, goal)
     if found is None:
@@ -177,8 +179,11 @@ def relabel_batch(data: Any, rows: Array, fresh: torch.Tensor, achieved: str, go
 
 
 def _branches(data: Any, achieved: str, goal: str) -> tuple[TensorDict, TensorDict, Leaves] | None:
-    """A batch, what it has under ``next``, and the leaves: what was achieved, the goal, the next
-    goal and the reward; None where one is missing or no plain TensorDict or tensor."""
+    """Return a batch, its ``next`` and four leaves.
+
+    The leaves are achieved goal, goal, next goal and reward. The result is None if a part is
+    missing, or is not a plain TensorDict or tensor.
+    """
     if type(data) is not TensorDict:
         return None
     fields = fields_of(data)
@@ -201,19 +206,19 @@ def relabelled(
     goals: tuple[Path, Path],
     reward: Path,
 ) -> dict[Path, torch.Tensor] | None:
-    """Goals and rewards of a batch ``[n]`` whose chosen rows get fresh goals, by the core.
+    """Return the goals and rewards of a batch ``[n]`` with fresh goals in chosen rows.
 
     Args:
-        rows: NumPy bool ``[n]``, which are chosen.
-        fresh: ``[n, G]``, in one piece.
-        leaves: of the batch: what was achieved, both goals, rewards.
-        achieved, goals, reward: their keys.
+        rows: NumPy bool ``[n]``, True at chosen rows.
+        fresh: the fresh goals, ``[n, G]``, contiguous.
+        leaves: leaves of the batch: achieved goals, both goals, rewards.
+        achieved, goals, reward: keys of these leaves.
 
     Returns:
-        New leaves by key; None where the core is missing or does not know such leaves: it takes
-        float32 or float64 vectors on the CPU and one reward a row of the same dtype.
+        New leaves by key. None if the compiled core is missing or does not support the leaves. It
+        supports float32 or float64 vectors on the CPU, with one reward of the same dtype per row.
 
-    Cost: one pass; a third of what torch takes for a batch of 256.
+    Cost: one pass. A batch of 256 takes a third of the time of torch.
     """
     if _core is None:
         return None
@@ -224,11 +229,11 @@ def relabelled(
 def _relabelled(
     rows: Array, fresh: torch.Tensor, leaves: Leaves
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """The new ones of goal, next goal and reward, which follow what was achieved in ``leaves``."""
+    """Return new goal, next goal and reward; ``leaves`` are in ``_branches`` order."""
     dtype, shape = fresh.dtype, fresh.shape
     if len(shape) != 2 or dtype not in _NUMBERS or not fresh.is_cpu or not fresh.is_contiguous():
         return None
-    places = _places(leaves, dtype, shape)
+    places = _addresses(leaves, dtype, shape)
     if places is None:
         return None
     old = leaves[3]
@@ -248,8 +253,8 @@ def _relabelled(
     return goal, next_goal, reward
 
 
-def _places(leaves: Leaves, dtype: torch.dtype, shape: torch.Size) -> list[int] | None:
-    """Address and bytes from row to row of each leaf; three of a shape and one number a row."""
+def _addresses(leaves: Leaves, dtype: torch.dtype, shape: torch.Size) -> list[int] | None:
+    """Return address and row stride in bytes of each leaf: three goals and a reward."""
     (size, width), item = shape, dtype.itemsize
     places: list[int] = []
     for leaf in leaves[:3]:
@@ -277,8 +282,13 @@ _STRATEGIES: Final = ("future", "final", "episode", "random")
 
 @dataclass
 class _Relabelled:
-    """Which rows of a batch get another goal, bool ``[B]``, and these, ``[B, *G]``; whether the
-    batch has them already."""
+    """The rows of a batch that get new goals, and these goals.
+
+    Attributes:
+        rows: bool ``[B]``, True at the rows that get new goals.
+        achieved: the new goals, ``[B, *G]``.
+        done: whether the batch already has the new goals.
+    """
 
     rows: Array
     achieved: torch.Tensor | Array
@@ -286,54 +296,60 @@ class _Relabelled:
 
     @property
     def goals(self) -> torch.Tensor:
-        """The goals as a tensor, which not every batch asks for."""
+        """The goals as a tensor, converted only if a batch needs it."""
         given = self.achieved
         return given if isinstance(given, torch.Tensor) else torch.from_numpy(given)
 
 
 class HindsightGoal(HistoryTransform):
-    """Pretends that what was achieved later had been the goal: hindsight experience replay.
+    """A transform that replaces goals by goals achieved later (hindsight replay).
 
-    Each window of a batch (each row, where there are no windows) is chosen with probability ``p``.
-    For a chosen one a stored row is drawn; what was achieved there, ``("next", achieved)``, becomes
-    ``goal`` and ``("next", goal)``, and the reward is computed anew from the row's own
-    ``("next", achieved)`` and the new goal. Rows that are not chosen, and padding, stay bit for
-    bit. What is stored never changes.
+    The transform chooses each window of a batch with probability ``p``. In a batch without windows
+    it chooses each row. For a chosen window it draws a stored row. The goal that was achieved in
+    that row, ``("next", achieved)``, becomes ``goal`` and ``("next", goal)`` of the window. The
+    transform then recomputes the reward of each row from its own ``("next", achieved)`` and the new
+    goal. Other rows and padding do not change. Stored rows never change.
 
-    A window that crosses episodes is relabelled as far as the episode of its first real row goes.
-    Transforms after this one that read other rows (``NStep``, ``PreviousStep``, ``StackFrames``)
-    see those of the same episode with the new goal and reward too: so it belongs before them.
-    Returns that were stored (``ReturnToGo``) are those of the old goals.
+    If a window crosses episodes, only the rows in the episode of its first real row change. Later
+    transforms that read other rows (``NStep``, ``PreviousStep``, ``StackFrames``) also read the new
+    goals and rewards of the episode's other rows. So put this transform before them. Stored returns
+    (``ReturnToGo``) still belong to the old goals.
 
     Args:
         p: probability, in [0, 1]; 0 changes nothing.
-        strategy: which row tells the new goal. "future": uniform over what comes from the row on to
-            the end of its episode, both included (while that is open: its newest row); "final":
-            that end; "episode": uniform over what is stored of the episode; "random": uniform over
-            all stored rows (after a ``TrajectoryTransform``: over the episodes of the batch).
-        achieved: key of what the state achieved, ``[*G]`` a row; read under ``next``.
-        goal: key of the goal, ``[*G]``; written also under ``next``.
-        reward_fn: takes what was achieved and the goals, ``[n, *G]`` each, and returns rewards in
-            the shape in which they are stored, ``[n, 1]``; it must leave both as they are. It is
-            called with whole batches, also of rows that keep their reward. None: 0 where the
+        strategy: the stored row that the new goal comes from. "future": uniform over the rows from
+            the row itself to the end of its episode, both included. In an open episode the end is
+            the newest row. "final": the end of the episode. "episode": uniform over the stored rows
+            of the episode. "random": uniform over all stored rows; after a ``TrajectoryTransform``,
+            over the rows in the episodes of the batch.
+        achieved: key of the achieved goal, ``[*G]`` per row; read under ``next``.
+        goal: key of the goal, ``[*G]``; also written under ``next``.
+        reward_fn: function of achieved goals and goals, ``[n, *G]`` each, that returns rewards in
+            their stored shape, ``[n, 1]``. It must not change its arguments. Its arguments are
+            whole batches, including rows that keep their reward. None: the reward is 0 if the
             Euclidean distance is below 0.05, else -1.
-        terminated_fn: likewise, bool; rewrites ``("next", "terminated")`` and ``("next", "done")``.
-            None: the flags stay.
-        scope: "window": one goal for a window, achieved at its last row or later; "step": a goal of
-            its own for each row.
-        check: "warn" or "error" compares the rewards of rows that are not chosen with ``reward_fn``
-            (by ``torch.isclose``): one that is not what the environment computes is found out.
+        terminated_fn: function of the same arguments that returns bool. Its result replaces
+            ``("next", "terminated")`` and changes ``("next", "done")``. None: the flags do not
+            change.
+        scope: "window": one goal for all rows of a window, achieved at its last row or later.
+            "step": a separate goal for each row.
+        check: "warn" or "error": compare the stored rewards of rows that are not chosen with the
+            results of ``reward_fn`` (by ``torch.isclose``). This detects a ``reward_fn`` that
+            differs from the environment.
 
     Raises:
-        TypeError: functions that cannot be called, or ``p`` no number.
-        ValueError: a probability outside [0, 1], an unknown ``strategy``, ``scope`` or ``check``;
-            on read: a function that returns another shape, what was achieved has another shape
-            than the goal, or rewards differ under ``check="error"``.
-        KeyError: on read, where ``goal``, ``("next", goal)``, ``("next", achieved)``,
+        TypeError: a function is not callable, or ``p`` is not a number.
+        ValueError: ``p`` is outside [0, 1], or ``strategy``, ``scope`` or ``check`` is unknown;
+            on read: a function returns another shape, achieved goals and goals differ in shape, or
+            rewards differ under ``check="error"``.
+        KeyError: on read, ``goal``, ``("next", goal)``, ``("next", achieved)``,
             ``("next", "reward")``, or with ``terminated_fn`` ``("next", "terminated")``, is absent.
 
-    Cost: one read of ``achieved`` for each row, and the functions. Randomness: the buffer's
-    generator. Source: Andrychowicz et al., "Hindsight Experience Replay", 2017, section 4.5.
+    The buffer's generator is the source of randomness.
+
+    Cost: one read of ``achieved`` per row, and the calls of the functions.
+
+    Source: Andrychowicz et al., "Hindsight Experience Replay", 2017, section 4.5.
 
     Example:
         >>> import torch
@@ -387,12 +403,12 @@ class HindsightGoal(HistoryTransform):
         written: set[Path] = {*self._goals, _REWARD}
         needed: list[Path] = [*self._goals, self.achieved, _REWARD]
         if terminated_fn is not None:
-            # `truncated` stays, but `done` follows from it, also where a sampler marks it.
+            # `done` is computed from `truncated`, which a sampler may set at the end of a window.
             written |= {_TERMINATED, _DONE, _TRUNCATED}
             needed.append(_TERMINATED)
         self._needed = tuple(needed)
         self._by_distance = reward_fn is None and terminated_fn is None and check is None
-        # Keys of which none is nested, and rewards that the core can compute.
+        # The core supports only keys without nesting, and the default rewards.
         plain = self._by_distance and len(self.goal) == 1 and len(self.achieved) == 2
         self._flat = (self.achieved[1], self.goal[0]) if plain else None
         self.changes = frozenset(written)
@@ -400,10 +416,10 @@ class HindsightGoal(HistoryTransform):
         if terminated_fn is not None:
             self.relabel_keys += (_TERMINATED,)
 
-    # -- which rows, and where their goals come from --------------------------------------------
+    # -- rows and their new goals ---------------------------------------------------------------
 
     def fetch(self, around: Surroundings) -> _Relabelled | None:
-        """Chooses windows and reads what was achieved where their goals come from."""
+        """Choose windows, and read the achieved goals that become their new goals."""
         if not self.p or not len(around):
             return None
         if around.alone and around.mask is None:
@@ -419,7 +435,10 @@ class HindsightGoal(HistoryTransform):
         return _Relabelled(rows, around.seen(read)[self.achieved])
 
     def _at_once(self, around: Surroundings, both: Array) -> _Relabelled | None:
-        """The same for rows that are windows of their own, by the core; None where it cannot."""
+        """Do the same in the compiled core, for a batch without windows.
+
+        Return None if the core does not support the batch.
+        """
         if self.strategy == "random" or around.relabels:
             return None
         column = around.column(self.achieved)
@@ -435,8 +454,10 @@ class HindsightGoal(HistoryTransform):
         return None if found is None else _Relabelled(*found)
 
     def _windows(self, around: Surroundings) -> tuple[Array, Array, Array]:
-        """Of every row: whether it is relabelled, from which row on goals of the future come, and
-        its draw, a number of [0, 1)."""
+        """Return rows to relabel, earliest times of future goals, and draws, ``[B]`` each.
+
+        A draw is a number in [0, 1).
+        """
         size = len(around)
         real = np.ones(size, bool) if around.mask is None else around.mask
         _, first, group = np.unique(around.window, return_index=True, return_inverse=True)
@@ -454,11 +475,11 @@ class HindsightGoal(HistoryTransform):
             return rows, around.time, around.uniform(size)
         latest = around.time[anchor].copy()
         np.maximum.at(latest, group[same], around.time[same])
-        # Rows of other episodes get no goal; theirs is only a place that can be read.
+        # Rows of other episodes get no goal. Their own time is used as a valid time to read.
         return rows, np.where(same, latest[group], around.time), draws[group]
 
     def _targets(self, around: Surroundings, low: Array, draws: Array) -> tuple[Array, Array]:
-        """Time and lane of the row that tells the goal, for every row of the batch."""
+        """Return time and lane of the row from which each row's new goal comes."""
         if self.strategy == "final":
             return around.last, around.lane
         if self.strategy == "random":
@@ -472,7 +493,7 @@ class HindsightGoal(HistoryTransform):
     # -- new goals, rewards and flags -----------------------------------------------------------
 
     def apply(self, data: Any, fetched: _Relabelled | None, around: Surroundings) -> Any:
-        """Returns the batch with new goals, rewards and, with ``terminated_fn``, flags."""
+        """Return the batch with new goals, rewards and, with ``terminated_fn``, flags."""
         if fetched is None and (self.check is None or not len(around)):
             return data
         if fetched is not None and (fetched.done or self._quickly(data, fetched)):
@@ -500,7 +521,7 @@ class HindsightGoal(HistoryTransform):
         return keys is not None and relabel_batch(data, fetched.rows, fetched.goals, *keys)
 
     def _own(self, data: Any) -> dict[Path, torch.Tensor]:
-        """Leaves of a batch that are needed; KeyError where one is absent."""
+        """Return the needed leaves of a batch. Raises KeyError if a leaf is absent."""
         leaves = {key: lookup(data, key) for key in self._needed}
         missing = [format_key(key) for key, leaf in leaves.items() if leaf is None]
         if missing:
@@ -521,7 +542,7 @@ class HindsightGoal(HistoryTransform):
         fetched: _Relabelled | None,
         around: Surroundings,
     ) -> dict[Path, torch.Tensor]:
-        """Gives other rows of its episode the goal of the row that asked for them."""
+        """Give fetched rows the goal of the batch row for which they were fetched."""
         if fetched is None:
             return leaves
         shape = where.time.shape
@@ -546,7 +567,7 @@ class HindsightGoal(HistoryTransform):
     def _relabelled(
         self, leaves: dict[Path, torch.Tensor], rows: torch.Tensor, goals: torch.Tensor
     ) -> tuple[dict[Path, torch.Tensor], torch.Tensor | None]:
-        """New leaves ``[n, *F]`` of those that there are, and what the rewards would be."""
+        """Return the changed leaves ``[n, *F]``, and the rewards of all rows."""
         new: dict[Path, torch.Tensor] = {}
         rewards = None
         own = goals
@@ -554,7 +575,7 @@ class HindsightGoal(HistoryTransform):
             if key in leaves:
                 new[key] = _where(rows, goals, leaves[key])
         if self.goal in new:
-            own = new[self.goal]  # rows that are not chosen keep the goal that they were after
+            own = new[self.goal]  # rows that are not chosen keep their goal
         if _REWARD in leaves:
             old = leaves[_REWARD]
             rewards = self._rewards(leaves[self.achieved], own, old)
@@ -565,7 +586,7 @@ class HindsightGoal(HistoryTransform):
             ended = _checked("terminated_fn", found, old).to(torch.bool)
             new[_TERMINATED] = _where(rows, ended, old)
             if _DONE in leaves:
-                # What ended without being terminated was truncated, whether that is stored or not.
+                # An episode that ended without termination was truncated, even without the flag.
                 cut = leaves.get(_TRUNCATED)
                 cut = leaves[_DONE] & ~old if cut is None else cut
                 new[_DONE] = _where(rows, ended | cut, leaves[_DONE])
@@ -578,7 +599,7 @@ class HindsightGoal(HistoryTransform):
             return _checked("reward_fn", self.reward_fn(achieved, goal), old).to(old.dtype)
         if old.shape[1:].numel() != 1:
             raise ValueError(
-                f"expected one reward a row, got shape {list(old.shape)}; give a reward_fn"
+                f"expected one reward per row, got shape {list(old.shape)}; pass a reward_fn"
             )
         return distance_rewards(achieved, goal, old)
 
@@ -602,9 +623,9 @@ class HindsightGoal(HistoryTransform):
             return
         at = int(np.nonzero(wrong)[0][0])
         text = (
-            f"reward_fn: expected the stored rewards for the goals of old, got others in "
-            f"{int(wrong.sum())} of {int((~rows).sum())} rows that kept theirs; row {at} has "
-            f"{stored[at].tolist()} stored, the function gives {rewards[at].tolist()}"
+            f"reward_fn: expected the stored rewards for the stored goals, got others in "
+            f"{int(wrong.sum())} of {int((~rows).sum())} rows that keep their goal; row {at} has "
+            f"{stored[at].tolist()} stored, the function returns {rewards[at].tolist()}"
         )
         if self.check == "error":
             raise ValueError(text)
@@ -623,12 +644,12 @@ def _where(rows: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Te
 
 
 def _checked(name: str, found: Any, old: torch.Tensor) -> torch.Tensor:
-    """What a user's function returned; TypeError or ValueError where it does not fit."""
+    """Return a user function's result. TypeError or ValueError if it does not fit."""
     if not isinstance(found, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(found).__name__}")
     if found.shape != old.shape:
         raise ValueError(
-            f"{name}: expected shape {list(old.shape)}, as it is stored, got {list(found.shape)}"
+            f"{name}: expected the stored shape {list(old.shape)}, got {list(found.shape)}"
         )
     return found
 
@@ -636,9 +657,7 @@ def _checked(name: str, found: Any, old: torch.Tensor) -> torch.Tensor:
 def _root_key(name: str, key: Any) -> Key:
     path = unravel(key)
     if path[0] == "next":
-        raise ValueError(
-            f"{name}: expected the key as it is outside of 'next', got {format_key(path)}"
-        )
+        raise ValueError(f"{name}: expected the key outside of 'next', got {format_key(path)}")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Transforms that look at other rows than those of the batch: what they ask, and whom."""
+"""Define the base of transforms that read other rows than the rows of the batch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Around:
-    """Rows read besides those of a batch.
+    """Rows that a transform has read in addition to the rows of a batch.
 
     Attributes:
-        time: where they lie, int64 ``[B, *k]``; row b of the batch asked for ``[b]``.
-        lane: the same; ``[B, 1, ...]`` will do until a relabel is asked.
-        leaves: by key, ``[B, *k, *F]``, as they are stored.
+        time: times of the rows, int64 ``[B, *k]``; entries ``[b]`` belong to row b of the batch.
+        lane: lanes of the rows, in the same shape. ``[B, 1, ...]`` is enough until a transform
+            relabels the rows.
+        leaves: the stored leaves by key, ``[B, *k, *F]`` each.
 
     Example:
         >>> import numpy as np, torch
@@ -45,31 +46,35 @@ class Around:
 
 
 class Surroundings(ABC):
-    """Where the rows of a batch lie in their episodes, and the way to other rows.
+    """The positions of a batch's rows in their episodes, and access to other rows.
 
-    In a lane rows are counted by time: the row before one is ``time - 1``. All arrays are int64
-    ``[B]``, one entry a row of the batch; padding has the place of the nearest real row.
+    In each lane, rows are numbered by time: the row before a row is at ``time - 1``. All arrays are
+    int64 ``[B]``, with one entry per row of the batch. Padding has the position of the nearest real
+    row.
 
     Attributes:
-        time, lane: where the rows lie.
-        first, last: first stored and newest row of their episodes.
-        begin: where their episodes began; below ``first`` where that row is stored no more.
-        head, reason: how the episodes begin (``Head``) and end (``EndReason``).
-        window: which window of the batch a row belongs to; without windows its own number.
-        alone: whether there are no windows.
-        mask: bool, True at real rows; None: all are.
-        generator: where randomness comes from; None: torch's global one.
-        keys: what is stored of a row.
-        next_time: of which rows the batch has ``next``; None: of its own. A transform that takes
-            ``next`` from a later row sets it in ``fetch``, for those after it.
-        next_made: the transforms that have made leaves under ``next`` that are not stored.
-        root: what a row is, as ``structure.build`` takes it; its leaves can be fetched.
-        later: the transforms after the one that asks, where that edits episodes.
-        rows: the batch, where it is for the one that asks to overwrite its leaves in ``fetch``: it
-            is the first of its chain, and nobody else has seen the rows. None: it is not.
+        time, lane: time and lane of the rows.
+        first, last: times of the first stored row and of the newest row of the rows' episodes.
+        begin: times at which the rows' episodes began. They are below ``first`` if the first row is
+            not stored.
+        head, reason: the ways in which the episodes begin (``Head``) and end (``EndReason``).
+        window: number of the window that a row belongs to; without windows, the number of the row.
+        alone: True if there are no windows.
+        mask: bool, True at real rows; None if all rows are real.
+        generator: the source of randomness; None: torch's global generator.
+        keys: the stored keys of a row.
+        next_time: times of the rows from which ``next`` of the batch comes; None: the rows of the
+            batch. If a transform reads ``next`` from a later row, its ``fetch`` sets this attribute
+            for the transforms after it.
+        next_made: the transforms that create leaves under ``next`` that are not stored.
+        root: the structure of a row, as ``structure.build`` expects it. Its leaves can be fetched.
+        later: the transforms after the current transform, if that one edits episodes.
+        rows: the batch, if the current transform may overwrite its leaves in ``fetch``, else None.
+            A transform may do so if it is the first of its chain and no other object refers to the
+            rows.
 
     Example:
-        See ``HistoryTransform``, whose methods get them.
+        ``HistoryTransform`` has an example. Its methods receive a ``Surroundings``.
 
         >>> from replaykit import Surroundings
         >>> hasattr(Surroundings, "fetch")
@@ -93,7 +98,7 @@ class Surroundings(ABC):
     def __init__(self) -> None:
         self.next_time: Array | None = None
         self.next_made: list[HistoryTransform] = []
-        # Those of the transforms before the one that asks that change rows wherever they are read.
+        # Earlier transforms that also change the rows that later transforms fetch.
         self.relabels: list[tuple[HistoryTransform, Any]] = []
         self.later: list[Any] = []
         self.rows: Any = None
@@ -102,16 +107,17 @@ class Surroundings(ABC):
         return len(self.time)
 
     def fetch(self, keys: Sequence[Path], time: Array, lane: Array | None = None) -> Around:
-        """Reads some keys of other rows, as they are stored; only while ``fetch`` of a transform
-        runs.
+        """Read some keys of other rows, as they are stored.
+
+        Only ``fetch`` of a transform may call this.
 
         Args:
             keys: stored keys.
-            time: int64 ``[B, *k]``, each in ``[first, last]`` of its row.
-            lane: in a shape that goes with it; None: that of the row.
+            time: int64 ``[B, *k]``, each entry in ``[first, last]`` of its row.
+            lane: lanes, broadcastable to ``time``; None for the lanes of the batch rows.
 
         Raises:
-            KeyError: a key that is not stored.
+            KeyError: a key is not stored.
         """
         if lane is None:
             lane = self.lane.reshape(-1, *[1] * (time.ndim - 1))
@@ -122,62 +128,72 @@ class Surroundings(ABC):
         return Around(time, lane, self.read(list(wanted), time, lane))
 
     def column(self, key: Path) -> torch.Tensor | None:
-        """All slots of one stored leaf, ``[slots, *F]``, where the row of a time lies in slot
-        ``time % slots``; to be looked at only while ``fetch`` runs. None: ``fetch`` the rows.
+        """Return all slots of one stored leaf, ``[slots, *F]``, or None.
+
+        After None, the caller must ``fetch`` the rows instead. The row of a time is in slot
+        ``time % slots``. The tensor is valid only while ``fetch`` of a transform runs.
         """
         return None
 
     def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
-        """Discounted sums of one stored number a row over it and ``steps`` int64 ``[B]`` more of
-        its episode, as they are stored; only while ``fetch`` runs. None: fetch the rows, and sum.
+        """Return discounted sums of a stored leaf, or None.
+
+        After None, the caller must ``fetch`` the rows and sum them. The leaf has one number per
+        row. Each sum covers the stored values of the row and of the ``steps`` rows after it in its
+        episode. ``steps`` is int64 ``[B]``. Only ``fetch`` of a transform may call this.
         """
         return None
 
     def lead(self, plan: StepsPlan) -> Led | None:
-        """Sums over several steps, and overwrites in ``rows`` what is taken from the last of them;
-        only while ``fetch`` runs. None, and nothing has changed: ``discounted`` and ``fetch`` do.
+        """Sum over several steps, and overwrite leaves of ``rows`` by the last step's.
+
+        Only ``fetch`` of a transform may call this. If the result is None, nothing has changed. The
+        caller must then use ``discounted`` and ``fetch`` instead.
         """
         return None
 
     def stacks(
         self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
     ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
-        """The ``count`` rows up to each row of the batch, the oldest first, as one leaf; only while
-        ``fetch`` runs.
+        """Return the ``count`` rows up to each row of the batch, oldest first.
+
+        Only ``fetch`` of a transform may call this.
 
         Args:
             keys: stored keys.
-            count: how many; where there are fewer in the episode its first one is repeated.
-            zero: take zeros there instead.
-            flat: put them along the first feature dimension, where there is one.
+            count: number of rows; if the episode has fewer, its first row is repeated.
+            zero: use zeros instead of the first row.
+            flat: join rows along the first feature dimension, if there is one.
 
         Returns:
-            By key ``[B, count, *F]``; ``flat``: ``[B, count * F[0], *F[1:]]``; and ``F``. None:
-            fetch them.
+            For each key, one leaf and ``F``. The leaf is ``[B, count, *F]``, or with ``flat``
+            ``[B, count * F[0], *F[1:]]``. After None, the caller must ``fetch`` the rows instead.
         """
         return None
 
     def stacks_before_next(
         self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
     ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
-        """``stacks`` of the rows at ``next_time``."""
+        """Return ``stacks`` of the rows at ``next_time``."""
         return None
 
     def pairs(self, keys: Sequence[Path], *, joined: bool) -> list[list[torch.Tensor]] | None:
-        """The row before each row of the batch, zeros where there is none, and the row that comes
-        before the state that follows; only while ``fetch`` runs.
+        """Return the previous row and the row of ``next`` for each row of the batch.
+
+        If a row is the first of its episode, its previous row has zeros. Only ``fetch`` of a
+        transform may call this.
 
         Args:
-            joined: put all keys next to each other, if they are all of torch's default dtype.
+            joined: join all keys along their features, if all have torch's default dtype.
 
         Returns:
-            Two leaves ``[B, *F]`` for each key; ``joined``: two ``[B, A]`` for all. None: fetch
-            them.
+            Two leaves ``[B, *F]`` for each key, or with ``joined`` two leaves ``[B, A]`` for all
+            keys. After None, the caller must ``fetch`` the rows instead.
         """
         return None
 
     def seen(self, around: Around) -> dict[Path, torch.Tensor]:
-        """What was fetched as the transforms before this one have it: relabelled."""
+        """Return fetched leaves with the changes of earlier transforms that relabel rows."""
         leaves = around.leaves
         for transform, own in self.relabels:
             if not transform.changes.isdisjoint(leaves):
@@ -188,46 +204,46 @@ class Surroundings(ABC):
 
     @abstractmethod
     def any_rows(self, number: Array) -> tuple[Array, Array]:
-        """Time and lane of stored rows by their number, in ``[0, stored())``."""
+        """Return time and lane of stored rows by their number, in ``[0, stored())``."""
 
     @abstractmethod
     def stored(self) -> int:
-        """How many rows there are to choose from in ``any_rows``."""
+        """Return the number of rows that ``any_rows`` can choose from."""
 
     def uniform(self, *shape: int) -> Array:
-        """Numbers of ``[0, 1)`` from the generator, float64."""
+        """Return numbers in ``[0, 1)`` from the generator, float64."""
         device = "cpu" if self.generator is None else self.generator.device
         drawn = torch.rand(shape, dtype=torch.float64, generator=self.generator, device=device)
         return drawn.numpy() if drawn.is_cpu else drawn.cpu().numpy()
 
     def chosen(self, low: Array, high: Array) -> Array:
-        """Draws uniformly from ``low .. high``, both included, int64 like them."""
+        """Draw uniformly from ``low .. high``, both included, as int64."""
         count = high - low + 1
         return low + np.minimum((self.uniform(*low.shape) * count).astype(np.int64), count - 1)
 
     @abstractmethod
     def read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
-        """What ``fetch`` reads, for any rows: ``time`` and ``lane`` int64 of one shape."""
+        """Read keys of any rows; ``time`` and ``lane`` are int64 of one shape."""
 
 
 class HistoryTransform(Transform, ABC):
-    """A transform on read that needs other rows of the episode than the batch has.
+    """A transform on read that needs rows of the episode that the batch does not have.
 
-    Works in two steps. ``fetch`` runs while the batch is read, under the storage's lock: it reads
-    other rows. ``apply`` runs without the lock: it changes the batch by them. Stored data never
-    changes. What must be stored around a row follows from ``needs``, and no row without it is
-    drawn: there is no constant to be kept in step by hand.
+    A history transform works in two steps. ``fetch`` reads other rows while the batch is read, with
+    the lock of the storage held. ``apply`` changes the batch without the lock. Stored rows never
+    change. ``needs`` declares the neighbouring rows that the transform needs. Samplers do not draw
+    a row if one of them is not stored.
 
     Attributes:
-        needs: what must be stored around a row.
-        changes: keys that it writes.
-        relabels: whether later transforms are to see rows that they fetch as it changes them.
-        relabel_keys: keys that it needs for that.
-        edits_episodes: whether later transforms read other episodes than the stored ones: those
-            that ``surroundings`` gives.
+        needs: the neighbours of a row that must be stored.
+        changes: keys that the transform writes.
+        relabels: whether the transform also changes the rows that later transforms fetch.
+        relabel_keys: keys that the transform needs to change these rows.
+        edits_episodes: whether later transforms read the episodes of ``surroundings`` instead of
+            the stored episodes.
 
     Example:
-        How much the observation has changed since the row before:
+        This transform adds the change of the observation since the previous row:
 
         >>> import torch
         >>> from tensordict import TensorDict
@@ -256,47 +272,53 @@ class HistoryTransform(Transform, ABC):
     edits_episodes = False
 
     def forward(self, data: Any) -> Any:
-        """Raises RuntimeError: it needs a buffer, which knows the rows around.
+        """Raise RuntimeError, because only a buffer can read rows outside of the batch.
 
-        Where such a transform can work on a batch alone it says so.
+        Subclasses that can work on a batch alone override this.
         """
         raise RuntimeError(
-            f"{type(self).__name__} reads the rows around those of a batch: give it to a "
+            f"{type(self).__name__} reads the rows around those of a batch: pass it to a "
             "ReplayBuffer as transform="
         )
 
     def fetch(self, around: Surroundings) -> Any:
-        """Reads what ``apply`` needs; holds the storage's lock."""
+        """Read the rows that ``apply`` needs. The caller holds the lock of the storage."""
         return None
 
     @abstractmethod
     def apply(self, data: Any, fetched: Any, around: Surroundings) -> Any:
-        """Changes a batch ``[B]`` (a TensorDict of its own) and returns it; no lock is held."""
+        """Change a batch ``[B]`` and return it.
+
+        ``data`` is a TensorDict that may be changed in place. The buffer calls this without a lock.
+        """
 
     def relabel(
         self, leaves: dict[Path, torch.Tensor], where: Around, fetched: Any, around: Surroundings
     ) -> dict[Path, torch.Tensor]:
-        """Changes rows that another transform has read, ``[B, *k, *F]``, as it changes the batch.
+        """Change rows ``[B, *k, *F]`` that a later transform has read.
 
-        Those of ``[b]`` belong to row b of the batch.
+        The method makes the same change as ``apply`` makes in the batch. Rows ``[b]`` belong to row
+        b of the batch.
         """
         return leaves
 
     def surroundings(self, fetched: Any) -> Surroundings:
-        """The rows around those of the batch as ``apply`` has left them; for ``edits_episodes``."""
-        raise NotImplementedError(f"{type(self).__name__} edits episodes, but not their rows")
+        """Return the edited episodes of the batch, for ``edits_episodes``."""
+        raise NotImplementedError(
+            f"{type(self).__name__} sets edits_episodes, but has no surroundings()"
+        )
 
 
 @dataclass
 class Prepared:
-    """What the history transforms of a chain have read for one draw."""
+    """The rows that the history transforms of a chain have read for one draw."""
 
     around: Surroundings
     fetched: dict[int, Any] = field(default_factory=dict)
 
 
 def needs_of(transforms: Sequence[Any]) -> Needs:
-    """What a chain of transforms needs around a row."""
+    """Return the rows that a chain of transforms needs around a row."""
     needs = NOTHING
     for transform in transforms:
         if isinstance(transform, HistoryTransform):
@@ -305,14 +327,16 @@ def needs_of(transforms: Sequence[Any]) -> Needs:
 
 
 def as_tensor_like(values: Array, leaf: torch.Tensor) -> torch.Tensor:
-    """Numbers ``[B, ...]`` as a tensor on the device of a leaf."""
+    """Return numbers ``[B, ...]`` as a tensor on the device of a leaf."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(leaf.device)
 
 
 def require(data: Any, keys: Sequence[Path], who: object) -> Mapping[Path, torch.Tensor]:
-    """Returns leaves of a batch; KeyError naming those that it does not have."""
+    """Return leaves of a batch. Raises KeyError with the missing keys."""
     found = {key: lookup(data, key) for key in keys}
     missing = [key for key, value in found.items() if value is None]
     if missing:
-        raise KeyError(f"{type(who).__name__} expected the keys {missing}, got a batch without")
+        raise KeyError(
+            f"{type(who).__name__} expected the keys {missing}, got a batch without them"
+        )
     return found

@@ -44,35 +44,39 @@ __all__ = ["NStep", "NStepWriting"]
 
 
 class NStepWriting(Transform):
-    """Sums rewards over up to ``n`` steps before rows are stored: ``NStep(..., when="write")``.
+    """A transform that sums rewards over up to ``n`` steps before rows are stored.
 
-    What is stored of a row is what ``NStep`` makes of it at read time, under the same keys. So a
-    row can only be stored when the ``n - 1`` rows after it, or the end of its episode, are known:
-    until then it is held back here, at most ``n - 1`` rows a lane, and is part of a checkpoint. How
-    a stream is split into calls has no effect. With several lanes a time step is held back until
-    all of them are known. ``ReplayBuffer.flush()`` has the rows that are left stored, cut short
-    as at the newest row of an episode, and so ends the stream. ``ReplayBuffer.cut()`` does so, and
-    the first write after ``loads`` or ``load_state_dict``: no sum goes over a restart.
-    ``ReplayBuffer.empty()`` forgets them.
+    ``NStep(..., when="write")`` creates this transform. Stored rows have the same values under the
+    same keys as ``NStep`` computes on read. So a row can be stored only after the ``n - 1`` rows
+    after it, or the end of its episode, have been written. Until then the transform holds the row
+    back. It holds back at most ``n - 1`` rows per lane. With several lanes it holds back a time
+    step until the step is complete in all lanes. Checkpoints include these rows. The results do not
+    depend on the split of a stream into calls.
 
-    An episode ends where ``done``, ``terminated`` or ``truncated`` under ``next`` is set, and
+    ``ReplayBuffer.flush()`` stores the rows held back. Their sums are cut short, as at the newest
+    row of an episode. This ends the stream. ``ReplayBuffer.cut()`` does the same. The first write
+    after ``loads`` or ``load_state_dict`` also does so, because no sum crosses a restart.
+    ``ReplayBuffer.empty()`` drops the rows held back.
+
+    An episode ends at a row with ``done``, ``terminated`` or ``truncated`` under ``next``, and
     between rows with different trajectory ids (``("collector", "traj_ids")``, ``episode``,
-    ``seed``). Several of the rows that are stored carry the flags of its last one; to sample
-    slices, sum at read time instead. ``rb[i] = rows`` goes this way too; do not replace rows so.
+    ``seed``). Several stored rows carry the flags of the episode's last row. So to sample slices,
+    sum on read instead. ``rb[i] = rows`` also passes through this transform; do not replace rows
+    that way.
 
     Args:
-        n: most steps.
+        n: largest number of steps.
         gamma: discount of one step, in ``[0, 1]``.
-        reward_key: what is summed.
-        time_dim: which batch dimension of what is written is time; the others are lanes.
+        reward_key: key of the rewards to sum.
+        time_dim: the time dimension of written batches; the other batch dimensions are lanes.
 
     Raises:
-        ValueError: ``n`` below 1, or ``gamma`` outside ``[0, 1]``; on writing, rows that do not fit
-            those that are held back, or no such dimension. TypeError: no key, no number; on
-            writing, something that is no TensorDict. KeyError: on writing, where there is no
-            reward. Nothing has changed then.
+        ValueError: ``n`` is below 1, or ``gamma`` is outside ``[0, 1]``; on write, rows do not fit
+            those held back, or ``time_dim`` is not a dimension of them.
+        TypeError: an argument is not a key or a number; on write, the data is not a TensorDict.
+        KeyError: on write, the reward is absent. After an error on write nothing has changed.
 
-    Cost: ``log2(n)`` passes over the rewards, and one over what is under ``next``.
+    Cost: ``log2(n)`` passes over the rewards, and one pass over the leaves under ``next``.
 
     Example:
         >>> import torch
@@ -88,7 +92,7 @@ class NStepWriting(Transform):
         (tensor([1]), tensor([1.5000, 1.0000]))
     """
 
-    ordered = False  # what it holds back is of writes
+    ordered = False  # the state changes only with writes
 
     def __init__(
         self,
@@ -107,14 +111,14 @@ class NStepWriting(Transform):
         self._held: Any = None
 
     def forward(self, data: Any) -> Any:
-        """Returns a batch as it is: what is stored is summed already."""
+        """Return a batch unchanged, because stored rewards are already sums."""
         return data
 
     @torch.no_grad()
     def inv(self, data: Any) -> Any:
-        """Returns the rows that are complete now, in the order of time; None: there are none."""
+        """Return the rows that are now complete, in the order of time; None if none are."""
         if not is_tensordict(data):
-            raise TypeError(f"expected a TensorDict to sum rewards of, got {type(data).__name__}")
+            raise TypeError(f"expected a TensorDict with rewards, got {type(data).__name__}")
         dim = self._time_of(data)
         rows = data if self._held is None else self._with_held(data, dim)
         if not isinstance(lookup(rows, self.reward_key), torch.Tensor):
@@ -123,13 +127,15 @@ class NStepWriting(Transform):
         length = rows.batch_size[dim]
         held = rows.narrow(dim, ready, length - ready).clone() if ready < length else None
         made = found if ready else None
-        self._held = held  # last: nothing has changed where something raised
+        self._held = held  # set last, so that an error above changes nothing
         return made
 
     @torch.no_grad()
     def flush(self) -> Any:
-        """Returns the rows that are held back, cut short where nothing is known; None: there are
-        none. They are no longer held. ``ReplayBuffer.flush()`` also stores them."""
+        """Release the rows held back, and return them with sums cut short.
+
+        Return None if no rows are held back. ``ReplayBuffer.flush()`` also stores the rows.
+        """
         rows = self._held
         if rows is None:
             return None
@@ -138,7 +144,7 @@ class NStepWriting(Transform):
         return found
 
     def empty(self) -> None:
-        """Forgets the rows that are held back; a buffer that is emptied does so."""
+        """Drop the rows held back. ``ReplayBuffer.empty()`` calls this."""
         self._held = None
 
     def _time_of(self, data: Any) -> int:
@@ -151,19 +157,19 @@ class NStepWriting(Transform):
         return self.time_dim % dims
 
     def _with_held(self, data: Any, dim: int) -> Any:
-        """Rows held back and those that follow; ValueError where they do not fit."""
+        """Join the rows held back and new rows. Raises ValueError if they do not fit."""
         held = self._held
         old, new = _layout(held, dim), _layout(data, dim)
         if old != new:
             names = [format_key(key) for key in {**old, **new} if old.get(key) != new.get(key)]
             raise ValueError(
-                f"expected rows like the {held.batch_size[dim]} held back by {self!r}, got others "
-                f"under {', '.join(names)}"
+                f"expected rows like the {held.batch_size[dim]} held back by {self!r}, got other "
+                f"dtypes, shapes or keys under {', '.join(names)}"
             )
         return torch.cat([held, data.to(held.device) if held.device else data], dim)
 
     def _summed(self, rows: Any, dim: int, *, closing: bool) -> tuple[Any, int]:
-        """The first rows, as far as they are known in all lanes, summed; and how many."""
+        """Return the rows that are complete in all lanes, with sums, and their number."""
         batch_dims = rows.batch_dims
         leaves = {
             key if isinstance(key, tuple) else (key,): leaf.movedim(dim, 0)
@@ -204,11 +210,11 @@ class NStepWriting(Transform):
         return made, ready
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a copy of the rows held back."""
+        """Return a copy of the rows held back."""
         return {"held": None if self._held is None else self._held.clone()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over rows held back; ValueError where the state is none of this transform."""
+        """Load rows held back. Raises ValueError for the state of another transform."""
         if not isinstance(state_dict, dict) or "held" not in state_dict:
             raise ValueError(f"expected a state with the key 'held', got {state_dict!r}")
         held = state_dict["held"]
@@ -221,7 +227,7 @@ class NStepWriting(Transform):
 
 
 def _ended(leaves: dict[Path, torch.Tensor], batch_dims: int) -> torch.Tensor:
-    """Bool ``[T, *lanes]``: rows after which another episode begins."""
+    """Return a mask of the rows that end an episode, bool ``[T, *lanes]``."""
     shape = next(iter(leaves.values())).shape[:batch_dims]
     device = next(iter(leaves.values())).device
     ended = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -235,7 +241,7 @@ def _ended(leaves: dict[Path, torch.Tensor], batch_dims: int) -> torch.Tensor:
 
 
 def _terminated(leaves: dict[Path, torch.Tensor], ended: torch.Tensor) -> torch.Tensor:
-    """What terminated: what `terminated` says, or else what is done and not truncated."""
+    """Return a mask of terminated rows; without the flag, ``done & ~truncated``."""
     flags = {key[-1]: is_set(leaves[key], ended.ndim) for key in end_flags(leaves)}
     if "terminated" in flags:
         return flags["terminated"]
@@ -244,7 +250,7 @@ def _terminated(leaves: dict[Path, torch.Tensor], ended: torch.Tensor) -> torch.
 
 
 def _rows_at(leaf: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-    """Values of ``[T, *lanes, *F]`` at times ``[t, *lanes]``, each of its lane."""
+    """Return values of ``[T, *lanes, *F]`` at times ``[t, *lanes]``, lane by lane."""
     if time.ndim == 1:
         return leaf[time]
     at = time.reshape(*time.shape, *[1] * (leaf.ndim - time.ndim))
@@ -252,7 +258,7 @@ def _rows_at(leaf: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
 
 
 def _layout(rows: Any, dim: int) -> dict[Path, Any]:
-    """Dtype and shape of the leaves, time apart."""
+    """Return dtype and shape of the leaves, without the dimension of time."""
     batch = list(rows.batch_size)
     del batch[dim]
     return {
@@ -272,12 +278,16 @@ _DISCOUNT, _STEPS, _BOOTSTRAP = ("discount",), ("steps_used",), ("bootstrap",)
 
 
 _TABLE_STEPS = 4096
-"""Up to so many steps the discounts after them are kept."""
+"""Discounts are precomputed for up to this many steps."""
 
 
 class _Fetched(NamedTuple):
-    """What the general way reads: how many steps follow ``[B]``; their sums ``[B, *F]``, or the
-    rewards ``[B, m, *F]``; what is under ``next`` of the last one, and under which keys."""
+    """The rows that ``fetch`` reads if ``Surroundings.lead`` cannot be used.
+
+    ``steps`` is the number of steps after each row, ``[B]``. Either ``sums`` has the sums of
+    rewards ``[B, *F]``, or ``rewards`` has the rewards ``[B, m, *F]``. ``last`` has the leaves
+    ``keys`` under ``next`` of the last step.
+    """
 
     steps: Array
     sums: torch.Tensor | None
@@ -287,48 +297,54 @@ class _Fetched(NamedTuple):
 
 
 class NStep(HistoryTransform):
-    """Sums rewards over up to ``n`` steps, and takes ``next`` from the last of them.
+    """A transform that sums rewards over up to ``n`` steps.
 
-    For row t of an episode whose last stored row is e, with ``m = min(n, e - t + 1)``:
+    ``next`` comes from the last of these steps. Suppose row e is the last stored row of an episode,
+    and ``m = min(n, e - t + 1)``. Then row t gets these values:
 
         ("next", "reward")    r[t] + gamma * r[t+1] + ... + gamma ** (m-1) * r[t+m-1]
-        ("next", ...)         all other keys under ``next``: those of row t+m-1
+        ("next", ...)         the other keys under ``next``, from row t+m-1
         "discount"            gamma ** m, [B, 1], in the dtype of the sum
         "steps_used"          m, int64 [B, 1]
-        "bootstrap"           bool [B, 1]: False where row t+m-1 terminated
+        "bootstrap"           bool [B, 1]: False if row t+m-1 terminated
         ("next", "reward_1")  the reward of row t alone
 
-    so that a target is ``reward + discount * bootstrap * value(next)``, also at time limits, at
-    cuts and where the newest row is not the end. Nothing is summed across the end of an episode, a
-    cut, a restart, or from the newest row of a ring to its oldest. With several numbers in a reward
-    each is summed. Floating rewards keep their dtype, others become torch's default dtype.
+    A target is then ``reward + discount * bootstrap * value(next)``. This formula also holds at
+    time limits, at cuts and at the newest row of an open episode. No sum crosses the end of an
+    episode, a cut, a restart, or the write seam of a ring. If a reward has several numbers, each is
+    summed separately. Floating rewards keep their dtype. Other rewards become torch's default
+    dtype.
 
-    Without ``("next", "terminated")`` it is the episode index that tells what terminated.
+    If ``("next", "terminated")`` is not stored, the transform finds the rows that terminated in the
+    episode index.
+
+    In a chain, put this transform before ``StackFrames`` and ``PreviousStep``. They then use the
+    rows from which its ``next`` comes. Put it after ``HindsightGoal``, to use the new rewards and
+    flags.
 
     Args:
-        n: most steps; with ``per_step`` None for no limit.
+        n: largest number of steps; with ``per_step``, None for no limit.
         gamma: discount of one step, in ``[0, 1]``.
-        per_step: work inside the windows of the batch: row i sums the rewards up to the last real
-            row of its window, or of its episode in it, and bootstraps from there; what is under
-            ``next`` in the last row, but reward and flags, is repeated under ``"boot"`` in each.
-            ``next`` itself stays, but for the sum. With ``n``: up to ``n`` rows on at most.
-        on_open: what to do with the newest rows of an episode that goes on: "shorten": sum what is
-            there; "exclude": they are not drawn until ``n`` rows are stored or the episode ends.
-        reward_key: what is summed.
-        when: "read": nothing stored changes. "write": gives a ``NStepWriting``, which changes rows
-            on their way in.
-
-    Stands before ``StackFrames`` and ``PreviousStep``, which then go by the rows that it leads to,
-    and after ``HindsightGoal``, whose rewards and ends it takes.
+        per_step: if True, sum inside the windows of the batch. Each row sums the rewards up to the
+            last real row of its episode in its window, and bootstraps from that last row. The
+            leaves under ``next`` of the last row, except reward and flags, are copied to ``"boot"``
+            of each row. In ``next`` only the reward changes. With ``n`` a sum has at most ``n``
+            rows.
+        on_open: treatment of the newest rows of an open episode. "shorten": sum the stored rows.
+            "exclude": do not draw these rows until ``n`` rows are stored or the episode ends.
+        reward_key: key of the rewards to sum.
+        when: "read": sum on read, so that stored rows do not change. "write": create an
+            ``NStepWriting`` instead, which changes rows before they are stored.
 
     Raises:
-        ValueError: ``n`` below 1, ``gamma`` outside ``[0, 1]``, an unknown ``on_open`` or ``when``,
-            or combinations of them that mean nothing; on read, behind a transform that has made
-            leaves under ``next``, or with ``per_step`` rows of a window that do not follow each
-            other. TypeError: no key, or no number. KeyError: on read, where there is no reward.
+        ValueError: ``n`` is below 1, ``gamma`` is outside ``[0, 1]``, ``on_open`` or ``when`` is
+            unknown, or they cannot be combined; on read, an earlier transform has made leaves under
+            ``next``, or with ``per_step`` rows of a window do not follow each other.
+        TypeError: an argument is not a key or a number.
+        KeyError: on read, the reward is absent.
 
-    Cost: one read of ``n`` rewards and one of ``next`` a row; with ``per_step`` ``log2(T)`` passes
-    over the rewards of the batch and no read.
+    Cost: a read of ``n`` rewards and one ``next`` per row. With ``per_step``, ``log2(T)`` passes
+    over the rewards of the batch, without a read.
 
     Example:
         >>> import torch
@@ -374,8 +390,8 @@ class NStep(HistoryTransform):
         if on_open not in ("shorten", "exclude"):
             raise ValueError(f"on_open: expected 'shorten' or 'exclude', got {on_open!r}")
         if per_step and on_open == "exclude":
-            raise ValueError("on_open: with per_step no row outside of a window is used, so that "
-                             "none has to be excluded; got 'exclude'")  # fmt: skip
+            raise ValueError("on_open: expected 'shorten' with per_step, which uses only rows of a "
+                             "window, got 'exclude'")  # fmt: skip
         self.on_open = on_open
         self.needs = Needs(open_future=steps - 1) if on_open == "exclude" else Needs()
         self.reward_key = unravel(reward_key)
@@ -392,15 +408,16 @@ class NStep(HistoryTransform):
     # -- under the lock -----------------------------------------------------------------------
 
     def fetch(self, around: Surroundings) -> _Fetched | Led | None:
-        """Reads the rewards of the steps, and ``next`` of the last of them."""
+        """Read the rewards of the steps, and ``next`` of the last step."""
         if self.n is None or self.per_step:
             return None
         if around.next_made:
             raise ValueError(
-                f"expected {self!r} before {around.next_made[-1]!r}, whose 'next' it would replace"
+                f"expected {self!r} before {around.next_made[-1]!r}, as it would overwrite the "
+                "'next' leaves of that transform; change their order"
             )
         if around.next_time is not None:
-            raise ValueError(f"expected one NStep in a chain, got {self!r} behind another")
+            raise ValueError(f"expected one NStep in a chain, got {self!r} after another")
         if around.rows is not None and self._powers is not None and not around.relabels:
             led = around.lead(self._plan_for(around.keys))
             if led is not None:
@@ -420,7 +437,7 @@ class NStep(HistoryTransform):
         return _Fetched(steps, sums, rewards, around.fetch(keys, last) if keys else None, keys)
 
     def _next_keys(self, keys: Collection[Path]) -> list[Path]:
-        """What comes from the last step, of the keys that are stored; worked out once for each."""
+        """Return the stored keys that come from the last step; computed once per schema."""
         known = self._known
         if known is None or known[0] is not keys:
             found = [key for key in keys if key[0] == "next" and key != self.reward_key]
@@ -429,7 +446,7 @@ class NStep(HistoryTransform):
         return known[1]
 
     def _plan_for(self, keys: Collection[Path]) -> StepsPlan:
-        """What is asked of the storage, the same object as long as it stores the same keys."""
+        """Return the plan for the storage; the same object while its keys are the same."""
         taken, plan = self._next_keys(keys), self._plan
         if plan is None:
             assert self._powers is not None
@@ -441,7 +458,7 @@ class NStep(HistoryTransform):
 
     @staticmethod
     def _ended_earlier(around: Surroundings, steps: Array) -> Array:
-        """Steps cut short where a transform before this one ends an episode earlier."""
+        """Return fewer steps for rows whose episode an earlier transform has shortened."""
         flags = [key for key in _ENDS if key in around.keys]
         if not flags:
             return steps
@@ -449,10 +466,10 @@ class NStep(HistoryTransform):
         ended = torch.stack([is_set(seen[key], 2) for key in flags]).any(0).cpu().numpy()
         return np.minimum(np.where(ended.any(1), ended.argmax(1), steps), steps)
 
-    # -- without it ---------------------------------------------------------------------------
+    # -- without the lock ---------------------------------------------------------------------
 
     def apply(self, data: Any, fetched: _Fetched | Led | None, around: Surroundings) -> Any:
-        """Replaces reward and ``next``, and adds what a target needs besides."""
+        """Replace reward and ``next``, and add the other parts of a target."""
         own = lookup(data, self.reward_key)
         if own is None:
             require(data, [self.reward_key], self)
@@ -485,7 +502,7 @@ class NStep(HistoryTransform):
         return data
 
     def _apply_led(self, data: Any, own: torch.Tensor, led: Led, around: Surroundings) -> Any:
-        """Adds what a target needs to a batch that has ``next`` of the last steps already."""
+        """Add the parts of a target to a batch that already has the last step's ``next``."""
         bootstrap = led.open
         if bootstrap is None:
             terminated = lookup(data, TERMINATED)
@@ -493,10 +510,10 @@ class NStep(HistoryTransform):
                 bootstrap = _by_reason(around, led.ends, own)
             else:
                 bootstrap = ~_column(terminated)
-        beside = {self.reward_key[-1]: led.sums, self.one_step_key[-1]: own}
+        inner = {self.reward_key[-1]: led.sums, self.one_step_key[-1]: own}
         made = {"discount": led.discounts, "steps_used": led.used, "bootstrap": bootstrap}
         above = self.reward_key[:-1]
-        set_groups(data, {above: beside, (): made} if above else {(): {**beside, **made}})
+        set_groups(data, {above: inner, (): made} if above else {(): {**inner, **made}})
         return data
 
     def _discounts(self, steps: Array, sums: torch.Tensor) -> torch.Tensor:
@@ -505,19 +522,23 @@ class NStep(HistoryTransform):
         return powers(self.gamma, steps + 1, sums)
 
     def _summed(self, rewards: torch.Tensor, steps: Array) -> torch.Tensor:
-        """Discounted sums of rewards ``[B, m, *F]``, of which row b has ``steps[b] + 1``."""
+        """Return the discounted sum of the first ``steps[b] + 1`` rewards of each row b.
+
+        The rewards are ``[B, m, *F]``.
+        """
         rewards = summable(rewards)
         width = rewards.shape[1]
         if width == 1 or not self.gamma:
             return rewards[:, 0]
         beyond = as_tensor_like(steps[:, None] < np.arange(width), rewards)
-        # Rows beyond were read as the last one again; it may be infinite, so 0 times it is no 0.
+        # Later entries repeat the last reward, which may be infinite. So mask it, not multiply by
+        # 0.
         exact = rewards.double().masked_fill(over_features(beyond, rewards), 0)
         factors = as_tensor_like(np.power(self.gamma, np.arange(width)), exact)
         return (exact * over_features(factors, exact[0])).sum(1).to(rewards.dtype)
 
     def _apply_inside(self, data: Any, own: torch.Tensor, around: Surroundings) -> Any:
-        """The form that stays inside the windows of the batch."""
+        """Sum inside the windows of the batch (``per_step``)."""
         done = [data.get(key) for key in _ENDS if key in around.keys and key in data.keys(True)]
         ended = None
         if done:
@@ -540,14 +561,14 @@ class NStep(HistoryTransform):
             _STEPS: as_tensor_like(steps[:, None] + 1, sums),
             _BOOTSTRAP: bootstrap,
         }
-        beside = {*_ENDS, self.reward_key, self.one_step_key}
+        skipped = {*_ENDS, self.reward_key, self.one_step_key}
         found = {
             ("boot", *key): leaf[boot]
             for key, leaf in _leaves(data.get("next", None))
-            if ("next", *key) not in beside
+            if ("next", *key) not in skipped
         }
         set_real(data, values, around.mask)
-        set_all(data, found)  # padding too has what its window leads to
+        set_all(data, found)  # this also sets "boot" at padding
         return data
 
     def __getstate__(self) -> dict[str, Any]:
@@ -564,26 +585,29 @@ class NStep(HistoryTransform):
 
 
 def _times(around: Surroundings, steps: Array) -> Array:
-    """Where all the steps of each row lie, ``[B, m]``; beyond the last one that again."""
+    """Return the times of all steps of each row, ``[B, m]``; the last time repeats."""
     width = int(steps.max()) + 1 if len(steps) else 1
     return around.time[:, None] + np.minimum(np.arange(width), steps[:, None])
 
 
 def _column(flag: torch.Tensor) -> torch.Tensor:
-    """A flag as bool ``[B, 1]``."""
+    """Return a flag as bool ``[B, 1]``."""
     if flag.dtype is torch.bool and flag.shape[1:] == (1,):
         return flag
     return is_set(flag, 1).unsqueeze(-1)
 
 
 def _by_reason(around: Surroundings, last: Array, like: torch.Tensor) -> torch.Tensor:
-    """Where no episode terminated in rows ``last``, as the index knows it, bool ``[B, 1]``."""
+    """Return a mask of the rows ``last`` that did not terminate, bool ``[B, 1]``.
+
+    The mask follows from the episode index.
+    """
     ended = (last == around.last) & (around.reason == int(EndReason.TERMINATED))
     return as_tensor_like(~ended[:, None], like)
 
 
 def _leaves(branch: Any) -> list[tuple[Path, torch.Tensor]]:
-    """Tensors below a branch by their paths in it; none without a branch."""
+    """Return the tensors below a branch with their paths; empty without a branch."""
     if branch is None:
         return []
     return [

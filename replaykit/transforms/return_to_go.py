@@ -1,4 +1,4 @@
-"""Monte-Carlo returns, stored with the rows when their episode ends."""
+"""Store Monte-Carlo returns with the rows when their episode ends."""
 
 from __future__ import annotations
 
@@ -32,50 +32,51 @@ _POLICIES: Final = ("default", "bootstrap")
 
 
 class ReturnToGo(Transform):
-    """Stores with every row the discounted sum of rewards from it to the end of its episode.
+    """A transform that stores with every row its discounted return.
 
-    Given to a buffer as ``transform=`` it adds two columns to what is written: ``key``, with
-    ``default`` in it, and ``return_valid``, False. When an episode ends, all of its rows that are
-    still stored get ``G_t = sum_k gamma^(k-t) * reward_k``, k from t to the last row, and
-    ``return_valid`` True. Every sample then has both, like any other column; saving and loading
-    keep them.
+    The return is the discounted sum of rewards from the row to the end of its episode. The
+    transform adds two columns to written rows: ``key``, filled with ``default``, and
+    ``return_valid``, filled with False. When an episode ends, its stored rows get
+    ``G_t = sum_k gamma^(k-t) * reward_k``, for k from t to the last row. Their ``return_valid``
+    becomes True. Samples and checkpoints have both columns.
 
-    Rows of episodes that are open, or were cut off without a flag, keep the default. A change of
-    stored flags (or a row written anew by ``rb[i] = ...``) has all returns computed anew with the
-    next write; a change of stored rewards alone does not.
+    Rows of open episodes, and of episodes that were cut without a flag, keep the default. If stored
+    flags change, or rows change by ``rb[i] = ...``, the next write recomputes all returns. If only
+    stored rewards change, returns are not recomputed. After a ``TrajectoryTransform``, reading a
+    batch gives the returns of the edited episodes.
 
-    On read, after a ``TrajectoryTransform``, returns are those of the edited episodes.
+    Returns have the shape of the rewards and their floating dtype, or torch's default dtype for
+    integers. ``return_valid`` is bool ``[N, 1]``. Sums are computed in float64.
 
     Args:
         gamma: discount, in [0, 1].
-        reward_clip: ``(min, max)``: rewards are clipped to it before they are summed. To be given
-            here even where another transform clips on read.
-        default: return of rows that have none yet. Where returns are used as lower bounds: not
-            above any possible one, or go by ``return_valid``.
-        boundary: key of a flag at which sums end: its row counts its own reward and nothing that
-            follows; the next row starts a new sum. For signals that end no episode, as the loss of
-            a life.
-        on_truncated: "default": rows of truncated episodes keep the default; "bootstrap": their
-            sums go on with ``gamma^(n-t) * V``, V the value of what followed the last row.
-        key: of the returns.
-        value: with "bootstrap", V: a stored key, read at the last row, or a function of the last
-            rows' ``next``, a TensorDict ``[k]``; in the reward's shape, ``[k, *F]``. A function is
-            called while the buffer is locked.
-        reward: key of the rewards ``[*F]`` a row; each number is summed on its own.
-
-    Returns have the rewards' shape and floating dtype (torch's default one for integers);
-    ``return_valid`` is bool ``[N, 1]``. Sums are made in float64.
+        reward_clip: ``(min, max)``, the range to which rewards are clipped before they are summed.
+            Pass it here even if another transform clips on read.
+        default: value for rows that have no return yet. If returns are used as lower bounds, choose
+            a default below all possible returns, or use ``return_valid``.
+        boundary: key of a flag that ends sums. The sum of a row with this flag is its own reward.
+            The next row starts a new sum. Use it for signals that do not end an episode, such as
+            the loss of a life.
+        on_truncated: "default": rows of truncated episodes keep the default. "bootstrap": their
+            sums have the additional term ``gamma^(n-t) * V``. V is the value of the state after the
+            last row.
+        key: key of the returns.
+        value: the source of V, with "bootstrap". It is a stored key, read at the last row; or a
+            function of a TensorDict ``[k]`` with ``next`` of the last rows. V has the shape of the
+            rewards, ``[k, *F]``. The buffer calls the function with its lock held.
+        reward: key of the rewards, ``[*F]`` per row; each number is summed separately.
 
     Raises:
-        TypeError: an argument that is no number or key; on write, no TensorDict.
-        ValueError: ``gamma`` outside [0, 1]; clip with min above max; an unknown ``on_truncated``;
-            "bootstrap" without ``value``, or the other way round; values in another shape.
-        KeyError: on write, where rewards, a ``boundary`` other than the default one, or the key
-            of ``value`` is absent.
-        RuntimeError: on write, a storage that does not know where episodes end.
+        TypeError: an argument is not a number or a key; on write, data is not a TensorDict.
+        ValueError: ``gamma`` is outside [0, 1]; ``reward_clip`` has min above max;
+            ``on_truncated`` is unknown; "bootstrap" without ``value``, or ``value`` without it;
+            values differ from rewards in shape.
+        KeyError: on write, rewards, a ``boundary`` other than the default one, or the key of
+            ``value`` is absent.
+        RuntimeError: on write, the storage has no episode index.
 
-    Cost: one look at each row written; at the end of an episode of n rows O(n log n), several
-    episodes together.
+    Cost: a check of each written row. The end of an episode of n rows takes O(n log n). Several
+    episodes are computed together.
 
     Example:
         >>> import torch
@@ -112,20 +113,23 @@ class ReturnToGo(Transform):
             raise ValueError(f"on_truncated: expected one of {_POLICIES}, got {on_truncated!r}")
         if (value is None) == (on_truncated == "bootstrap"):
             raise ValueError(
-                "expected value with on_truncated='bootstrap' and without it none, got "
+                "expected value with on_truncated='bootstrap', and None otherwise, got "
                 f"on_truncated={on_truncated!r} and value={value!r}"
             )
         self.on_truncated = on_truncated
         self.key, self.reward = unravel(key), unravel(reward)
         if self.key in (_VALID, self.reward):
-            raise ValueError(f"key: expected a key of its own, got {format_key(self.key)}")
+            raise ValueError(
+                f"key: expected neither the key of the rewards nor 'return_valid', got "
+                f"{format_key(self.key)}"
+            )
         self.value: Callable[[Any], Any] | Key | None = None
         if value is not None:
             self.value = value if callable(value) else unravel(value)
         self._forget()
 
     def _forget(self) -> None:
-        # Up to which row, and of which state of an index, episodes have been looked at.
+        # The last row id with computed returns, and the rebuild count of the index at that time.
         self._seen: weakref.WeakKeyDictionary[EpisodeIndex, tuple[int, int]] = (
             weakref.WeakKeyDictionary()
         )
@@ -140,10 +144,11 @@ class ReturnToGo(Transform):
     # -- on write -------------------------------------------------------------------------------
 
     def inv(self, data: Any) -> Any:
-        """Returns what is written with both columns; the given one stays as it is.
+        """Return written rows with both columns; the given TensorDict does not change.
 
         Raises:
-            TypeError: no TensorDict. KeyError: a column that is needed is absent.
+            TypeError: the data is not a TensorDict.
+            KeyError: a needed column is absent.
         """
         if isinstance(data, (list, tuple)) and data and all(map(is_tensordict, data)):
             data = torch.stack(list(data))
@@ -156,7 +161,9 @@ class ReturnToGo(Transform):
             needed.append(self.value)
         for key in needed:
             if data.get(key, None) is None:
-                raise KeyError(f"ReturnToGo expected the key {format_key(key)}, got data without")
+                raise KeyError(
+                    f"ReturnToGo expected the key {format_key(key)}, got data without it"
+                )
         reward = data.get(self.reward)
         dtype = reward.dtype if reward.dtype.is_floating_point else torch.get_default_dtype()
         data = data.copy()
@@ -166,29 +173,30 @@ class ReturnToGo(Transform):
         return data
 
     def check_rows(self, storage: Storage, rows: Any) -> None:
-        """Raises where rows that a buffer is about to store cannot have returns filled in.
+        """Raise an error if new rows cannot get returns.
 
         Raises:
-            RuntimeError: a storage that does not know where episodes end. ValueError: records that
-                are whole trajectories.
+            RuntimeError: the storage has no episode index.
+            ValueError: rows are whole trajectories.
         """
         _require_columns(storage)
         for key in end_flags(rows.leaves):
             flag = rows.leaves[key]
             if flag.shape[storage.ndim :].numel() != 1:
                 raise ValueError(
-                    f"key {format_key(key)}: expected one flag a row, got "
-                    f"{list(flag.shape[storage.ndim :])}: where records are whole trajectories, "
-                    "ReturnToGo has no rows of an episode to go by"
+                    f"key {format_key(key)}: expected one flag per row, got "
+                    f"{list(flag.shape[storage.ndim :])}; ReturnToGo cannot be used where rows are "
+                    "whole trajectories"
                 )
 
     def written(self, storage: Storage) -> None:
-        """Fills in the returns of the episodes that have ended since the last call; the storage's
-        lock is held. A buffer calls it after every write.
+        """Fill in the returns of the episodes that have ended since the last call.
+
+        The buffer calls this after every write, with the lock of the storage held.
 
         Raises:
-            RuntimeError: a storage that does not know where episodes end. ValueError: values of
-                another shape than the rewards.
+            RuntimeError: the storage has no episode index.
+            ValueError: values differ from rewards in shape.
         """
         storage = _require_columns(storage)
         if not storage.initialized:
@@ -201,14 +209,14 @@ class ReturnToGo(Transform):
         time, lane, code = index.ended_among(newest)
         columns = storage.require()
         if not plain and before is not None:
-            # Rows lie elsewhere or end elsewhere than they did: all is computed anew.
+            # The index was rebuilt: slots or ends of rows may differ, so recompute all returns.
             stored = storage.ledger.length
             columns.check_writable()
-            columns.follow_memory()
+            columns.refresh_addresses()
             columns[self.key][:stored] = self.default
             columns[_VALID][:stored] = False
         elif not plain and len(time):
-            # Rows that were there before, as after loading: only what has no return yet.
+            # First call with stored rows, as after a load: compute only missing returns.
             known = self._gather(storage, index, [_VALID], time, lane)[_VALID]
             fresh = ~known.flatten(1).any(1).cpu().numpy()
             time, lane, code = time[fresh], lane[fresh], code[fresh]
@@ -219,7 +227,7 @@ class ReturnToGo(Transform):
         self._seen[index] = position, index.rebuilt
 
     def _computed(self, code: Array) -> Array:
-        """Of which of the ended episodes there are returns, bool."""
+        """Return a bool mask of the ended episodes that get returns."""
         if self.on_truncated == "bootstrap":
             return np.ones(len(code), bool)
         return code == int(EndReason.TERMINATED)
@@ -265,7 +273,7 @@ class ReturnToGo(Transform):
     def _values(
         self, found: dict[Path, torch.Tensor], reward: torch.Tensor, truncated: Array
     ) -> Array:
-        """float64 ``[E, *F]``: what follows the last rows of episodes; 0 where they terminated."""
+        """Return V of each episode, float64 ``[E, *F]``; 0 if the episode terminated."""
         if isinstance(self.value, tuple):
             value = found[self.value]
         else:
@@ -286,7 +294,7 @@ class ReturnToGo(Transform):
     def _returns(
         self, leaves: dict[Path, torch.Tensor], rows: Array, value: Array | None
     ) -> torch.Tensor:
-        """Returns ``[n, *F]`` of whole episodes that lie one after the other, on the CPU."""
+        """Return the returns ``[n, *F]`` of consecutive whole episodes, on the CPU."""
         reward = leaves[self.reward]
         sums = reward.detach().to("cpu", torch.float64, copy=True).numpy()
         if self.reward_clip is not None:
@@ -297,14 +305,14 @@ class ReturnToGo(Transform):
         if flag is not None:
             stops = (flag != 0).reshape(len(sums), -1).any(1).cpu().numpy()
         if value is not None:
-            on = ~stops[last]  # after a boundary there is nothing to go on with
+            on = ~stops[last]  # no value is added after a boundary
             sums[last[on]] += self.gamma * value[on]
         stops[last] = True
         dtype = reward.dtype if reward.dtype.is_floating_point else torch.get_default_dtype()
         return torch.from_numpy(discounted_returns(sums, stops, self.gamma)).to(dtype)
 
     def edited(self, episodes: EditedEpisodes) -> None:
-        """Computes the returns of episodes that a ``TrajectoryTransform`` has edited anew."""
+        """Recompute the returns of episodes that a ``TrajectoryTransform`` has edited."""
         leaves = episodes.leaves
         if not {self.key, _VALID, self.reward} <= set(leaves):
             return
@@ -335,10 +343,10 @@ class ReturnToGo(Transform):
 def _scatter(
     storage: ColumnStorage, key: Path, element: torch.Tensor, values: torch.Tensor
 ) -> None:
-    """Writes one column of stored rows; no flag, so that the index stays as it is."""
+    """Write one column of stored rows. The index stays valid, as it is not a flag."""
     columns = storage.require()
     columns.check_writable()
-    columns.follow_memory()
+    columns.refresh_addresses()
     target = columns[key]
     element, values = element.to(target.device), values.to(target.device)
     if columns.ndim > 1:
@@ -352,7 +360,7 @@ def _under_next(storage: ColumnStorage) -> list[Path]:
 
 
 def _nested(leaves: dict[Path, torch.Tensor], rows: int) -> Any:
-    """What lies under ``next`` as a TensorDict ``[rows]``."""
+    """Return the leaves under ``next`` as a TensorDict ``[rows]``."""
     device = next(iter(leaves.values())).device
     data = new_tensordict({}, torch.Size([rows]), device)
     for path, leaf in leaves.items():
@@ -365,14 +373,14 @@ def _checked_clip(clip: Any) -> tuple[float, float]:
         raise TypeError(f"reward_clip: expected (min, max), got {clip!r}")
     low, high = as_number("reward_clip", clip[0]), as_number("reward_clip", clip[1])
     if not low <= high:
-        raise ValueError(f"reward_clip: expected min up to max, got {low} and {high}")
+        raise ValueError(f"reward_clip: expected min at most max, got {low} and {high}")
     return low, high
 
 
 def _require_columns(storage: Storage) -> ColumnStorage:
     if not isinstance(storage, ColumnStorage):
         raise RuntimeError(
-            f"a {type(storage).__name__} does not know where episodes end, which ReturnToGo needs; "
+            f"ReturnToGo expected a storage with an episode index, got a {type(storage).__name__}; "
             "use a tensor or memmap storage"
         )
     return storage

@@ -24,17 +24,18 @@ _DONE_FLAG, _TRUNCATED_FLAG, _TERMINATED_FLAG = _FLAGS
 
 
 class EditedEpisodes(Surroundings):
-    """Surroundings of the rows of a batch in copies of their episodes; needs no storage, no lock.
+    """The surroundings of a batch's rows in copies of their episodes.
 
-    Each episode is a lane of its own, in which time is the number of steps since it began.
+    Access to these rows needs neither the storage nor its lock. Each episode is a separate lane, in
+    which time is the number of steps since the episode began.
 
     Args:
-        root: what a row is.
-        leaves: ``[n, *F]`` each, episode after episode.
-        counts: int64 ``[E]``, rows of each episode.
-        missing: int64 ``[E]``, how many rows of it went before those.
-        reason, head: int64 ``[E]``, how they end and begin.
-        generator: where randomness comes from.
+        root: the structure of a row.
+        leaves: leaves by key, ``[n, *F]`` each, episode after episode.
+        counts: int64 ``[E]``, the number of rows of each episode.
+        missing: int64 ``[E]``, the number of earlier rows of each episode that are not stored.
+        reason, head: int64 ``[E]``, the ways in which the episodes end and begin.
+        generator: the source of randomness.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class EditedEpisodes(Surroundings):
     def lie_at(
         self, time: Array, lane: Array, window: Array, mask: Array | None, alone: bool
     ) -> None:
-        """Sets where the rows of the batch lie; int64 ``[B]``."""
+        """Set time, lane and window of the rows of the batch; int64 ``[B]``."""
         self.time, self.lane = time, lane
         self.first = self.missing[lane]
         self.last = self.first + self.counts[lane] - 1
@@ -74,14 +75,14 @@ class EditedEpisodes(Surroundings):
         return number - self.starts[lane] + self.missing[lane], lane
 
     def numbers(self, time: Array, lane: Array) -> Array:
-        """Where rows lie in the leaves."""
+        """Return the positions of rows in the leaves."""
         return self.starts[lane] + time - self.missing[lane]
 
     def read(self, keys: list[Path], time: Array, lane: Array) -> dict[Path, torch.Tensor]:
         unknown = [format_key(key) for key in keys if key not in self.leaves]
         if unknown:
             known = ", ".join(map(format_key, self.leaves))
-            raise KeyError(f"expected the keys {', '.join(unknown)}; episodes have {known}")
+            raise KeyError(f"expected the keys {', '.join(unknown)}, got episodes with {known}")
         number = torch.from_numpy(self.numbers(time, lane).reshape(-1))
         found = {}
         for key in keys:
@@ -92,7 +93,7 @@ class EditedEpisodes(Surroundings):
 
 
 def same_rows(expected: Node, found: Node, episode: int) -> None:
-    """Raises ValueError where edited episodes differ in keys, shapes or dtypes."""
+    """Raise ValueError if edited episodes differ in keys, shapes or dtypes."""
     first: dict[Path, Leaf] = dict(leaf_paths(expected))
     own: dict[Path, Leaf] = dict(leaf_paths(found))
     for path in dict.fromkeys([*first, *own]):
@@ -104,9 +105,10 @@ def same_rows(expected: Node, found: Node, episode: int) -> None:
 
 
 def _flags(leaves: dict[Path, torch.Tensor]) -> dict[Key, Array]:
-    """Flags that there are, bool ``[n]``: set where any number of a row is.
+    """Return the flags in ``leaves``, bool ``[n]``.
 
-    Those at the root that end episodes come under their names below ``next``.
+    A flag is True for a row if any of its numbers is set. Flags at the root that end episodes are
+    returned under ``next``.
     """
     found: dict[Key, Array] = {}
     for key in end_flags(leaves):
@@ -119,11 +121,12 @@ def _flags(leaves: dict[Path, torch.Tensor]) -> dict[Key, Array]:
 
 
 def check_flags(leaves: dict[Path, torch.Tensor], rows: Array) -> None:
-    """Checks the flags of episodes of so many rows each.
+    """Check the flags of episodes with these numbers of rows.
 
     Raises:
-        TypeError: flags that are not bool. ValueError: ``done`` is not ``terminated | truncated``,
-            or one of them is set before the last row of an episode.
+        TypeError: a flag is not bool.
+        ValueError: ``done`` is not ``terminated | truncated``, or a flag is set before the last row
+            of an episode.
     """
     flags = _flags(leaves)
     starts = np.cumsum(rows) - rows
@@ -137,7 +140,7 @@ def check_flags(leaves: dict[Path, torch.Tensor], rows: Array) -> None:
     if done is None:
         return
     reasons = [flags[key] for key in (_TERMINATED_FLAG, _TRUNCATED_FLAG) if key in flags]
-    # With one of both stored, what else ends an episode is told by `done` alone.
+    # If only one of the two flags is stored, `done` without it marks the other kind of end.
     wrong = done != (reasons[0] | reasons[1]) if len(reasons) == 2 else ended & ~done
     _refuse(wrong, rows, starts, "('next', 'done') as terminated | truncated")
 
@@ -153,9 +156,9 @@ def _refuse(wrong: Array, rows: Array, starts: Array, expected: str) -> None:
 
 
 def end_reasons(leaves: dict[Path, torch.Tensor], rows: Array, before: Array) -> Array:
-    """``EndReason`` of episodes by the flags of their last rows.
+    """Return the ``EndReason`` of episodes from the flags of their last rows.
 
-    Without any: open if it was ``before``, else cut.
+    An episode without flags is open if its reason ``before`` was open. Otherwise it is cut.
     """
     flags = _flags(leaves)
     at = np.cumsum(rows) - 1
@@ -165,7 +168,7 @@ def end_reasons(leaves: dict[Path, torch.Tensor], rows: Array, before: Array) ->
     if _TERMINATED_FLAG in flags:
         reason = np.where(done | cut | ended, int(EndReason.TRUNCATED), reason)
         return np.where(ended, int(EndReason.TERMINATED), reason)
-    # `done` alone is read as terminated.
+    # `done` alone counts as terminated.
     reason = np.where(done, int(EndReason.TERMINATED), reason)
     return np.where(cut, int(EndReason.TRUNCATED), reason)
 
@@ -182,11 +185,12 @@ _LARGEST_SEED: Final = 2**62
 
 @dataclass
 class _Copied:
-    """Whole episodes of the rows of a batch; int64 ``[E]`` unless said otherwise.
+    """The whole episodes of a batch's rows, mostly as arrays int64 ``[E]``.
 
-    ``leaves``: ``[n, *F]``, episode after episode. ``apply``: whether the function gets it.
-    ``episode``: which of them a row of the batch is of, ``[B]``. ``segment``: which run of a window
-    in an episode it is of, ``[B]``; ``shift``: a number of [0, 1) for each of these.
+    ``leaves`` are ``[n, *F]``, episode after episode. ``apply`` is bool, True if the function gets
+    the episode. ``episode``, ``[B]``, is the number of the episode of each row of the batch.
+    ``segment``, ``[B]``, is the number of the row's segment. A segment is the part of a window in
+    one episode. ``shift`` has a number in [0, 1) for each segment.
     """
 
     root: Node
@@ -206,39 +210,43 @@ class _Copied:
 
 
 class TrajectoryTransform(HistoryTransform):
-    """Edits the whole episodes of a batch by a function, then cuts its windows from them.
+    """A transform that edits the whole episodes of a batch by a function.
 
-    The function gets each distinct episode of a batch once, and may change values, keys and the
-    number of rows. A window is then cut anew: where one of t rows had offset o, of the m = n-t+1
-    possible ones in an episode of n rows, and n' rows are left, it gets offset
-    ``floor((o + u) / m * m')`` with ``m' = n'-t'+1``, ``t' = min(t, n')`` and u uniform in [0, 1):
-    uniform again if o was; just o where n' = n. Where a window has less rows than before the last
-    one is repeated. Each part of a window that crosses episodes is such a window of its own.
+    The function gets each distinct episode of a batch once. It may change values, keys and the
+    number of rows. The transform then cuts each window from the edited episode. Suppose that a
+    window of t rows had offset o in an episode of n rows, and that the edited episode has n' rows.
+    There were m = n-t+1 possible offsets. The new offset is ``floor((o + u) / m * m')`` with
+    ``m' = n'-t'+1``, ``t' = min(t, n')`` and u uniform in [0, 1). The new offset is uniform if o
+    was uniform, and it equals o if n' = n. If a window now has fewer rows, its last row is
+    repeated. If a window crosses episodes, each of its parts counts as a separate window.
 
-    History transforms that come later (``StackFrames``, ``NStep``, ``PreviousStep``, ``StepCount``,
-    ``HindsightGoal``) see edited episodes only, and ``ReturnToGo`` later in the chain computes its
-    returns anew; no other history transform can come before. Stored data stay as they are, and so
-    do ``index`` and what a sampler tells of a draw: they are those of the rows drawn.
+    Later history transforms (``StackFrames``, ``NStep``, ``PreviousStep``, ``StepCount``,
+    ``HindsightGoal``) read only edited episodes. A later ``ReturnToGo`` recomputes its returns. No
+    history transform can come before this transform. Stored rows do not change. ``index`` and the
+    sampler's other info in a batch still belong to the drawn rows.
 
-    Writes ``("collector", "mask")``, bool ``[B]``, in every batch: False at repeated rows and
-    padding.
+    The transform writes ``("collector", "mask")``, bool ``[B]``, in every batch. The mask is False
+    at repeated rows and padding.
 
     Args:
-        fn: takes a TensorDict ``[n]`` with all stored keys, in memory of its own, and returns one
-            ``[n']``, n' >= 1. No lock is held. With ``prefetch`` it is called in threads.
-        allow_open: whether rows of episodes that have not ended can be drawn, and are edited.
-        allow_headless: likewise of episodes whose first rows are stored no more, or never were.
+        fn: function of a TensorDict ``[n]`` with all stored keys, in separate memory. It returns a
+            TensorDict ``[n']``, n' >= 1. The buffer calls it without a lock; with ``prefetch``, in
+            threads.
+        allow_open: whether rows of open episodes can be drawn and edited.
+        allow_headless: whether rows of episodes whose first rows are not stored can be drawn and
+            edited.
 
     Raises:
-        TypeError: ``fn`` cannot be called; on read: it returns no TensorDict, or flags that are not
-            bool. ValueError: on read: it returns no rows; keys, shapes or dtypes that differ
-            between episodes; ``("next", "done")`` that is not ``terminated | truncated``; an end
-            before the last row.
+        TypeError: ``fn`` is not callable; on read, it does not return a TensorDict, or returns
+            flags that are not bool.
+        ValueError: on read, it returns no rows; keys, shapes or dtypes differ between episodes;
+            ``("next", "done")`` is not ``terminated | truncated``; an episode ends before its last
+            row.
 
-    ``rb[...]`` leaves rows of episodes that cannot be drawn as they are stored.
+    If an episode cannot be drawn, ``rb[...]`` returns its rows as they are stored. The buffer's
+    generator is the source of randomness.
 
-    Cost: one read of all rows of the distinct episodes of a batch, and one call for each.
-    Randomness: the buffer's generator.
+    Cost: one read of all rows of the batch's distinct episodes, and one call per episode.
 
     Example:
         >>> import torch
@@ -277,7 +285,7 @@ class TrajectoryTransform(HistoryTransform):
     # -- copying ----------------------------------------------------------------------------------
 
     def fetch(self, around: Surroundings) -> _Copied | None:
-        """Copies the whole episodes of the batch out, each once, in one read."""
+        """Copy each whole episode of the batch once, in one read."""
         if not len(around):
             return None
         reach = int(around.first.max() - around.first.min()) + 1
@@ -320,7 +328,7 @@ class TrajectoryTransform(HistoryTransform):
     # -- editing ----------------------------------------------------------------------------------
 
     def apply(self, data: Any, fetched: _Copied | None, around: Surroundings) -> Any:
-        """Returns the batch with rows of edited episodes."""
+        """Return the batch with rows of the edited episodes."""
         if fetched is None:
             return data
         edited = self._edit(fetched)
@@ -332,7 +340,7 @@ class TrajectoryTransform(HistoryTransform):
         return _put(data, fetched, edited, cut)
 
     def surroundings(self, fetched: _Copied | None) -> Surroundings:
-        """The edited episodes."""
+        """Return the edited episodes."""
         if fetched is None or fetched.edited is None:
             raise RuntimeError("expected a batch with rows, got an empty one")
         return fetched.edited
@@ -360,7 +368,7 @@ class TrajectoryTransform(HistoryTransform):
         joined = {
             path: torch.cat([part[path] for part in parts]).to(like.device) for path in parts[0]
         }
-        # What is not the function's was checked by nobody, and is not its fault.
+        # Stored episodes are not checked, because they do not come from the function.
         if copied.apply.all():
             check_flags(joined, count)
         else:
@@ -377,7 +385,7 @@ class TrajectoryTransform(HistoryTransform):
 
 
 def _seed(generator: torch.Generator | None) -> int:
-    """Seeds what later transforms draw outside of the lock, in the order of draws."""
+    """Draw a seed for later transforms, which draw in a fixed order without the lock."""
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(_LARGEST_SEED, (), generator=generator, device=device))
 
@@ -395,10 +403,10 @@ def _taken_apart(episode: Any, number: int) -> tuple[Node, dict[Path, torch.Tens
 
 @dataclass
 class _Cut:
-    """Where the rows of a batch lie in edited episodes; ``[B]`` each.
+    """The positions of a batch's rows in edited episodes; ``[B]`` each.
 
-    ``drawn``: number of the row that was drawn among all copied ones. ``number``: of the edited
-    row in its place. ``real``: whether it is none that was repeated.
+    ``drawn`` is the position of the drawn row in the copied leaves. ``number`` is the position in
+    the edited leaves of the row that replaces it. ``real`` is False at repeated rows and padding.
     """
 
     drawn: Array
@@ -407,7 +415,7 @@ class _Cut:
 
 
 def _cut(copied: _Copied, edited: EditedEpisodes, around: Surroundings) -> _Cut:
-    """Cuts every run of a window in an episode anew, of as many rows as there are."""
+    """Move every segment into its edited episode, with as many rows as it has."""
     segment = copied.segment
     count = len(copied.shift)
     offset = around.time - copied.first[copied.episode]
@@ -437,7 +445,7 @@ def _cut(copied: _Copied, edited: EditedEpisodes, around: Surroundings) -> _Cut:
 
 
 def _put(data: Any, copied: _Copied, edited: EditedEpisodes, cut: _Cut) -> Any:
-    """Puts the edited rows in the place of those of the batch."""
+    """Replace the rows of the batch by edited rows."""
     marks = _marks(data, copied, edited, cut)
     number = torch.from_numpy(cut.number)
     for path in copied.leaves:
@@ -454,7 +462,7 @@ def _put(data: Any, copied: _Copied, edited: EditedEpisodes, cut: _Cut) -> Any:
         if path in marks:
             where = _over(marks[path], flag)
             flag = flag | where if path in edited.leaves else where.expand_as(flag).clone()
-        # Ends and beginnings are told by real rows alone.
+        # Only real rows mark ends and beginnings.
         data.set(path, flag & _over(real, flag))
     data.set(_MASK, real)
     for key in _OTHER_MASKS:
@@ -471,10 +479,10 @@ def _over(rows: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 def _marks(
     data: Any, copied: _Copied, edited: EditedEpisodes, cut: _Cut
 ) -> dict[Path, torch.Tensor]:
-    """Where a sampler's markers belong now, bool ``[B]`` by key.
+    """Return the sampler's flags for the edited rows, bool ``[B]`` by key.
 
-    A sampler that marks windows sets ``truncated`` and ``done`` at the last row of one that was cut
-    short, and ``is_init`` at the first: flags that are not stored.
+    A sampler that marks windows sets ``truncated`` and ``done`` at the last row of a window that
+    was cut short, and ``is_init`` at its first row. These flags are not stored.
     """
     found: dict[Path, torch.Tensor] = {}
     count = len(copied.shift)

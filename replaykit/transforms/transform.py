@@ -1,4 +1,4 @@
-"""What a record becomes on its way in or out: any callable, in a chain."""
+"""Transform written rows and read batches by a chain of callables."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["Compose", "Transform"]
 
 
 class Transform:
-    """A transform with both ways: ``forward`` on reading, ``inv`` on writing.
+    """A transform for both directions: ``forward`` on read, ``inv`` on write.
 
-    Subclassing is not needed: any callable, and any object with ``forward`` or ``inv``, is taken.
+    Subclassing is optional: buffers take any callable, and any object with ``forward`` or ``inv``.
 
     Attributes:
-        stage: where in a chain the transform belongs: "raw" (copies of what was stored), then
-            "episode" (what edits whole episodes), "history" (what needs other rows of the
-            episode), then "value" (what maps values on their own); None: anywhere.
-        ordered: whether batches have to pass it one after the other, as they are delivered. With
-            ``prefetch`` they are transformed then, and not by threads ahead. None: if it has a
-            ``state_dict``, unless it is a ``torch.nn.Module`` in evaluation mode, into which a
-            buffer puts it.
+        stage: position of the transform in a chain. The order is "raw" (copies stored values),
+            "episode" (edits whole episodes), "history" (reads other rows of the episode), "value"
+            (maps values one by one). None: any position.
+        ordered: whether batches must pass the transform in the order of delivery. With
+            ``prefetch``, such a transform runs at delivery, not in prefetch threads. None: True if
+            the transform has a ``state_dict``, unless it is a ``torch.nn.Module`` in evaluation
+            mode. Buffers put modules in this mode.
 
     Example:
         >>> import torch
@@ -43,11 +43,11 @@ class Transform:
     ordered: bool | None = None
 
     def forward(self, data: Any) -> Any:
-        """Maps a batch on its way out; may edit it in place."""
+        """Return the transformed batch after a read; may change ``data`` in place."""
         return data
 
     def inv(self, data: Any) -> Any:
-        """Maps data on its way in; None: nothing is written."""
+        """Return the rows to write instead of ``data``; None to write nothing."""
         return data
 
     def __call__(self, data: Any) -> Any:
@@ -58,12 +58,12 @@ _STAGES = {"raw": 0, "episode": 1, "history": 2, "value": 3}
 
 
 class _Entry:
-    """A transform with the way it is used."""
+    """A transform and its direction."""
 
     def __init__(self, transform: Any, invert: bool) -> None:
         self.transform = transform
         self.invert = invert
-        # On read only: turned round it works on what is written, like any other.
+        # An inverted transform never reads other rows.
         self.reads_around = not invert and callable(getattr(transform, "fetch", None))
         stage = None if invert else getattr(transform, "stage", None)
         self.rank = _STAGES.get(stage) if isinstance(stage, str) else None
@@ -80,17 +80,18 @@ class _Entry:
 
 
 class Compose(Transform):
-    """Transforms one after the other: in order on reading, in reverse order on writing.
+    """A chain of transforms: in order on read, in reverse order on write.
 
     Args:
         transforms: callables, or objects with ``forward`` or ``inv``.
-        order: what to do where transforms with a ``stage`` come before one of an earlier stage,
-            which reads rows as they are stored and would mix units: "strict": refuse; "auto": sort
-            them, those of one stage staying in their order.
+        order: treatment of a transform that comes before a transform of an earlier ``stage``. The
+            second transform reads stored values, so it would mix them with transformed values.
+            "strict": raise an error. "auto": sort transforms by stage, and keep the order within a
+            stage.
 
     Raises:
-        RuntimeError: something that is neither. ValueError: stages out of order, or an unknown
-            ``order``.
+        RuntimeError: a transform is not callable and has neither ``forward`` nor ``inv``.
+        ValueError: stages are out of order, or ``order`` is unknown.
 
     Example:
         >>> from replaykit import Compose
@@ -101,44 +102,47 @@ class Compose(Transform):
 
     def __init__(self, *transforms: Any, order: str = "strict") -> None:
         if order not in ("strict", "auto"):
-            raise ValueError(f"expected order as 'strict' or 'auto', got {order!r}")
-        self._take([])
+            raise ValueError(f"order: expected 'strict' or 'auto', got {order!r}")
+        self._set_entries([])
         self.order = order
         for transform in transforms:
             self.append(transform)
 
     def append(self, transform: Any, *, invert: bool = False) -> None:
-        """Adds a transform at the end; ``invert`` uses ``inv`` on reading, ``forward`` on writing.
+        """Add a transform at the end.
+
+        With ``invert`` the chain uses ``inv`` on read and ``forward`` on write.
 
         Raises:
-            RuntimeError: neither callable nor an object with ``forward`` or ``inv``.
+            RuntimeError: the transform is not callable and has neither ``forward`` nor ``inv``.
         """
         self.insert(len(self), transform, invert=invert)
 
     def insert(self, index: int, transform: Any, *, invert: bool = False) -> None:
-        """Adds a transform before position ``index``; negative counts from the end.
+        """Add a transform before position ``index``; negative from the end.
 
         Raises:
-            RuntimeError: as ``append``. IndexError: no such position.
+            RuntimeError: as ``append`` does.
+            IndexError: the position does not exist.
         """
         _check_transform(transform)
         if not -len(self) <= index <= len(self):
             raise IndexError(f"expected a position in [0, {len(self)}], got {index}")
         entries = self._entries.copy()
         entries.insert(index, _Entry(transform, invert))
-        self._take(_in_order(entries, self.order))
+        self._set_entries(_in_order(entries, self.order))
         if callable(getattr(transform, "eval", None)):
             transform.eval()
 
     def forward(self, data: Any, history: Any = None) -> Any:
-        """Applies all transforms, first to last.
+        """Apply all transforms, first to last.
 
         Args:
-            history: called with position, transform and batch in the place of transforms that
-                read the rows around; a buffer brings it.
+            history: a function of the buffer. It is called instead of each transform that reads
+                other rows, with position, transform and batch.
 
         Raises:
-            TypeError: one of them returned None.
+            TypeError: a transform returned None.
         """
         for position, entry in enumerate(self._entries):
             given = data
@@ -150,8 +154,8 @@ class Compose(Transform):
                 raise TypeError(f"the transform {entry.transform!r} returned None; return the data")
         return data
 
-    def _take(self, entries: list[_Entry]) -> None:
-        """Has these entries from now on; notes what every batch asks of them."""
+    def _set_entries(self, entries: list[_Entry]) -> None:
+        """Replace the entries, and precompute the properties that every batch needs."""
         self._entries = entries
         self._readers = [
             (position, entry.transform)
@@ -163,18 +167,20 @@ class Compose(Transform):
 
     @property
     def readers(self) -> list[tuple[int, Any]]:
-        """Positions of the transforms that read the rows around, and these."""
+        """The transforms that read other rows, with their positions."""
         return self._readers
 
     @property
     def changes(self) -> frozenset[Any]:
-        """Keys that transforms which read the rows around write: those of a draw give way."""
+        """Keys that ``readers`` write. They replace info keys of the same name."""
         return self._changes
 
     @property
-    def told_of_writes(self) -> list[Any]:
-        """Transforms with ``check_rows``, which a buffer calls before every write and which may
-        refuse it, and ``written``, which it calls after it."""
+    def checking_writes(self) -> list[Any]:
+        """Transforms that check writes: those with ``check_rows`` and ``written``.
+
+        A buffer calls ``check_rows``, which may raise, before every write and ``written`` after it.
+        """
         names = ("check_rows", "written")
         return [
             entry.transform
@@ -184,26 +190,25 @@ class Compose(Transform):
 
     @property
     def ordered(self) -> bool:  # type: ignore[override]
-        """Whether batches have to pass any of them in the order in which they are delivered."""
+        """True if batches must pass any of the transforms in the order of delivery."""
         return any(_is_ordered(entry.transform) for entry in self._entries)
 
     @property
     def reads_around(self) -> bool:
-        """Whether any of them reads other rows than those of the batch."""
+        """True if any of the transforms reads rows outside of the batch."""
         return bool(self._readers)
 
     @property
     def spans_rows(self) -> bool:
-        """Whether what any of them makes of a row follows from others too, of a batch or of what
-        is written before and after it."""
+        """True if the result for a row may depend on other rows, on read or on write."""
         holds_back = any(
             not entry.invert and callable(getattr(entry.transform, "flush", None))
             for entry in self._entries
         )
-        return self.reads_around or holds_back or bool(self.told_of_writes)
+        return self.reads_around or holds_back or bool(self.checking_writes)
 
     def inv(self, data: Any) -> Any:
-        """Applies the ``inv`` of all transforms, last to first; None: nothing is written."""
+        """Apply ``inv`` of all transforms, last to first; return None to write nothing."""
         for entry in reversed(self._entries):
             if data is None:
                 return None
@@ -211,9 +216,10 @@ class Compose(Transform):
         return data
 
     def flush(self) -> Iterator[Any]:
-        """Yields what transforms hold back of the rows written, as it is to be stored.
+        """Yield the rows that transforms hold back, ready to be stored.
 
-        Theirs is a method ``flush`` that gives it up; the ``inv`` of those before it follow.
+        The method ``flush`` of a transform returns its rows. They then pass through ``inv`` of the
+        transforms before it.
         """
         for position in reversed(range(len(self._entries))):
             entry = self._entries[position]
@@ -228,7 +234,7 @@ class Compose(Transform):
                 yield data
 
     def empty(self) -> None:
-        """Has transforms with a method ``empty`` forget the rows that they hold back."""
+        """Drop rows that transforms hold back, by calling their ``empty`` if they have it."""
         for transform in self:
             if callable(getattr(transform, "empty", None)):
                 transform.empty()
@@ -237,24 +243,24 @@ class Compose(Transform):
         return len(self._entries)
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns the transform at an int, a chain of those in a slice."""
+        """Return the transform at an int, or a chain of the transforms in a slice."""
         if not isinstance(index, slice):
             return self._entries[index].transform
         chain = Compose(order=self.order)
-        chain._take(self._entries[index])
+        chain._set_entries(self._entries[index])
         return chain
 
     def __iter__(self) -> Iterator[Any]:
         return (entry.transform for entry in self._entries)
 
     def copy(self) -> Compose:
-        """Returns a chain of the same transforms."""
+        """Return a chain of the same transforms."""
         chain = Compose(order=self.order)
-        chain._take(list(self._entries))
+        chain._set_entries(list(self._entries))
         return chain
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states of the transforms that have one, by their position."""
+        """Return the states of all transforms with a state, by their positions."""
         states = {}
         for position, transform in enumerate(self):
             if callable(getattr(transform, "state_dict", None)):
@@ -264,9 +270,9 @@ class Compose(Transform):
         return states
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError where there is a state for a transform that is not there."""
+        """Raise ValueError if a state belongs to no transform of the chain."""
         if not isinstance(state_dict, dict):
-            raise ValueError(f"expected the states of transforms, got {state_dict!r}")
+            raise ValueError(f"expected a dict with the states of transforms, got {state_dict!r}")
         for key in state_dict:
             target = self[int(key)] if str(key).isdigit() and int(key) < len(self) else None
             if not callable(getattr(target, "load_state_dict", None)):
@@ -276,7 +282,7 @@ class Compose(Transform):
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Gives every transform its state; ValueError as ``check_state``."""
+        """Load the state of every transform. Raises ValueError as ``check_state`` does."""
         self.check_state(state_dict)
         for key, state in state_dict.items():
             self[int(key)].load_state_dict(state)
@@ -292,13 +298,13 @@ def _is_ordered(transform: Any) -> bool:
     ordered = getattr(transform, "ordered", None)
     if isinstance(ordered, bool):
         return ordered
-    # What a module keeps does not change where it only evaluates.
+    # The state of a module does not change in evaluation mode.
     evaluates = isinstance(transform, torch.nn.Module) and not transform.training
     return callable(getattr(transform, "state_dict", None)) and not evaluates
 
 
 def _in_order(entries: list[_Entry], order: str) -> list[_Entry]:
-    """The entries by their stages; ValueError where that is not the order they are in."""
+    """Return the entries sorted by stage. ValueError if "strict" and not sorted."""
     ranked = [entry for entry in entries if entry.rank is not None]
     for before, after in itertools.pairwise(ranked):
         if before.rank > after.rank:  # type: ignore[operator]
@@ -308,8 +314,8 @@ def _in_order(entries: list[_Entry], order: str) -> list[_Entry]:
     if order == "strict":
         raise ValueError(
             f"expected {after.transform!r} (stage {after.transform.stage!r}) before "
-            f"{before.transform!r} (stage {before.transform.stage!r}): it reads rows as they are "
-            "stored; Compose(..., order='auto') sorts them"
+            f"{before.transform!r} (stage {before.transform.stage!r}), as it reads rows as "
+            "they are stored; use Compose(..., order='auto') to sort transforms"
         )
     placed = iter(sorted(ranked, key=lambda entry: entry.rank or 0))
     return [entry if entry.rank is None else next(placed) for entry in entries]

@@ -18,31 +18,46 @@ from replaykit.transforms.batch_values import (
     check_range,
     keep_padding,
     real_rows,
+    require,
     require_tensor,
 )
-from replaykit.transforms.keys import require
+from replaykit.transforms.transform import Transform
 
-__all__ = ["Cast", "ImageScale", "RewardClip", "RewardMap", "RewardScale", "RewardShift"]
+__all__ = [
+    "Cast",
+    "CatTensors",
+    "ExcludeTransform",
+    "ImageScale",
+    "KeepRaw",
+    "RenameTransform",
+    "RewardClip",
+    "RewardMap",
+    "RewardScale",
+    "RewardShift",
+    "SelectTransform",
+]
 
 
 class Cast(ValueTransform):
-    """Gives columns another dtype on read.
+    """A transform that casts columns to another dtype on read.
 
-    Bools and flags (``done``, ``terminated``, ``truncated``, also under ``next``) are never cast:
-    below a key that names several columns they are left out.
+    Bools and flags (``done``, ``terminated``, ``truncated``, also under ``next``) are never cast.
+    If a key names an entry with several columns, the transform skips them.
 
     Args:
-        dtype: what the columns become. Values are converted as ``Tensor.to`` does: floats lose
-            their fraction on the way to integers.
-        keys: a list of keys, each a column or an entry with columns below it.
-        with_next: whether the same keys under ``next`` are cast too.
+        dtype: new dtype of the columns. ``Tensor.to`` converts the values, so floats lose their
+            fraction when cast to integers.
+        keys: a list of keys of columns, or of entries with columns below them.
+        with_next: whether to cast also the same keys under ``next``.
 
     Raises:
-        TypeError: no dtype; ``keys`` is no list of keys; on read, where the data has no keys.
-        ValueError: ``torch.bool``; no key; a key that is a flag; on read, a key that is a column
-            of bools. KeyError: on read, where a key is absent, also under ``next``.
+        TypeError: ``dtype`` is not a dtype, or ``keys`` not a list of keys; on read, the data has
+            no keys.
+        ValueError: ``dtype`` is ``torch.bool``, ``keys`` is empty, or a key is that of a flag; on
+            read, a key is that of a bool column.
+        KeyError: on read, a key is absent, also under ``next``.
 
-    Cost: one pass over each column that has another dtype; none over others.
+    Cost: one pass over each column of another dtype; the other columns cost nothing.
 
     Example:
         >>> import torch
@@ -72,7 +87,7 @@ class Cast(ValueTransform):
                 raise ValueError(f"keys: {format_key(key)} is a flag; flags are never cast")
 
     def forward(self, data: Any) -> Any:
-        """Returns a TensorDict with the columns cast; the given one stays as it is."""
+        """Return a TensorDict with the columns cast; ``data`` does not change."""
         if not (is_tensordict(data) or is_tensorclass(data)):
             raise TypeError(f"expected a TensorDict, got {type(data).__name__}")
         found: dict[Key, torch.Tensor] = {}
@@ -99,7 +114,7 @@ class Cast(ValueTransform):
 
 
 def _columns_below(data: Any, key: Key) -> Iterator[tuple[Key, torch.Tensor]]:
-    """Yields the columns of numbers below a key, flags left out."""
+    """Yield the columns of numbers below a key, except flags."""
     for name, value in data.items():
         path = (*key, name)
         if is_tensordict(value) or is_tensorclass(value):
@@ -115,25 +130,27 @@ _NEXT_OBSERVATION: Final[Key] = ("next", "observation")
 
 
 class ImageScale(ValueTransform):
-    """Reads images of bytes as floats from ``min`` to ``max``: ``x / 255 * (max - min) + min``.
+    """A transform that reads byte images as floats from ``min`` to ``max``.
 
-    Written images may be bytes, which are stored as they are, or floats of that range, which become
-    the nearest byte: every byte survives the way out and in again.
+    A byte x becomes ``x / 255 * (max - min) + min``. Written images may be bytes, which are stored
+    unchanged, or floats in that range, which become the nearest byte. A byte that is read and
+    written again keeps its value.
 
     Args:
-        min: what 0 becomes.
-        max: what 255 becomes.
-        keys: a list of keys of images, uint8 ``[*batch, *F]``; those under ``next`` are named like
-            others. None: ``observation``, and ``("next", "observation")`` where it is there.
+        min: the float for 0.
+        max: the float for 255.
+        keys: a list of keys of images, uint8 ``[*batch, *F]``; keys under ``next`` are listed
+            separately. None: ``observation``, and ``("next", "observation")`` if it is present.
 
-    The result is float32. Padding, by ``validity_mask``, ``("collector", "mask")`` or the ``mask``
-    of padded trajectories, keeps its values.
+    The result is float32. Padding keeps its values. It is marked by ``validity_mask``,
+    ``("collector", "mask")`` or the ``mask`` of padded trajectories.
 
     Raises:
-        TypeError: bounds that are no numbers; ``keys`` is no list of keys; on read, images that are
-            not uint8; on write, neither uint8 nor floats.
-        ValueError: ``min`` is not below ``max``, or one is infinite; no keys; a key that is no
-            tensor, as a nested observation without ``keys``; on write, floats outside the range.
+        TypeError: a bound is not a number, or ``keys`` not a list of keys; on read, images are not
+            uint8; on write, images are neither uint8 nor floats.
+        ValueError: ``min`` is not below ``max``, a bound is infinite, or ``keys`` is empty; a key
+            is not that of a tensor, such as a nested observation without ``keys``; on write, floats
+            are outside the range.
         KeyError: a key is absent.
 
     Cost: four passes over the images.
@@ -163,7 +180,7 @@ class ImageScale(ValueTransform):
             raise ValueError("keys: expected at least one key, got none")
 
     def forward(self, data: Any) -> Any:
-        """Returns a TensorDict with scaled images; the given one stays as it is."""
+        """Return a TensorDict with scaled images; ``data`` does not change."""
         found = self._found(data)
         for key, image in found.items():
             if image.dtype is not torch.uint8:
@@ -176,7 +193,7 @@ class ImageScale(ValueTransform):
         return data
 
     def inv(self, data: Any) -> Any:
-        """Returns a TensorDict with bytes in place of scaled images; bytes stay."""
+        """Return a TensorDict with scaled images as bytes; byte images do not change."""
         made = {}
         for key, image in self._found(data).items():
             if image.dtype is torch.uint8:
@@ -196,7 +213,7 @@ class ImageScale(ValueTransform):
     def _bytes(self, image: torch.Tensor, key: Key) -> torch.Tensor:
         exact = torch.promote_types(image.dtype, torch.float32)
         levels = image.to(exact).sub(self.min).mul_(255 / (self.max - self.min)).round_()
-        # Also false for NaN.
+        # The comparison is False for NaN.
         if not bool(((levels >= 0) & (levels <= 255)).all()):
             raise ValueError(
                 f"key {format_key(key)}: expected values from {self.min:g} to {self.max:g}, got "
@@ -215,7 +232,7 @@ class ImageScale(ValueTransform):
             try:
                 found[key] = require_tensor(data, key)
             except ValueError as error:
-                raise ValueError(f"{error}; name the images in it with keys=") from None
+                raise ValueError(f"{error}; pass the keys of its images as keys=") from None
         return found
 
     def __repr__(self) -> str:
@@ -227,16 +244,20 @@ _REWARD = ("next", "reward")
 
 
 class _RewardTransform(ValueTransform):
-    """Replaces one column on read by another one of its shape, on real rows alone."""
+    """A transform that maps one column on read to a column of the same shape.
+
+    Only real rows change.
+    """
 
     def __init__(self, key: Any) -> None:
         self.key = unravel(key)
 
     def forward(self, data: Any) -> Any:
-        """Returns the batch with the mapped column; the given one stays as it is.
+        """Return the batch with the mapped column; ``data`` does not change.
 
         Raises:
-            TypeError: no TensorDict, or the column is bool or complex. KeyError: no such column.
+            TypeError: ``data`` is not a TensorDict, or the column is bool or complex.
+            KeyError: the column is absent.
         """
         old = require_tensor(data, self.key)
         if old.dtype is torch.bool or old.dtype.is_complex:
@@ -246,7 +267,7 @@ class _RewardTransform(ValueTransform):
 
     @abstractmethod
     def _mapped(self, old: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-        """The new column; ``real``: which rows are no padding, None: all."""
+        """Return the new column; ``real`` marks rows that are not padding, None all rows."""
 
     def _show(self, *arguments: str) -> str:
         key = [] if self.key == _REWARD else [f"key={format_key(self.key)}"]
@@ -254,20 +275,22 @@ class _RewardTransform(ValueTransform):
 
 
 class RewardClip(_RewardTransform):
-    """Clips rewards to ``[min, max]`` on read.
+    """A transform that clips rewards to ``[min, max]`` on read.
 
     Args:
-        min: smallest reward that is left.
-        max: largest one; infinite bounds clip nothing.
-        key: the column, ``[*batch, *F]``.
+        min: smallest reward after clipping.
+        max: largest reward after clipping; an infinite bound clips nothing.
+        key: key of the column, ``[*batch, *F]``.
 
-    Shape and floating dtype stay; integers keep theirs where both bounds are whole and some number
-    of it lies between them, and become torch's default dtype otherwise. NaN stays NaN. Padding, by
-    ``validity_mask``, ``("collector", "mask")`` or the ``mask`` of padded trajectories, stays.
+    Shape and floating dtypes do not change. An integer dtype stays if both bounds are whole and the
+    dtype has a number between them. Otherwise it becomes torch's default dtype. NaN stays NaN.
+    Padding keeps its values. It is marked by ``validity_mask``, ``("collector", "mask")`` or the
+    ``mask`` of padded trajectories.
 
     Raises:
-        TypeError: bounds that are no numbers; on read, where the column is bool or complex.
-        ValueError: ``min`` is not below ``max``. KeyError: on read, where the column is absent.
+        TypeError: a bound is not a number; on read, the column is bool or complex.
+        ValueError: ``min`` is not below ``max``.
+        KeyError: on read, the column is absent.
 
     Cost: one pass over the column.
 
@@ -288,7 +311,7 @@ class RewardClip(_RewardTransform):
         low, high = self.min, self.max
         if not old.dtype.is_floating_point:
             limits = torch.iinfo(old.dtype)
-            # Bounds beyond the dtype's, which it cannot hold, are never reached.
+            # No value reaches a bound outside the limits of its dtype.
             capped = max(low, limits.min), min(high, limits.max)
             whole = all(math.isinf(bound) or bound.is_integer() for bound in (low, high))
             if whole and limits.min <= capped[0] <= capped[1] <= limits.max:
@@ -301,20 +324,21 @@ class RewardClip(_RewardTransform):
 
 
 class RewardScale(_RewardTransform):
-    """Multiplies rewards by a scale on read, then adds a shift: ``reward * scale + shift``.
+    """A transform that reads rewards as ``reward * scale + shift``.
 
     Args:
-        scale: positive.
-        shift: added after scaling.
-        key: the column, ``[*batch, *F]``.
+        scale: a positive number.
+        shift: number that is added after scaling.
+        key: key of the column, ``[*batch, *F]``.
 
-    Shape and floating dtype stay; integers become torch's default dtype. Padding, by
-    ``validity_mask``, ``("collector", "mask")`` or the ``mask`` of padded trajectories, stays.
+    Shape and floating dtypes do not change; integers become torch's default dtype. Padding keeps
+    its values. It is marked by ``validity_mask``, ``("collector", "mask")`` or the ``mask`` of
+    padded trajectories.
 
     Raises:
-        TypeError: no numbers; on read, where the column is bool or complex.
-        ValueError: a scale that is not positive, or a number that is not finite.
-        KeyError: on read, where the column is absent.
+        TypeError: an argument is not a number; on read, the column is bool or complex.
+        ValueError: ``scale`` is not positive, or an argument is not finite.
+        KeyError: on read, the column is absent.
 
     Cost: two passes over the column.
 
@@ -344,18 +368,20 @@ class RewardScale(_RewardTransform):
 
 
 class RewardShift(_RewardTransform):
-    """Adds a number to rewards on read.
+    """A transform that adds a number to rewards on read.
 
     Args:
-        shift: what is added.
-        key: the column, ``[*batch, *F]``.
+        shift: the number to add.
+        key: key of the column, ``[*batch, *F]``.
 
-    Shape and floating dtype stay; integers become torch's default dtype. Padding, by
-    ``validity_mask``, ``("collector", "mask")`` or the ``mask`` of padded trajectories, stays.
+    Shape and floating dtypes do not change; integers become torch's default dtype. Padding keeps
+    its values. It is marked by ``validity_mask``, ``("collector", "mask")`` or the ``mask`` of
+    padded trajectories.
 
     Raises:
-        TypeError: no number; on read, where the column is bool or complex.
-        ValueError: not finite. KeyError: on read, where the column is absent.
+        TypeError: ``shift`` is not a number; on read, the column is bool or complex.
+        ValueError: ``shift`` is not finite.
+        KeyError: on read, the column is absent.
 
     Cost: one pass over the column.
 
@@ -380,23 +406,25 @@ class RewardShift(_RewardTransform):
 
 
 class RewardMap(_RewardTransform):
-    """Applies a function to rewards on read.
+    """A transform that applies a function to rewards on read.
 
     Args:
-        fn: takes rewards and returns as many, a tensor of the same shape, of any dtype. Where
-            the batch has padding it gets the real rows alone, ``[n, *F]``, else the column
-            ``[*batch, *F]``. It must leave what it is given as it is.
-        key: the column.
+        fn: function of rewards that returns a tensor of the same shape and any dtype. Its argument
+            is the column ``[*batch, *F]``, or in a batch with padding only the real rows,
+            ``[n, *F]``. It must not change its argument.
+        key: key of the column.
 
-    Padding, by ``validity_mask``, ``("collector", "mask")`` or the ``mask`` of padded
-    trajectories, stays.
+    Padding keeps its values. It is marked by ``validity_mask``, ``("collector", "mask")`` or the
+    ``mask`` of padded trajectories.
 
     Raises:
-        TypeError: ``fn`` is not callable; on read, where it returns no tensor, or the column is
-            bool or complex. ValueError: on read, where it returns another shape.
-        KeyError: on read, where the column is absent.
+        TypeError: ``fn`` is not callable; on read, it does not return a tensor, or the column is
+            bool or complex.
+        ValueError: on read, it returns another shape.
+        KeyError: on read, the column is absent.
 
-    Cost: the function's; with padding also the selection of rows, which waits for an accelerator.
+    Cost: the cost of the function. With padding, rows are also selected, which waits for an
+    accelerator.
 
     Example:
         >>> import torch
@@ -430,3 +458,190 @@ class RewardMap(_RewardTransform):
 
     def __repr__(self) -> str:
         return self._show(getattr(self.fn, "__name__", repr(self.fn)))
+
+
+class ExcludeTransform(Transform):
+    """A transform that drops keys on read; absent keys are ignored.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import ExcludeTransform
+        >>> data = TensorDict({"a": torch.zeros(2), "b": torch.zeros(2)}, [2])
+        >>> sorted(ExcludeTransform("a", ("next", "info"))(data).keys())
+        ['b']
+    """
+
+    def __init__(self, *keys: Any) -> None:
+        self.keys = [unravel(key) for key in keys]
+
+    def forward(self, data: Any) -> Any:
+        """Return a TensorDict without the keys; ``data`` does not change."""
+        return data.exclude(*self.keys)
+
+    def __repr__(self) -> str:
+        return f"ExcludeTransform({', '.join(map(format_key, self.keys))})"
+
+
+class SelectTransform(Transform):
+    """A transform that keeps only the given keys on read.
+
+    Raises:
+        KeyError: on read, one of the keys is absent.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import SelectTransform
+        >>> data = TensorDict({"a": torch.zeros(2), "b": torch.zeros(2)}, [2])
+        >>> sorted(SelectTransform("a")(data).keys())
+        ['a']
+    """
+
+    def __init__(self, *keys: Any) -> None:
+        self.keys = [unravel(key) for key in keys]
+
+    def forward(self, data: Any) -> Any:
+        """Return a TensorDict of only these keys. Raises KeyError if one is absent."""
+        for key in self.keys:
+            require(data, key)
+        return data.select(*self.keys)
+
+    def __repr__(self) -> str:
+        return f"SelectTransform({', '.join(map(format_key, self.keys))})"
+
+
+class RenameTransform(Transform):
+    """A transform that renames keys on read.
+
+    Raises:
+        ValueError: the numbers of old and new names differ.
+        KeyError: on read, a key is absent.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import RenameTransform
+        >>> data = TensorDict({"a": torch.zeros(2)}, [2])
+        >>> RenameTransform(["a"], [("next", "b")])(data)["next", "b"].shape
+        torch.Size([2])
+    """
+
+    def __init__(self, in_keys: Sequence[Any], out_keys: Sequence[Any]) -> None:
+        if len(in_keys) != len(out_keys):
+            raise ValueError(f"expected {len(in_keys)} new names, got {len(out_keys)}")
+        self.in_keys = [unravel(key) for key in in_keys]
+        self.out_keys = [unravel(key) for key in out_keys]
+
+    def forward(self, data: Any) -> Any:
+        """Return a TensorDict with the new names; ``data`` does not change."""
+        # Read all values before the first name changes, because names may be swapped.
+        values = [require(data, key) for key in self.in_keys]
+        # Make a copy, because a new name may belong to a branch that is shared with the argument.
+        data = data.exclude(*self.in_keys).copy()
+        for key, value in zip(self.out_keys, values, strict=True):
+            data.set(key, value)
+        return data
+
+    def __repr__(self) -> str:
+        return f"RenameTransform({self.in_keys}, {self.out_keys})"
+
+
+class CatTensors(Transform):
+    """A transform that joins tensors along a feature dimension on read.
+
+    Args:
+        in_keys: keys of the parts, in this order.
+        out_key: key of the result.
+        dim: feature dimension; a negative number counts from the end.
+        del_keys: whether to drop the parts.
+
+    Raises:
+        ValueError: ``in_keys`` is empty.
+        KeyError: on read, a part is absent.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import CatTensors
+        >>> data = TensorDict({"a": torch.zeros(2, 3), "b": torch.zeros(2, 1)}, [2])
+        >>> CatTensors(["a", "b"], "obs")(data)["obs"].shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(
+        self, in_keys: Sequence[Any], out_key: Any, dim: int = -1, del_keys: bool = True
+    ) -> None:
+        if not in_keys:
+            raise ValueError("expected at least one key to join, got none")
+        self.in_keys = [unravel(key) for key in in_keys]
+        self.out_key = unravel(out_key)
+        self.dim = dim
+        self.del_keys = del_keys
+
+    def forward(self, data: Any) -> Any:
+        """Return a TensorDict with the joined tensor; ``data`` does not change."""
+        parts = [require(data, key) for key in self.in_keys]
+        dim = self.dim if self.dim < 0 else self.dim + data.batch_dims
+        joined = torch.cat(parts, dim)
+        data = data.exclude(*self.in_keys) if self.del_keys else data
+        return data.copy().set(self.out_key, joined)
+
+    def __repr__(self) -> str:
+        return f"CatTensors({self.in_keys}, {format_key(self.out_key)}, dim={self.dim})"
+
+
+class KeepRaw(Transform):
+    """A transform that copies stored values to other keys before they change.
+
+    The transform belongs to the stage "raw". So it comes before every transform that changes these
+    keys.
+
+    Args:
+        keys: keys to copy; nested keys are tuples.
+        under: prefix of the copies. For example, ``("next", "reward")`` is copied to
+            ``(under, "next", "reward")``.
+
+    Raises:
+        ValueError: ``keys`` is not a list of at least one key.
+        KeyError: on read, a key is absent, or the key of its copy exists already.
+
+    Cost: a copy of the values.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import Compose, KeepRaw, LazyTensorStorage, ReplayBuffer, RewardClip
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(2), transform=Compose(
+        ...     KeepRaw([("next", "reward")]), RewardClip(-1, 1)))
+        >>> _ = rb.extend(TensorDict({"next": {"reward": torch.tensor([[5.0]])}}, [1]))
+        >>> rb[:]["next", "reward"].item(), rb[:]["raw", "next", "reward"].item()
+        (1.0, 5.0)
+    """
+
+    stage = "raw"
+
+    def __init__(self, keys: Sequence[Any], under: str = "raw") -> None:
+        if isinstance(keys, str) or not keys:
+            raise ValueError(f"expected a list of at least one key, got {keys!r}")
+        self.keys: list[Key] = [unravel(key) for key in keys]
+        self.under = unravel(under)
+
+    def forward(self, data: Any) -> Any:
+        """Add the copies."""
+        for key in self.keys:
+            value = lookup(data, key)
+            if value is None:
+                raise KeyError(
+                    f"KeepRaw expected the key {format_key(key)}, got a batch without it"
+                )
+            if lookup(data, self.under + key) is not None:
+                raise KeyError(
+                    f"KeepRaw expected no key {format_key(self.under + key)} in the batch; pass "
+                    "another prefix as under="
+                )
+            data.set(self.under + key, value.clone())
+        return data
+
+    def __repr__(self) -> str:
+        return f"KeepRaw([{', '.join(map(format_key, self.keys))}], {format_key(self.under)})"

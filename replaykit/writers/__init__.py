@@ -1,4 +1,4 @@
-"""Which slots the next records take, and what they displace."""
+"""Writers, which choose the slots of new rows."""
 
 from replaykit.registry import room
 

@@ -1,13 +1,11 @@
 # Written by `python -m tests.generated` from replaykit/registry.py.
 
-from replaykit.writers.lanes import (
-    LaneWriter,
-)
 from replaykit.writers.max_value import (
     TensorDictMaxValueWriter,
 )
 from replaykit.writers.ring_writers import (
     ImmutableDatasetWriter,
+    LaneWriter,
     RoundRobinWriter,
     TensorDictRoundRobinWriter,
 )

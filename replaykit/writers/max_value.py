@@ -1,4 +1,4 @@
-"""Only the records of largest rank."""
+"""Keep only the rows of largest rank."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ Array = np.ndarray[Any, Any]
 
 
 class TensorDictMaxValueWriter(Writer):
-    """Keeps the ``max_size`` records of largest rank.
+    """A writer that keeps the ``max_size`` rows of largest rank.
 
-    While there is room, records are appended. Then a record displaces the one of smallest rank if
-    its own is strictly larger; among equals the older one stays. A batch counts as if its rows
-    came one by one. Ranks are compared in float64, integers beyond 2^53 hence rounded.
+    While there is room, the writer appends rows. After that, a new row replaces the row of smallest
+    rank if the new rank is strictly larger. Among equal ranks the older row stays. Writing a batch
+    gives the same result as writing its rows one by one. Ranks are compared in float64, so integers
+    beyond 2^53 are rounded.
 
     Args:
-        rank_key: key whose values are the rank; rows may be whole trajectories.
-        reduction: what becomes of all its dimensions but the row's: ``max``, ``min``, ``mean``,
-            ``median`` (the lower one) or ``sum``.
+        rank_key: key of the rank; rows may be whole trajectories.
+        reduction: the function that reduces the values of a row to one rank: ``max``, ``min``,
+            ``mean``, ``median`` (the lower median) or ``sum``.
 
     Raises:
-        ValueError: another reduction; with a storage of ``ndim > 1``; for a rank that is NaN.
-        KeyError: data without ``rank_key``. RuntimeError: data that is no TensorDict.
+        ValueError: the reduction is unknown, the storage has ``ndim > 1``, or a rank is NaN.
+        KeyError: the data has no ``rank_key``.
+        RuntimeError: the data is not a TensorDict.
 
-    Cost: O(log max_size) per accepted record; at the first write after a load a pass over all ranks
-    and over what bounds episodes, some 0.1 s a million.
+    Cost: O(log max_size) per accepted row. The first write after a load takes a pass over all ranks
+    and over the columns that end episodes, about 0.1 s per million rows.
 
     Example:
         >>> import torch
@@ -66,34 +68,34 @@ class TensorDictMaxValueWriter(Writer):
         compilable: bool = False,
     ) -> None:
         if reduction not in REDUCTIONS:
-            raise ValueError(f"expected a reduction of {list(REDUCTIONS)}, got {reduction!r}")
+            raise ValueError(f"reduction: expected one of {list(REDUCTIONS)}, got {reduction!r}")
         super().__init__()
         self.rank_key = unravel(("next", "reward") if rank_key is None else rank_key)
         self.reduction = reduction
         self._heap: RankHeap | None = None
-        # Those of a checkpoint, of which the heap is yet to be made.
+        # The ranks of a checkpoint, until the first write builds the heap from them.
         self._ranks_then: Array | ReadLater[Array] | None = None
-        # How far, and with which edits, the heap knows the storage's records.
+        # The storage's next row id and count of edits when the heap was updated last.
         self._seen = (-1, -1)
 
     def register_storage(self, storage: Storage) -> None:
-        """Takes the storage to write to; ValueError, where it has ``ndim > 1``."""
+        """Set the storage to write to. Raises ValueError if it has ``ndim > 1``."""
         if storage.ndim > 1:
             raise ValueError(
-                f"a {type(self).__name__} takes storages with ndim=1, got ndim={storage.ndim}"
+                f"a {type(self).__name__} expected a storage with ndim=1, got ndim={storage.ndim}"
             )
         super().register_storage(storage)
         self._heap = self._ranks_then = None
 
     def prepare(self, data: Any, **options: Any) -> Any:
-        """Returns checked rows for ``write``; raises where they have no rank, or one is NaN."""
+        """Return checked rows for ``write``; raise if a rank is absent or NaN."""
         rows = super().prepare(data, **options)
         if len(rows):
             self._ranks(rows)
         return rows
 
     def write(self, rows: Any) -> torch.Tensor:
-        """Stores the rows whose rank suffices; -1 for those refused, or displaced by later ones."""
+        """Store rows of sufficient rank; return slots, -1 for rows that were not stored."""
         count, storage = len(rows), self.storage
         if not count:
             return self._no_rows()
@@ -111,9 +113,9 @@ class TensorDictMaxValueWriter(Writer):
         try:
             storage.write(index[stored], rows, stored)
         except BaseException:
-            self._heap = None  # it knows records that are not stored
+            self._heap = None  # the heap has rows that were not stored
             raise
-        # The cursor as well, for a writer that may come after this one and go on from here.
+        # The cursor moves too, because another writer may later continue from it.
         storage.ledger.place(index[accepted], move_cursor=True)
         self._seen = self._state_of_storage()
         self._count(len(accepted))
@@ -122,9 +124,9 @@ class TensorDictMaxValueWriter(Writer):
         return result
 
     def _known_heap(self) -> RankHeap:
-        """The heap over the records that are stored now; made anew if others wrote or edited them.
+        """Return the heap over the stored rows; rebuild it if other code changed them.
 
-        Cost: O(1); O(N) after an edit or a load.
+        Cost: O(1), or O(N) after an edit or a load.
         """
         if self._heap is None or self._seen != self._state_of_storage():
             then = self._ranks_then if self._seen == self._state_of_storage() else None
@@ -151,11 +153,11 @@ class TensorDictMaxValueWriter(Writer):
         storage = self.storage
         if not len(storage):
             return np.empty(0)
-        # Rows without a schema may differ in shape, and a batch of them may lie in any dimension.
+        # Rows without a schema may differ in shape and cannot be read as one batch.
         return self._reduced(list(storage) if storage.schema is None else storage.get(slice(None)))
 
     def _ranks(self, rows: Any) -> Array:
-        """Returns the rank of each prepared row: float64 ``[B]``."""
+        """Return the rank of each prepared row: float64 ``[B]``."""
         if isinstance(rows, Rows):
             if not isinstance(rows.root, Branch) or rows.root.kind != "tensordict":
                 raise RuntimeError(
@@ -163,7 +165,7 @@ class TensorDictMaxValueWriter(Writer):
                     f"TensorDicts, got {rows.root}"
                 )
             if self.rank_key not in rows.leaves:
-                raise KeyError(f"expected the rank under {format_key(self.rank_key)}; got none")
+                raise KeyError(f"expected the rank under {format_key(self.rank_key)}, got none")
             return self._reduce(rows.leaves[self.rank_key])
         return self._reduced(rows)
 
@@ -181,7 +183,7 @@ class TensorDictMaxValueWriter(Writer):
             )
         value = lookup(data, self.rank_key)
         if not isinstance(value, torch.Tensor):
-            raise KeyError(f"expected the rank under {format_key(self.rank_key)}; got none")
+            raise KeyError(f"expected the rank under {format_key(self.rank_key)}, got none")
         return value
 
     def _reduce(self, values: torch.Tensor) -> Array:
@@ -206,7 +208,7 @@ class TensorDictMaxValueWriter(Writer):
         self._heap = self._ranks_then = None
 
     def survivors(self, capacity: int, state: dict[str, Any]) -> torch.Tensor:
-        """The records of largest rank; among equals the older ones."""
+        """Return the slots of the rows of largest rank, with older rows before equal ones."""
         ledger = ledger_of(state)
         order = ledger.write_order()
         best = torch.argsort(_ranks_of(state)[order], descending=True, stable=True)[:capacity]
@@ -233,7 +235,7 @@ class TensorDictMaxValueWriter(Writer):
 
     def restore(self, state_dict: dict[str, Any], rows: torch.Tensor | None) -> None:
         super().restore(state_dict, rows)
-        # Made when somebody writes: who opens a checkpoint to sample does not wait for it.
+        # The first write builds the heap, so that opening a checkpoint for sampling is fast.
         self._heap, ranks = None, state_dict["_ranks"]
         if rows is not None:
             self._ranks_then = _ranks_of(state_dict)[rows].numpy()
@@ -246,14 +248,14 @@ class TensorDictMaxValueWriter(Writer):
     def __getstate__(self) -> dict[str, Any]:
         if multiprocessing.context.get_spawning_popen() is not None:
             raise RuntimeError(
-                f"a {type(self).__name__} cannot be handed to a spawned process: which records "
-                "are the largest is known in one process only"
+                f"a {type(self).__name__} cannot be handed to a spawned process: its heap of ranks "
+                "belongs to one process; write in the process that created it"
             )
         return {**super().__getstate__(), "_heap": None, "_ranks_then": None}
 
 
 def _ranks_of(state: dict[str, Any]) -> torch.Tensor:
-    """The rank of each row of a saved state; ValueError where one is no number."""
+    """Return the rank of each row of a saved state. Raises ValueError for a NaN."""
     ranks = state["_ranks"]
     ranks = ranks.spanned() if isinstance(ranks, MappedRows) else ranks
     return torch.from_numpy(_numbers(ranks.numpy()))

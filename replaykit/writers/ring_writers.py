@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 
+from replaykit.checkpoint import MappedRows
+from replaykit.episodes import InterleavedIndex
+from replaykit.episodes.interleaved import stream_keys
+from replaykit.errors import BufferFull
 from replaykit.keywords import checked_keywords
+from replaykit.schema import Rows
+from replaykit.storages import Storage
+from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import as_slots, check_no_hole, last_occurrences
-from replaykit.writers.writer import Writer, full_index
+from replaykit.structure import Branch
+from replaykit.ted import format_key
+from replaykit.writers.writer import Writer, full_index, ledger_of
 
-__all__ = ["ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter"]
+__all__ = ["ImmutableDatasetWriter", "LaneWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter"]
 
 
 class RoundRobinWriter(Writer):
-    """Writes at the cursor, which goes round; the oldest records are displaced.
+    """A writer that appends rows in a ring and replaces the oldest rows.
 
-    A batch longer than the capacity leaves what writing its rows one by one would have left.
-    Cursor, length, positions and generations change together, after the rows are in place.
+    Writing a batch longer than the capacity gives the same result as writing its rows one by one.
+    Cursor, length, row ids and generations change together, after the rows are copied.
 
     Args:
-        track_generations: samples then carry ``index_generation``, int64 ``[B]``: how often the
-            slot was written. Index and generation together name a record for ever.
+        track_generations: whether samples carry ``index_generation``, int64 ``[B]``. It is the
+            number of times that the slot was written before. Index and generation identify one row
+            for ever.
 
     Example:
         >>> import torch
@@ -39,7 +50,7 @@ class RoundRobinWriter(Writer):
         self.tracks_generations = track_generations
 
     def write(self, rows: Any) -> torch.Tensor:
-        """Stores every row from the cursor on; returns its slot, int64 ``[B]`` (``[B, ndim]``)."""
+        """Store rows at the cursor; return their slots, int64 ``[B]`` (``[B, ndim]``)."""
         count, storage = len(rows), self.storage
         if not count:
             return self._no_rows()
@@ -53,17 +64,19 @@ class RoundRobinWriter(Writer):
         return full_index(slots, storage)
 
     def write_reusing(self, rows: Any, free: torch.Tensor) -> torch.Tensor:
-        """Stores rows as new records in free slots first, then from the cursor on.
+        """Store new rows in free slots first, and the remaining rows at the cursor.
+
+        The caller must hold the lock of the storage.
 
         Args:
-            free: distinct slots below the length, int64 ``[K]``, of which nobody needs the records;
-                at most as many as there are rows.
+            free: distinct slots below the length, int64 ``[K]``, whose rows may be replaced. There
+                are at most as many as new rows.
 
         Returns:
             The slot of each row, int64 ``[B]``.
 
-        The storage's lock is held. Cost: as ``write``; the first time O(capacity), after which
-        positions and generations take 16 bytes a slot.
+        Cost: the same as ``write``, but O(capacity) for the first call. From then on, row ids and
+        generations take 16 bytes per slot.
         """
         count, storage = len(rows), self.storage
         if not len(free):
@@ -78,17 +91,19 @@ class RoundRobinWriter(Writer):
         return slots
 
     def write_at(self, index: Any, data: Any) -> torch.Tensor:
-        """Stores rows as new records at explicit slots of dimension 0; the cursor stays.
+        """Store new rows at given slots of dimension 0; the cursor does not move.
 
         Args:
-            index: an int with one row, or int64 ``[B]`` with a batch.
+            index: an int for one row, or int64 ``[B]`` for a batch.
 
         Returns:
             The slots, int64 ``[B]`` (``[B * prod(lanes), ndim]`` with lanes).
 
         Raises:
-            IndexError: outside the capacity. RuntimeError: a slot below them would stay without
-                a record. ValueError: another number of rows than slots. SchemaError.
+            IndexError: a slot is outside the capacity.
+            RuntimeError: a lower slot would stay without a row.
+            ValueError: the numbers of rows and slots differ.
+            SchemaError: the rows do not fit the schema.
         """
         storage = self.storage
         rows = self.prepare(data, single=isinstance(index, int))
@@ -110,7 +125,7 @@ class RoundRobinWriter(Writer):
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
-    """The same as RoundRobinWriter, under the name that code for TensorDicts uses.
+    """A RoundRobinWriter under the name that TensorDict code uses.
 
     Example:
         >>> from replaykit import RoundRobinWriter, TensorDictRoundRobinWriter
@@ -120,7 +135,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
 
 
 class ImmutableDatasetWriter(Writer):
-    """Refuses every write. Rows that are there can still be edited in place.
+    """A writer that refuses every write. Stored rows can still be edited in place.
 
     Example:
         >>> import torch
@@ -141,25 +156,274 @@ class ImmutableDatasetWriter(Writer):
         raise RuntimeError("This dataset doesn't allow writing.")
 
     def write(self, rows: Any) -> NoReturn:
-        """Always raises RuntimeError."""
+        """Raise RuntimeError."""
         self._refuse()
 
     def add(self, data: Any) -> NoReturn:
-        """Always raises RuntimeError."""
+        """Raise RuntimeError."""
         self._refuse()
 
     def extend(self, data: Any) -> NoReturn:
-        """Always raises RuntimeError."""
+        """Raise RuntimeError."""
         self._refuse()
 
     def write_at(self, index: Any, data: Any) -> NoReturn:
-        """Always raises RuntimeError."""
+        """Raise RuntimeError."""
         self._refuse()
 
     def empty(self, empty_write_count: bool = True) -> NoReturn:
-        """Always raises RuntimeError."""
+        """Raise RuntimeError."""
         self._refuse()
 
     def prepare(self, data: Any, **_: Any) -> NoReturn:
-        """Always raises RuntimeError."""
+        """Raise RuntimeError."""
         self._refuse()
+
+
+Array = np.ndarray[Any, Any]
+
+
+class _Targets(NamedTuple):
+    """The target slots of written rows; each attribute is ``[n]``.
+
+    The attributes are the slot, whether the slot had a row before, and the number of times that the
+    ring of the row's stream has wrapped in this write.
+    """
+
+    slots: Array
+    displacing: Array
+    turn: Array
+
+
+class LaneWriter(Writer):
+    """A writer that keeps the newest ``length`` rows of every stream.
+
+    The storage must have a ``lane_key``. A new row takes a free slot until its stream has
+    ``length`` rows. After that, it replaces the oldest row of its stream. A write may have any
+    number of rows of any streams, in any order. Other streams do not change. If a write has more
+    than ``length`` rows of a stream, the last ``length`` rows stay. A stream stays until ``empty``.
+
+    A stream may already have more than ``length`` rows when the writer starts to write to the
+    storage. Such a stream keeps its number of rows.
+
+    Args:
+        length: number of rows of each stream.
+        track_generations: whether samples carry ``index_generation``; see RoundRobinWriter.
+
+    Raises:
+        ValueError: ``length`` is not an int of at least 1, or the storage has no ``lane_key``.
+        BufferFull: on write, all streams with ``length`` rows each would exceed the capacity.
+            Nothing has changed.
+        RuntimeError: on write, rows are not TensorDicts; or rows were written to chosen slots or by
+            another writer, so that the missing rows of a stream are unknown.
+
+    Cost: O(rows written + streams), in array operations. If a ring wraps during a write, these
+    operations run once per wrap. Memory: 16 bytes per slot.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(6, lane_key="env"), writer=LaneWriter(3))
+        >>> env, x = torch.tensor([0, 1, 0, 0, 0, 0]), torch.arange(6)
+        >>> rb.extend(TensorDict({"env": env, "x": x}, [6]))
+        tensor([0, 1, 2, 3, 0, 2])
+        >>> [episode.rows()["x"].tolist() for episode in rb.episodes]
+        [[3, 4, 5], [1]]
+    """
+
+    kind = "lanes"
+    mapped_entries = ("_ledger", "_lanes")
+
+    def __init__(self, length: int, *, track_generations: bool = False) -> None:
+        super().__init__()
+        self.length = _checked_length(length)
+        self.tracks_generations = track_generations
+
+    def register_storage(self, storage: Storage) -> None:
+        """Set the storage to write to. Raises ValueError if it has no ``lane_key``."""
+        if not isinstance(storage, ColumnStorage) or storage.lane_key is None:
+            raise ValueError(
+                f"a {type(self).__name__} expected a tensor or memmap storage with lane_key=, the "
+                f"column that identifies streams, got {storage!r}"
+            )
+        super().register_storage(storage)
+
+    @property
+    def _columns(self) -> ColumnStorage:
+        storage = self.storage
+        assert isinstance(storage, ColumnStorage)
+        return storage
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def write(self, rows: Any) -> torch.Tensor:
+        """Store every row in the ring of its stream; return its slot, int64 ``[B]``."""
+        storage = self._columns
+        if not len(rows):
+            return self._no_rows()
+        index = self._index(rows)
+        rows = storage.apart(rows)
+        places = self._targets(rows, index)
+        storage.check_order(rows)
+        storage.accept(rows)
+        if index is None:
+            _ = storage.episodes  # create the index, so that it follows this write
+        slots = torch.from_numpy(places.slots)
+        last = last_occurrences(slots) if places.turn.any() else slice(None)
+        storage.write_by_stream(slots[last], rows, last)
+        storage.commit_by_stream(rows, slots, places.displacing, places.turn)
+        self._count(len(rows))
+        return slots
+
+    def _index(self, rows: Rows) -> InterleavedIndex | None:
+        """Return the index of the stored rows; None before the first write."""
+        storage = self._columns
+        if not storage.initialized:
+            root = rows.root
+            if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
+                raise RuntimeError(
+                    f"a {type(self).__name__} expects data to be a tensor collection: it takes "
+                    f"TensorDicts, got {root}"
+                )
+            return None
+        if not storage.ledger.oldest_first:
+            raise RuntimeError(
+                f"a {type(self).__name__} expected stored rows of which each stream has lost only "
+                "its oldest ones, got rows that were placed, or written round the ring after a "
+                "write by stream; call empty() of the buffer first"
+            )
+        index = storage.episodes
+        assert isinstance(index, InterleavedIndex)
+        return index
+
+    def _targets(self, rows: Rows, index: InterleavedIndex | None) -> _Targets:
+        storage = self._columns
+        assert storage.lane_key is not None
+        keys = stream_keys(rows.leaves[storage.lane_key])
+        # Group the rows by stream. Each group is in the order of the write.
+        order = np.argsort(keys, kind="stable")
+        grouped, count = keys[order], len(keys)
+        starts = np.flatnonzero(np.append(True, grouped[1:] != grouped[:-1]))
+        counts = np.diff(starts, append=count)
+        streams = grouped[starts]
+        have = np.zeros(len(streams), np.int64) if index is None else index.sizes(streams)
+        self._check_room(index, int(np.count_nonzero(have == 0)), storage.slots_for(rows))
+        number = np.arange(count) - np.repeat(starts, counts)
+        size = np.repeat(have, counts)
+        ring = np.maximum(size, self.length)
+        # Positions in a stream's ring: first the stored rows, oldest first, then free positions.
+        place = (number + size) % ring
+        old, fresh = place < size, number < ring - size
+        slots = np.empty(count, np.int64)
+        if index is not None and old.any():
+            slots[old] = index.nth(grouped[old], place[old])
+        if fresh.any():  # rows take free slots in the order of the write
+            taken = order[fresh]
+            slots[fresh] = storage.ledger.length + np.argsort(np.argsort(taken))
+        again = ~old & ~fresh
+        if again.any():
+            slots[again] = slots[(np.repeat(starts, counts) + place - size)[again]]
+        found = _Targets(*(np.empty(count, part) for part in (np.int64, np.bool_, np.int64)))
+        found.slots[order], found.displacing[order] = slots, ~fresh
+        found.turn[order] = number // ring
+        return found
+
+    def _check_room(self, index: InterleavedIndex | None, fresh: int, slots: int) -> None:
+        """Raise BufferFull if all streams, including ``fresh`` new streams, do not fit."""
+        sizes = np.zeros(0, np.int64) if index is None else index.sizes()
+        needed = int(np.maximum(sizes, self.length).sum()) + fresh * self.length
+        if needed > slots:
+            raise BufferFull(
+                f"expected at most {slots // self.length} streams of {self.length} rows in {slots} "
+                f"slots, by {format_key(self._columns.lane_key or ())}; got {len(sizes) + fresh}, "
+                f"{fresh} of them new, which take {needed}"
+            )
+
+    # -- state --------------------------------------------------------------------------------
+
+    def keeps_all(self, capacity: int, state: dict[str, Any]) -> bool:
+        """Return whether all rows of a saved state can stay in their slots.
+
+        A stream may have more than this writer's ``length`` rows only if the saved writer's
+        ``length`` was not larger.
+        """
+        longest = state.get("_longest")
+        if longest is None:  # saved by an older version
+            lanes = _streams_of(state)
+            longest = int(torch.bincount(lanes).max()) if len(lanes) else 0
+        # A saved writer of no larger length kept the additional rows, and so does this writer.
+        length = state.get("_length")
+        fits = longest <= self.length or (length is not None and length <= self.length)
+        return super().keeps_all(capacity, state) and fits
+
+    def survivors(self, capacity: int, state: dict[str, Any]) -> torch.Tensor:
+        """Return the slots of the newest ``length`` rows of every stream.
+
+        If these rows exceed ``capacity``, return as many rows per stream as fit. If even one row
+        per stream does not fit, return the newest rows of all streams.
+        """
+        order = ledger_of(state).write_order()
+        lanes = _streams_of(state)[order].numpy()
+        by = np.argsort(lanes, kind="stable")
+        counts = np.bincount(lanes)
+        newer = np.empty(len(by), np.int64)
+        newer[by] = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(by))
+        low, high = 0, self.length
+        while low < high:
+            middle = (low + high + 1) // 2
+            if int(np.minimum(counts, middle).sum()) <= capacity:
+                low = middle
+            else:
+                high = middle - 1
+        return order[torch.from_numpy(newer < low)] if low else order[-capacity:]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the writer's state, each row's stream, and the longest stream's length."""
+        storage = self._columns
+        with storage.lock:
+            length = storage.ledger.length
+            lanes = np.zeros(0, np.int64)
+            if length:
+                lanes = storage.episodes.time_and_lane(np.arange(length))[1]
+            longest = int(np.bincount(lanes).max()) if length else 0
+            return {
+                **super().state_dict(),
+                "_lanes": torch.from_numpy(lanes),
+                "_longest": longest,
+                "_length": self.length,
+            }
+
+    def check_state(self, state_dict: dict[str, Any]) -> None:
+        super().check_state(state_dict)
+        length, longest = state_dict["_ledger"]["length"], state_dict.get("_longest")
+        if longest is not None and (type(longest) is not int or not 0 <= longest <= length):
+            raise ValueError(f"expected '_longest' as an int from 0 to {length}, got {longest!r}")
+        if "_length" in state_dict:
+            _checked_length(state_dict["_length"])
+        lanes = state_dict.get("_lanes")
+        if (
+            not isinstance(lanes, (torch.Tensor, MappedRows))
+            or lanes.dtype != torch.int64
+            or lanes.shape != (length,)
+        ):
+            raise ValueError(f"expected the streams of {length} rows as int64, got {lanes!r}")
+        if isinstance(lanes, torch.Tensor):
+            _streams_of(state_dict)
+
+
+def _streams_of(state: dict[str, Any]) -> torch.Tensor:
+    """Return the stream of each row of a saved state. ValueError if one is invalid."""
+    lanes: torch.Tensor | MappedRows = state["_lanes"]
+    found = lanes.spanned() if isinstance(lanes, MappedRows) else lanes
+    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < len(found):
+        raise ValueError(f"expected the streams of {len(found)} rows, got {found!r}")
+    return found
+
+
+def _checked_length(length: object) -> int:
+    if isinstance(length, np.integer):
+        length = int(length)
+    if type(length) is not int or length < 1:
+        raise ValueError(f"expected length as an int of at least 1, got {length!r}")
+    return length

@@ -1,4 +1,4 @@
-"""What every writer offers: which slots the next records take, and when they count as stored."""
+"""The base of writers, which choose slots for new rows and commit them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MOST_WRITTEN = 2**62 - 1
 
 
 class Writer(Uncompiled, ABC):
-    """Reserves slots, has the storage filled, then commits.
+    """The base class of writers, which choose slots, fill them and commit the rows.
 
-    A writer of one's own brings ``write``. Cursor, length, positions and generations belong to
-    the storage; a writer counts what it wrote.
+    A custom writer implements ``write``. Cursor, length, row ids and generations belong to the
+    storage. The writer only counts the rows that it wrote.
 
     Attributes:
         tracks_generations: whether samples carry ``index_generation``.
-        time_dim: dimension of written data that is time; set by the buffer.
+        time_dim: the time dimension of written data; set by the buffer.
 
     Example:
         >>> import torch
@@ -45,16 +45,15 @@ class Writer(Uncompiled, ABC):
     """
 
     kind = "custom"
-    """Writers of one kind take each other's saved state; one's own class is a kind of its own."""
+    """Writers of one kind can load each other's state. Each custom class is a separate kind."""
 
     mapped_entries: tuple[str, ...] = ("_ledger",)
-    """Entries of a saved state whose tensors it takes as MappedRows, to be read when they are
-    needed."""
+    """Entries of a saved state that may be MappedRows, which the writer reads when needed."""
 
     tracks_generations = False
 
     keeps_order = True
-    """Whether rows lie in the order in which they were written, as slices of episodes need them."""
+    """True if rows are stored in write order, as slices of episodes require."""
 
     _owner: weakref.ref[Any] | None = None
 
@@ -71,46 +70,51 @@ class Writer(Uncompiled, ABC):
 
     @property
     def owner(self) -> Any:
-        """The buffer that uses it; None where there is none, or none any more."""
+        """The buffer that uses the writer; None without a buffer, or if it was deleted."""
         return None if self._owner is None else self._owner()
 
     @owner.setter
     def owner(self, buffer: Any) -> None:
         self._owner = weakref.ref(buffer)
 
-    # -- what a writer brings -----------------------------------------------------------------
+    # -- for subclasses -----------------------------------------------------------------------
 
     @abstractmethod
     def write(self, rows: Any) -> torch.Tensor:
-        """Stores rows that the storage has prepared, and commits them.
+        """Store and commit rows that the storage has prepared.
 
-        Returns the slot of each row, int64 ``[B]``, -1 where it is not stored (``[B, ndim]`` for
-        storages with lanes). Called with the storage's lock held.
+        The caller holds the lock of the storage.
+
+        Returns:
+            The slot of each row, int64 ``[B]`` (``[B, ndim]`` for storages with lanes); -1 for rows
+            that are not stored.
         """
 
     def survivors(self, capacity: int, state: dict[str, Any]) -> torch.Tensor:
-        """Which records of a saved state fit into ``capacity`` slots: their slots, oldest first.
+        """Return the slots of the saved rows to keep in ``capacity`` slots, oldest first.
 
-        Most writers keep the newest.
+        Most writers keep the newest rows.
         """
         ledger = ledger_of(state)
         return ledger.write_order()[-capacity:]
 
     def keeps_all(self, capacity: int, state: dict[str, Any]) -> bool:
-        """Whether the records of a saved state can all stay in their slots, of ``capacity``: see
-        ``Ledger.keeps_slots``."""
+        """Return whether all rows of a saved state can stay in their slots.
+
+        ``capacity`` is the number of slots. ``Ledger.keeps_slots`` has the details.
+        """
         return ledger_of(state).keeps_slots(capacity)
 
     # -- writing ------------------------------------------------------------------------------
 
     def register_storage(self, storage: Storage) -> None:
-        """Takes the storage to write to; called by the buffer."""
+        """Set the storage to write to. The buffer calls this."""
         self._storage = storage
         if storage.recovery is not None:
             storage.recovery.adopt_writer(self)
 
     def works_on(self, storage: Storage) -> bool:
-        """Whether it writes to a storage, and no other has come for it in its buffer."""
+        """Return whether the writer uses a storage and is still the writer of its buffer."""
         owner = self.owner
         return self._storage is storage and (
             owner is None or getattr(owner, "_writer", self) is self
@@ -118,70 +122,74 @@ class Writer(Uncompiled, ABC):
 
     @property
     def storage(self) -> Storage:
-        """The storage written to; RuntimeError before there is one."""
+        """The storage to write to. Raises RuntimeError before it is set."""
         if self._storage is None:
-            raise RuntimeError("this writer has no storage yet; a buffer registers it")
+            raise RuntimeError("this writer has no storage; pass the writer to a buffer first")
         return self._storage
 
     @property
     def write_count(self) -> int:
-        """Rows written so far through this writer (elements, for storages with lanes)."""
+        """Number of rows that this writer has written, over all lanes."""
         return self._write_count
 
     def add(self, data: Any) -> int | torch.Tensor | None:
-        """Stores one row; returns its slot: None if refused, ``[prod(lanes), ndim]`` with lanes."""
+        """Store one row and return its slot, or None if the row is refused.
+
+        For storages with lanes, return the index, int64 ``[prod(lanes), ndim]``.
+        """
         rows = self.prepare(data, single=True)
-        return single_index(self._write_and_tell(rows))
+        return single_index(self._write_and_notify(rows))
 
     def extend(self, data: Any) -> torch.Tensor:
-        """Stores a batch; returns the slot of each row, int64 ``[B]`` (``[B, ndim]``)."""
-        return self._write_and_tell(self.prepare(data))
+        """Store a batch; return the slot of each row, int64 ``[B]`` (``[B, ndim]``)."""
+        return self._write_and_notify(self.prepare(data))
 
     def prepare(self, data: Any, *, single: bool = False, optional: Collection[Path] = ()) -> Any:
-        """Returns checked rows for ``write``; raises what the storage says does not fit."""
+        """Return checked rows for ``write``; raise the storage's error if they do not fit."""
         return self.storage.prepare(data, single=single, time_dim=self.time_dim, optional=optional)
 
-    def _write_and_tell(self, rows: Any) -> torch.Tensor:
+    def _write_and_notify(self, rows: Any) -> torch.Tensor:
         with self.storage.lock:
             index = self.write(rows)
             self.storage.notify(index)
         return index
 
     def write_at(self, index: Any, data: Any) -> torch.Tensor:
-        """Stores rows at explicit slots, with the cursor where it was.
+        """Store rows at given slots; the cursor does not move.
 
         Raises:
             RuntimeError: this writer chooses its slots itself.
         """
-        raise RuntimeError(f"{type(self).__name__} chooses the slots of its records itself")
+        raise RuntimeError(f"{type(self).__name__} chooses the slots of its rows itself")
 
     def write_reusing(self, rows: Any, free: torch.Tensor) -> torch.Tensor:
-        """Stores prepared rows in free slots first; as ``write`` otherwise.
+        """Store prepared rows in free slots first, and the others as ``write`` does.
 
         Raises:
             RuntimeError: this writer chooses its slots itself.
         """
-        raise RuntimeError(f"{type(self).__name__} chooses the slots of its records itself")
+        raise RuntimeError(f"{type(self).__name__} chooses the slots of its rows itself")
 
     def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
-        """Ends the episodes that are being written, without a flag: the stream is severed there.
+        """Cut streams: end their open episodes without a flag.
 
-        What is written next belongs to another episode, which begins in the middle: no window,
-        n-step sum, stack of frames or relabelling goes across.
+        The next rows belong to another episode, which counts as stored from its middle on. No
+        window, n-step sum, stack of frames or relabelling crosses the cut.
 
         Args:
-            lane: number of a lane, or several; None: all. In a storage with ``lane_key`` the
-                lanes are its streams, by what stands in that column.
+            lane: the number of a lane, or several numbers; None for all lanes. In a storage with
+                ``lane_key``, the values of that column identify streams.
 
         Raises:
-            IndexError: no such lane. RuntimeError: a storage without an episode index.
+            IndexError: a lane does not exist.
+            RuntimeError: the storage has no episode index.
         """
         storage = self.storage
         with storage.lock:
             storage.cut(storage.lanes_named(lane))
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Forgets all records; the storage's lock is held."""
+        """Remove all rows. The caller holds the lock of the storage."""
         storage = self.storage
         storage.clear()
         storage.ledger.clear()
@@ -197,13 +205,13 @@ class Writer(Uncompiled, ABC):
     # -- generations --------------------------------------------------------------------------
 
     def generations_of(self, index: Any) -> torch.Tensor:
-        """How often the slots were written, from 0; -1: never, or this writer does not track.
+        """Return the generations of slots, int64 ``[K]``.
+
+        The first row of a slot has generation 0. The result is -1 for slots that were never
+        written. If the writer does not track generations, it is -1 for all slots.
 
         Args:
             index: int64 ``[K]``, or ``[K, ndim]`` for storages with lanes.
-
-        Returns:
-            int64 ``[K]``.
         """
         slots = as_tensor(index)
         if self._storage is not None and self._storage.ndim > 1 and slots.ndim > 1:
@@ -216,7 +224,7 @@ class Writer(Uncompiled, ABC):
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns write count, cursor, positions and generations, as numbers and tensors."""
+        """Return write count, cursor, row ids and generations, as numbers and tensors."""
         with self.storage.lock:
             return {
                 "_kind": self.kind,
@@ -227,7 +235,7 @@ class Writer(Uncompiled, ABC):
             }
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError where the state is not one of a writer of this kind."""
+        """Raise ValueError unless the state comes from a writer of this kind."""
         if not isinstance(state_dict, dict) or "_ledger" not in state_dict:
             raise ValueError(f"expected the state of a writer, got {state_dict!r}")
         if state_dict.get("_kind") != self.kind:
@@ -235,7 +243,7 @@ class Writer(Uncompiled, ABC):
                 f"expected the state of a {self.kind!r} writer, got {state_dict.get('_kind')!r}"
             )
         count = state_dict.get("_write_count")
-        # Storages in files keep it as an int64, to which rows are added.
+        # Storages in files store the count as an int64, and the count must be able to grow.
         if type(count) is not int or not 0 <= count <= _MOST_WRITTEN:
             raise ValueError(
                 f"expected '_write_count' as an int from 0 to {_MOST_WRITTEN}, got {count!r}"
@@ -244,10 +252,10 @@ class Writer(Uncompiled, ABC):
         EpisodeIndexes.check(state_dict.get("_episodes"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state of a writer of the same kind on a storage of the same capacity.
+        """Load the state of a writer of the same kind and capacity.
 
         Raises:
-            ValueError: another kind, another capacity, or another number of stored rows.
+            ValueError: the kind, the capacity or the number of stored rows differs.
         """
         self.check_state(state_dict)
         state, storage = state_dict["_ledger"], self.storage
@@ -263,31 +271,34 @@ class Writer(Uncompiled, ABC):
             self.restore(state_dict, None)
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Saves the writer's state into a directory of its own, all or nothing."""
+        """Save the writer's state into a new directory, completely or not at all."""
         save_checkpoint(path, {"writer": self.state_dict()}, {"writer": type(self).__name__})
 
     def loads(self, path: str | os.PathLike[str]) -> None:
-        """Takes over a state that ``dumps`` of a writer of the same kind saved.
+        """Load a state that ``dumps`` of a writer of the same kind saved.
 
         Raises:
-            FileNotFoundError: nothing saved there. CheckpointError: it is damaged.
-            ValueError: as ``load_state_dict``. Nothing has changed then.
+            FileNotFoundError: the path has no checkpoint.
+            CheckpointError: the checkpoint is damaged.
+            ValueError: as ``load_state_dict`` does.
+
+        After an error nothing has changed.
         """
         with deferred, Checkpoint(path) as saved:
             saved.verify()
             self.load_state_dict(saved.part("writer"))
 
-    def state_of_kept(
+    def state_of_subset(
         self, content: Content, state_dict: dict[str, Any], rows: torch.Tensor | None
     ) -> dict[str, Any]:
-        """The state for ``restore`` where of checked content only ``rows`` are kept."""
-        episodes = self.storage.episodes_of_kept(
+        """Return the state for ``restore`` if only ``rows`` of the content are loaded."""
+        episodes = self.storage.episodes_of_subset(
             content, state_dict.get("_episodes"), ledger_of(state_dict), rows
         )
         return {**state_dict, "_episodes": episodes}
 
     def restore(self, state_dict: dict[str, Any], rows: torch.Tensor | None) -> None:
-        """Takes over a checked state; ``rows`` as for ``Ledger.restore``."""
+        """Load a checked state. ``rows`` has the same meaning as in ``Ledger.restore``."""
         self._write_count = state_dict["_write_count"]
         self.storage.ledger.restore(state_dict["_ledger"], rows)
         self.storage.restore_episodes(state_dict.get("_episodes"), ledger_of(state_dict), rows)
@@ -300,12 +311,12 @@ class Writer(Uncompiled, ABC):
 
 
 def ledger_of(state: dict[str, Any]) -> Ledger:
-    """Returns a ledger as it was when the writer's state was taken, to look at."""
+    """Return the ledger of a writer's saved state, for reading only."""
     return Ledger.saved(state["_ledger"])
 
 
 def single_index(index: torch.Tensor) -> int | torch.Tensor | None:
-    """What ``add`` returns for the index of one row."""
+    """Return the result of ``add`` for the index of one row."""
     if index.ndim > 1:
         return index
     slot = int(index[0])
@@ -317,5 +328,5 @@ def _empty_index(ndim: int) -> torch.Tensor:
 
 
 def full_index(slots: torch.Tensor, storage: Storage) -> torch.Tensor:
-    """The index users see for time slots."""
+    """Return the index that users see for slots of dimension 0."""
     return with_lanes(slots, storage.lanes) if storage.ndim > 1 else slots

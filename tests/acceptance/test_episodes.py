@@ -93,7 +93,7 @@ def test_steps_to_the_end_after_every_write(
 
 @pytest.mark.acceptance("F3", "F4")
 @pytest.mark.parametrize("lane_key", [None, "lane"])
-def test_after_a_clear_nothing_of_the_past_is_seen(lane_key: Any, ted: Any, buffer: Any) -> None:
+def test_emptied_rows_are_never_seen_again(lane_key: Any, ted: Any, buffer: Any) -> None:
     rb = buffer(6, lane_key=lane_key, writer=RoundRobinWriter(track_generations=True))
     columns = {} if lane_key is None else {"lane": torch.zeros(8, dtype=torch.long)}
     rb.extend(ted([0] * 8, **columns))
@@ -186,7 +186,7 @@ def goals(rows: Any) -> Any:
 @pytest.mark.acceptance("S17")
 @pytest.mark.parametrize("how", ["dumps", "state_dict", "memmap"])
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_nothing_spans_a_restart(
+def test_episodes_end_at_a_restart(
     how: str, lanes: int, ted: Any, buffer: Any, tmp_path: Any
 ) -> None:
     """Rows 0..5 of an open episode, a restart, rows 6..11: two episodes for everyone."""

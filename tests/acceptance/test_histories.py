@@ -239,8 +239,8 @@ class Histories:
         row = stored[draw(st.integers(0, len(stored) - 1))]
         # Of the newest row of a lane an end is not taken back: what is written next is made to
         # follow from what the model knew of it.
-        goes_on = row is not self.model.newest(row.lane)
-        row.code = draw(st.sampled_from([0, 1, 2])) if goes_on else row.code
+        continues = row is not self.model.newest(row.lane)
+        row.code = draw(st.sampled_from([0, 1, 2])) if continues else row.code
         number = self.plain["number"]
         for key, value in (("terminated", 1), ("truncated", 2), ("done", 0)):
             column = self.plain["next", key].clone()
@@ -409,7 +409,7 @@ KINDS = ["inside", "shorter", "left", "right", "both", "left law", "right law", 
 @settings(max_examples=25, deadline=None, phases=[Phase.generate])
 @given(st.data())
 @pytest.mark.parametrize("layout", ["ring", "lanes", "streams"])
-def test_whatever_is_done_all_answers_are_those_of_a_scan(layout: str, data: st.DataObject) -> None:
+def test_random_histories_match_a_scan(layout: str, data: st.DataObject) -> None:
     lanes = 1 if layout == "ring" else data.draw(st.integers(2, 3))
     streams = layout == "streams"
     slots = data.draw(st.integers(lanes + 3 if streams else 1, 9))

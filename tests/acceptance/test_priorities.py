@@ -53,7 +53,7 @@ def test_stratified_shares_are_exact_and_repeat_while_the_other_never_does(
 
 
 @pytest.mark.acceptance("S9")
-def test_one_lane_alone(ted: Any, buffer: Any) -> None:
+def test_single_lane_fills_all_slices(ted: Any, buffer: Any) -> None:
     rb = buffer(100, prioritized(num_slices=4), lane_key="lane", generator=torch.Generator())
     rb.extend(ted([0], lane=[1]))
     assert rb.sample(4)["priority_weight"].tolist() == [1.0] * 4
@@ -69,7 +69,9 @@ def test_one_lane_alone(ted: Any, buffer: Any) -> None:
 
 
 @pytest.mark.acceptance("S10")
-def test_clear_stale_saved_guarded(ted: Any, buffer: Any, tmp_path: Any) -> None:
+def test_loaded_buffer_keeps_slice_weights_and_empty_ends_draws(
+    ted: Any, buffer: Any, tmp_path: Any
+) -> None:
     rb = buffer(100, prioritized(num_slices=6, beta=0.5), lane_key="lane")
     rb.extend(ted([0] * 4, lane=[0] * 4))
     rb.extend(ted([0], lane=[1]))
@@ -91,7 +93,7 @@ def test_clear_stale_saved_guarded(ted: Any, buffer: Any, tmp_path: Any) -> None
 
 
 @pytest.mark.acceptance("S10", "F21")
-def test_another_length_loses_no_priority(ted: Any, buffer: Any) -> None:
+def test_changed_slice_length_keeps_priorities(ted: Any, buffer: Any) -> None:
     """Episodes of 3 and 5 rows; the law of single rows, of windows of three, and back."""
     rb = buffer(16, prioritized(num_slices=64, draw="stratified"))
     rb.extend(ted([0, 0, 1, 0, 0, 0, 0, 1]))
@@ -135,7 +137,7 @@ def test_streams_that_come_and_go_under_one_sampler(ted: Any, buffer: Any) -> No
 
 
 @pytest.mark.acceptance("F8")
-def test_updates_of_rows_that_are_gone_change_nothing(ted: Any, buffer: Any) -> None:
+def test_updates_of_overwritten_rows_change_nothing(ted: Any, buffer: Any) -> None:
     rb = buffer(4, prioritized(slice_len=1))
     rb.extend(ted([0] * 4))
     old = rb.sample(64)

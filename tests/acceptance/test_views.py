@@ -318,7 +318,7 @@ def test_sums_of_windows_follow_the_backward_recursion(
 
 
 @pytest.mark.acceptance("F46")
-def test_a_cast_casts(ted: Any, buffer: Any) -> None:
+def test_cast_changes_dtype_of_observations(ted: Any, buffer: Any) -> None:
     rb = buffer(10, transform=Cast(torch.float64, ["observation"], with_next=True))
     rb.extend(ted([0, 1]))
     batch = rb.sample(4)

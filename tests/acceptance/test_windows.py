@@ -151,7 +151,7 @@ def test_other_modes_are_refused_at_construction(make: Any) -> None:
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("kind", ["uniform", "whole passes", "prioritized"])
-def test_no_window_says_what_there_is(
+def test_missing_window_error_states_stored_rows(
     kind: str, lanes: int, ted: Any, codes_of: Any, buffer: Any
 ) -> None:
     makers: dict[str, Any] = {
@@ -268,7 +268,7 @@ def test_the_law_of_windows_and_of_transitions(ted: Any, codes_of: Any, buffer: 
 
 @pytest.mark.acceptance("S30", "F54")
 @pytest.mark.parametrize("streams", [False, True])
-def test_sequential_windows_go_on_where_they_stopped(
+def test_sequential_windows_continue_at_the_last_position(
     streams: bool, ted: Any, codes_of: Any, buffer: Any, tmp_path: Any
 ) -> None:
     def make() -> ReplayBuffer:

@@ -101,7 +101,7 @@ def test_a_worker_makes_checks_and_times_a_contender(setting: Setting) -> None:
     assert not list(setting.scratch.iterdir())
 
 
-def test_titles_of_own_contenders_are_those_of_the_works(setting: Setting) -> None:
+def test_every_contender_is_a_title_of_its_work(setting: Setting) -> None:
     for name in ("transitions", "trees", "writes", "images", "memmap_cold", "sequences", "costs"):
         work = WORKS[name]
         titles = set(work.subjects(setting))
@@ -121,13 +121,13 @@ def test_counts_are_compared_by_ratio_and_difference(setting: Setting) -> None:
     assert line.missing == "only one side has this figure"
 
 
-def test_a_figure_is_that_of_two_turns_by_their_median_calls() -> None:
+def test_paired_turns_give_median_times() -> None:
     times = against._paired([[1.0, 2.0, 90.0], [4.0, 4.0, 4.0], [3.0, 3.0, 3.0], [5.0, 5.0, 5.0]])
     assert times.rounds == [3.0, 4.0]
     assert len(times.calls) == 12
 
 
-def test_a_revision_that_is_not_there_is_named() -> None:
+def test_absent_revision_is_named() -> None:
     with pytest.raises(BuildError, match="got 'no-such-revision'"):
         resolve("no-such-revision")
 

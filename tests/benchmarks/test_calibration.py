@@ -24,7 +24,7 @@ KNOWN = Calibration(
 )
 
 
-def test_constants_survive_a_file(tmp_path: Path) -> None:
+def test_saved_constants_load_unchanged(tmp_path: Path) -> None:
     save(KNOWN, tmp_path / "here.json")
     assert load(tmp_path / "here.json") == KNOWN
 
@@ -54,7 +54,7 @@ def test_a_tree_costs_arithmetic_or_a_line_for_each_level() -> None:
     assert us == pytest.approx(1000 * (8.0 + 8.0 + 8 * 1.3) / 1e3)
 
 
-def test_a_disk_is_asked_for_pages_at_its_best_depth() -> None:
+def test_disk_limit_counts_requests_at_the_best_depth() -> None:
     limit = disk_limit(KNOWN, rows=256, row_bytes=1)
     assert limit is not None
     assert (limit.name, limit.us) == ("disk requests", pytest.approx(256 / 80_000 * 1e6))
@@ -89,7 +89,7 @@ def test_a_disk_that_cannot_be_measured_is_a_remark(
     assert "page cache" in reason
 
 
-def test_what_others_take_is_told_apart_from_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_of_other_processes_excludes_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([(100.0, 10.0, 5.0), (120.0, 22.0, 13.0)])
     monkeypatch.setattr(Neighbours, "_ticks", lambda self: next(seconds))
     assert Neighbours().share() == pytest.approx((12 - 8) / 20)

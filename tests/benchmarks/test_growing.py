@@ -33,7 +33,7 @@ class Pipeline:
         time.sleep(max(0.0, self.due.popleft() - time.perf_counter()))
 
 
-def test_a_turn_times_no_batch_that_was_there_before_it() -> None:
+def test_timing_excludes_batches_prepared_before_the_turn() -> None:
     """A sample of a full pipeline takes as long as the actor needs for one, and no less."""
     kind: Any = Pipeline
     work = RemoteSampling(kind, "pipeline", {"x": torch.zeros(1)}, AHEAD)

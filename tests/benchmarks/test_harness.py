@@ -60,7 +60,7 @@ def test_a_ratio_is_that_of_the_same_round() -> None:
     assert (ratio.median, ratio.low, ratio.high) == (0.25, 0.25, 2.0)
 
 
-def test_everyone_takes_a_turn_in_every_round_there_and_back() -> None:
+def test_contenders_take_turns_in_alternating_order() -> None:
     log: list[tuple[str, Any]] = []
     contenders = {name: Fake(name, log) for name in "abc"}
     times = take_turns(contenders, rounds=4, calls=2)
@@ -73,7 +73,7 @@ def test_everyone_takes_a_turn_in_every_round_there_and_back() -> None:
         assert spent.median_us > 0
 
 
-def test_every_call_has_inputs_of_its_own_and_no_collection_runs_in_it() -> None:
+def test_calls_get_fresh_inputs_and_run_without_garbage_collection() -> None:
     log: list[tuple[str, Any]] = []
     take_turns({"a": Fake("a", log)}, rounds=3, calls=5)
     given = [value for _, (value, _) in log]
@@ -86,7 +86,7 @@ def test_every_call_has_inputs_of_its_own_and_no_collection_runs_in_it() -> None
 @pytest.mark.parametrize(
     "error", [ImportError("no module named fast"), Unavailable("needs a newer torch")]
 )
-def test_a_contender_that_cannot_be_had_is_named_with_the_reason(error: Exception) -> None:
+def test_unavailable_contender_is_named_with_the_reason(error: Exception) -> None:
     log: list[tuple[str, Any]] = []
     found, absent = ready(Fake("ours", log), [Fake("gone", log, error), Fake("there", log)])
     assert list(found) == ["ours", "there"]
@@ -100,7 +100,7 @@ def test_a_contender_with_wrong_values_is_refused_before_it_is_timed() -> None:
     assert absent == {"wrong": "refused, it is not the same work: x differs"}
 
 
-def test_wrong_values_of_our_own_end_the_measurement() -> None:
+def test_wrong_values_of_replaykit_end_the_measurement() -> None:
     log: list[tuple[str, Any]] = []
     with pytest.raises(Mismatch, match="x differs"):
         ready(Fake("ours", log, Mismatch("x differs")), [Fake("other", log)])
@@ -113,7 +113,7 @@ def test_an_expectation_that_holds_is_silent() -> None:
         expect(False, "said")
 
 
-def test_frequencies_of_the_law_pass_and_of_another_do_not() -> None:
+def test_frequency_check_rejects_a_wrong_law() -> None:
     draw = torch.Generator().manual_seed(0)
     shares = torch.tensor([1.0, 2.0, 3.0, 4.0])
     counts = torch.multinomial(shares, 50_000, True, generator=draw).bincount(minlength=4)

@@ -23,18 +23,18 @@ def test_a_ratio_is_our_time_over_theirs() -> None:
 
 
 @pytest.mark.parametrize(("at_most", "met"), [(0.19, False), (0.2, True), (1.0, True)])
-def test_a_target_is_met_up_to_what_is_asked(at_most: float, met: bool) -> None:
+def test_target_is_met_up_to_its_limit(at_most: float, met: bool) -> None:
     lines = lines_of_turns("w", {"replaykit": FAST, "slow": SLOW}, {}, (Target("slow", at_most),))
     assert lines[1].is_met is met
 
 
-def test_an_amount_without_a_ratio_is_compared_itself() -> None:
+def test_target_without_a_ratio_compares_the_amount() -> None:
     assert Line("memory", "replaykit", 5.4, "B/row", at_most=5.5).is_met is True
     assert Line("memory", "replaykit", 5.6, "B/row", at_most=5.5).is_met is False
     assert Line("memory", "raw", 170.0, "B/row", ratio=1.06, at_most=1.05).is_met is False
 
 
-def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
+def test_unmeasured_target_is_neither_met_nor_missed() -> None:
     lines = lines_of_turns("w", {"replaykit": FAST}, {"x": "not there"}, (Target("x", 0.5),))
     assert lines[1].missing == "not there"
     assert (lines[1].at_most, lines[1].is_met) == (0.5, None)
@@ -47,7 +47,7 @@ def test_a_share_is_the_limit_over_the_figure() -> None:
     assert [(line.share, line.limit) for line in lines] == [(0.5, "copy"), (0.1, "copy")]
 
 
-def test_the_table_names_what_is_missing_and_counts_targets(
+def test_table_names_missing_contenders_and_counts_targets(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     targets = (Target("slow", 0.1), Target("gone", 0.5))
@@ -75,7 +75,7 @@ def test_the_table_names_what_is_missing_and_counts_targets(
     assert "200.0% copy (!)" in text
 
 
-def test_lines_are_plain_data() -> None:
+def test_lines_can_be_written_as_json() -> None:
     lines = lines_of_turns("w", {"replaykit": FAST, "slow": SLOW}, {}, (Target("slow", 0.1),))
     stored = json.loads(json.dumps([line.to_json() for line in lines]))
     assert stored[1]["ratio"] == 0.2

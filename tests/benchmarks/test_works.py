@@ -97,7 +97,7 @@ def test_all_works_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_corpora_are_converted_beside_h5py_and_torchrl(tmp_path: Path) -> None:
+def test_corpora_work_compares_with_h5py_and_torchrl(tmp_path: Path) -> None:
     status, record = run(tmp_path, "corpora", "--rounds", "1")
     assert status == 0
     lines = {(line["work"], line["name"]): line for line in record["lines"]}
@@ -113,7 +113,7 @@ def test_corpora_are_converted_beside_h5py_and_torchrl(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_remote_buffers_are_sampled_beside_torchrls(tmp_path: Path, ray_cluster: Any) -> None:
+def test_remote_sampling_work_compares_with_torchrl(tmp_path: Path, ray_cluster: Any) -> None:
     status, record = run(tmp_path, "growing")
     assert status == 0
     assert ray_cluster.is_initialized()
@@ -201,7 +201,7 @@ def test_a_tree_that_does_other_work_is_refused(kind: Any) -> None:
     assert absent["wrong"].startswith("refused")
 
 
-def test_the_yardstick_passes_the_same_checks_or_is_named() -> None:
+def test_binary_tree_passes_the_same_checks_or_is_named() -> None:
     found, absent = ready(Updating(SumTree, "ours", 999), [Updating(BinaryTree, "other", 999)])
     assert list(found) == (["ours", "other"] if HAS_CORE else ["ours"])
     assert absent == ({} if HAS_CORE else {"other": "this core has no binary tree to compare with"})
@@ -224,7 +224,7 @@ class Unmoved(PrioritizedReplaykit):
 @pytest.mark.parametrize(
     ("kind", "complaint"), [(Unweighted, "weights are not"), (Unmoved, "frequencies are not")]
 )
-def test_another_law_is_refused(kind: Any, complaint: str) -> None:
+def test_contender_with_wrong_priority_updates_is_refused(kind: Any, complaint: str) -> None:
     leaves = make_transitions(1000)
     found, absent = ready(
         Stepping(PrioritizedReplaykit, "ours", leaves), [Stepping(kind, "wrong", leaves)]
@@ -241,14 +241,14 @@ def test_another_law_is_refused(kind: Any, complaint: str) -> None:
         (Forgetful, Writing, "is not what was written"),
     ],
 )
-def test_other_work_is_refused(kind: Any, work: Any, complaint: str) -> None:
+def test_contender_that_does_other_work_is_refused(kind: Any, work: Any, complaint: str) -> None:
     leaves = make_transitions(1000)
     found, absent = ready(work(Replaykit, "ours", leaves), [work(kind, "wrong", leaves)])
     assert list(found) == ["ours"]
     assert complaint in absent["wrong"]
 
 
-def test_a_buffer_that_is_not_what_its_name_says_is_refused() -> None:
+def test_contender_with_an_empty_buffer_is_refused() -> None:
     leaves = make_transitions(1000)
     contender = Sampling(Replaykit, "ours", leaves)
     contender.make()

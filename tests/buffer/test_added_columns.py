@@ -136,7 +136,7 @@ LANES: dict[str, Callable[[TensorDict], Any]] = {
 
 
 @pytest.mark.parametrize("way", LANES)
-def test_a_whole_write_of_lanes_in_any_form(way: str):
+def test_every_form_of_a_whole_write_of_lanes_adds_columns(way: str):
     buffer = _buffer(LazyTensorStorage(CAPACITY, ndim=2))
     buffer.extend(_rows(0, 4, 2))
     rows = buffer[:].clone()
@@ -166,7 +166,7 @@ def test_an_index_of_some_rows_adds_nothing(kind: str, index: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", STORAGES)
-def test_iterations_of_ppo(kind: str, tmp_path: Path):
+def test_ppo_iterations_add_the_advantage_column_again(kind: str, tmp_path: Path):
     """Rows come without what is worked out from them, again and again."""
     buffer = _buffer(STORAGES[kind](tmp_path), sampler=SamplerWithoutReplacement())
     for turn in range(3):
@@ -179,7 +179,7 @@ def test_iterations_of_ppo(kind: str, tmp_path: Path):
             assert sum(len(batch) for batch in buffer if _is_consistent(batch)) == CAPACITY
 
 
-def test_the_same_as_torchrl():
+def test_write_all_with_new_columns_equals_torchrl():
     torchrl = pytest.importorskip("torchrl.data")
     theirs = torchrl.TensorDictReplayBuffer(storage=torchrl.LazyTensorStorage(CAPACITY))
     mine = _buffer(LazyTensorStorage(CAPACITY))
@@ -196,7 +196,7 @@ def test_the_same_as_torchrl():
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_rows_written_without_it_hold_zeros(kind: str, tmp_path: Path):
+def test_rows_written_without_the_added_column_hold_zeros(kind: str, tmp_path: Path):
     buffer = _buffer(STORAGES[kind](tmp_path))
     buffer.extend(_rows(0, CAPACITY))
     buffer["advantage"] = torch.ones(CAPACITY, 1)
@@ -224,7 +224,7 @@ def test_rows_written_without_it_hold_zeros(kind: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_rows_prepared_before_the_column_came(kind: str, tmp_path: Path):
+def test_rows_prepared_before_the_added_column_hold_zeros(kind: str, tmp_path: Path):
     """Another thread may add one between the check of rows and their write."""
     buffer = _buffer(STORAGES[kind](tmp_path))
     buffer.extend(_rows(0, 4))
@@ -238,7 +238,7 @@ def test_rows_prepared_before_the_column_came(kind: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "memmap"])
-def test_lanes(kind: str, tmp_path: Path):
+def test_rows_with_lanes_get_added_columns(kind: str, tmp_path: Path):
     storage = {"tensor": LazyTensorStorage, "memmap": LazyMemmapStorage}[kind](24, ndim=2)
     buffer = _buffer(storage)
     buffer.extend(_rows(0, 9, 2))
@@ -303,7 +303,7 @@ def _changes(chance: random.Random, number: int) -> Callable[[ReplayBuffer], Non
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ONCE)
-def test_observations_stored_once_are_those_of_dense_rows(kind: str, seed: int, tmp_path: Path):
+def test_added_columns_of_deduplicated_rows_equal_dense_rows(kind: str, seed: int, tmp_path: Path):
     chance = random.Random(f"{kind}{seed}")
     key = "stream" if kind == "streams" else None
     once, dense = _buffer(ONCE[kind]()), _buffer(LazyTensorStorage(CAPACITY, lane_key=key))
@@ -328,7 +328,7 @@ def test_observations_stored_once_are_those_of_dense_rows(kind: str, seed: int, 
                 assert bool((mapped[:] == dense[:]).all())
 
 
-def test_a_program_at_random_against_plain_arrays(tmp_path: Path):
+def test_random_edits_and_saves_equal_a_numpy_model(tmp_path: Path):
     """Ring, edits, columns, saves in turn; numpy holds what there should be."""
     chance = random.Random(5)
     buffer = _buffer(LazyMemmapStorage(CAPACITY))
@@ -380,7 +380,7 @@ def test_a_program_at_random_against_plain_arrays(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", COLUMNS)
 @pytest.mark.parametrize("by", ["dumps", "mmap", "state_dict", "copy"])
-def test_what_is_loaded_goes_on_alike(by: str, kind: str, tmp_path: Path):
+def test_loaded_buffer_keeps_and_extends_added_columns(by: str, kind: str, tmp_path: Path):
     buffer = _buffer(STORAGES[kind](tmp_path))
     buffer.extend(_rows(0, 7))
     buffer["advantage"] = _advantage(buffer[:])
@@ -402,7 +402,7 @@ def test_what_is_loaded_goes_on_alike(by: str, kind: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_a_checkpoint_from_before_the_column(kind: str, tmp_path: Path):
+def test_loading_a_checkpoint_without_the_column_zeroes_it(kind: str, tmp_path: Path):
     buffer = _buffer(STORAGES[kind](tmp_path))
     buffer.extend(_rows(0, 7))
     buffer.dumps(tmp_path / "saved")
@@ -415,7 +415,7 @@ def test_a_checkpoint_from_before_the_column(kind: str, tmp_path: Path):
         assert not buffer["advantage"].any()
 
 
-def test_a_save_after_it_writes_the_column_alone(tmp_path: Path):
+def test_save_after_adding_a_column_writes_only_that_column(tmp_path: Path):
     count = 50_000
     buffer = _buffer(LazyTensorStorage(count))
     rows = TensorDict({"x": torch.rand(count, 8), "y": torch.rand(count, 200)}, [count])
@@ -448,7 +448,7 @@ def test_a_save_after_it_writes_the_column_alone(tmp_path: Path):
 
 
 @pytest.mark.parametrize("threads", [False, True])
-def test_batches_made_ahead_have_the_column(
+def test_prefetched_batches_have_the_added_column(
     threads: bool, request: pytest.FixtureRequest, tmp_path: Path
 ):
     if threads:
@@ -466,7 +466,7 @@ def test_batches_made_ahead_have_the_column(
             assert torch.equal(batch["index"], plain.sample()["index"])
 
 
-def test_worker_processes_read_the_column(tmp_path: Path):
+def test_worker_processes_read_the_added_column(tmp_path: Path):
     buffer = _buffer(LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path / "rows"))
     buffer.extend(_rows(0, CAPACITY))
     buffer["advantage"] = _advantage(buffer[:])
@@ -474,7 +474,7 @@ def test_worker_processes_read_the_column(tmp_path: Path):
     assert [_is_consistent(batch) for batch in loader] == [True] * 3
 
 
-def test_samplers_go_on(tmp_path: Path):
+def test_added_column_leaves_sampler_state_unchanged(tmp_path: Path):
     """Priorities, windows and episodes are those of before."""
     for sampler in (PrioritizedSampler(alpha=1.0, beta=1.0), SliceSampler(slice_len=2)):
         mine, other = (
@@ -513,7 +513,7 @@ def _unchanged(buffer: ReplayBuffer, error: Any, match: str, call: Callable[[], 
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_what_cannot_be_added_is_refused_by_name(kind: str, tmp_path: Path):
+def test_columns_that_cannot_be_added_are_named(kind: str, tmp_path: Path):
     buffer = _buffer(STORAGES[kind](tmp_path))
     buffer.extend(_rows(0, 6))
     wrong: list[tuple[Any, str, Any, Any]] = [
@@ -543,7 +543,7 @@ def test_what_cannot_be_added_is_refused_by_name(kind: str, tmp_path: Path):
         _unchanged(buffer, KeyError, "no column 'advantage'", call)
 
 
-def test_where_columns_are_fixed(tmp_path: Path):
+def test_shared_and_recoverable_buffers_refuse_new_columns(tmp_path: Path):
     shared = _buffer(LazyTensorStorage(CAPACITY), shared=True)
     recovered = _buffer(LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path / "r", recover=True))
     for buffer, how in ((shared, "shared=True"), (recovered, "recover=True")):
@@ -568,7 +568,7 @@ def test_where_columns_are_fixed(tmp_path: Path):
     assert (taken / "advantage.memmap").read_bytes() == b"of others"
 
 
-def test_records_of_fixed_fields(tmp_path: Path):
+def test_records_of_fixed_fields_refuse_new_columns(tmp_path: Path):
     steps = _buffer(LazyTensorStorage(4))
     steps.extend(Step(torch.zeros(3, 2), batch_size=[3]))
     with pytest.raises(SchemaError, match=r"'value'.*fields of a Step"):
@@ -584,7 +584,7 @@ def test_records_of_fixed_fields(tmp_path: Path):
         objects["advantage"] = torch.zeros(2)
 
 
-def test_wrapped_tensors_and_mappings():
+def test_wrapped_tensors_and_mappings_accept_new_columns():
     data = _rows(0, 6)
     wrapped = _buffer(TensorStorage(data))
     wrapped["advantage"] = _advantage(data)

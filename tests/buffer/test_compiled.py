@@ -245,7 +245,7 @@ def test_a_compiled_training_step_runs_around_a_buffer(backend: str):
     assert weight.grad is not None
 
 
-def test_parts_made_in_a_compiled_function():
+def test_compiled_function_creates_buffers_and_trees():
     def make(rows: TensorDict) -> torch.Tensor:
         buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=2)
         buffer.extend(rows)
@@ -258,7 +258,7 @@ def test_parts_made_in_a_compiled_function():
     assert torch.equal(found, rows["y"] * 2.5)
 
 
-def test_one_graph_is_refused_with_the_reason():
+def test_fullgraph_compilation_is_refused_with_the_reason():
     buffer = _buffer()
     with pytest.raises(RuntimeError, match="run outside of compiled graphs"):
         torch.compile(_sample, backend="eager", fullgraph=True)(buffer)
@@ -292,7 +292,7 @@ def test_functions_of_users_are_compiled_as_before():
         assert len(graphs) == 1
 
 
-def test_calls_are_those_of_plain_functions():
+def test_public_methods_are_plain_functions_without_wrappers():
     """A wrapper around each call would cost more than a small sample takes."""
     for owner in (ReplayBuffer, LazyTensorStorage, PrioritizedSampler, RoundRobinWriter):
         names = [name for name in dir(owner) if not name.startswith("_")]

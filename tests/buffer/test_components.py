@@ -115,7 +115,7 @@ def test_set_storage_resets_the_collate_function(buffer_of: Any):
         buffer.set_storage(ListStorage(5), collate_fn=3)
 
 
-def test_the_generator_goes_on_over_the_new_storage(buffer_of: Any, storage_of: Any, rows: Any):
+def test_set_storage_keeps_the_generator(buffer_of: Any, storage_of: Any, rows: Any):
     reference = buffer_of("tensor", 50, filled=50, seed=3)
     expected = [reference.sample(5)["index"].tolist() for _ in range(3)]
     buffer = buffer_of("tensor", 10, filled=10, seed=3)
@@ -125,7 +125,7 @@ def test_the_generator_goes_on_over_the_new_storage(buffer_of: Any, storage_of: 
 
 
 @pytest.mark.parametrize("prefetch", [None, 3])
-def test_a_pass_does_not_reach_over_to_another_storage(
+def test_set_storage_begins_a_new_pass(
     prefetch: int | None, buffer_of: Any, storage_of: Any, rows: Any
 ):
     buffer = buffer_of("tensor", 10, filled=10, sampler="ordered", batch_size=4, prefetch=prefetch)
@@ -213,9 +213,7 @@ def test_a_new_sampler_sees_the_stored_rows_at_once(prefetch: int | None, buffer
     assert [batch["id"].tolist() for batch in buffer] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-def test_a_new_sampler_is_told_of_rows_and_draws_from_the_buffers_generator(
-    buffer_of: Any, rows: Any
-):
+def test_new_sampler_gets_row_events_and_the_buffers_generator(buffer_of: Any, rows: Any):
     buffer = buffer_of(filled=4, seed=9)
     sampler = Noting()
     buffer.set_sampler(sampler)
@@ -228,7 +226,7 @@ def test_a_new_sampler_is_told_of_rows_and_draws_from_the_buffers_generator(
 
 
 @pytest.mark.parametrize("prefetch", [None, 3])
-def test_a_sampler_that_is_set_again_goes_on_with_its_pass(prefetch: int | None, buffer_of: Any):
+def test_sampler_that_is_set_again_continues_its_pass(prefetch: int | None, buffer_of: Any):
     buffer = buffer_of(filled=10, sampler="without", batch_size=3, prefetch=prefetch)
     seen = buffer.sample()["id"].tolist()
     sampler = buffer.set_sampler(RandomSampler())
@@ -257,7 +255,7 @@ def test_a_sampler_that_cannot_work_is_refused(
 # -- set_writer -----------------------------------------------------------------------------------
 
 
-def test_a_new_writer_goes_on_at_the_storages_cursor(buffer_of: Any, rows: Any):
+def test_new_writer_continues_at_the_cursor_of_the_storage(buffer_of: Any, rows: Any):
     buffer = buffer_of(max_size=5, filled=4)
     old = buffer.writer
     assert buffer.set_writer(RoundRobinWriter(track_generations=True)) is old
@@ -304,7 +302,7 @@ def test_changing_writer_or_generator_loses_no_row_of_a_pass(prefetch: int, buff
 # -- transforms -----------------------------------------------------------------------------------
 
 
-def test_transforms_are_put_where_they_are_asked_for():
+def test_transforms_are_inserted_at_the_given_position():
     buffer = ReplayBuffer(storage=LazyTensorStorage(3))
     assert buffer.append_transform(lambda x: x + 1) is buffer
     assert buffer.insert_transform(0, lambda x: x * 10) is buffer
@@ -372,7 +370,7 @@ def test_buffers_over_one_storage_write_as_one_writer(
     assert one.writer.generations_of(slots).tolist() == [(18 - s) // 7 for s in range(7)]
 
 
-def test_every_buffer_over_a_storage_is_told_of_writes_by_others(rows: Any):
+def test_write_notifies_samplers_of_all_buffers_over_the_storage(rows: Any):
     storage = LazyTensorStorage(10)
     writer, sampler = ReplayBuffer(storage=storage), Noting()
     listening = ReplayBuffer(storage=storage, sampler=sampler)

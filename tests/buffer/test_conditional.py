@@ -131,7 +131,7 @@ def test_versions_decide_among_live_records(require_newer: bool):
     assert buffer["x"].tolist() == [50, 7, 2 if require_newer else 7, 3, 4]
 
 
-def test_of_several_patches_of_a_record_the_highest_version_counts():
+def test_highest_version_wins_among_patches_of_one_record():
     buffer = tracked()
     result = buffer.update_if_present(
         index=torch.tensor([1, 1, 2, 1, 2]),
@@ -167,7 +167,7 @@ ENTRIES = st.lists(
     storage=st.sampled_from([LazyTensorStorage, LazyMemmapStorage]),
 )
 @settings(max_examples=150, deadline=None)
-def test_every_rule_holds_together(
+def test_random_patches_follow_all_rules_of_a_model(
     entries: list[Any], written: int, versioned: bool, require_newer: bool, storage: Any
 ):
     buffer = tracked(storage(5), filled=0)
@@ -264,7 +264,7 @@ def test_keys_with_a_dot_are_keys():
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_patched_says_so(unchanged: Any):
+def test_buffers_that_cannot_be_patched_raise_the_reason(unchanged: Any):
     one = {"index": torch.tensor([0]), "generation": zeros(1), "patch": {"x": torch.ones(1)}}
     for buffer, match in [
         (ReplayBuffer(storage=LazyTensorStorage(5)), "track_generations"),
@@ -293,7 +293,7 @@ BAD: list[Any] = [
     (ValueError, {"version_key": "v"}, "together"),
     (ValueError, {"version": 11}, "together"),
     (ValueError, {"version_key": "x", "version": 11}, "not to be in the patch"),
-    (ValueError, {"version_key": ("next", "y"), "version": 11}, "one version per record"),
+    (ValueError, {"version_key": ("next", "y"), "version": 11}, "one version per row"),
     (ValueError, {"version_key": "next.y", "version": 11}, "tuple"),
     (ValueError, {"version_key": "v", "version": torch.tensor([11, 12, 13])}, "versions"),
     (ValueError, {"version_key": "v", "version": torch.tensor([11])}, "versions"),
@@ -330,7 +330,7 @@ def test_arguments_are_keywords_only():
 
 
 @pytest.mark.pitfall("TH2")
-def test_patches_and_writes_at_once_never_meet_in_one_record(in_threads: Any):
+def test_concurrent_patches_and_writes_never_mix_in_one_record(in_threads: Any):
     """A patch goes to the record that was sampled, or nowhere."""
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(8), writer=RoundRobinWriter(track_generations=True)

@@ -111,7 +111,9 @@ class _Point:
     ids=["tensor", "pytree", "tensorclass", "columns"],
 )
 @pytest.mark.parametrize("storage", [lambda data: LazyTensorStorage(5), TensorStorage])
-def test_other_content_comes_in_one_piece(content: Any, storage: Any, same: Any) -> None:
+def test_batches_of_tensors_and_pytrees_are_contiguous(
+    content: Any, storage: Any, same: Any
+) -> None:
     batches = []
     for pieces in (False, True):
         generator = torch.Generator().manual_seed(1)
@@ -122,7 +124,7 @@ def test_other_content_comes_in_one_piece(content: Any, storage: Any, same: Any)
     assert all(leaf.is_contiguous() for leaf in _tensors(batches[1]))
 
 
-def test_a_storage_that_reads_by_itself_need_not_know_of_it() -> None:
+def test_custom_storage_needs_no_support_for_contiguous() -> None:
     class Own(LazyTensorStorage):
         def read(self, index: torch.Tensor, *, own: bool = True) -> Any:  # type: ignore[override]
             return super().read(index, own=own)
@@ -132,7 +134,7 @@ def test_a_storage_that_reads_by_itself_need_not_know_of_it() -> None:
     assert all(leaf.is_contiguous() for leaf in _tensors(buffer.sample()))
 
 
-def test_a_collate_function_is_followed_by_it() -> None:
+def test_output_of_a_collate_function_becomes_contiguous() -> None:
     def collate(rows: list[Any]) -> TensorDict:
         return TensorDict({"x": torch.stack(rows, -1).T}, [len(rows)])
 
@@ -141,7 +143,7 @@ def test_a_collate_function_is_followed_by_it() -> None:
     assert buffer.sample(2)["x"].is_contiguous()
 
 
-def test_what_has_no_strides_or_is_no_tensor_stays() -> None:
+def test_sparse_tensors_and_non_tensors_stay_unchanged() -> None:
     sparse, turned = torch.eye(3).to_sparse(), torch.rand(2, 3).T
     stack = LazyStackedTensorDict(TensorDict({"a": turned}, []), TensorDict({"a": turned[:2]}, []))
     data = [sparse, {"t": turned}, "text", None, stack]

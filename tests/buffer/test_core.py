@@ -115,7 +115,7 @@ METHODS = {
 
 @pytest.mark.pitfall("IF6")
 @pytest.mark.pitfall("RD13")
-def test_constructor_arguments_and_defaults_are_those_documented():
+def test_constructor_arguments_and_defaults_are_as_documented():
     """IF6: signatures are visible to ``inspect``; RD13: documented defaults are the real ones."""
     parameters = inspect.signature(ReplayBuffer).parameters
     assert {name: p.default for name, p in parameters.items()} == CONSTRUCTOR
@@ -128,7 +128,7 @@ def test_constructor_arguments_and_defaults_are_those_documented():
 
 @pytest.mark.pitfall("RD13")
 @pytest.mark.parametrize("name", METHODS)
-def test_method_arguments_and_defaults_are_those_documented(name: str):
+def test_method_arguments_and_defaults_are_as_documented(name: str):
     """RD13: documentation that contradicts the code."""
     parameters = inspect.signature(getattr(ReplayBuffer(), name)).parameters
     found = {
@@ -139,7 +139,7 @@ def test_method_arguments_and_defaults_are_those_documented(name: str):
     assert inspect.getdoc(getattr(ReplayBuffer, name))
 
 
-def test_default_components():
+def test_buffer_without_arguments_has_the_default_components():
     buffer = ReplayBuffer()
     assert (type(buffer.storage), buffer.storage.max_size) == (ListStorage, 1000)
     assert type(buffer.sampler) is RandomSampler
@@ -198,7 +198,7 @@ def test_a_bad_argument_is_refused_by_name(keywords: dict[str, Any], error: type
 
 @pytest.mark.pitfall("IF10")
 @pytest.mark.parametrize("prefetch", [None, 0])
-def test_prefetch_of_nothing_needs_no_batch_size(prefetch: int | None):
+def test_disabled_prefetch_needs_no_batch_size_and_no_thread(prefetch: int | None):
     running = threading.active_count()
     buffer = ReplayBuffer(prefetch=prefetch)
     buffer.extend(torch.arange(3))
@@ -274,7 +274,7 @@ def test_stats_count_elements_where_there_are_lanes():
     assert (stats["size"], stats["write_count"], stats["capacity"]) == (12, 12, 102)
 
 
-def test_stats_tell_how_many_batches_are_under_way(buffer_of: Any):
+def test_stats_count_prefetched_batches(buffer_of: Any):
     buffer = buffer_of(filled=10, batch_size=2, prefetch=3)
     assert buffer.stats()["prefetch_queue_size"] == 0
     buffer.sample()

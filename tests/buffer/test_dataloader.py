@@ -90,7 +90,7 @@ def test_ranks_have_every_row_once_together(world_size: int) -> None:
         assert sorted(flat(found)) == list(range(ROWS))
 
 
-def test_slices_of_each_episode_come_once() -> None:
+def test_ranks_get_one_slice_of_every_episode() -> None:
     rb = filled(PASSES["slices"]())
     batches = [ids(rb.dataloader(rank=rank, world_size=2)) for rank in range(2)]
     episodes = sorted(first // 5 for first in flat([flat(found)[::3] for found in batches]))
@@ -98,7 +98,7 @@ def test_slices_of_each_episode_come_once() -> None:
 
 
 @pytest.mark.parametrize("kind", PASSES)
-def test_a_pass_is_the_same_whoever_makes_it(kind: str) -> None:
+def test_number_of_workers_does_not_change_a_pass(kind: str) -> None:
     rb = filled(PASSES[kind]())
     expected = ids(rb.dataloader(rank=1, world_size=2, seed=3))
     for workers in (1, 2):
@@ -122,7 +122,7 @@ def test_with_drop_last_ranks_have_equally_many_whole_batches(batch_size: int) -
         assert all(len(batch) == batch_size for batches in found for batch in batches)
 
 
-def test_epochs_are_in_different_orders_and_come_again() -> None:
+def test_epochs_differ_in_order_and_are_reproducible() -> None:
     rb = filled(SamplerWithoutReplacement())
     loader, again = rb.dataloader(seed=1), rb.dataloader(seed=1)
     epochs = [ids(loader) for _ in range(3)]
@@ -135,7 +135,7 @@ def test_epochs_are_in_different_orders_and_come_again() -> None:
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-def test_workers_and_ranks_draw_different_streams_that_come_again(kind: str) -> None:
+def test_workers_and_ranks_draw_different_reproducible_streams(kind: str) -> None:
     rb = filled(STREAMS[kind]())
     seen = []
     for rank in range(2):
@@ -150,7 +150,7 @@ def test_workers_and_ranks_draw_different_streams_that_come_again(kind: str) -> 
     assert len({str(batch) for batch in seen}) == len(seen) == 21
 
 
-def test_the_law_is_that_of_the_sampler() -> None:
+def test_loader_draws_by_the_law_of_the_sampler() -> None:
     """Chi-square of both workers' draws, uniform and by priority."""
     weight = torch.arange(ROWS).float() + 1
     for sampler, law in ((None, torch.ones(ROWS)), (prioritized(), weight)):
@@ -170,14 +170,14 @@ def test_a_stream_without_steps_has_no_end() -> None:
     rb = filled()
     loader = rb.dataloader()
     assert len(list(itertools.islice(loader, 60))) == 60
-    with pytest.raises(TypeError, match="no number that is known"):
+    with pytest.raises(TypeError, match="is not known in advance"):
         len(loader)
 
 
 # -- batches --------------------------------------------------------------------------------------
 
 
-def test_a_batch_of_a_worker_is_the_one_made_here(same: Any) -> None:
+def test_batch_of_a_worker_equals_the_one_of_the_main_process(same: Any) -> None:
     """With what transforms draw, marks, generations and all."""
     for sampler in (None, prioritized(), STREAMS["slices"]()):
         rb = filled(
@@ -196,7 +196,7 @@ def test_a_batch_of_a_worker_is_the_one_made_here(same: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_plain_data_loader_takes_it_too(workers: int) -> None:
+def test_plain_data_loader_accepts_the_dataset(workers: int) -> None:
     dataset = BufferDataset(filled(SamplerWithoutReplacement()), seed=1)
     loader = DataLoader(
         dataset, batch_size=None, collate_fn=BufferDataset.collate, num_workers=workers
@@ -218,7 +218,7 @@ def test_lists_of_objects_are_read_by_forked_workers() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_nothing_of_the_buffer_or_of_torch_is_drawn_from(workers: int, same: Any) -> None:
+def test_loader_advances_no_generator_of_the_buffer_or_torch(workers: int, same: Any) -> None:
     for sampler in (RandomSampler, SamplerWithoutReplacement, prioritized):
         one, other = (
             filled(sampler(), generator=torch.Generator().manual_seed(3)) for _ in range(2)
@@ -237,7 +237,7 @@ def test_nothing_of_the_buffer_or_of_torch_is_drawn_from(workers: int, same: Any
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["pass", "stream"])
-def test_an_iteration_goes_on_where_its_state_was_taken(kind: str, workers: int, same: Any) -> None:
+def test_iteration_continues_from_its_saved_state(kind: str, workers: int, same: Any) -> None:
     """At every batch, with what transforms draw; the epoch after it is the next one."""
     passes = kind == "pass"
     rb = filled(
@@ -263,7 +263,7 @@ def test_an_iteration_goes_on_where_its_state_was_taken(kind: str, workers: int,
                 same(left, right)
 
 
-def test_an_iteration_that_is_left_is_followed_by_the_next_epoch() -> None:
+def test_next_epoch_follows_an_abandoned_iteration() -> None:
     rb = filled(SamplerWithoutReplacement())
     epochs = rb.dataloader()
     expected = [ids(epochs) for _ in range(2)]
@@ -278,7 +278,7 @@ def test_workers_that_persist_go_from_epoch_to_epoch() -> None:
     assert [ids(loader) for _ in range(3)] == [ids(once) for _ in range(3)]
     assert len(multiprocessing.active_children()) == 2
     rb.extend(rows(3))
-    with pytest.raises(RuntimeError, match="nobody writes, got 3 rows written"):
+    with pytest.raises(RuntimeError, match="no writes during an iteration, got 3 rows written"):
         list(loader)
 
 
@@ -320,7 +320,7 @@ def test_an_error_of_a_transform_reaches_the_loop(workers: int) -> None:
     assert found == [list(range(6)), list(range(6, 12))]
 
 
-def test_rows_written_under_the_workers_are_said() -> None:
+def test_writes_while_workers_read_raise_an_error() -> None:
     for change in (
         lambda rb: rb.extend(rows(1)),
         lambda rb: rb.set_at_("id", torch.tensor([3]), torch.tensor([0])),
@@ -329,11 +329,11 @@ def test_rows_written_under_the_workers_are_said() -> None:
         loader = iter(rb.dataloader(workers=1))
         next(loader)
         change(rb)
-        with pytest.raises(RuntimeError, match="nobody writes while worker processes read it"):
+        with pytest.raises(RuntimeError, match="no writes while worker processes read the buffer"):
             next(loader)
 
 
-def test_rows_written_during_a_pass_are_said() -> None:
+def test_writes_during_a_pass_raise_an_error() -> None:
     rb = filled(SamplerWithoutReplacement())
     loader = iter(rb.dataloader())
     next(loader)
@@ -342,7 +342,7 @@ def test_rows_written_during_a_pass_are_said() -> None:
         next(loader)
 
 
-def test_one_iteration_at_a_time() -> None:
+def test_second_iteration_ends_the_first() -> None:
     loader = filled().dataloader()
     first = iter(loader)
     next(first)
@@ -385,7 +385,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     ),
     (
         ValueError,
-        "ConsumingSampler, whose draws use",
+        "ConsumingSampler, which uses rows up",
         lambda: filled(ConsumingSampler()).dataloader(),
     ),
     (
@@ -398,7 +398,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
 
 
 @pytest.mark.parametrize(("error", "match", "call"), REFUSED, ids=[m for _, m, _ in REFUSED])
-def test_what_cannot_be_is_refused_by_name(
+def test_invalid_arguments_of_dataloader_are_named(
     error: type[Exception], match: str, call: Callable[[], Any]
 ) -> None:
     with pytest.raises(error, match=match):

@@ -42,7 +42,7 @@ def rows(count: int = ROWS, start: int = 0) -> TensorDict:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_rows_in_files_are_read_where_they_lie(method: str, tmp_path: Path) -> None:
+def test_workers_read_rows_from_files_without_copies(method: str, tmp_path: Path) -> None:
     """What is changed in the file behind everybody's back, the worker sees."""
     rb = ReplayBuffer(
         storage=LazyMemmapStorage(20, scratch_dir=tmp_path),
@@ -90,7 +90,7 @@ def test_workers_follow_a_shared_buffer() -> None:
     assert (last["id"] == 23).all()
 
 
-def test_a_shared_buffer_that_is_written_has_no_passes() -> None:
+def test_pass_over_a_written_shared_buffer_is_refused() -> None:
     rb = ReplayBuffer(
         storage=LazyTensorStorage(ROWS),
         sampler=SamplerWithoutReplacement(),
@@ -105,7 +105,7 @@ def test_a_shared_buffer_that_is_written_has_no_passes() -> None:
         list(loader)
 
 
-def test_priorities_of_one_process_are_not_for_spawned_ones(tmp_path: Path) -> None:
+def test_spawned_workers_refuse_priorities_of_one_process(tmp_path: Path) -> None:
     rb = ReplayBuffer(
         storage=LazyMemmapStorage(ROWS), sampler=PrioritizedSampler(ROWS, 1.0, 1.0), batch_size=4
     )
@@ -117,7 +117,7 @@ def test_priorities_of_one_process_are_not_for_spawned_ones(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["dedup", "empty"])
-def test_files_that_are_not_all_of_it_are_not_for_spawned_ones(kind: str) -> None:
+def test_spawned_workers_refuse_storages_not_fully_in_files(kind: str) -> None:
     storage = LazyMemmapStorage(ROWS, dedup_next=["id"] if kind == "dedup" else False)
     rb = ReplayBuffer(storage=storage, batch_size=4)
     if kind == "dedup":
@@ -127,7 +127,7 @@ def test_files_that_are_not_all_of_it_are_not_for_spawned_ones(kind: str) -> Non
         rb.dataloader(workers=1, multiprocessing_context="spawn")
 
 
-def test_a_fork_beside_prefetching_threads_is_no_trouble() -> None:
+def test_workers_fork_safely_while_prefetch_threads_run() -> None:
     """Threads of the parent that hold locks, or draw, at the moment of the fork."""
     rb = ReplayBuffer(
         storage=LazyTensorStorage(ROWS),
@@ -144,7 +144,7 @@ def test_a_fork_beside_prefetching_threads_is_no_trouble() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_a_program_that_leaves_its_loader_ends(run_python: Any) -> None:
+def test_program_exits_silently_in_the_middle_of_an_iteration(run_python: Any) -> None:
     """In the middle of an iteration that has no end, without a word."""
     done = run_python(_LEFT, timeout=60)
     assert done.stdout.split() == ["4"]
@@ -190,7 +190,7 @@ def _batches() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", _batches())
-def test_containers_arrive_as_they_are(name: str) -> None:
+def test_workers_send_every_container_unchanged(name: str) -> None:
     batch = _batches()[name]
     found = pickle.loads(ForkingPickler.dumps(Parcel(batch)))
     assert type(found) is type(batch)

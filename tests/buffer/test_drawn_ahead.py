@@ -74,7 +74,7 @@ def same(left: TensorDict, right: TensorDict) -> bool:
     ],
     ids=["goals", "edited", "short", "span"],
 )
-def test_what_was_drawn_ahead_comes_as_it_would_have(
+def test_saved_prefetched_draws_give_the_same_batches(
     sampler: Any, transform: Any, way: str, tmp_path: Path
 ) -> None:
     """Also where transforms draw too, and where batches have fewer rows than were asked for."""
@@ -139,7 +139,7 @@ def test_sequences_drawn_ahead_do_not_cross_the_seam_of_a_later_write() -> None:
     assert crossed == 0
 
 
-def test_a_sequential_pass_goes_on_after_windows_drawn_ahead_were_given_back() -> None:
+def test_sequential_pass_continues_after_returned_windows() -> None:
     buffer = make(lambda: SliceSampler(slice_len=4, draw="sequential"))
     buffer.extend(rows(100))
     filled_ahead(buffer)
@@ -148,7 +148,7 @@ def test_a_sequential_pass_goes_on_after_windows_drawn_ahead_were_given_back() -
     assert buffer.sample()["id"][::4].tolist() == [30, 34, 40, 44, 50, 54]
 
 
-def test_a_state_of_no_generator_is_refused() -> None:
+def test_invalid_generator_state_in_a_prefetched_draw_is_refused() -> None:
     def goals() -> HindsightGoal:
         return HindsightGoal(0.5, achieved="achieved", goal="goal")
 

@@ -26,7 +26,7 @@ IDS = [7, 8, 9, 3, 4, 5, 6]
 
 @pytest.mark.pitfall("WR14")
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_what_edits_in_place_makes_no_column(kind: str, unchanged: Any, wrapped: Any):
+def test_in_place_edits_add_no_column(kind: str, unchanged: Any, wrapped: Any):
     """WR14, E7: only a write of all rows adds one, which later writes fill: test_added_columns."""
     buffer = wrapped(kind)
     value = torch.zeros(7)
@@ -104,7 +104,7 @@ def test_an_uninitialised_buffer_has_nothing_to_edit(buffer_of: Any, rows: Any, 
 )
 @settings(max_examples=40, deadline=None)
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_any_sequence_of_edits_is_as_on_plain_tensors(
+def test_edits_in_any_sequence_equal_edits_of_plain_tensors(
     kind: str, changes: list[Any], rows: Any, same: Any, wrapped: Any
 ):
     """Rows named twice in one edit take the last value."""
@@ -165,7 +165,7 @@ def test_columns_can_be_exchanged_with_clone(buffer_of: Any):
     assert buffer["b"].tolist() == [0, 1, 2, 3]
 
 
-def test_keys_to_update_restrict_what_is_taken(buffer_of: Any, rows: Any):
+def test_keys_to_update_restrict_the_written_columns(buffer_of: Any, rows: Any):
     buffer = buffer_of("tensor", filled=3)
     new = rows(3, 40)
     buffer.update_(new, keys_to_update=["id", "absent", ("next", "done")])

@@ -165,7 +165,7 @@ REWARDS = st.integers(-20, 20).map(lambda eighths: eighths / 8)
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 9), st.sampled_from([1, 1, 2, 3]))
-def test_episodes_are_those_that_a_scan_finds(data: st.DataObject, slots: int, lanes: int) -> None:
+def test_episodes_equal_a_scan_of_the_rows(data: st.DataObject, slots: int, lanes: int) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(slots * lanes, ndim=1 + (lanes > 1)))
     model = Model(slots, lanes)
     for _ in range(data.draw(st.integers(1, 6))):
@@ -194,7 +194,7 @@ def flags(*done: int, **others: Any) -> TensorDict:
     return TensorDict({"id": torch.arange(rows), "next": next_, **others}, [rows])
 
 
-def test_a_snapshot_reads_its_rows_or_says_that_they_are_gone() -> None:
+def test_snapshot_reads_its_rows_or_reports_them_overwritten() -> None:
     """sequences.md 1.5: never a neighbour's row, whatever was written since."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(6))
     buffer.extend(flags(0, 0, 1, 0, 1, 0))
@@ -220,7 +220,7 @@ def test_a_snapshot_reads_its_rows_or_says_that_they_are_gone() -> None:
 
 
 @pytest.mark.parametrize("lost", ["empty", "around", "load"])
-def test_rows_of_another_time_are_not_taken_for_those_of_a_snapshot(lost: str, tmp_path: Any):
+def test_old_snapshot_never_returns_newer_rows(lost: str, tmp_path: Any):
     buffer = ReplayBuffer(storage=LazyTensorStorage(6))
     buffer.extend(flags(0, 0, 1, 0, 1, 0))
     if lost == "load":
@@ -238,7 +238,7 @@ def test_rows_of_another_time_are_not_taken_for_those_of_a_snapshot(lost: str, t
             episode.rows()
 
 
-def test_a_row_that_was_placed_in_the_middle_is_not_taken_for_the_old_one() -> None:
+def test_old_snapshot_never_returns_a_row_placed_by_hand() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     buffer.extend(flags(0, 0, 0, 0, 1))
     before = buffer.episodes[0]
@@ -248,7 +248,7 @@ def test_a_row_that_was_placed_in_the_middle_is_not_taken_for_the_old_one() -> N
     assert buffer.episodes.lengths.tolist() == [2, 1, 2]
 
 
-def test_rows_that_were_edited_are_read_as_they_are_now() -> None:
+def test_snapshot_reads_edited_rows() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     buffer.extend(flags(0, 0, 1, 0, 1))
     before = buffer.episodes[0]
@@ -259,7 +259,7 @@ def test_rows_that_were_edited_are_read_as_they_are_now() -> None:
     assert buffer.episodes.lengths.tolist() == [5]
 
 
-def test_selections() -> None:
+def test_episodes_support_indices_masks_and_filters() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(20))
     buffer.extend(flags(0, 0, 1, 0, 1, 1, 0, 0))
     episodes = buffer.episodes
@@ -333,7 +333,7 @@ def test_without_a_reward_there_is_no_return() -> None:
         _ = buffer.episodes[0].total_reward
 
 
-def test_before_the_first_row_there_are_none() -> None:
+def test_buffer_without_rows_has_no_episodes() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     assert (len(buffer.episodes), list(buffer.episodes)) == (0, [])
     assert buffer.episodes.returns.tolist() == []
@@ -342,7 +342,7 @@ def test_before_the_first_row_there_are_none() -> None:
         buffer.episodes.begin(torch.tensor([0]))
 
 
-def test_what_has_no_episodes_says_so() -> None:
+def test_content_without_episodes_raises_an_error() -> None:
     with pytest.raises(RuntimeError, match="ListStorage does not know"):
         _ = ReplayBuffer(storage=ListStorage(8)).episodes
     with pytest.raises(RuntimeError, match="ListStorage does not know"):
@@ -355,7 +355,7 @@ def test_what_has_no_episodes_says_so() -> None:
         buffer.cut(1)
 
 
-def test_they_are_read_as_stored_from_files_too(tmp_path: Any) -> None:
+def test_episodes_read_stored_rows_without_transforms(tmp_path: Any) -> None:
     """Transforms are for samples: an episode is what was written."""
     buffer = ReplayBuffer(
         storage=LazyMemmapStorage(8, scratch_dir=tmp_path),
@@ -368,7 +368,7 @@ def test_they_are_read_as_stored_from_files_too(tmp_path: Any) -> None:
     assert buffer.episodes[0].rows()["id"].tolist() == [0, 1, 2]
 
 
-def test_what_was_cut_begins_in_the_middle() -> None:
+def test_cut_begins_an_episode_in_the_middle() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(16, ndim=2))
     data = TensorDict({"next": {"done": torch.zeros(2, 3, 1, dtype=torch.bool)}}, [2, 3])
     buffer.extend(data)

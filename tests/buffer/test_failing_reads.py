@@ -58,7 +58,7 @@ def filled(sampler: Any, seed: int = 0, **options: Any) -> Any:
     ],
     ids=["random", "without", "prioritized", "slices"],
 )
-def test_a_draw_that_was_not_read_comes_next(sampler: Any, prefetch: int | None, same: Any) -> None:
+def test_unread_draw_is_delivered_next(sampler: Any, prefetch: int | None, same: Any) -> None:
     """The batches are those of a buffer whose reads never failed."""
     failing, plain = filled(sampler(), prefetch=prefetch), filled(sampler())
     failed = 0
@@ -89,7 +89,7 @@ def test_records_that_were_not_read_are_not_used_up(uses: int) -> None:
     assert torch.bincount(found).tolist() == [uses] * ROWS
 
 
-def test_another_batch_size_is_drawn_anew() -> None:
+def test_other_batch_size_after_a_failed_read_repeats_the_draw() -> None:
     """With the same numbers; rows of a pass go back to it."""
     failing, plain = filled(RandomSampler()), filled(RandomSampler())
     failing.storage.fails = 1

@@ -36,7 +36,7 @@ def test_a_row_that_is_given_to_extend_is_refused(storage: Any):
     assert len(buffer) == buffer.write_count == 0
 
 
-def test_scalars_are_no_batch_of_a_list():
+def test_extend_of_a_list_storage_refuses_scalars():
     buffer = ReplayBuffer(storage=ListStorage(5))
     for scalar in (torch.tensor(1.0), np.asarray(1.0)):
         with pytest.raises(SchemaError, match=r"add\(\) stores one row"):
@@ -123,7 +123,7 @@ def test_dicts_and_tuples_of_tensors_are_stacked():
 
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
-def test_a_state_dict_is_read_by_a_loader_that_trusts_nobody(storage: Any):
+def test_torch_load_reads_a_state_dict_with_weights_only(storage: Any):
     """Tensors, numbers and containers only: ``torch.load`` takes it as it is."""
     data = TensorDict(
         {"x": torch.rand(5, 3), "next": {"done": torch.zeros(5, 1, dtype=torch.bool)}}, [5]
@@ -180,7 +180,7 @@ def test_a_hook_that_forgets_to_return_is_named(kind: str, tmp_path: Any):
     assert len(buffer) == 3
 
 
-def test_a_part_of_another_library_is_told_apart():
+def test_error_names_the_library_of_a_foreign_storage():
     class LazyTensorStorageElsewhere:
         pass
 
@@ -191,20 +191,20 @@ def test_a_part_of_another_library_is_told_apart():
 
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
-def test_a_device_that_is_none_is_named(storage: Any):
+def test_invalid_device_is_named(storage: Any):
     with pytest.raises(ValueError, match=r"expected a device such as .*got 'foo'"):
         storage(3, device="foo")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA devices")
-def test_a_device_that_is_not_there_is_named():
+def test_unavailable_device_is_named():
     buffer = ReplayBuffer(storage=LazyTensorStorage(3, device="cuda"))
     with pytest.raises(RuntimeError, match="got cuda: CUDA is not available"):
         buffer.extend(rows(2))
     assert len(buffer) == 0
 
 
-def test_an_absent_key_is_told_with_those_that_are_there():
+def test_error_for_an_absent_key_lists_the_existing_ones():
     buffer = ReplayBuffer(storage=LazyTensorStorage(3))
     buffer.extend(rows(2))
     with pytest.raises(KeyError, match="no key 'y'; there are 'x'"):
@@ -212,21 +212,21 @@ def test_an_absent_key_is_told_with_those_that_are_there():
 
 
 @pytest.mark.parametrize("call", ["write_all", "load_state_dict"])
-def test_none_is_no_data(call: str):
+def test_write_all_and_load_state_dict_refuse_none(call: str):
     buffer = ReplayBuffer(storage=LazyTensorStorage(3))
     buffer.extend(rows(2))
     with pytest.raises((TypeError, ValueError), match="got None"):
         getattr(buffer, call)(None)
 
 
-def test_a_part_of_a_chain_is_a_chain():
+def test_slice_of_compose_is_a_compose():
     chain = Compose(abs, lambda x: x + 1, lambda x: x * 10)
     assert isinstance(chain[1:], Compose)
     assert chain[1:](2) == 30
     assert chain[:0](2) == 2
 
 
-def test_ranks_have_an_order():
+def test_max_value_writer_refuses_complex_ranks():
     buffer = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("r"))
     with pytest.raises(ValueError, match="expected real numbers to rank by, got complex64"):
         buffer.extend(TensorDict({"r": torch.zeros(2, dtype=torch.complex64)}, [2]))
@@ -234,7 +234,7 @@ def test_ranks_have_an_order():
     assert TensorDictMaxValueWriter(rank_key=None).rank_key == ("next", "reward")
 
 
-def test_a_drop_last_that_is_no_bool_counts_as_one():
+def test_drop_last_accepts_values_that_are_not_bool():
     sampler = SamplerWithoutReplacement(drop_last=1)  # type: ignore[arg-type]
     buffer = ReplayBuffer(storage=LazyTensorStorage(5), sampler=sampler, batch_size=2)
     buffer.extend(rows(5))

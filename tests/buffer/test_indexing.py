@@ -67,9 +67,7 @@ IDS = [7, 8, 9, 3, 4, 5, 6]
 @pytest.mark.pitfall("RD11")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", INDICES)
-def test_indexing_reads_what_it_would_of_all_rows(
-    kind: str, name: str, check_whole: Any, wrapped: Any
-):
+def test_indexing_equals_indexing_all_rows(kind: str, name: str, check_whole: Any, wrapped: Any):
     """RD11: ``rb[i] == rb[:][i]`` for every kind of index."""
     buffer = wrapped(kind)
     index = INDICES[name]
@@ -109,7 +107,7 @@ def test_an_index_beyond_the_stored_rows_is_refused(
     unchanged(buffer, error, lambda: buffer[index])
 
 
-def test_nothing_to_read_is_an_error(buffer_of: Any):
+def test_indexing_an_empty_buffer_raises_an_error(buffer_of: Any):
     for kind in KINDS:
         with pytest.raises(RuntimeError, match="nothing is stored"):
             buffer_of(kind)[:]
@@ -119,7 +117,7 @@ def test_nothing_to_read_is_an_error(buffer_of: Any):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index", [slice(2, 2), [], torch.zeros(0, dtype=torch.int64)])
-def test_no_rows_are_a_batch_of_none(kind: str, index: Any, buffer_of: Any, rows: Any):
+def test_empty_index_gives_an_empty_batch(kind: str, index: Any, buffer_of: Any, rows: Any):
     buffer = buffer_of(kind)
     buffer.extend(rows(3))
     found = buffer[index]
@@ -127,7 +125,7 @@ def test_no_rows_are_a_batch_of_none(kind: str, index: Any, buffer_of: Any, rows
     assert set(found.keys(True, True)) == set(buffer[:].keys(True, True))
 
 
-def test_a_list_is_not_indexed_by_a_table(buffer_of: Any, rows: Any):
+def test_list_storage_refuses_a_two_dimensional_index(buffer_of: Any, rows: Any):
     buffer = buffer_of("list")
     buffer.extend(rows(3))
     with pytest.raises(IndexError, match=r"one dimension for a list, got shape \[1, 2\]"):

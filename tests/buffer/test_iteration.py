@@ -13,7 +13,7 @@ KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_can_sample_says_whether_sample_would_succeed(
+def test_can_sample_predicts_success_of_sample(
     kind: str, prefetch: int | None, buffer_of: Any, rows: Any, snapshot: Any, same: Any
 ):
     for sampler, enough in (("random", 1), ("without", 1), ("drop_last", 3)):
@@ -98,7 +98,7 @@ def test_an_error_does_not_end_an_iteration(buffer_of: Any, rows: Any):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_begins_anew_when_rows_came_but_not_when_they_changed(
+def test_added_rows_restart_a_pass_but_overwritten_rows_do_not(
     kind: str, buffer_of: Any, rows: Any
 ):
     buffer = buffer_of(kind, 8, filled=6, sampler="ordered")

@@ -53,7 +53,7 @@ def spent(buffer: ReplayBuffer, seconds: float) -> float:
 
 @pytest.mark.parametrize("slow", ["read", "transform"])
 @pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement])
-def test_a_loop_takes_the_longer_of_its_halves(slow: str, sampler: Any) -> None:
+def test_loop_takes_as_long_as_the_slower_of_sampling_and_learning(slow: str, sampler: Any) -> None:
     """At most 1.15 of it, where both take equally long; one after the other they take 2."""
     storage = SlowRead(400) if slow == "read" else LazyTensorStorage(400)
     ratios = []
@@ -76,7 +76,7 @@ def test_a_loop_takes_the_longer_of_its_halves(slow: str, sampler: Any) -> None:
     raise AssertionError(ratios)
 
 
-def test_who_waits_for_the_lock_has_it_before_the_next_draw(
+def test_waiting_thread_gets_the_lock_before_the_next_draw(
     eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write, or an update of priorities, waits for one batch to be read and not for two."""

@@ -46,7 +46,7 @@ def test_a_writer_serves_one_buffer(kind: Any):
     assert (len(first), len(other)) == (0, 3)
 
 
-def test_a_writer_is_free_when_its_buffer_has_another_one_or_is_gone():
+def test_replaced_or_orphaned_writer_can_serve_another_buffer():
     writer = RoundRobinWriter()
     first = make(writer=writer)
     first.set_writer(RoundRobinWriter())
@@ -60,7 +60,7 @@ def test_a_writer_is_free_when_its_buffer_has_another_one_or_is_gone():
 def test_a_sampler_with_a_pass_serves_one_buffer():
     sampler = SamplerWithoutReplacement()
     first = make(sampler=sampler)
-    with pytest.raises(ValueError, match="a SamplerWithoutReplacement of this buffer's own"):
+    with pytest.raises(ValueError, match="a SamplerWithoutReplacement for this buffer alone"):
         make(sampler=sampler)
     other = make()
     with pytest.raises(ValueError, match="another buffer uses"):
@@ -70,7 +70,7 @@ def test_a_sampler_with_a_pass_serves_one_buffer():
     assert sum(len(batch) for batch in first) == 4
 
 
-def test_a_random_sampler_may_serve_many_that_share_a_generator():
+def test_random_sampler_may_serve_buffers_that_share_a_generator():
     sampler = RandomSampler()
     buffers = [make(sampler=sampler) for _ in range(2)]
     for buffer in buffers:
@@ -84,7 +84,7 @@ def test_a_random_sampler_may_serve_many_that_share_a_generator():
         make(sampler=sampler, generator=torch.Generator())
 
 
-def test_copies_have_writers_and_samplers_of_their_own():
+def test_copies_do_not_share_writers_and_samplers():
     buffer = make(sampler=SamplerWithoutReplacement())
     buffer.extend(torch.arange(4))
     for twin in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
@@ -117,7 +117,7 @@ class Cyclic(Sampler):
 
 
 @pytest.mark.parametrize("way", ["files", "state"])
-def test_a_sampler_of_ones_own_goes_on_where_it_was(way: str, tmp_path: Path):
+def test_custom_sampler_resumes_from_its_saved_state(way: str, tmp_path: Path):
     buffer = make(sampler=Cyclic())
     buffer.extend(torch.arange(6))
     buffer.sample()
@@ -177,7 +177,7 @@ class Seven(Six):
         self.rows.clear()
 
 
-def test_a_storage_that_cannot_be_emptied_says_so_and_keeps_its_rows():
+def test_failed_empty_of_a_storage_keeps_its_rows():
     buffer = ReplayBuffer(storage=Six(4), batch_size=2)
     buffer.extend(torch.ones(4))
     with pytest.raises(NotImplementedError, match=r"Six cannot be emptied.*clear\(self\)"):
@@ -186,7 +186,7 @@ def test_a_storage_that_cannot_be_emptied_says_so_and_keeps_its_rows():
     assert buffer.sample().tolist() == [1, 1]
 
 
-def test_a_storage_of_ones_own_can_be_emptied():
+def test_custom_storage_can_be_emptied():
     buffer = ReplayBuffer(storage=Seven(4), batch_size=2)
     buffer.extend(torch.ones(4))
     buffer.empty()

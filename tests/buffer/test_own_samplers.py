@@ -36,7 +36,7 @@ class Known(Sampler):
 
 @pytest.mark.pitfall("BD9")
 @pytest.mark.parametrize("form", ["tensor", "tuple", "list"])
-def test_a_sampler_of_ones_own_may_draw_a_tuple(form: str, buffer_of: Any):
+def test_custom_sampler_may_return_a_tuple_or_a_list(form: str, buffer_of: Any):
     """BD9: what users see is always a tensor ``[B]``."""
     index = torch.tensor([3, 1, 1])
     drawn = {"tensor": index, "tuple": (index,), "list": [3, 1, 1]}[form]
@@ -51,7 +51,7 @@ def test_a_sampler_of_ones_own_may_draw_a_tuple(form: str, buffer_of: Any):
 
 
 @pytest.mark.parametrize("form", ["tensor", "tuple"])
-def test_a_sampler_of_ones_own_draws_coordinates_where_there_are_lanes(form: str, buffer_of: Any):
+def test_custom_sampler_draws_coordinates_of_rows_with_lanes(form: str, buffer_of: Any):
     time, lane = torch.tensor([2, 0, 1]), torch.tensor([0, 1, 1])
     drawn = (time, lane) if form == "tuple" else torch.stack((time, lane), -1)
     buffer = buffer_of("tensor", 10, ndim=2, sampler=Known(drawn))
@@ -78,7 +78,7 @@ def test_a_sampler_that_draws_rows_that_are_not_stored_gets_an_index_error(
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_a_sample_unit_expands_what_was_drawn(prefetch: int | None, buffer_of: Any):
+def test_sample_unit_expands_the_drawn_index(prefetch: int | None, buffer_of: Any):
     sampler = Known(torch.tensor([3, 4]), weight=torch.tensor([0.5, 1.0]))
     buffer = buffer_of(
         filled=5,
@@ -114,7 +114,7 @@ class Halves(Sampler):
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_a_sampler_of_ones_own_may_say_itself_when_a_pass_ends(prefetch: Any, buffer_of: Any):
+def test_custom_sampler_defines_the_end_of_a_pass(prefetch: Any, buffer_of: Any):
     failing = [True]
 
     def once(data: Any) -> Any:

@@ -53,7 +53,7 @@ def waits(rb: ReplayBuffer, thread: threading.Thread) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_is_tried_the_law_holds(seed: int) -> None:
+def test_any_sequence_of_calls_keeps_the_law(seed: int) -> None:
     """A plain model counts rows; with ``timeout=0`` a call goes through where the model says so."""
     chance = random.Random(seed)
     ratio, least, error = chance.choice([(1, 5, 12), (3, 10, 30), (0.5, 8, 20), (4, 1, 40)])
@@ -122,7 +122,7 @@ def test_bad_rows_are_refused_before_anything_waits() -> None:
         rb.add(TensorDict({"other": torch.zeros(())}, []))  # would wait without end
 
 
-def test_what_never_fits_is_refused_at_once() -> None:
+def test_batches_that_never_fit_are_refused_at_once() -> None:
     rb = paced(RateLimiter.queue(4), 9)
     with pytest.raises(ValueError, match="writes of at most 4 rows"):
         rb.extend(numbers(0, 5))
@@ -143,7 +143,7 @@ def test_timeouts_are_checked_with_and_without_a_limiter(call: str) -> None:
             getattr(rb, call)(given, timeout="soon")
 
 
-def test_what_cannot_be_paced_is_refused() -> None:
+def test_invalid_rate_limiters_and_capacities_are_refused() -> None:
     with pytest.raises(TypeError, match="RateLimiter"):
         ReplayBuffer(rate_limiter=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="capacity of 9"):
@@ -215,7 +215,7 @@ def test_batches_made_ahead_count_when_they_are_delivered(prefetch: int) -> None
     rb.shutdown()
 
 
-def test_transforms_that_hold_rows_back() -> None:
+def test_rows_held_back_by_a_transform_count_when_written() -> None:
     """Nothing that they saw is lost by a timeout; what they give up later counts then."""
     rb = paced(RateLimiter.queue(6), 20, transform=NStep(2, 0.9, when="write"))
 
@@ -266,7 +266,7 @@ def test_a_sample_waits_for_rows_and_a_write_for_samples() -> None:
     assert stats["sample_blocked_s"] >= 0.1
 
 
-def test_a_timeout_is_kept_and_counts_as_waited() -> None:
+def test_timeout_is_respected_and_counted_as_waiting() -> None:
     rb = paced(RateLimiter.min_size(5))
     began = time.monotonic()
     with pytest.raises(RateLimiterTimeout, match=r"waited 0\.1 s for inserts: 0 inserted"):
@@ -275,7 +275,7 @@ def test_a_timeout_is_kept_and_counts_as_waited() -> None:
     assert 0.1 <= rb.stats()["sample_blocked_s"] < 60
 
 
-def test_shutdown_wakes_all_who_wait() -> None:
+def test_shutdown_wakes_waiting_threads() -> None:
     rb = paced(RateLimiter.queue(3), 3)
     rb.extend(numbers(0, 3))
     said: list[str] = []
@@ -423,7 +423,7 @@ def test_counts_are_in_checkpoints(tmp_path: Path) -> None:
     ReplayBuffer(storage=LazyTensorStorage(50)).loads(tmp_path / "saved")  # without one
 
 
-def test_rows_that_come_without_counts_count_as_far_as_the_law_allows(tmp_path: Path) -> None:
+def test_loaded_rows_without_counts_count_up_to_the_limit(tmp_path: Path) -> None:
     plain = ReplayBuffer(storage=LazyTensorStorage(50))
     plain.extend(numbers(0, 40))
     plain.dumps(tmp_path / "saved")

@@ -77,7 +77,7 @@ def test_processes_keep_each_others_pace(context: Any, processes: list[Any]) -> 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_processes_that_are_killed_all_the_time_break_nothing(processes: list[Any]) -> None:
+def test_repeatedly_killed_processes_do_not_break_the_law(processes: list[Any]) -> None:
     """Two minutes; a writer or a reader is killed and replaced every quarter of a second."""
     chance, context = random.Random(0), multiprocessing.get_context("fork")
     ratio, least, error = 2, 10, 40
@@ -137,7 +137,7 @@ def insert_for_ever(rb: ReplayBuffer, ready: Any) -> None:
 
 
 @pytest.mark.parametrize("side", [insert_for_ever, sample_for_ever])
-def test_one_that_is_killed_while_it_waits_stops_nobody(
+def test_killed_waiting_process_does_not_block_others(
     side: Any, context: Any, processes: list[Any]
 ) -> None:
     rb = shared(RateLimiter.queue(6), 60)
@@ -170,7 +170,7 @@ def die_in(rb: ReplayBuffer, call: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["sample", "extend"])
-def test_what_was_under_way_in_a_killed_process_is_forgotten(
+def test_unfinished_call_of_a_killed_process_is_not_counted(
     call: str, context: Any, processes: list[Any]
 ) -> None:
     rb = shared(RateLimiter.queue(6), 60)
@@ -189,7 +189,7 @@ def test_what_was_under_way_in_a_killed_process_is_forgotten(
 
 
 @pytest.mark.parametrize("call", ["sample", "extend", "can_sample"])
-def test_who_does_not_wait_forgets_it_too(call: str, processes: list[Any]) -> None:
+def test_zero_timeout_ignores_calls_of_killed_processes(call: str, processes: list[Any]) -> None:
     """An event loop that asks again and again with ``timeout=0`` would be refused for ever."""
     rb = shared(RateLimiter.queue(6), 60)
     if call != "extend":
@@ -209,7 +209,7 @@ def test_who_does_not_wait_forgets_it_too(call: str, processes: list[Any]) -> No
         assert rb.can_sample(6)
 
 
-def test_what_is_under_way_in_a_living_process_is_not() -> None:
+def test_unfinished_call_of_a_living_process_is_counted() -> None:
     rb = shared(RateLimiter.queue(6), 60)
     other = another(rb)
     rb.extend(numbers(0, 5))
@@ -228,7 +228,7 @@ def test_what_is_under_way_in_a_living_process_is_not() -> None:
         one.shutdown()
 
 
-def test_a_copy_counts_by_itself() -> None:
+def test_copy_counts_separately() -> None:
     import copy
 
     rb = shared(RateLimiter.queue(6), 60)
@@ -237,7 +237,7 @@ def test_a_copy_counts_by_itself() -> None:
     assert (counts(mine), counts(rb)) == ((4, 0), (1, 0))
 
 
-def test_shutdown_is_that_of_one_process() -> None:
+def test_shutdown_ends_waits_of_one_process_only() -> None:
     rb = shared(RateLimiter.queue(2), 60)
     other = another(rb)
     rb.shutdown()

@@ -55,7 +55,7 @@ def used(buffer_of: Any, rows: Any, kind: str, **options: Any) -> ReplayBuffer:
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_a_copy_goes_on_like_the_original_with_a_generator_of_its_own(
+def test_copy_continues_like_the_original_with_a_separate_generator(
     how: str, kind: str, prefetch: int | None, buffer_of: Any, rows: Any, same: Any
 ):
     """CK11: locks, threads and memory-mapped files do not stand in the way."""
@@ -127,7 +127,7 @@ def test_states_before_the_first_row_are_copied_too(how: str, buffer_of: Any, ro
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_every_writer_goes_along(how: str, rows: Any):
+def test_copies_keep_every_kind_of_writer(how: str, rows: Any):
     largest = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("r"))
     largest.extend(TensorDict({"r": torch.tensor([5.0, 1.0, 3.0])}, [3]))
     copied = COPIES[how](largest)
@@ -208,7 +208,7 @@ def test_a_read_only_buffer_can_be_handed_to_a_spawned_process(kind: str, buffer
     assert start(buffer) == (5, [0, 1, 2, 3, 4], (4,))
 
 
-def test_tensors_from_memory_that_cannot_be_written_have_their_own():
+def test_tensors_from_read_only_memory_are_copied():
     """As Ray hands out what lies in its store, where a write would end the process."""
     apart: list[pickle.PickleBuffer] = []
     message = pickle.dumps(by_value(torch.arange(3)), protocol=5, buffer_callback=apart.append)

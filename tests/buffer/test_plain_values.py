@@ -71,7 +71,7 @@ def test_floats_follow_the_default_dtype() -> None:
     assert rb[:]["a"].tolist() == [0.1]
 
 
-def test_what_an_environment_gives_is_written_as_it_is() -> None:
+def test_values_of_nested_gymnasium_spaces_are_written_unchanged() -> None:
     """Space by space, a step of each of gymnasium's nested spaces."""
     spaces = gymnasium.spaces
     space = spaces.Dict(
@@ -135,7 +135,7 @@ def test_steps_of_all_lanes_may_be_lists() -> None:
         ({"reward": 2**63, "x": 1.0}, "key 'reward': expected numbers"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(later: Any, message: str) -> None:
+def test_later_values_of_other_dtypes_are_named(later: Any, message: str) -> None:
     """The first write fixes the dtypes; arrays are not cast, and bools are no numbers."""
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.add({"reward": 0.5, "x": 1.0})
@@ -184,7 +184,7 @@ def test_numbers_that_their_column_cannot_hold_are_refused(first: Any, later: An
 
 
 @pytest.mark.parametrize("value", ["text", None, object(), np.str_("a"), {1, 2}, [1, "a"], b"x"])
-def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
+def test_values_that_are_not_numbers_are_named(value: Any) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     with pytest.raises(TypeError, match=r"key .*'a'.*: expected"):
         rb.add({"a": value})

@@ -30,7 +30,7 @@ from replaykit import (
     kind=st.sampled_from(["list", "tensor"]),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_batches_are_those_without_prefetch(
+def test_prefetch_does_not_change_the_batches(
     prefetch: int, count: int, batch_size: int, sampler: str, kind: str, buffer_of: Any, same: Any
 ):
     """RD2, G5: draws are made in the order in which they are asked for."""
@@ -184,7 +184,7 @@ def test_draws_kept_for_later_keep_their_order_through_saves(wait: float, buffer
     assert seen == list(range(28))
 
 
-def test_what_is_read_again_has_the_generation_of_what_is_there(
+def test_draw_that_is_read_again_has_the_current_generations(
     buffer_of: Any, rows: Any, eventually: Any
 ):
     buffer = buffer_of(
@@ -224,7 +224,7 @@ def test_draws_kept_for_later_are_dropped_with_their_rows(
 
 
 @pytest.mark.parametrize("prefetch", [1, 4])
-def test_what_was_prepared_is_given_up_where_it_does_not_apply_any_more(
+def test_outdated_prefetched_batches_are_dropped(
     prefetch: int, buffer_of: Any, storage_of: Any, rows: Any
 ):
     buffer = buffer_of(filled=8, sampler="ordered", batch_size=2, prefetch=prefetch)

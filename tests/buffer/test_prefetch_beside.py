@@ -74,7 +74,7 @@ def whole(batch: Any) -> bool:
         (lambda: PrioritizedSampler(ROWS, 0.7, 0.5), {}),
     ],
 )
-def test_the_batches_are_those_without_prefetch(
+def test_prefetch_does_not_change_the_batches(
     sampler: Callable[[], Sampler], options: dict[str, Any], same: Any
 ) -> None:
     direct, ahead = (made(sampler, n, **options) for n in (None, 2))
@@ -110,7 +110,7 @@ def emptied(rb: ReplayBuffer, step: int) -> None:
 
 
 @pytest.mark.parametrize("change", [overwritten, assigned, written_through_a_view, put, emptied])
-def test_what_changes_waits_for_the_rows_that_are_read(
+def test_changes_wait_until_pending_reads_end(
     change: Callable[[ReplayBuffer, int], None], monkeypatch: pytest.MonkeyPatch, same: Any
 ) -> None:
     """The batches are those of draws that threads have made, of the rows before the change."""
@@ -141,7 +141,7 @@ def _by_threads() -> ReplayBuffer:
     return rb
 
 
-def test_who_writes_and_who_samples_beside_each_other() -> None:
+def test_concurrent_writes_leave_sampled_rows_whole() -> None:
     rb, stop = made(prefetch=3), threading.Event()
 
     def write() -> None:
@@ -179,7 +179,7 @@ def test_copies_and_saves_while_rows_are_read(tmp_path: Path, same: Any) -> None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_process_reads_what_was_drawn() -> None:
+def test_forked_process_reads_the_prefetched_draws() -> None:
     direct, ahead = (made(prefetch=n) for n in (None, 3))
     for rb in (direct, ahead):
         rb.sample()
@@ -235,7 +235,7 @@ class Kept:
     """Something that can be watched."""
 
 
-def test_a_gather_that_was_begun_is_waited_for_and_lets_go() -> None:
+def test_wait_ends_a_gather_and_releases_its_memory() -> None:
     reads, to, kept = native.core().Reads(), torch.zeros(4, dtype=torch.int64), Kept()
     watched = weakref.ref(kept)
     begun = _begun(reads, [9, 0, 3, 3], to, kept)
@@ -263,7 +263,7 @@ def test_a_gather_that_was_begun_is_waited_for_and_lets_go() -> None:
         ([5], {"sides": 2}, ValueError, "an address and a stride for each of 1 fields"),
     ],
 )
-def test_what_cannot_be_gathered_is_refused_before_it_begins(
+def test_invalid_gathers_are_refused_before_they_begin(
     at: list[int], options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     reads, to = native.core().Reads(), torch.full((4,), -1)

@@ -24,9 +24,7 @@ class FailsAt:
 
 @pytest.mark.pitfall("TH9")
 @pytest.mark.parametrize("prefetch", [None, 1, 2, 5])
-def test_an_error_of_a_transform_is_raised_where_its_batch_would_come(
-    prefetch: int | None, buffer_of: Any
-):
+def test_transform_error_is_raised_in_place_of_its_batch(prefetch: int | None, buffer_of: Any):
     """TH9, G1: no exception is lost, none comes early, and no row of the pass is lost by it."""
     for _ in range(5):
         failing = FailsAt(4, 2)
@@ -47,7 +45,7 @@ def test_an_error_of_a_transform_is_raised_where_its_batch_would_come(
 
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
 @pytest.mark.parametrize("sampler", ["random", "without", "prioritized"])
-def test_a_batch_that_failed_comes_as_if_nothing_had_failed(
+def test_failed_batch_is_delivered_unchanged_afterwards(
     sampler: str, prefetch: int | None, buffer_of: Any
 ):
     """G1: a call that raises leaves the random state as it was; also with another batch size."""
@@ -79,7 +77,7 @@ def test_a_batch_that_failed_comes_as_if_nothing_had_failed(
     assert failures >= len(sizes) // (1 + (prefetch or 0))
 
 
-def test_a_transform_that_changes_the_number_of_rows_costs_none_of_them(buffer_of: Any):
+def test_refused_transform_output_loses_no_row(buffer_of: Any):
     buffer = buffer_of(
         filled=6, sampler="ordered", batch_size=2, transform=lambda data: data[:1].clone()
     )
@@ -92,7 +90,7 @@ def test_a_transform_that_changes_the_number_of_rows_costs_none_of_them(buffer_o
 
 @pytest.mark.pitfall("TH9")
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_an_error_of_a_draw_is_raised_where_its_batch_would_come(
+def test_draw_error_is_raised_in_place_of_its_batch(
     prefetch: int, buffer_of: Any, counting_sampler: Any
 ):
     """TH9: as without prefetch, the draw after it is the next one."""

@@ -54,7 +54,7 @@ def threads_of_it() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("depth", [1, 3])
-def test_the_batches_are_those_without_prefetch(depth: int, sampler: str, same: Any) -> None:
+def test_prefetch_does_not_change_the_batches(depth: int, sampler: str, same: Any) -> None:
     direct, ahead = (made(SAMPLERS[sampler](), n) for n in (None, depth))
     before = threads_of_it()
     for _ in range(30):
@@ -73,7 +73,7 @@ def test_iterations_end_with_their_passes(same: Any) -> None:
             same(*pair)
 
 
-def test_a_loop_that_learns_is_the_one_of_threads(
+def test_learning_loop_gets_the_same_batches_as_with_threads(
     monkeypatch: pytest.MonkeyPatch, same: Any
 ) -> None:
     runs: list[list[Any]] = []
@@ -96,7 +96,7 @@ def test_a_loop_that_learns_is_the_one_of_threads(
         same(*pair)
 
 
-def test_who_holds_the_storage_has_threads_make_the_draws(same: Any) -> None:
+def test_held_storage_lock_leaves_draws_to_threads(same: Any) -> None:
     direct, ahead = (made(RandomSampler(), n) for n in (None, 2))
     same(direct.sample(), ahead.sample())
     held, go = threading.Event(), threading.Event()
@@ -117,7 +117,7 @@ def test_who_holds_the_storage_has_threads_make_the_draws(same: Any) -> None:
     ahead.shutdown()
 
 
-def test_an_error_is_of_its_batch_which_comes_again(
+def test_failed_draw_raises_at_its_batch_which_comes_again(
     monkeypatch: pytest.MonkeyPatch, same: Any
 ) -> None:
     direct, ahead = (made(RandomSampler(), n) for n in (None, 2))
@@ -139,7 +139,7 @@ def test_an_error_is_of_its_batch_which_comes_again(
     ahead.shutdown()
 
 
-def test_an_interrupt_is_of_the_call_that_it_comes_in(
+def test_interrupt_is_raised_by_the_running_call(
     monkeypatch: pytest.MonkeyPatch, same: Any
 ) -> None:
     direct, ahead = (made(RandomSampler(), n) for n in (None, 2))
@@ -183,7 +183,7 @@ def test_several_callers_share_the_passes() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_process_goes_on_with_what_was_drawn() -> None:
+def test_forked_process_continues_with_the_prefetched_draws() -> None:
     direct, ahead = (made(RandomSampler(), n) for n in (None, 3))
     for rb in (direct, ahead):
         rb.sample()
@@ -213,7 +213,7 @@ class Subclass(RandomSampler):
         (RandomSampler, {"sample_unit": Sequence(length=2)}),
     ],
 )
-def test_what_may_take_long_is_left_to_threads(
+def test_slow_draws_are_left_to_threads(
     sampler: Callable[..., Sampler], options: dict[str, Any]
 ) -> None:
     given = sampler(slice_len=2) if sampler is SliceSampler else sampler()

@@ -108,7 +108,7 @@ WORK: dict[str, tuple[Callable[[], Sampler], Callable[[ReplayBuffer, Any, int], 
 
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("depth", [1, 3])
-def test_however_threads_run_the_batches_are_the_same(
+def test_thread_timing_does_not_change_the_batches(
     depth: int, work: str, monkeypatch: pytest.MonkeyPatch, same: Any
 ) -> None:
     runs = []
@@ -128,7 +128,9 @@ def test_however_threads_run_the_batches_are_the_same(
         same(*pair)
 
 
-def test_schedulers_take_their_turn(monkeypatch: pytest.MonkeyPatch, same: Any) -> None:
+def test_scheduler_steps_apply_to_later_draws_in_order(
+    monkeypatch: pytest.MonkeyPatch, same: Any
+) -> None:
     """As a buffer without prefetch that steps one batch late."""
     slowed(monkeypatch, 3)
     late, direct = (made(PrioritizedSampler(ROWS, 0.7, 0.1), depth) for depth in (1, None))
@@ -146,7 +148,7 @@ def test_schedulers_take_their_turn(monkeypatch: pytest.MonkeyPatch, same: Any) 
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_what_members_of_an_ensemble_get_counts_for_later_draws(
+def test_writes_to_ensemble_members_affect_later_draws(
     nested: bool, monkeypatch: pytest.MonkeyPatch, same: Any
 ) -> None:
     runs = []
@@ -196,7 +198,7 @@ def test_other_threads_do_not_wait_for_draws(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("kind", ["memory", "recoverable"])
-def test_who_holds_the_lock_does_not_wait_for_draws_that_need_it(
+def test_holder_of_the_lock_does_not_wait_for_draws(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     slowed(monkeypatch, 4)
@@ -212,11 +214,11 @@ def test_who_holds_the_lock_does_not_wait_for_draws_that_need_it(
     rb.shutdown()
 
 
-def test_after_shutdown_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_after_shutdown_do_not_wait_for_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     rb = made(PrioritizedSampler(ROWS, 0.7, 0.5))
     rb.sample()
     rb.shutdown()
     assert rb._prefetcher is not None
-    rb._prefetcher._settled = 0  # as if draws had been given up
+    rb._prefetcher._draws_done = 0  # as if draws had been given up
     rb.extend(rows(ROWS))
     assert len(rb) == ROWS

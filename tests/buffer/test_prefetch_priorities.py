@@ -46,7 +46,7 @@ def all_drawn(rb: ReplayBuffer, depth: int, eventually: Any) -> None:
 
 @pytest.mark.parametrize("sampler", ["rows", "slices"])
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_an_update_counts_for_the_draws_after_it(
+def test_priority_update_affects_later_draws(
     sampler: str, depth: int, eventually: Any, same: Any
 ) -> None:
     """Bit for bit the batches of a buffer without prefetch that learns ``depth`` batches late."""

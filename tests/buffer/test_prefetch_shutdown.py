@@ -45,7 +45,7 @@ def test_shutdown_joins_the_threads(buffer_of: Any, rows: Any):
         direct.sample(1)
 
 
-def test_shutdown_wakes_whoever_waits(buffer_of: Any, in_threads: Any):
+def test_shutdown_wakes_waiting_consumers(buffer_of: Any, in_threads: Any):
     for _ in range(10):
         buffer = buffer_of(filled=4, sampler="without", batch_size=4, prefetch=2)
 

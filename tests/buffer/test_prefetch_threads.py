@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("by_threads")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("sampler", ["random", "without"])
-def test_a_forked_process_prepares_batches_of_its_own(sampler: str, run_python: Any):
+def test_forked_process_starts_new_prefetch_threads(sampler: str, run_python: Any):
     """The threads stay behind; what they have prepared is delivered in both processes."""
     done = run_python(_FORK, sampler, timeout=100)
     assert done.stdout.split() == ["equal"] * 3, done.stdout + done.stderr
@@ -99,7 +99,7 @@ class Source:
         return 0
 
 
-def test_a_pass_that_ends_while_batches_are_given_up_stops_nobody(in_threads: Any):
+def test_end_of_a_pass_during_clear_does_not_block_consumers(in_threads: Any):
     source = Source(1)
     source.before_delivery.set()
     prefetcher = Prefetcher(2, source)
@@ -114,9 +114,7 @@ def test_a_pass_that_ends_while_batches_are_given_up_stops_nobody(in_threads: An
     prefetcher.shutdown()
 
 
-def test_who_waits_for_the_end_of_a_pass_is_not_held_up_by_the_next_one(
-    in_threads: Any, eventually: Any
-):
+def test_next_pass_does_not_delay_waiters_for_the_end_of_a_pass(in_threads: Any, eventually: Any):
     """The third draw ends another pass before the second consumer is awake again."""
     drawn_again, third = threading.Event(), threading.Event()
 
@@ -159,7 +157,7 @@ def test_who_waits_for_the_end_of_a_pass_is_not_held_up_by_the_next_one(
 
 @pytest.mark.pitfall("TH8")
 @pytest.mark.parametrize("kind", ["list", "tensor", "memmap"])
-def test_writers_go_on_while_batches_are_made(kind: str, buffer_of: Any, rows: Any):
+def test_writers_continue_while_batches_are_prepared(kind: str, buffer_of: Any, rows: Any):
     """TH8: workers that transform hold no lock: rows come in although all of them are busy."""
     busy, go = threading.Semaphore(0), threading.Event()
 
@@ -214,7 +212,9 @@ def test_consumers_share_the_passes(count: int, prefetch: int, buffer_of: Any, i
 
 
 @pytest.mark.parametrize("kind", ["list", "tensor"])
-def test_nobody_waits_for_ever(kind: str, buffer_of: Any, in_threads: Any, rows: Any):
+def test_consumers_of_short_passes_never_hang(
+    kind: str, buffer_of: Any, in_threads: Any, rows: Any
+):
     """Consumers of short passes, while everything that gives up prepared batches goes on."""
     buffer = buffer_of(kind, filled=6, sampler="without", batch_size=3, prefetch=2)
     end = time.monotonic() + 3
@@ -249,7 +249,7 @@ def test_nobody_waits_for_ever(kind: str, buffer_of: Any, in_threads: Any, rows:
 
 
 @pytest.mark.parametrize("started", [0, 1])
-def test_threads_that_the_system_does_not_give(
+def test_prefetch_without_new_threads_fails_or_uses_the_started_ones(
     started: int, monkeypatch: pytest.MonkeyPatch, in_threads: Any
 ) -> None:
     """Without any the call fails and nobody waits for ever; with one of them batches come."""
@@ -281,7 +281,7 @@ def test_threads_that_the_system_does_not_give(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_fork_waits_for_the_draw_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_waits_for_a_running_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that has the numbers drawn but not the draw would go on with other batches."""
     rb = ReplayBuffer(
         storage=LazyTensorStorage(1000),

@@ -32,9 +32,7 @@ def data(*td_errors: float, key: Any = "td_error") -> TensorDict:
 @pytest.mark.pitfall("IF3")
 @pytest.mark.pitfall("PR9")
 @pytest.mark.parametrize("kind", ["tensor", "list", "lazy_stack"])
-def test_written_rows_take_the_priorities_that_they_carry(
-    kind: str, prioritised: Any, priorities: Any
-):
+def test_written_rows_get_their_given_priorities(kind: str, prioritised: Any, priorities: Any):
     """PR9, IF3, E3: each row's priority is set once, from ``extend``, ``add`` and lists."""
     buffer = prioritised(kind)
     buffer.extend(data(1.0, 2.0, 3.0))
@@ -107,7 +105,7 @@ def test_tensorclasses_carry_priorities_too(prioritised: Any, priorities: Any):
 
 @pytest.mark.parametrize("dim_extend", [None, 0])
 @pytest.mark.parametrize("how", ["extend", "add", "list"])
-def test_every_cell_of_rows_with_lanes_has_a_priority_of_its_own(
+def test_every_cell_of_rows_with_lanes_has_a_separate_priority(
     how: str, dim_extend: Any, prioritised_sampler: Any, priorities: Any
 ):
     buffer = ReplayBuffer(
@@ -184,7 +182,7 @@ def test_a_batch_longer_than_the_buffer_leaves_the_priorities_of_its_last_rows(
     assert priorities(buffer) == {0: 7.0, 1: 8.0, 2: 6.0}
 
 
-def test_rows_that_a_writer_refuses_have_no_slot(prioritised_sampler: Any, priorities: Any):
+def test_refused_rows_get_no_priority(prioritised_sampler: Any, priorities: Any):
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(3),
         sampler=prioritised_sampler(),
@@ -198,7 +196,7 @@ def test_rows_that_a_writer_refuses_have_no_slot(prioritised_sampler: Any, prior
 
 
 @pytest.mark.pitfall("PR12")
-def test_rows_that_are_there_get_the_default_when_the_sampler_comes(
+def test_new_sampler_gives_stored_rows_the_default_priority(
     buffer_of: Any, rows: Any, prioritised_sampler: Any, prioritised: Any, priorities: Any
 ):
     """PR12: over a filled storage, by constructor, ``set_sampler`` and ``set_storage``."""

@@ -119,7 +119,7 @@ def test_checkpoints_are_interchangeable(source: Any, target: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("how", ["update_tensordict_priority", "update_priority", "by hand"])
-def test_the_loop_of_a_learner(how: str) -> None:
+def test_learner_loop_keeps_priorities_equal_to_a_model(how: str) -> None:
     buffer = make(size=20, batch_size=16)
     expected, largest = torch.zeros(20), 1.0
     for step in range(30):
@@ -137,7 +137,7 @@ def test_the_loop_of_a_learner(how: str) -> None:
 
 
 @pytest.mark.pitfall("PR6")
-def test_everything_overwritten_everything_default() -> None:
+def test_updates_for_overwritten_rows_leave_default_priorities() -> None:
     """PR6: sampled, overwritten, given back: all priorities are still the default."""
     buffer = make()
     buffer.extend(rows(10))
@@ -210,7 +210,7 @@ def test_objects_have_priorities_too() -> None:
 @pytest.mark.pitfall("PR5")
 @pytest.mark.parametrize("prefetch", [None, 3])
 @pytest.mark.parametrize("stratified", [False, True])
-def test_after_loading_the_batches_are_those_that_would_have_come(
+def test_loaded_buffer_continues_with_the_same_batches(
     prefetch: int | None, stratified: bool, tmp_path: Path, same: Any
 ) -> None:
     """PR5, C10: bit for bit, with rows and priorities that change between the batches."""
@@ -302,7 +302,7 @@ def test_updates_draws_and_exponents_from_several_threads(in_threads: Any) -> No
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_has_trees_of_its_own(run_python: Any) -> None:
+def test_forked_process_gets_separate_priority_trees(run_python: Any) -> None:
     """A thread of the parent may hold the lock of a tree when the process forks."""
     done = run_python(
         """

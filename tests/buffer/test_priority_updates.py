@@ -115,7 +115,7 @@ def test_a_single_row_can_be_given_back(priorities: Any, filled: Any):
 
 @pytest.mark.parametrize("lanes", [(2,), (2, 3)])
 @pytest.mark.parametrize("shape", ["written", "flat", "column"])
-def test_priorities_may_lie_like_the_data_that_was_written(
+def test_priorities_may_have_the_layout_of_the_written_data(
     lanes: Any, shape: str, prioritised_sampler: Any, priorities: Any
 ):
     ndim = len(lanes) + 1
@@ -157,7 +157,7 @@ def test_without_priorities_updates_warn_or_do_nothing(buffer_of: Any, unchanged
         buffer.mark_update(torch.tensor([0]))
 
 
-def test_batches_of_dicts_say_how_they_get_priorities() -> None:
+def test_update_with_a_dict_batch_names_the_right_call() -> None:
     rb = TensorDictPrioritizedReplayBuffer(
         alpha=0.6, beta=0.4, storage=LazyTensorStorage(10), batch_size=4
     )

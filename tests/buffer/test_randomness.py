@@ -64,7 +64,7 @@ def test_a_generator_fixes_every_draw(sampler: str, prefetch: int | None, buffer
 
 
 @pytest.mark.pitfall("PR5")
-def test_without_a_generator_torchs_own_decides(buffer_of: Any):
+def test_draws_without_a_generator_follow_the_seed_of_torch(buffer_of: Any):
     """PR5: ``torch.manual_seed`` reproduces, ``numpy.random.seed`` does not matter."""
     drawn = []
     for seed in (5, 5, 6):

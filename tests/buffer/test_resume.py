@@ -245,18 +245,18 @@ def test_no_sampler_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_learner_goes_on(sampler: str, tmp_path: Path) -> None:
+def test_resumed_learner_gets_the_same_batches(sampler: str, tmp_path: Path) -> None:
     check(tmp_path / "saved", sampler=sampler, alone=False)
 
 
 @pytest.mark.parametrize("sampler", ENDLESS)
-def test_batches_made_ahead_come_first(sampler: str, tmp_path: Path) -> None:
+def test_resumed_buffer_delivers_prefetched_batches_first(sampler: str, tmp_path: Path) -> None:
     check(tmp_path / "saved", sampler=sampler, prefetch=3, alone=True)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("sampler", ENDLESS)
-def test_a_learner_goes_on_with_batches_made_ahead(
+def test_resumed_learner_gets_the_same_prefetched_batches(
     sampler: str, depth: int, tmp_path: Path
 ) -> None:
     """What is learned and written after a batch counts for those made ahead neither before the
@@ -272,7 +272,9 @@ def test_no_transform_with_state_is_left_out() -> None:
 
 @pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name != "none"])
 @pytest.mark.parametrize("sampler", ["random", "prioritized", "without replacement"])
-def test_transforms_go_on(sampler: str, transform: str, tmp_path: Path) -> None:
+def test_resumed_transforms_give_the_same_batches(
+    sampler: str, transform: str, tmp_path: Path
+) -> None:
     check(tmp_path / "saved", sampler=sampler, transform=transform, alone=False)
 
 
@@ -290,7 +292,7 @@ def test_a_state_counts_the_batches_that_were_delivered(sampler: str, tmp_path: 
 @pytest.mark.parametrize(
     "sampler", ["random", "prioritized", "slices", "slices without replacement"]
 )
-def test_into_another_kind_of_storage(sampler: str, tmp_path: Path) -> None:
+def test_resume_into_another_storage_gives_the_same_batches(sampler: str, tmp_path: Path) -> None:
     storage = LazyMemmapStorage(SLOTS, scratch_dir=tmp_path / "rows")
     check(tmp_path / "saved", storage, sampler=sampler, alone=False)
 
@@ -325,7 +327,7 @@ def test_an_open_episode_ends_at_the_save(sampler: str, transform: str, tmp_path
     assert all(same(*pair) for pair in zip(*runs, strict=True))
 
 
-def test_sequences_go_on(tmp_path: Path) -> None:
+def test_resumed_sequences_give_the_same_batches(tmp_path: Path) -> None:
     check(
         tmp_path / "saved",
         sampler="prioritized",

@@ -69,7 +69,7 @@ def test_a_transform_that_changes_the_number_of_rows_needs_return_info(change: A
     assert info["index"].shape == (3,)
 
 
-def test_a_transform_may_return_something_else(buffer_of: Any):
+def test_transform_may_return_a_tensor_instead_of_the_batch(buffer_of: Any):
     buffer = buffer_of(filled=4, transform=lambda td: td["id"])
     data, info = buffer.sample(3, return_info=True)
     assert torch.equal(data, info["index"])

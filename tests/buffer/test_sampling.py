@@ -93,7 +93,7 @@ def test_flags_come_back_with_a_trailing_dimension(kind: str, buffer_of: Any, ro
     assert buffer["done"].squeeze(-1).tolist() == [True] * 6 + [False]
 
 
-def test_content_that_is_no_tensordict_comes_alone():
+def test_content_without_tensordict_is_sampled_without_info():
     for content in (
         torch.arange(4.0),
         Point(x=torch.arange(4.0), batch_size=[4]),
@@ -143,7 +143,7 @@ def test_the_batch_size_of_the_call_wins(constructor: int | None, buffer_of: Any
             buffer.sample(bad)
 
 
-def test_rows_that_are_trajectories_repeat_what_is_known_of_them(buffer_of: Any):
+def test_rows_that_are_trajectories_repeat_their_index(buffer_of: Any):
     data = TensorDict({"x": torch.arange(24).view(4, 3, 2)}, [4, 3, 2])
     for kind in ("list", "tensor"):
         buffer = buffer_of(kind, writer=RoundRobinWriter(track_generations=True))
@@ -260,7 +260,7 @@ def test_uniform_draws_reach_every_row_equally_often(kind: str, buffer_of: Any, 
     assert 1 < statistic < 27.9  # 9 degrees of freedom: 99.9 % below, and not exactly even
 
 
-def test_without_a_pin_there_is_no_pinned_memory(buffer_of: Any):
+def test_pin_memory_pins_batches_only_with_an_accelerator(buffer_of: Any):
     buffer = buffer_of(filled=4, pin_memory=True)
     assert buffer.sample(3)["observation"].is_pinned() is torch.cuda.is_available()
 

@@ -38,7 +38,7 @@ KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 @pytest.mark.parametrize("sampler", ["random", "without", "ordered", "drop_last", "prioritized"])
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
 @pytest.mark.parametrize("loads_prefetch", [None, 2])
-def test_the_next_batches_are_those_the_original_gives(
+def test_loaded_buffer_gives_the_same_next_batches(
     sampler: str,
     prefetch: int | None,
     loads_prefetch: int | None,
@@ -104,7 +104,7 @@ def test_no_row_of_a_pass_is_lost_or_repeated_by_a_restart(
 
 
 @pytest.mark.pitfall("RD3")
-def test_draws_ahead_go_back_to_the_sampler_as_it_made_them(buffer_of: Any, tmp_path: Path):
+def test_saved_draws_return_to_the_sampler_as_anchors(buffer_of: Any, tmp_path: Path):
     """Where a sample unit expands them, batches of another size are drawn from the anchors."""
 
     class Pairs(replaykit.SampleUnit):
@@ -123,7 +123,7 @@ def test_draws_ahead_go_back_to_the_sampler_as_it_made_them(buffer_of: Any, tmp_
         assert loaded.sample()["id"].tolist() == expected
 
 
-def test_a_generator_that_was_not_there_is_made(buffer_of: Any, tmp_path: Path):
+def test_load_creates_a_missing_generator(buffer_of: Any, tmp_path: Path):
     buffer = buffer_of(filled=9, seed=5)
     buffer.dumps(tmp_path / "seeded")
     loaded = buffer_of()
@@ -266,7 +266,7 @@ def test_a_loaded_buffer_does_not_use_the_checkpoint(
 
 @pytest.mark.pitfall("CK14")
 @pytest.mark.parametrize("where", [".", "below", ".."])
-def test_a_checkpoint_beside_the_files_of_a_storage_is_not_touched(
+def test_training_does_not_change_a_checkpoint_near_scratch_files(
     where: str, rows: Any, buffer_of: Any, check_whole: Any, tmp_path: Path
 ):
     """CK14: training goes on in the scratch files, wherever the checkpoint lies."""
@@ -297,7 +297,7 @@ def test_the_size_on_disk_does_not_depend_on_the_capacity(
 
 
 @pytest.mark.pitfall("CK10")
-def test_the_manifest_tells_what_was_saved(buffer_of: Any, rows: Any, tmp_path: Path):
+def test_manifest_describes_the_saved_buffer(buffer_of: Any, rows: Any, tmp_path: Path):
     """CK10, C4: format, version, components, schema, counters, files with size and checksum."""
     buffer = buffer_of("tensor", 8, sampler="without", batch_size=3, seed=0)
     buffer.extend(rows(11))
@@ -358,7 +358,7 @@ def test_a_wrapped_tensor_takes_rows_of_its_size(buffer_of: Any, rows: Any, tmp_
     assert data["id"].tolist() == [0, 1, 2, 3, 54, 55]
 
 
-def test_where_there_is_no_checkpoint(buffer_of: Any, unchanged: Any, tmp_path: Path):
+def test_load_without_a_checkpoint_changes_nothing(buffer_of: Any, unchanged: Any, tmp_path: Path):
     buffer = buffer_of(filled=3)
     unchanged(buffer, FileNotFoundError, lambda: buffer.loads(tmp_path / "none"), "none")
     unchanged(buffer, FileNotFoundError, lambda: buffer.loads(tmp_path), "no checkpoint")

@@ -73,7 +73,7 @@ def written() -> LazyTensorStorage:
         ({"storage": written}, "3 rows"),
     ],
 )
-def test_what_cannot_be_shared_is_named(options: dict[str, Any], message: str) -> None:
+def test_buffers_that_cannot_be_shared_are_refused(options: dict[str, Any], message: str) -> None:
     options = {"storage": lambda: LazyTensorStorage(10), **options}
     with pytest.raises(ValueError, match=message):
         ReplayBuffer(**options, shared=True)
@@ -97,7 +97,7 @@ def test_parts_cannot_be_exchanged() -> None:
     assert parts == (buffer.storage, buffer.sampler, buffer.writer)
 
 
-def test_one_buffer_over_a_shared_storage() -> None:
+def test_shared_storage_accepts_one_buffer_only() -> None:
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(10),
         sampler=PrioritizedSampler(alpha=1.0, beta=1.0),
@@ -111,7 +111,7 @@ def test_one_buffer_over_a_shared_storage() -> None:
     assert another(buffer)["number"].tolist() == [0, 1, 2]
 
 
-def test_a_folder_in_use_is_refused_and_one_that_is_not_is_taken(tmp_path: Path) -> None:
+def test_folder_in_use_is_refused_and_a_free_one_is_accepted(tmp_path: Path) -> None:
     def made(**options: Any) -> ReplayBuffer:
         return ReplayBuffer(
             storage=LazyMemmapStorage(10, scratch_dir=tmp_path, **options), shared=True
@@ -174,7 +174,7 @@ def test_a_priority_is_no_column_where_another_process_wrote_first() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
-def test_copies_have_rows_of_their_own(copied: Callable[[Any], ReplayBuffer]) -> None:
+def test_copies_of_a_shared_buffer_are_independent(copied: Callable[[Any], ReplayBuffer]) -> None:
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(10),
         sampler=PrioritizedSampler(alpha=1.0, beta=1.0),
@@ -222,7 +222,7 @@ assert len(buffer) == 300_000 and torch.get_num_threads() == 2
 
 
 @needs_fork
-def test_a_forked_process_does_as_much_at_once_as_it_likes(run_python: Any) -> None:
+def test_forked_process_runs_large_operations(run_python: Any) -> None:
     """Where torch has used threads before the fork, which the child has not."""
     run_python(LARGE)
 
@@ -274,7 +274,7 @@ def test_a_save_while_another_process_writes_is_of_one_instant(tmp_path: Path) -
     assert len(counts) > 1
 
 
-def test_a_load_is_seen_by_all(tmp_path: Path) -> None:
+def test_all_processes_see_a_load(tmp_path: Path) -> None:
     plain = ReplayBuffer(storage=LazyTensorStorage(10))
     plain.extend(rows(100, 13))
     plain.dumps(tmp_path / "saved")
@@ -304,7 +304,7 @@ def test_the_last_one_removes_a_private_folder(kind: Any) -> None:
     assert not folder.exists()
 
 
-def test_a_folder_that_was_named_stays(tmp_path: Path) -> None:
+def test_named_folder_stays_after_the_last_buffer(tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path), shared=True)
     buffer.extend(rows(0, 3))
     del buffer
@@ -342,7 +342,7 @@ buffer.extend(torch.arange(2))
 
 
 @needs_fork
-def test_a_parent_that_has_come_to_its_end_waits_with_the_folder() -> None:
+def test_ending_parent_keeps_the_folder_until_its_children_end() -> None:
     """The end of a script joins its processes: what they have yet to open is there until then."""
     script = """
     multiprocessing.get_context("fork").Process(target=work, args=(buffer,)).start()
@@ -370,7 +370,7 @@ def test_a_parent_that_exits_first_leaves_the_folder_to_its_child() -> None:
     assert not Path(folder).exists()
 
 
-def test_what_killed_processes_left_is_removed_by_the_next_one(
+def test_next_buffer_removes_folders_of_killed_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     script = """

@@ -71,7 +71,7 @@ class Sparing(Player):
 
 @pytest.mark.parametrize("kind", ["memory", "disk", "lanes"])
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_any_handle_has_changed_is_in_the_next_save_of_any(
+def test_save_contains_changes_made_through_any_handle(
     kind: str, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     chance = random.Random(f"{kind}{seed}")
@@ -100,7 +100,7 @@ def test_whatever_any_handle_has_changed_is_in_the_next_save_of_any(
             chance.choice(players).buffer.loads(folder)
 
 
-def test_what_several_processes_have_changed_is_what_is_written(tmp_path: Path) -> None:
+def test_save_writes_only_rows_that_any_process_changed(tmp_path: Path) -> None:
     """One per cent of the rows and scattered priorities: at most three per cent of the bytes."""
     buffers, count = filled(), 20_000
     buffers[0].dumps(tmp_path)
@@ -116,7 +116,7 @@ def test_what_several_processes_have_changed_is_what_is_written(tmp_path: Path) 
         assert written(tmp_path, lambda b=buffer: b.dumps(tmp_path)) < 20_000
 
 
-def test_one_column_is_written_alone_whoever_edited_it(tmp_path: Path) -> None:
+def test_save_writes_only_the_column_another_process_edited(tmp_path: Path) -> None:
     one, other = filled()
     one.dumps(tmp_path)
     other["next", "reward"] = torch.ones(20_000, 1)
@@ -126,7 +126,7 @@ def test_one_column_is_written_alone_whoever_edited_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_while_any_process_holds_a_view_all_is_written(whose: int, tmp_path: Path) -> None:
+def test_save_writes_everything_while_a_process_holds_a_view(whose: int, tmp_path: Path) -> None:
     """Through a view anything can be written without a word; when it is gone, nothing can."""
     buffers = filled()
     saver, folder = buffers[0], tmp_path / "saved"
@@ -145,7 +145,7 @@ def test_while_any_process_holds_a_view_all_is_written(whose: int, tmp_path: Pat
     assert written(folder, lambda: saver.dumps(folder)) < 20_000
 
 
-def test_what_is_changed_under_the_lock_under_which_it_is_saved(tmp_path: Path) -> None:
+def test_save_under_the_lock_contains_uncommitted_changes(tmp_path: Path) -> None:
     """It is not committed yet, but it is what the buffer holds."""
     one, other = filled(2000)
     one.dumps(tmp_path)
@@ -159,7 +159,7 @@ def test_what_is_changed_under_the_lock_under_which_it_is_saved(tmp_path: Path) 
     assert_saved(tmp_path, one, tmp_path / "full")
 
 
-def test_another_run_knows_nothing_of_a_checkpoint(tmp_path: Path) -> None:
+def test_new_run_writes_everything_over_an_old_checkpoint(tmp_path: Path) -> None:
     """Of the same rows in the same memory: its marks are not those that the checkpoint was of."""
     filled(2000)[0].dumps(tmp_path)
     one, other = filled(2000)
@@ -170,7 +170,7 @@ def test_another_run_knows_nothing_of_a_checkpoint(tmp_path: Path) -> None:
     assert_saved(tmp_path, one, tmp_path / "full")
 
 
-def test_many_directories_in_turn_are_still_known(tmp_path: Path) -> None:
+def test_saves_to_several_directories_stay_incremental(tmp_path: Path) -> None:
     one, other = filled(2000)
     folders = [tmp_path / str(number) for number in range(6)]
     for folder in folders:
@@ -184,7 +184,7 @@ def test_many_directories_in_turn_are_still_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stranger", [False, True])
-def test_of_two_that_save_at_once_the_later_state_stays(
+def test_later_state_wins_when_two_buffers_save_at_once(
     stranger: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Another process, or a buffer of its own, saves between the instant of a save and its turn:
@@ -227,7 +227,7 @@ def die_in_child(work: Callable[[], Any]) -> None:
 
 
 @forks
-def test_what_killed_writers_have_committed_is_saved(
+def test_save_contains_rows_committed_by_killed_writers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Killed at any call: what it had overwritten is put back, what it had committed is written."""
@@ -257,7 +257,7 @@ def test_what_killed_writers_have_committed_is_saved(
 
 @forks
 @pytest.mark.parametrize("what", ["rows", "priorities"])
-def test_what_was_saved_and_then_taken_back_is_not_gone_on_from(what: str, tmp_path: Path) -> None:
+def test_save_replaces_changes_rolled_back_after_a_kill(what: str, tmp_path: Path) -> None:
     """Saved under the lock under which it was changed, and killed before it counted."""
     buffer, folder = filled(500)[0], tmp_path / "saved"
     buffer.dumps(folder)
@@ -313,7 +313,7 @@ def test_a_child_has_the_views_of_its_parent(tmp_path: Path) -> None:
 
 
 @forks
-def test_savers_that_are_killed_leave_what_the_next_one_goes_on_from(
+def test_save_after_killed_savers_is_complete(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     small_chunks(monkeypatch)

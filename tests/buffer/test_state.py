@@ -269,9 +269,7 @@ def test_rows_go_into_any_capacity_in_write_order(
         go_on(loaded, moved, rows, check_whole)
 
 
-def test_a_smaller_buffer_keeps_the_newest_and_says_how_many_it_left_out(
-    buffer_of: Any, rows: Any, tmp_path: Path
-):
+def test_smaller_buffer_keeps_the_newest_rows_and_warns(buffer_of: Any, rows: Any, tmp_path: Path):
     buffer = buffer_of("tensor", 10, filled=10)
     buffer.extend(rows(3, 10))
     buffer.dumps(tmp_path)

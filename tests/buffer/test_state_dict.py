@@ -142,7 +142,7 @@ def test_later_changes_do_not_reach_a_state_nor_the_other_way(
 
 @pytest.mark.parametrize("source", KINDS)
 @pytest.mark.parametrize("target", KINDS)
-def test_a_loaded_state_goes_on_like_the_original(
+def test_loaded_state_continues_like_the_original(
     source: str, target: str, buffer_of: Any, rows: Any, check_whole: Any
 ):
     buffer = used(buffer_of, rows, source)
@@ -183,7 +183,7 @@ def test_a_state_goes_into_another_capacity(capacity: int, buffer_of: Any, rows:
     assert other["id"].tolist() == (PHYSICAL if capacity == 8 else OLDEST_FIRST[-capacity:])
 
 
-def test_the_smaller_capacity_is_told_once(buffer_of: Any, rows: Any):
+def test_smaller_capacity_warns_once(buffer_of: Any, rows: Any):
     buffer = buffer_of("tensor", 8, filled=8)
     with pytest.warns(UserWarning, match="5 rows") as caught:
         buffer_of("tensor", 3).load_state_dict(buffer.state_dict())

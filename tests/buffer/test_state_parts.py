@@ -71,7 +71,7 @@ class Turning(Sampler):
 
 
 @pytest.mark.pitfall("CK15")
-def test_transforms_and_samplers_of_ones_own_keep_their_state(tmp_path: Path):
+def test_custom_transforms_and_samplers_keep_their_state(tmp_path: Path):
     """CK15: transform state is part of the checkpoint."""
 
     def make(factor: float) -> ReplayBuffer:
@@ -221,7 +221,7 @@ SAMPLERS: dict[str, Any] = {
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*rows.*left out")
-def test_a_sampler_of_another_kind_begins_anew_and_says_so(
+def test_load_into_another_sampler_kind_resets_it_and_warns(
     saved: str, own: str, capacity: int, kind: Any, tmp_path: Path
 ) -> None:
     """Also with another kind of storage, of another capacity."""
@@ -241,7 +241,7 @@ def test_a_sampler_of_another_kind_begins_anew_and_says_so(
     source.dumps(tmp_path)
     buffer.extend(steps(500, 7))
     buffer.sample()
-    how = "begins anew"
+    how = "starts over"
     if own in PRIORITIZED:
         how = "keeps the priorities" if saved in PRIORITIZED else "gives each row priority 1"
     with pytest.warns(UserWarning, match=f"sampler is left out: this buffer has .*{how}"):

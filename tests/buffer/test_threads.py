@@ -336,7 +336,7 @@ def test_the_first_write_of_two_threads_fixes_one_schema(in_threads: Any):
 
 
 @pytest.mark.pitfall("TH2")
-def test_swapping_the_storage_does_not_mix_the_ways_of_two_storages(in_threads: Any):
+def test_reads_during_set_storage_use_one_storage(in_threads: Any):
     """Rows read from a list are stacked as a list's, whatever storage has come meanwhile."""
     listed, tensors = ListStorage(8), LazyTensorStorage(8)
     buffer = ReplayBuffer(storage=listed)

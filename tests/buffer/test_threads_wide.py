@@ -19,7 +19,9 @@ SLOTS = 37
 @pytest.mark.pitfall("TH2")
 @pytest.mark.parametrize("kind", ["tensor", "memmap"])
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_records_and_wide_leaves_of_a_row_are_one_row(kind: str, contiguous: bool, in_threads: Any):
+def test_concurrent_reads_never_mix_leaves_of_two_rows(
+    kind: str, contiguous: bool, in_threads: Any
+):
     """Two threads write round the end of the ring, three read, with threads of the core's own.
 
     Small leaves go with their record and wide ones alone, from the caller's memory, and without

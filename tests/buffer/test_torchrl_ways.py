@@ -117,7 +117,7 @@ class Noting:
 
 @pytest.mark.parametrize("count", [3, 8, 11, 16])
 @pytest.mark.parametrize("kind", ["list", "tensor"])
-def test_save_hooks_are_told_of_the_cursor(kind: str, count: int, tmp_path: Path):
+def test_save_hooks_receive_the_cursor(kind: str, count: int, tmp_path: Path):
     buffer = _buffer(STORAGES[kind](8))
     hook = Noting()
     buffer.register_save_hook(hook)
@@ -130,7 +130,7 @@ def test_save_hooks_are_told_of_the_cursor(kind: str, count: int, tmp_path: Path
     assert int(buffer[shift - 1]["x"]) == count - 1  # the newest row
 
 
-def test_save_hooks_are_told_what_torchrl_tells_them(tmp_path: Path):
+def test_save_hooks_receive_the_same_arguments_as_in_torchrl(tmp_path: Path):
     torchrl = pytest.importorskip("torchrl.data")
     for count in (3, 8, 11):
         mine = _buffer(LazyTensorStorage(8))
@@ -148,7 +148,7 @@ def test_save_hooks_are_told_what_torchrl_tells_them(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", STORAGES)
-def test_another_checkpointer_is_refused_with_the_way(kind: str):
+def test_setting_a_checkpointer_is_refused_with_the_alternative(kind: str):
     storage = STORAGES[kind](4)
     assert storage.checkpointer is None
     storage.checkpointer = None
@@ -159,7 +159,7 @@ def test_another_checkpointer_is_refused_with_the_way(kind: str):
 # -- priorities ------------------------------------------------------------------------------------
 
 
-def test_updates_without_priorities_say_so():
+def test_priority_updates_without_priorities_warn():
     """Whatever is given; but for the call that learners make whatever the sampler."""
     buffer = _buffer(LazyTensorStorage(8))
     buffer.extend(_rows(8))
@@ -189,7 +189,7 @@ def test_updates_without_priorities_say_so():
 
 
 @pytest.mark.parametrize("how", ["shared", "recover"])
-def test_a_folder_in_use_is_not_said_to_be_free_for_the_taking(how: str, tmp_path: Path):
+def test_error_for_a_folder_in_use_does_not_suggest_existsok(how: str, tmp_path: Path):
     options = {"recover": True} if how == "recover" else {}
     user = ReplayBuffer(
         storage=LazyMemmapStorage(8, scratch_dir=tmp_path, **options), shared=how == "shared"
@@ -259,7 +259,7 @@ def _ends(buffer: ReplayBuffer) -> list[list[int]]:
 
 @pytest.mark.parametrize("end_key", [None, ("next", "done")])
 @pytest.mark.parametrize("lacks", ["episode", ("collector", "traj_ids"), ["episode", "seed"]])
-def test_a_trajectory_key_that_the_data_lacks(lacks: Any, end_key: Any):
+def test_missing_trajectory_key_falls_back_to_done_and_warns(lacks: Any, end_key: Any):
     buffer = _buffer(
         LazyTensorStorage(12), SliceSampler(slice_len=2, traj_key=lacks, end_key=end_key)
     )
@@ -274,7 +274,7 @@ def test_a_trajectory_key_that_the_data_lacks(lacks: Any, end_key: Any):
     assert copied.sample().shape == (4,)
 
 
-def test_a_trajectory_key_that_is_there_and_one_that_nothing_replaces():
+def test_trajectory_key_is_required_where_no_done_flag_exists():
     rows = _rows(12).set("episode", torch.arange(12) // 6)
     buffer = _buffer(LazyTensorStorage(12), SliceSampler(slice_len=2, traj_key="episode"))
     buffer.extend(rows)
@@ -298,7 +298,7 @@ def test_a_trajectory_key_that_is_there_and_one_that_nothing_replaces():
 
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("cursor", [0, range(3), slice(0, 3), torch.arange(3)])
-def test_a_first_write_that_leaves_the_cursor(kind: str, cursor: Any):
+def test_first_write_through_the_storage_leaves_the_cursor(kind: str, cursor: Any):
     storage = STORAGES[kind](8)
     buffer = _buffer(storage)
     rows = _rows(3)[0] if isinstance(cursor, int) else _rows(3)
@@ -321,7 +321,7 @@ def test_a_first_write_that_leaves_a_hole_is_refused():
     assert len(storage) == 0
 
 
-def test_patches_laid_out_as_data():
+def test_patches_may_have_the_layout_of_the_data():
     buffer = _buffer(LazyTensorStorage(12, ndim=2), writer=RoundRobinWriter(track_generations=True))
     data = _rows(12).view(2, 6)
     index = buffer.extend(data)
@@ -360,7 +360,7 @@ def test_stats_know_the_capacity_before_the_first_write():
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("kind", STORAGES)
-def test_unpickled_parts_have_the_attributes_of_before(kind: str, sampler: str, prefetch: int):
+def test_unpickled_parts_keep_their_attributes(kind: str, sampler: str, prefetch: int):
     if "slice" in sampler and kind in ("list", "lazy_stack"):
         pytest.skip("slices need columns")
     if prefetch and sampler == "consuming":
@@ -384,7 +384,7 @@ PARTS = ("storage", "sampler", "writer", "transform")
 
 @pytest.mark.parametrize("how", ["private", "folder", "recover", "shared", "once"])
 @pytest.mark.parametrize("lanes", [False, True])
-def test_the_file_of_a_column(how: str, lanes: bool, tmp_path: Path):
+def test_column_file_gives_the_file_of_a_column(how: str, lanes: bool, tmp_path: Path):
     options: dict[str, Any] = {"ndim": 2} if lanes else {}
     if how in ("folder", "recover"):
         options |= {"scratch_dir": tmp_path, "recover": how == "recover"}
@@ -416,7 +416,7 @@ def test_the_file_of_a_column(how: str, lanes: bool, tmp_path: Path):
         storage.column_file("none")
 
 
-def test_columns_of_files_that_were_removed():
+def test_column_file_fails_after_cleanup_but_columns_still_work():
     buffer = _buffer(LazyMemmapStorage(8))
     buffer.extend(_rows(8))
     assert buffer.storage.cleanup()
@@ -478,7 +478,7 @@ def test_rows_of_lanes_and_of_transforms_carry_their_index():
     assert whole[:]["index"].tolist() == [[n] * 4 for n in range(3)]
 
 
-def test_it_is_the_index_of_torchrl():
+def test_index_of_read_rows_equals_torchrl():
     torchrl = pytest.importorskip("torchrl.data")
     mine = _named(False, LazyTensorStorage(8))
     theirs = torchrl.TensorDictReplayBuffer(storage=torchrl.LazyTensorStorage(8))
@@ -511,13 +511,13 @@ def test_rows_of_several_lengths_are_sampled_as_a_lazy_stack(cls: Any, transform
     assert ("index" in rb[:].unbind(0)[0]) == (cls is not ReplayBuffer)
     assert "index" not in rb.storage[0]
     rb.add(_trajectories(2)[0].unsqueeze(0))
-    with pytest.raises(ValueError, match=r"as many batch dimensions.*\[1, 2\]"):
+    with pytest.raises(ValueError, match=r"equally many batch dimensions.*\[1, 2\]"):
         rb[:]
 
 
 @pytest.mark.parametrize("lengths", [(3, 3, 3), (2, 3, 4)])
 @pytest.mark.parametrize("storage", ["ListStorage", "LazyStackStorage"])
-def test_pad_collate_takes_what_a_list_hands_out(storage: str, lengths: tuple[int, ...]) -> None:
+def test_pad_collate_accepts_rows_of_a_list_storage(storage: str, lengths: tuple[int, ...]) -> None:
     rb = ReplayBuffer(storage=getattr(replaykit, storage)(5), batch_size=4, collate_fn=pad_collate)
     rb.extend(_trajectories(*lengths))
     assert rb.sample()["mask"].shape[0] == 4
@@ -575,7 +575,7 @@ def test_arguments_can_be_read_and_named_as_in_torchrl() -> None:
             part.checkpointer = "other"  # type: ignore[assignment]
 
 
-def test_the_capacity_of_a_storage_that_is_yet_to_be_made_is_left_out() -> None:
+def test_stats_omit_the_capacity_of_a_delayed_storage() -> None:
     rb = ReplayBuffer(storage=lambda: LazyTensorStorage(7), delayed_init=True)
     assert not {"capacity", "utilization"} & rb.stats().keys()
     assert not rb.initialized
@@ -583,7 +583,7 @@ def test_the_capacity_of_a_storage_that_is_yet_to_be_made_is_left_out() -> None:
     assert (rb.stats()["capacity"], rb.stats()["size"]) == (7, 2)
 
 
-def test_what_is_no_batch_is_told_in_a_sentence() -> None:
+def test_write_all_explains_values_that_are_not_batches() -> None:
     tensors = ReplayBuffer(storage=LazyTensorStorage(5))
     tensors.extend(torch.zeros(3))
     objects = ReplayBuffer(storage=ListStorage(5), batch_size=2)
@@ -599,7 +599,7 @@ def test_what_is_no_batch_is_told_in_a_sentence() -> None:
         objects[:]
 
 
-def test_what_was_emptied_is_not_shared_for_the_reason_that_is_told(tmp_path: Path) -> None:
+def test_share_of_an_emptied_buffer_explains_the_refusal(tmp_path: Path) -> None:
     rb = ReplayBuffer(storage=LazyMemmapStorage(32))
     rb.extend(torch.zeros(1))
     rb.empty()

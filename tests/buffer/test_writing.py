@@ -68,7 +68,7 @@ OPERATIONS = st.lists(
 @pytest.mark.parametrize("kind", KINDS)
 @given(operations=OPERATIONS, slots=st.integers(1, 8))
 @settings(max_examples=40, deadline=None)
-def test_any_sequence_of_writes_leaves_what_a_ring_would_hold(
+def test_any_sequence_of_writes_equals_a_ring_model(
     kind: str, operations: list[Any], slots: int, buffer_of: Any, rows: Any, check_whole: Any
 ):
     """WR6: batches of k * M + r rows are as if written one by one, with their generations."""
@@ -182,7 +182,7 @@ def test_the_callers_data_is_not_touched_nor_kept(
 
 @pytest.mark.pitfall("PR11")
 @pytest.mark.parametrize("sampler", ["random", "without"])
-def test_priorities_in_the_data_mean_nothing_to_a_sampler_without_them(
+def test_sampler_without_priorities_ignores_priorities_in_the_data(
     sampler: str, buffer_of: Any, rows: Any
 ):
     """PR11: no warning, on 100 extends with ``td_error`` and a sampler without priorities."""
@@ -195,9 +195,7 @@ def test_priorities_in_the_data_mean_nothing_to_a_sampler_without_them(
     assert buffer.write_count == 301
 
 
-def test_the_priority_column_is_stored_only_if_it_came_with_the_first_write(
-    buffer_of: Any, rows: Any
-):
+def test_priority_column_is_stored_only_if_the_first_write_has_it(buffer_of: Any, rows: Any):
     """E2: later rows may carry priorities without being refused as a new key."""
     without = buffer_of()
     without.extend(rows(2))
@@ -226,7 +224,7 @@ def test_reserved_keys_are_not_stored(kind: str, buffer_of: Any, rows: Any):
     assert len(buffer) == 5
 
 
-def test_writing_elsewhere_leaves_the_cursor(buffer_of: Any, rows: Any, check_whole: Any):
+def test_write_at_other_slots_leaves_the_cursor(buffer_of: Any, rows: Any, check_whole: Any):
     buffer = buffer_of(filled=6, writer=RoundRobinWriter(track_generations=True))
     assert buffer.writer.write_at(torch.tensor([1, 6]), rows(2, 40)).tolist() == [1, 6]
     assert check_whole(buffer[:]) == [0, 40, 2, 3, 4, 5, 41]

@@ -28,7 +28,7 @@ class Agent(TensorClass):
 @pytest.mark.pitfall("IF8")
 @pytest.mark.parametrize("lanes", [(2,), (2, 3)])
 @pytest.mark.parametrize("dim_extend", [None, 0])
-def test_rows_with_lanes_are_where_their_index_says(
+def test_rows_with_lanes_are_stored_at_their_returned_index(
     lanes: tuple[int, ...], dim_extend: int | None, rows: Any
 ):
     """WR8, WR9, E18, E10: the index names time and lane of the element it was returned for."""
@@ -82,7 +82,7 @@ def test_time_may_be_another_dimension_of_rows_without_lanes():
 )
 @pytest.mark.filterwarnings("ignore:Using `add:UserWarning")  # each row is a trajectory
 @pytest.mark.parametrize("kind", ["list", "tensor", "memmap"])
-def test_extend_stores_what_adding_row_by_row_does(
+def test_extend_stores_the_same_rows_as_repeated_add(
     kind: str, content: Any, buffer_of: Any, same: Any
 ):
     """WR7: the same data through ``add`` and ``extend`` was stored differently."""

@@ -16,15 +16,15 @@ from tensordict import TensorDict
 from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from replaykit.checkpoint import chunks
 from replaykit.checkpoint.dirty_chunks import Changes, TrackedTensor
-from replaykit.checkpoint.shared_dirty_chunks import KeptChanges
+from replaykit.checkpoint.shared_dirty_chunks import SharedChanges
 
 KEYS = ("a", "b")
 
 
 def tables(rows: int, row_bytes: int) -> list[Changes]:
     like = Changes(rows, row_bytes)
-    cells = np.zeros(KeptChanges.length(like, KEYS), np.int64)
-    return [like, KeptChanges(cells, like, KEYS)]
+    cells = np.zeros(SharedChanges.length(like, KEYS), np.int64)
+    return [like, SharedChanges(cells, like, KEYS)]
 
 
 @st.composite
@@ -71,7 +71,7 @@ def test_the_chunks_of_all_rows_written_have_changed_and_no_others(
                 changes.wrote_index(slice(first, int(touched[-1]) + 1), rows, keys)
             for key in keys or KEYS:
                 model[key][touched] = now
-        changes._note_late()
+        changes._add_late()
         for key in KEYS:
             starts = np.arange(0, rows, changes.chunk)
             expected = np.maximum.reduceat(model[key], starts)
@@ -95,7 +95,7 @@ def steps(first: int, count: int) -> TensorDict:
 
 @pytest.mark.parametrize("kind", ["tensor", "memmap", "once", "shared"])
 @pytest.mark.parametrize("count", [20, 71, 72, 73, 300])
-def test_a_write_round_the_end_of_a_ring_whose_last_chunk_is_short_is_saved_again(
+def test_save_contains_a_wrapped_write_over_a_short_last_chunk(
     kind: str, count: int, tmp_path: Path
 ):
     """The rows at the beginning lie as near behind those at the end as if the chunk were whole."""
@@ -115,7 +115,7 @@ def test_a_write_round_the_end_of_a_ring_whose_last_chunk_is_short_is_saved_agai
     assert torch.equal(loaded[:]["next", "x"], expected + 1)
 
 
-def test_a_save_has_not_what_is_written_meanwhile_round_the_end_of_such_a_ring(
+def test_save_excludes_rows_that_wrap_around_during_the_save(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     slots = 3000

@@ -71,7 +71,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     ),
 )
 @settings(max_examples=150, deadline=None)
-def test_tensors_come_back_whatever_the_size_of_a_file(
+def test_tensors_survive_any_limit_of_file_size(
     limit: int, specs: list[Any], tmp_path_factory: Any
 ):
     folder = tmp_path_factory.mktemp("chunks")
@@ -292,7 +292,7 @@ def test_the_limit_is_64_mebibytes(tmp_path: Path):
     small=st.integers(0, 9),
 )
 @settings(max_examples=200, deadline=None)
-def test_pieces_of_a_large_tensor_lie_as_in_the_tensor_modulo_a_page(
+def test_pieces_of_a_large_tensor_keep_their_offset_within_a_page(
     row: int, count: int, limit: int, small: int, tmp_path_factory: Any
 ):
     page, paged = 64, 128

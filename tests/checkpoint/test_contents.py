@@ -218,7 +218,7 @@ class Minimal(Storage):
         self.rows = dict(state_dict["rows"])
 
 
-def test_a_storage_of_ones_own_is_saved_and_loaded(tmp_path: Path):
+def test_custom_storage_is_saved_and_loaded(tmp_path: Path):
     buffer = ReplayBuffer(storage=Minimal(5), generator=torch.Generator())
     for number in range(7):
         buffer.add({"n": number})

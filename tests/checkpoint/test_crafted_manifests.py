@@ -200,7 +200,7 @@ def test_a_manifest_that_nests_without_end_is_damaged(make: Any, tmp_path: Path,
 
 
 @pytest.mark.parametrize("key", [5, None, (), ("x", 5), (["x"],), [], torch.Size([1])])
-def test_a_draw_made_ahead_tells_under_names_alone(key: Any):
+def test_info_keys_of_a_saved_draw_must_be_names(key: Any):
     none = torch.zeros(0, dtype=torch.int64)
     draw = {"index": none, "anchors": none, "ran_out": False}
     assert checked_draw({**draw, "info": [[("x", "y"), 1], ["x", 2]]}).info["x"] == 2
@@ -209,7 +209,7 @@ def test_a_draw_made_ahead_tells_under_names_alone(key: Any):
 
 
 @pytest.mark.parametrize("since", [-1, 2**70, 0.5, True])
-def test_a_draw_made_ahead_counts_the_writes_since(since: Any):
+def test_saved_draw_has_a_checked_count_of_writes(since: Any):
     none = torch.zeros(0, dtype=torch.int64)
     draw = {"index": none, "anchors": none, "ran_out": False, "info": []}
     assert checked_draw({**draw, "since": 3}).written == -3
@@ -236,7 +236,7 @@ TOLD = [
 
 
 @pytest.mark.parametrize(("key", "value"), TOLD, ids=str)
-def test_what_a_draw_made_ahead_tells_is_checked_before_anything_changes(key: Any, value: Any):
+def test_info_of_a_saved_draw_is_checked_before_anything_changes(key: Any, value: Any):
     """Else the first batch would raise, or the compiled core read memory that is not there."""
 
     def make(first: int) -> ReplayBuffer:

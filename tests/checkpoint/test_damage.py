@@ -131,7 +131,7 @@ def test_sizes_are_compared_also_without_checksums(three: tuple[Path, Any]):
         file.write_bytes(content)
 
 
-def test_links_and_what_is_no_file_are_not_read(three: tuple[Path, Any], tmp_path: Path):
+def test_links_pipes_and_directories_are_not_read(three: tuple[Path, Any], tmp_path: Path):
     """What lies outside of the directory is not read, whatever the same name leads to."""
     folder, _ = three
     file = next(folder / name for name in named_by(folder)[3] if name.startswith("data-"))
@@ -182,7 +182,7 @@ def test_a_manifest_that_is_no_plain_file_is_not_read(
     assert outside.exists()
 
 
-def test_after_the_last_version_none_is_written(tmp_path: Path, forge: Any):
+def test_save_after_the_highest_version_is_refused(tmp_path: Path, forge: Any):
     buffer = new()
     extend(buffer, 0, ROWS)
     buffer.dumps(tmp_path)
@@ -197,7 +197,7 @@ def test_after_the_last_version_none_is_written(tmp_path: Path, forge: Any):
 @pytest.mark.parametrize(
     "text", ["[]", "null", "5", '"x"', "[{}]", "{}", '{"format": "x"}'], ids=lambda text: text
 )
-def test_json_of_something_else_is_not_overwritten(tmp_path: Path, text: str):
+def test_foreign_manifest_is_not_overwritten(tmp_path: Path, text: str):
     buffer = new()
     extend(buffer, 0, ROWS)
     (tmp_path / "manifest.json").write_text(text)

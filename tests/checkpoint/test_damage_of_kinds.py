@@ -94,7 +94,7 @@ def fill(found: Any, first: int, count: int) -> None:
 
 @pytest.mark.pitfall("CK2")
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_was_saved_a_damaged_file_is_named(
+def test_load_names_the_damaged_file_of_every_kind_of_buffer(
     kind: str, tmp_path: Path, flipped: Any
 ) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"

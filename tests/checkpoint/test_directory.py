@@ -56,7 +56,9 @@ def test_every_damaged_file_is_named_and_nothing_changes(
 
 
 @pytest.mark.pitfall("CK10")
-def test_a_newer_version_is_told_from_damage(make: Any, forge: Any, tmp_path: Path, save: Any):
+def test_newer_format_version_is_named_instead_of_damage(
+    make: Any, forge: Any, tmp_path: Path, save: Any
+):
     """CK10: the message says which version wrote it and which one reads it."""
     save(tmp_path)
     forge(tmp_path, lambda m: m.update(format_version=FORMAT_VERSION + 1, library_version="9.9"))
@@ -92,34 +94,34 @@ def test_a_checkpoint_is_read_piece_by_piece(tmp_path: Path):
         empty.verify()
 
 
-def test_what_is_copied_does_not_wait_for_the_files_before_it(
+def test_copied_tensors_do_not_wait_for_checks_of_earlier_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Priorities lie behind all rows, and are wanted before them."""
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 64)
     save_checkpoint(tmp_path, {"a": {"t": torch.arange(400)}, "b": {"t": torch.arange(3)}}, {})
     assert len(list(tmp_path.glob("*.bin"))) > 5
-    goes_on = threading.Event()
+    continues = threading.Event()
 
     def crc32(data: Any, value: int = 0) -> int:
         if threading.current_thread() is not threading.main_thread():
-            assert goes_on.wait(20)
+            assert continues.wait(20)
         return native.crc32(data, value)
 
     monkeypatch.setattr(reader, "crc32", crc32)
     with Checkpoint(tmp_path) as saved:
         saved.verify(wait=False)
         assert saved.part("b")["t"].tolist() == [0, 1, 2]
-        goes_on.set()
+        continues.set()
         saved.verify()
     last = max(tmp_path.glob("*.bin"))
     last.write_bytes(last.read_bytes()[:-1] + b"\1")
     with Checkpoint(tmp_path) as saved:
-        goes_on.clear()
+        continues.clear()
         saved.verify(wait=False)
         with pytest.raises(CheckpointError, match=last.name):
             saved.part("b")
-        goes_on.set()
+        continues.set()
         with pytest.raises(CheckpointError, match=last.name):
             saved.verify()
 

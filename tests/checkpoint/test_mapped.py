@@ -105,7 +105,7 @@ def equal(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("count", [1, 2500, CAPACITY, CAPACITY + 1234])
-def test_it_is_the_buffer_that_a_plain_load_gives(sampler: str, count: int, tmp_path: Path):
+def test_mapped_load_equals_a_plain_load(sampler: str, count: int, tmp_path: Path):
     if count == 1 and "slices" in sampler:
         return
     filled(sampler, count).dumps(tmp_path)
@@ -127,7 +127,7 @@ def test_it_is_the_buffer_that_a_plain_load_gives(sampler: str, count: int, tmp_
     assert content(tmp_path) == before
 
 
-def test_a_column_of_many_files_is_one_tensor_and_nothing_of_it_is_read(
+def test_column_of_many_files_is_mapped_as_one_unread_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     buffer = filled()
@@ -152,7 +152,7 @@ def test_a_column_of_many_files_is_one_tensor_and_nothing_of_it_is_read(
     assert not whole[CAPACITY:].any()
 
 
-def test_rows_that_no_number_of_makes_whole_pages(tmp_path: Path):
+def test_rows_that_never_fill_whole_pages_are_mapped(tmp_path: Path):
     wide = torch.arange(50 * 30_001).to(torch.uint8).view(50, 30_001)
     save_checkpoint(tmp_path, {"part": {"wide": wide, "none": wide[:0], "empty": wide[:, :0]}}, {})
     with MappedCheckpoint(tmp_path) as saved:
@@ -163,7 +163,7 @@ def test_rows_that_no_number_of_makes_whole_pages(tmp_path: Path):
     assert found["empty"].shape == (50, 0)
 
 
-def test_lanes(tmp_path: Path):
+def test_mapped_rows_with_lanes_equal_the_saved_ones(tmp_path: Path):
     def new() -> ReplayBuffer:
         return ReplayBuffer(storage=LazyTensorStorage(400, ndim=2), batch_size=8)
 
@@ -179,7 +179,7 @@ def test_lanes(tmp_path: Path):
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_an_empty_buffer_and_one_never_written_to(sampler: str, tmp_path: Path):
+def test_empty_and_unwritten_buffers_can_be_mapped(sampler: str, tmp_path: Path):
     buffer = make(sampler)
     buffer.dumps(tmp_path / "new")
     buffer.extend(rows(0, 10))
@@ -205,7 +205,7 @@ def test_an_empty_buffer_and_one_never_written_to(sampler: str, tmp_path: Path):
         ("prioritized", 2 * CAPACITY, CAPACITY + 1000),
     ],
 )
-def test_another_capacity_where_no_row_has_to_move(
+def test_mapped_load_into_another_capacity_equals_a_moving_load(
     sampler: str, count: int, capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The same as where all are told where each row lies now."""
@@ -243,7 +243,7 @@ def test_another_capacity_where_no_row_has_to_move(
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_with_more_room_draws_made_ahead_come_first(mmap: bool, tmp_path: Path):
+def test_prefetched_draws_come_first_in_a_larger_buffer(mmap: bool, tmp_path: Path):
     def ahead(capacity: int) -> ReplayBuffer:
         return ReplayBuffer(
             storage=LazyTensorStorage(capacity),
@@ -262,7 +262,7 @@ def test_with_more_room_draws_made_ahead_come_first(mmap: bool, tmp_path: Path):
         assert equal(larger.sample(), buffer.sample())
 
 
-def test_priorities_change_before_they_are_read(tmp_path: Path):
+def test_updates_of_unread_priorities_equal_a_plain_load(tmp_path: Path):
     filled("prioritized").dumps(tmp_path)
     results = []
     for mmap in (True, False):
@@ -281,7 +281,7 @@ def test_priorities_change_before_they_are_read(tmp_path: Path):
 # -- the files ------------------------------------------------------------------------------------
 
 
-def test_it_outlives_the_checkpoint(tmp_path: Path):
+def test_mapped_buffer_survives_removal_of_the_checkpoint(tmp_path: Path):
     buffer = filled()
     buffer.dumps(tmp_path / "saved")
     mapped = make()
@@ -339,7 +339,7 @@ def test_a_torn_or_missing_file_is_named_and_nothing_changes(tmp_path: Path):
     mapped.loads(tmp_path, mmap=True)
 
 
-def test_checksums_on_request(tmp_path: Path):
+def test_verify_option_decides_if_checksums_are_compared(tmp_path: Path):
     filled().dumps(tmp_path)
     file = max(tmp_path.glob("data-*"))
     damaged = bytearray(file.read_bytes())
@@ -354,7 +354,7 @@ def test_checksums_on_request(tmp_path: Path):
     assert len(buffer) == CAPACITY
 
 
-def test_priorities_that_are_none_are_found_when_they_are_read(tmp_path: Path):
+def test_first_sample_finds_invalid_priorities(tmp_path: Path):
     buffer = filled("prioritized")
     buffer.dumps(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
@@ -373,9 +373,7 @@ def test_priorities_that_are_none_are_found_when_they_are_read(tmp_path: Path):
             mapped.sample()
 
 
-def test_what_samplers_know_of_rows_is_read_when_it_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_sampler_state_is_read_at_the_first_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     read, made = ReadLater.read, []
     monkeypatch.setattr(ReadLater, "read", lambda self: made.append(self) or read(self))
     for name in READ_LATER:
@@ -398,7 +396,7 @@ def test_what_samplers_know_of_rows_is_read_when_it_is_needed(
         ("slices without replacement", "_remaining", "the pass over episodes of the checkpoint"),
     ],
 )
-def test_what_contradicts_itself_is_found_when_it_is_read(
+def test_first_sample_finds_inconsistent_sampler_state(
     name: str, entry: str, match: str, tmp_path: Path
 ):
     filled(name).dumps(tmp_path)
@@ -418,7 +416,7 @@ def test_what_contradicts_itself_is_found_when_it_is_read(
 # -- what cannot be -------------------------------------------------------------------------------
 
 
-def test_what_cannot_have_its_rows_in_these_files_is_refused_by_name(tmp_path: Path):
+def test_storages_that_cannot_be_mapped_are_named(tmp_path: Path):
     filled(count=2500).dumps(tmp_path / "saved")
 
     def refused(buffer: ReplayBuffer, match: str) -> None:
@@ -432,7 +430,7 @@ def test_what_cannot_have_its_rows_in_these_files_is_refused_by_name(tmp_path: P
         ListStorage(CAPACITY),
         TensorStorage(rows(0, CAPACITY)),
     ):
-        refused(ReplayBuffer(storage=storage), f"got a {type(storage).__name__}, whose rows")
+        refused(ReplayBuffer(storage=storage), f"got a {type(storage).__name__}, which cannot map")
     used = make()
     used.extend(rows(0, 3))
     refused(used, "got one that was written to, with 3 rows")
@@ -440,7 +438,7 @@ def test_what_cannot_have_its_rows_in_these_files_is_refused_by_name(tmp_path: P
     hooked = make()
     hooked.register_load_hook(lambda data: data)
     refused(hooked, "got load hooks")
-    refused(make(capacity=2000), "expected the capacity that was saved for mmap=True, got 2000")
+    refused(make(capacity=2000), "expected the saved capacity for mmap=True, got 2000")
     ranked = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), writer=TensorDictMaxValueWriter())
     refused(ranked, "expected the state of a 'max_value' writer")
     once = ReplayBuffer(storage=LazyTensorStorage(9, dedup_next=True))
@@ -453,7 +451,9 @@ def test_what_cannot_have_its_rows_in_these_files_is_refused_by_name(tmp_path: P
     assert not plain.storage.initialized
 
 
-def test_on_a_system_that_cannot_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_mapped_load_without_system_support_raises_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     filled().dumps(tmp_path)
     monkeypatch.setattr(mapping, "_SYSTEM", None)
     buffer = make()
@@ -462,7 +462,7 @@ def test_on_a_system_that_cannot_it_says_so(tmp_path: Path, monkeypatch: pytest.
     assert not buffer.storage.initialized
 
 
-def test_what_the_system_refuses_to_map_is_an_error_and_nothing_changes(
+def test_failed_mapping_raises_an_error_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     filled("prioritized").dumps(tmp_path)
@@ -555,7 +555,7 @@ def test_a_checkpoint_of_gigabytes_is_open_in_a_fifth_of_a_second(
     assert torch.equal(batch["frame"].long().amin(-1), written)
 
 
-def test_one_of_many_rows_is_open_in_a_fifth_of_a_second_with_more_room(
+def test_many_rows_open_in_a_fifth_of_a_second_with_more_room(
     tmp_path: Path, forge: Callable[[Path, Callable[[dict[str, Any]], Any]], None]
 ):
     """One number for each of the rows, however made, takes longer."""

@@ -37,7 +37,7 @@ def rows(start: int, count: int, *, ends: bool = True) -> TensorDict:
     return TensorDict({"obs": number, "next": following}, [count])
 
 
-def test_a_thread_that_asks_how_many_lie_beside_reads_nothing_over_what_is_written(
+def test_late_read_by_another_thread_keeps_rows_written_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make() -> ReplayBuffer:
@@ -60,7 +60,7 @@ def test_a_thread_that_asks_how_many_lie_beside_reads_nothing_over_what_is_writt
         return found
 
     monkeypatch.setattr(ReadLater, "read", read)
-    asking = threading.Thread(target=lambda: mapped.storage.kept_beside)
+    asking = threading.Thread(target=lambda: mapped.storage.overflow_rows)
     writing = threading.Thread(target=lambda: mapped.extend(rows(500, 30)))
     asking.start()
     assert reading.wait(10)
@@ -71,7 +71,7 @@ def test_a_thread_that_asks_how_many_lie_beside_reads_nothing_over_what_is_writt
         thread.join(10)
         assert not thread.is_alive()
     plain.extend(rows(500, 30))
-    assert mapped.storage.kept_beside == plain.storage.kept_beside
+    assert mapped.storage.overflow_rows == plain.storage.overflow_rows
     for buffer in (mapped, plain):
         buffer.extend(rows(900, 25))
     assert bool((mapped[:] == plain[:]).all())
@@ -79,7 +79,7 @@ def test_a_thread_that_asks_how_many_lie_beside_reads_nothing_over_what_is_writt
 
 @pytest.mark.parametrize("writer", [RoundRobinWriter, TensorDictMaxValueWriter])
 @pytest.mark.parametrize("mmap", [True, False])
-def test_a_first_write_that_fails_while_episodes_are_noted_leaves_that_to_the_next_one(
+def test_write_after_a_failed_first_write_rebuilds_the_episodes(
     writer: Any, mmap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make() -> ReplayBuffer:
@@ -141,7 +141,7 @@ def _opened_without_priorities(folder: Path) -> ReplayBuffer:
         lambda rb: rb.storage.set(torch.tensor([3, 7]), rows(900, 2)),
     ],
 )
-def test_what_a_write_would_go_on_from_is_read_before_it(
+def test_write_reads_saved_priorities_before_it_changes_anything(
     write: Callable[[ReplayBuffer], Any], tmp_path: Path
 ) -> None:
     mapped = _opened_without_priorities(tmp_path)
@@ -154,7 +154,7 @@ def test_what_a_write_would_go_on_from_is_read_before_it(
         assert (mapped.write_count, ledger.next_position, ledger.cursor) == counted
 
 
-def test_priorities_that_nobody_has_read_need_not_be_any_to_be_forgotten(tmp_path: Path) -> None:
+def test_empty_discards_invalid_unread_priorities(tmp_path: Path) -> None:
     mapped = _opened_without_priorities(tmp_path)
     mapped.empty()
     mapped.extend(rows(0, 20))

@@ -152,7 +152,7 @@ def damage(folder: Path, name: str, value: bytes, at: int = 5) -> None:
 
 @pytest.mark.parametrize("slices", [False, True])
 @pytest.mark.parametrize("name", KINDS)
-def test_nothing_is_read_at_opening_and_it_is_what_a_plain_load_gives(
+def test_mapped_load_reads_no_table_and_equals_a_plain_load(
     name: str, slices: bool, tmp_path: Path, read: list[Any]
 ):
     kind = KINDS[name]
@@ -185,7 +185,7 @@ def test_nothing_is_read_at_opening_and_it_is_what_a_plain_load_gives(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_asked_first_does_not_matter(name: str, tmp_path: Path, read: list[Any]):
+def test_order_of_first_uses_does_not_change_the_buffer(name: str, tmp_path: Path, read: list[Any]):
     kind = KINDS[name]
     kind.filled().dumps(tmp_path)
     plain = kind.make()
@@ -206,7 +206,7 @@ def test_what_is_asked_first_does_not_matter(name: str, tmp_path: Path, read: li
 
 
 @pytest.mark.parametrize("name", ["placed", "cleared", "lanes", "ranked"])
-def test_it_can_be_emptied_and_opened_in_inference_mode(name: str, tmp_path: Path):
+def test_buffer_mapped_in_inference_mode_can_be_emptied(name: str, tmp_path: Path):
     kind = KINDS[name]
     kind.filled().dumps(tmp_path)
     mapped, plain = (kind.make() for _ in range(2))
@@ -224,7 +224,7 @@ def test_it_can_be_emptied_and_opened_in_inference_mode(name: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "entry", "match"), [(k, *pair) for k, pairs in TABLES.items() for pair in pairs]
 )
-def test_tables_that_contradict_themselves_are_found_before_a_row_is_overwritten(
+def test_write_finds_inconsistent_tables_before_overwriting_rows(
     name: str, entry: str, match: str, tmp_path: Path
 ):
     kind = KINDS[name]
@@ -286,7 +286,7 @@ def test_in_another_capacity_tables_are_read_before_anything_changes(tmp_path: P
 
 
 @pytest.mark.parametrize("laps", [0, 3])
-def test_generations_wait_in_another_capacity_too(laps: int, tmp_path: Path, read: list[Any]):
+def test_generations_stay_unread_in_another_capacity(laps: int, tmp_path: Path, read: list[Any]):
     kind = KINDS["cleared"]
     buffer = kind.filled() if not laps else kind.make()
     for lap in range(laps):
@@ -303,7 +303,7 @@ def test_generations_wait_in_another_capacity_too(laps: int, tmp_path: Path, rea
 
 
 @pytest.mark.parametrize("head", [[30, 20, -1, 3], [30, 20, 31, 3], [30, 20, 9, 0], [30, 20, 9, 4]])
-def test_streams_that_can_have_begun_in_no_such_way_are_refused(
+def test_invalid_beginnings_of_streams_are_refused(
     head: list[int],
     tmp_path: Path,
     forge: Callable[[Path, Callable[[dict[str, Any]], Any]], None],
@@ -318,7 +318,7 @@ def test_streams_that_can_have_begun_in_no_such_way_are_refused(
 
     forge(tmp_path, change)
     for options in ({}, {"mmap": True}):
-        with pytest.raises(ValueError, match="expected where episodes began"):
+        with pytest.raises(ValueError, match="expected the beginnings of episodes"):
             kind.make().loads(tmp_path, **options)
 
 
@@ -342,7 +342,7 @@ def test_an_older_checkpoint_of_rings_of_streams_is_read(
     assert len(shorter) == 100 * LANES
     for wrong in (-1, CAPACITY + 1, 2.0):
         forge(tmp_path, lambda m, wrong=wrong: m["parts"]["writer"].update(_longest=wrong))
-        with pytest.raises(ValueError, match="expected '_longest' as some of 1200 rows"):
+        with pytest.raises(ValueError, match="expected '_longest' as an int from 0 to 1200"):
             kind.make().loads(tmp_path)
 
 

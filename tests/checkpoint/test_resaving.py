@@ -204,7 +204,7 @@ def failing_after(count: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("seed", [*range(4), *LONGER])
-def test_whatever_was_changed_is_in_the_next_save(
+def test_next_save_contains_every_change(
     kind: str, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """C1, C5: saved in turn into two directories, which change places now and then, after anything
@@ -266,7 +266,7 @@ def filled(count: int = 20_000) -> ReplayBuffer:
     return buffer
 
 
-def test_a_ring_that_went_on_writes_what_is_new(tmp_path: Path):
+def test_next_save_of_a_ring_writes_only_new_rows(tmp_path: Path):
     """One per cent of the rows and scattered priorities: at most three per cent of the bytes."""
     buffer, count = filled(), 20_000
     buffer.dumps(tmp_path)
@@ -308,7 +308,7 @@ def test_an_edited_column_is_written_with_its_records_alone(tmp_path: Path):
         lambda rb: rb.storage.view_at()["wide"],
     ],
 )
-def test_while_a_view_is_held_all_is_written(view: Any, tmp_path: Path):
+def test_save_writes_everything_while_a_view_is_held(view: Any, tmp_path: Path):
     """Through a view anything can be written without a word; when it is gone, nothing can."""
     buffer = filled()
     buffer.dumps(tmp_path)
@@ -333,7 +333,7 @@ def test_wrapped_tensors_are_always_written(tmp_path: Path):
 
 
 @pytest.mark.parametrize("harm", ["removed", "cut", "manifest", "replaced"])
-def test_a_checkpoint_that_is_not_as_it_was_left_is_written_anew(harm: str, tmp_path: Path):
+def test_save_over_a_damaged_checkpoint_writes_everything(harm: str, tmp_path: Path):
     """What cannot be named again is written; the memory has it all."""
     buffer = filled(2000)
     buffer.dumps(tmp_path)
@@ -353,7 +353,7 @@ def test_a_checkpoint_that_is_not_as_it_was_left_is_written_anew(harm: str, tmp_
     assert state_of(loaded)["_storage"] == state_of(buffer)["_storage"]
 
 
-def test_scattered_changes_do_not_pile_up(tmp_path: Path):
+def test_saves_of_scattered_changes_keep_files_few(tmp_path: Path):
     """Files, and bytes that no row needs any more, stay few over many saves."""
     count = 3000
     buffer = ReplayBuffer(storage=LazyTensorStorage(count))
@@ -378,7 +378,7 @@ def test_scattered_changes_do_not_pile_up(tmp_path: Path):
     assert plain(loaded.storage.state_dict()) == plain(buffer.storage.state_dict())
 
 
-def test_a_copy_of_a_buffer_knows_of_no_save(tmp_path: Path):
+def test_copy_of_a_buffer_saves_everything(tmp_path: Path):
     """It has memory of its own, of whose changes the other one is not told."""
     import copy
 
@@ -415,7 +415,7 @@ class Gate:
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("resaved", [False, True])
-def test_a_save_has_the_state_at_the_call_whatever_happens_meanwhile(
+def test_save_has_the_state_at_the_call_despite_later_changes(
     kind: str, seed: int, resaved: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """Between any two blocks that are written the buffer is changed at random, by this thread."""
@@ -475,7 +475,7 @@ def test_others_sample_and_write_while_a_save_waits_for_the_disk(
     thread.join()
 
 
-def test_of_two_saves_at_once_the_later_state_stays(tmp_path: Path):
+def test_later_state_wins_when_two_saves_run_at_once(tmp_path: Path):
     """C12: also where the earlier one is published last."""
     buffer = make(LazyTensorStorage(1000))
     stop = threading.Event()
@@ -529,7 +529,7 @@ def test_the_last_checkpoints_are_kept(tmp_path: Path):
     assert not list(tmp_path.glob("manifest-*"))
 
 
-def test_a_kept_checkpoint_that_cannot_be_read_takes_no_file_with_it(tmp_path: Path):
+def test_unreadable_kept_checkpoint_keeps_its_files(tmp_path: Path):
     """What it names is not known: nothing is removed until it is older than what is kept."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(10))
     for number in range(3):

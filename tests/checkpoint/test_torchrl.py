@@ -136,7 +136,7 @@ def test_saved_directories_are_read_and_not_changed(kind: str):
 
 @pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="needs torchrl")
 @pytest.mark.parametrize("kind", CHECKS)
-def test_what_the_installed_torchrl_saves_is_read(kind: str, tmp_path: Path):
+def test_checkpoints_of_the_installed_torchrl_are_read(kind: str, tmp_path: Path):
     done = subprocess.run(
         [sys.executable, GENERATOR, kind, tmp_path / "saved"],
         capture_output=True, text=True, check=False, timeout=300,
@@ -145,7 +145,7 @@ def test_what_the_installed_torchrl_saves_is_read(kind: str, tmp_path: Path):
     CHECKS[kind](tmp_path / "saved")
 
 
-def test_the_state_of_the_generator_goes_on():
+def test_read_buffer_continues_with_the_saved_generator_state():
     expected = torch.from_file(
         str(FIXTURES / "torchrl_prioritized/rng_state/rng_state.memmap"),
         size=5056, dtype=torch.uint8,
@@ -164,7 +164,7 @@ def test_the_state_of_the_generator_goes_on():
 # -- where it goes --------------------------------------------------------------------------------
 
 
-def test_into_files(tmp_path: Path):
+def test_read_torchrl_writes_rows_into_a_scratch_dir(tmp_path: Path):
     buffer = read_torchrl(FIXTURES / "torchrl_random", scratch_dir=tmp_path / "rows")
     assert type(buffer.storage) is LazyMemmapStorage
     assert (tmp_path / "rows" / "records.memmap").exists()
@@ -176,7 +176,7 @@ def test_into_files(tmp_path: Path):
 
 
 @pytest.mark.parametrize("make", [LazyTensorStorage, ListStorage, LazyMemmapStorage])
-def test_into_a_storage_of_ones_own(make: Any):
+def test_read_torchrl_fills_a_given_storage(make: Any):
     storage = make(25)
     buffer = read_torchrl(FIXTURES / "torchrl_prioritized", storage=storage, batch_size=6)
     assert buffer.storage is storage
@@ -188,7 +188,7 @@ def test_into_a_storage_of_ones_own(make: Any):
     assert len(buffer.sample()) == 6
 
 
-def test_a_smaller_one_keeps_the_newest_rows():
+def test_smaller_storage_keeps_the_newest_rows():
     with pytest.warns(UserWarning, match="6 rows do not fit"):
         buffer = read_torchrl(FIXTURES / "torchrl_prioritized", storage=LazyTensorStorage(4))
     assert same(buffer[:], rows([9, 10, 11, 12]))
@@ -196,7 +196,7 @@ def test_a_smaller_one_keeps_the_newest_rows():
     torch.testing.assert_close(raw, torch.tensor([1.0, 0.1, 0.2, 0.3]))
 
 
-def test_with_a_sampler_of_ones_own():
+def test_read_torchrl_uses_a_given_sampler():
     folder = FIXTURES / "torchrl_prioritized"
     buffer = read_torchrl(folder, sampler=PrioritizedSliceSampler(alpha=1, beta=1, slice_len=2))
     assert buffer.sampler.alpha == 0.7
@@ -212,7 +212,7 @@ def test_with_a_sampler_of_ones_own():
     assert len(buffer.sample()) == 3
 
 
-def test_it_is_saved_and_loaded_as_any_other(tmp_path: Path):
+def test_buffer_read_from_torchrl_can_be_saved_and_loaded(tmp_path: Path):
     buffer = read_torchrl(FIXTURES / "torchrl_prioritized")
     buffer.dumps(tmp_path)
     other = ReplayBuffer(
@@ -265,7 +265,7 @@ def _write_tensordict(folder: Path, stored: TensorDict) -> None:
     (folder / "meta.json").write_text(json.dumps(record))
 
 
-def test_every_dtype(tmp_path: Path):
+def test_read_torchrl_reads_every_dtype(tmp_path: Path):
     whole = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
     other = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
     values = {str(dtype)[6:]: torch.arange(6).view(3, 2).to(dtype) for dtype in [*whole, *other]}
@@ -274,7 +274,7 @@ def test_every_dtype(tmp_path: Path):
     assert same(buffer[:], stored[:2])
 
 
-def test_rows_that_have_batch_dimensions_below(tmp_path: Path):
+def test_length_and_cursor_decide_if_a_second_dimension_is_lanes(tmp_path: Path):
     """Whether the second dimension counts as rows follows from length and cursor."""
     stored = TensorDict({"x": torch.arange(12).view(6, 2)}, [6, 2])
     flat = read_torchrl(write(tmp_path / "flat", stored, 4, 4))
@@ -288,7 +288,7 @@ def test_rows_that_have_batch_dimensions_below(tmp_path: Path):
         read_torchrl(tmp_path / "full", storage=LazyTensorStorage(12))
 
 
-def test_dictionaries(tmp_path: Path):
+def test_read_torchrl_restores_dictionaries(tmp_path: Path):
     leaves = {"a": torch.arange(4), "b.c": torch.ones(4, 2), "b.d_<dot>_e": torch.zeros(4)}
     buffer = read_torchrl(write(tmp_path / "x", leaves, 3, 3))
     found = buffer[:]
@@ -298,7 +298,7 @@ def test_dictionaries(tmp_path: Path):
 
 
 @pytest.mark.parametrize("escaped", [True, False])
-def test_keys_that_newer_versions_escape(escaped: bool, tmp_path: Path):
+def test_read_torchrl_restores_escaped_keys(escaped: bool, tmp_path: Path):
     """The file of a key that holds a character which some file system does not take."""
     keys = {"a b": "a%20b", "50%": "50%25", "x:y": "x%3Ay", "\u00e4": "\u00e4", "b%20": "b%2520"}
     if escaped:
@@ -330,7 +330,7 @@ def test_keys_that_newer_versions_escape(escaped: bool, tmp_path: Path):
 
 @pytest.mark.parametrize("key", ["shape", "device", "_type"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_column_that_has_lost_its_record_is_named(key: str, nested: bool, tmp_path: Path):
+def test_column_without_its_record_is_named(key: str, nested: bool, tmp_path: Path):
     """A key that is called as an entry of the record of the whole, which has taken its place."""
     value: Any = torch.arange(4)
     stored = TensorDict({"x": value, key: TensorDict({"x": value}, [4]) if nested else value}, [4])
@@ -340,14 +340,14 @@ def test_a_column_that_has_lost_its_record_is_named(key: str, nested: bool, tmp_
         read_torchrl(folder)
 
 
-def test_an_empty_ring(tmp_path: Path):
+def test_read_torchrl_reads_an_empty_buffer(tmp_path: Path):
     buffer = read_torchrl(write(tmp_path / "x", TensorDict({"x": torch.arange(4)}, [4]), 0, 0))
     assert len(buffer) == 0
     assert buffer.extend(TensorDict({"x": torch.arange(3)}, [3])).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0, 2.5])
-def test_probabilities_are_those_that_were_saved(alpha: float, tmp_path: Path):
+def test_sampling_probabilities_equal_the_saved_ones(alpha: float, tmp_path: Path):
     raw = torch.rand(50, dtype=torch.float64) * 10
     value = (raw + 1e-3) ** alpha
     folder = write(tmp_path / "x", TensorDict({"x": torch.arange(64)}, [64]), 50, 50)
@@ -459,7 +459,7 @@ WRITER = "writer/metadata.json"
         (_of("buffer_metadata.json", batch_size=0), CheckpointError, "batch_size 0"),
     ],
 )
-def test_what_cannot_be_or_is_not_read_is_named(
+def test_unsupported_and_damaged_content_is_named(
     change: Callable[[Path], None], error: type[Exception], match: str, saved: Path
 ):
     change(saved)
@@ -467,7 +467,7 @@ def test_what_cannot_be_or_is_not_read_is_named(
         read_torchrl(saved)
 
 
-def test_priorities_that_are_none(saved: Path):
+def test_invalid_priorities_are_refused(saved: Path):
     values = torch.ones(10, dtype=torch.float64)
     for number in (float("nan"), -1.0, float("inf")):
         values[3] = number
@@ -478,7 +478,7 @@ def test_priorities_that_are_none(saved: Path):
     column(saved / "sampler", "sumtree", values)
     read_torchrl(saved)
     edit(saved / SAMPLER, _alpha=1e-5)
-    with pytest.raises(CheckpointError, match=r"sumtree.memmap is damaged: .* no power 1e-05"):
+    with pytest.raises(CheckpointError, match=r"sumtree.memmap is damaged: .* not powers 1e-05"):
         read_torchrl(saved)
 
 
@@ -513,7 +513,7 @@ def test_no_pickle_is_opened(saved: Path, tmp_path: Path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_is_no_checkpoint(saved: Path, tmp_path: Path):
+def test_directories_of_other_formats_are_refused(saved: Path, tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="no checkpoint of TorchRL"):
         read_torchrl(tmp_path)
     read_torchrl(saved).dumps(tmp_path / "own")

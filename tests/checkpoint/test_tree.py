@@ -171,7 +171,7 @@ def test_containers_of_tensors_come_back():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_be_represented_is_named_with_its_place(value: Any, way: str):
+def test_unsupported_value_is_named_with_its_place(value: Any, way: str):
     with pytest.raises(TypeError, match=way):
         encode(value, "value", {})
 
@@ -183,7 +183,7 @@ def test_endless_values_are_refused():
         encode(endless, "value", {})
 
 
-def test_what_can_be_saved_at_the_limit_of_depth_can_be_read():
+def test_values_at_the_depth_limit_are_saved_and_read():
     for wrap in (lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: {1: v}):
         value: Any = 1
         for _ in range(120):
@@ -327,12 +327,12 @@ def test_no_module_can_run_code_from_a_file(file: Path):
         "read(x, allow_pickle=flag)",
     ],
 )
-def test_the_check_of_the_package_finds_what_it_looks_for(text: str):
+def test_source_check_finds_every_import_that_runs_code(text: str):
     assert len(faults(ast.parse(text))) == 1
     assert faults(ast.parse("json.load(f); read(x, allow_pickle=False); re.compile('x')")) == []
 
 
-def test_values_beside_tensors_come_back_with_their_rows() -> None:
+def test_non_tensor_values_come_back_with_their_rows() -> None:
     data = TensorDict(
         {"x": torch.zeros(2), "all": "same", "each": ["a", {"b": torch.ones(1)}]}, [2]
     )

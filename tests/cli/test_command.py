@@ -17,7 +17,7 @@ import pytest
 
 import replaykit
 from replaykit.cli import main
-from replaykit.cli.data_sets import families
+from replaykit.cli.commands import families
 from replaykit.cli.output import Output
 from replaykit.testing import Fault
 from replaykit.testing.hub_server import LoopbackHub
@@ -78,7 +78,7 @@ def test_no_command_shows_the_help(command):
     assert command("--json").json["error"]["exit_code"] == 2
 
 
-def test_a_fault_of_the_package_asks_for_a_report(command, monkeypatch, tmp_path):
+def test_internal_error_asks_for_a_report(command, monkeypatch, tmp_path):
     def broken(*_: object, **__: object) -> None:
         raise KeyError("observations")
 
@@ -118,7 +118,7 @@ def test_datasets_lists_every_family_and_id(command, tmp_path):
     assert hopper["door-human-v1"] == 3_121_206
     assert listed["d4rl"]["from"] == "rail.eecs.berkeley.edu"
     assert listed["roboset"]["from"] == "the Hub, jdvakil/RoboSet_Sim"
-    assert listed["aloha"]["from"] == "files of your own"
+    assert listed["aloha"]["from"] == "your own files"
     done = command("datasets", "d4rl", "--root", tmp_path)
     (line,) = [line for line in done.out.splitlines() if "d4rl:hopper-medium-v2" in line]
     assert "152.8 MB" in line
@@ -202,10 +202,10 @@ def test_download_takes_policies_and_a_layout(command, hub, tmp_path):
     assert "policies" in refused.err
     bad = command("download", name, "--root", tmp_path / "other", "--exclude", "acton")
     assert bad.code == 3
-    assert "exclude: 'acton' meets nothing" in bad.err
+    assert "exclude: 'acton' matches nothing" in bad.err
 
 
-def test_a_dry_run_says_what_would_be_fetched(command, hub, tmp_path):
+def test_dry_run_lists_missing_files_and_fetches_nothing(command, hub, tmp_path):
     name, root = f"roboset:{ROBOSET}", tmp_path / "root"
     said = command("download", name, "--root", root, "--dry-run", "--json").json
     nbytes = (tmp_path / "a.h5").stat().st_size
@@ -222,7 +222,7 @@ def test_a_dry_run_says_what_would_be_fetched(command, hub, tmp_path):
     assert command("download", "aloha:mine", "--dry-run").code == 4
 
 
-def test_download_errors(command, hub, tmp_path):
+def test_failed_download_is_one_sentence_with_an_exit_code(command, hub, tmp_path):
     root = tmp_path / "root"
     done = command("download", "atari:pong", "--root", root)
     assert done.code == 3
@@ -239,7 +239,7 @@ def test_download_errors(command, hub, tmp_path):
 
 
 @pytest.mark.parametrize("module", ["rich", "replaykit.cli.app"])
-def test_an_interrupt_while_it_loads_is_one_sentence(command, monkeypatch, module):
+def test_interrupted_import_of_a_module_prints_one_sentence(command, monkeypatch, module):
     real = builtins.__import__
 
     def load(name: str, *rest: object) -> object:
@@ -261,7 +261,7 @@ def test_the_module_runs_as_a_program(demos):
 
 
 @pytest.mark.long
-def test_a_reader_that_has_seen_enough_is_no_error(demos):
+def test_reader_that_closes_the_pipe_causes_no_error(demos):
     command = f"{sys.executable} -m replaykit inspect {demos} | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
@@ -269,7 +269,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(demos):
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
-def test_without_its_reader_a_command_tells_by_its_exit_code(command, demos, tmp_path, form):
+def test_command_with_a_closed_pipe_keeps_its_exit_code(command, demos, tmp_path, form):
     command("convert", demos, "--to", tmp_path / "data")
     codes = []
     for name in ("inspect", "validate", "broken"):
@@ -283,7 +283,7 @@ def test_without_its_reader_a_command_tells_by_its_exit_code(command, demos, tmp
     assert codes == [0, 0, 1]
 
 
-def test_without_the_extra_the_command_says_which(command, monkeypatch):
+def test_command_names_a_missing_extra(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "typer", None)
     done = command("inspect", "x")
     assert (done.code, done.out) == (6, "")
@@ -328,8 +328,8 @@ def test_an_interrupted_conversion_publishes_nothing_and_can_be_run_again(comman
     assert running.returncode == 130, (out, err)
     assert out == ""
     assert err == (
-        f"replaykit: interrupted: nothing was published at {target}, and what was there is as it "
-        "was; the same command goes on with what it had not finished\n"
+        f"replaykit: interrupted: nothing was published at {target}, and nothing there was "
+        "changed; the same command continues the conversion\n"
     )
     assert not target.exists()
     # A file may have been finished by then.
@@ -367,8 +367,8 @@ def test_an_interrupted_download_keeps_whole_files(command, tmp_path, monkeypatc
         out, err = running.communicate(timeout=60)
         assert (running.returncode, out) == (130, ""), err
         assert err == (
-            "replaykit: interrupted: what was fetched is kept, and the same command fetches the "
-            "rest; a file of a Hub below 10 MiB that was cut begins again; nothing was published\n"
+            "replaykit: interrupted: fetched files are kept, and the same command fetches the "
+            "rest; an interrupted file of a Hub below 10 MiB begins again; nothing was published\n"
         )
         assert not (root / ROBOSET).exists()
         assert not list(cache.rglob("snapshots/*/*/*/seed1/*.h5"))
@@ -394,7 +394,7 @@ def test_progress_is_shown_to_people_and_not_to_programs(command, demos, tmp_pat
     assert command("convert", demos, "--to", tmp_path / "c", "--json").err == ""
 
 
-def test_damaged_files_are_told_of_and_never_a_fault_of_the_package(command, demos, tmp_path):
+def test_damaged_files_are_named_and_never_an_internal_error(command, demos, tmp_path):
     """Bytes flipped, and files cut: facts, or a sentence that names the file."""
     draw = np.random.default_rng(5)
     whole = demos.read_bytes()

@@ -35,7 +35,7 @@ ARM = Layout(
 def test_a_file_is_converted_by_the_layout_that_fits(command, demos, tmp_path):
     done = command("convert", demos, "--to", tmp_path / "data")
     assert (done.code, done.err.count("\n")) == (0, 1)
-    assert done.err.startswith("layout robomimic: 3 episodes where it says they are")
+    assert done.err.startswith("layout robomimic: 3 episodes at the paths of the layout")
     assert "12 rows in 3 episodes" in done.out
     with h5py.File(demos) as file:
         action = np.concatenate([file[f"data/demo_{i}/actions"][...] for i in range(3)])
@@ -43,7 +43,7 @@ def test_a_file_is_converted_by_the_layout_that_fits(command, demos, tmp_path):
     np.testing.assert_array_equal(data[:]["action"], action)
 
 
-def test_what_a_layout_prints_is_not_in_the_document(command, tmp_path):
+def test_output_of_a_layout_module_stays_out_of_the_json(command, tmp_path):
     (tmp_path / "own.py").write_text(f"print('loaded')\n{OWN}")
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["run0/joints"], file["run0/torque"] = np.eye(4), np.ones((4, 1))
@@ -75,7 +75,7 @@ def test_a_name_that_is_not_utf8_is_refused_by_name(command, demos, tmp_path):
     assert done.json["error"]["message"] == expected
 
 
-def test_json_says_what_was_made(command, demos, tmp_path):
+def test_json_describes_the_converted_data_set(command, demos, tmp_path):
     done = command("convert", demos, "--layout", "robomimic", "--to", tmp_path / "data", "--json")
     assert (done.code, done.err) == (0, "")
     data = replaykit.datasets.open(tmp_path / "data")
@@ -92,7 +92,7 @@ def test_json_says_what_was_made(command, demos, tmp_path):
     }
 
 
-def test_json_has_the_reasons_of_a_guess(command, demos, tmp_path):
+def test_json_lists_the_reasons_of_a_guess(command, demos, tmp_path):
     done = command("convert", demos, "--to", tmp_path / "data", "--json")
     assert (done.code, done.err, done.json["layout"]) == (0, "", "robomimic")
     said = command("inspect", demos, "--json").json["guess"]
@@ -120,7 +120,7 @@ def test_urls_are_fetched(command, demos, tmp_path, monkeypatch, arguments):
     assert (done.code, done.json["rows"]) == (0, 12)
 
 
-def test_a_url_that_cannot_be_had_is_named(command, tmp_path, monkeypatch):
+def test_unreachable_url_is_named(command, tmp_path, monkeypatch):
     monkeypatch.setenv("REPLAYKIT_DOWNLOADS", str(tmp_path / "kept"))
     with LoopbackHub({}) as served:
         url = f"{served.url}/datasets/lab/files/resolve/main/demo.hdf5"
@@ -196,7 +196,7 @@ def test_every_option_becomes_its_policy(command, monkeypatch, tmp_path):
     ]  # fmt: skip
 
 
-def test_copies_and_next_observations_once(command, demos, tmp_path):
+def test_convert_drops_copies_and_stores_next_observations_once(command, demos, tmp_path):
     with h5py.File(demos, "r+") as file:
         for number in range(3):
             demo = file[f"data/demo_{number}"]
@@ -214,7 +214,7 @@ def test_copies_and_next_observations_once(command, demos, tmp_path):
     assert "demo_2: it has the observations and actions of" in again.json["error"]["message"]
 
 
-def test_include_keeps_what_is_named(command, demos, tmp_path):
+def test_include_keeps_only_the_named_columns(command, demos, tmp_path):
     done = command("convert", demos, "--to", tmp_path / "data", "--include", "action")
     assert done.code == 0
     keys = {
@@ -224,7 +224,7 @@ def test_include_keeps_what_is_named(command, demos, tmp_path):
     assert not any("observation" in key for key in keys)
 
 
-def test_a_folder_and_a_layout_of_one_s_own(command, tmp_path):
+def test_convert_reads_a_folder_with_a_custom_layout(command, tmp_path):
     (tmp_path / "arm_layouts.py").write_text(OWN)
     (tmp_path / "files").mkdir()
     for name in ("b", "a"):
@@ -240,7 +240,7 @@ def test_a_folder_and_a_layout_of_one_s_own(command, tmp_path):
     assert again.json["content"] == done.json["content"]
 
 
-def test_what_is_there_stays_unless_forced(command, demos, write_demos, tmp_path):
+def test_convert_overwrites_a_data_set_only_with_force(command, demos, write_demos, tmp_path):
     target = tmp_path / "data"
     command("convert", demos, "--to", target)
     other = write_demos(tmp_path / "other.hdf5", (7, 2))
@@ -281,12 +281,15 @@ def test_errors_are_a_sentence_and_a_code(command, demos, tmp_path, arguments, c
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--include", "acton"], "include: 'acton' meets nothing in the files (meant: 'action'?)"),
-        (["--exclude", "next/info"], "exclude: 'next/info' meets nothing in the files"),
+        (
+            ["--include", "acton"],
+            "include: 'acton' matches nothing in the files (meant: 'action'?)",
+        ),
+        (["--exclude", "next/info"], "exclude: 'next/info' matches nothing in the files"),
         (["--cast", "float16=float32"], "expected it among the dtypes float64"),
     ],
 )
-def test_keys_that_are_not_there_are_refused(command, demos, tmp_path, arguments, says):
+def test_absent_keys_are_refused(command, demos, tmp_path, arguments, says):
     arguments = ["--layout", "robomimic", *arguments]
     done = command("convert", demos, "--to", tmp_path / "data", *arguments)
     assert (done.code, done.out, done.err.count("\n")) == (3, "", 1)
@@ -295,7 +298,7 @@ def test_keys_that_are_not_there_are_refused(command, demos, tmp_path, arguments
     assert not (tmp_path / "data").exists()
 
 
-def test_files_that_fit_no_layout_or_are_not_there(command, tmp_path):
+def test_files_without_a_layout_and_absent_files_are_named(command, tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["a"] = np.arange(3)
     done = command("convert", tmp_path / "x.h5", "--to", tmp_path / "data")
@@ -314,7 +317,7 @@ def test_files_that_fit_no_layout_or_are_not_there(command, tmp_path):
 # -- inspect and validate ------------------------------------------------------------------------
 
 
-def test_inspect_tells_people_and_programs_the_same(command, demos):
+def test_inspect_gives_the_same_facts_as_text_and_json(command, demos):
     done = command("inspect", demos, "--episodes", 2)
     assert (done.code, done.err) == (0, "")
     with h5py.File(demos) as file:
@@ -349,7 +352,7 @@ def test_inspect_writes_a_page(command, demos, tmp_path):
     assert "page cannot be written" in done.json["error"]["message"]
 
 
-def test_a_name_writes_neither_lines_nor_colours(command, tmp_path):
+def test_control_characters_of_a_name_are_escaped(command, tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["[red]bold[/red]\x1b[31m\nreplaykit: all right"] = np.arange(3)
     done = command("inspect", tmp_path / "x.h5")
@@ -368,7 +371,7 @@ def test_validate_gives_the_verdict_as_its_exit_code(command, demos, tmp_path):
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     done = command("validate", target)
     assert done.code == 1
-    assert "action.memmap (288 bytes) is not what was written" in done.out
+    assert "action.memmap (288 bytes) does not match its checksum" in done.out
     assert done.out.splitlines()[-1] == f"{target}: 1 wrong"
     found = command("validate", target, "--json")
     assert found.code == 1
@@ -393,7 +396,7 @@ def test_checkpoints_are_inspected_and_validated(command, tmp_path):
     assert command("inspect", tmp_path / "saved").code == 3
 
 
-def test_a_split_data_set_and_a_page_of_it(command, demos, tmp_path):
+def test_split_data_set_can_be_inspected_and_validated(command, demos, tmp_path):
     from replaykit.datasets.dataset_passes import ensure_split
 
     command("convert", demos, "--to", tmp_path / "data")

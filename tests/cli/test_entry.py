@@ -51,7 +51,7 @@ def package(folder: Path, load: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", LOADS)
-def test_an_interrupt_while_the_package_is_imported_is_one_sentence(tmp_path, how, way):
+def test_interrupted_import_of_the_package_prints_one_sentence(tmp_path, how, way):
     with subprocess.Popen(
         [*PYTHON, *WAYS[way]],
         env=package(tmp_path, LOADS[how]),
@@ -68,7 +68,7 @@ def test_an_interrupt_while_the_package_is_imported_is_one_sentence(tmp_path, ho
     assert err == "replaykit: interrupted: nothing was begun\n"
 
 
-def test_with_json_it_is_a_document(tmp_path):
+def test_interrupted_import_with_json_prints_a_document(tmp_path):
     done = subprocess.run(
         [*PYTHON, *WAYS["the module"], "--json"],
         env=package(tmp_path, "raise KeyboardInterrupt"),
@@ -94,12 +94,12 @@ def test_with_json_it_is_a_document(tmp_path):
             "import absent",
             6,
             "",
-            "replaykit: what it needs cannot be imported: No module named 'absent'\n",
+            "replaykit: a required package cannot be imported: No module named 'absent'\n",
         ),
         ("raise KeyboardInterrupt", 130, "", "replaykit: interrupted: nothing was begun\n"),
     ],
 )
-def test_what_is_imported_is_run_or_says_why_not(tmp_path, load, code, out, err, way):
+def test_entry_runs_the_command_or_explains_a_failed_import(tmp_path, load, code, out, err, way):
     environment = package(tmp_path, load)
     done = subprocess.run(
         [*PYTHON, *WAYS[way]],
@@ -113,7 +113,7 @@ def test_what_is_imported_is_run_or_says_why_not(tmp_path, load, code, out, err,
     assert done.stderr == err
 
 
-def test_ctrl_c_is_what_it_was_once_the_command_runs(tmp_path):
+def test_running_command_has_the_default_interrupt_handler(tmp_path):
     environment = package(tmp_path, "")
     (tmp_path / "replaykit/cli/__init__.py").write_text(
         "import signal\ndef main(): return signal.getsignal(2) is signal.default_int_handler\n"
@@ -123,7 +123,7 @@ def test_ctrl_c_is_what_it_was_once_the_command_runs(tmp_path):
     assert done.returncode == 1
 
 
-def test_the_installed_command_begins_there():
+def test_installed_command_starts_at_the_entry_module():
     found = entry_points(group="console_scripts", name="replaykit")
     assert {each.value for each in found} == {"replaykit_command:main"}
 
@@ -131,7 +131,7 @@ def test_the_installed_command_begins_there():
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["-h"], [], ["--version"], ["convert", "--help"], ["push", "-h"]]
 )
-def test_help_is_said_without_torch(arguments):
+def test_help_is_printed_without_loading_torch(arguments):
     """They take a second to load, which a reader of help need not wait for."""
     look = (
         "import sys; from replaykit_command import main; code = main(); heavy = "
@@ -173,7 +173,7 @@ def test_a_closed_pipe_is_no_error(tmp_path, arguments, code, closed):
     assert "BrokenPipe" not in (done.stderr or "")
 
 
-def test_without_stdout_a_command_tells_by_its_exit_code(tmp_path):
+def test_command_without_stdout_keeps_its_exit_code(tmp_path):
     run = f"'{sys.executable}' -m replaykit --version >&-"
     done = subprocess.run(["bash", "-c", run], cwd=tmp_path, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")

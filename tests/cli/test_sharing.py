@@ -17,7 +17,7 @@ def hub(lead_client_to, monkeypatch):
         yield served
 
 
-def test_what_was_pushed_is_pulled(command, hub, demos, tmp_path):
+def test_pull_gets_the_pushed_data_set(command, hub, demos, tmp_path):
     command("convert", demos, "--to", tmp_path / "data")
     done = command(
         "push", tmp_path / "data", "me/lift", "--license", "mit", "--tag", "robotics", "--json"
@@ -37,7 +37,7 @@ def test_what_was_pushed_is_pulled(command, hub, demos, tmp_path):
     assert done.out.startswith("pushed: ")
 
 
-def test_errors_of_the_hub_are_sentences(command, hub, demos, tmp_path):
+def test_hub_errors_are_printed_in_one_sentence(command, hub, demos, tmp_path):
     done = command("pull", "me/absent", "--root", tmp_path / "pulled")
     assert done.code == 4
     assert "me/absent" in done.err

@@ -138,7 +138,7 @@ def written(path: Path, records: int = 5, seed: int = 0) -> Path:
     ("dense", "random_kills"),
     [(2, 6), pytest.param(40, 200, marks=[pytest.mark.long, pytest.mark.timeout(1200)])],
 )
-def test_killed_conversion_is_redone_never_taken_for_complete(
+def test_killed_conversion_is_repeated_and_never_used_as_complete(
     tmp_path: Path, dense: int, random_kills: int
 ) -> None:
     old, new = written(tmp_path / "old.h5"), written(tmp_path / "new.h5", 21, seed=3)

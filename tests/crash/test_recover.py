@@ -104,7 +104,9 @@ def _killed_again_and_again(kind: str, folder: Path, kills: int, seed: int) -> N
     ("kind", "seed"),
     [*((kind, seed) for kind in KINDS for seed in (0, 1)), *((k, 2) for k in ONCE)],
 )
-def test_what_was_committed_is_there_and_nothing_else(kind: str, seed: int, tmp_path: Path) -> None:
+def test_recovered_buffer_has_exactly_the_committed_rows(
+    kind: str, seed: int, tmp_path: Path
+) -> None:
     _killed_again_and_again(kind, tmp_path / "rows", 7, seed)
 
 
@@ -160,19 +162,19 @@ def _killed_while_it_loads(kind: str, folder: Path, kills: int, seed: int) -> se
 
 
 @pytest.mark.parametrize("kind", ["ring", "lanes", "best", "once streams"])
-def test_killed_while_it_loads_a_checkpoint(kind: str, tmp_path: Path) -> None:
+def test_kill_during_load_keeps_the_old_or_the_new_state(kind: str, tmp_path: Path) -> None:
     """What was there before, or all of the checkpoint."""
     assert _killed_while_it_loads(kind, tmp_path, 6, 3) == {0, 1}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [*KINDS, *ONCE])
-def test_killed_while_it_loads_for_long(kind: str, tmp_path: Path) -> None:
+def test_many_kills_during_load_keep_the_old_or_the_new_state(kind: str, tmp_path: Path) -> None:
     assert _killed_while_it_loads(kind, tmp_path, 20, 4) == {0, 1}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(10, 20))
 @pytest.mark.parametrize("kind", [*KINDS, *ONCE])
-def test_the_same_for_long(kind: str, seed: int, tmp_path: Path) -> None:
+def test_many_kills_leave_exactly_the_committed_rows(kind: str, seed: int, tmp_path: Path) -> None:
     _killed_again_and_again(kind, tmp_path / "rows", 8, seed)

@@ -135,7 +135,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and 
 
 @pytest.mark.pitfall("CK1")
 @pytest.mark.pitfall("CK3")
-def test_killed_while_it_saves_what_has_changed(run_python: Any, tmp_path: Any) -> None:
+def test_kills_during_repeated_saves_leave_committed_states(run_python: Any, tmp_path: Any) -> None:
     """25 kills of a saver, and of a reader beside every third one."""
     seen, kept = map(int, run_python(STAGE, tmp_path / "saved", 25, 1).stdout.split())
     assert seen >= 5, "the kills came before anything was saved"
@@ -145,7 +145,9 @@ def test_killed_while_it_saves_what_has_changed(run_python: Any, tmp_path: Any) 
 @pytest.mark.pitfall("CK1")
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_killed_hundreds_of_times_while_it_saves(run_python: Any, tmp_path: Any) -> None:
+def test_hundreds_of_kills_during_saves_leave_committed_states(
+    run_python: Any, tmp_path: Any
+) -> None:
     """250 kills of a saver, 84 of a reader."""
     seen, _ = map(int, run_python(STAGE, tmp_path / "saved", 250, 2, timeout=1100).stdout.split())
     assert seen >= 50

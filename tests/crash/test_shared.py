@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from replaykit import ReplayBuffer
-from replaykit.recovery import Home
+from replaykit.recovery import RecoveryFolder
 from replaykit.storages import shared_storage
 from tests.crash.recovering import kill_at
 from tests.crash.sharing import assert_whole, extends, new_buffer, rows, samples, size_of
@@ -91,7 +91,7 @@ def batches_of(buffer: ReplayBuffer, writer: int) -> int:
     return batch
 
 
-def test_nothing_is_lost_and_rows_are_whole(context: Any, tmp_path: Path) -> None:
+def test_concurrent_writers_lose_no_row_and_rows_are_whole(context: Any, tmp_path: Path) -> None:
     slots, batches = 45, 60
     for folder in (None, tmp_path / "rows"):
         buffer = new_buffer(slots, folder, prioritized=folder is not None)
@@ -184,7 +184,9 @@ def check_priorities(buffer: ReplayBuffer, unsure: set[int]) -> None:
 @pytest.mark.parametrize(
     ("disk", "method", "kills"), [(False, "fork", 10), (True, "fork", 10), (False, "spawn", 3)]
 )
-def test_a_killed_writer_stops_nobody(disk: bool, method: str, kills: int, tmp_path: Path) -> None:
+def test_killed_writer_does_not_block_others(
+    disk: bool, method: str, kills: int, tmp_path: Path
+) -> None:
     buffer = new_buffer(4000, tmp_path / "rows" if disk else None)
     kill_again_and_again(buffer, multiprocessing.get_context(method), kills, int(disk))
 
@@ -203,7 +205,7 @@ def assert_extends_are_whole(buffer: ReplayBuffer) -> None:
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_killed_while_rows_are_overwritten(disk: bool, tmp_path: Path) -> None:
+def test_kill_during_overwrites_restores_the_old_rows(disk: bool, tmp_path: Path) -> None:
     """In a ring that is full, so that what a killed one had overwritten is to be put back."""
     buffer = new_buffer(45, tmp_path / "rows" if disk else None)
     context, draw = multiprocessing.get_context("fork"), random.Random(int(disk))
@@ -223,12 +225,12 @@ def test_killed_while_rows_are_overwritten(disk: bool, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(10, 20))
-def test_the_same_for_long(seed: int, tmp_path: Path) -> None:
+def test_many_killed_writers_do_not_block_others(seed: int, tmp_path: Path) -> None:
     buffer = new_buffer(12000, tmp_path / "rows" if seed % 2 else None)
     kill_again_and_again(buffer, multiprocessing.get_context("fork"), 15, seed)
 
 
-def test_a_spawned_process_writes_what_others_see() -> None:
+def test_other_processes_see_rows_of_a_spawned_process() -> None:
     buffer = new_buffer(100)
     buffer.extend(rows(0, 0, 0, 3))
     process = multiprocessing.get_context("spawn").Process(
@@ -240,7 +242,7 @@ def test_a_spawned_process_writes_what_others_see() -> None:
     assert batches_of(buffer, 1) == 4
 
 
-def test_half_written_rows_are_taken_back_by_who_comes_next(
+def test_next_process_rolls_back_half_written_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     buffer = new_buffer(10)
@@ -262,7 +264,7 @@ def test_half_written_rows_are_taken_back_by_who_comes_next(
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_killed_while_it_loads_a_checkpoint(disk: bool, tmp_path: Path) -> None:
+def test_kill_during_load_leaves_others_the_old_or_new_state(disk: bool, tmp_path: Path) -> None:
     """The others go on with what was there before, or with all of the checkpoint."""
     saved = new_buffer(45)
     for batch in range(20):
@@ -330,7 +332,7 @@ def test_a_child_of_a_killed_process_does_not_hold_the_lock() -> None:
     os.close(leave)
 
 
-def test_a_stopped_process_that_holds_nothing_stops_nobody() -> None:
+def test_stopped_process_without_the_lock_does_not_block_others() -> None:
     buffer = new_buffer(100)
     hear, told = os.pipe()
 
@@ -379,7 +381,7 @@ def test_children_are_forked_while_a_thread_extends() -> None:
 
 
 @pytest.mark.parametrize("place", ["columns_in_files", "begin", "published", "opened"])
-def test_a_child_forked_while_the_first_rows_are_written(
+def test_child_forked_during_the_first_write_can_write(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = new_buffer(50)
@@ -397,7 +399,7 @@ def test_a_child_forked_while_the_first_rows_are_written(
     module, name = {
         "columns_in_files": (shared_storage, "columns_in_files"),
         "begin": (shared_storage.Sharing, "begin"),
-        "published": (Home, "publish"),
+        "published": (RecoveryFolder, "publish"),
         "opened": (shared_storage.Sharing, "_open_log"),
     }[place]
     monkeypatch.setattr(module, name, forking(getattr(module, name)))

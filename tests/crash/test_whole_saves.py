@@ -316,9 +316,7 @@ def test_a_killed_save_leaves_one_of_the_states_that_were_saved(run_python: Any,
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(2))
-def test_hundreds_of_killed_saves_leave_states_that_were_saved(
-    seed: int, run_python: Any, tmp_path: Path
-):
+def test_hundreds_of_killed_saves_leave_saved_states(seed: int, run_python: Any, tmp_path: Path):
     """CK1, CK3: the same, 300 times."""
     done = run_python(STAGE + RANDOM_KILLS, tmp_path / "saved", 300, seed, timeout=800)
     assert int(done.stdout) >= 30

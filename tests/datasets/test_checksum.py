@@ -39,7 +39,7 @@ def test_checksum_of_long_parts(length):
 
 
 @given(st.binary(max_size=99), st.integers(0, 2**32 - 1), st.data())
-def test_checksum_goes_on_over_a_block_of_which_a_part_is_known(block, start, data):
+def test_checksum_continues_over_a_partly_known_block(block, start, data):
     first = data.draw(st.integers(0, len(block)))
     stop = data.draw(st.integers(first, len(block)))
     shared = (first, stop, zlib.crc32(block[first:stop]))

@@ -46,7 +46,7 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rows", [(7,), (2, 5)])
-def test_they_are_laid_out_as_tensordict_does_it(tmp_path, rows):
+def test_columns_have_the_layout_of_tensordict(tmp_path, rows):
     specs = [ColumnSpec(key, shape, dtype) for key, (shape, dtype) in LEAVES.items()]
     columns = create_columns(tmp_path / "ours", specs, rows)
     _tree(rows).memmap_like(tmp_path / "theirs")
@@ -62,9 +62,11 @@ def test_they_are_laid_out_as_tensordict_does_it(tmp_path, rows):
     assert loaded["next", "observation"].numpy().tobytes() == values.tobytes()
 
 
-def test_keys_that_have_one_file_are_refused(tmp_path, monkeypatch):
+def test_keys_that_map_to_the_same_file_are_refused(tmp_path, monkeypatch):
     # As on a file system that does not tell small letters from large ones.
     monkeypatch.setattr("replaykit.datasets.column_files._file_name", str.lower)
     specs = [ColumnSpec((name,), (), torch.uint8) for name in ("Arm", "arm")]
-    with pytest.raises(ValueError, match="'Arm' and 'arm' have one file name on this file system"):
+    with pytest.raises(
+        ValueError, match="'Arm' and 'arm' have the same file name on this file system"
+    ):
         create_columns(tmp_path / "data", specs, (3,))

@@ -253,7 +253,7 @@ def test_converting_twice_gives_the_same_bytes(tmp_path, convert, write):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-def test_manifest_says_what_the_files_are(tmp_path, write):
+def test_manifest_describes_the_files(tmp_path, write):
     path = write(tmp_path / "seed7" / "a.h5", make_trial(5))
     sources = Sources.local([path], origin={"kind": "hub", "commit": "c" * 40})
     ensure_dataset(

@@ -12,9 +12,9 @@ from replaykit.datasets import Policies, convert
 from replaykit.datasets.engine import finding, row_batches
 from replaykit.datasets.engine import plan as episodes_module
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
-from replaykit.datasets.engine.finding import EpisodeRef, EpisodeRefs, Groups
+from replaykit.datasets.engine.episode_finders import EpisodeRef, EpisodeRefs, Groups
 from replaykit.datasets.engine.layout import SourceFacts
-from replaykit.datasets.engine.places import NameTable
+from replaykit.datasets.engine.locations import NameTable
 from replaykit.datasets.engine.plan import EpisodeSpan, SourceEpisode, SourceEpisodes, Spans
 from replaykit.datasets.families import D4RL, ROBOMIMIC
 from replaykit.datasets.publishing import open_published, verify_published
@@ -104,7 +104,7 @@ def test_rows_do_not_depend_on_how_a_file_is_cut(
         file["terminals"][17] = True  # where nothing was reset
     made(path, tmp_path / "whole", 1 << 20)
     monkeypatch.setattr(row_batches, "_EPISODES", episodes)
-    monkeypatch.setattr(row_batches, "_KEPT_BYTES", block)
+    monkeypatch.setattr(row_batches, "_CACHED_BYTES", block)
     monkeypatch.setattr(finding, "_TOGETHER", 3)
     monkeypatch.setattr(episodes_module, "_TOGETHER", 4)
     made(path, tmp_path / "cut", block)

@@ -124,7 +124,7 @@ def test_leaves_that_not_all_trials_share_are_left_out_with_one_warning(tmp_path
     assert found.columns["info", "half"][-3:].tolist() == [0.0, 1.0, 2.0]
 
 
-def test_arrays_beside_the_known_ones_are_left_out_and_listed(tmp_path, convert, write):
+def test_unknown_arrays_are_left_out_and_listed(tmp_path, convert, write):
     trial = make_trial(4, infos=False) | {"extra": {"config": {"solved": 1.0}, "user": np.ones(4)}}
     with pytest.warns(UserWarning, match="config/solved.*user"):
         found = convert(tmp_path / "data", write(tmp_path / "a.h5", trial))
@@ -142,7 +142,7 @@ def test_trial_of_one_record_is_skipped_and_listed(tmp_path, convert, write, ass
     assert_ted(found)
 
 
-def test_root_members_that_are_no_trials_are_listed(tmp_path, convert):
+def test_root_members_other_than_trials_are_listed(tmp_path, convert):
     path = tmp_path / "a.h5"
     with RoboHiveWriter(path) as writer:
         writer.add_trial(**make_trial(3))

@@ -142,7 +142,7 @@ def test_file_of_another_size_than_expected_is_refused(tmp_path, write):
         ensure_dataset(tmp_path / "data", get_sources=lambda: sources, layout=ROBOHIVE)
 
 
-def test_trace_with_compressed_paths_says_what_to_do(tmp_path, convert, write):
+def test_compressed_paths_error_gives_advice(tmp_path, convert, write):
     """a.3: observations are empty; their order is not in the file, so nobody can rebuild them."""
     trial = make_trial(4)
     trial["observations"] = np.zeros((0,))

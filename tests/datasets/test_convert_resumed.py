@@ -19,7 +19,7 @@ from replaykit.datasets import Policies
 from replaykit.datasets.converting import local_sources
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.engine.row_writer import RowWriter, _StretchWriter
-from replaykit.datasets.engine.statistics import kept_memory
+from replaykit.datasets.engine.statistics import memory_to_json
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import UNFINISHED_NAME, open_published, remove_published
 from replaykit.datasets.sources import Sources
@@ -103,7 +103,9 @@ def whole(tmp_path, files, quietly) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("until", ["1.h5", "4.h5"])
-def test_only_what_was_not_finished_is_written(target, files, quietly, written, whole, until):
+def test_resumed_conversion_writes_only_unfinished_files(
+    target, files, quietly, written, whole, until
+):
     names = [path.name for path in files]
     before = names[: names.index(until)]
     assert written(lambda: quietly(target, *files), until) == before
@@ -113,14 +115,14 @@ def test_only_what_was_not_finished_is_written(target, files, quietly, written, 
     assert sorted(p.name for p in target.parent.iterdir()) == [".data.lock", "data"]
 
 
-def test_interrupted_again_and_again_it_comes_to_its_end(target, files, quietly, written, whole):
+def test_repeatedly_interrupted_conversion_completes(target, files, quietly, written, whole):
     for path in files[1:]:
         written(lambda: quietly(target, *files), until=path.name)
     assert written(lambda: quietly(target, *files)) == ["4.h5"]
     assert content(target) == whole
 
 
-def test_workers_go_on_with_what_one_process_had_finished(
+def test_workers_continue_conversion_started_by_one_process(
     target, files, quietly, unfinished, whole
 ):
     quietly(target, *files, options=ConvertOptions(workers=2))
@@ -176,7 +178,7 @@ def _touched(files: list[Path]) -> None:
         (lambda files: files.pop(), {}),
     ],
 )
-def test_another_conversion_begins_anew_and_leaves_nothing(
+def test_changed_conversion_restarts_and_removes_unfinished_files(
     target, files, written, unfinished, change, options
 ):
     if change is not None:
@@ -210,7 +212,7 @@ def _flip(path: Path, at: int) -> None:
         (lambda path: (path / "meta.json.incomplete").write_text("{"), ["3.h5", "4.h5"]),
     ],
 )
-def test_what_is_damaged_is_written_again(
+def test_damaged_unfinished_files_are_written_again(
     target, files, quietly, written, unfinished, whole, damage, again
 ):
     damage(unfinished)
@@ -262,7 +264,9 @@ def test_field_that_was_found_unusable_is_not_looked_at_again(
 # -- no leftover for ever -------------------------------------------------------------------------
 
 
-def test_what_fails_leaves_nothing(tmp_path, target, files, write, quietly, unfinished):
+def test_failed_conversion_removes_unfinished_files(
+    tmp_path, target, files, write, quietly, unfinished
+):
     bad = make_trial(6)
     bad["actions"][2] = np.nan
     with pytest.raises(CorpusError, match="V20"):
@@ -281,7 +285,7 @@ def test_files_that_cannot_be_fetched_now_change_nothing(
     assert written(lambda: quietly(target, *files)) == ["3.h5", "4.h5"]
 
 
-def test_an_interrupted_replacement_goes_with_the_next_opening(
+def test_next_opening_removes_interrupted_replacement(
     target, files, source, convert, quietly, written, names
 ):
     convert(target, source)
@@ -291,9 +295,7 @@ def test_an_interrupted_replacement_goes_with_the_next_opening(
     assert names(target.parent) == [".data.lock", "data"]
 
 
-def test_an_interrupted_replacement_goes_with_the_data_set(
-    target, files, source, convert, quietly, written
-):
+def test_deletion_removes_interrupted_replacement(target, files, source, convert, quietly, written):
     convert(target, source)
     written(lambda: quietly(target, *files, force=True), until="2.h5")
     remove_published(target)
@@ -395,7 +397,9 @@ print(died, kept)
         pytest.param((4,), 40, marks=pytest.mark.long),
     ],
 )
-def test_killed_at_any_step_it_goes_on_to_the_same_data_set(tmp_path, target, write, dense, trials):
+def test_conversion_killed_at_any_step_gives_the_same_data_set(
+    tmp_path, target, write, dense, trials
+):
     """Several files, which may be finished, and one of several trials, of which some may be."""
     paths = [
         write(tmp_path / f"{k}.h5", *[make_trial(4, seed=9 * k + j, infos=False) for j in range(n)])
@@ -460,7 +464,7 @@ def one(tmp_path, write) -> Path:
 
 @pytest.mark.parametrize("policies", [Policies(on_invalid="skip"), Policies(on_invalid="keep")])
 @pytest.mark.parametrize("stop", [1, 3, 5])
-def test_a_file_goes_on_where_it_was_interrupted(
+def test_interrupted_file_continues_at_the_interruption(
     tmp_path, target, one, quietly, groups, marked, policies, stop
 ):
     options = replace(SMALL, policies=policies)
@@ -504,7 +508,7 @@ def test_a_part_that_is_damaged_is_written_again(
     assert content(target) == content(tmp_path / "whole")
 
 
-def test_workers_begin_anew_what_another_process_had_begun(
+def test_workers_restart_file_that_another_process_began(
     tmp_path, target, files, quietly, groups, marked
 ):
     small = replace(SMALL, workers=2)
@@ -515,7 +519,7 @@ def test_workers_begin_anew_what_another_process_had_begun(
 
 
 @pytest.mark.parametrize("family", ["d4rl-v2", "d4rl-v0", "vd4rl"])
-def test_flat_arrays_go_on_where_they_were_interrupted(
+def test_interrupted_flat_arrays_continue_at_the_interruption(
     tmp_path, target, groups, marked, monkeypatch, family
 ):
     """Cut after every episode; where one begins is compared with where the one before arrived."""
@@ -538,11 +542,11 @@ def test_flat_arrays_go_on_where_they_were_interrupted(
         check(CORPORA[family], path, open_published(target))
 
 
-def test_what_a_layout_has_learnt_must_be_plain():
-    assert kept_memory({"a": {1, 2}, "b": {"x": [1.5, None, True]}}) == {
+def test_layout_memory_refuses_types_without_json_form():
+    assert memory_to_json({"a": {1, 2}, "b": {"x": [1.5, None, True]}}) == {
         "a": ["set", [1, 2]],
         "b": ["value", {"x": [1.5, None, True]}],
     }
     for odd in ({"a": (1, 2)}, {"a": {1: 2}}, {"a": np.zeros(2)}, {"a": {(1, 2)}}):
         with pytest.raises(TypeError):
-            kept_memory(odd)
+            memory_to_json(odd)

@@ -40,7 +40,7 @@ def test_text_is_its_bytes_with_zeros_behind(tmp_path):
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 4), (0, 1), (1, 4), (2, 3), (0, 0)])
-def test_first_record_that_lies_apart_comes_first(tmp_path, start, stop):
+def test_separately_stored_first_record_comes_first(tmp_path, start, stop):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["e/states/x"], file["e/initial/x"] = np.arange(1, 4), np.array([0])
         file["e/initial/y"] = np.zeros((1, 2))
@@ -110,13 +110,13 @@ def test_field_that_makes_no_sense_is_refused(arguments, message):
         (Field(("a", "b"), "info", ("k",)), "b", ("k",)),
     ],
 )
-def test_keys_of_what_a_field_covers(field, path, key):
+def test_field_maps_covered_paths_to_keys(field, path, key):
     assert field.covers(path)
     assert [target.key for target in field.targets(FINAL_STATE, path)] == [key]
     assert not field.covers("ab") or field.source == "/"
 
 
-def test_alignment_of_ones_own():
+def test_custom_alignment_sets_offsets_of_fields():
     own = Alignment("own", extra=2, action=1, outcome=0)
     field = Field("o", "observation", ("observation",), ("next", "observation"), shift=1)
     assert field.extra(own) == 2
@@ -157,7 +157,7 @@ def test_runs_take_each_row_to_its_record():
             assert found == expected, (offset, is_after, step)
 
 
-def test_missing_pillow_is_named_with_the_extra_that_brings_it(monkeypatch):
+def test_missing_pillow_error_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r"needs Pillow.*pip install 'replaykit\[images\]'"):
         image_module()

@@ -56,7 +56,7 @@ def test_the_download_counts_where_it_is_on_the_same_disk(
     require_room_for_columns(cache, 0, target, 1000)  # nothing is fetched: it is known soon
 
 
-def test_where_columns_may_be_smaller_nothing_is_guessed(tmp_path: Path) -> None:
+def test_download_room_is_not_estimated_when_columns_may_shrink(tmp_path: Path) -> None:
     target = tmp_path / "data"
     assert room_needed_at(target, may_shrink=False) == target
     assert room_needed_at(target, may_shrink=True) is None

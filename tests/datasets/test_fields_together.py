@@ -134,7 +134,7 @@ def test_a_required_and_an_optional_field_share_values(tmp_path, required, optio
         np.testing.assert_array_equal(rows["copy", "y"], rows["x"] + 1)
 
 
-def test_an_optional_field_of_a_required_source_is_left_out_where_all_is_nan(tmp_path):
+def test_all_nan_optional_field_of_a_required_source_is_left_out(tmp_path):
     path = _write(tmp_path / "a.h5", x=np.full(5, np.nan))
     fields = (
         Field("x", "info", before=("x",), moment="outcome"),
@@ -173,7 +173,7 @@ def test_a_reward_and_an_end_of_one_source(tmp_path):
 
 @pytest.mark.parametrize("is_reversed", [False, True])
 @pytest.mark.parametrize("last", [3, 4])
-def test_ends_of_one_source_have_shifts_of_their_own(tmp_path, last, is_reversed):
+def test_ends_from_one_source_keep_separate_shifts(tmp_path, last, is_reversed):
     end = np.arange(5) == last
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["run0/pose"], file["run0/score"], file["run0/end"] = POSE[:5], np.arange(5.0), end
@@ -203,7 +203,7 @@ def test_an_end_of_a_later_record_is_that_of_its_row(tmp_path, more):
     assert data.episode_table["terminated"].tolist() == [True, False, True]
 
 
-def test_an_end_of_states_is_that_of_the_state_that_a_row_arrives_at(tmp_path):
+def test_end_of_states_belongs_to_the_state_after_a_row(tmp_path):
     path = _write(tmp_path / "a.h5", end=np.arange(6) == 5)
     layout = _layout(STATE, SCORE, Field("end", "terminated", moment="state"))
     data = convert(path, layout, tmp_path / "data")
@@ -220,7 +220,7 @@ class _Own(Layout):
         return Flags(ends["end"].last, ends["end#3"].last)
 
 
-def test_a_layout_that_says_why_episodes_end_sees_each_field(tmp_path):
+def test_layout_that_defines_episode_ends_sees_each_field(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["run0/pose"], file["run0/score"] = POSE[:5], np.arange(5.0)
         file["run0/end"] = np.arange(5) == 3
@@ -256,7 +256,7 @@ def _carries(source: str, *key: str, **how: Any) -> Field:
         (Field("e", "truncated", shift=-1), SCORE, "row 0 would take record -1 of the field 'e'"),
     ],
 )
-def test_keys_that_meet_are_an_error_at_declaration(one, other, said):
+def test_colliding_keys_are_an_error_at_declaration(one, other, said):
     others = [other] if other is SCORE else [SCORE, other]
     with pytest.raises(ValueError, match=f"layout 'arm': .*{said}"):
         _layout(STATE, one, *others)
@@ -269,7 +269,7 @@ def test_one_of_two_optional_fields_may_take_a_key(tmp_path):
     np.testing.assert_array_equal(rows["a"][:5], np.arange(5.0) + 1)
 
 
-def test_keys_of_groups_that_meet_name_both_datasets(tmp_path):
+def test_colliding_keys_of_groups_name_both_datasets(tmp_path):
     path = _write(tmp_path / "a.h5", **{"g/x": np.arange(5.0), "h/x/y": np.arange(5.0)})
     groups = [_carries(name, "a") for name in ("g/", "h/")]
     said = r"'g/x' fills the column \('a', 'x'\), and 'h/x/y' the column .* below it.*V10"
@@ -344,7 +344,7 @@ def _robohive(path: Path, *, late: int = 0, reward: float = 0.0) -> Path:
         {"include": [("next", "reward")]},
     ],
 )
-def test_what_is_excluded_still_tells_records_after_the_step(tmp_path, left_out, strict):
+def test_excluded_columns_still_reveal_records_after_the_step(tmp_path, left_out, strict):
     path = _robohive(tmp_path / "a.h5", late=1)
     policies = Policies(**left_out, strict=strict)
     with pytest.raises(CorpusError, match=r"\[V51\]"):
@@ -353,13 +353,13 @@ def test_what_is_excluded_still_tells_records_after_the_step(tmp_path, left_out,
 
 
 @pytest.mark.parametrize("left_out", [{}, {"exclude": ["info", ("next", "info")]}])
-def test_what_is_excluded_still_tells_rewards_of_something_else(tmp_path, left_out):
+def test_excluded_columns_still_reveal_foreign_rewards(tmp_path, left_out):
     path = _robohive(tmp_path / "a.h5", reward=1.0)
     with pytest.raises(CorpusError, match=r"\[V52\]"):
         convert(path, ROBOHIVE, tmp_path / "data", policies=Policies(**left_out))
 
 
-def test_what_is_excluded_and_right_is_left_out(tmp_path):
+def test_valid_excluded_columns_are_left_out(tmp_path):
     path = _robohive(tmp_path / "a.h5")
     policies = Policies(exclude=["info", ("next", "info"), "observation", ("next", "observation")])
     rows = convert(path, ROBOHIVE, tmp_path / "data", policies=policies)[:]
@@ -371,7 +371,7 @@ def test_what_is_excluded_and_right_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_isaac_lab_observations_after_the_action_are_told_without_them(tmp_path, strict):
+def test_excluded_isaac_lab_observations_still_reveal_late_records(tmp_path, strict):
     actions = np.random.default_rng(0).normal(size=(6, 2))
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["data/demo_0/actions"] = actions
@@ -383,7 +383,7 @@ def test_isaac_lab_observations_after_the_action_are_told_without_them(tmp_path,
 
 
 @pytest.mark.parametrize("key", ["observation", ("next", "observation")])
-def test_steps_that_are_not_compared_are_said_to_be_unverified(tmp_path, key):
+def test_steps_without_a_comparison_are_reported_as_unverified(tmp_path, key):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         # Rows of two episodes are mixed, which only both sides tell.
         file["observations"], file["actions"] = np.arange(6.0)[:, None], np.ones((6, 1))
@@ -417,7 +417,9 @@ def test_steps_that_are_not_compared_are_said_to_be_unverified(tmp_path, key):
     ],
 )
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_steps_of_groups_are_compared_or_said_to_be_unverified(tmp_path, left_out, names, is_wrong):
+def test_steps_of_groups_are_compared_or_reported_as_unverified(
+    tmp_path, left_out, names, is_wrong
+):
     rng = np.random.default_rng(0)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         for name in ("demo_0", "demo_1"):
@@ -448,7 +450,7 @@ def test_steps_of_groups_are_compared_or_said_to_be_unverified(tmp_path, left_ou
 
 
 @pytest.mark.parametrize("copies", ["layout", "keep", "drop", "error"])
-def test_episodes_of_equal_actions_are_no_copies_where_observations_are_left_out(tmp_path, copies):
+def test_equal_actions_without_observations_are_not_called_copies(tmp_path, copies):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         for run in range(2):  # one action throughout, but other states
             file[f"run{run}/pose"], file[f"run{run}/score"] = POSE + run, np.full(5, 1.0 + run)
@@ -460,7 +462,7 @@ def test_episodes_of_equal_actions_are_no_copies_where_observations_are_left_out
         assert data[:]["next", "reward"][:, 0].tolist() == [1.0] * 5 + [2.0] * 5
         assert data.published.manifest.report["duplicates"] == []
     else:
-        with pytest.raises(ValueError, match="copies of episodes cannot be told"):
+        with pytest.raises(ValueError, match="copies of episodes cannot be recognized"):
             convert(tmp_path / "a.h5", layout, tmp_path / "data", policies=policies)
     whole = convert(tmp_path / "a.h5", layout, tmp_path / "w", policies=Policies(copies="error"))
     assert len(whole) == 10

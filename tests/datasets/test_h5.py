@@ -44,7 +44,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n
         (b"\x89HDF\r\n\x1a", "89 48 44 46"),
     ],
 )
-def test_file_that_is_not_hdf5_is_named_for_what_it_is(tmp_path, content, said):
+def test_non_hdf5_file_error_names_real_format(tmp_path, content, said):
     """V01: the message names the file, says what it is, and says what to do."""
     path = tmp_path / "seed0_trace.h5"
     path.write_bytes(content)
@@ -147,7 +147,7 @@ def test_importing_the_modules_imports_neither_h5py_nor_the_hub():
     assert done.stdout.strip() == "[]"
 
 
-def test_blocks_of_a_dataset_equal_what_h5py_reads(tmp_path):
+def test_dataset_blocks_equal_h5py_reads(tmp_path):
     values = np.random.default_rng(0).normal(size=(37, 3, 2))
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["e/plain"] = values
@@ -221,7 +221,7 @@ def test_groups_that_contain_themselves_end_in_an_error(tmp_path):
 def test_file_with_the_right_checksum_need_not_be_fetched_again(tmp_path, content):
     path = tmp_path / "a.h5"
     path.write_bytes(content)
-    said = r"wrong there.*does not help: tell the owner"
+    said = r"wrong there.*does not help: report it to the owner"
     with pytest.raises(CorpusError, match=said) as caught, open_h5(path, is_verified=True):
         pass
     assert not re.search("download the file again|fetch", str(caught.value))
@@ -238,7 +238,7 @@ def test_damaged_file_with_the_right_checksum_need_not_be_fetched_again(tmp_path
     else:
         content[-400:-300] = bytes(100)
     path.write_bytes(content)
-    said = "damaged: its bytes are those that its source lists"
+    said = "damaged: its bytes match the hash that its source lists"
     with pytest.raises(CorpusError, match=said), open_h5(path, is_verified=True) as opened:
         opened.read("e/x", 0, 500)
 
@@ -257,7 +257,7 @@ def test_links_at_the_root_are_called_links(tmp_path):
     assert [name for name, m in members.items() if m.is_group] == ["Trial0"]
 
 
-def test_archive_is_told_from_hdf5_by_content_not_by_name(tmp_path):
+def test_archive_is_recognized_by_content_not_by_name(tmp_path):
     path = tmp_path / "a.h5"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("seed0.h5", b"x")

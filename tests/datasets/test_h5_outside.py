@@ -232,7 +232,7 @@ def test_external_storage_without_values_is_refused_too(folder, shape):
         _external(("secret.bin", 0, UNLIMITED), shape=shape)(file, "x", folder)
     with open_h5(folder / "a.h5") as file:
         [leaf] = file.leaves("")
-    assert leaf.problem == h5_checks.ELSEWHERE
+    assert leaf.problem == h5_checks.EXTERNAL
 
 
 def _bomb(path: Path, rows: int, chunk: int, stored: bytes, **how: Any) -> None:
@@ -271,7 +271,7 @@ def test_a_chunk_that_inflates_beyond_the_bound_is_refused(
     assert in_memory(read) < 64 << 20
 
 
-def test_what_was_compressed_twice_is_refused_unless_it_is_small(tmp_path, monkeypatch):
+def test_doubly_compressed_chunk_beyond_the_bound_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(h5_checks, "MOST_CHUNK_BYTES", 32 << 20)
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_chunk((1 << 20,))

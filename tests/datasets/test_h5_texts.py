@@ -65,7 +65,7 @@ def test_many_references_to_one_large_value_are_refused(tmp_path, dtype, method)
         assert len(file.entries("x", 10, 30)) == 20
 
 
-def test_a_mask_of_robomimic_that_becomes_too_much_is_refused(tmp_path):
+def test_robomimic_mask_beyond_the_bound_is_refused(tmp_path):
     rng = np.random.default_rng(0)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         demo, poses = file.create_group("data/demo_0"), rng.normal(size=(6, 3))
@@ -86,7 +86,7 @@ def test_texts_of_all_datasets_of_a_file_are_counted_together(tmp_path):
             file.texts("x")
 
 
-def test_texts_are_counted_as_they_arein_memory(tmp_path):
+def test_texts_count_by_their_size_in_memory(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=["\N{GRINNING FACE}" + "x" * 100_000] * 60, dtype=TEXTS)
     with (
@@ -98,7 +98,7 @@ def test_texts_are_counted_as_they_arein_memory(tmp_path):
 
 @pytest.mark.parametrize("dtype", [TEXTS, SEQUENCES, h5py.vlen_dtype("float64")])
 @pytest.mark.parametrize("how", [{}, {"chunks": (3,), "compression": "gzip"}])
-def test_a_length_that_is_a_lie_takes_no_memory(tmp_path, dtype, how):
+def test_forged_length_takes_no_memory(tmp_path, dtype, how):
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
         node = file.create_dataset("x", (3,), dtype=dtype, **how)
@@ -151,7 +151,7 @@ def _compact(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [_never_written, _filled, _of_fixed_length, _compact])
-def test_what_is_only_declared_is_refused_too(tmp_path, write):
+def test_texts_declared_but_never_written_are_refused(tmp_path, write):
     write(tmp_path / "a.h5")
     with open_h5(tmp_path / "a.h5") as file:
         before = time.monotonic()
@@ -160,7 +160,7 @@ def test_what_is_only_declared_is_refused_too(tmp_path, write):
         assert time.monotonic() - before < 30
 
 
-def test_values_that_lead_to_others_are_refused(tmp_path):
+def test_nested_variable_length_values_are_refused(tmp_path):
     kinds = {
         "nested": h5py.vlen_dtype(h5py.vlen_dtype("uint8")),
         "record": np.dtype([("name", TEXTS), ("x", "f8")]),

@@ -59,16 +59,14 @@ def kept(tmp_path: Path, pattern: str = "*") -> list[str]:
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_files_come_in_order_and_are_then_not_asked_for_again(
-    web: LoopbackHub, checked: bool
-) -> None:
+def test_files_are_returned_in_order_and_requested_once(web: LoopbackHub, checked: bool) -> None:
     assert get(web, B, A, C, checked=checked) == [DATA[B], DATA[A], DATA[C]]
     web.clear_log()
     assert get(web, A, B, C, checked=checked) == [DATA[A], DATA[B], DATA[C]]
     assert web.requests == []
 
 
-def test_one_url_and_the_same_one_twice(web: LoopbackHub) -> None:
+def test_same_url_given_twice_is_fetched_once(web: LoopbackHub) -> None:
     [path] = download(url(web, B))
     assert path.name == "b (1).bin"
     web.clear_log()
@@ -78,14 +76,14 @@ def test_one_url_and_the_same_one_twice(web: LoopbackHub) -> None:
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_a_body_that_is_cut_goes_on_from_there(web: LoopbackHub, checked: bool) -> None:
+def test_interrupted_body_continues_at_the_cut(web: LoopbackHub, checked: bool) -> None:
     web.faults.append(Fault(method="GET", cut_after=1_000_000, times=1))
     assert get(web, A, checked=checked) == [DATA[A]]
     assert gets(web) == [None, "bytes=1000000-"]
     assert web.bytes_served == len(DATA[A])
 
 
-def test_a_server_that_ignores_ranges_sends_it_anew(web: LoopbackHub) -> None:
+def test_server_that_ignores_ranges_sends_whole_file_again(web: LoopbackHub) -> None:
     web.faults.append(Fault(method="GET", cut_after=1_000_000, times=1))
     web.faults.append(Fault(method="GET", ignore_range=True))
     assert get(web, A) == [DATA[A]]
@@ -99,7 +97,7 @@ def test_a_server_that_sends_other_bytes_than_were_asked_for(web: LoopbackHub) -
     assert gets(web) == [None, "bytes=1000000-", None]
 
 
-def test_a_body_that_is_always_cut_ends_in_one_error_and_the_next_call_goes_on(
+def test_permanently_cut_body_raises_one_error_and_next_call_continues(
     web: LoopbackHub, tmp_path: Path
 ) -> None:
     web.faults.append(Fault(method="GET", cut_after=400_000))
@@ -115,7 +113,7 @@ def test_a_body_that_is_always_cut_ends_in_one_error_and_the_next_call_goes_on(
     assert web.bytes_served == len(DATA[A]) - 1_200_000
 
 
-def test_a_version_that_changed_meanwhile_is_fetched_anew(web: LoopbackHub) -> None:
+def test_file_changed_on_server_is_fetched_again_in_full(web: LoopbackHub) -> None:
     web.faults.append(Fault(method="GET", cut_after=1_000_000))
     with pytest.raises(DownloadError):
         get(web, A, checked=False, retry=Retry(attempts=1))
@@ -133,7 +131,7 @@ def test_without_a_checksum_and_a_mark_nothing_is_continued(web: LoopbackHub) ->
     assert gets(web) == [None, None]
 
 
-def test_a_weak_mark_is_none(web: LoopbackHub) -> None:
+def test_weak_etag_does_not_identify_a_version(web: LoopbackHub) -> None:
     web.faults.append(Fault(method="GET", headers={"ETag": 'W/"1"'}, cut_after=1_000_000, times=1))
     assert get(web, A, checked=False) == [DATA[A]]
     assert gets(web) == [None, None]
@@ -196,7 +194,7 @@ def test_wrong_bytes_once_are_fetched_again(web: LoopbackHub) -> None:
         (b"\0" * 600, "filled with zeros"),
     ],
 )
-def test_what_is_not_hdf5_is_not_kept_under_its_name(
+def test_non_hdf5_download_is_not_kept(
     web: LoopbackHub, tmp_path: Path, body: bytes, said: str
 ) -> None:
     web.commit("me/files", {"x.hdf5": body})
@@ -244,7 +242,7 @@ def test_a_size_that_is_known_is_compared_before_anything_is_received(web: Loopb
     ],
 )
 @pytest.mark.parametrize("method", ["HEAD", "GET"])
-def test_refusals_say_different_things(
+def test_refusals_have_different_errors(
     web: LoopbackHub, status: int, error: type[Exception], said: str, method: str
 ) -> None:
     web.faults.append(Fault(path=A, method=method, status=status))
@@ -264,7 +262,7 @@ def test_a_busy_server_is_asked_again(web: LoopbackHub, status: int, method: str
     assert get(web, A, retry=Retry(attempts=3, first_wait_s=100)) == [DATA[A]]
 
 
-def test_a_server_that_wants_us_away_for_long_is_left(web: LoopbackHub) -> None:
+def test_long_retry_after_ends_fetch(web: LoopbackHub) -> None:
     web.faults.append(Fault(method="GET", status=503, headers={"Retry-After": "3600"}))
     with pytest.raises(DownloadError, match="HTTP 503; try again in 3600 s"):
         get(web, A)
@@ -272,7 +270,7 @@ def test_a_server_that_wants_us_away_for_long_is_left(web: LoopbackHub) -> None:
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_without_a_length_the_end_is_the_end(web: LoopbackHub, checked: bool) -> None:
+def test_body_without_length_ends_with_the_connection(web: LoopbackHub, checked: bool) -> None:
     web.faults.append(Fault(headers={"Content-Length": None}))
     assert get(web, B, checked=checked) == [DATA[B]]
 
@@ -290,7 +288,7 @@ def test_redirects_are_followed(web: LoopbackHub, where: str) -> None:
 
 def test_a_coding_that_was_not_asked_for_is_refused(web: LoopbackHub) -> None:
     web.faults.append(Fault(method="GET", headers={"Content-Encoding": "gzip"}))
-    with pytest.raises(DownloadError, match="in the coding 'gzip'"):
+    with pytest.raises(DownloadError, match="sends the coding 'gzip'"):
         get(web, A)
 
 
@@ -300,13 +298,13 @@ def test_a_body_that_stalls_is_given_up(web: LoopbackHub) -> None:
         get(web, A, retry=Retry(attempts=1, stall_s=0.2))
 
 
-def test_a_server_that_is_not_there(web: LoopbackHub) -> None:
+def test_unreachable_server_raises_download_error(web: LoopbackHub) -> None:
     web.close()
     with pytest.raises(DownloadError, match="the server cannot be reached"):
         get(web, A)
 
 
-def test_too_little_disk_is_said_before_anything_is_received(
+def test_too_little_disk_space_raises_error_before_any_download(
     web: LoopbackHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage("/")._replace(free=3_049_999)
@@ -317,7 +315,7 @@ def test_too_little_disk_is_said_before_anything_is_received(
     assert gets(web) == []
 
 
-def test_offline_what_is_kept_is_used_and_what_is_missing_is_named(
+def test_offline_fetch_uses_kept_files_and_names_missing_ones(
     web: LoopbackHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     get(web, B)
@@ -343,7 +341,7 @@ def test_progress_counts_bytes_and_files(web: LoopbackHub) -> None:
     assert max(each.bytes_done for each in told) == 3_050_000
 
 
-def test_what_the_progress_function_raises_ends_the_fetch(web: LoopbackHub) -> None:
+def test_exception_in_progress_function_ends_fetch(web: LoopbackHub) -> None:
     def stop(progress: Any) -> None:
         if progress.bytes_done > 500_000:
             raise KeyError("enough")
@@ -386,7 +384,7 @@ def test_arguments_are_checked(call: Callable[[], object], said: str) -> None:
         call()
 
 
-def test_a_note_that_is_damaged_is_none(web: LoopbackHub, tmp_path: Path) -> None:
+def test_damaged_note_is_ignored(web: LoopbackHub, tmp_path: Path) -> None:
     get(web, B, checked=False)
     [note] = (tmp_path / "downloads").rglob("*.json")
     for text in ("{", "[]", '{"sha256": "x"}'):

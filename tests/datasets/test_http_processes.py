@@ -60,7 +60,7 @@ def wait_for_part(process: subprocess.Popen[str], tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_where_one_process_is_killed_the_one_that_waits_goes_on(
+def test_waiting_process_continues_download_of_killed_process(
     web: LoopbackHub, tmp_path: Path
 ) -> None:
     web.faults.append(Fault(method="GET", bytes_per_s=50_000, times=1))
@@ -82,9 +82,7 @@ def test_where_one_process_is_killed_the_one_that_waits_goes_on(
 
 
 @pytest.mark.long
-def test_an_interrupt_ends_it_at_once_and_leaves_what_has_come(
-    web: LoopbackHub, tmp_path: Path
-) -> None:
+def test_interrupt_ends_download_and_keeps_received_bytes(web: LoopbackHub, tmp_path: Path) -> None:
     web.faults.append(Fault(method="GET", bytes_per_s=50_000, times=1))
     process = start(web)
     wait_for_part(process, tmp_path)

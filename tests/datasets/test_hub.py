@@ -79,7 +79,7 @@ def test_a_complete_cache_needs_neither_server_nor_client(
     assert fetch(HubListing.from_json(listing.to_json())) == paths
 
 
-def test_without_huggingface_hub_the_error_says_what_to_install(
+def test_missing_huggingface_hub_error_names_the_package_to_install(
     hub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listing = listing_of()
@@ -104,7 +104,7 @@ def test_a_file_of_an_older_commit_is_not_fetched_again(hub: Any) -> None:
     assert hub.bytes_served == len(b"new")
 
 
-def test_endpoint_and_cache_are_those_of_the_moment(
+def test_fetch_reads_endpoint_and_cache_at_each_call(
     hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch(listing_of(), retry=QUICK)
@@ -159,7 +159,7 @@ def test_progress_bar_on_stderr(hub: Any, capsys: pytest.CaptureFixture[str]) ->
     assert shown.err.count("Downloading") == shown.err.count(REPO)  # no bar of the client
 
 
-def test_what_the_progress_function_raises_ends_the_fetch(hub: Any, tmp_path: Path) -> None:
+def test_exception_in_progress_function_ends_fetch(hub: Any, tmp_path: Path) -> None:
     class Enough(Exception):
         pass
 
@@ -172,7 +172,7 @@ def test_what_the_progress_function_raises_ends_the_fetch(hub: Any, tmp_path: Pa
 
 
 @pytest.mark.pitfall("DS12")
-def test_too_little_disk_is_said_before_the_first_request(
+def test_too_little_disk_space_raises_error_before_the_first_request(
     hub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listing = listing_of()
@@ -252,7 +252,7 @@ def test_a_body_cut_early_is_fetched_again(hub: Any, times: int) -> None:
 
 @pytest.mark.pitfall("DS12")
 @pytest.mark.parametrize("ignore_range", [False, True])
-def test_a_body_cut_late_is_continued_or_begun_again(hub: Any, ignore_range: bool) -> None:
+def test_body_cut_late_is_continued_or_restarted(hub: Any, ignore_range: bool) -> None:
     hub.commit(REPO, {BIG: BIG_DATA})
     hub.faults.append(Fault(path=BIG, method="GET", cut_after=BLOCK + 9, times=1))
     hub.faults.append(Fault(path=BIG, ignore_range=ignore_range))
@@ -443,7 +443,7 @@ def test_a_body_that_stalls_is_given_up(hub: Any, monkeypatch: pytest.MonkeyPatc
         LocalEntryNotFoundError("An error happened"),
     ],
 )
-def test_what_the_client_raises_when_another_thread_lost_its_connection(
+def test_errors_of_a_session_closed_by_another_thread_are_retried(
     hub: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """It closes the session that all threads share; one of its versions tries HEAD only once."""

@@ -56,7 +56,7 @@ def test_cache_is_where_the_client_would_have_it(
     assert str(cache_root()) == expected
 
 
-def test_endpoint_and_offline_mode_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_sets_endpoint_and_offline_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     assert endpoint().startswith("https://")
@@ -205,7 +205,7 @@ def test_parts_of_living_downloads_are_left(cache: HubCache) -> None:
 
 
 @pytest.mark.parametrize("answer", ["all granted", "none known"])
-def test_where_locks_are_not_kept_parts_are_left(
+def test_parts_stay_if_file_system_lacks_locks(
     cache: HubCache, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     def flock(file: object, kind: int) -> None:

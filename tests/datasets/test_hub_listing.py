@@ -112,7 +112,7 @@ def test_no_file_below_the_directory(hub: Any) -> None:
         assert part in str(caught.value)
 
 
-def test_missing_repository_revision_and_gate_say_different_things(hub: Any) -> None:
+def test_missing_repository_revision_and_gate_have_different_errors(hub: Any) -> None:
     messages = []
     with pytest.raises(FileNotFoundError, match="there is no dataset repository 'me/none'") as e:
         list_files("me/none", directory="", suffix="", retry=QUICK)
@@ -187,7 +187,7 @@ def test_a_listing_that_hangs_is_given_up(hub: Any) -> None:
 
 # The client may leave a socket, closed under it by the server, to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_server_down(hub: Any) -> None:
+def test_unreachable_server_raises_download_error(hub: Any) -> None:
     listing = listing_of()
     hub.close()
     with pytest.raises(DownloadError, match=r"cannot be reached; check .* HF_ENDPOINT"):

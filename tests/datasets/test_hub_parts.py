@@ -45,7 +45,7 @@ def part_of(tmp_path: Path) -> Path:
 @pytest.mark.pitfall("DS12")
 @pytest.mark.parametrize("symlinks", [True, False])
 @pytest.mark.parametrize("ignore_range", [False, True])
-def test_a_large_file_goes_on_in_the_next_call(
+def test_next_call_continues_a_large_file(
     hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignore_range: bool, symlinks: bool
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_SYMLINKS", not symlinks)

@@ -119,7 +119,7 @@ def test_importing_the_layer_imports_no_client() -> None:
     assert run.stdout.strip() == "[]", run.stderr
 
 
-def test_offline_process_uses_a_complete_cache_and_names_what_is_missing(world: World) -> None:
+def test_offline_process_uses_complete_cache_and_names_missing_files(world: World) -> None:
     listing = world.listing()
     paths = fetch(listing)
     world.hub.clear_log()
@@ -153,7 +153,7 @@ def test_killed_in_the_middle_of_a_file_and_started_again(world: World) -> None:
 
 
 @pytest.mark.pitfall("DS12")
-def test_a_large_file_that_was_killed_goes_on_where_it_ended(world: World) -> None:
+def test_killed_download_of_a_large_file_continues_at_its_end(world: World) -> None:
     block = 10 << 20  # what the client reads at a time
     data = bytes(range(256)) * (4 * block // 256 + 5)
     world.hub.commit(REPO, {"door/seed1/a.h5": data})

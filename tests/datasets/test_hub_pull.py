@@ -126,7 +126,7 @@ def test_a_commit_that_is_there_needs_no_request(hub: Any, tmp_path: Path, pushe
     assert [r.route for r in hub.requests if r.route] == ["revision", "tree"]
 
 
-def test_a_branch_that_moves_leaves_what_was_pulled(
+def test_moved_branch_keeps_earlier_pulls(
     hub: Any, tmp_path: Path, pushed: Path, convert: Any, write_source: Any
 ) -> None:
     root, old = tmp_path / "pulled", hub.head(STEPS)
@@ -166,7 +166,7 @@ def test_offline_the_last_commit_of_a_branch_is_opened(
     assert hub.requests == []
 
 
-def test_a_server_that_is_down_is_never_answered_from_memory(
+def test_pull_of_a_branch_fails_while_the_server_is_down(
     hub: Any, tmp_path: Path, pushed: Path
 ) -> None:
     root, commit = tmp_path / "pulled", hub.head(STEPS)
@@ -177,7 +177,7 @@ def test_a_server_that_is_down_is_never_answered_from_memory(
     assert len(pull(STEPS, root=root, revision=commit)) == 6
 
 
-def test_a_note_that_is_damaged_is_none(
+def test_damaged_note_is_ignored(
     hub: Any, tmp_path: Path, pushed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "pulled"
@@ -198,7 +198,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_does_not_verify_is_never_opened(
+def test_unverified_download_is_never_opened(
     hub: Any, tmp_path: Path, pushed: Path, wrong: str
 ) -> None:
     root = tmp_path / "pulled"
@@ -238,7 +238,7 @@ def damage(name: str, pushed: Path) -> tuple[dict[str, bytes | None], str]:
         "length": ({"action.memmap": column[:-1]}, "action.memmap with 95 bytes, expected 96"),
         "missing": ({"action.memmap": None}, "no action.memmap"),
         "no meta": ({"meta.json": None}, "no meta.json"),
-        "no manifest": ({"manifest.json": None}, "holds no data set"),
+        "no manifest": ({"manifest.json": None}, "expected a data set"),
         "not json": ({"manifest.json": b"<html>"}, "is not JSON"),
     }[name]
 
@@ -274,7 +274,7 @@ def test_files_are_copied_where_they_cannot_be_linked(
 
 
 @pytest.mark.long  # as of downloads, of which it is shown all the time
-def test_where_one_process_is_killed_the_one_that_waits_gets_the_same_bytes(
+def test_waiting_process_completes_pull_of_killed_process(
     hub: Any, tmp_path: Path, pushed: Path
 ) -> None:
     hub.faults.append(Fault(path="action.memmap", method="GET", delay_s=300, times=1))
@@ -299,7 +299,7 @@ def test_where_one_process_is_killed_the_one_that_waits_gets_the_same_bytes(
     assert [entry.name for entry in Path(path).parent.iterdir() if "tmp-" in entry.name] == []
 
 
-def test_progress_is_told(tmp_path: Path, pushed: Path) -> None:
+def test_pull_reports_progress(tmp_path: Path, pushed: Path) -> None:
     told = []
     pull(STEPS, root=tmp_path / "pulled", progress=told.append)
     assert told[-1].files_done == told[-1].files_total

@@ -59,7 +59,7 @@ def test_a_repository_has_the_files_of_the_data_set_and_a_card(hub: Any, target:
     assert hub.head("me/steps") == hub._state.repos["me/steps"].tags[FORMAT_TAG]
 
 
-def test_the_card_says_licence_size_and_tags(hub: Any, target: Path) -> None:
+def test_card_lists_licence_size_and_tags(hub: Any, target: Path) -> None:
     send(target, license="cc-by-4.0", tags=["kitchen", "robotics"])
     assert header(hub) == {
         "license": "cc-by-4.0",
@@ -79,7 +79,7 @@ def test_the_licence_of_the_source_travels(hub: Any, target: Path) -> None:
         send(target, license="mit")
 
 
-def test_data_of_unknown_licence_is_pushed_only_with_one(hub: Any, target: Path) -> None:
+def test_push_needs_a_licence_if_the_data_set_has_none(hub: Any, target: Path) -> None:
     hub.clear_log()
     with pytest.raises(ValueError, match="licence of the data set is not known"):
         send(target, license=None)
@@ -92,7 +92,7 @@ def test_a_damaged_data_set_is_refused_before_anything_is_sent(hub: Any, target:
     data[0] ^= 1
     column.write_bytes(data)
     hub.clear_log()
-    with pytest.raises(RuntimeError, match=r"action\.memmap is not what was written"):
+    with pytest.raises(RuntimeError, match=r"action\.memmap has a wrong checksum"):
         send(target)
     column.write_bytes(data[:-1])
     with pytest.raises(RuntimeError, match=r"action\.memmap has"):
@@ -142,7 +142,7 @@ def test_pushing_the_same_again_changes_nothing(hub: Any, target: Path) -> None:
     assert not hub.asked("POST", "commit")
 
 
-def test_a_card_that_somebody_has_written_is_kept(hub: Any, target: Path) -> None:
+def test_push_keeps_text_of_an_existing_card(hub: Any, target: Path) -> None:
     send(target, tags=["a"])
     mine = "---\nlicense: mit\npretty_name: Steps\ntags:\n- a\n- own\n---\n# My words\n"
     hub.commit("me/steps", {"README.md": mine.encode()})
@@ -171,7 +171,7 @@ def test_a_branch_is_made_and_not_tagged(hub: Any, target: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("route", ["create", "preupload", "lfs-batch", "lfs-put", "commit"])
-def test_a_push_that_fails_changes_nothing_and_is_said(
+def test_failed_push_raises_error_and_changes_nothing(
     hub: Any, target: Path, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.commit("me/steps", {"x.txt": b"1"})
@@ -191,11 +191,11 @@ def test_a_push_that_fails_changes_nothing_and_is_said(
 
 def test_two_pushes_at_once_do_not_mix(hub: Any, target: Path) -> None:
     hub.faults.append(Fault(route="commit", status=412))
-    with pytest.raises(UploadError, match="somebody else has pushed to it meanwhile"):
+    with pytest.raises(UploadError, match="another client has pushed to it in between"):
         send(target)
 
 
-def test_what_changes_between_listing_and_commit_is_seen(hub: Any, target: Path) -> None:
+def test_push_detects_commit_made_after_listing(hub: Any, target: Path) -> None:
     send(target)
     before = hub.head("me/steps")
     hub.commit("me/steps", {"x.txt": b"1"})
@@ -203,7 +203,7 @@ def test_what_changes_between_listing_and_commit_is_seen(hub: Any, target: Path)
     info = json.dumps({"id": "me/steps", "sha": before}).encode()
     hub.faults.append(Fault(route="revision", body=info, times=1))
     (target / "manifest.json").write_bytes((target / "manifest.json").read_bytes() + b"\n")
-    with pytest.raises(UploadError, match="somebody else has pushed"):
+    with pytest.raises(UploadError, match="another client has pushed"):
         send(target)
 
 
@@ -230,7 +230,7 @@ def test_offline_nothing_is_sent(hub: Any, target: Path, monkeypatch: pytest.Mon
     assert hub.requests == []
 
 
-def test_a_hub_that_is_not_there(hub: Any, target: Path) -> None:
+def test_unreachable_hub_raises_upload_error(hub: Any, target: Path) -> None:
     hub.close()
     with pytest.raises(UploadError, match=r"could not push to .* push again"):
         send(target)

@@ -88,7 +88,7 @@ def test_arrays_that_may_grow_have_chunks_beyond_their_end(tmp_path, taken):
     ],
     ids=["other byte order", "checksums", "other compression", "chunks alone", "in one piece"],
 )
-def test_what_is_stored_in_another_way_is_left_to_hdf5(tmp_path, taken, dtype, how):
+def test_other_storage_layouts_are_read_by_hdf5(tmp_path, taken, dtype, how):
     values = np.arange(30_000.0).astype(dtype).reshape(1000, 30)
     path = _write(tmp_path / "a.h5", values, **how)
     with open_h5(path) as ours:
@@ -185,7 +185,7 @@ def inflated(tmp_path: Path) -> Iterator[Callable[..., bool]]:
 WHOLE = (0, zlib.compress(bytes(120_000)))
 
 
-def test_a_chunk_that_cannot_be_had_or_inflated_is_left_to_hdf5(inflated):
+def test_unreadable_chunk_is_left_to_hdf5(inflated):
     assert inflated(WHOLE)
     for error in (OSError, ValueError, KeyError, RuntimeError):
         assert not inflated(error("no such chunk"))

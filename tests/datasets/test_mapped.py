@@ -74,7 +74,7 @@ def test_edits_travel_with_a_copy(tmp_path, how):
     assert not (open_published(tmp_path / "data").columns[("action",)] == 9.0).any()
 
 
-def test_a_copy_has_edits_of_its_own(tmp_path):
+def test_edits_of_a_copy_leave_the_original_unchanged(tmp_path):
     storage = publish(tmp_path / "data")
     other = pickle.loads(pickle.dumps(storage))
     other.edit_columns({("action",): torch.zeros(5, 2, dtype=torch.float64)})

@@ -55,7 +55,7 @@ def test_a_thousand_mutated_files_are_converted_right_or_refused_by_name(folder)
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_other_thousands_of_mutated_files(folder):
+def test_thousands_of_further_mutated_files_are_converted_or_refused(folder):
     check(run(folder, 6000, 1000), 6000)
 
 

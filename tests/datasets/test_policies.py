@@ -124,22 +124,22 @@ def test_include_and_exclude_take_keys_with_all_below(tmp_path):
     [
         (
             {"include": ["obervation", "action"]},
-            r"include: 'obervation' meets nothing in the files \(meant: 'observation'.*\?\); "
+            r"include: 'obervation' matches nothing in the files \(meant: 'observation'.*\?\); "
             r"expected it among the keys action, done, .*info/void, info/x, .*next/observation",
         ),
-        ({"include": ["action", ("info", "z")]}, "include: 'info/z' meets nothing"),
+        ({"include": ["action", ("info", "z")]}, "include: 'info/z' matches nothing"),
         (
             {"exclude": ["info", ("next", "info", "w")]},
-            "exclude: 'next/info/w' meets nothing .*among the keys action, info/void, info/x,",
+            "exclude: 'next/info/w' matches nothing .*among the keys action, info/void, info/x,",
         ),
-        ({"exclude": [("next", "observed")]}, "exclude: 'next/observed' meets nothing"),
+        ({"exclude": [("next", "observed")]}, "exclude: 'next/observed' matches nothing"),
         (
             {"casts": {"float64": "float32", "float16": "float32"}},
-            "casts: 'float16' meets nothing .*among the dtypes float32, float64, int64",
+            "casts: 'float16' matches nothing .*among the dtypes float32, float64, int64",
         ),
     ],
 )
-def test_entries_that_meet_nothing_are_refused_before_anything_is_written(
+def test_entries_without_a_match_are_refused_before_any_write(
     tmp_path, monkeypatch, policies, message
 ):
     logs = {"x": lambda k, n: np.arange(n), "void": lambda k, n: np.full(n, np.nan)}
@@ -151,7 +151,7 @@ def test_entries_that_meet_nothing_are_refused_before_anything_is_written(
     assert [each.name for each in tmp_path.iterdir() if not each.name.startswith(".")] == ["a.h5"]
 
 
-def test_entries_meet_what_is_left_out_for_its_values_and_what_only_some_episodes_have(tmp_path):
+def test_policy_entries_accept_left_out_and_partial_columns(tmp_path):
     logs = {"x": lambda k, n: np.arange(n), "void": lambda k, n: np.full(n, np.nan)}
     path = write(tmp_path / "a.h5", 4, 3, **logs)
     with h5py.File(path, "a") as file:
@@ -169,7 +169,7 @@ def test_entries_meet_what_is_left_out_for_its_values_and_what_only_some_episode
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("key", ["observation", "action", ("next", "reward"), "time", "info"])
-def test_what_is_left_out_changes_nothing_else(tmp_path, write_source, key):
+def test_excluded_column_changes_no_other_column(tmp_path, write_source, key):
     """Layouts look at values that are not stored: the last action says how a trial was closed."""
     path = write_source(tmp_path / "a.h5")
     whole = convert(path, ROBOHIVE, tmp_path / "whole")
@@ -187,7 +187,7 @@ def test_what_is_left_out_changes_nothing_else(tmp_path, write_source, key):
         assert part.episode_table[name].equal(whole.episode_table[name])
 
 
-def test_columns_that_say_nothing_are_dropped_and_recorded(tmp_path):
+def test_uninformative_columns_are_dropped_and_recorded(tmp_path):
     """V13, N38: by all episodes, and never what is not an info."""
     logs = {
         "mass": lambda k, n: np.full((n, 2), 1.5),
@@ -216,7 +216,7 @@ def test_columns_that_say_nothing_are_dropped_and_recorded(tmp_path):
     assert (loaded == rows).all()
 
 
-def test_constants_of_many_numbers_are_dropped_and_those_that_stay_are_told(tmp_path):
+def test_wide_constants_are_dropped_and_kept_ones_are_reported(tmp_path):
     wide = np.random.default_rng(0).normal(size=(22, 4))
     logs = {
         "body_quat": lambda k, n: np.broadcast_to(wide, (n, 22, 4)),
@@ -263,7 +263,7 @@ def test_constants_of_the_shared_file_are_dropped(tmp_path, sample):
         assert not is_constant, key
 
 
-def test_what_is_kept_by_default(tmp_path):
+def test_default_policies_keep_constants_and_drop_nan_leaves(tmp_path):
     logs = {"mass": lambda k, n: np.full(n, 1.5), "void": lambda k, n: np.full(n, np.nan)}
     path = write(tmp_path / "a.h5", 4, 3, **logs)
     with pytest.warns(UserWarning, match="log/void: it is NaN throughout"):
@@ -348,7 +348,7 @@ def test_same_files_layout_and_policies_are_converted_once(tmp_path):
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_source_files_are_never_replaced_by_what_is_made_of_them(tmp_path, force):
+def test_data_set_never_replaces_its_source_files(tmp_path, force):
     """D10: with force, a data set at the place of the new one goes, and nothing else."""
     (tmp_path / "in/deep").mkdir(parents=True)
     path = write(tmp_path / "in/deep/a.h5", 3)
@@ -370,10 +370,10 @@ def test_a_source_that_is_named_as_a_column_is_not_replaced_either(tmp_path):
     path = write(tmp_path / "a.h5", 3).rename(dest / "a.memmap")
     before = path.read_bytes()
     with pytest.raises(
-        ValueError, match=r"data: expected a place for the data set apart"
+        ValueError, match=r"data: expected a directory without source files"
     ) as caught:
         convert(path, ARM, dest, force=True)
-    assert f"{path} lies there" in str(caught.value)
+    assert f"{path} is in it" in str(caught.value)
     assert path.read_bytes() == before
 
 
@@ -427,7 +427,7 @@ def test_files_that_cannot_be_opened_are_skipped_by_name(tmp_path, write):
         ({"exclude": [("next", "done")]}, "exclude without flags and ids"),
     ],
 )
-def test_other_policies_are_refused(arguments, message):
+def test_invalid_policies_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Policies(**arguments)
 
@@ -458,7 +458,7 @@ def test_rewards_that_are_left_out_have_no_sum(tmp_path, policies):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_dtypes_that_loggers_choose_by_default_are_told(tmp_path, dtype):
+def test_logger_default_dtypes_are_reported(tmp_path, dtype):
     """V14: digits are lost in them, and counters wrap."""
     path = write(tmp_path / "a.h5", 4, force=lambda _, n: np.arange(n).astype(dtype))
     text = f"log/force is stored as {dtype}, the loggers' default, and kept so"
@@ -472,7 +472,7 @@ def test_dtypes_that_loggers_choose_by_default_are_told(tmp_path, dtype):
     assert not (tmp_path / "strict").exists()
 
 
-def test_dtypes_of_leaves_that_are_nan_throughout_are_not_told(tmp_path):
+def test_dtypes_of_all_nan_leaves_are_not_reported(tmp_path):
     """V14: those are absent, not of low precision."""
     path = write(tmp_path / "a.h5", 4, force=lambda _, n: np.full(n, np.nan, np.float16))
     with pytest.warns(UserWarning, match="NaN throughout") as warned:
@@ -481,7 +481,7 @@ def test_dtypes_of_leaves_that_are_nan_throughout_are_not_told(tmp_path):
     assert data.published.manifest.report["warnings"] == []
 
 
-def test_strict_policies_take_what_nothing_is_said_of(tmp_path):
+def test_strict_policies_accept_files_without_warnings(tmp_path):
     path = write(tmp_path / "a.h5", 4, 3)
     data = run(tmp_path, path, strict=True)
     assert data.published.manifest.options["policies"]["strict"] is True

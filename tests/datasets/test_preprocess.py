@@ -261,13 +261,13 @@ def test_without_a_generator_the_global_one_gives_the_seed(data, tmp_path):
     assert not first.equal(other)
 
 
-def test_a_generator_goes_on_from_call_to_call(data, tmp_path):
+def test_generator_continues_from_call_to_call(data, tmp_path):
     generator = torch.Generator().manual_seed(1)
     first, second = (noise_of(data, tmp_path / name, generator=generator) for name in "ab")
     assert not first.equal(second)
 
 
-def test_the_generator_of_the_data_set_comes_before_the_global_one(data, tmp_path):
+def test_data_set_generator_takes_precedence_over_the_global_one(data, tmp_path):
     state = torch.get_rng_state()
     noises = []
     for name in "ab":
@@ -331,9 +331,7 @@ def test_an_error_of_the_function_is_raised_and_nothing_is_left(data, tmp_path, 
     assert nothing_left(tmp_path)
 
 
-def test_places_that_cannot_become_a_directory_are_refused_before_any_work(
-    data, tmp_path, monkeypatch
-):
+def test_invalid_destinations_are_refused_before_any_work(data, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("keep")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
@@ -346,7 +344,7 @@ def test_places_that_cannot_become_a_directory_are_refused_before_any_work(
         ("file", FileExistsError, "neither"),
         ("link", FileExistsError, "full is neither"),
         ("loop", FileExistsError, "neither"),
-        ("file/out", NotADirectoryError, "file is none"),
+        ("file/out", NotADirectoryError, "file is not one"),
         ("mount", ValueError, "is a mount point"),
     ):
         calls: list[Any] = []

@@ -111,7 +111,7 @@ def noise(row: TensorDict) -> TensorDict:
     return TensorDict({"x": row["x"], "pid": torch.tensor(os.getpid()), "n": torch.rand(())}, [])
 
 
-def test_a_pool_of_the_users_is_used_and_left_as_it_was(out):
+def test_pool_of_the_user_is_used_and_left_unchanged(out):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         states = [pool.apply(torch.get_rng_state) for _ in range(8)]
         rows = run(noise, out, pool=pool, chunksize=1)
@@ -121,7 +121,7 @@ def test_a_pool_of_the_users_is_used_and_left_as_it_was(out):
 
 
 @pytest.mark.parametrize("pool", [ThreadPool, ThreadPoolExecutor], ids=lambda pool: pool.__name__)
-def test_pools_of_threads_are_refused_and_the_global_generator_is_as_it_was(out, pool):
+def test_thread_pools_are_refused_and_global_generator_is_unchanged(out, pool):
     calls: list[Any] = []
     state = torch.get_rng_state()
     with (
@@ -166,7 +166,7 @@ def test_a_killed_worker_is_noticed(out, options):
 
 
 @pytest.mark.timeout(60)
-def test_a_killed_worker_of_the_users_pool_is_noticed(out):
+def test_killed_worker_of_the_user_pool_is_noticed(out):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         with pytest.raises(RuntimeError, match=r"worker died .* by signal SIGKILL"):
             run(dies, out, pool=pool, chunksize=3)
@@ -197,10 +197,10 @@ class TwoArguments(Exception):
         (ValueError("on purpose"), ValueError, "^on purpose$"),
         (KeyboardInterrupt("on purpose"), KeyboardInterrupt, "on purpose"),
         (TwoArguments("on", "purpose"), RuntimeError, "TwoArguments: on$"),
-        (ValueError(threading.Lock()), RuntimeError, "cannot be sent.*ValueError: <unlocked"),
+        (ValueError(threading.Lock()), RuntimeError, "cannot be pickled.*ValueError: <unlocked"),
     ],
 )
-def test_an_error_comes_with_the_traceback_of_the_worker(out, error, raised, words):
+def test_error_contains_the_traceback_of_the_worker(out, error, raised, words):
     def fails(row: TensorDict) -> TensorDict:
         if os.getpid() != HERE:
             raise error
@@ -364,7 +364,7 @@ def test_an_interrupt_leaves_neither_workers_nor_files(out, parent_at_work, meth
     assert said.count(b"Traceback") == 1  # that of the parent
 
 
-def test_what_the_living_are_making_is_not_cleared_away(out, parent_at_work):
+def test_draft_of_a_living_process_is_not_removed(out, parent_at_work):
     parent, _ = parent_at_work("fork")
     (draft,) = siblings(out, "tmp")
     with ThreadPoolExecutor(1) as threads:

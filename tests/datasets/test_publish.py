@@ -48,7 +48,9 @@ def test_file_in_the_place_of_the_data_set_is_named(tmp_path, source, convert):
     (tmp_path / "data").write_text("mine")
     with pytest.raises(RuntimeError, match=r"data is not a complete data set: .*not a directory"):
         convert(tmp_path / "data", source)
-    with pytest.raises(RuntimeError, match="data is no directory, and only data sets are replaced"):
+    with pytest.raises(
+        RuntimeError, match="data is not a directory, and only data sets are replaced"
+    ):
         convert(tmp_path / "data", source, force=True)
     assert (tmp_path / "data").read_text() == "mine"
 
@@ -68,11 +70,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "not JSON",
     ),
     "manifest of zeros": (lambda t: (t / "manifest.json").write_bytes(bytes(900)), "not JSON"),
-    "other JSON": (lambda t: (t / "manifest.json").write_text("[1]"), "not one of a replaykit"),
+    "other JSON": (lambda t: (t / "manifest.json").write_text("[1]"), "not the manifest of a"),
     "newer version": (lambda t: edit(t, lambda m: m.update(format_version=3)), "version 3"),
     "other rows": (lambda t: edit(t, lambda m: m.update(rows=5)), "is damaged"),
-    "other batch": (lambda t: edit(t, lambda m: m.update(rows=5, batch=[5])), "has not the batch"),
-    "other episodes": (lambda t: edit(t, lambda m: m.update(episodes=1)), "has not 1 entries"),
+    "other batch": (
+        lambda t: edit(t, lambda m: m.update(rows=5, batch=[5])),
+        "needs the batch",
+    ),
+    "other episodes": (
+        lambda t: edit(t, lambda m: m.update(episodes=1)),
+        "needs 1 entries",
+    ),
     "no arrays": (lambda t: edit(t, lambda m: m.pop("arrays")), "is damaged"),
     "array of another size": (
         lambda t: edit(t, lambda m: m["arrays"][0].update(nbytes=1)),
@@ -84,7 +92,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "file outside": (
         lambda t: edit(t, lambda m: m["arrays"][0].update(file="../../a.h5")),
-        "no file of the data set",
+        "not a file of the data set",
     ),
     "absolute file": (
         lambda t: edit(t, lambda m: m["group_file"].update(file="/etc/passwd")),
@@ -132,7 +140,7 @@ def test_changed_bytes_are_found_by_verification(target):
         content = path.read_bytes()
         assert len(content) == nbytes
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        with pytest.raises(RuntimeError, match=rf"content of {name} is .*\[V61\]"):
+        with pytest.raises(RuntimeError, match=rf"content of {name} has .*\[V61\]"):
             verify_published(target)
         path.write_bytes(content)
     verify_published(target)

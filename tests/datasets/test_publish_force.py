@@ -26,7 +26,7 @@ def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-def test_force_replaces_and_readers_keep_what_they_mapped(
+def test_forced_replacement_keeps_columns_mapped_by_readers(
     target, source, swap, convert, write_source, names
 ):
     """P6."""
@@ -93,7 +93,7 @@ def test_version_that_was_being_replaced_is_restored_on_opening(target, source, 
     assert ensure_dataset(target, get_sources=never, layout=ROBOHIVE).rows == 6
 
 
-def test_exchange_swaps_in_one_step_or_says_that_it_cannot(tmp_path):
+def test_exchange_swaps_two_paths(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").write_text("file")
     if not filesystem.exchange(tmp_path / "a", tmp_path / "b"):
@@ -134,19 +134,19 @@ def _others(kind: str, target: Path, tmp_path: Path) -> Path:
     "kind",
     ["file", "beside", "deep", "hidden", "link", "link to a directory", "checkpoint"],
 )
-def test_files_of_others_are_never_replaced(kind, tmp_path, source, convert, names):
+def test_foreign_files_are_never_replaced(kind, tmp_path, source, convert, names):
     """D10: force replaces data sets, whole or damaged, and nothing of the user's."""
     target = tmp_path / "data"
     other = _others(kind, target, tmp_path)
     before = names(tmp_path)
-    named = r"data is no directory" if kind == "file" else r"data holds .* no part of a data set"
+    named = r"data is not a directory" if kind == "file" else r"data holds .* no part of a data set"
     with pytest.raises(RuntimeError, match=named):
         convert(target, source, force=True)
     assert other.read_text() == "mine"
     assert set(names(tmp_path)) - set(before) <= {".data.lock"}
 
 
-def test_a_file_of_the_users_in_a_data_set_keeps_it_from_being_replaced_or_removed(
+def test_user_file_in_a_data_set_prevents_replacement_and_removal(
     target, source, convert, write_source
 ):
     note = target / "episodes" / "notes.txt"
@@ -163,7 +163,7 @@ def test_a_file_of_the_users_in_a_data_set_keeps_it_from_being_replaced_or_remov
     assert not target.exists()
 
 
-def test_what_is_put_there_while_the_new_one_is_made_stays(
+def test_file_added_during_conversion_prevents_replacement(
     target, source, swap, convert, write_source, monkeypatch
 ):
     write_source(source, 9, seed=2)

@@ -48,7 +48,7 @@ ensure_dataset(target, get_sources=lambda: Sources.local([source]), layout=ROBOH
 
 
 @pytest.mark.parametrize("opening", ["open", "ensure"])
-def test_what_a_killed_replacement_left_goes_with_the_next_opening(
+def test_next_opening_removes_leftovers_of_killed_replacement(
     target, source, run_python, opening, names, never
 ):
     """P7: there may never be another replacement that would clear it away."""
@@ -66,7 +66,7 @@ def test_what_a_killed_replacement_left_goes_with_the_next_opening(
     assert found.columns["next", "reward"][0] == 1.0
 
 
-def test_what_somebody_alive_is_building_is_left_alone(target):
+def test_opening_keeps_draft_of_a_living_process(target):
     with target_lock(target):
         private = private_path(target, "tmp")
         private.mkdir()

@@ -120,7 +120,7 @@ def test_lock_excludes_and_names_its_target(tmp_path, names):
         assert names(tmp_path / "new") == [".data.lock"]
 
 
-def test_lock_that_cannot_be_made_is_an_error_and_no_wait():
+def test_failed_lock_creation_raises_error_without_a_wait():
     """There files cannot be made, and are missing where others look for them."""
     if not Path("/proc/self").exists():
         pytest.skip("this system has no /proc")

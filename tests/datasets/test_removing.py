@@ -81,7 +81,7 @@ def check(folder: Path, left: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [(0,), (3,), (6,), (1, 2), (0, 6), (0, 2, 4), (0, 1, 2, 3, 4, 5)])
-def test_bad_episodes_go_and_the_sources_are_read_once(tmp_path, passes, bad):
+def test_bad_episodes_are_removed_and_sources_are_read_once(tmp_path, passes, bad):
     """C10: at the cost of a scan, and of moving the rows that stay."""
     all_of_them = trials()
     good = {k: trial for k, trial in all_of_them.items() if k not in bad}
@@ -97,7 +97,7 @@ def test_bad_episodes_go_and_the_sources_are_read_once(tmp_path, passes, bad):
     assert [entry["name"] for entry in skipped] == [f"Trial{k}" for k in bad]
 
 
-def test_columns_that_a_bad_episode_alone_kept_out_come_back(tmp_path, passes):
+def test_columns_excluded_only_by_a_bad_episode_are_restored(tmp_path, passes):
     """Without it the schema is another one: then all is written again."""
     all_of_them = trials()
     del all_of_them[3]["env_infos"]["wide"]

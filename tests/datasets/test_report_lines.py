@@ -73,7 +73,7 @@ def test_findings_of_one_kind_are_one_line(tmp_path, demos):
     assert len(data.published.manifest.report["left_out"]) == 12
 
 
-def test_inspect_says_the_same_lines_of_the_file_and_of_the_data_set(tmp_path, demos):
+def test_inspect_prints_equal_lines_for_file_and_data_set(tmp_path, demos):
     told(demos, tmp_path / "data")
     for path in (demos, tmp_path / "data"):
         with opened(path) as (facts, _):
@@ -152,7 +152,7 @@ def test_keys_that_are_missing_from_different_episodes_are_one_line(tmp_path):
     assert len({leaf["why"] for leaf in left_out}) == 15
 
 
-def test_counts_that_files_say_wrongly_are_one_line(tmp_path):
+def test_wrong_counts_in_files_are_one_line(tmp_path):
     for number in range(6):
         path = write(tmp_path / "in" / f"{number}.h5")
         with h5py.File(path, "r+") as file:
@@ -163,7 +163,7 @@ def test_counts_that_files_say_wrongly_are_one_line(tmp_path):
     assert len(data.published.manifest.report["warnings"]) == 6
 
 
-def test_episodes_that_say_another_length_are_one_line(tmp_path):
+def test_episodes_with_a_wrong_length_are_one_line(tmp_path):
     def change(demo, number):
         demo.attrs["num_samples"] = 70 + number
 
@@ -208,7 +208,7 @@ def test_reasons_without_a_rule_are_of_one_kind_whichever_file_they_name():
     assert all(line.endswith("; also 1.h5, 2.h5") for line in lines)
 
 
-def test_an_error_that_no_episode_gives_a_row_says_each_reason_once(tmp_path):
+def test_error_without_usable_episodes_gives_each_reason_once(tmp_path):
     def change(demo, number):
         demo["rewards" if number % 2 else "actions"][number % 5] = np.nan
 

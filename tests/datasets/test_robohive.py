@@ -11,17 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replaykit.datasets.engine.conversion import ensure_dataset
-from replaykit.datasets.engine.finding import natural_key
+from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.engine.h5 import H5Member
 from replaykit.datasets.engine.layout import DropLeaves, Ends, Flags, SourceFacts, SourceWindow
-from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import Published
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
-HERE = Place(Path("/data/a.h5"), "a.h5", "Trial3")
+HERE = Location(Path("/data/a.h5"), "a.h5", "Trial3")
 
 
 def convert(tmp_path: Path, named: dict[str, dict[str, Any]]) -> Published:
@@ -89,7 +89,7 @@ def test_episode_is_the_number_in_the_name_where_that_is_unambiguous(names, numb
     assert found.strangers == []
 
 
-def test_members_that_are_no_trials_are_reported(tmp_path):
+def test_members_other_than_trials_are_reported(tmp_path):
     members = [H5Member("log", False), group("Trial0"), group("Trial1", "observations")]
     found = ROBOHIVE.episodes.select(members, HERE, ROBOHIVE.name)
     assert [episode.group for episode in found.episodes] == ["Trial0"]
@@ -117,7 +117,7 @@ def test_unusual_names_reach_rows_and_table(tmp_path):
     assert found.columns["episode",].tolist() == [0, 0, 0, 1, 1, 2]
     assert found.manifest.report["numbering"] == [
         {"file": "a.h5", "why": "episodes are numbered by their order, since the group names do "
-         "not give each a number of its own"}
+         "not give each a unique number"}
     ]  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def ends(*done: int) -> Ends:
     return Ends(len(done), done.index(1) if 1 in done else None, bool(done[-1]))
 
 
-def flags_of(done: Ends, last: dict[str, np.ndarray], notes: Notes) -> Flags:
+def flags_of(done: Ends, last: dict[str, np.ndarray], notes: RuleFindings) -> Flags:
     return ROBOHIVE.flags({"done": done}, last, SourceFacts(), HERE, notes)
 
 
@@ -165,17 +165,17 @@ def flags_of(done: Ends, last: dict[str, np.ndarray], notes: Notes) -> Flags:
 )
 def test_flags_of_an_episode(done, action, terminated, truncated):
     """N4, N5: done is of the state that was arrived at; a time limit leaves no flag in the file."""
-    flags = flags_of(ends(*done), {"actions": action}, Notes())
+    flags = flags_of(ends(*done), {"actions": action}, RuleFindings())
     assert flags == Flags(terminated, truncated)
 
 
 def test_untailed_trial_is_noted_quietly():
-    notes = Notes()
+    notes = RuleFindings()
     flags_of(ends(0, 0, 0, 0), {"actions": np.zeros((1, 2))}, notes)
     assert [(note.rule, note.quiet, note.first) for note in notes] == [
         ("V50", True, "a.h5: Trial3")
     ]
-    tailed = Notes()
+    tailed = RuleFindings()
     flags_of(ends(0, 0, 0, 0), {"actions": NAN_ROW}, tailed)
     assert list(tailed) == []
 
@@ -184,13 +184,13 @@ def test_untailed_trial_is_noted_quietly():
 def test_done_before_the_last_record_is_an_error(record):
     done = [int(t >= record) for t in range(4)]
     with pytest.raises(CorpusError, match=rf"Trial3/done, record {record}: .*\[V53\]"):
-        flags_of(ends(*done), {"actions": NAN_ROW}, Notes())
+        flags_of(ends(*done), {"actions": NAN_ROW}, RuleFindings())
 
 
 def test_partly_nan_last_action_is_an_error():
     action = np.array([[np.nan, 0.0]])
     with pytest.raises(CorpusError, match=r"Trial3/actions, record 3: .*partly NaN \[V50\]"):
-        flags_of(ends(0, 0, 0, 0), {"actions": action}, Notes())
+        flags_of(ends(0, 0, 0, 0), {"actions": action}, RuleFindings())
 
 
 @pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8, np.float64])
@@ -216,7 +216,7 @@ def test_rewards_of_both_ranks_are_one_column(tmp_path):
 
 
 def window(arrays: dict[str, np.ndarray], memory: dict[str, Any] | None = None) -> SourceWindow:
-    notes = Notes()
+    notes = RuleFindings()
     records = len(arrays["observations"])
     return SourceWindow(arrays, records, HERE, notes, {} if memory is None else memory)
 
@@ -306,7 +306,7 @@ def test_infos_of_a_still_environment_are_kept():
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse", "both"])
-def test_which_reward_is_recorded_per_file(tmp_path, kind):
+def test_report_records_reward_kind_per_file(tmp_path, kind):
     trials = {f"Trial{k}": make_trial(4, seed=k) for k in range(2)}
     for trial in trials.values():
         infos = trial["env_infos"]

@@ -41,7 +41,7 @@ def _after(path: Path, *, is_done: bool = True, tail: bool = False) -> Path:
     return path
 
 
-def test_relabelled_rewards_are_those_of_the_state_that_was_arrived_at(tmp_path):
+def test_relabelled_rewards_belong_to_the_next_state(tmp_path):
     path = _state_records(tmp_path / "a.h5", shift=1.0)
     with pytest.raises(CorpusError, match=r'RoboHiveLayout\(reward="relabelled"\).*\[V52\]'):
         convert(path, ROBOHIVE, tmp_path / "refused")
@@ -53,7 +53,7 @@ def test_relabelled_rewards_are_those_of_the_state_that_was_arrived_at(tmp_path)
     assert [file["reward"] for file in files] == [["relabelled"]]
 
 
-def test_relabelled_files_are_still_told_from_those_after_the_step(tmp_path):
+def test_relabelled_layout_refuses_infos_after_the_step(tmp_path):
     with pytest.raises(CorpusError, match=r"\[V51\]"):
         convert(_after(tmp_path / "a.h5"), RELABELLED, tmp_path / "data")
 
@@ -95,7 +95,7 @@ def test_steps_with_a_closing_record_are_refused(tmp_path):
         convert(path, AFTER, tmp_path / "data")
 
 
-def test_layouts_say_by_their_names_what_they_are():
+def test_layout_names_state_their_options():
     names = {each.name for each in (ROBOHIVE, RELABELLED, AFTER)}
     assert names == {"robohive-trials", "robohive-trials-relabelled", "robohive-trials-after"}
     both = RoboHiveLayout(reward="relabelled", infos="after")

@@ -158,7 +158,7 @@ def test_generator_makes_batches_repeat(serve, small, root, construct):
     assert draws() == draws()
 
 
-def test_a_corpus_class_of_ones_own_needs_four_lines(tmp_path, small):
+def test_custom_corpus_class_needs_four_lines(tmp_path, small):
     from replaykit.datasets.families.robohive import ROBOHIVE
     from replaykit.datasets.sources import Sources
 

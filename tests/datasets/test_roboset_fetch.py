@@ -30,7 +30,7 @@ def test_second_construction_makes_no_request(serve, small, root, construct):
 
 
 @pytest.mark.pitfall("DS5")
-def test_files_beside_the_directory_of_the_id_are_not_taken(
+def test_files_outside_the_directory_of_the_id_are_ignored(
     serve, small, root, tmp_path, construct, write_file
 ):
     other = write_file(tmp_path / "other.h5", 9, seed=77)
@@ -85,7 +85,7 @@ def test_wrong_bytes_of_the_right_length_are_refused(serve, small, root, constru
     assert not (root / ID).exists()
 
 
-def test_lfs_pointer_in_the_repository_is_named_for_what_it_is(serve, small, root, construct):
+def test_lfs_pointer_in_the_repository_is_called_one(serve, small, root, construct):
     pointer = lfs_pointer(small[0].read_bytes())
     serve(small[0], **{f"{ID}/seed1/pointer.h5": pointer})
     with pytest.raises(CorpusError, match=r"pointer\.h5.*(?i:git lfs)"):
@@ -102,9 +102,7 @@ def test_lfs_pointer_in_the_repository_is_named_for_what_it_is(serve, small, roo
         (b"just some bytes that mean nothing at all", "HDF5"),
     ],
 )
-def test_a_file_that_is_not_h5_is_named_with_what_it_is(
-    serve, small, root, content, words, construct
-):
+def test_non_h5_file_error_names_real_format(serve, small, root, content, words, construct):
     serve(small[0], **{f"{ID}/seed1/odd.h5": content})
     with pytest.raises(CorpusError, match=rf"(?s)odd\.h5.*{words}") as caught:
         construct(root)
@@ -113,7 +111,7 @@ def test_a_file_that_is_not_h5_is_named_with_what_it_is(
     assert not (root / ID).exists()
 
 
-def test_h5_of_another_layout_is_named_with_what_it_holds(serve, root, tmp_path, construct):
+def test_h5_file_of_another_layout_is_named_with_its_keys(serve, root, tmp_path, construct):
     path = tmp_path / "other.h5"
     with h5py.File(path, "w") as file:
         file["data/demo_0/actions"] = np.zeros((3, 2))
@@ -150,7 +148,7 @@ def test_force_keeps_the_old_copy_until_the_new_one_is_complete(
     assert (old[:] == before).all()
 
 
-def test_force_takes_what_the_hub_has_now(
+def test_forced_download_takes_current_hub_files(
     serve, small, root, tmp_path, construct, write_file, served
 ):
     serving = serve(*small)
@@ -165,9 +163,7 @@ def test_force_takes_what_the_hub_has_now(
 
 
 @pytest.mark.pitfall("DS3")
-def test_a_directory_that_is_no_data_set_is_neither_opened_nor_overwritten(
-    serve, small, root, construct
-):
+def test_foreign_directory_is_neither_opened_nor_overwritten(serve, small, root, construct):
     serve(*small)
     folder = root / ID
     folder.mkdir(parents=True)
@@ -183,7 +179,7 @@ def test_a_directory_that_is_no_data_set_is_neither_opened_nor_overwritten(
 
 
 @pytest.mark.pitfall("DS18")
-def test_two_data_sets_live_beside_each_other(
+def test_two_data_sets_share_one_root(
     serve, small, root, tmp_path, monkeypatch, construct, write_file
 ):
     other_id = "DAPG(human)/door_v2d-v1"

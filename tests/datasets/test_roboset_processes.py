@@ -128,7 +128,7 @@ def test_offline_client_uses_the_last_commit_that_is_complete(
     assert rows_offline(serving, root) == 14
 
 
-def test_remembered_listing_that_is_damaged_is_none(serve, small, root, construct):
+def test_damaged_cached_listing_is_ignored(serve, small, root, construct):
     serving = serve(*small)
     construct(root)
     shutil.rmtree(root)
@@ -139,7 +139,7 @@ def test_remembered_listing_that_is_damaged_is_none(serve, small, root, construc
     assert "offline mode forbids every request" in errors
 
 
-def test_offline_client_without_a_cache_says_what_is_missing(serve, small, root):
+def test_offline_client_without_a_cache_names_missing_files(serve, small, root):
     serving = serve(*small)
     process = child(serving, root, HF_HUB_OFFLINE="1")
     _, errors = process.communicate(timeout=120)

@@ -103,9 +103,7 @@ def test_one_form_in_the_place_of_the_other_is_reported(serve, small, root, down
 
 
 @pytest.mark.parametrize("download", [True, False])
-def test_split_of_another_data_set_beside_the_right_flat_one_is_reported(
-    serve, small, root, download, construct
-):
+def test_split_form_of_another_data_set_is_reported(serve, small, root, download, construct):
     serve(*small, **{f"{OTHER}/seed0/d.h5": small[0]})
     construct(root)
     other = RobosetExperienceReplay(OTHER, 4, root=root, split_trajs=True)
@@ -140,7 +138,7 @@ def test_split_alone_is_enough_once_it_is_there(serve, small, root, construct):
     assert serving.requests == asked
 
 
-def test_split_follows_a_flat_copy_that_was_fetched_anew(
+def test_split_form_follows_refetched_flat_form(
     serve, small, root, tmp_path, construct, write_file, served
 ):
     serving = serve(*small)

@@ -20,9 +20,9 @@ from replaykit.datasets.converting import local_sources
 from replaykit.datasets.dataset_manifest import Manifest
 from replaykit.datasets.engine import row_writer
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.engine.episode_finders import EpisodeRefs, FoundEpisodes
 from replaykit.datasets.engine.fields import Target
-from replaykit.datasets.engine.finding import EpisodeRefs, FoundEpisodes
-from replaykit.datasets.engine.places import NameTable
+from replaykit.datasets.engine.locations import NameTable
 from replaykit.datasets.engine.plan import SourceEpisode
 from replaykit.datasets.engine.row_batches import EpisodeRows, Runs, StretchReader
 from replaykit.datasets.engine.scan import _Scan
@@ -79,8 +79,8 @@ class Wrong(Runs):
         found = super().within(start, stop)
         return Wrong(found.rows, found.records, found.counts)
 
-    def take(self, block: np.ndarray, start: int) -> np.ndarray:
-        found, at = super().take(block, start), self.row - int(self.rows[0])
+    def records_in(self, block: np.ndarray, start: int) -> np.ndarray:
+        found, at = super().records_in(block, start), self.row - int(self.rows[0])
         if 0 <= at < len(found):
             found = found.copy()
             found[at] += 1
@@ -120,7 +120,7 @@ def test_reward_of_another_record_is_found(tmp_path, made, spoil, block_bytes, r
     """V24: first, middle and last row of every episode have the reward that table (d) names."""
     path = write(tmp_path / "a.h5", 4, 6)
     spoil(("next", "reward"), row)
-    with pytest.raises(RuntimeError, match=rf"a\.h5: {at}: the reward .*row {row} .*\[V24\]"):
+    with pytest.raises(RuntimeError, match=rf"a\.h5: {at}: .*the reward .*row {row} .*\[V24\]"):
         made(path, block_bytes=block_bytes)
     assert not (tmp_path / "data").exists()
 
@@ -135,7 +135,9 @@ def test_end_of_an_episode_is_the_state_that_it_arrived_at(
     """V23, N32: the next observation of the last row is the record that the alignment names."""
     path = write(tmp_path / "a.h5", 4, 6)
     spoil(("next", "observation"), row)
-    with pytest.raises(RuntimeError, match=rf"a\.h5: {at}: .*ends in .*row {row} .*\[V23\]"):
+    with pytest.raises(
+        RuntimeError, match=rf"a\.h5: {at}: .*the final state .*row {row} .*\[V23\]"
+    ):
         made(path, block_bytes=block_bytes)
     assert not (tmp_path / "data").exists()
 
@@ -172,7 +174,7 @@ def test_row_of_which_nothing_was_stored_is_found(
 
     monkeypatch.setattr(ColumnOutput, "write", lose)
     monkeypatch.setattr(row_writer, "check_alignment", lambda *args: None)
-    with pytest.raises(RuntimeError, match=rf"a\.h5: {at}: nothing .*row {row} .*\[V28\]"):
+    with pytest.raises(RuntimeError, match=rf"a\.h5: {at}: .*not stored: row {row} .*\[V28\]"):
         made(path, block_bytes=block_bytes)
     assert not (tmp_path / "data").exists()
 
@@ -264,9 +266,7 @@ def test_interleaved_rows_are_counted_where_they_are_kept(tmp_path, made):
 
 
 @pytest.mark.parametrize("kind", ["short file", "other count"])
-def test_result_that_is_not_what_its_manifest_says_does_not_appear(
-    tmp_path, made, monkeypatch, kind
-):
+def test_result_that_contradicts_its_manifest_is_not_published(tmp_path, made, monkeypatch, kind):
     """V61: sizes, shapes and counts, on the files that are about to be published."""
     path, real = write(tmp_path / "a.h5", 4), publishing.sync_tree
 
@@ -279,7 +279,7 @@ def test_result_that_is_not_what_its_manifest_says_does_not_appear(
     else:
         real_rows = Manifest._json
         monkeypatch.setattr(Manifest, "_json", lambda self: {**real_rows(self), "episodes": 2})
-    said = r"data was not made: .* not what its manifest says \[V61\]"
+    said = r"data was not made: .* do not match its manifest \[V61\]"
     with pytest.raises(RuntimeError, match=said):
         made(path)
     assert not (tmp_path / "data").exists()

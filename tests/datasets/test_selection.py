@@ -113,7 +113,7 @@ def test_episodes_that_follow_one_another_are_mapped(tmp_path, data):
         ({"episodes": lambda table: torch.ones(3, dtype=torch.bool)}, r"bool \[4\], .*\[3\]"),
     ],
 )
-def test_choice_of_what_is_not_there_is_refused(tmp_path, data, arguments, message):
+def test_invalid_selection_of_episodes_is_refused(tmp_path, data, arguments, message):
     with pytest.raises(ValueError, match=message):
         open_dataset(tmp_path / "data", **arguments)
 
@@ -142,7 +142,7 @@ def test_class_chooses_too_flat_and_split(tmp_path, data):
     assert torch.equal(padded[:]["next", "reward"][padded[:]["mask"]], kept)
 
 
-def test_files_of_ones_own_are_not_taken_for_others(tmp_path, data):
+def test_data_set_of_other_user_files_is_refused(tmp_path, data):
     """P8: another set of files, or those of the Hub, is never served silently."""
     one, two = tmp_path / "a.h5", tmp_path / "b.h5"
     mine = RobosetExperienceReplay(ID, 2, root=tmp_path / "root", source=one)

@@ -63,7 +63,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_named", [False, True])
-def test_what_is_no_file_is_refused_by_name(folder, tmp_path, kind, is_named, monkeypatch):
+def test_pipes_and_devices_are_refused_by_name(folder, tmp_path, kind, is_named, monkeypatch):
     monkeypatch.chdir(folder)  # names of sockets are short
     KINDS[kind](Path("p.h5"))
     given = folder / "p.h5" if is_named else folder

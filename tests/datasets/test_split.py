@@ -147,12 +147,12 @@ def test_key_of_the_same_name_is_refused(tmp_path):
     manifest = json.loads(path.read_text())
     manifest["arrays"].append({**manifest["arrays"][0], "key": ["mask"]})
     path.write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="has a key 'mask' of its own"):
+    with pytest.raises(ValueError, match="already has a key 'mask'"):
         ensure_split(table.path, tmp_path / "split")
     assert not (tmp_path / "split").exists()
 
 
-def test_failure_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_split_leaves_no_files(tmp_path, monkeypatch):
     flat(tmp_path / "data", 4, 3)
 
     def full(*_: Any) -> int:

@@ -18,7 +18,7 @@ def of(*blocks: np.ndarray) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("signs", [(1.0, 1.0), (1.0, -1.0), (-1.0, -1.0)])
-def test_mean_of_numbers_whose_sum_is_no_float(signs):
+def test_mean_is_exact_when_the_sum_overflows(signs):
     blocks = [np.full(70_000, sign * 1.5e308) for sign in signs]
     found = of(*blocks)
     assert found["mean"] == pytest.approx(sum(signs) / 2 * 1.5e308, rel=1e-12, abs=1e294)

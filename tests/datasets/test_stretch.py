@@ -60,7 +60,7 @@ def test_rows_do_not_depend_on_how_many_groups_are_read_together(tmp_path, monke
             assert bool(table["terminated"][number]) == bool(run["fallen"][-1])
 
 
-def test_what_is_wrong_in_one_of_many_is_said_of_that_one(tmp_path):
+def test_error_in_one_of_many_groups_names_that_group(tmp_path):
     write(tmp_path / "a.h5", [4] * 9)
     with h5py.File(tmp_path / "a.h5", "r+") as file:
         file["run3/torque"][2] = np.nan
@@ -78,7 +78,7 @@ def test_what_is_wrong_in_one_of_many_is_said_of_that_one(tmp_path):
     assert data.episode_table["episode"].tolist() == [0, 1, 2, 4, 6, 7, 8]
 
 
-def test_group_that_cannot_be_read_is_left_out_alone(tmp_path):
+def test_only_the_unreadable_group_is_left_out(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         for number in range(5):
             run = file.create_group(f"run{number}")
@@ -108,4 +108,4 @@ def test_records_of_many_runs_are_taken_in_the_order_of_rows(width):
     expected = np.concatenate(
         [block[r - 7 : r - 7 + n] for r, n in zip(records, counts, strict=True)]
     )
-    assert np.array_equal(runs.take(block, 7), expected)
+    assert np.array_equal(runs.records_in(block, 7), expected)

@@ -30,7 +30,7 @@ def parts(count: int = 2) -> dict[str, Any]:
     }
 
 
-def test_buffers_or_their_parts() -> None:
+def test_constructor_takes_either_buffers_or_parts() -> None:
     with pytest.raises(RuntimeError, match="buffers or storages"):
         ReplayBufferEnsemble(make_member(0), **parts())
     with pytest.raises(TypeError, match="none of them"):
@@ -73,14 +73,14 @@ def test_buffers_or_their_parts() -> None:
         ({"storage": None}, TypeError, "storage"),
     ],
 )
-def test_arguments_that_cannot_be(
+def test_invalid_arguments_are_refused(
     arguments: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         make_ensemble([3, 3], seed=None, **arguments)
 
 
-def test_parts_refuse_what_they_are_not_made_for() -> None:
+def test_parts_refuse_invalid_members_and_direct_writes() -> None:
     storages, _, writers = parts().values()
     for kind in (StorageEnsemble, SamplerEnsemble, WriterEnsemble):
         with pytest.raises(ValueError, match="at least one"):
@@ -121,7 +121,7 @@ def test_parts_refuse_what_they_are_not_made_for() -> None:
         *("set_writer", "register_save_hook", "register_load_hook"),
     ],
 )
-def test_what_changes_rows_or_parts_is_for_the_members(name: str) -> None:
+def test_methods_that_change_members_are_refused(name: str) -> None:
     ensemble = make_ensemble([3, 3])
     with pytest.raises(NotImplementedError, match=rf"ensemble\[i\]\.{name}"):
         getattr(ensemble, name)(rows_of(0, 1))
@@ -141,7 +141,7 @@ def test_columns_and_episodes_are_those_of_a_member() -> None:
         ensemble["id"]
 
 
-def test_description() -> None:
+def test_repr_and_stats_describe_the_ensemble() -> None:
     ensemble = make_ensemble([3, 5], p=[1, 3], batch_size=4)
     text = repr(ensemble)
     assert text.startswith("ReplayBufferEnsemble(")
@@ -161,7 +161,7 @@ def test_description() -> None:
         assert type(part).__name__ in repr(part)
 
 
-def test_made_at_first_use() -> None:
+def test_transform_factory_delays_the_ensemble() -> None:
     made = []
 
     def factory() -> Any:
@@ -177,7 +177,7 @@ def test_made_at_first_use() -> None:
     assert torch.equal(batch["twice"], batch["id"] * 2)
 
 
-def test_members_that_are_made_at_first_use_are_made() -> None:
+def test_constructor_initializes_delayed_members() -> None:
     late = ReplayBuffer(storage=lambda: LazyTensorStorage(9), delayed_init=True)
     ensemble = ReplayBufferEnsemble(late, make_member(1))
     assert late.initialized

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 
 from replaykit import Cast, LazyStackStorage, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
-from replaykit.ensembles.batch_info import Places, stacked
+from replaykit.ensembles.batch_info import BatchParts, stacked
 from tests.ensembles.members import check_rows, make_member, rows_of
 
 
@@ -37,7 +37,7 @@ def both(*members: ReplayBuffer, **arguments: Any) -> ReplayBufferEnsemble:
     width=st.sampled_from([1, 3, 200_000]),
 )
 @settings(max_examples=60, deadline=None)
-def test_rows_go_where_their_part_is(members: list[int], rows: int, width: int) -> None:
+def test_rows_are_placed_at_their_part(members: list[int], rows: int, width: int) -> None:
     """Against the plain way: part by part, in the order of the members."""
     if len(members) * rows * width > 4_000_000:
         width = 1
@@ -48,14 +48,14 @@ def test_rows_go_where_their_part_is(members: list[int], rows: int, width: int) 
         pieces.append(data)
         queues[member] = list(data.split(rows))
     plain = torch.stack([queues[member].pop(0) for member in members])
-    places = Places(members, rows)
+    places = BatchParts(members, rows)
     assert torch.equal(places.join(pieces), plain)
     ids = torch.tensor(members)[:, None].expand(-1, rows)
     assert torch.equal(places.ids(torch.device("cpu")), ids)
 
 
-def test_a_short_draw_and_its_rest_are_one_piece_of_a_part() -> None:
-    places = Places([1, 0], 4)
+def test_short_draw_and_its_rest_are_joined_in_one_part() -> None:
+    places = BatchParts([1, 0], 4)
     first, rest, zero = torch.tensor([10, 11, 12]), torch.tensor([13]), torch.arange(4)
     assert places.join([zero, first, rest]).tolist() == [[10, 11, 12, 13], [0, 1, 2, 3]]
 
@@ -78,7 +78,7 @@ def test_samples_that_differ_are_refused_by_key_and_member() -> None:
 
 
 @pytest.mark.pitfall("RD7")
-def test_keys_are_what_all_members_have() -> None:
+def test_keys_argument_selects_keys_of_all_members() -> None:
     more = buffer(rows_of(0, 9).set("episode", torch.arange(9)))
     ensemble = both(more, make_member(1), keys=["id", ("next", "reward")])
     batch = ensemble.sample(6)
@@ -97,7 +97,7 @@ def test_keys_are_what_all_members_have() -> None:
         both(buffer(torch.arange(4)), keys=["id"]).sample(1)
 
 
-def test_transforms_of_members_make_samples_alike() -> None:
+def test_transforms_of_members_can_make_unlike_samples_equal() -> None:
     double = rows_of(1, 9)
     double["observation"] = double["observation"].double()
     rb = ReplayBuffer(storage=LazyTensorStorage(20), transform=Cast(torch.float32, ["observation"]))
@@ -122,7 +122,7 @@ def test_the_order_of_keys_does_not_matter() -> None:
     ],
     ids=["tensorclass", "mapping", "sequence", "tensor", "nested"],
 )
-def test_containers_of_every_kind(make: Any) -> None:
+def test_members_of_every_container_are_joined(make: Any) -> None:
     members = [buffer(make(torch.arange(5) + 10 * i)) for i in range(2)]
     data, info = both(*members).sample(6, return_info=True)
     expected = info["index", "index"] + 10 * info["index", "buffer_ids"]
@@ -164,7 +164,7 @@ def test_rows_that_cannot_be_stacked_ask_for_a_collate_fn() -> None:
         rb = ReplayBuffer(storage=LazyStackStorage(9))
         rb.extend([TensorDict({"x": torch.zeros(length + number)}) for length in (1, 2, 3)])
         members.append(rb)
-    with pytest.raises(ValueError, match=r"member 0: .*give collate_fn="):
+    with pytest.raises(ValueError, match=r"member 0: .*give a collate_fn="):
         both(*members, generator=torch.Generator().manual_seed(0)).sample(6)
     ensemble = both(*members, collate_fn=LazyStackedTensorDict.lazy_stack)
     batch = ensemble.sample(6)
@@ -174,7 +174,7 @@ def test_rows_that_cannot_be_stacked_ask_for_a_collate_fn() -> None:
     assert lengths == (batch["index", "index"] + batch["index", "buffer_ids"] + 1).tolist()
 
 
-def test_own_collate_functions() -> None:
+def test_custom_collate_functions_collate_members_and_batches() -> None:
     seen: list[Any] = []
 
     def collate(samples: list[TensorDict]) -> TensorDict:
@@ -196,7 +196,7 @@ def test_own_collate_functions() -> None:
     assert "episode" in members[0].sample(2)  # the member's own samples are as they were
 
 
-def test_a_batch_is_the_callers() -> None:
+def test_changing_a_batch_does_not_change_the_members() -> None:
     ensemble = both(make_member(0), make_member(1))
     batch = ensemble.sample(6)
     batch["id"].fill_(-1)
@@ -205,7 +205,7 @@ def test_a_batch_is_the_callers() -> None:
     check_rows(ensemble.sample(6))
 
 
-def test_tensors_in_one_piece() -> None:
+def test_contiguous_option_makes_batches_contiguous() -> None:
     ensemble = ReplayBufferEnsemble(make_member(0), num_buffer_sampled=2, contiguous=True)
     batch = ensemble.sample(6)
     assert all(batch[key].is_contiguous() for key in batch.keys(True, True))
@@ -217,15 +217,15 @@ def test_a_transform_that_changes_the_number_of_rows_is_named() -> None:
         both(make_member(0), shrinking).sample(6)
 
 
-def test_stacking_alone() -> None:
-    places = Places([0, 1], 2)
+def test_stacked_joins_tensors_and_refuses_unlike_records() -> None:
+    places = BatchParts([0, 1], 2)
     assert stacked([(0, torch.arange(2)), (1, torch.arange(2))], places).shape == (2, 2)
     objects = TensorDict({"x": torch.arange(2), "name": "a"}, [2])
     with pytest.raises(TypeError, match=r"member 1: .*non-tensor"):
         stacked([(0, TensorDict({"x": torch.arange(2)}, [2])), (1, objects)], places)
 
 
-def test_what_transforms_compute_keeps_its_gradient() -> None:
+def test_values_computed_by_transforms_keep_their_gradient() -> None:
     weight = torch.ones(3, requires_grad=True)
 
     def encode(batch: Any) -> Any:
@@ -242,7 +242,7 @@ def test_what_transforms_compute_keeps_its_gradient() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_members_on_several_devices() -> None:
+def test_members_on_several_devices_need_a_device_argument() -> None:
     there = ReplayBuffer(storage=LazyTensorStorage(20, device="cuda"))
     there.extend(rows_of(1, 9))
     with pytest.raises(ValueError, match="give device="):

@@ -28,7 +28,7 @@ from replaykit.ensembles.ensemble_storage import chosen
         ([True, False, False, True], [0, 3]),
     ],
 )
-def test_members_by_index(index: Any, found: Any) -> None:
+def test_every_form_of_an_index_chooses_members(index: Any, found: Any) -> None:
     assert chosen(index, 4, "it") == found
 
 
@@ -47,6 +47,6 @@ def test_members_by_index(index: Any, found: Any) -> None:
         ([True, False], IndexError, "expected 4 bools"),
     ],
 )
-def test_what_names_no_member_is_refused(index: Any, error: type[Exception], words: str) -> None:
+def test_invalid_member_indices_are_refused(index: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         chosen(index, 4, "it")

@@ -52,7 +52,7 @@ def online(rows: Any, **arguments: Any) -> ReplayBuffer:
 
 @pytest.mark.pitfall("RD7")
 @pytest.mark.pitfall("DS18")
-def test_two_data_sets_and_an_online_buffer(tmp_path: Path) -> None:
+def test_data_sets_and_an_online_buffer_need_common_keys(tmp_path: Path) -> None:
     """The keys that only data sets have are named, or left out where the others are asked for."""
     sets = [as_buffer(publish(tmp_path / f"set{seed}", seed)) for seed in range(2)]
     both = ReplayBufferEnsemble(*sets, sample_from_all=True)
@@ -75,7 +75,7 @@ def test_two_data_sets_and_an_online_buffer(tmp_path: Path) -> None:
     assert mixed.sample().shape == (4, 8)
 
 
-def test_windows_of_data_sets(tmp_path: Path) -> None:
+def test_slices_of_data_sets_stay_in_one_episode(tmp_path: Path) -> None:
     sets = [
         as_buffer(publish(tmp_path / f"set{seed}", seed), sampler=SliceSampler(slice_len=5))
         for seed in range(2)
@@ -138,7 +138,11 @@ def test_another_data_set_is_refused(tmp_path: Path) -> None:
     edited = MappedStorage(open_published(tmp_path / "set0"))
     as_buffer(edited).set_at_("action", edited[0]["action"] * 0, 0)
     part = MappedStorage(open_published(tmp_path / "set0"), torch.tensor([0, 1]))
-    for storage, words in ((second, "another one"), (edited, "edited"), (part, "other episodes")):
+    for storage, words in (
+        (second, "another data set"),
+        (edited, "edited"),
+        (part, "other episodes"),
+    ):
         target = ReplayBufferEnsemble(as_buffer(storage), online(first[:2]), keys=KEYS)
         with pytest.raises(ValueError, match=rf"members/0: expected the data set.*{words}"):
             target.loads(tmp_path / "saved")

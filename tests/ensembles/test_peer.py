@@ -27,7 +27,7 @@ def made(library: Any, **arguments: Any) -> Any:
     [{"sample_from_all": True}, {"p": [1, 0, 2], "num_buffer_sampled": 2}, {}],
     ids=["all", "weights", "plain"],
 )
-def test_batches_have_the_same_form(arguments: dict[str, Any]) -> None:
+def test_batches_have_the_form_of_torchrl(arguments: dict[str, Any]) -> None:
     mine, theirs = (made(library, batch_size=12, **arguments) for library in (replaykit, peer))
     ours, other = mine.sample(), theirs.sample()
     assert ours.batch_size == other.batch_size
@@ -41,7 +41,7 @@ def test_batches_have_the_same_form(arguments: dict[str, Any]) -> None:
         assert (ids == ids[:, :1]).all()
 
 
-def test_members_are_drawn_as_often() -> None:
+def test_members_are_drawn_as_often_as_by_torchrl() -> None:
     torch.manual_seed(3)
     arguments = {"p": [1, 0, 2], "num_buffer_sampled": 60}
     counts = []
@@ -55,7 +55,7 @@ def test_members_are_drawn_as_often() -> None:
     assert float(((both - expected) ** 2 / expected).sum()) < 10.83
 
 
-def test_indexing_agrees() -> None:
+def test_indexing_equals_torchrl() -> None:
     mine, theirs = (made(library, p=[1, 2, 5]) for library in (replaykit, peer))
     for ensemble in (mine, theirs):
         assert len(ensemble) == 3
@@ -71,7 +71,7 @@ def test_indexing_agrees() -> None:
                 ensemble[wrong]
 
 
-def test_both_refuse_weights_where_all_are_sampled() -> None:
+def test_both_libraries_refuse_weights_with_sample_from_all() -> None:
     for library in (replaykit, peer):
         with pytest.raises(RuntimeError):
             made(library, p=[1, 1, 1], sample_from_all=True)

@@ -40,7 +40,7 @@ def has_no_effect() -> Any:
 
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_against_a_plain_model(data: st.DataObject) -> None:
+def test_random_priority_updates_equal_a_dictionary_model(data: st.DataObject) -> None:
     """Any rows of any members, in any batch shape: a dictionary of the last priority of each."""
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     plain = data.draw(st.integers(0, len(sizes)))  # one without priorities, or none
@@ -76,7 +76,7 @@ def test_against_a_plain_model(data: st.DataObject) -> None:
             assert found == [model[member, row] for row in range(size)]
 
 
-def test_a_sample_goes_back_with_its_priorities() -> None:
+def test_update_with_a_sample_sets_priorities_of_its_rows() -> None:
     ensemble = make_ensemble([6, 6, 6], [by_priority, RandomSampler, by_priority])
     ensemble.sampler.p = [1, 1, 1]
     batch = ensemble.sample(12)
@@ -145,7 +145,7 @@ def test_a_bad_priority_of_one_member_changes_none(value: float) -> None:
     assert priorities(ensemble[0]) == priorities(ensemble[1]) == [1.0] * 5
 
 
-def test_rows_and_members_that_are_not_there() -> None:
+def test_priorities_of_absent_rows_and_members_are_refused() -> None:
     ensemble = make_ensemble([5, 5], [by_priority] * 2)
     good = {"index": torch.tensor([0, 1]), "buffer_ids": torch.tensor([0, 1])}
     for name, wrong in (("index", 5), ("index", -2), ("buffer_ids", 2), ("buffer_ids", -1)):
@@ -170,7 +170,7 @@ def test_rows_and_members_that_are_not_there() -> None:
         ensemble.update_tensordict_priority(TensorDict({"td_error": torch.ones(2)}, [2]))
 
 
-def test_members_look_under_keys_of_their_own_or_all_under_one() -> None:
+def test_priority_key_is_set_by_each_member_or_by_the_ensemble() -> None:
     members = [
         make_member(0, 5, sampler=by_priority(), priority_key="a"),
         make_member(1, 5, sampler=by_priority(), priority_key=("b", "c")),
@@ -189,7 +189,7 @@ def test_members_look_under_keys_of_their_own_or_all_under_one() -> None:
     assert (max(priorities(members[0])), max(priorities(members[1]))) == (8.0, 8.0)
 
 
-def test_without_priorities_nothing_happens() -> None:
+def test_priority_updates_without_priorities_have_no_effect() -> None:
     ensemble = make_ensemble([5, 5])
     batch = ensemble.sample(4)
     ensemble.update_tensordict_priority(batch)
@@ -199,7 +199,7 @@ def test_without_priorities_nothing_happens() -> None:
         ensemble.update_priority(batch["index"], 3.0)
 
 
-def test_members_of_members() -> None:
+def test_priorities_reach_members_of_nested_ensembles() -> None:
     inner = make_ensemble([4, 4], [by_priority] * 2, seed=None, sample_from_all=True)
     outer = ReplayBufferEnsemble(
         make_member(5, 4, sampler=by_priority()), inner, sample_from_all=True
@@ -217,7 +217,7 @@ def test_members_of_members() -> None:
         assert priorities(member) == [4.0 if i in drawn else 1.0 for i in ids]
 
 
-def test_members_with_lanes() -> None:
+def test_priorities_reach_members_with_lanes() -> None:
     lanes = ReplayBuffer(storage=LazyTensorStorage(60, ndim=2), sampler=by_priority())
     lanes.extend(torch.stack([rows_of(1, 10), rows_of(1, 10, start=100)]))
     plain = make_member(0, 10, sampler=by_priority())
@@ -233,7 +233,7 @@ def test_members_with_lanes() -> None:
 
 
 @pytest.mark.parametrize("unit", ["sequence", "slice", "padded"])
-def test_windows_of_one_member_beside_rows_of_another(unit: str) -> None:
+def test_priorities_reach_windows_and_rows_in_one_batch(unit: str) -> None:
     """Priorities of rows that only fill a window up do not count, whatever they are."""
     arguments: dict[str, Any] = {"sampler": by_priority(), "sample_unit": Sequence(length=2)}
     if unit == "slice":

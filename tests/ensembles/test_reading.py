@@ -9,7 +9,7 @@ from replaykit import ReplayBufferEnsemble, SamplerEnsemble, StorageEnsemble, Wr
 from tests.ensembles.members import STRIDE, check_rows, make_ensemble, make_member
 
 
-def test_members_and_selections() -> None:
+def test_index_gives_a_member_or_a_smaller_ensemble() -> None:
     ensemble = make_ensemble([5, 6, 7], p=[1, 2, 5], batch_size=6, num_buffer_sampled=3)
     assert ensemble[1] is ensemble.members[1]
     assert ensemble[-1] is ensemble.members[2]
@@ -32,14 +32,14 @@ def test_members_and_selections() -> None:
         ensemble[1.5]
 
 
-def test_selections_of_those_that_are_all_sampled() -> None:
+def test_selection_keeps_sample_from_all() -> None:
     picked = make_ensemble([5, 6, 7], sample_from_all=True)[[2, 0]]
     batch = picked.sample(4)
     assert (batch["id"] // STRIDE).tolist() == [[2, 2], [0, 0]]
     assert batch["index", "buffer_ids"].tolist() == [[0, 0], [1, 1]]
 
 
-def test_rows_of_every_member() -> None:
+def test_two_indices_read_rows_of_several_members() -> None:
     ensemble = make_ensemble([5, 6, 7])
     assert ensemble[:, 3]["id"].tolist() == [3, STRIDE + 3, 2 * STRIDE + 3]
     assert ensemble[[2, 0], 1:3]["id"].tolist() == [
@@ -56,12 +56,12 @@ def test_rows_of_every_member() -> None:
         ensemble[:, 6]
 
 
-def test_rows_of_tensors_and_of_own_collate() -> None:
+def test_read_rows_pass_through_a_custom_collate_function() -> None:
     ensemble = make_ensemble([5, 6], collate_fn=lambda samples: torch.stack(samples).select("id"))
     assert set(ensemble[:, :2].keys()) == {"id"}
 
 
-def test_parts_are_indexed_alike() -> None:
+def test_parts_take_the_same_indices_as_the_ensemble() -> None:
     ensemble = make_ensemble([5, 6, 7], p=[1, 1, 2])
     storages, samplers, writers = ensemble.storage, ensemble.sampler, ensemble.writer
     for number in range(3):
@@ -84,7 +84,7 @@ def test_parts_are_indexed_alike() -> None:
             part[torch.zeros(1, 1, dtype=torch.int64)]
 
 
-def test_generations_by_member() -> None:
+def test_generations_are_those_of_each_member() -> None:
     members = [make_member(0), make_member(1, capacity=10)]  # the second has wrapped
     ensemble = ReplayBufferEnsemble(*members, sample_from_all=True)
     batch = ensemble.sample(8)

@@ -51,7 +51,7 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("times", [1, 3])
-def test_every_part_is_what_its_member_draws(name: str, times: int) -> None:
+def test_every_part_contains_rows_of_one_member(name: str, times: int) -> None:
     arguments = {"member": {"batch_size": 4}}
     ensemble = make_ensemble(
         [20, 30], [SAMPLERS[name]] * 2, num_buffer_sampled=2 * times, **arguments
@@ -70,26 +70,26 @@ def test_every_part_is_what_its_member_draws(name: str, times: int) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_what_a_sampler_tells_is_what_it_says_that_it_tells(name: str) -> None:
+def test_sample_info_has_the_keys_that_the_sampler_declares(name: str) -> None:
     member = make_member(0, sampler=SAMPLERS[name](), batch_size=4)
     _, info = member.sample(4, return_info=True)
     marks = {("next", "done"), ("next", "truncated"), ("next", "terminated"), "is_init"}
-    assert set(info) - marks - {"index", "index_generation"} == set(member.sampler.tells) - {
+    assert set(info) - marks - {"index", "index_generation"} == set(member.sampler.info_keys) - {
         "index_generation"
     }
 
 
 @pytest.mark.parametrize("sampler", [RandomSampler, lambda: PrioritizedSampler(alpha=1, beta=1)])
-def test_what_a_sequence_tells_is_what_it_says_that_it_tells(sampler: Any) -> None:
+def test_sample_info_has_the_keys_that_the_sequence_declares(sampler: Any) -> None:
     member = make_member(0, sampler=sampler(), sample_unit=Sequence(length=3))
     _, info = member.sample(4, return_info=True)
-    told = {*member.sampler.tells, *Sequence(length=3).tells}
+    told = {*member.sampler.info_keys, *Sequence(length=3).info_keys}
     late = {"index", "index_generation", "anchor_generation"}
     assert set(info) - late == told - late
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_batch_has_the_same_keys_whichever_members_it_is_of(name: str) -> None:
+def test_batches_of_any_members_have_the_same_keys(name: str) -> None:
     members = [make_member(0), make_member(1, sampler=SAMPLERS[name](), batch_size=4)]
     keys = []
     for p in ([1, 0], [0, 1], [1, 1]):
@@ -102,7 +102,7 @@ def test_a_batch_has_the_same_keys_whichever_members_it_is_of(name: str) -> None
     assert dtypes["index_generation"] == torch.int64
 
 
-def test_what_members_do_not_tell_is_filled_in() -> None:
+def test_missing_info_of_members_gets_defaults() -> None:
     priorities = PrioritizedSampler(alpha=1.0, beta=1.0)
     ensemble = ReplayBufferEnsemble(
         make_member(0),
@@ -120,7 +120,7 @@ def test_what_members_do_not_tell_is_filled_in() -> None:
     assert (batch["index_generation"] == 0).all()
 
 
-def test_a_row_by_itself_is_its_own_anchor() -> None:
+def test_single_row_is_the_anchor_of_itself() -> None:
     sampler = PrioritizedSliceSampler(alpha=1, beta=1, slice_len=2, unit="slice")
     ensemble = ReplayBufferEnsemble(
         make_member(0), make_member(1, sampler=sampler), sample_from_all=True
@@ -154,7 +154,7 @@ def test_members_are_drawn_by_weight_from_the_generator() -> None:
     assert sum((counts[i] - e) ** 2 / e for i, e in expected.items()) < 10.83
 
 
-def test_rows_of_a_member_are_drawn_as_it_draws_them() -> None:
+def test_rows_of_every_member_are_drawn_uniformly() -> None:
     """Chi-square over the rows of both members, of 200 batches."""
     ensemble = make_ensemble([4, 8], p=[1, 2], num_buffer_sampled=30)
     found = torch.cat([ensemble.sample(30)["id"].reshape(-1) for _ in range(200)])
@@ -183,7 +183,7 @@ def test_weights_may_be_set_at_any_time() -> None:
     assert ensemble.sampler.p.tolist() == [0, 1]
 
 
-def test_every_row_may_be_of_a_member_of_its_own() -> None:
+def test_every_row_may_come_from_another_member() -> None:
     ensemble = make_ensemble([9, 9, 9], p=[2, 1, 1], num_buffer_sampled=32, counts="exact")
     batch = ensemble.sample(32)
     check_rows(batch)
@@ -241,7 +241,7 @@ def test_members_that_are_not_ready_are_left_out_if_asked_for() -> None:
         ensemble.sample(4)
 
 
-def test_windows_decide_who_is_ready() -> None:
+def test_member_without_enough_windows_is_not_ready() -> None:
     samplers: list[Any] = [RandomSampler, lambda: SliceSampler(slice_len=4)]
     ensemble = make_ensemble([20, 3], samplers, unready="skip")
     assert (ensemble.sample(16)["index", "buffer_ids"] == 0).all()
@@ -257,7 +257,7 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         ensemble.sample(4)
 
 
-def test_what_fails_leaves_everything_as_it_was() -> None:
+def test_failing_member_leaves_all_members_unchanged() -> None:
     """Member 0 has drawn before member 1 fails; neither it nor the generator has moved on."""
 
     class Failing(RandomSampler):
@@ -345,7 +345,7 @@ def test_iteration_over_draws_with_replacement_does_not_end() -> None:
         iter(make_ensemble([2, 2]))
 
 
-def test_windows_of_different_lengths_do_not_fill_a_part() -> None:
+def test_windows_that_do_not_fill_a_part_are_refused() -> None:
     samplers: list[Any] = [RandomSampler, lambda: SliceSampler(slice_len=4, strict_length=False)]
     ensemble = make_ensemble([20, 3], samplers, sample_from_all=True)
     with pytest.raises(ValueError, match="member 1: expected 8 rows, got"):
@@ -371,7 +371,7 @@ def test_sequences_of_members_make_longer_parts() -> None:
 # -- lanes, lists, ensembles ----------------------------------------------------------------------
 
 
-def test_members_with_lanes_go_beside_members_without() -> None:
+def test_members_with_and_without_lanes_share_a_batch() -> None:
     lanes = ReplayBuffer(storage=LazyTensorStorage(60, ndim=2))
     rows = torch.stack([rows_of(1, 10), rows_of(1, 10, start=100)])
     lanes.extend(rows)
@@ -401,7 +401,7 @@ def test_ensembles_are_members_too() -> None:
     assert outer.stats()["size"] == 38
 
 
-def test_three_ensembles_deep() -> None:
+def test_batches_of_three_nested_ensembles_have_inner_ids() -> None:
     deep = make_ensemble([4, 4], seed=None, sample_from_all=True)
     middle = ReplayBufferEnsemble(deep, sample_from_all=True)
     outer = ReplayBufferEnsemble(middle, make_member(7), sample_from_all=True)
@@ -414,7 +414,7 @@ def test_three_ensembles_deep() -> None:
     assert (batch["id"][0] == ids).all()
 
 
-def test_members_of_lists_and_of_tensors() -> None:
+def test_members_of_lists_and_tensors_share_a_batch() -> None:
     listed = ReplayBuffer(storage=ListStorage(30))
     listed.extend(list(rows_of(1, 10).unbind(0)))
     batch = ReplayBufferEnsemble(make_member(0), listed, sample_from_all=True).sample(8)
@@ -429,7 +429,7 @@ def test_members_of_lists_and_of_tensors() -> None:
     assert torch.equal(info["index"]["index"], info["index", "index"])
 
 
-def test_rows_that_are_trajectories() -> None:
+def test_rows_that_are_trajectories_are_joined() -> None:
     members = [ReplayBuffer(storage=LazyTensorStorage(9)) for _ in range(2)]
     for number, rb in enumerate(members):
         rb.extend(TensorDict({"x": torch.arange(9)[:, None].expand(9, 4) + 9 * number}, [9, 4]))
@@ -442,7 +442,7 @@ def test_rows_that_are_trajectories() -> None:
 # -- transforms, prefetch -------------------------------------------------------------------------
 
 
-def test_transforms_of_members_then_of_the_ensemble() -> None:
+def test_transforms_of_members_run_before_those_of_the_ensemble() -> None:
     def tagged(number: int) -> Callable[[Any], Any]:
         return lambda batch: batch.set("tag", torch.full_like(batch["id"], number))
 
@@ -481,7 +481,7 @@ def test_transforms_that_read_around_belong_to_members() -> None:
 
 @pytest.mark.pitfall("RD2")
 @pytest.mark.parametrize("depth", [1, 4])
-def test_prefetched_batches_are_those_without(depth: int) -> None:
+def test_prefetch_does_not_change_the_batches(depth: int) -> None:
     samplers: list[Any] = [SamplerWithoutReplacement, RandomSampler]
     arguments: dict[str, Any] = {"batch_size": 4, "p": [2, 1], "num_buffer_sampled": 4}
     plain = make_ensemble([7, 9], samplers, **arguments)
@@ -518,7 +518,7 @@ def test_without_a_generator_members_draw_from_their_own() -> None:
 # -- the parts by themselves ----------------------------------------------------------------------
 
 
-def test_made_of_storages_samplers_and_writers() -> None:
+def test_ensemble_of_storages_samplers_and_writers_samples() -> None:
     made = [make_member(i) for i in range(2)]
     storages = StorageEnsemble(
         *(one.storage for one in made),
@@ -534,7 +534,7 @@ def test_made_of_storages_samplers_and_writers() -> None:
     assert ensemble.writer[0].write_count == 3
 
 
-def test_samplers_and_storages_of_an_ensemble_work_without_it() -> None:
+def test_samplers_and_storages_work_without_their_ensemble() -> None:
     made = make_ensemble([9, 12], p=[1, 3], num_buffer_sampled=4, counts="exact")
     sampler, storage = made.sampler, made.storage
     sampler.generator = torch.Generator().manual_seed(0)
@@ -554,7 +554,7 @@ def test_samplers_and_storages_of_an_ensemble_work_without_it() -> None:
         sampler.sample(StorageEnsemble(made[0].storage), 8)
 
 
-def test_components_follow_the_members() -> None:
+def test_ensemble_follows_replaced_parts_of_members() -> None:
     ensemble = make_ensemble([5, 5])
     ensemble[1].set_sampler(SamplerWithoutReplacement())
     assert isinstance(ensemble.sampler[1], SamplerWithoutReplacement)

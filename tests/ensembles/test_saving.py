@@ -83,7 +83,7 @@ def test_a_resumed_ensemble_draws_the_same_batches(
         one.shutdown()
 
 
-def test_what_is_pickled_late_belongs_to_the_draws_that_are_taken_along() -> None:
+def test_pickled_ensemble_is_consistent_with_its_prefetched_draws() -> None:
     """Threads draw ahead, and others sample, while the rest of the ensemble is pickled."""
     arguments: dict[str, Any] = {"sample_from_all": True, "batch_size": 4, "prefetch": 2}
     ensemble = make_ensemble([24, 24], [SamplerWithoutReplacement] * 2, **arguments)
@@ -98,7 +98,7 @@ def test_what_is_pickled_late_belongs_to_the_draws_that_are_taken_along() -> Non
         one.shutdown()
 
 
-def test_a_pass_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+def test_pass_continues_from_its_saved_state(tmp_path: Path) -> None:
     """Rows that were drawn ahead are delivered, none is lost or repeated."""
     arguments: dict[str, Any] = {"sample_from_all": True, "batch_size": 6, "prefetch": 2}
     ensemble = make_ensemble([12, 12], [SamplerWithoutReplacement] * 2, **arguments)
@@ -114,7 +114,7 @@ def test_a_pass_goes_on_where_it_was_saved(tmp_path: Path) -> None:
         one.shutdown()
 
 
-def test_relabelling_goes_on_with_the_generator(tmp_path: Path) -> None:
+def test_relabelling_continues_with_the_saved_generator(tmp_path: Path) -> None:
     """Transforms that draw do it by the ensemble's generator, for draws made ahead too."""
 
     def made(rows: int, prefetch: int | None, seed: int) -> ReplayBufferEnsemble:
@@ -185,7 +185,7 @@ def test_weights_and_transforms_are_saved(prefetch: int | None, whose: str, tmp_
         one.shutdown()
 
 
-def test_members_and_ensembles_of_members(tmp_path: Path) -> None:
+def test_nested_ensembles_are_saved_and_loaded(tmp_path: Path) -> None:
     def made(size: int) -> ReplayBufferEnsemble:
         inner = make_ensemble([size, size], seed=None, p=[1, 2], num_buffer_sampled=2)
         return ReplayBufferEnsemble(
@@ -217,7 +217,7 @@ def test_members_and_ensembles_of_members(tmp_path: Path) -> None:
     ]
 
 
-def test_another_capacity(tmp_path: Path) -> None:
+def test_load_into_a_smaller_member_keeps_the_pass_of_others(tmp_path: Path) -> None:
     """Rows of one member move; what was drawn ahead goes back to both."""
     arguments: dict[str, Any] = {"sample_from_all": True, "batch_size": 4, "prefetch": 2}
     ensemble = make_ensemble([12, 12], [SamplerWithoutReplacement] * 2, **arguments)
@@ -239,7 +239,7 @@ def test_another_capacity(tmp_path: Path) -> None:
     ensemble.shutdown()
 
 
-def test_saving_again_writes_what_has_changed(tmp_path: Path) -> None:
+def test_second_save_writes_only_changed_members(tmp_path: Path) -> None:
     ensemble = make_ensemble([20_000, 20_000], member={"capacity": 20_000})
     ensemble.dumps(tmp_path, keep=2)
     before = {file.name: file.stat().st_size for file in tmp_path.glob("data-*")}
@@ -331,7 +331,7 @@ def test_a_failure_in_the_last_member_takes_the_others_back(
     assert same(ensemble.sample(6), target.sample(6), generations=False)
 
 
-def test_files_and_lists_are_taken_back_too(
+def test_failed_load_restores_members_in_files_and_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def made(size: int) -> ReplayBufferEnsemble:
@@ -403,7 +403,7 @@ def test_damage_is_named_and_changes_nothing(tmp_path: Path) -> None:
     target.loads(tmp_path, verify=False)
 
 
-def test_what_is_no_such_ensemble_is_refused(tmp_path: Path) -> None:
+def test_states_of_other_ensembles_and_buffers_are_refused(tmp_path: Path) -> None:
     ensemble = make_ensemble([5, 5])
     with pytest.raises(FileNotFoundError):
         ensemble.loads(tmp_path)
@@ -466,7 +466,7 @@ def test_rows_of_all_members_stay_in_the_files(tmp_path: Path) -> None:
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
 
 
-def test_where_a_member_cannot_have_its_rows_in_files_none_has(
+def test_failed_mapping_of_one_member_maps_no_member(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_ensemble([9, 9]).dumps(tmp_path)
@@ -500,7 +500,7 @@ def test_where_a_member_cannot_have_its_rows_in_files_none_has(
 # -- parts by themselves --------------------------------------------------------------------------
 
 
-def test_states_of_the_parts() -> None:
+def test_states_of_the_parts_restore_the_ensemble() -> None:
     ensemble = make_ensemble([7, 9], [SamplerWithoutReplacement] * 2, p=[1, 3])
     ensemble.sample(4)
     other = make_ensemble([7, 9], [SamplerWithoutReplacement] * 2, p=[1, 1])
@@ -515,7 +515,7 @@ def test_states_of_the_parts() -> None:
             part.load_state_dict({"0": {}})
 
 
-def test_the_samplers_part_in_files(tmp_path: Path) -> None:
+def test_sampler_ensemble_is_saved_and_loaded_alone(tmp_path: Path) -> None:
     ensemble = make_ensemble([7, 9], [SamplerWithoutReplacement] * 2, p=[1, 3])
     ensemble.sample(4)
     ensemble.sampler.dumps(tmp_path)
@@ -524,7 +524,7 @@ def test_the_samplers_part_in_files(tmp_path: Path) -> None:
     assert other.sampler.p.tolist() == [0.25, 0.75]
 
 
-def test_changing_the_generator_returns_what_was_drawn_ahead() -> None:
+def test_set_rng_returns_prefetched_draws_to_the_pass() -> None:
     arguments: dict[str, Any] = {"sample_from_all": True, "batch_size": 4}
     ensemble = make_ensemble([8, 8], [SamplerWithoutReplacement] * 2, prefetch=3, **arguments)
     first = ensemble.sample()

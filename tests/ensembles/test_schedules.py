@@ -20,7 +20,7 @@ def test_weights_go_in_a_straight_line() -> None:
     assert ensemble.sampler.p.tolist() == [0.5, 0.5]
 
 
-def test_a_schedule_goes_on_where_it_was_saved() -> None:
+def test_schedule_continues_from_its_saved_state() -> None:
     ensemble, other = (make_ensemble([5, 5], p=[1, 0]) for _ in range(2))
     schedule, again = (LinearScheduler(one, "p", [0, 1], 8) for one in (ensemble, other))
     for _ in range(3):
@@ -34,7 +34,7 @@ def test_a_schedule_goes_on_where_it_was_saved() -> None:
     assert ensemble.sampler.p.tolist() == [0, 1]
 
 
-def test_factors_for_each_weight() -> None:
+def test_schedulers_take_a_factor_for_each_weight() -> None:
     ensemble = make_ensemble([5, 5], p=[1, 1])
     step = StepScheduler(ensemble, "p", gamma=[0.5, 1.0])
     step.step()
@@ -57,7 +57,7 @@ def test_a_step_that_is_refused_changes_nothing() -> None:
     assert (schedule.steps, ensemble.sampler.p.tolist()) == (0, [0.25, 0.75])
 
 
-def test_what_cannot_be_scheduled_is_refused() -> None:
+def test_invalid_schedules_of_weights_are_refused() -> None:
     ensemble = make_ensemble([5, 5])
     with pytest.raises(ValueError, match="'p' of SamplerEnsemble to be a number"):
         LinearScheduler(ensemble, "p", [1, 0], 5)
@@ -75,7 +75,7 @@ def test_what_cannot_be_scheduled_is_refused() -> None:
             schedule.load_state_dict({**state, "initial": wrong})
 
 
-def test_members_have_schedules_of_their_own() -> None:
+def test_members_can_be_scheduled_separately() -> None:
     ensemble = make_ensemble([5, 5], [lambda: PrioritizedSampler(alpha=1, beta=0.5)] * 2)
     LinearScheduler(ensemble[1], "beta", 1.0, 1).step()
     assert (ensemble[0].sampler.beta, ensemble[1].sampler.beta) == (0.5, 1.0)

@@ -96,7 +96,7 @@ def test_ensembles_over_the_same_ones_are_saved_at_the_same_time() -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_what_fails_in_a_thread_reaches_the_caller_and_comes_again() -> None:
+def test_failed_prefetched_batch_raises_and_is_repeated() -> None:
     failing = True
 
     def sometimes(batch: Any) -> Any:
@@ -149,7 +149,7 @@ def test_members_that_are_not_shared_are_not_handed_over() -> None:
         process.start()
 
 
-def test_a_forked_process_prepares_batches_of_its_own() -> None:
+def test_forked_process_prepares_separate_batches() -> None:
     ensemble = make_ensemble([9, 9], batch_size=4, prefetch=2)
     first = ensemble.sample()
     context: Any = multiprocessing.get_context("fork")

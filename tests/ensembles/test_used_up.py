@@ -52,7 +52,7 @@ def test_a_member_with_too_few_left_is_not_ready() -> None:
     assert [len(one) for one in members] == [0, 1]
 
 
-def test_storages_and_samplers_without_buffers() -> None:
+def test_sampler_ensemble_works_without_buffers() -> None:
     rows = member(0, 3)
     storages = StorageEnsemble(rows.storage)
     sampler = SamplerEnsemble(rows.sampler)
@@ -60,10 +60,10 @@ def test_storages_and_samplers_without_buffers() -> None:
     assert not sampler.can_sample(storages, 4)
 
 
-def test_they_are_not_drawn_ahead() -> None:
+def test_prefetch_of_consuming_members_is_refused() -> None:
     """A batch that nobody takes would use records up."""
     options: dict[str, Any] = {"batch_size": 2, "prefetch": 2}
-    with pytest.raises(ValueError, match=r"member 1 without a ConsumingSampler where prefetch=2"):
+    with pytest.raises(ValueError, match=r"member 1 without a ConsumingSampler if prefetch=2"):
         ReplayBufferEnsemble(ReplayBuffer(), member(0, 4), **options)
     nested = ReplayBufferEnsemble(member(0, 4))
     with pytest.raises(ValueError, match="member 0 without"):

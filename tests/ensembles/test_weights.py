@@ -34,7 +34,7 @@ def test_weights_are_relative() -> None:
     assert checked_weights("size", 2) == "size"
 
 
-def test_the_largest_numbers_there_are_have_a_sum() -> None:
+def test_largest_float_weights_are_normalized() -> None:
     largest = torch.finfo(torch.float64).max
     weights = checked_weights([largest, largest], 2)
     assert isinstance(weights, torch.Tensor)
@@ -54,7 +54,7 @@ def test_the_largest_numbers_there_are_have_a_sum() -> None:
         ("rows", "'size'"),
     ],
 )
-def test_weights_that_cannot_be_are_refused(p: Any, words: str) -> None:
+def test_invalid_weights_are_refused(p: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         checked_weights(p, 2)
 
@@ -124,7 +124,7 @@ def test_whole_quotas_are_met_without_a_random_number(
     assert torch.equal(random.get_state(), before)
 
 
-def test_exact_counts_are_on_average_what_the_weights_say() -> None:
+def test_exact_counts_match_the_weights_on_average() -> None:
     p, draws, times = np.array([0.55, 0.3, 0.15]), 7, 4000
     random = generator(3)
     counts = np.zeros(3)

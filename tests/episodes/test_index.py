@@ -94,7 +94,7 @@ def lane_of(
     model: Model, index: EpisodeIndex, lane: int, lanes: int, elements: np.ndarray[Any, Any]
 ) -> None:
     """Compares one lane; positions of the index and rows of the model are the same numbers."""
-    time, at = index.place(elements)
+    time, at = index.time_and_lane(elements)
     order = np.argsort(time)
     time, at = time[order], at[order]
     assert at.tolist() == [lane] * len(elements)
@@ -211,7 +211,7 @@ def test_a_buffer_knows_its_episodes(kernel: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lanes", [(2,), (2, 3)])
-def test_lanes_are_streams_of_their_own(kernel: str, lanes: tuple[int, ...]) -> None:
+def test_every_lane_is_a_separate_stream(kernel: str, lanes: tuple[int, ...]) -> None:
     count = int(np.prod(lanes))
 
     @settings(max_examples=30, deadline=None)
@@ -266,7 +266,7 @@ def test_rows_placed_by_hand_sever_the_streams_there(kernel: str) -> None:
     rb.storage.set([4], as_batch([row]))  # now the newest; the oldest in the ring's order is slot 5
     index = rb.storage.episodes
     slots = np.array([5, 0, 1, 2, 3, 4])
-    time, lane = index.place(slots)
+    time, lane = index.time_and_lane(slots)
     assert np.diff(time).tolist() == [1] * 5
     assert index.positions(time, lane).tolist() == [5, 6, 7, 8, 3, 9]
     assert index.ids(time, lane).tolist() == [0, 0, 0, 0, 3, 9]
@@ -274,7 +274,7 @@ def test_rows_placed_by_hand_sever_the_streams_there(kernel: str) -> None:
     assert index.reasons(time, lane).tolist() == [3, 3, 3, 3, 3, 0]
     assert index.streams(time, lane)[0].tolist() == [*[time[0]] * 4, time[4], time[5]]
     rb.extend(as_batch([row] * 2))  # over slots 5 and 0
-    time, lane = index.place(np.array([1, 2, 3, 4, 5, 0]))
+    time, lane = index.time_and_lane(np.array([1, 2, 3, 4, 5, 0]))
     assert index.positions(time, lane).tolist() == [7, 8, 3, 9, 10, 11]
     assert index.ids(time, lane)[2:].tolist() == [3, 9, 9, 9]
     assert index.heads(time, lane).tolist() == [Head.EVICTED] * 2 + [Head.CUT] * 4
@@ -286,7 +286,7 @@ def test_rows_placed_all_over_are_noted_in_one_go(
     kernel: str, lanes: tuple[int, ...], read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if every stream had been cut by itself after each row that another one follows."""
-    count, note, calls = int(np.prod(lanes)), RingWrites._note_ending, []
+    count, note, calls = int(np.prod(lanes)), RingWrites._append_with_ends, []
 
     def counted(self: RingWrites, first: int, until: int, ends: Any) -> None:
         calls.append(ends)
@@ -322,7 +322,7 @@ def test_rows_placed_all_over_are_noted_in_one_go(
             rb.writer.cut(int(random.integers(count)) if lanes else None)
         found = []
         for way in (counted, one_by_one):
-            monkeypatch.setattr(RingWrites, "_note_ending", way)
+            monkeypatch.setattr(RingWrites, "_append_with_ends", way)
             rb.storage.indexes.edited(rb.storage.episodes.bound.paths)
             calls.clear()
             index = rb.storage.episodes
@@ -344,13 +344,16 @@ def test_ids_are_compared_across_both_ways_of_noting_rows() -> None:
     row = dict.fromkeys(("terminated", "truncated", "done"), 0) | {"is_init": 1}
     for first, count in ((0, 1), (0, 5), (1, 2), (1, 7), (1, 1), (2, 4), (2, 2), (3, 3)):
         rb.extend(as_batch([{**row, "episode": first}] * count))
-    assert rb.storage.episodes.ids(*rb.storage.episodes.place(np.arange(3))).tolist() == [22] * 3
+    assert (
+        rb.storage.episodes.ids(*rb.storage.episodes.time_and_lane(np.arange(3))).tolist()
+        == [22] * 3
+    )
     rb.extend(as_batch([{**row, "episode": 4}]))
     table = rb.storage.episodes.table()
     assert (table.code.tolist(), np.diff(table.last).tolist()) == ([3, 0], [1])
 
 
-def test_a_version_never_comes_back(kernel: str) -> None:
+def test_index_version_only_increases(kernel: str) -> None:
     """Whoever keeps what it derived from an index goes by it: also where all rows are replaced."""
     rb = new_buffer(3)
     row = dict.fromkeys(("terminated", "truncated", "done", "episode"), 0) | {"is_init": 1}

@@ -225,7 +225,7 @@ def check_rows(buffer: ReplayBuffer, model: Model, index: InterleavedIndex) -> N
     ledger = buffer.storage.ledger
     slots = ledger.write_order()
     assert ledger.positions(slots).tolist() == [row.position for row in model.rows]
-    time_, lane = index.place(slots.numpy())
+    time_, lane = index.time_and_lane(slots.numpy())
     assert index.element(time_, lane).tolist() == slots.tolist()
     assert index.positions(time_, lane).tolist() == [row.position for row in model.rows]
     assert lane.tolist() == [sorted(model.lanes).index(row.key) for row in model.rows]
@@ -285,7 +285,7 @@ FRESH = st.tuples(st.integers(0, 40), st.sampled_from([0, 0, 1]), st.just(0), st
 
 @pytest.mark.parametrize("rows", [ROW, FRESH], ids=["environments", "trajectories"])
 @pytest.mark.parametrize("behind", [False, True])
-def test_streams_are_those_that_a_scan_finds(
+def test_streams_equal_a_scan_of_the_rows(
     rows: Any, behind: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if behind:  # small writes are noted together also in small rings
@@ -365,7 +365,7 @@ def lengths(buffer: ReplayBuffer) -> list[int]:
     return list(buffer.episodes.lengths.tolist())
 
 
-def test_no_answer_is_that_of_a_single_stream() -> None:
+def test_interleaved_index_overrides_every_method_that_uses_links() -> None:
     """What is asked of an index is asked of one of streams too, which has no ring of links."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))
     buffer.extend(stream([0, 1]))
@@ -399,7 +399,7 @@ def test_without_lane_key_interleaved_ids_are_runs_of_one_row() -> None:
     ],
     ids=["floats", "pairs", "flags", "bytes", "zeros"],
 )
-def test_keys_of_any_dtype_and_shape(keys: torch.Tensor) -> None:
+def test_lane_keys_may_have_any_dtype_and_shape(keys: torch.Tensor) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))
     for _ in range(2):
         buffer.extend(TensorDict({"env": keys, "next": {"done": torch.zeros(4).bool()}}, [4]))
@@ -444,7 +444,7 @@ def test_rows_without_the_key_are_not_loaded(tmp_path: Path) -> None:
     assert not buffer.storage.initialized
 
 
-def test_a_wrapped_tensordict_is_told_apart_at_once() -> None:
+def test_wrapped_tensordict_is_split_into_streams_at_once() -> None:
     storage = TensorStorage(stream([3, 1, 3, 1, 1], [0, 0, 1, 0, 0]), lane_key="env")
     assert lengths(ReplayBuffer(storage=storage)) == [3, 2]
 
@@ -464,7 +464,7 @@ def test_files_and_copies_have_streams_too(tmp_path: Path) -> None:
     assert both[1].episodes.reasons.tolist() == [EndReason.CUT] * 2
 
 
-def test_rows_that_a_large_write_takes_away_are_noted_before(
+def test_large_write_keeps_the_beginning_of_the_oldest_episode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("replaykit.episodes.interleaved._BEHIND", 4)
@@ -477,7 +477,7 @@ def test_rows_that_a_large_write_takes_away_are_noted_before(
     assert buffer.episodes.heads.tolist() == [Head.EVICTED]
 
 
-def test_how_streams_began_is_loaded_also_where_positions_go_on(tmp_path: Path) -> None:
+def test_load_restores_the_beginnings_of_streams(tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(6, lane_key="env"))
     buffer.extend(stream([0, 1] * 4))
     buffer.dumps(tmp_path / "saved")
@@ -491,7 +491,7 @@ def test_how_streams_began_is_loaded_also_where_positions_go_on(tmp_path: Path) 
     assert [one.evicted for one in buffer.episodes] == [1, 1]
 
 
-def test_rows_placed_by_hand_sever_what_they_lie_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_placed_by_hand_splits_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replaykit.episodes.interleaved._BLOCK", 3)
     buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))
     buffer.extend(stream([0, 1] * 4))
@@ -500,8 +500,8 @@ def test_rows_placed_by_hand_sever_what_they_lie_between(monkeypatch: pytest.Mon
     # In ring order: 0 1 0 | 0 | 0 1 0 1, with nothing read across the new row.
     assert sorted(lengths(buffer)) == [1, 1, 2, 2, 2]
     index = buffer.storage.episodes
-    first, last = index.streams(*index.place(np.arange(8)))
-    _, lane = index.place(np.arange(8))
+    first, last = index.streams(*index.time_and_lane(np.arange(8)))
+    _, lane = index.time_and_lane(np.arange(8))
     assert index.element(first, lane).tolist() == [0, 1, 0, 3, 4, 5, 4, 5]
     assert index.element(last, lane).tolist() == [2, 1, 2, 3, 6, 7, 6, 7]
     buffer.extend(stream([0, 1] * 3))
@@ -528,7 +528,7 @@ def check_consistent(buffer: ReplayBuffer) -> None:
         assert (position.diff() > 0).all()
 
 
-def test_another_rule_has_an_index_of_its_own() -> None:
+def test_another_rule_gets_a_separate_index() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(12, lane_key="env"))
     buffer.extend(stream([0, 1] * 3, [0, 0, 1, 0, 0, 1]))
     with buffer.storage.lock:
@@ -551,7 +551,7 @@ def test_a_stream_whose_rows_are_gone_is_forgotten() -> None:
     assert index.nbytes() < 500 * (24 + 34 + 100 + 64) * 2
 
 
-def test_streams_far_apart_and_long() -> None:
+def test_index_handles_many_and_long_streams() -> None:
     """Queues that grow, are left with too much room, and are laid out anew."""
     generator = torch.Generator().manual_seed(0)
     buffer = ReplayBuffer(storage=LazyTensorStorage(3000, lane_key="env"))
@@ -607,7 +607,7 @@ def test_slices_are_of_one_stream(envs: int, options: dict[str, Any]) -> None:
             assert not part["next", "done"][:-1].any()
 
 
-def test_prioritized_slices_start_where_a_window_fits_whatever_streams_come_and_go() -> None:
+def test_prioritized_slices_fit_into_streams_that_come_and_go() -> None:
     generator = torch.Generator().manual_seed(0)
     sampler = PrioritizedSliceSampler(1000, alpha=1.0, beta=1.0, slice_len=4)
     buffer = ReplayBuffer(
@@ -649,7 +649,7 @@ def test_every_window_of_all_streams_is_drawn_once_in_a_pass() -> None:
     assert len(starts) == len(set(starts))
 
 
-def test_memory_and_time() -> None:
+def test_interleaved_index_stays_within_memory_and_time_bounds() -> None:
     """At most 24 bytes a row beyond episodes; a write and a draw below a millisecond."""
     slots, envs = 2**18, 16
     buffer = ReplayBuffer(storage=LazyTensorStorage(slots, lane_key="env"))

@@ -51,7 +51,7 @@ def known(rb: ReplayBuffer) -> dict[int, tuple[Any, ...]]:
     rows = rb[:] if rb.storage.ndim == 1 else rb[:].transpose(0, 1)
     number, count = rows["number"].reshape(-1), rows["step_count"].reshape(-1)
     element = np.arange(len(number))
-    time, lane = index.place(element)
+    time, lane = index.time_and_lane(element)
     begin, last, _, head = index.episodes_at(time, lane)
     parts = (time - begin, last - time, head, index.reasons(time, lane), index.ids(time, lane))
     assert count.tolist() == (time - begin).tolist()
@@ -134,7 +134,7 @@ SETTINGS = settings(
 @pytest.mark.parametrize("how", HOW)
 @SETTINGS
 @given(data=st.data())
-def test_rings_and_lanes(
+def test_load_into_smaller_rings_and_lanes_keeps_episodes(
     lanes: int, how: str, kernel: str, tmp_path: Path, data: st.DataObject
 ) -> None:
     small, large = sorted(data.draw(st.tuples(st.integers(1, 9), st.integers(2, 14))))
@@ -168,7 +168,9 @@ def test_rings_and_lanes(
 @pytest.mark.parametrize("by_stream", [False, True])
 @SETTINGS
 @given(data=st.data())
-def test_streams(how: str, by_stream: bool, tmp_path: Path, data: st.DataObject) -> None:
+def test_load_into_smaller_interleaved_rings_keeps_episodes(
+    how: str, by_stream: bool, tmp_path: Path, data: st.DataObject
+) -> None:
     """Interleaved streams; every one comes often enough for the smaller ring to know it still."""
     streams = data.draw(st.integers(1, 3))
     small, large = sorted(data.draw(st.tuples(st.integers(1, 6), st.integers(2, 9))))
@@ -229,7 +231,9 @@ def test_a_stream_that_the_smaller_ring_would_have_forgotten_is_known(tmp_path: 
 
 
 @pytest.mark.parametrize("lane_key", [None, "env"])
-def test_rows_of_a_storage_without_episodes(lane_key: Any, tmp_path: Path) -> None:
+def test_load_from_a_list_storage_finds_the_beginnings_of_episodes(
+    lane_key: Any, tmp_path: Path
+) -> None:
     """Nobody has kept an index of them: the rows that were saved tell where episodes began."""
     source = ReplayBuffer(storage=ListStorage(10))
     source.extend(stream([0] * 7, [0, 0, 1, 0, 0, 0, 0]))
@@ -240,7 +244,7 @@ def test_rows_of_a_storage_without_episodes(lane_key: Any, tmp_path: Path) -> No
     assert [one.head for one in rb.episodes] == [Head.EVICTED]
 
 
-def test_flags_that_follow_others_are_read_as_they_were(tmp_path: Path) -> None:
+def test_flags_stored_once_are_read_correctly_by_a_smaller_ring(tmp_path: Path) -> None:
     """Of observations stored once, where a flag is one of them, and files are read by piece."""
     rows = stream([0] * 12, [0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0])
     rows["done"] = rows["next", "done"].roll(1)
@@ -254,7 +258,7 @@ def test_flags_that_follow_others_are_read_as_they_were(tmp_path: Path) -> None:
         assert few[:]["step_count"].flatten().tolist() == [3, 4, 5, 6, 7]
 
 
-def test_rows_that_were_placed_by_hand(tmp_path: Path) -> None:
+def test_rows_placed_by_hand_are_loaded_into_a_smaller_ring(tmp_path: Path) -> None:
     """Kept rows lie in the order in which they were written: another one than before."""
 
     def make(slots: int) -> ReplayBuffer:
@@ -284,7 +288,7 @@ def test_the_first_write_after_a_load_takes_the_oldest_rows(lane_key: Any, tmp_p
     assert again[:]["step_count"].flatten().tolist() == [8, 0, 1, 7]
 
 
-def test_the_first_write_over_rows_that_were_given_as_they_are() -> None:
+def test_first_write_over_wrapped_rows_keeps_step_counts() -> None:
     rb = ReplayBuffer(storage=TensorStorage(stream([0] * 5)), transform=StepCount())
     rb.extend(stream([0] * 2))
     assert rb[:]["step_count"].flatten().tolist() == [5, 6, 2, 3, 4]

@@ -59,7 +59,7 @@ def test_after_a_row_placed_by_hand_nothing_goes_on_from_the_rows_before_it(
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("more", [SLOTS, 2 * SLOTS])
 @pytest.mark.parametrize("slots", [[4], [0], [6, 1], [3, 2]])
-def test_how_the_oldest_episode_began_is_saved_once_the_ring_has_gone_round(
+def test_save_of_a_full_ring_keeps_the_beginning_of_its_oldest_episode(
     slots: list[int], more: int, lanes: int, tmp_path: Path
 ):
     """Episodes that are longer than the ring keep their number and their steps."""
@@ -88,13 +88,13 @@ def test_how_the_oldest_episode_began_is_saved_once_the_ring_has_gone_round(
     found = []
     for one in (buffer, again):
         index = one.storage.episodes
-        time, lane = index.place(elements)
+        time, lane = index.time_and_lane(elements)
         begin = index.begins(time, lane)
         found.append([index.ids(time, lane).tolist(), (time - begin).tolist()])
     assert found[0] == found[1]
 
 
-def test_rows_of_its_own_that_a_buffer_is_extended_with_are_known_as_they_were():
+def test_extend_with_views_of_the_buffer_equals_extend_with_copies():
     """Where they are views: the flags and streams of what was written over them were noted."""
     done = torch.tensor([0, 1, 0, 0, 0, 1], dtype=torch.bool)[:, None]
     first = TensorDict(

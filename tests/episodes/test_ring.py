@@ -196,7 +196,7 @@ def programs(draw: st.DrawFn) -> tuple[int, int, dict[str, Any], list[Any]]:
 @pytest.mark.parametrize("kernel", KERNELS)
 @settings(max_examples=150, deadline=None)
 @given(program=programs())
-def test_a_ring_knows_what_a_scan_finds(kernel: Any, program: Any) -> None:
+def test_ring_equals_a_scan_of_all_rows(kernel: Any, program: Any) -> None:
     """Ends of every kind, rows that are joined in the middle, lanes, cuts, more rows than slots."""
     slots, lanes, options, steps = program
     given_begin, given_head = options.get("begin"), options.get("head")
@@ -269,7 +269,7 @@ def test_both_kernels_agree_over_long_runs(slots: int, lanes: int, length: float
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_law_asked_for_again_after_all_its_episodes_are_gone(kernel: Any) -> None:
+def test_law_is_correct_after_all_its_episodes_were_evicted(kernel: Any) -> None:
     ring = kernel(50, 1)
     law = CountLaw.strict(2)
     assert ring.totals(law, WINDOWS).tolist() == [0]

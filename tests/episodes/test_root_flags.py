@@ -86,7 +86,7 @@ def _assert_same(at_root: Any, below: Any) -> None:
         assert torch.equal(one[key], two[key]), key
 
 
-def test_the_law() -> None:
+def test_end_flags_prefer_next_flags_over_root_flags() -> None:
     below = {("next", "done"), ("done",), ("terminated",)}
     assert end_flags(below) == (("next", "done"),)
     assert end_flags({("done",), ("obs",), ("next", "obs")}) == (("done",),)
@@ -184,7 +184,7 @@ def test_the_index_is_that_of_torchrl_s_layout(kind: tuple[str, ...], made: Any)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_lanes_and_streams(kind: tuple[str, ...]) -> None:
+def test_root_flags_end_episodes_of_lanes_and_streams(kind: tuple[str, ...]) -> None:
     found = []
     for root in (True, False):
         lanes = _seeded(storage=LazyTensorStorage(40, ndim=2))
@@ -215,7 +215,9 @@ _TRANSFORMS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("transform", list(_TRANSFORMS))
-def test_what_is_made_of_the_rows_around(transform: str, kind: tuple[str, ...]) -> None:
+def test_transforms_that_read_neighbours_follow_root_flags(
+    transform: str, kind: tuple[str, ...]
+) -> None:
     at_root, below = _both(lambda: _seeded(transform=_TRANSFORMS[transform]()), kind)
     for _ in range(6):
         _assert_same(at_root.sample(8), below.sample(8))
@@ -233,7 +235,7 @@ _SAMPLERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("sampler", list(_SAMPLERS))
-def test_windows_and_their_marks(sampler: str, kind: tuple[str, ...]) -> None:
+def test_windows_and_their_marks_follow_root_flags(sampler: str, kind: tuple[str, ...]) -> None:
     """The same windows; marks say which of them end with their episode, and which were cut."""
     at_root, below = _both(lambda: _seeded(sampler=_SAMPLERS[sampler]()), kind)
     above = "mark" if sampler == "other markers" else "next"
@@ -248,7 +250,7 @@ def test_windows_and_their_marks(sampler: str, kind: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("boundary", ["pad", "stop", "include_reset"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_sequences(kind: tuple[str, ...], boundary: str) -> None:
+def test_sequences_follow_root_flags(kind: tuple[str, ...], boundary: str) -> None:
     unit = Sequence(length=3, burn_in=2, bootstrap=1, episode_boundary=boundary)
     for sampler in (RandomSampler, SamplerWithoutReplacement):
         at_root, below = _both(
@@ -259,7 +261,7 @@ def test_sequences(kind: tuple[str, ...], boundary: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_trajectories_of_a_batch(kind: tuple[str, ...]) -> None:
+def test_split_trajectories_follows_root_flags(kind: tuple[str, ...]) -> None:
     split = split_trajectories(_rows(0, 12, kind, root=True))
     assert split["mask"].sum(1).tolist() == [5, 5, 2]
     _assert_same(split, split_trajectories(_rows(0, 12, kind, root=False)))
@@ -287,7 +289,7 @@ def _saved_before(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("capacity", [23, 40, 11])
-def test_a_state_saved_under_the_law_of_before_is_indexed_by_this_one(capacity: int) -> None:
+def test_state_saved_under_the_old_law_is_indexed_by_the_new_one(capacity: int) -> None:
     """It said that the oldest row is in the midst of one episode that began with row 0: how that
     row's episode began is not known, so no history is made up for it."""
     rb = _both(_seeded, ("done",))[0]
@@ -313,7 +315,7 @@ def test_a_state_saved_under_the_law_of_before_is_indexed_by_this_one(capacity: 
         assert drawn == [t for t in stored.tolist() if t not in out], (known, oldest)
 
 
-def test_what_is_saved_now_is_loaded_as_it_was(tmp_path: Any) -> None:
+def test_saved_root_flags_are_loaded_unchanged(tmp_path: Any) -> None:
     rb = _both(_seeded, ("terminated", "truncated"))[0]
     rb.dumps(tmp_path / "saved")
     twin = _seeded()

@@ -74,7 +74,7 @@ def test_ids_are_compared_by_their_bytes(kernel: str, dtype: torch.dtype, shape:
     assert ends(index) == want
 
 
-def test_which_flag_says_what(kernel: str) -> None:
+def test_flags_decide_if_an_episode_terminated_or_was_truncated(kernel: str) -> None:
     """Without `terminated` a `done` is a termination unless `truncated` says otherwise."""
     done = torch.tensor([0, 1, 0, 1, 0, 0], dtype=torch.bool)
     truncated = torch.tensor([0, 1, 0, 0, 1, 0], dtype=torch.bool)

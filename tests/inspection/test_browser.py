@@ -24,7 +24,7 @@ from PIL import Image
 from replaykit import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 from replaykit.inspection import opened
 from replaykit.inspection.page import write_page
-from replaykit.inspection.style import DAY, NIGHT
+from replaykit.inspection.plots import DAY, NIGHT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -194,7 +194,7 @@ clip: {x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height}}}))
 
 
 @pytest.mark.parametrize("name", ["demo.hdf5", "saved"])
-def test_every_picture_is_there_by_day_and_by_night(browser, pages, name):
+def test_page_shows_every_picture_in_light_and_dark_mode(browser, pages, name):
     shown = {}
     for dark in (False, True):
         browser.open(pages[name], width=1100, dark=dark)
@@ -225,7 +225,7 @@ def test_every_picture_is_there_by_day_and_by_night(browser, pages, name):
             assert np.median(pixels) < 60 if dark else np.median(pixels) > 200
 
 
-def test_nothing_is_asked_for_and_nothing_goes_wrong(browser, pages):
+def test_page_makes_no_request_and_logs_no_error(browser, pages):
     for path in pages.values():
         browser.open(path, width=1100, dark=False)
         browser.value(IMAGES)

@@ -25,7 +25,7 @@ SAMPLES = {
 }  # fmt: skip
 
 
-def test_keys_statistics_episodes_and_returns_of_groups(tmp_path, write_robomimic):
+def test_facts_of_groups_equal_h5py_and_numpy(tmp_path, write_robomimic):
     path = write_robomimic(tmp_path / "demo.hdf5")
     with h5py.File(path) as file:
         demos = [file[f"data/demo_{i}"] for i in range(3)]
@@ -120,7 +120,7 @@ def test_large_keys_are_looked_at_evenly(tmp_path, write_d4rl):
         assert key.statistics["mean"] == (rows - 1) / 2
 
 
-def test_a_file_that_would_be_refused_says_so(tmp_path, write_robomimic):
+def test_facts_warn_of_a_file_that_convert_refuses(tmp_path, write_robomimic):
     path = write_robomimic(tmp_path / "a.hdf5")
     with h5py.File(path, "r+") as file:
         for number in range(3):
@@ -131,14 +131,14 @@ def test_a_file_that_would_be_refused_says_so(tmp_path, write_robomimic):
         assert "says 77" in " ".join(facts.warnings)
 
 
-def test_what_is_no_h5_file_is_refused_by_name(tmp_path):
+def test_file_of_another_format_is_named(tmp_path):
     (tmp_path / "a.h5").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(CorpusError, match=r"a\.h5: .*Git LFS"), opened(tmp_path / "a.h5"):
         pass
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_samples_are_told_apart(name):
+def test_layouts_of_sample_files_are_recognized(name):
     path = SHARED / name
     if not path.exists():
         pytest.skip(f"sample file {path} not present")
@@ -150,7 +150,7 @@ def test_samples_are_told_apart(name):
         assert facts.episodes.lengths.tolist() == lengths
 
 
-def test_what_holds_nothing_is_refused(tmp_path):
+def test_empty_and_absent_folders_are_refused(tmp_path):
     with pytest.raises(ValueError, match="holds none of them"):
         kind_of(tmp_path)
     with pytest.raises(FileNotFoundError, match="is not there"):

@@ -74,7 +74,7 @@ FILES: dict[str, tuple[str, Callable[[Path], None], str | None]] = {
 @pytest.mark.parametrize("is_whole", [True, False])
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_convert_refuses_is_said_in_its_words(tmp_path, monkeypatch, name, is_whole):
+def test_inspect_warns_with_the_error_text_of_convert(tmp_path, monkeypatch, name, is_whole):
     layout, write, rule = FILES[name]
     if not is_whole:
         monkeypatch.setattr(source_facts, "_WHOLE_BYTES", 0)
@@ -88,7 +88,7 @@ def test_what_convert_refuses_is_said_in_its_words(tmp_path, monkeypatch, name, 
     assert (refusal is None) == (rule is None)
     with opened(path, layout=layout) as (facts, _):
         said = [text for text in facts.warnings if text.startswith(REFUSED)]
-        limited = any("check all" in text for text in facts.warnings)
+        limited = any("checks all" in text for text in facts.warnings)
     if is_whole or rule not in (None, "V21", "V22"):
         # Of a second rule that is broken once the first one is left out there is a second text.
         assert [text.removeprefix(REFUSED) for text in said[:1]] == ([refusal] if refusal else [])
@@ -104,7 +104,7 @@ def test_what_convert_refuses_is_said_in_its_words(tmp_path, monkeypatch, name, 
             )
 
 
-def test_episodes_that_break_no_rule_are_known_all_the_same(tmp_path):
+def test_valid_episodes_are_listed_after_a_skipped_one(tmp_path):
     _robohive(tmp_path / "a.h5", observations=(2, np.nan))
     with opened(tmp_path / "a.h5") as (facts, _):
         assert facts.episodes.lengths.tolist() == [5, 5]

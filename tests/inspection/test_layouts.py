@@ -60,11 +60,11 @@ def test_an_unknown_name_lists_those_there_are():
     assert all(layout_named(name) is layout for name, layout in known_layouts().items())
 
 
-def test_the_guess_says_what_it_is_made_from(tmp_path, write_robomimic):
+def test_guess_lists_its_reasons(tmp_path, write_robomimic):
     path = write_robomimic(tmp_path / "a.hdf5")
     guess = guess_layout([path])
     assert guess.layout == "robomimic"
-    assert guess.reasons[0] == "3 episodes where it says they are: data/demo_0 ... data/demo_2"
+    assert guess.reasons[0] == "3 episodes at the paths of the layout: data/demo_0 ... data/demo_2"
     assert guess.reasons[1] == "12 records of 'actions' make 12 rows"
     assert "reward: rewards" in guess.reasons
     assert set(guess.refused) == set(known_layouts()) - {"robomimic"}
@@ -89,7 +89,7 @@ def test_an_empty_file_is_of_its_layout_with_a_problem(tmp_path):
     assert "[V38]" in guess.problem
 
 
-def test_a_tie_is_told_with_how_it_was_decided(tmp_path, monkeypatch, write_robomimic):
+def test_guess_explains_a_tie(tmp_path, monkeypatch, write_robomimic):
     path = write_robomimic(tmp_path / "a.hdf5")
     twin = replace(known_layouts()["robomimic"], name="another")
     both = {"robomimic": known_layouts()["robomimic"], "another": twin}
@@ -100,4 +100,4 @@ def test_a_tie_is_told_with_how_it_was_decided(tmp_path, monkeypatch, write_robo
         "a tie with robomimic, which leaves out as many: another is the first by name; give "
         "robomimic as the layout if it is that"
     )
-    assert not any("leaves more out" in reason for reason in guess.reasons)
+    assert not any("leaves out more" in reason for reason in guess.reasons)

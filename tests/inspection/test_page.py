@@ -64,7 +64,7 @@ def page_of(path, **options):
         return Page(make_page(facts, table))
 
 
-def test_a_data_set_with_images(tmp_path, write_robomimic):
+def test_page_of_a_data_set_shows_plots_images_and_keys(tmp_path, write_robomimic):
     page = page_of(write_robomimic(tmp_path / "a.hdf5", (9, 7), camera=True))
     assert {"Return of each episode", "Returns", "Length of each episode", "Lengths", "Reward",
             "Action"} <= set(page.titles)  # fmt: skip
@@ -174,7 +174,7 @@ def test_few_numbers_have_a_tick_each(values, ticks):
     assert shown == {"wide": list(values), "small": ticks}
 
 
-def test_one_episode_is_one_in_words(tmp_path, write_d4rl):
+def test_single_episode_is_written_in_the_singular(tmp_path, write_d4rl):
     with opened(write_d4rl(tmp_path / "a.hdf5", 10, (9,))) as (facts, table):
         text = make_page(facts, table)
     assert "<b>1</b><span>episode</span>" in text
@@ -210,7 +210,7 @@ def test_priorities_are_shown_where_there_are_any(tmp_path, transitions):
     assert "pixels" in page.images
 
 
-def test_what_is_sampled_says_so(tmp_path, monkeypatch, write_d4rl):
+def test_page_names_the_number_of_sampled_rows(tmp_path, monkeypatch, write_d4rl):
     path = write_d4rl(tmp_path / "a.hdf5", 3000, (1499,))
     monkeypatch.setattr("replaykit.inspection.page._MOST_BYTES", 4096)
     page = page_of(path, most_bytes=4096)
@@ -219,7 +219,7 @@ def test_what_is_sampled_says_so(tmp_path, monkeypatch, write_d4rl):
     assert re.search(r"statistics of \d+ rows, taken evenly", words)
 
 
-def test_nothing_but_a_list_of_keys(tmp_path):
+def test_page_without_episodes_lists_the_keys(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["a"] = np.arange(3)
         file["empty"] = np.zeros((0, 2))

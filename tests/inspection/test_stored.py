@@ -37,7 +37,7 @@ def assert_statistics(facts, rows):
         assert said["std"] == pytest.approx(values.std(dtype=np.float64), abs=1e-7)
 
 
-def test_a_corpus(corpus, tmp_path):
+def test_facts_of_a_corpus_equal_its_source(corpus, tmp_path):
     with opened(corpus) as (facts, table), h5py.File(tmp_path / "source.hdf5") as file:
         demos = [file[f"data/demo_{i}"] for i in range(3)]
         assert (facts.kind, facts.rows) == ("corpus", 12)
@@ -61,7 +61,7 @@ def test_a_corpus(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
-def test_a_checkpoint_of_a_ring_that_went_round(tmp_path, transitions, kind):
+def test_facts_of_a_wrapped_ring_equal_the_newest_rows(tmp_path, transitions, kind):
     rb = ReplayBuffer(storage=kind(30))
     rows = transitions(44)
     rb.extend(rows)
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_a_ring_that_went_round(tmp_path, transitions, kind):
         assert table.priorities is None
 
 
-def test_priorities_of_a_checkpoint(tmp_path, transitions):
+def test_facts_contain_priorities_of_a_checkpoint(tmp_path, transitions):
     rb = TensorDictPrioritizedReplayBuffer(
         alpha=0.6, beta=0.4, storage=LazyTensorStorage(50), batch_size=4
     )
@@ -95,7 +95,7 @@ def test_priorities_of_a_checkpoint(tmp_path, transitions):
         assert facts.about["priorities"] == "alpha 0.6, beta 0.4, eps 1e-08"
 
 
-def test_lanes(tmp_path, transitions):
+def test_facts_of_lanes_equal_the_rows(tmp_path, transitions):
     rb = ReplayBuffer(storage=LazyTensorStorage(40, ndim=2))
     lanes = [transitions(10, end=5, seed=seed) for seed in range(2)]
     rows = torch.stack(lanes)
@@ -112,7 +112,7 @@ def test_lanes(tmp_path, transitions):
         np.testing.assert_array_equal(action.episode(3, 9), lanes[1]["action"][5:])
 
 
-def test_observations_stored_once(tmp_path, transitions):
+def test_facts_of_observations_stored_once_equal_the_rows(tmp_path, transitions):
     rows = transitions(20)
     rows["next", "observation"][:-1] = rows["observation"][1:]
     rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
@@ -122,7 +122,7 @@ def test_observations_stored_once(tmp_path, transitions):
         assert_statistics(facts, rows)
 
 
-def test_lists_of_several_layouts(tmp_path):
+def test_facts_of_a_list_warn_of_several_layouts(tmp_path):
     rb = ReplayBuffer(storage=ListStorage(10))
     rb.extend([torch.ones(2), torch.ones(3), torch.ones(2)])
     rb.dumps(tmp_path / "saved")
@@ -131,14 +131,14 @@ def test_lists_of_several_layouts(tmp_path):
         assert any("2 layouts" in text for text in facts.warnings)
 
 
-def test_an_empty_buffer(tmp_path):
+def test_facts_of_an_empty_buffer_have_no_rows(tmp_path):
     ReplayBuffer(storage=LazyTensorStorage(10)).dumps(tmp_path / "saved")
     with opened(tmp_path / "saved") as (facts, _):
         assert (facts.rows, facts.keys, facts.episodes) == (0, (), None)
 
 
 @pytest.mark.parametrize("once", [False, True])
-def test_a_buffer_that_lives_on_disk(tmp_path, transitions, once):
+def test_facts_of_a_recoverable_buffer_equal_the_rows(tmp_path, transitions, once):
     def made():
         return TensorDictPrioritizedReplayBuffer(
             alpha=0.6,
@@ -171,7 +171,7 @@ def test_a_buffer_that_lives_on_disk(tmp_path, transitions, once):
     assert (again[:]["action"] == rows["action"]).all()
 
 
-def test_a_scratch_directory_that_says_nothing(tmp_path, transitions):
+def test_scratch_directory_without_records_suggests_recover(tmp_path, transitions):
     rb = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path / "b"))
     rb.extend(transitions(25))
     with opened(tmp_path / "b") as (facts, _):

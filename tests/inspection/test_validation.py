@@ -23,7 +23,7 @@ def files_of(corpus):
     )  # fmt: skip
 
 
-def test_a_whole_corpus_is_right(corpus, tmp_path):
+def test_whole_corpus_passes_validation(corpus, tmp_path):
     seen = []
     findings = validate(corpus, seen.append)
     assert all(found.ok for found in findings)
@@ -43,7 +43,7 @@ def test_a_flipped_bit_of_any_file_names_the_file(corpus):
         file = corpus / name
         content = file.read_bytes()
         file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-        found = [text for text in wrong(corpus) if "is not what was written" in text]
+        found = [text for text in wrong(corpus) if "does not match its checksum" in text]
         assert len(found) == 1, name
         assert found[0].startswith(f"{name} ("), name
         file.write_bytes(content)
@@ -114,9 +114,9 @@ def set_at(row, value):
         ("table/length", set_at(0, 4), "episode 1 starts at row 5, expected 4 [V32]"),
         ("table/length", set_at(2, 0), "episode 2 has length 0 [V32]"),
         ("table/length", set_at(2, 3), "its episodes have 11 rows, the columns 12 [V32]"),
-        ("table/terminated", set_at(0, False), "the table says terminated False of episode 0, its "
+        ("table/terminated", set_at(0, False), "the table has terminated False of episode 0, its "
          "last row next/terminated True [V31]"),
-        ("table/return", set_at(1, 1e6), "the table says 1000000 of episode 1"),
+        ("table/return", set_at(1, 1e6), "the table has 1000000 of episode 1"),
         ("table/episode", set_at(1, 0), "two episodes have the same seed and episode [V33]"),
     ],
 )  # fmt: skip
@@ -131,10 +131,10 @@ def test_an_end_in_the_middle_is_found(corpus, tamper):
     for key in ("next/done", "next/terminated"):
         tamper(corpus, key, set_at(2, True))
     (text,) = wrong(corpus)
-    assert "row 2 (step 2 of episode 0) is no end of an episode [V31]" in text
+    assert "row 2 (step 2 of episode 0) is set before the end of an episode [V31]" in text
 
 
-def test_a_changed_successor_is_a_warning_where_it_has_a_source_of_its_own(corpus, tamper):
+def test_changed_successor_with_a_separate_source_is_a_warning(corpus, tamper):
     """robomimic stores next observations apart, so that the source may contradict itself."""
     tamper(corpus, "next/observation/eef", set_at(5, 7.0))
     findings = validate(corpus)
@@ -146,7 +146,7 @@ def test_a_changed_successor_is_a_warning_where_it_has_a_source_of_its_own(corpu
     assert "in 1 rows" in next(each for each in validate(corpus) if not each.ok).text
 
 
-def test_episodes_that_are_there_twice_are_a_warning(corpus, tamper):
+def test_duplicate_episodes_are_a_warning(corpus, tamper):
     def same(values):
         values[2] = values[0]
 
@@ -181,7 +181,7 @@ def saved(tmp_path, transitions):
     return tmp_path / "saved"
 
 
-def test_a_whole_checkpoint_is_right(saved):
+def test_whole_checkpoint_passes_validation(saved):
     findings = validate(saved)
     assert all(found.ok for found in findings)
     assert [found.check for found in findings] == [
@@ -229,7 +229,7 @@ def test_leftovers_of_a_checkpoint_are_a_warning(saved):
     assert "data-000000000000-00000.bin" in found.text
 
 
-def test_a_buffer_on_disk(tmp_path, transitions):
+def test_buffer_on_disk_is_validated_when_unused(tmp_path, transitions):
     rb = ReplayBuffer(storage=LazyMemmapStorage(30, scratch_dir=tmp_path / "b", recover=True))
     rb.extend(transitions(10))
     assert "in use by another" in wrong(tmp_path / "b")[0]

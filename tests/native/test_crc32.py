@@ -13,7 +13,7 @@ from replaykit import native
 from replaykit.native import crc32
 
 
-def test_it_is_that_of_zlib_whatever_the_length_and_the_alignment():
+def test_crc32_equals_zlib_for_any_length_and_alignment():
     chance = random.Random(0)
     data = chance.randbytes(200_000)
     lengths = [0, 1, 63, 64, 65, 1023, *range(1024, 1024 + 130), 4096, 65_536, 199_000]
@@ -27,7 +27,7 @@ def test_it_is_that_of_zlib_whatever_the_length_and_the_alignment():
         assert crc32(same) == zlib.crc32(same)
 
 
-def test_it_goes_on_from_part_to_part():
+def test_crc32_continues_from_part_to_part():
     chance = random.Random(1)
     data, found, at = chance.randbytes(300_000), 0, 0
     while at < len(data):
@@ -49,7 +49,7 @@ def test_threads_can_share_the_bytes():
     assert found == [zlib.crc32(data)] * 4
 
 
-def test_the_core_refuses_what_it_cannot_fold():
+def test_core_refuses_lengths_that_are_no_multiple_of_16():
     core = native.core()
     if core is None or not core.has_fast_crc32:
         pytest.skip("no core, or a processor without PCLMULQDQ")

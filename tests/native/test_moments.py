@@ -26,7 +26,7 @@ def _draw(dtype: str, count: int, seed: int = 0) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_they_are_those_of_exact_sums(dtype):
+def test_moments_equal_exact_sums(dtype):
     for count in LENGTHS:
         values = _draw(dtype, count, count)
         found = moments(values)
@@ -56,7 +56,7 @@ def test_core_and_numpy_find_the_same_bits(dtype):
 
 @pytest.mark.parametrize("found_by", [moments, fallback.moments])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_nan_is_no_number_and_infinity_is_one(dtype, found_by):
+def test_moments_skip_nan_and_count_infinity(dtype, found_by):
     values = np.array([np.nan, 2.0, np.nan, -1.0, 5.0], dtype)
     assert found_by(values) == (3, -1.0, 5.0, 2.0, 18.0)
     assert found_by(np.full(100, np.nan, dtype))[0] == 0
@@ -67,12 +67,12 @@ def test_nan_is_no_number_and_infinity_is_one(dtype, found_by):
     assert [math.copysign(1, part) for part in zeros[1:]] == [1.0] * 4
 
 
-def test_numbers_need_not_lie_in_a_row():
+def test_moments_accept_strided_arrays():
     assert moments(np.broadcast_to(np.float32(3), 100)) == (100, 3.0, 3.0, 3.0, 0.0)
     assert moments(np.arange(10.0)[::-3]) == (4, 0.0, 9.0, 4.5, 45.0)
 
 
-def test_the_core_refuses_more_than_it_can_hold_and_what_are_no_numbers():
+def test_core_refuses_too_many_values_and_complex_numbers():
     if not native.HAS_CORE:
         pytest.skip("no core")
     with pytest.raises(ValueError, match="65536"):

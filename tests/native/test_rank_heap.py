@@ -104,7 +104,7 @@ def test_ten_thousand_ranks_in_batches_above_the_release_of_the_lock(heap_class:
     assert sorted(content(heap)[0]) == sorted(ranks.tolist())[-500:]
 
 
-def test_the_documented_case(heap_class: Any) -> None:
+def test_offers_give_the_documented_slots(heap_class: Any) -> None:
     """Capacity 3, ranks 1, 5, 2, 3, 0: slots 0, 1, 2, then 3 displaces 1; 0 is refused."""
     heap = heap_class(3)
     assert offer(heap, [1, 5, 2, 3, 0]) == [0, 1, 2, 0, -1]
@@ -118,7 +118,7 @@ def test_among_equals_the_older_record_stays(heap_class: Any) -> None:
     assert content(heap) == ([2.0, 2.0], [3, 2])
 
 
-def test_one_slot(heap_class: Any) -> None:
+def test_heap_of_one_slot_keeps_the_largest_rank(heap_class: Any) -> None:
     heap = heap_class(1)
     assert offer(heap, [-math.inf, -math.inf, 0, 0, math.inf, math.inf]) == [0, -1, 0, -1, 0, -1]
 
@@ -262,7 +262,7 @@ def _without_core(monkeypatch: pytest.MonkeyPatch, error: ImportError) -> None:
     monkeypatch.setattr(sys, "meta_path", [_Finder(error), *sys.meta_path])
 
 
-def test_a_core_that_is_not_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_core_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "replaykit.native._core"
     _without_core(monkeypatch, ModuleNotFoundError(f"No module named {name!r}", name=name))
     assert native._load() == (None, "this installation was built without it")
@@ -275,9 +275,7 @@ def test_a_core_that_is_not_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -
         ModuleNotFoundError("No module named 'something'", name="something"),
     ],
 )
-def test_a_core_that_does_not_load_is_said(
-    monkeypatch: pytest.MonkeyPatch, error: ImportError
-) -> None:
+def test_core_that_fails_to_load_warns(monkeypatch: pytest.MonkeyPatch, error: ImportError) -> None:
     _without_core(monkeypatch, error)
     with pytest.warns(RuntimeWarning, match=r"cannot be loaded, .*: .*something"):
         core, why = native._load()

@@ -21,7 +21,7 @@ def laws(draw: Any) -> tuple[int, int, int]:
 
 
 @given(laws(), st.integers(0, 200), st.integers(0, 800), st.integers(0, 50), st.integers(1, 40))
-def test_the_law_is_that_of_reverb(
+def test_limiter_equals_the_law_of_reverb(
     law: tuple[int, int, int], inserts: int, samples: int, size: int, count: int
 ) -> None:
     """Source: reverb/cc/rate_limiter.cc, ``CanInsert`` and ``CanSample``, in whole numbers."""
@@ -35,7 +35,7 @@ def test_the_law_is_that_of_reverb(
 
 
 @given(laws(), st.lists(st.booleans(), max_size=200))
-def test_neither_side_stops_for_good(law: tuple[int, int, int], turns: list[bool]) -> None:
+def test_one_side_may_always_continue(law: tuple[int, int, int], turns: list[bool]) -> None:
     """Row by row, whoever comes next: one of the two may always go on."""
     limiter = RateLimiter(*law)
     inserts = samples = 0
@@ -49,7 +49,7 @@ def test_neither_side_stops_for_good(law: tuple[int, int, int], turns: list[bool
         inserts, samples = inserts + (side == INSERT), samples + (side == SAMPLE)
 
 
-def test_the_forms() -> None:
+def test_min_size_queue_and_error_range_limit_as_documented() -> None:
     first = RateLimiter.min_size(5)
     assert not first.may_sample(1, 100, 0, 4)
     assert first.may_sample(10**9, 5, 0, 5)
@@ -61,7 +61,7 @@ def test_the_forms() -> None:
     assert (asked.min_diff, asked.max_diff) == (1, 30)
 
 
-def test_tenths_are_no_trap() -> None:
+def test_rounded_decimal_bounds_block_no_call() -> None:
     """0.1 * 3 is above 0.3: sums of rounded numbers hold up nobody."""
     limiter = RateLimiter(0.1, 10, (0.3, 2.5))
     assert limiter.may_insert(15, 10, 0, 99)
@@ -85,7 +85,7 @@ def test_tenths_are_no_trap() -> None:
         ((1, 10, (1, 2, 3)), ValueError, "min_diff, max_diff"),
     ],
 )
-def test_arguments_that_cannot_be(arguments: Any, error: type[Exception], said: str) -> None:
+def test_invalid_arguments_are_refused(arguments: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         RateLimiter(*arguments)
     with pytest.raises(ValueError, match="at least 1"):
@@ -95,7 +95,9 @@ def test_arguments_that_cannot_be(arguments: Any, error: type[Exception], said: 
 
 
 @given(laws(), st.integers(1, 300), st.integers(0, 40))
-def test_what_never_fits_is_said(law: tuple[int, int, int], count: int, size: int) -> None:
+def test_never_refuses_exactly_the_counts_that_cannot_fit(
+    law: tuple[int, int, int], count: int, size: int
+) -> None:
     """A row count is refused exactly where no state that can be reached admits it."""
     limiter = RateLimiter(*law)
     # Diffs can be any whole number between the bounds where rows come one by one.
@@ -117,7 +119,7 @@ def test_rows_to_begin_with_count_as_far_as_they_could_have_been_written(
     assert limiter.counted(size) == written
 
 
-def test_capacities() -> None:
+def test_check_capacity_refuses_too_small_buffers() -> None:
     RateLimiter.min_size(5).check_capacity(5)
     with pytest.raises(ValueError, match="nothing could ever be sampled"):
         RateLimiter.min_size(6).check_capacity(5)
@@ -125,7 +127,7 @@ def test_capacities() -> None:
         RateLimiter.queue(6).check_capacity(5)
 
 
-def test_a_limiter_is_a_value() -> None:
+def test_limiters_compare_hash_and_pickle_by_value() -> None:
     for limiter in (RateLimiter(2, 5, 10), RateLimiter.queue(4), RateLimiter.min_size(3)):
         copy = pickle.loads(pickle.dumps(limiter))
         assert (copy, hash(copy), repr(copy)) == (limiter, hash(limiter), repr(limiter))
@@ -133,7 +135,7 @@ def test_a_limiter_is_a_value() -> None:
     assert eval(repr(RateLimiter(2, 5, 10)), {"RateLimiter": RateLimiter}) == RateLimiter(2, 5, 10)
 
 
-def test_timeouts() -> None:
+def test_invalid_timeouts_are_refused() -> None:
     assert [checked_timeout(given) for given in (None, math.inf, 0, 2)] == [None, None, 0.0, 2.0]
     for seconds, error in ((-1, ValueError), (math.nan, ValueError), ("1", TypeError)):
         with pytest.raises(error, match="timeout"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from replaykit.pace.limiter import INSERT, SAMPLE
-from replaykit.pace.limiter_state import Seat, SharedCounts
+from replaykit.pace.waiting import Seat, SharedCounts
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -27,17 +27,17 @@ def in_child(work: Callable[[], bool]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_child_has_another_number(tmp_path: Path) -> None:
+def test_child_process_gets_another_number(tmp_path: Path) -> None:
     seat = Seat(tmp_path)
     assert in_child(lambda: Seat(tmp_path).number == 1) == 0
     assert not seat.empty(0)
     assert seat.empty(1)
     assert seat.empty(7)
-    seat.let_go()
+    seat.drop()
     assert Seat(tmp_path).number == 0
 
 
-def test_a_child_does_not_keep_the_number_of_its_parent(tmp_path: Path) -> None:
+def test_forked_child_does_not_keep_the_number_of_a_killed_parent(tmp_path: Path) -> None:
     reading, writing = os.pipe()
 
     def parent() -> bool:
@@ -57,7 +57,9 @@ def test_a_child_does_not_keep_the_number_of_its_parent(tmp_path: Path) -> None:
         os.close(end)
 
 
-def test_all_numbers_can_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_beyond_the_last_number_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Seat, "MOST", 2)
     kept = [Seat(tmp_path), Seat(tmp_path)]
     with pytest.raises(RuntimeError, match="at most 2 processes"):
@@ -65,7 +67,7 @@ def test_all_numbers_can_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [seat.number for seat in kept] == [0, 1]
 
 
-def test_what_is_under_way_goes_with_its_process(tmp_path: Path) -> None:
+def test_unfinished_counts_vanish_with_their_process(tmp_path: Path) -> None:
     counts, other = SharedCounts(tmp_path), SharedCounts(tmp_path)
 
     def dies() -> bool:
@@ -94,4 +96,4 @@ def test_what_is_under_way_goes_with_its_process(tmp_path: Path) -> None:
         third.waited(SAMPLE, 0.5)
     assert counts.seconds() == (0.0, 0.5)
     for one in (counts, other, third):
-        one.let_go()
+        one.drop()

@@ -52,7 +52,7 @@ def tensors(device: str, *values: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_results_are_those_of_the_cpu(
+def test_accelerator_results_equal_the_cpu(
     device: str, dtype: torch.dtype, with_kernel: Callable[[str], Any]
 ) -> None:
     """Nodes bit for bit, and searches, after updates with repeated indices."""
@@ -80,7 +80,7 @@ def test_results_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_the_last_wins_in_whatever_order_entries_are_written(
+def test_last_of_equal_indices_wins_in_any_write_order(
     device: str, backwards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal indices are written in no order that an accelerator would promise."""
@@ -101,7 +101,7 @@ def test_the_last_wins_in_whatever_order_entries_are_written(
     assert tree.total == sum(expected)
 
 
-def test_nothing_waits(device: str) -> None:
+def test_tree_operations_do_not_wait_for_the_device(device: str) -> None:
     tree = SumSegmentTree(1000, device=device)
     least = MinSegmentTree(1000, device=device)
     generator = torch.Generator(device).manual_seed(0)
@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[SumSegmentTree, str], A
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_changes_nothing_and_is_raised_later_once(
+def test_refused_update_changes_nothing_and_raises_later_once(
     device: str, case: str, read: str
 ) -> None:
     error, message, refused = REFUSED[case]
@@ -209,7 +209,7 @@ def test_a_tree_of_zeros_says_so_by_the_index(device: str) -> None:
     assert tree.draw(3)[0].tolist() == [77] * 3
 
 
-def test_what_comes_from_elsewhere_is_brought_to_the_tree(device: str) -> None:
+def test_inputs_on_other_devices_are_moved_to_the_tree(device: str) -> None:
     tree = SumSegmentTree(10, device=device)
     tree.update(torch.tensor([1, 2]), torch.tensor([1.0, 2.0]))
     tree[[3, 4]] = [3, 4]

@@ -60,7 +60,7 @@ def test_arbitrary_weights_are_found_away_from_boundaries(
     assert torch.equal(tree.find_prefix(x)[clear], expected[clear])
 
 
-def test_the_rule_in_words(kernel: str) -> None:
+def test_find_prefix_returns_the_first_slot_whose_sum_exceeds(kernel: str) -> None:
     tree = SumSegmentTree(5)
     tree[0:5] = [0.0, 2.0, 0.0, 1.0, 0.0]
     assert [tree.find_prefix(x) for x in (0, 1.5, 2, 2.5, 3)] == [1, 1, 3, 3, 3]
@@ -112,7 +112,7 @@ def test_a_zero_weight_is_never_found(kernel: str, capacity: int, dtype: torch.d
         assert tree.find_prefix(tree.total) == last == int(index[-1])
 
 
-def test_at_the_total_the_last_positive_slot_is_found_whatever_rounding_does(kernel: str) -> None:
+def test_search_for_the_total_finds_the_last_positive_slot(kernel: str) -> None:
     """The total and the prefixes are added in different orders."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
@@ -125,7 +125,7 @@ def test_at_the_total_the_last_positive_slot_is_found_whatever_rounding_does(ker
 
 @pytest.mark.parametrize("bad", [math.nan, -1.0, -1e-300, math.inf, 3.0000001])
 @pytest.mark.parametrize("position", [0, 1, 99])
-def test_values_that_are_none_are_refused(kernel: str, bad: float, position: int) -> None:
+def test_values_outside_the_total_are_refused(kernel: str, bad: float, position: int) -> None:
     tree = SumSegmentTree(4)
     tree[0:3] = 1.0
     x = torch.ones(100, dtype=F64)

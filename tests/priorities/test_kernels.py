@@ -103,7 +103,7 @@ def test_searches_at_boundaries_deep_in_a_tree_are_the_same(each_kernel: EachKer
     require_equal(each_kernel(find))
 
 
-def test_draws_of_any_size(each_kernel: EachKernel) -> None:
+def test_kernels_draw_the_same_at_any_batch_size(each_kernel: EachKernel) -> None:
     """Around the number of searches that are in flight at once."""
 
     def draw() -> list[torch.Tensor]:
@@ -159,7 +159,7 @@ def test_refusals_have_the_same_words(each_kernel: EachKernel) -> None:
 # -- choosing -------------------------------------------------------------------------------------
 
 
-def test_the_kernel_is_that_of_the_environment(kernel: str) -> None:
+def test_environment_variable_chooses_the_kernel(kernel: str) -> None:
     for tree_class in TREES:
         assert tree_class(3).kernel == kernel
         assert kernel in repr(tree_class(3))
@@ -173,7 +173,7 @@ def test_without_the_environment_the_fastest_is_taken(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["avx1024", "native", "neon"])
-def test_a_kernel_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_unknown_kernel_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("REPLAYKIT_TREE", name)
     with pytest.raises(RuntimeError, match=f"expected REPLAYKIT_TREE to name .*, got {name}"):
         SumSegmentTree(3)
@@ -186,7 +186,7 @@ def test_a_kernel_that_this_processor_lacks_is_refused(monkeypatch: pytest.Monke
         SumSegmentTree(3)
 
 
-def test_without_the_core_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_kernel_is_used_without_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_core", None)
     monkeypatch.delenv("REPLAYKIT_TREE", raising=False)
     assert available_kernels() == ["torch"]

@@ -31,7 +31,7 @@ def spread(count: int, decades: float, generator: torch.Generator) -> torch.Tens
     return 10 ** (torch.rand(count, dtype=F64, generator=generator) * decades)
 
 
-def test_the_statistic_rejects_what_it_should(chi_square_p: ChiSquare) -> None:
+def test_chi_square_statistic_equals_known_values(chi_square_p: ChiSquare) -> None:
     """Against exact values: chi-square with 9 degrees exceeds 16.919 once in 20 times."""
     expected = torch.full((10,), 100.0)
     counts = expected.clone()
@@ -41,7 +41,7 @@ def test_the_statistic_rejects_what_it_should(chi_square_p: ChiSquare) -> None:
     assert chi_square_p(expected, expected) > 0.999
 
 
-def test_independent_draws(kernel: str, chi_square_p: ChiSquare) -> None:
+def test_independent_draws_follow_the_weights(kernel: str, chi_square_p: ChiSquare) -> None:
     """64 weights over three decades; an error of a per cent in one of them would show."""
     generator = torch.Generator().manual_seed(12)
     weights = spread(64, 3, generator).float()
@@ -58,7 +58,7 @@ def test_independent_draws(kernel: str, chi_square_p: ChiSquare) -> None:
         assert chi_square_p(counts, wrong / wrong.sum() * draws) < SMALLEST_P
 
 
-def test_after_many_updates(kernel: str, chi_square_p: ChiSquare) -> None:
+def test_draws_follow_the_weights_after_many_updates(kernel: str, chi_square_p: ChiSquare) -> None:
     """Sums that were adjusted by differences would have drifted: 22 decades came and went."""
     generator = torch.Generator().manual_seed(16)
     capacity = 4096
@@ -77,7 +77,9 @@ def test_after_many_updates(kernel: str, chi_square_p: ChiSquare) -> None:
 
 
 @pytest.mark.pitfall("PR8")
-def test_a_million_weights_over_eight_decades(kernel: str, chi_square_p: ChiSquare) -> None:
+def test_draws_follow_a_million_weights_over_eight_decades(
+    kernel: str, chi_square_p: ChiSquare
+) -> None:
     """PR8: zeros between them are never drawn; each decade is drawn as often as it weighs."""
     generator = torch.Generator().manual_seed(8)
     capacity = 1_000_000
@@ -95,7 +97,7 @@ def test_a_million_weights_over_eight_decades(kernel: str, chi_square_p: ChiSqua
     assert chi_square_p(counts[:8], (share / share.sum() * draws)[:8]) > SMALLEST_P
 
 
-def test_every_one_of_ten_million_equal_slots_is_drawn_alike(
+def test_ten_million_equal_slots_are_drawn_equally_often(
     with_kernel: Callable[[str], Any], chi_square_p: ChiSquare
 ) -> None:
     """Uniforms of 24 bits would own one slot or two each, and odd slots more often than even."""
@@ -132,7 +134,7 @@ def test_strata_bound_every_batch(kernel: str) -> None:
         assert torch.equal(weight, weights[index].double())
 
 
-def test_strata_have_the_right_means(kernel: str) -> None:
+def test_stratified_counts_have_the_expected_means(kernel: str) -> None:
     """A z-test of each slot's count, with the exact variance of each stratum's share in it."""
     generator = torch.Generator().manual_seed(15)
     weights = spread(40, 2, generator).float()
@@ -167,7 +169,7 @@ def test_the_last_stratum_never_leaves_the_tree(
         assert set(weight.tolist()) == {1.0}
 
 
-def test_importance_weights_undo_the_preference(kernel: str) -> None:
+def test_importance_weights_make_the_mean_unbiased(kernel: str) -> None:
     """The mean of f / (n P) over draws is the plain mean of f, within five standard errors."""
     generator = torch.Generator().manual_seed(17)
     weights = spread(5000, 1.5, generator).float()

@@ -43,7 +43,7 @@ def test_every_level_covers_the_one_below(capacity: int) -> None:
 
 @pytest.mark.skipif(not native.HAS_CORE, reason="this installation was built without the core")
 @pytest.mark.parametrize("capacity", [*CAPACITIES, *LARGE])
-def test_the_core_counts_alike(capacity: int) -> None:
+def test_core_and_python_compute_the_same_levels(capacity: int) -> None:
     leaves, entries, counts, offsets = native.core().tree_levels(capacity)
     levels = levels_of(capacity)
     assert (leaves, tuple(counts), tuple(offsets), entries) == levels[1:]
@@ -97,7 +97,7 @@ for capacity in (2**23, 2**23 - 1):
 
 @pytest.mark.parametrize("tree_class", [SumSegmentTree, MinSegmentTree, MaxSegmentTree])
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_nodes_are_whole_lines(kernel: str, tree_class: Any, capacity: int) -> None:
+def test_tree_memory_is_aligned_to_cache_lines(kernel: str, tree_class: Any, capacity: int) -> None:
     tree = tree_class(capacity)
     assert (len(tree), tree.capacity) == (capacity, capacity)
     assert tree._leaves.data_ptr() % 64 == 0
@@ -106,7 +106,7 @@ def test_nodes_are_whole_lines(kernel: str, tree_class: Any, capacity: int) -> N
     assert tree.device == torch.device("cpu")
 
 
-def test_trees_that_cannot_be_made(kernel: str) -> None:
+def test_invalid_tree_arguments_are_refused(kernel: str) -> None:
     for capacity in (0, -1):
         with pytest.raises(ValueError, match=f"a capacity of at least 1, got {capacity}"):
             SumSegmentTree(capacity)
@@ -122,7 +122,7 @@ def test_trees_that_cannot_be_made(kernel: str) -> None:
 
 
 @pytest.mark.skipif(not native.HAS_CORE, reason="this installation was built without the core")
-def test_the_core_refuses_what_it_could_not_serve() -> None:
+def test_core_refuses_invalid_tree_arguments() -> None:
     make = native.core().SegmentTree
     for arguments, message in (
         (("sum", False, "portable", 64, 64, 0), "a capacity of at least 1"),

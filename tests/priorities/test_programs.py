@@ -175,7 +175,7 @@ class _Weights:
 
 
 @pytest.mark.parametrize("capacity", [1, 9, 500, 4097, 30_011])
-def test_a_million_operations(
+def test_a_million_updates_and_searches_equal_a_model(
     kernel: str, capacity: int, require_rebuilt: Callable[[Any], None]
 ) -> None:
     """Updates and searches in turn, every one of them checked; a million over all parameters."""

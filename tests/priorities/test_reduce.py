@@ -19,7 +19,7 @@ TREES = {
 
 @pytest.mark.parametrize("tree_class", TREES)
 @pytest.mark.parametrize("capacity", [1, 3, 8, 9, 17, 64, 65, 73])
-def test_every_range_there_is(kernel: str, tree_class: Any, capacity: int) -> None:
+def test_reduce_equals_a_list_for_every_range(kernel: str, tree_class: Any, capacity: int) -> None:
     operation, identity = TREES[tree_class]
     generator = torch.Generator().manual_seed(capacity)
     values = torch.randint(1, 1000, (capacity,), generator=generator).float()
@@ -39,7 +39,7 @@ def test_every_range_there_is(kernel: str, tree_class: Any, capacity: int) -> No
 
 
 @pytest.mark.parametrize("capacity", [511, 513, 4096, 5003])
-def test_long_ranges(kernel: str, capacity: int) -> None:
+def test_reduce_equals_cumulative_sums_for_long_ranges(kernel: str, capacity: int) -> None:
     generator = torch.Generator().manual_seed(capacity)
     values = torch.randint(0, 1000, (capacity,), generator=generator).float()
     tree = SumSegmentTree(capacity)
@@ -55,7 +55,7 @@ def test_long_ranges(kernel: str, capacity: int) -> None:
 
 
 @pytest.mark.parametrize("tree_class", TREES)
-def test_ranges_that_are_none(kernel: str, tree_class: Any) -> None:
+def test_invalid_ranges_are_refused(kernel: str, tree_class: Any) -> None:
     tree = tree_class(20)
     for start, end in ((-1, 3), (3, 21), (21, 21), (-5, -5), (2, -1)):
         message = rf"expected a range within \[0, 20\), got \[{start}, {end}\)"

@@ -48,7 +48,7 @@ def test_a_restored_tree_is_the_same_bits(
     assert memory(other) == memory(tree)
 
 
-def test_what_is_given_out_is_a_copy(kernel: str, memory: Memory) -> None:
+def test_returned_leaves_are_copies(kernel: str, memory: Memory) -> None:
     tree = filled(SumSegmentTree, 50, torch.float32)
     before = memory(tree)
     for given in (tree.leaves, tree.state_dict()["leaves"], tree[:], tree[3:9], tree[[1, 2]]):
@@ -56,7 +56,7 @@ def test_what_is_given_out_is_a_copy(kernel: str, memory: Memory) -> None:
     assert memory(tree) == before
 
 
-def test_what_does_not_fit_is_refused(kernel: str, memory: Memory) -> None:
+def test_states_that_do_not_fit_are_refused(kernel: str, memory: Memory) -> None:
     tree = filled(SumSegmentTree, 50, torch.float32)
     before = memory(tree)
     cases: list[tuple[type[Exception], str, Any]] = [
@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_refused(kernel: str, memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("tree_class", TREES)
-def test_copies_stand_alone(kernel: str, tree_class: Any, memory: Memory) -> None:
+def test_copies_of_a_tree_are_independent(kernel: str, tree_class: Any, memory: Memory) -> None:
     tree = filled(tree_class, 300, torch.float64)
     before = memory(tree)
     for other in (copy.deepcopy(tree), copy.copy(tree), pickle.loads(pickle.dumps(tree))):

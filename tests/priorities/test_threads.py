@@ -63,7 +63,7 @@ def test_threads_may_share_a_tree(kernel: str, require_rebuilt: Callable[[Any], 
     require_rebuilt(tree)
 
 
-def test_a_batch_is_one_step_to_the_others(kernel: str) -> None:
+def test_other_threads_see_whole_batches_of_updates(kernel: str) -> None:
     """Whole batches of one value each: nobody ever sees a mix of two."""
     tree = SumSegmentTree(3000)
     every = torch.arange(3000)
@@ -109,9 +109,7 @@ def test_other_threads_run_during_a_rebuild(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_draws_do_not_depend_on_how_a_thread_treats_small_numbers(
-    kernel: str, dtype: torch.dtype
-) -> None:
+def test_draws_do_not_depend_on_flushing_of_denormals(kernel: str, dtype: torch.dtype) -> None:
     """Weights around the smallest normal number, and with a sign, set and drawn in both modes."""
     tiny = torch.finfo(dtype).tiny
     # Made in the usual mode; the other could not write them down.

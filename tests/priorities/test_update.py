@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.float64]
 
 @pytest.mark.parametrize("count", [4, 300, 4096])
 @pytest.mark.parametrize("tree_class", TREES)
-def test_of_equal_indices_the_last_wins(
+def test_last_of_equal_indices_wins(
     kernel: str, tree_class: Any, count: int, require_rebuilt: Callable[[Any], None]
 ) -> None:
     tree = tree_class(1000)
@@ -64,7 +64,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("index", INDICES)
 @pytest.mark.parametrize("value", VALUES)
-def test_indices_and_values_of_any_kind(kernel: str, index: str, value: str) -> None:
+def test_update_takes_indices_and_values_of_any_kind(kernel: str, index: str, value: str) -> None:
     for dtype in DTYPES:
         tree = SumSegmentTree(5, dtype=dtype)
         tree[INDICES[index]()] = VALUES[value]()
@@ -77,7 +77,7 @@ def test_indices_and_values_of_any_kind(kernel: str, index: str, value: str) -> 
             assert torch.equal(other.leaves, tree.leaves)
 
 
-def test_one_value_for_many(kernel: str) -> None:
+def test_single_value_is_set_for_many_slots(kernel: str) -> None:
     tree = SumSegmentTree(6)
     tree.update(torch.tensor([1, 4]), 2)
     tree[[0]] = torch.tensor(3.0)
@@ -97,7 +97,7 @@ def test_one_value_for_many(kernel: str) -> None:
     assert (tree.total, tree.leaves.tolist()) == (0, [0] * 6)
 
 
-def test_one_value_that_memory_holds_with_the_opposite_sign(kernel: str) -> None:
+def test_update_takes_a_value_with_a_lazy_negative_sign(kernel: str) -> None:
     value = torch.tensor([1 - 2j]).conj().imag
     assert value.is_neg()
     tree = SumSegmentTree(3)
@@ -107,7 +107,7 @@ def test_one_value_that_memory_holds_with_the_opposite_sign(kernel: str) -> None
 
 @pytest.mark.parametrize("tree_class", TREES)
 @pytest.mark.parametrize("capacity", [1, 7, 64, 65, 515])
-def test_runs_equal_single_updates(
+def test_update_range_equals_updates_by_index(
     kernel: str, tree_class: Any, capacity: int, memory: Callable[[Any], Any]
 ) -> None:
     generator = torch.Generator().manual_seed(capacity)
@@ -204,7 +204,7 @@ def test_the_first_offender_is_named(kernel: str) -> None:
         tree.update(index, value)
 
 
-def test_shapes_and_kinds_that_do_not_fit(kernel: str, memory: Callable[[Any], Any]) -> None:
+def test_wrong_shapes_and_dtypes_are_refused(kernel: str, memory: Callable[[Any], Any]) -> None:
     tree = SumSegmentTree(10)
     before = memory(tree)
     three = torch.arange(3)
@@ -260,7 +260,7 @@ def test_weights_below_the_smallest_normal_number_are_zero(kernel: str, dtype: t
     assert math.copysign(1, tree.total) == 1
 
 
-def test_the_largest_weights(kernel: str) -> None:
+def test_largest_weights_keep_a_finite_total(kernel: str) -> None:
     largest = torch.finfo(torch.float32).max
     tree = SumSegmentTree(1000)
     tree.fill(largest)
@@ -274,7 +274,7 @@ def test_the_largest_weights(kernel: str) -> None:
         wide[3] = math.nextafter(ceiling, math.inf)
 
 
-def test_a_weight_is_cast_before_it_is_looked_at(kernel: str) -> None:
+def test_weight_is_cast_before_it_is_checked(kernel: str) -> None:
     """Just above the largest float32, and rounded to it."""
     largest = torch.finfo(torch.float32).max
     tree = SumSegmentTree(2)

@@ -18,7 +18,7 @@ changes = st.lists(
 
 
 @given(st.sampled_from([2, 4, 16, 64]), st.lists(changes, max_size=12))
-def test_nothing_that_was_changed_is_left_out(
+def test_change_log_omits_no_change(
     length: int, commits: list[list[tuple[int, list[int] | None]]]
 ) -> None:
     numbers = np.zeros(length, np.int64)
@@ -26,7 +26,7 @@ def test_nothing_that_was_changed_is_left_out(
     counts, said = [0], []
     for commit in commits:
         noted = [(t, None if at is None else np.array(at, np.int64)) for t, at in commit]
-        counts.append(writing.note(counts[-1], noted))
+        counts.append(writing.append(counts[-1], noted))
         said.append(commit)
         for since, count in enumerate(counts):
             wanted: dict[int, set[int] | None] = {}
@@ -49,12 +49,12 @@ def test_nothing_that_was_changed_is_left_out(
 
 
 @given(st.integers(0, 40), st.lists(st.integers(0, 99), max_size=8))
-def test_what_is_told_is_exact_while_it_is_little(before: int, at: list[int]) -> None:
+def test_change_log_is_exact_for_few_changes(before: int, at: list[int]) -> None:
     log = ChangeLog(np.zeros(16, np.int64))
     count = 0
     for number in range(before):
-        count = log.note(count, [(1, np.array([number]))])
-    now = log.note(count, [(9, np.array(at, np.int64))])
+        count = log.append(count, [(1, np.array([number]))])
+    now = log.append(count, [(9, np.array(at, np.int64))])
     found = log.since(count, now)
     assert found is not None
     told = found.get(9, np.zeros(0, np.int64))
@@ -63,16 +63,16 @@ def test_what_is_told_is_exact_while_it_is_little(before: int, at: list[int]) ->
     assert now == count + len(at)
 
 
-def test_who_dies_before_it_counts_harms_nobody() -> None:
+def test_uncounted_note_of_a_dead_process_is_ignored() -> None:
     log = ChangeLog(np.zeros(16, np.int64))
-    count = log.note(0, [(3, np.arange(8))])
-    log.note(count, [(4, np.arange(8))])  # never counted
+    count = log.append(0, [(3, np.arange(8))])
+    log.append(count, [(4, np.arange(8))])  # never counted
     found = log.since(0, count)
     assert found is not None
     assert list(found) == [3]
     assert found[3] is not None
     assert found[3].tolist() == list(range(8))
-    after = log.note(count, [(5, np.array([1]))])
+    after = log.append(count, [(5, np.array([1]))])
     again = log.since(count, after)
     assert again is not None
     assert list(again) == [5]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replaykit import native
-from replaykit.recovery import Home, States
+from replaykit.recovery import RecoveryFolder, States
 
 Array = np.ndarray[Any, Any]
 needs_core = pytest.mark.skipif(not native.HAS_CORE, reason=f"no core: {native.WHY_NOT}")
@@ -35,14 +35,14 @@ class Opened:
         with pytest.MonkeyPatch.context() as patch:
             if not self.compiled:
                 patch.setattr(native, "core", lambda: None)
-            self.home = Home(self.folder, **self.how)
+            self.home = RecoveryFolder(self.folder, **self.how)
             self.home.open(self.rows, fresh=fresh)
 
     def write(self, first: int, until: int, value: int) -> tuple[int, int]:
         with pytest.MonkeyPatch.context() as patch:
             if not self.compiled:
                 patch.setattr(native, "core", lambda: None)
-            noted = self.home.note_rows(first, until)
+            noted = self.home.journal_file_rows(first, until)
         for cells in self.rows.values():
             cells[first:until] = value
         return noted
@@ -88,7 +88,7 @@ change = st.one_of(
 @needs_core
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(changes=st.lists(change, max_size=25))
-def test_the_core_leaves_the_same_bytes(
+def test_core_commits_write_the_same_bytes_as_python(
     changes: list[tuple[Any, ...]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     homes = list(both(tmp_path_factory.mktemp("homes"), shared=True))
@@ -115,9 +115,9 @@ def test_the_core_leaves_the_same_bytes(
                 answers.append(opened.commit(np.arange(arguments[0]), [number]))
             else:
                 opened.home.roll_back()
-                answers.append(opened.home.noted())
+                answers.append(opened.home.journaled())
         assert answers[0] == answers[1]
-        assert homes[0].home.noted() == homes[1].home.noted()
+        assert homes[0].home.journaled() == homes[1].home.journaled()
         for one, other in zip(homes[0].rows.values(), homes[1].rows.values(), strict=True):
             assert np.array_equal(one, other)
     assert homes[0].files() == homes[1].files()
@@ -129,7 +129,7 @@ def test_the_core_leaves_the_same_bytes(
 
 
 @needs_core
-def test_a_journal_that_grows_is_noted_in_as_before(tmp_path: Path) -> None:
+def test_core_and_python_write_the_same_growing_journal(tmp_path: Path) -> None:
     homes = list(both(tmp_path, shared=True))
     for opened in homes:
         for at in range(70):  # 70 * (2 entries of 48 bytes, 40 rows of 29 bytes) is over 64 KiB
@@ -143,7 +143,7 @@ def test_a_journal_that_grows_is_noted_in_as_before(tmp_path: Path) -> None:
 
 
 @needs_core
-def test_a_state_that_another_process_had_grow_is_seen(tmp_path: Path) -> None:
+def test_commit_sees_a_state_grown_by_another_process(tmp_path: Path) -> None:
     one = Opened(tmp_path / "home", compiled=True, shared=True)
     other = Opened.__new__(Opened)
     other.rows, other.folder, other.compiled, other.how = (
@@ -154,7 +154,7 @@ def test_a_state_that_another_process_had_grow_is_seen(tmp_path: Path) -> None:
     )
     other.open()
     assert one.commit(np.arange(5000), []) == 1  # longer than the page that `other` has mapped
-    assert other.home.noted() == (2, 0)
+    assert other.home.journaled() == (2, 0)
     assert other.commit(np.arange(6000), [7]) == 2
     assert other.commit(np.arange(5500), [7]) == 3
     assert one.home.states.latest().tolist() == [*range(5500), 7]
@@ -162,7 +162,7 @@ def test_a_state_that_another_process_had_grow_is_seen(tmp_path: Path) -> None:
 
 
 @needs_core
-def test_what_is_durable_goes_another_way(tmp_path: Path) -> None:
+def test_durable_commits_do_not_use_the_core(tmp_path: Path) -> None:
     opened = Opened(tmp_path / "home", compiled=True, durable=True)
     assert opened.home._commits is None
     opened.write(0, 3, 9)
@@ -170,12 +170,12 @@ def test_what_is_durable_goes_another_way(tmp_path: Path) -> None:
 
 
 @needs_core
-def test_rows_that_there_are_not_are_refused(tmp_path: Path) -> None:
+def test_absent_rows_and_elements_are_refused(tmp_path: Path) -> None:
     opened = Opened(tmp_path / "home", compiled=True, shared=True)
     before = opened.files()
     for first, until in ((-1, 2), (3, 3), (5, 4), (0, ROWS + 1), (ROWS, ROWS + 1)):
         with pytest.raises(IndexError, match="rows of the storage"):
-            opened.home._commits.note(first, until)
+            opened.home._commits.journal(first, until)
     opened.put(np.array([3]), np.array([1.0]))
     before = opened.files()
     cells = np.zeros(4, np.int64)
@@ -204,18 +204,18 @@ def test_rows_that_there_are_not_are_refused(tmp_path: Path) -> None:
 
 
 @needs_core
-def test_a_damaged_journal_is_left_to_who_tells(tmp_path: Path) -> None:
+def test_core_does_not_note_into_a_damaged_journal(tmp_path: Path) -> None:
     opened = Opened(tmp_path / "home", compiled=True, shared=True)
     opened.write(0, 2, 1)
     head = opened.home.journal.memory[:24].view(np.int64)
     for used in (-8, len(opened.home.journal.memory)):
         head[1] = used
-        assert not opened.home._commits.note(0, 1)
+        assert not opened.home._commits.journal(0, 1)
 
 
 @needs_core
 @given(st.lists(st.integers(-1, 20), max_size=6), st.booleans())
-def test_elements_that_rise_are_taken(at: list[int], wide: bool) -> None:
+def test_take_rising_accepts_only_rising_indices(at: list[int], wide: bool) -> None:
     elements = np.arange(20, dtype=np.float64 if wide else np.float32) / 3
     out = np.full(len(at), -1.0)
     rise = all(0 <= one < 20 for one in at) and at == sorted(set(at))
@@ -226,7 +226,7 @@ def test_elements_that_rise_are_taken(at: list[int], wide: bool) -> None:
 
 @needs_core
 @given(st.integers(0, 50), st.lists(st.integers(0, 2**40), max_size=16))
-def test_elements_are_logged_round_the_ring(first: int, at: list[int]) -> None:
+def test_log_elements_wraps_around_the_ring(first: int, at: list[int]) -> None:
     ring, expected = np.full(16, -1), np.full(16, -1)
     native.core().log_elements(ring, first, np.array(at, np.int64), 9 << 48)
     for place, one in enumerate(at, first):

@@ -20,7 +20,7 @@ def new(folder: Path, *, durable: bool = False) -> Journal:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data(), st.integers(1, 9), st.integers(1, 20), st.booleans())
-def test_what_was_noted_comes_back(
+def test_undo_restores_all_saved_rows(
     tmp_path: Path, data: st.DataObject, width: int, rows: int, durable: bool
 ) -> None:
     (tmp_path / "journal").unlink(missing_ok=True)
@@ -106,7 +106,7 @@ def test_a_full_disk_is_said_before_anything_is_noted(
     assert journal.undo(1, {0: rows[:, :8]})
 
 
-def test_what_an_earlier_operation_left_in_the_same_place_is_not_put_back(tmp_path: Path) -> None:
+def test_undo_ignores_stale_entries_of_an_earlier_operation(tmp_path: Path) -> None:
     rows = np.zeros((4, 2000), np.uint8)
     journal = new(tmp_path, durable=True)
     for sequence in (1, 2):
@@ -126,7 +126,7 @@ def test_what_an_earlier_operation_left_in_the_same_place_is_not_put_back(tmp_pa
     assert rows[:, 0].tolist() == [2, 2, 7, 7]
 
 
-def test_a_part_of_an_operation_is_taken_back(tmp_path: Path) -> None:
+def test_undo_can_revert_a_part_of_an_operation(tmp_path: Path) -> None:
     rows = np.arange(4, dtype=np.uint8).reshape(4, 1)
     journal = new(tmp_path)
     journal.save(1, 0, rows, range(2))
@@ -152,7 +152,7 @@ def test_entries_are_read_as_they_were_written(tmp_path: Path, durable: tuple[bo
     assert rows.tolist() == [[0, 1], [2, 3]]
 
 
-def test_growth_that_fails_leaves_no_file_without_blocks(
+def test_failed_growth_leaves_the_file_size_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:

@@ -13,26 +13,26 @@ from replaykit.recovery import ProcessRegistry
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
-def test_the_last_one_leaves_nobody(tmp_path: Path) -> None:
+def test_registry_is_empty_after_the_last_member_leaves(tmp_path: Path) -> None:
     path = tmp_path / "members"
     assert not ProcessRegistry.nobody(path), "there is no such folder to clear"
     members = [ProcessRegistry(path) for _ in range(3)]
     for member in members:
         assert not ProcessRegistry.nobody(path)
-        member.let_go()
-        member.let_go()
+        member.drop()
+        member.drop()
     assert ProcessRegistry.nobody(path)
     assert ProcessRegistry.nobody(path), "asking takes nothing"
 
 
-def test_one_that_is_forgotten_is_none(tmp_path: Path) -> None:
+def test_deleted_member_leaves_the_registry(tmp_path: Path) -> None:
     member = ProcessRegistry(tmp_path / "members")
     del member
     assert ProcessRegistry.nobody(tmp_path / "members")
 
 
 @needs_fork
-def test_the_kernel_forgets_who_is_killed(tmp_path: Path) -> None:
+def test_killed_process_leaves_the_registry(tmp_path: Path) -> None:
     path = tmp_path / "members"
     hear, told = os.pipe()
     child = os.fork()
@@ -40,7 +40,7 @@ def test_the_kernel_forgets_who_is_killed(tmp_path: Path) -> None:
         member = ProcessRegistry(path)
         os.write(told, b"there")
         signal.pause()
-        member.let_go()
+        member.drop()
     os.read(hear, 5)
     assert not ProcessRegistry.nobody(path)
     os.kill(child, signal.SIGKILL)
@@ -49,7 +49,7 @@ def test_the_kernel_forgets_who_is_killed(tmp_path: Path) -> None:
 
 
 @needs_fork
-def test_a_forked_child_stays_when_its_parent_lets_go(tmp_path: Path) -> None:
+def test_forked_child_stays_registered_after_its_parent_leaves(tmp_path: Path) -> None:
     path = tmp_path / "members"
     member = ProcessRegistry(path)
     waiting, leave = os.pipe()
@@ -58,7 +58,7 @@ def test_a_forked_child_stays_when_its_parent_lets_go(tmp_path: Path) -> None:
         os.close(leave)
         os.read(waiting, 1)
         os._exit(0)
-    member.let_go()
+    member.drop()
     assert not ProcessRegistry.nobody(path)
     os.close(leave)
     os.waitpid(child, 0)

@@ -23,7 +23,7 @@ def new(folder: Path) -> SharedLock:
     return SharedLock(folder / "lock", nothing, nothing)
 
 
-def test_entered_and_settled_once_at_the_outermost_level(tmp_path: Path) -> None:
+def test_nested_acquisitions_call_enter_and_settle_once(tmp_path: Path) -> None:
     said: list[str] = []
     lock = SharedLock(tmp_path / "lock", lambda: said.append("in"), lambda: said.append("out"))
     with lock, lock:
@@ -86,12 +86,12 @@ def test_threads_of_one_holder_take_turns_too(tmp_path: Path) -> None:
     assert count == 800
 
 
-@pytest.mark.parametrize("raising", ["enter", "settle"])
-def test_what_its_callers_raise_leaves_it_free(tmp_path: Path, raising: str) -> None:
+@pytest.mark.parametrize("raising", ["enter", "commit"])
+def test_error_of_a_callback_leaves_the_lock_free(tmp_path: Path, raising: str) -> None:
     def refuse() -> None:
         raise OSError("full")
 
-    calls = {"enter": nothing, "settle": nothing, raising: refuse}
+    calls = {"enter": nothing, "commit": nothing, raising: refuse}
     lock, other = SharedLock(tmp_path / "lock", **calls), new(tmp_path)
     for _ in range(2):
         with pytest.raises(OSError, match="full"), lock:
@@ -101,7 +101,7 @@ def test_what_its_callers_raise_leaves_it_free(tmp_path: Path, raising: str) -> 
 
 
 @needs_fork
-def test_who_dies_gives_it_back_and_who_was_forked_meanwhile_has_it_not(tmp_path: Path) -> None:
+def test_lock_of_a_killed_process_is_free_despite_its_forked_child(tmp_path: Path) -> None:
     lock = new(tmp_path)
     hear, told = os.pipe()
     waiting, leave = os.pipe()
@@ -122,12 +122,12 @@ def test_who_dies_gives_it_back_and_who_was_forked_meanwhile_has_it_not(tmp_path
 
 
 @needs_fork
-def test_a_child_that_ends_does_not_give_back_what_its_parent_holds(tmp_path: Path) -> None:
+def test_ending_child_does_not_release_the_lock_of_its_parent(tmp_path: Path) -> None:
     lock, other = new(tmp_path), new(tmp_path)
     with lock:
         child = os.fork()
         if not child:
-            lock.let_go()
+            lock.drop()
             os._exit(0)
         os.waitpid(child, 0)
         assert not other.acquire(blocking=False)

@@ -25,7 +25,7 @@ def test_the_latest_state_is_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", range(24, 32 + 8 * 3))
-def test_of_a_torn_state_the_one_before_counts(tmp_path: Path, damage: int) -> None:
+def test_previous_state_is_used_after_a_torn_state(tmp_path: Path, damage: int) -> None:
     states = States(tmp_path, durable=True)
     states.commit(np.array([1, 2, 3]))
     states.commit(np.array([4, 5, 6]))

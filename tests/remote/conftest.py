@@ -44,7 +44,7 @@ def rb(shared: RayReplayBuffer) -> RayReplayBuffer:
 def _renew(buffer: Any) -> None:
     from replaykit import RandomSampler
 
-    buffer._take_chain(type(buffer.transform)())
+    buffer._set_transforms(type(buffer.transform)())
     buffer.set_storage(LazyTensorStorage(50))
     buffer.set_sampler(RandomSampler())
     buffer.set_rng(torch.Generator().manual_seed(0))

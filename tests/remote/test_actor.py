@@ -41,7 +41,7 @@ def arguments() -> dict[str, Any]:
 
 
 @pytest.mark.pitfall("TH11")
-def test_an_actor_does_what_a_local_buffer_does(ray_cluster: Any, tmp_path: Path):
+def test_actor_matches_local_buffer(ray_cluster: Any, tmp_path: Path):
     """TH11: same calls, same results; varying batch sizes are served."""
     cls = TensorDictReplayBuffer
     call = ray_cluster.get

@@ -30,13 +30,13 @@ pytestmark = RAY_MARKS
 def messages(handle: RayReplayBufferClient, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The counts of every message of gathered writes that the handle sends from now on."""
     sent: list[list[int]] = []
-    write = handle._outbox._write
+    write = handle._write_queue._write
 
     def noted(counts: list[int], rows: Any) -> Any:
         sent.append(counts)
         return write(counts, rows)
 
-    monkeypatch.setattr(handle._outbox, "_write", noted)
+    monkeypatch.setattr(handle._write_queue, "_write", noted)
     return sent
 
 
@@ -69,7 +69,7 @@ def test_results_are_awaited(rb: RayReplayBuffer) -> None:
     rb.flush()  # the error has been told
 
 
-def test_an_error_that_nobody_asked_for_is_raised_later(rb: RayReplayBuffer) -> None:
+def test_unread_error_is_raised_by_a_later_call(rb: RayReplayBuffer) -> None:
     rb.extend(make_rows(0, 2))
     rb.extend_async(make_rows(0, 5).exclude("id"))
     rb.extend_async(make_rows(2, 2))
@@ -107,7 +107,7 @@ def test_small_writes_go_together(rb: RayReplayBuffer, monkeypatch: pytest.Monke
     assert torch.equal(rows["observation"][:, 0], rows["id"] * 10.0)
 
 
-def test_small_writes_wait_for_a_while_only(
+def test_small_writes_are_sent_after_a_short_wait(
     rb: RayReplayBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = rb.client(write_rows=1000, write_seconds=0.05)
@@ -151,7 +151,7 @@ def _prioritize(buffer: Any) -> None:
     buffer.set_sampler(PrioritizedSampler(alpha=1.0, beta=1.0))
 
 
-def test_writes_that_transforms_change_go_one_by_one(rb: RayReplayBuffer) -> None:
+def test_writes_changed_by_transforms_are_sent_singly(rb: RayReplayBuffer) -> None:
     rb.append_transform(lambda td: td.set("id", td["id"] + len(td)), invert=True)
     handle = rb.client(write_rows=8, write_seconds=60)
     handle.add(make_rows(0, 1)[0])
@@ -209,7 +209,7 @@ def test_batches_asked_for_ahead_are_those_that_would_have_come(rb: RayReplayBuf
     assert rb.client(prefetch=4).sample(7).shape == (7,)
 
 
-def test_batches_asked_for_ahead_are_under_way(rb: RayReplayBuffer) -> None:
+def test_prefetched_batches_are_drawn_in_advance(rb: RayReplayBuffer) -> None:
     rb.set_sampler(SamplerWithoutReplacement())
     rb.extend(make_rows(0, 40))
     handle = rb.client(prefetch=4)
@@ -223,7 +223,7 @@ def test_batches_asked_for_ahead_are_under_way(rb: RayReplayBuffer) -> None:
     assert len(drawn) == 20
 
 
-def test_a_request_that_came_too_early_is_made_again(rb: RayReplayBuffer) -> None:
+def test_request_to_an_empty_buffer_is_sent_again(rb: RayReplayBuffer) -> None:
     handle = rb.client(prefetch=2)
     with pytest.raises(RuntimeError, match="empty"):
         handle.sample()
@@ -236,7 +236,7 @@ def test_a_request_that_came_too_early_is_made_again(rb: RayReplayBuffer) -> Non
     assert int(handle.sample()["id"].min()) >= 30
 
 
-def test_close_tells_all_errors_of_all_handles_also_of_those_that_have_gone(make: Any) -> None:
+def test_close_reports_errors_of_all_handles_even_deleted_ones(make: Any) -> None:
     buffer = make(storage=lambda: LazyTensorStorage(50))
     buffer.extend(make_rows(0, 2))
     handle = buffer.client(write_rows=8, write_seconds=60)

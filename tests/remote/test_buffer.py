@@ -134,7 +134,7 @@ def ones(count: int) -> torch.Tensor:
 
 
 @pytest.mark.pitfall("TH11")
-def test_every_call_gives_what_a_local_buffer_gives(make: Any, tmp_path: Path) -> None:
+def test_every_call_matches_local_buffer(make: Any, tmp_path: Path) -> None:
     """TH11: the same seed, the same calls, the same results."""
     local, remote = ReplayBuffer(**arguments()), make(**arguments())
     for name, call in CALLS:
@@ -196,7 +196,7 @@ def test_errors_have_their_own_type(rb: RayReplayBuffer) -> None:
         rb.client(write_seconds=0)
 
 
-def test_results_belong_to_whoever_asked(rb: RayReplayBuffer) -> None:
+def test_caller_may_change_results_without_changing_rows(rb: RayReplayBuffer) -> None:
     """G2, G3: batches may be changed, and what was given stays as it is."""
     given = make_rows(0, 30)
     rb.extend(given)
@@ -286,7 +286,7 @@ def test_a_data_set_behind_ray(make: Any, tmp_path: Path) -> None:
         remote.extend(local[:3])
 
 
-def test_an_actor_that_can_never_start_says_what_it_asks_for(monkeypatch: pytest.MonkeyPatch):
+def test_actor_that_cannot_start_names_its_resources(monkeypatch: pytest.MonkeyPatch):
     """Without Ray: its actor has not answered after a minute."""
     cluster = {"CPU": 2.0}
     ray = SimpleNamespace(
@@ -296,7 +296,7 @@ def test_an_actor_that_can_never_start_says_what_it_asks_for(monkeypatch: pytest
     monkeypatch.setattr(ray_buffer, "running_ray", lambda: ray)
     monkeypatch.setattr(ray_buffer, "fetch", lambda ref: ref)
     asked = {"num_cpus": 1000, "resources": {"learner": 1}}
-    with pytest.raises(TimeoutError, match=r"asks for .*1000.* has \{'learner': 0, 'CPU': 2.0\}"):
+    with pytest.raises(TimeoutError, match=r"needs .*1000.* has only \{'learner': 0, 'CPU': 2.0\}"):
         ray_buffer._ready(actor, asked)
     # What there is enough of is waited for: others may let go of it, or it is slow to be made.
     cluster.update(CPU=1000.0, learner=1.0)

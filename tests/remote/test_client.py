@@ -100,7 +100,7 @@ def test_batches_that_go_together_are_those_that_would_have_come(
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 4, 8, 13])
-def test_priorities_count_after_as_many_batches_as_are_under_way(prefetch: int) -> None:
+def test_priority_updates_apply_after_prefetched_batches(prefetch: int) -> None:
     """At most ``prefetch`` batches were drawn before; its own change of sampler drops them."""
     actor = Actor(
         storage=LazyTensorStorage(50), batch_size=4, sampler=PrioritizedSampler(alpha=1.0, beta=1.0)
@@ -118,7 +118,7 @@ def test_priorities_count_after_as_many_batches_as_are_under_way(prefetch: int) 
     assert len(ahead.sample()["index"].unique()) > 1
 
 
-def test_an_error_among_batches_that_go_together_is_told_once() -> None:
+def test_error_in_a_group_of_batches_is_raised_once() -> None:
     """Where it was asked for before, it is passed over; where it is lasting, every call raises."""
     actor = Actor(storage=LazyTensorStorage(50), batch_size=4)
     handle = client_of(actor, prefetch=4)
@@ -147,7 +147,7 @@ def test_an_error_among_batches_that_go_together_is_told_once() -> None:
         assert raised.value.__cause__ is not None
 
 
-def test_a_sample_asked_for_ahead_that_does_not_come_is_a_timeout_of_the_limiter() -> None:
+def test_delayed_prefetched_sample_raises_limiter_timeout() -> None:
     """As without ``prefetch``; the batch stays under way. Without a limiter a TimeoutError."""
     actor = Actor(storage=LazyTensorStorage(10), batch_size=2, rate_limiter=RateLimiter.min_size(2))
     plain, ahead = client_of(actor, paced=True), client_of(actor, paced=True, prefetch=2)
@@ -155,7 +155,7 @@ def test_a_sample_asked_for_ahead_that_does_not_come_is_a_timeout_of_the_limiter
         plain.sample(timeout=0.01)
     actor.busy = True
     for _ in range(3):
-        with pytest.raises(RateLimiterTimeout, match=r"waited 0\.01 s"):
+        with pytest.raises(RateLimiterTimeout, match=r"within 0\.01 s"):
             ahead.sample(timeout=0.01)
     assert actor.called.count("sample_1") == 3
     with pytest.raises(TimeoutError) as raised:
@@ -175,7 +175,7 @@ def test_a_timeout_is_checked_before_anything_is_asked(prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_what_a_batch_has_to_warn_of_is_told_to_whoever_gets_it(prefetch: int) -> None:
+def test_warnings_of_a_batch_reach_its_receiver(prefetch: int) -> None:
     """Where it was asked for; so do writes, and iteration."""
 
     def checked(rows: TensorDict) -> TensorDict:

@@ -66,7 +66,7 @@ def test_only_the_bad_one_of_several_writes_is_refused() -> None:
     assert host._buffer["id"].tolist() == [0, 3]
 
 
-def test_a_class_with_an_extend_of_its_own_is_asked_for_each_write() -> None:
+def test_subclass_with_custom_add_gets_each_write_alone() -> None:
     class Own(ReplayBuffer):
         def add(self, data: Any, **keywords: Any) -> Any:
             return super().add(data.set("id", data["id"] + 100), **keywords)
@@ -76,7 +76,7 @@ def test_a_class_with_an_extend_of_its_own_is_asked_for_each_write() -> None:
     assert host._buffer["id"].tolist() == [100, 101]
 
 
-def test_rows_go_on_one_by_one_where_a_limiter_has_no_room_for_all() -> None:
+def test_rows_are_written_singly_if_a_limiter_lacks_room() -> None:
     """Together they would wait for a sample that waits for one of them."""
     host = host_of(rate_limiter=RateLimiter.queue(8))
     write(host, [0] * 3)
@@ -89,7 +89,7 @@ def test_rows_go_on_one_by_one_where_a_limiter_has_no_room_for_all() -> None:
     assert host._buffer["id"].tolist() == list(range(9))
 
 
-def test_what_is_known_of_passes_does_not_grow_with_the_handles(
+def test_record_of_passes_does_not_grow_with_handles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The oldest are forgotten: their handles have had their last answers long ago."""
@@ -104,7 +104,7 @@ def test_what_is_known_of_passes_does_not_grow_with_the_handles(
     assert len(unpack(host.step("9", 1))) == 4
 
 
-def test_a_batch_that_fails_takes_no_other_of_its_message_along() -> None:
+def test_failed_batch_loses_no_other_batch_of_its_message() -> None:
     """It is told as if it had been asked for alone, with where it was raised."""
     calls = iter(range(100))
 
@@ -146,7 +146,7 @@ def write_twice(host: Host) -> None:
         host.call("extend", [pack(rows)], {})
 
 
-def test_an_error_that_does_not_travel_takes_no_result_along() -> None:
+def test_unpicklable_error_loses_no_other_result() -> None:
     """Its kind and text arrive; what was stored is said to be."""
 
     class Odd(ReplayBuffer):
@@ -166,6 +166,6 @@ def test_an_error_that_does_not_travel_takes_no_result_along() -> None:
         write_twice(host_of())
 
 
-def test_a_host_says_whether_its_buffer_has_a_limiter() -> None:
+def test_host_reports_rate_limiter_of_its_buffer() -> None:
     assert not host_of().ready()
     assert host_of(rate_limiter=RateLimiter.min_size(3)).ready()

@@ -74,7 +74,7 @@ def test_rows_and_priorities_count_from_the_next_batch_on(monkeypatch: pytest.Mo
     assert batch["priority_weight"].shape == batch["index_generation"].shape == (8,)
 
 
-def test_what_a_loader_cannot_draw_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loader_refuses_unsupported_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
 
     def handle(**arguments: Any) -> Any:
@@ -97,14 +97,14 @@ def test_what_a_loader_cannot_draw_is_refused(monkeypatch: pytest.MonkeyPatch) -
         next(iter(handle().dataloader(4)))
     member = Actor(storage=LazyTensorStorage(40)).buffer
     ensemble = Host(lambda: ReplayBufferEnsemble(member, member), {})
-    with pytest.raises(TypeError, match="rows of its own"):
+    with pytest.raises(TypeError, match="stores rows itself"):
         ensemble.check_loader()
 
 
 @pytest.mark.skipif(
     "fork" not in multiprocessing.get_all_start_methods(), reason="nothing is forked here"
 )
-def test_a_forked_worker_says_that_it_cannot_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_worker_raises_error_on_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
     actor = Actor(storage=LazyTensorStorage(40), batch_size=4)
     actor.buffer.extend(make_rows(0, 40))
@@ -115,7 +115,7 @@ def test_a_forked_worker_says_that_it_cannot_ask(monkeypatch: pytest.MonkeyPatch
         multiprocessing_context="fork",
         collate_fn=BufferDataset.collate,
     )
-    with pytest.raises(ValueError, match="no connection with Ray"):
+    with pytest.raises(ValueError, match="no connection to Ray"):
         next(iter(loader))
 
 

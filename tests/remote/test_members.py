@@ -74,7 +74,7 @@ def test_a_buffer_in_an_actor_is_a_member(far: Any) -> None:
 @pytest.mark.parametrize(
     "sampler", [prioritized, lambda: SliceSampler(num_slices=2, end_key=("next", "done"))]
 )
-def test_its_law_is_that_of_the_same_buffer_here(far: Any, sampler: Any) -> None:
+def test_remote_member_draws_like_a_local_buffer(far: Any, sampler: Any) -> None:
     handle = far(1, sampler=sampler())
     batches = []
     for member in (handle, make_member(1, sampler=sampler())):
@@ -96,7 +96,7 @@ def test_its_law_is_that_of_the_same_buffer_here(far: Any, sampler: Any) -> None
         assert (there == 1).all()
 
 
-def test_what_is_known_of_it_follows_its_parts(far: Any) -> None:
+def test_ensemble_follows_changed_sampler_of_remote_member(far: Any) -> None:
     handle = far(1)
     ensemble = ReplayBufferEnsemble(
         make_member(0), handle, sample_from_all=True, batch_size=8, generator=seeded()
@@ -126,7 +126,7 @@ def test_priorities_go_to_rows_that_are_still_there(far: Any) -> None:
         )
 
 
-def test_what_cannot_be_a_member(far: Any) -> None:
+def test_unsupported_samplers_are_refused_as_members(far: Any) -> None:
     with pytest.raises(ValueError, match=r"member 1: .*SamplerWithoutReplacement"):
         ReplayBufferEnsemble(make_member(0), far(1, sampler=SamplerWithoutReplacement()))
     handle = far(1)

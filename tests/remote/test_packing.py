@@ -82,7 +82,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_value_comes_out_as_it_went_in(name: str) -> None:
+def test_packed_values_survive_a_round_trip(name: str) -> None:
     check(travelled(VALUES[name]), VALUES[name])
     check(travelled(VALUES[name], own=True), VALUES[name])
 
@@ -105,7 +105,7 @@ def test_other_containers_keep_their_kind() -> None:
     assert travelled(ITSELF) is ITSELF
 
 
-def test_one_tensor_twice_is_one_again() -> None:
+def test_tensor_packed_twice_arrives_as_one_tensor() -> None:
     one = torch.arange(3)
     first, second = travelled([one, one])
     assert first is second
@@ -114,7 +114,7 @@ def test_one_tensor_twice_is_one_again() -> None:
     assert left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
 
 
-def test_a_batch_is_sent_as_it_lies_and_not_copied_again() -> None:
+def test_batch_is_sent_without_a_further_copy() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(4000), batch_size=2000)
     rb.extend(make_rows(0, 4000))
     batch = rb.sample()
@@ -143,7 +143,7 @@ def test_two_memories_that_begin_at_one_address_are_one() -> None:
         check(travelled(given), given)
 
 
-def test_tensors_that_look_alike_may_lie_otherwise() -> None:
+def test_tensors_of_equal_shape_keep_their_separate_memory() -> None:
     """Shapes, strides and offsets are the same; whose memory it is, and where, is not."""
     for turn in range(3):
         table = torch.arange(120.0).view(30, 4) + turn
@@ -162,7 +162,7 @@ def test_few_rows_of_much_memory_travel_alone() -> None:
     assert unpack(sent(message)[0])["y"].tolist() == [10, 11, 12]
 
 
-def test_what_came_may_be_changed() -> None:
+def test_received_values_are_writable() -> None:
     """G3, also where Ray says that its memory is not to be written."""
     found = travelled(make_rows(0, 10))
     found["observation"].zero_()
@@ -173,7 +173,7 @@ def test_what_came_may_be_changed() -> None:
     assert parameter.grad is not None
 
 
-def test_memory_of_ones_own_is_not_that_of_the_message() -> None:
+def test_owned_values_do_not_share_memory_with_the_message() -> None:
     received, memory = sent(pack(torch.arange(100_000)))
     kept, mapped = unpack(received, own=True), unpack(received)
     mapped.zero_()
@@ -182,6 +182,6 @@ def test_memory_of_ones_own_is_not_that_of_the_message() -> None:
     assert kept.tolist() == list(range(100_000))
 
 
-def test_what_cannot_be_pickled_is_refused() -> None:
+def test_unpicklable_value_is_refused() -> None:
     with pytest.raises((TypeError, pickle.PicklingError)):
         pack(threading.Lock())

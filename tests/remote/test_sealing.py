@@ -18,7 +18,7 @@ SMALL = sorted(set(VALUES) - {"nothing", "large", "each second"})
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_small_value_comes_out_of_bytes_as_it_went_in(name: str) -> None:
+def test_small_values_survive_a_round_trip_through_bytes(name: str) -> None:
     sealed = seal(pack(VALUES[name]))
     assert type(sealed) is bytes
     check(unpack(sealed), VALUES[name])
@@ -63,7 +63,7 @@ def test_a_batch_may_be_changed_and_the_bytes_stay() -> None:
     ],
     ids=["large", "large together", "many pieces", "text", "nothing", "itself"],
 )
-def test_other_messages_stay_as_they_are(value: Any) -> None:
+def test_other_messages_stay_unchanged(value: Any) -> None:
     """What goes to Ray's store is not copied; what is no memory gains nothing."""
     message = pack(value)
     assert seal(message) is message
@@ -74,7 +74,7 @@ def test_a_message_with_warnings_stays_as_it_is() -> None:
     assert seal(message) is message
 
 
-def test_what_is_sealed_is_code_header_and_blocks() -> None:
+def test_sealed_message_holds_code_header_and_blocks() -> None:
     blocks = [pickle.PickleBuffer(bytes(range(size))) for size in (1, 40, 7)]
     sealed = seal([1, b"header", *blocks])
     assert type(sealed) is bytes

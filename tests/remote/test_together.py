@@ -18,7 +18,7 @@ pytestmark = RAY_MARKS
 
 
 @pytest.mark.parametrize("prefetch", [4, 8])
-def test_they_come_as_without(rb: RayReplayBuffer, prefetch: int) -> None:
+def test_batches_sent_together_match_batches_sent_alone(rb: RayReplayBuffer, prefetch: int) -> None:
     """The same batches, in order; each one's reference is its own, to be waited for with others."""
     rb.extend(make_rows(0, 50))
 
@@ -42,7 +42,7 @@ def wait_for(refs: list[Any]) -> int:
     return len(ray.wait(refs, num_returns=len(refs), timeout=60)[0])
 
 
-def test_who_stops_waiting_for_one_takes_no_other_along(rb: RayReplayBuffer) -> None:
+def test_cancelled_wait_loses_no_other_batch(rb: RayReplayBuffer) -> None:
     """All that is drawn can be had, each row once: an awaited one too that was given up."""
     rb.set_sampler(SamplerWithoutReplacement())
     rb.extend(make_rows(0, 48))
@@ -68,7 +68,7 @@ def test_who_stops_waiting_for_one_takes_no_other_along(rb: RayReplayBuffer) -> 
 
 
 @pytest.mark.long
-def test_an_actor_that_ray_starts_again_goes_on_answering(make: Any, ray_cluster: Any) -> None:
+def test_restarted_actor_continues_to_answer(make: Any, ray_cluster: Any) -> None:
     """What it had drawn is handed out or lost, the handle is of use again, in pairs too."""
     buffer = make(
         storage=lambda: LazyTensorStorage(50),

@@ -87,7 +87,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_plain_model_agrees(seed: int, tmp_path: Path) -> None:
+def test_consuming_buffer_matches_plain_model(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
     uses, capacity = chance.randint(1, 3), chance.choice([5, 9, 30])
     storage = [
@@ -260,7 +260,7 @@ def test_rows_of_another_buffer_over_the_same_storage() -> None:
 
 @pytest.mark.parametrize("form", ["dumps", "state_dict", "pickle"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_saved_buffer_goes_on_alike(form: str, seed: int, tmp_path: Path) -> None:
+def test_saved_buffer_continues_with_equal_draws(form: str, seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
     rb = consuming(2, 12, batch_size=3, seed=seed)
 
@@ -291,7 +291,7 @@ def test_a_saved_buffer_goes_on_alike(form: str, seed: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("capacity", [7, 40])
-def test_another_capacity_keeps_what_was_counted(capacity: int) -> None:
+def test_loading_into_another_capacity_keeps_use_counts(capacity: int) -> None:
     rb = consuming(2, 10)
     rb.extend(numbers(0, 10))
     rb.sample(6)
@@ -315,7 +315,7 @@ def test_another_capacity_keeps_what_was_counted(capacity: int) -> None:
     assert sorted(index) == list(range(len(free)))
 
 
-def test_states_that_cannot_be_are_refused() -> None:
+def test_invalid_states_are_refused() -> None:
     rb = consuming(2, 6)
     rb.extend(numbers(0, 6))
     rb.sample(4)
@@ -355,7 +355,7 @@ def test_uses_are_at_least_one(given: int) -> None:
         ReplayBuffer(consume_after_n_samples=given)
 
 
-def test_samplers_that_the_argument_goes_with() -> None:
+def test_consume_argument_accepts_compatible_samplers() -> None:
     own = ConsumingSampler(3)
     for sampler in (None, RandomSampler(), RandomSampler, own, lambda: ConsumingSampler(3)):
         rb = ReplayBuffer(sampler=sampler, consume_after_n_samples=3)
@@ -385,7 +385,9 @@ def test_samplers_that_the_argument_goes_with() -> None:
         ),
     ],
 )
-def test_what_it_does_not_go_with(options: Any, error: type[Exception], said: str) -> None:
+def test_consuming_sampler_refuses_incompatible_options(
+    options: Any, error: type[Exception], said: str
+) -> None:
     def made(**more: Any) -> Any:
         given = {key: value() if callable(value) else value for key, value in options.items()}
         return ReplayBuffer(**{"storage": LazyTensorStorage(8), **given, **more})
@@ -401,7 +403,7 @@ def test_what_it_does_not_go_with(options: Any, error: type[Exception], said: st
         assert plain.sampler is before
 
 
-def test_storages_that_it_does_not_go_with() -> None:
+def test_consuming_sampler_refuses_incompatible_storages() -> None:
     with pytest.raises(TypeError, match="list or tensor storage"):
         ReplayBuffer(storage=StorageEnsemble(LazyTensorStorage(4)), sampler=ConsumingSampler())
     rb = consuming()
@@ -468,7 +470,7 @@ def test_rows_that_are_not_there_are_not_drawn() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_slots_stay_in_line(seed: int) -> None:
+def test_live_slots_match_model_lists(seed: int) -> None:
     """Writes out of line, and draws that are taken back, against two lists."""
     chance = random.Random(seed)
     slots, live, line, most = LiveSlots(), set(range(20)), [], 1

@@ -64,7 +64,7 @@ def test_laws_of_episodes_of_three_and_nine_rows(
     assert (mass / mass.sum()).tolist() == pytest.approx([short, *[other] * 7])
 
 
-def test_lanes_are_equally_likely_whatever_they_hold(rows: Callable[..., Any]) -> None:
+def test_lanes_are_equally_likely_despite_unequal_content(rows: Callable[..., Any]) -> None:
     data = _lanes(rows, [[9, 1], [2, 2, 2, 2, 2], [5, 5]])
     law = _exact(_anchors(data, "lane", ndim=2), 4200)
     expected = {(s, 0): 1 / 14 for s in range(7)}
@@ -72,7 +72,7 @@ def test_lanes_are_equally_likely_whatever_they_hold(rows: Callable[..., Any]) -
     assert law == pytest.approx(expected)
 
 
-def test_short_episodes_have_no_share(rows: Callable[..., Any]) -> None:
+def test_too_short_episodes_have_no_share(rows: Callable[..., Any]) -> None:
     anchors = _anchors(rows([2, 4, 1, 6]), "transition")
     assert _exact(anchors, 3000) == pytest.approx(
         {**{(s, 0): 0.4 / 2 for s in (2, 3)}, **{(s, 0): 0.6 / 4 for s in range(7, 11)}}
@@ -195,7 +195,7 @@ def test_successive_draws_have_the_law(
     assert follows(torch.tensor(found), torch.tensor(list(law.values())))
 
 
-def test_mass_that_is_nearly_all_drawn_does_not_take_for_ever(rows: Callable[..., Any]) -> None:
+def test_draw_without_replacement_ends_with_one_dominant_window(rows: Callable[..., Any]) -> None:
     """Of 80 windows one has half of the mass; asking for 19 redraws it most of the time."""
     anchors = _anchors(rows([3, 81]), "trajectory")
     for seed in range(20):

@@ -109,7 +109,7 @@ def share(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ),
     law=laws,
 )
-def test_the_tree_is_what_a_scan_finds(
+def test_tree_matches_scan(
     slots: int, lanes: int, with_init: bool, steps: Any, law: CountLaw
 ) -> None:
     storage = LazyTensorStorage(slots * lanes, ndim=1 if lanes == 1 else 2)
@@ -227,7 +227,7 @@ def test_rows_without_history_are_not_drawn(follows: Any) -> None:
     assert torch.equal(data["priority_weight"], 1 / (data["index"] + 1).float())
 
 
-def test_going_there_and_back_restores_the_law(follows: Any) -> None:
+def test_changing_transforms_and_back_restores_the_law(follows: Any) -> None:
     rb = looking(8)
     rb.extend(steps([0, 0, 0, 1, 0, 0, 0, 0], is_init=[False] * 8))
     p = torch.tensor([1.0, 4, 2, 3, 5, 1, 2, 6])
@@ -265,7 +265,7 @@ def test_rows_that_arrive_one_at_a_time() -> None:
     assert data["priority_weight"].tolist() == [1.0] * 10
 
 
-def test_a_genuine_start_can_be_drawn_at_once() -> None:
+def test_first_row_of_an_episode_can_be_drawn_at_once() -> None:
     rb = looking(10, Looking(past=2))
     rb.extend(steps([0]))
     assert rb.sample(3)["index"].tolist() == [0] * 3
@@ -279,7 +279,7 @@ def test_a_late_update_does_not_bring_a_row_back() -> None:
     assert set(rb.sample(200)["index"].tolist()) == {3, 0}
     rb.update_priority(torch.tensor([1, 2]), torch.tensor([100.0, 100.0]))
     assert set(rb.sample(200)["index"].tolist()) == {3, 0}
-    rb._take_chain(Compose())
+    rb._set_transforms(Compose())
     assert set(rb.sample(2000)["index"].tolist()) == {0, 1, 2, 3}
 
 
@@ -297,7 +297,7 @@ def test_updates_between_draws_are_followed(follows: Any) -> None:
         assert follows(rb.sample(5000)["index"], p / p.sum())
 
 
-def test_all_eligible_rows_of_no_weight() -> None:
+def test_zero_weight_of_all_eligible_rows_raises_error() -> None:
     rb = looking(4, Looking(past=1))
     rb.extend(steps([0] * 4, is_init=[False] * 4))
     rb.update_priority(torch.arange(4), torch.tensor([1.0, 0, 0, 0]))
@@ -309,7 +309,7 @@ def test_all_eligible_rows_of_no_weight() -> None:
     assert rb.sample(2)["index"].tolist() == [2, 2]
 
 
-def test_lanes(follows: Any) -> None:
+def test_lanes_draw_eligible_rows_by_priority(follows: Any) -> None:
     rb = looking(12, Looking(past=1), ndim=2)
     lanes = [steps([0, 0, 1, 0, 0, 0], is_init=[False] * 6), steps([0] * 6, is_init=[True] * 6)]
     rb.extend(torch.stack(lanes))

@@ -184,9 +184,7 @@ class _Pass:
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("needs", _NEEDS, ids=str)
-def test_a_pass_between_writes_is_that_of_the_model(
-    needs: Needs, drop_last: bool, shuffle: bool
-) -> None:
+def test_pass_between_writes_matches_model(needs: Needs, drop_last: bool, shuffle: bool) -> None:
     """Rows, their order, ``ran_out`` and ``can_sample`` of 15 programs of 60 writes and draws."""
     for seed in range(15):
         rng = random.Random(seed)
@@ -255,7 +253,7 @@ def _check_true(batch: TensorDict, transform: str, truth: _Truth) -> None:
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("transform", list(_TRANSFORMS))
 @pytest.mark.parametrize("sampler", list(_SAMPLERS))
-def test_batches_between_writes_are_true(
+def test_batches_between_writes_match_written_history(
     sampler: str, transform: str, prefetch: int, tmp_path: Path
 ) -> None:
     """Draws, writes, saves and loads in turn: no batch has a history, or a sum, that is false."""
@@ -288,7 +286,7 @@ def test_batches_between_writes_are_true(
 
 
 @pytest.mark.parametrize("sampler", ["pass", "pass in order", "slices by turns"])
-def test_needs_that_come_in_the_middle_of_a_pass(sampler: str) -> None:
+def test_transform_added_during_a_pass_excludes_rows_it_cannot_serve(sampler: str) -> None:
     """A pass begun without transforms leaves out rows that one which is added cannot serve."""
     for prefetch in ({}, {"prefetch": 3}):
         truth = _Truth()
@@ -302,7 +300,7 @@ def test_needs_that_come_in_the_middle_of_a_pass(sampler: str) -> None:
         rb.shutdown()
 
 
-def test_a_draw_that_was_kept_goes_back_where_rows_have_lost_their_history() -> None:
+def test_repeated_draw_excludes_rows_that_lost_history() -> None:
     """A batch whose making fails comes again, but for rows that cannot be drawn any more."""
     failing = [False]
 
@@ -327,9 +325,7 @@ def test_a_draw_that_was_kept_goes_back_where_rows_have_lost_their_history() -> 
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_pass_ends_where_it_did_although_the_next_one_was_drawn_ahead(
-    shuffle: bool, tmp_path: Path
-) -> None:
+def test_prefetch_of_the_next_pass_keeps_end_of_the_pass(shuffle: bool, tmp_path: Path) -> None:
     """Of four batches drawn ahead, which a save reads again, one has lost rows: what was left of
     the pass comes, and its end, and none of its rows again."""
     truth = _Truth()
@@ -350,7 +346,7 @@ def test_a_pass_ends_where_it_did_although_the_next_one_was_drawn_ahead(
     rb.shutdown()
 
 
-def test_an_ensemble_draws_what_its_members_can_still_give() -> None:
+def test_ensemble_draws_only_drawable_rows_of_members() -> None:
     for prefetch in ({}, {"prefetch": 2}):
         truths = [_Truth(), _Truth()]
         members = [
@@ -371,7 +367,7 @@ def test_an_ensemble_draws_what_its_members_can_still_give() -> None:
         together.shutdown()
 
 
-def test_a_loader_counts_and_draws_what_can_be_drawn() -> None:
+def test_loader_counts_and_draws_exactly_the_drawable_rows() -> None:
     truth = _Truth()
     rb = _buffer(SamplerWithoutReplacement(), StackFrames(["f"], 3))
     rb.extend(truth.write([t % 7 == 6 for t in range(CAPACITY + 3)]))

@@ -142,7 +142,7 @@ def test_a_capacity_below_the_storages_is_refused() -> None:
     ReplayBuffer(storage=LazyTensorStorage(8), sampler=PrioritizedSampler(100, 0.7, 0.9))
 
 
-def test_a_capacity_is_compared_with_what_the_storage_was_made_for(raw: Any) -> None:
+def test_capacity_is_compared_with_requested_storage_size(raw: Any) -> None:
     """With lanes the first write rounds it up to whole time steps."""
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(10, ndim=2), sampler=PrioritizedSampler(10, 0.7, 0.9)
@@ -160,7 +160,7 @@ def test_a_capacity_is_compared_with_what_the_storage_was_made_for(raw: Any) -> 
 
 @pytest.mark.pitfall("PR16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_weights_of_the_book(dtype: torch.dtype, prioritized: Any, law: Any) -> None:
+def test_weights_match_textbook_example(dtype: torch.dtype, prioritized: Any, law: Any) -> None:
     """PR16: priorities 1 to 4 with alpha 0.7 and beta 0.9."""
     buffer = prioritized([1.0, 2.0, 3.0, 4.0], dtype=dtype)
     assert law([1, 2, 3, 4], 0.7).tolist() == pytest.approx([0.135, 0.219, 0.291, 0.356], abs=5e-4)
@@ -201,7 +201,7 @@ def test_beta_zero_weighs_all_the_same(prioritized: Any) -> None:
     assert buffer.sample(20, return_info=True)[1]["priority_weight"].min() < 0.5
 
 
-def test_a_batch_carries_what_is_known_of_it() -> None:
+def test_batch_carries_index_generation_and_weight() -> None:
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(10), sampler=PrioritizedSampler(alpha=0.7, beta=0.9)
     )
@@ -224,7 +224,7 @@ def test_zero_priorities_without_eps_are_never_drawn(prioritized: Any) -> None:
 
 @pytest.mark.pitfall("PR7")
 @pytest.mark.parametrize("alpha", [0.0, 0.7])
-def test_all_zero_says_what_to_change(alpha: float, prioritized: Any) -> None:
+def test_all_zero_priorities_raise_error_with_advice(alpha: float, prioritized: Any) -> None:
     """PR7: and draws nothing from the generator; a positive priority ends it."""
     buffer = prioritized([0.0, 0.0], alpha=alpha, eps=0.0)
     state = buffer.sampler.generator.get_state()
@@ -251,7 +251,7 @@ def test_powers_too_small_to_be_kept_are_zero(prioritized: Any) -> None:
     assert torch.equal(info["priority_weight"], torch.where(index == 1, 1.0, 0.25))
 
 
-def test_nothing_stored_nothing_drawn(prioritized: Any) -> None:
+def test_empty_buffer_cannot_be_sampled(prioritized: Any) -> None:
     buffer = prioritized(capacity=4)
     assert not buffer.can_sample(1)
     with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
@@ -290,7 +290,7 @@ def test_memory_follows_the_capacity_at_powers_of_two() -> None:
     assert capacities == [1 << 14, (1 << 14) - 1]
 
 
-def test_what_is_shown_of_it() -> None:
+def test_repr_shows_parameters() -> None:
     shown = repr(PrioritizedSampler(alpha=0.7, beta=0.9))
     assert shown == "PrioritizedSampler(alpha=0.7, beta=0.9, eps=1e-08, reduction='max')"
 

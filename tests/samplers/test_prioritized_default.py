@@ -21,7 +21,7 @@ from replaykit import (
 @pytest.mark.pitfall("PR9")
 @pytest.mark.pitfall("PR16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_new_records_weigh_what_the_formula_says(dtype: Any, prioritized: Any, raw: Any) -> None:
+def test_weights_of_new_records_follow_the_formula(dtype: Any, prioritized: Any, raw: Any) -> None:
     """PR9, PR16: the default was transformed twice, or kept in the wrong domain."""
     buffer = prioritized([3.0, 7.25], capacity=70, dtype=dtype)
     buffer.extend(torch.arange(67))
@@ -69,9 +69,7 @@ def test_priorities_in_the_data_count_for_the_default(raw: Any) -> None:
 
 
 @pytest.mark.pitfall("PR17")
-def test_within_the_buffer_the_default_follows_overwritten_records(
-    prioritized: Any, raw: Any
-) -> None:
+def test_default_within_buffer_follows_overwritten_records(prioritized: Any, raw: Any) -> None:
     """PR17: it stayed where the largest record was gone."""
     buffer = prioritized([5.0, 1.0, 2.0], max_priority_within_buffer=True)
     assert buffer.sampler.default_priority == 5.0
@@ -98,9 +96,7 @@ def test_within_the_buffer_the_default_follows_overwritten_records(
         max_size=40,
     ),
 )
-def test_within_the_buffer_the_default_is_the_maximum_of_what_is_stored(
-    capacity: int, steps: Any
-) -> None:
+def test_default_within_buffer_is_maximum_of_stored_priorities(capacity: int, steps: Any) -> None:
     """PR17: after every one of up to 1000 operations."""
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(capacity),
@@ -152,7 +148,7 @@ def test_rows_that_a_writer_refuses_have_no_priority(raw: Any) -> None:
 
 @pytest.mark.pitfall("PR12")
 @pytest.mark.parametrize("how", ["constructor", "set_sampler", "set_storage"])
-def test_stored_rows_get_the_default_where_the_sampler_comes_later(how: str, raw: Any) -> None:
+def test_rows_stored_before_the_sampler_get_default_priority(how: str, raw: Any) -> None:
     """PR12: they had no priority, and could not be drawn."""
     storage = LazyTensorStorage(20)
     first = ReplayBuffer(storage=storage)

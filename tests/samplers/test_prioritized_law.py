@@ -60,7 +60,7 @@ def _storage(kind: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize("kind", ["list", "lazy_stack", "tensor", "memmap"])
 @pytest.mark.parametrize("rows", [7, 12, 17])
-def test_partly_filled_full_and_wrapped(
+def test_partly_filled_full_and_wrapped_storages_follow_the_law(
     kind: str, rows: int, tmp_path: Path, prioritized: Any, law: Any, follows: Any, raw: Any
 ) -> None:
     """Records not stored never take part, and those that took their slots do."""
@@ -76,7 +76,7 @@ def test_partly_filled_full_and_wrapped(
         assert follows(draws(buffer, 6_000), law([1, 1, 1], 0.7))
 
 
-def test_lanes(prioritized: Any, law: Any, follows: Any, raw: Any) -> None:
+def test_lanes_draw_records_by_priority(prioritized: Any, law: Any, follows: Any, raw: Any) -> None:
     buffer = prioritized(storage=LazyTensorStorage(20, ndim=2))
     index = buffer.extend(torch.arange(15).view(3, 5))
     buffer.update_priority(index, torch.arange(15.0) + 0.5)
@@ -138,7 +138,7 @@ def test_a_million_records_over_eight_decades(law: Any) -> None:
 @pytest.mark.pitfall("PR14")
 @pytest.mark.parametrize("norm", ["global", "batch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_alpha_there_and_back(
+def test_changing_alpha_and_back_restores_weights(
     norm: str, dtype: Any, prioritized: Any, law: Any, follows: Any, raw: Any
 ) -> None:
     """PR14, E17: an alpha of 0 lost the priorities; now leaf by leaf the same, to the bit."""
@@ -163,7 +163,7 @@ def test_alpha_there_and_back(
     assert torch.equal(info["priority_weight"], expected[1]["priority_weight"])
 
 
-def test_draws_from_numbers_made_elsewhere_are_the_same() -> None:
+def test_draws_from_given_random_numbers_equal_own_draws() -> None:
     """What a generator of another device goes through."""
     table = PriorityTable(
         PriorityLaw(0.7, 1e-8, torch.float32), torch.device("cpu"), smallest=False, largest=False

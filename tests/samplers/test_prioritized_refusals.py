@@ -52,7 +52,7 @@ def test_a_maximum_is_rounded_as_priorities_are() -> None:
     assert saved["_priorities"][index].item() == saved["_max_priority"] == torch.tensor(1.1).item()
 
 
-def test_priorities_with_the_sign_still_to_be_taken_are_numbers_like_others() -> None:
+def test_lazily_negated_priorities_are_accepted() -> None:
     rb = _buffer()
     rb.extend(_rows(4))
     lazily = torch.tensor([1 - 2j, 1 - 3j]).conj().imag
@@ -82,7 +82,7 @@ def test_options_that_a_given_sampler_would_not_see_are_refused(option: dict[str
     assert _buffer(sampler=sampler).sampler is sampler
 
 
-def test_an_attribute_that_cannot_be_set_has_no_schedule() -> None:
+def test_read_only_attribute_cannot_be_scheduled() -> None:
     with pytest.raises(ValueError, match="PrioritizedSampler that can be set, got 'eps'"):
         LinearScheduler(_buffer(), "eps", 1.0, 2)
 

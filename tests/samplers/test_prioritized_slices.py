@@ -144,7 +144,7 @@ def test_a_full_ring(extra: int, follows: Any) -> None:
     assert follows(starts(rb, 4000), law_of(allowed))
 
 
-def test_lanes(follows: Any) -> None:
+def test_lanes_draw_starts_by_priority(follows: Any) -> None:
     rb = slices(24, storage=LazyTensorStorage(24, ndim=2))
     rb.extend(torch.stack([steps([0, 0, 1] + [0] * 9, start=0), steps([0] * 12, start=100)]))
     index = torch.cartesian_prod(torch.arange(12), torch.arange(2))
@@ -160,7 +160,7 @@ def test_lanes(follows: Any) -> None:
     assert follows(start[:, 0] * 2 + start[:, 1], law_of(p * eligible.reshape(-1)))
 
 
-def test_ends_that_are_given(follows: Any) -> None:
+def test_given_ends_bound_slices(follows: Any) -> None:
     ends = torch.tensor([0, 0, 0, 1, 0, 0, 0, 0, 0, 1], dtype=torch.bool)
     rb = ReplayBuffer(storage=LazyTensorStorage(20))
     rb.extend(steps([0] * 10))
@@ -175,7 +175,7 @@ def test_ends_that_are_given(follows: Any) -> None:
 
 
 @pytest.mark.pitfall("BD5")
-def test_all_that_makes_windows_sees_the_same_ends() -> None:
+def test_all_window_makers_use_the_same_ends() -> None:
     flags = torch.tensor([0, 0, 1, 0, 0, 0, 0, 0, 0, 0], dtype=torch.bool)
     rows = TensorDict(
         {
@@ -254,7 +254,7 @@ def test_padding_at_the_right(follows: Any) -> None:
     assert (data["next", "done"].sum(1) == 1).all()
 
 
-def test_a_left_span_is_off() -> None:
+def test_left_span_is_ignored_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="start of an episode"):
         rb = slices(10, span=(2, False))
     rb.extend(steps(TWO))
@@ -275,7 +275,7 @@ def test_stratified_draws_count_exactly(options: dict[str, Any]) -> None:
     assert counts.tolist() == [100, 300] + [50] * 8
 
 
-def test_no_start_twice() -> None:
+def test_draw_without_replacement_repeats_no_start() -> None:
     rb = slices(10, draw="without_replacement")
     rb.extend(steps(TWO))
     for _ in range(20):
@@ -290,7 +290,7 @@ def test_no_start_twice() -> None:
 
 
 @pytest.mark.parametrize("capacity", [4, 400])
-def test_successive_draws_are_from_what_is_left(capacity: int, follows: Any) -> None:
+def test_successive_draws_exclude_earlier_draws(capacity: int, follows: Any) -> None:
     rb = slices(capacity, 1, draw="without_replacement")
     rb.extend(steps([0] * capacity))
     p = torch.zeros(capacity)
@@ -316,9 +316,9 @@ class Looking(HistoryTransform):
         return data
 
 
-def test_needs_of_transforms(follows: Any) -> None:
+def test_starts_respect_needs_of_transforms(follows: Any) -> None:
     rb = slices(12, 2)
-    rb._take_chain(Compose(Looking(past=2, open_future=1)))
+    rb._set_transforms(Compose(Looking(past=2, open_future=1)))
     init = torch.zeros(12, 1, dtype=torch.bool)
     rb.extend(steps([0, 0, 0, 0, 0, 1] + [0] * 6, is_init=init))
     p = torch.arange(1.0, 13.0)
@@ -359,7 +359,7 @@ def test_another_length_and_back_restores_the_law(follows: Any) -> None:
     assert torch.equal(rb.sampler.state_dict()["_priorities"], before)
 
 
-def test_emptied() -> None:
+def test_emptied_buffer_forgets_starts_and_priorities() -> None:
     rb = slices(10)
     rb.extend(steps(TWO))
     rb.sample(30)
@@ -415,7 +415,7 @@ def test_every_row_of_a_sample_has_its_own_priority() -> None:
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_padding_has_no_say(flat: bool) -> None:
+def test_padding_does_not_affect_priorities(flat: bool) -> None:
     rb = slices(6, 3, pad="right", flat=flat)
     rb.extend(steps([0, 0, 0, 0, 0, 1]))
     data = rb.sample(300)
@@ -524,7 +524,7 @@ def test_the_global_generator_is_left_alone() -> None:
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def test_no_window_says_what_there_is() -> None:
+def test_missing_window_error_states_longest_episode() -> None:
     rb = slices(10, 7)
     rb.extend(steps(TWO))
     with pytest.raises(NotEnoughData, match=r"of 7 rows.*10 rows are stored.*longest.* 6"):
@@ -532,7 +532,7 @@ def test_no_window_says_what_there_is() -> None:
     assert not rb.can_sample(7)
 
 
-def test_starts_of_no_weight() -> None:
+def test_zero_weight_of_all_starts_raises_error() -> None:
     rb = slices(10)
     rb.extend(steps(TWO))
     rb.update_priority(torch.arange(10), torch.tensor([0.0, 0, 5, 5, 0, 0, 0, 0, 5, 5]))
@@ -565,7 +565,7 @@ def test_starts_of_no_weight() -> None:
         ({"flat": False, "strict_length": False}, ValueError),
     ],
 )
-def test_arguments(options: dict[str, Any], error: type[Exception]) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
     given = {"alpha": 1.0, "beta": 1.0, "slice_len": 3, **options}
     with pytest.raises(error):
         PrioritizedSliceSampler(**given)
@@ -597,7 +597,7 @@ def test_content_without_episodes() -> None:
         )
 
 
-def test_rows_out_of_order() -> None:
+def test_writer_that_reorders_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="order"):
         ReplayBuffer(
             storage=LazyTensorStorage(3),
@@ -628,7 +628,7 @@ def test_prefetched_batches_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
-def test_a_loaded_buffer_goes_on(storage: Any, tmp_path: Any) -> None:
+def test_loaded_buffer_continues(storage: Any, tmp_path: Any) -> None:
     rb = slices(10, storage=storage(10), alpha=0.7, beta=0.4, eps=1e-6)
     rb.extend(steps([*TWO[6:], *TWO], start=0))
     rb.update_priority(torch.arange(10), torch.rand(10) + 0.1)
@@ -655,7 +655,9 @@ def test_a_copy_is_independent() -> None:
 
 
 @pytest.mark.parametrize("capacity", [6, 30])
-def test_another_capacity(capacity: int, tmp_path: Any, follows: Any) -> None:
+def test_loading_into_another_capacity_keeps_priorities(
+    capacity: int, tmp_path: Any, follows: Any
+) -> None:
     rb = slices(10, 2)
     rb.extend(steps([0] * 14))
     raw = torch.arange(1.0, 11.0)
@@ -680,7 +682,7 @@ def test_no_slice_crosses_a_restart(tmp_path: Any) -> None:
     assert set(starts(rb, 400, 2).tolist()) == {0, 1, 2, 4, 5}
 
 
-def test_moved_to_another_storage(follows: Any) -> None:
+def test_set_storage_resets_priorities(follows: Any) -> None:
     rb = slices(10)
     rb.extend(steps(TWO))
     rb.update_priority(torch.arange(10), torch.arange(1.0, 11.0))
@@ -705,7 +707,7 @@ def test_several_buffers_over_one_storage(follows: Any) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize("draw", ["iid", "stratified", "without_replacement"])
-def test_on_cuda(ndim: int, draw: str) -> None:
+def test_slices_follow_the_law_on_cuda(ndim: int, draw: str) -> None:
     storage = LazyTensorStorage(40, ndim=ndim, device="cuda")
     rb = ReplayBuffer(
         storage=storage,

@@ -192,7 +192,7 @@ def test_the_law_after_writes_and_updates(follows: Any) -> None:
         assert follows(torch.tensor([t for _, t in starts]), expected)
 
 
-def test_a_share_that_is_off_is_as_without() -> None:
+def test_inactive_recent_share_changes_no_draw() -> None:
     """Too few rows, or no weight among the newest: the same draws from the same seed."""
     done = {0: [False] * 20}
     p = torch.arange(1.0, 21.0)
@@ -206,7 +206,7 @@ def test_a_share_that_is_off_is_as_without() -> None:
             assert a["priority_weight"].equal(b["priority_weight"])
 
 
-def test_all_of_them() -> None:
+def test_full_recent_share_draws_only_newest_starts() -> None:
     p = torch.arange(1.0, 21.0)
     rb, _ = make({0: [False] * 20}, p, recent=(1.0, 4))
     data = rb.sample(300)
@@ -216,7 +216,7 @@ def test_all_of_them() -> None:
     torch.testing.assert_close(weight, (p.double()[starts] ** 0.7) ** -0.9)
 
 
-def test_without_preference_the_newest_alone_count_less() -> None:
+def test_only_newest_rows_get_lower_weights_without_priorities() -> None:
     rb, _ = make({0: [False] * 22}, torch.rand(22) + 1, alpha=0.0, beta=1.0, recent=(0.5, 4))
     data = rb.sample(600).reshape(-1, LENGTH)[:, 0]
     newest = data["t"] >= 16
@@ -240,9 +240,11 @@ def test_copies_draw_the_same() -> None:
         ({"recent": 0.5}, TypeError, r"recent as \(ratio, steps\)"),
         ({"recent": (1.5, 3)}, ValueError, r"in \[0, 1\], got 1.5"),
         ({"recent": (0.5, 0)}, ValueError, "at least 1, got 0"),
-        ({"recent": (0.5, 3), "draw": "without_replacement"}, ValueError, "recent= goes with"),
+        ({"recent": (0.5, 3), "draw": "without_replacement"}, ValueError, "recent= needs"),
     ],
 )
-def test_refused_at_construction(options: dict[str, Any], error: Any, text: str) -> None:
+def test_invalid_arguments_are_refused_at_construction(
+    options: dict[str, Any], error: Any, text: str
+) -> None:
     with pytest.raises(error, match=text):
         PrioritizedSliceSampler(alpha=1.0, beta=1.0, slice_len=3, **options)

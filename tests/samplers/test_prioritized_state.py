@@ -72,7 +72,7 @@ def test_the_state_has_these_entries(prioritized: Any) -> None:
     assert (state["_schema_version"], state["_max_priority"]) == (1, 8.0)
 
 
-def test_the_state_is_a_copy_both_ways(prioritized: Any, raw: Any) -> None:
+def test_state_dict_shares_no_memory_with_the_sampler(prioritized: Any, raw: Any) -> None:
     buffer = used(prioritized)
     state = buffer.sampler.state_dict()
     before = state["_priorities"].clone()
@@ -87,7 +87,7 @@ def test_the_state_is_a_copy_both_ways(prioritized: Any, raw: Any) -> None:
 
 @pytest.mark.parametrize("how", ["dumps", "state_dict", *COPIES])
 @pytest.mark.parametrize("options", [{}, {"weight_norm": "batch"}, {"dtype": torch.float64}])
-def test_draws_go_on_as_they_would_have(
+def test_restored_sampler_continues_with_equal_draws(
     how: str, options: Any, tmp_path: Path, prioritized: Any, raw: Any
 ) -> None:
     buffer = used(prioritized, **options)
@@ -123,7 +123,9 @@ def test_the_count_of_late_updates_is_saved(prioritized: Any) -> None:
 @pytest.mark.pitfall("PR13")
 @pytest.mark.parametrize("kind", ["fresh", "emptied"])
 @pytest.mark.parametrize("how", ["dumps", "state_dict", *COPIES])
-def test_before_the_first_row(kind: str, how: str, tmp_path: Path, prioritized: Any) -> None:
+def test_state_can_be_saved_before_the_first_row(
+    kind: str, how: str, tmp_path: Path, prioritized: Any
+) -> None:
     """PR13: saving failed before there was a first priority."""
     buffer = prioritized(capacity=5) if kind == "fresh" else used(prioritized, 5)
     if kind == "emptied":

@@ -110,7 +110,7 @@ def test_bad_priorities_are_refused(
     refuses(buffer, ValueError, "priorities", torch.tensor([0, 1, 2, 3, -1]), priority)
 
 
-def test_what_is_too_large_for_the_dtype_is_refused(prioritized: Any, refuses: Any) -> None:
+def test_priority_too_large_for_the_dtype_is_refused(prioritized: Any, refuses: Any) -> None:
     """The check comes after the cast, and after the power."""
     buffer = prioritized([1.0, 2.0])
     refuses(buffer, ValueError, r"finite in torch.float32, got inf", 0, 1e39)
@@ -181,7 +181,7 @@ def test_generations_go_with_the_index(prioritized: Any, refuses: Any) -> None:
 
 
 @pytest.mark.parametrize("index", ["01", torch.tensor([0.0]), torch.tensor([True, False]), None])
-def test_what_is_no_index_is_a_type_error(index: Any, prioritized: Any, refuses: Any) -> None:
+def test_invalid_index_raises_type_error(index: Any, prioritized: Any, refuses: Any) -> None:
     refuses(prioritized([1.0, 2.0]), TypeError, "index", index, 1.0)
 
 
@@ -216,7 +216,7 @@ def test_updates_of_overwritten_records_are_dropped_and_counted(prioritized: Any
 
 
 @pytest.mark.pitfall("PR6")
-def test_updates_of_records_that_are_gone_are_dropped(prioritized: Any, raw: Any) -> None:
+def test_updates_of_removed_records_are_dropped(prioritized: Any, raw: Any) -> None:
     """PR6: a learner that is late by one ``empty`` is told nothing, and changes nothing."""
     buffer = prioritized([1.0, 2.0, 3.0, 4.0])
     _, info = buffer.sample(4, return_info=True)
@@ -241,7 +241,7 @@ def lanes() -> ReplayBuffer:
     return buffer
 
 
-def test_lanes_have_priorities_of_their_own(lanes: ReplayBuffer, raw: Any) -> None:
+def test_lanes_have_separate_priorities(lanes: ReplayBuffer, raw: Any) -> None:
     index = torch.tensor([[0, 1], [2, 0], [-1, 1]])
     lanes.update_priority(index, torch.tensor([2.0, 3.0, 99.0]))
     assert raw(lanes) == [1.0, 2.0, 1.0, 1.0, 3.0, 1.0]
@@ -298,7 +298,7 @@ def test_a_sampler_works_without_a_buffer(raw: Any) -> None:
         sampler.update_priority([0], 1.0, generation=[0])
 
 
-def test_rows_that_nobody_told_of_get_the_default(prioritized: Any, raw: Any) -> None:
+def test_rows_never_announced_to_sampler_get_default_priority(prioritized: Any, raw: Any) -> None:
     """Between those that were told of, and after them."""
     sampler = PrioritizedSampler(alpha=1.0, beta=1.0)
     sampler.update_priority([], [])
@@ -311,7 +311,7 @@ def test_rows_that_nobody_told_of_get_the_default(prioritized: Any, raw: Any) ->
     assert raw(sampler) == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
 
 
-def test_priorities_of_rows_that_are_gone_do_not_come_back(raw: Any) -> None:
+def test_priorities_of_removed_rows_are_not_restored(raw: Any) -> None:
     sampler = PrioritizedSampler(alpha=1.0, beta=1.0)
     sampler.extend(range(4))
     sampler.update_priority(range(4), 5.0)
@@ -321,9 +321,7 @@ def test_priorities_of_rows_that_are_gone_do_not_come_back(raw: Any) -> None:
     assert raw(sampler) == [1.0] * 4
 
 
-def test_priorities_of_rows_that_another_buffer_emptied_are_gone(
-    prioritized: Any, raw: Any
-) -> None:
+def test_rows_emptied_by_another_buffer_lose_their_priorities(prioritized: Any, raw: Any) -> None:
     buffer = prioritized([5.0, 6.0, 7.0, 8.0])
     other = ReplayBuffer(storage=buffer.storage)
     other.empty()

@@ -27,14 +27,14 @@ def test_the_value_of_a_priority_depends_on_nothing_else(alpha: float, dtype: to
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 3.0])
-def test_zero_stays_zero(alpha: float) -> None:
+def test_zero_priority_has_zero_value(alpha: float) -> None:
     law = PriorityLaw(alpha, 0.0, torch.float32)
     assert law.values(torch.tensor([0.0, 1.0])).tolist() == [0.0, 1.0]
     assert law.value_of(0.0) == 0.0
     assert law.may_be_zero
 
 
-def test_whether_a_value_can_be_zero() -> None:
+def test_law_knows_if_a_value_can_be_zero() -> None:
     assert not PriorityLaw(0.7, 1e-8, torch.float32).may_be_zero
     assert not PriorityLaw(0.0, 1e-300, torch.float32).may_be_zero
     assert PriorityLaw(5.0, 1e-8, torch.float32).may_be_zero  # 1e-40 is kept as 0
@@ -42,7 +42,7 @@ def test_whether_a_value_can_be_zero() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_limits(dtype: torch.dtype) -> None:
+def test_check_refuses_priorities_out_of_range(dtype: torch.dtype) -> None:
     law = PriorityLaw(2.0, 0.0, dtype)
     law.check(0.0, 1e18)
     for least, most in ((-1.0, 1.0), (float("nan"), float("nan")), (0.0, float("inf"))):
@@ -52,7 +52,7 @@ def test_limits(dtype: torch.dtype) -> None:
         law.check(0.0, 1e200)
 
 
-def test_weights_of_any_base() -> None:
+def test_importance_weights_accept_any_base() -> None:
     values = torch.tensor([2.0, 4.0, 8.0], dtype=torch.float64)
     for dtype in DTYPES:
         weights = importance_weights(values, 2.0, 1.0, dtype)

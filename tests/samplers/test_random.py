@@ -73,7 +73,7 @@ def test_draws_are_independent_of_one_another() -> None:
     assert chi_square(counts, 20_000) <= chi_square_limit(64)
 
 
-def test_the_law_would_be_missed_if_it_were_another() -> None:
+def test_chi_square_limit_detects_non_uniform_draws() -> None:
     """The limit tells a law that leaves out one row of fifty from the uniform one."""
     counts = torch.bincount(torch.randint(49, (20_000,), generator=_seeded(0)), minlength=50)
     assert chi_square(counts, 20_000) > chi_square_limit(50)
@@ -108,7 +108,7 @@ def test_a_generator_is_the_only_source(storage_kind: Any, make_rows: Any, name:
 
 @pytest.mark.pitfall("PR5")
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_without_one_the_global_generator_of_torch_is(name: str) -> None:
+def test_global_generator_of_torch_is_used_without_a_generator(name: str) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(40), sampler=SAMPLERS[name](), batch_size=7)
     rb.extend(torch.arange(40))
     state = torch.get_rng_state()
@@ -148,7 +148,7 @@ def test_nothing_is_drawn_from_an_empty_storage(storage_kind: Any, name: str) ->
         next(iter(rb))
 
 
-def test_asking_whether_one_could_sample_draws_nothing(make_rows: Any) -> None:
+def test_can_sample_draws_nothing(make_rows: Any) -> None:
     generator = _seeded(0)
     rb = ReplayBuffer(storage=LazyTensorStorage(4), generator=generator, batch_size=2)
     state = generator.get_state()
@@ -185,7 +185,7 @@ class Newest(Sampler):
         return newest.expand(batch_size), {"age": torch.zeros(batch_size)}
 
 
-def test_a_sampler_of_ones_own_brings_sample_only(make_rows: Any) -> None:
+def test_custom_sampler_needs_only_sample(make_rows: Any) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(4), sampler=Newest(), batch_size=3)
     rb.extend(make_rows(0, 6))
     batch, info = rb.sample(return_info=True)
@@ -220,7 +220,7 @@ def test_a_tuple_of_coordinates_is_taken(make_lanes: Any) -> None:
 
 @pytest.mark.pitfall("BD9")
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_index_has_one_shape(storage_kind: Any, make_rows: Any, name: str) -> None:
+def test_index_is_a_flat_int64_tensor(storage_kind: Any, make_rows: Any, name: str) -> None:
     rb = storage_kind.buffer(9, sampler=SAMPLERS[name](), batch_size=4)
     rb.extend(make_rows(0, 9))
     batch, info = rb.sample(return_info=True)
@@ -229,7 +229,7 @@ def test_the_index_has_one_shape(storage_kind: Any, make_rows: Any, name: str) -
     assert set(info) == {"index"}
 
 
-def test_updates_of_priorities_are_said_to_have_no_effect() -> None:
+def test_priority_updates_warn_that_they_have_no_effect() -> None:
     sampler = RandomSampler()
     with pytest.warns(UserWarning, match="RandomSampler has no priorities"):
         sampler.update_priority(torch.tensor([0]), torch.tensor([1.0]))

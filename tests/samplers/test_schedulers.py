@@ -36,7 +36,7 @@ def betas(scheduler: Any, steps: int) -> list[float]:
     return values
 
 
-def test_a_function_of_the_step_times_the_first_value(sampler: Any) -> None:
+def test_lambda_scheduler_multiplies_first_value_by_function_of_step(sampler: Any) -> None:
     seen: list[int] = []
 
     def factor(step: int) -> float:
@@ -66,11 +66,13 @@ def test_a_line_that_ends_exactly(sampler: Any) -> None:
         ({"gamma": 0.5, "min_value": 0.15}, [0.2, 0.15, 0.15, 0.15]),
     ],
 )
-def test_steps(options: Any, expected: list[float], sampler: Any) -> None:
+def test_step_scheduler_follows_its_options(
+    options: Any, expected: list[float], sampler: Any
+) -> None:
     assert betas(StepScheduler(sampler, "beta", **options), 4) == pytest.approx(expected)
 
 
-def test_zero_is_a_bound(sampler: Any) -> None:
+def test_zero_works_as_a_bound(sampler: Any) -> None:
     """E19: it was ignored, and beta went below it."""
     down = StepScheduler(sampler, "beta", gamma=-0.3, mode="additive", min_value=0)
     assert betas(down, 3) == pytest.approx([0.1, 0.0, 0.0], abs=1e-15)
@@ -98,7 +100,7 @@ def test_a_buffer_is_asked_for_its_sampler_at_each_step() -> None:
     assert (old.beta, buffer.sampler.beta) == (0.7, 1.0)
 
 
-def test_annealing_alpha_changes_what_is_drawn() -> None:
+def test_annealing_alpha_changes_sampling_weights() -> None:
     buffer = PrioritizedReplayBuffer(alpha=1.0, beta=0.4, eps=0.0, storage=LazyTensorStorage(2))
     buffer.update_priority(buffer.extend(torch.arange(2)), torch.tensor([1.0, 4.0]))
     LinearScheduler(buffer, "alpha", 0.5, 1).step()
@@ -119,7 +121,7 @@ def test_annealing_beta_touches_no_priority(monkeypatch: pytest.MonkeyPatch) -> 
     assert passes == [10]
 
 
-def test_several_at_once(sampler: Any) -> None:
+def test_scheduler_list_steps_all_schedulers(sampler: Any) -> None:
     both = SchedulerList([LinearScheduler(sampler, "beta", 1.0, 1)])
     both.append(SchedulerList([StepScheduler(sampler, "alpha", gamma=0.5)]))
     both.step()
@@ -162,7 +164,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("before", [0, 1, 3, 8])
-def test_a_schedule_goes_on_where_it_was(kind: str, before: int) -> None:
+def test_loaded_schedule_continues_at_its_step(kind: str, before: int) -> None:
     """Also where the new scheduler begins at a sampler that has been restored already."""
 
     def run(scheduler: Any, sampler: Any, steps: int) -> list[float]:
@@ -202,7 +204,7 @@ def test_states_of_other_schedulers_are_refused(kind: str, sampler: Any) -> None
     assert scheduler.state_dict() == before
 
 
-def test_a_schedule_of_ones_own(sampler: Any) -> None:
+def test_custom_scheduler_computes_values_and_saves_state(sampler: Any) -> None:
     class Sawtooth(ParameterScheduler):
         configuration = ("teeth",)
 

@@ -96,21 +96,21 @@ def test_stop_moves_the_anchor_at_most_to_the_episode_start() -> None:
     assert info["anchor_index"] == [2] * 7
 
 
-def test_include_reset_goes_on_to_the_write_seam() -> None:
+def test_include_reset_extends_windows_to_the_write_seam() -> None:
     unit = Sequence(length=4, burn_in=2, episode_boundary="include_reset")
     index, info = expanded(buffer(unit, TWO), [3, 8, 0])
     assert index == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 9, 9, 0, 0, 0, 1, 2, 3]
     assert info["validity_mask"] == [True] * 10 + [False] * 4 + [True] * 4
 
 
-def test_dilation() -> None:
+def test_dilation_skips_rows() -> None:
     unit = Sequence(length=2, burn_in=1, bootstrap=1, dilation=2)
     index, info = expanded(buffer(unit, TWO), [6])
     assert index == [4, 6, 8, 9]
     assert info["validity_mask"] == [True, True, True, False]
 
 
-def test_a_batch() -> None:
+def test_batch_has_sequence_keys_and_masks() -> None:
     rb = buffer(Sequence(2, bootstrap=1), TWO, batch_size=4)
     data, info = rb.sample(return_info=True)
     assert data.batch_size == (12,)
@@ -178,7 +178,7 @@ class Lane:
     key=st.sampled_from(["default", "other", "none"]),
     sizes=st.tuples(st.integers(1, 5), st.integers(0, 3), st.integers(0, 3), st.integers(1, 3)),
 )
-def test_it_agrees_with_a_scan(
+def test_sequences_match_a_scan(
     writes: Any, slots: int, lanes: int, boundary: str, key: str, sizes: Any
 ) -> None:
     length, burn_in, bootstrap, dilation = sizes
@@ -233,7 +233,7 @@ def _stored(lane: Lane) -> range:
 
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
-def test_storages(storage: Any) -> None:
+def test_sequences_work_with_every_storage(storage: Any) -> None:
     rb = ReplayBuffer(storage=storage(10), sample_unit=Sequence(3))
     rb.extend(rows(TWO))
     data = rb.sample(16)
@@ -243,7 +243,7 @@ def test_storages(storage: Any) -> None:
     assert ((window[:, 1:] - window[:, :-1]) == valid[:, 1:].long()).all()
 
 
-def test_what_a_sampler_tells_is_repeated() -> None:
+def test_sampler_info_is_repeated_for_each_row() -> None:
     class Telling(RandomSampler):
         def sample(self, storage: Any, batch_size: int) -> Any:
             index = torch.tensor([3, 8])
@@ -255,7 +255,7 @@ def test_what_a_sampler_tells_is_repeated() -> None:
     assert info["temperature"] == 0.5
 
 
-def test_generations() -> None:
+def test_sequences_carry_generations() -> None:
     from replaykit import RoundRobinWriter
 
     rb = ReplayBuffer(
@@ -282,7 +282,7 @@ def test_with_transforms_that_read_around() -> None:
     assert torch.equal(data["previous_step"].reshape(-1)[valid], before[valid])
 
 
-def test_prefetch_and_seeds() -> None:
+def test_prefetch_does_not_change_seeded_draws() -> None:
     def draws(prefetch: int | None) -> list[Any]:
         rb = ReplayBuffer(
             storage=LazyTensorStorage(10),
@@ -311,7 +311,7 @@ def test_an_index_of_another_key_follows_writes() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
-def test_copies(copied: Any) -> None:
+def test_copied_buffer_keeps_unit_and_rows(copied: Any) -> None:
     rb = buffer(Sequence(3, done_key=None), TWO)
     rb.sample(2)
     other = copied(rb)
@@ -342,7 +342,7 @@ def test_after_loading_no_window_crosses_the_restart(tmp_path: Any) -> None:
         ({"length": True}, TypeError),
     ],
 )
-def test_arguments(options: dict[str, Any], error: type[Exception]) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=list(options)[-1]):
         Sequence(**options)
 
@@ -463,7 +463,7 @@ def test_an_anchor_that_was_overwritten_keeps_the_new_priority() -> None:
     assert rb.sampler.dropped_updates == (drawn < 3).sum()
 
 
-def test_lanes_have_priorities_of_their_own() -> None:
+def test_lanes_have_separate_priorities() -> None:
     rb = ReplayBuffer(
         storage=LazyTensorStorage(12, ndim=2),
         sampler=PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0),
@@ -480,7 +480,7 @@ def test_lanes_have_priorities_of_their_own() -> None:
     assert now[:, 1].tolist() == [101, 102, 103, 104, 105, 105]
 
 
-def test_missing_entries() -> None:
+def test_priority_update_needs_errors_and_validity_mask() -> None:
     rb = prioritized(Sequence(3))
     data = rb.sample(2)
     with pytest.raises(KeyError, match="td_error"):

@@ -35,7 +35,7 @@ Make = Callable[..., ReplayBuffer]
             "`end_keys` are exclusive",
         ),
         ({"ends": [1], "trajectories": [1]}, RuntimeError, "trajectories and ends are exclusive"),
-        ({"ends": [1], "traj_key": "a"}, RuntimeError, "instead of the keys of columns"),
+        ({"ends": [1], "traj_key": "a"}, RuntimeError, "replaces the keys of columns"),
         ({"ends": [[1]]}, ValueError, r"ends as a 1-D tensor, got shape \[1, 1\]"),
         ({"end_key": 3}, TypeError, "expected a key"),
         ({"end_keys": 3}, TypeError, "end_keys as a key or several"),
@@ -44,7 +44,7 @@ Make = Callable[..., ReplayBuffer]
         ({"init_key": 3}, TypeError, "expected a key"),
     ],
 )
-def test_refused_at_construction(
+def test_invalid_arguments_are_refused_at_construction(
     kind: Any, options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     if set(options) & {"num_slices", "slice_len"} or not options:
@@ -68,9 +68,9 @@ def test_refused_at_construction(
         ({"align": "right"}, ValueError, "they need pad="),
         ({"pad_value": 3}, ValueError, "needs pad="),
         ({"pad": "left", "pad_value": "0"}, TypeError, "pad_value as a number"),
-        ({"pad": "left", "strict_length": False}, ValueError, "short= says what becomes"),
+        ({"pad": "left", "strict_length": False}, ValueError, "short= decides"),
         ({"pad": "left", "span": True}, ValueError, "more than one of them"),
-        ({"pad_output": True}, ValueError, "say strict_length=False"),
+        ({"pad_output": True}, ValueError, "set strict_length=False"),
         (
             {"pad_output": True, "strict_length": False, "span": 1},
             ValueError,
@@ -87,8 +87,8 @@ def test_refused_at_construction(
         ({"recent": (1.5, 3)}, ValueError, r"in \[0, 1\], got 1.5"),
         ({"recent": (-0.1, 3)}, ValueError, r"in \[0, 1\], got -0.1"),
         ({"recent": (0.5, 0)}, ValueError, "at least 1, got 0"),
-        ({"recent": (0.5, 3), "draw": "sequential"}, ValueError, "recent= goes with"),
-        ({"recent": (0.5, 3), "draw": "without_replacement"}, ValueError, "recent= goes with"),
+        ({"recent": (0.5, 3), "draw": "sequential"}, ValueError, "recent= needs"),
+        ({"recent": (0.5, 3), "draw": "without_replacement"}, ValueError, "recent= needs"),
         ({"strict_lanes": True}, ValueError, "strict_lanes needs measure='lane'"),
         ({"stride": 2}, ValueError, "stride needs draw='sequential'"),
         ({"draw": "sequential", "stride": 0}, ValueError, "stride of at least 1"),
@@ -98,7 +98,7 @@ def test_refused_at_construction(
         ({"allow_short": True}, ValueError, "allow_short needs"),
     ],
 )
-def test_modes_refused_at_construction(
+def test_invalid_modes_are_refused_at_construction(
     options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -115,7 +115,7 @@ def test_slices_of_a_number_that_may_be_less_have_no_shape() -> None:
 
 
 @pytest.mark.parametrize("draw", ["iid", "sequential"])
-def test_refused_when_drawing(draw: str, sliced: Make) -> None:
+def test_invalid_options_are_refused_when_drawing(draw: str, sliced: Make) -> None:
     rb = sliced([9], slice_len=4, draw=draw)
     for size in (6, 3):
         assert not rb.can_sample(size)

@@ -92,8 +92,8 @@ def test_attributes_are_those_of_torchrl_before_and_after_data_came(
         assert said(own) == said(peer), given
 
 
-def test_prioritized_slices_say_that_they_never_hang_over_a_start() -> None:
-    with pytest.warns(UserWarning, match="cannot hang"):
+def test_attributes_show_that_prioritized_slices_never_precede_a_start() -> None:
+    with pytest.warns(UserWarning, match="cannot extend"):
         sampler = PrioritizedSliceSampler(alpha=0.6, beta=0.4, slice_len=3, span=True)
     assert said(sampler) == {
         **said(theirs.SliceSampler(slice_len=3)),
@@ -131,7 +131,7 @@ def test_several_trajectory_keys_are_named_together_and_none_as_none() -> None:
     assert (given.traj_key, given.end_key, given.end_keys) == (None, None, None)
 
 
-def test_windows_that_are_padded_say_so() -> None:
+def test_attributes_show_padded_windows() -> None:
     padded = SliceSampler(slice_len=3, pad="right")
     assert (padded.pad_output, padded.strict_length) == (True, False)
     strict = SliceSampler(slice_len=3, pad="right", short="exclude")

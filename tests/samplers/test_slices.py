@@ -24,7 +24,7 @@ Windows = Callable[[TensorDict], list[list[int]]]
 
 
 @pytest.mark.pitfall("BD9")
-def test_what_a_batch_has(sliced: Make, windows_of: Windows) -> None:
+def test_batch_has_expected_keys_shapes_and_dtypes(sliced: Make, windows_of: Windows) -> None:
     rb = sliced([5, 9], slice_len=4)
     batch, info = rb.sample(12, return_info=True)
     assert batch.shape == (12,)
@@ -105,7 +105,7 @@ def test_numbers_that_start_again_do_not_merge(sliced: Make, windows_of: Windows
 
 
 @pytest.mark.pitfall("BD14")
-def test_interleaved_streams_are_refused_with_what_there_is(sliced: Make) -> None:
+def test_interleaved_streams_are_refused_with_counts_of_rows(sliced: Make) -> None:
     ids = torch.arange(4).repeat(6)
     data = TensorDict({"t": torch.arange(24), "collector": {"traj_ids": ids}}, [24])
     rb = sliced(data, slice_len=3)
@@ -121,7 +121,9 @@ def test_interleaved_streams_are_refused_with_what_there_is(sliced: Make) -> Non
     assert (batch["t"].reshape(-1, 3).diff(dim=1) == 4).all()
 
 
-def test_keys_of_ones_own(sliced: Make, rows: Callable[..., Any], windows_of: Windows) -> None:
+def test_custom_trajectory_and_end_keys_bound_slices(
+    sliced: Make, rows: Callable[..., Any], windows_of: Windows
+) -> None:
     data = rows([10])
     data["life"] = torch.arange(10) // 4
     data["next", "lost"] = torch.arange(10) == 5
@@ -230,7 +232,7 @@ def test_slices_that_hang_over(left: Any, right: Any, sliced: Make, windows_of: 
     assert batch["next", "done"].sum() == 10_000
 
 
-def test_short_episodes_where_they_are_welcome(sliced: Make, windows_of: Windows) -> None:
+def test_non_strict_slices_include_short_episodes(sliced: Make, windows_of: Windows) -> None:
     rb = sliced([2, 6], slice_len=4, strict_length=False)
     windows = windows_of(rb.sample(4 * 1000))
     assert {(w[0], len(w)) for w in windows} == {(0, 2), (2, 4), (3, 4), (4, 4)}
@@ -285,7 +287,7 @@ def test_recent_rows_only_where_plain_draws_would_miss_them(sliced: Make) -> Non
         assert not newest[:, 3:].all()
 
 
-def test_all_lanes_or_none(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_strict_lanes_need_a_window_in_every_lane(sliced: Make, rows: Callable[..., Any]) -> None:
     data = torch.stack([rows([8]), rows([2, 2, 2, 2])], 0)
     rb = sliced(data, slice_len=3, ndim=2, measure="lane")
     assert rb.can_sample(9)

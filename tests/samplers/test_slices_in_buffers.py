@@ -93,7 +93,7 @@ def test_lanes_of_a_storage(sliced: Make, rows: Callable[..., Any], windows_of: 
     assert torch.equal(batch["t"] // 100, batch["index"][:, 1])
 
 
-def test_after_all_rows_are_gone(
+def test_emptied_buffer_cannot_be_sampled_until_new_rows_come(
     sliced: Make, rows: Callable[..., Any], windows_of: Windows
 ) -> None:
     rb = sliced([5, 5], slice_len=3)
@@ -149,11 +149,11 @@ def test_rows_around_that_transforms_need(
     assert {w[0] for w in windows_of(rb.sample(3 * len(expected)))} == expected
 
 
-def test_needs_that_no_row_meets(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_unmet_needs_of_transforms_raise_error(sliced: Make, rows: Callable[..., Any]) -> None:
     rb = sliced(rows([6], open_=True), slice_len=3)
     rb.append_transform(_Needing(closed=True))
     assert not rb.can_sample(3)
-    with pytest.raises(NotEnoughData, match=r"longest episode has 6; transforms besides need"):
+    with pytest.raises(NotEnoughData, match=r"longest episode has 6; transforms also need"):
         rb.sample(3)
 
 
@@ -177,7 +177,7 @@ def test_rows_are_read_once(sliced: Make, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("draw", ["iid", "stratified", "without_replacement"])
 @pytest.mark.pitfall("RD14")
-def test_a_generator_is_all_that_counts(draw: str, sliced: Make) -> None:
+def test_draws_depend_only_on_the_generator(draw: str, sliced: Make) -> None:
     for measure in ("window", "trajectory", "lane", "transition"):
         one, other = (sliced([9, 30], slice_len=3, draw=draw, measure=measure) for _ in range(2))
         before = torch.get_rng_state()

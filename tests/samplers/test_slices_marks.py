@@ -25,7 +25,7 @@ Windows = Callable[[TensorDict], list[list[int]]]
 
 
 @pytest.mark.pitfall("BD12")
-def test_every_window_is_done_once(sliced: Make) -> None:
+def test_every_window_ends_with_a_done_flag(sliced: Make) -> None:
     rb = sliced([5, 9, 6], slice_len=4)
     for _ in range(50):
         batch = rb.sample(40)
@@ -34,7 +34,7 @@ def test_every_window_is_done_once(sliced: Make) -> None:
 
 
 @pytest.mark.pitfall("BD7")
-def test_where_an_episode_ended_and_where_a_slice_was_cut(
+def test_flags_distinguish_episode_ends_from_slice_cuts(
     sliced: Make, rows: Callable[..., Any]
 ) -> None:
     data = rows([6, 6])  # the first one terminated, the second one truncated
@@ -52,7 +52,7 @@ def test_where_an_episode_ended_and_where_a_slice_was_cut(
     assert torch.equal(truncated, last & (t != 5))
 
 
-def test_marks_elsewhere_or_not_at_all(sliced: Make) -> None:
+def test_truncated_key_moves_or_disables_marks(sliced: Make) -> None:
     batch = sliced([5, 5], slice_len=3, truncated_key=("cut", "truncated")).sample(6)
     assert batch["cut", "done"].sum() == 2
     assert torch.equal(batch["cut", "truncated"] | batch["cut", "terminated"], batch["cut", "done"])
@@ -112,7 +112,7 @@ def test_first_rows_are_marked_under_the_key_that_was_given(
         assert torch.equal(rb[:][name], stored)
 
 
-def test_what_a_batch_says_does_not_change_what_is_stored(sliced: Make) -> None:
+def test_changes_to_a_batch_do_not_reach_stored_rows(sliced: Make) -> None:
     rb = sliced([5, 5], slice_len=3)
     before = rb[:].clone()
     batch = rb.sample(30)
@@ -128,7 +128,7 @@ def test_what_a_batch_says_does_not_change_what_is_stored(sliced: Make) -> None:
 @pytest.mark.parametrize(
     "options", [{"strict_length": False, "pad_output": True}, {"pad": "none"}, {"pad": "right"}]
 )
-def test_the_mask_is_always_there(options: dict[str, Any], sliced: Make) -> None:
+def test_batch_always_carries_a_mask(options: dict[str, Any], sliced: Make) -> None:
     batch = sliced([1000], slice_len=2, **options).sample(4)
     assert batch["collector", "mask"].all()
     assert (batch["collector", "mask"].shape, batch["collector", "mask"].dtype) == (

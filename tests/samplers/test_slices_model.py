@@ -153,7 +153,9 @@ def test_windows_of_any_history(
 
 
 @pytest.mark.pitfall("SL3")
-def test_a_draw_costs_as_many_calls_whatever_is_stored(sliced: Callable[..., Any]) -> None:
+def test_number_of_calls_per_draw_does_not_depend_on_stored_rows(
+    sliced: Callable[..., Any],
+) -> None:
     """No Python frame per slice, row or episode."""
 
     def frames(lengths: list[int], size: int, **options: Any) -> int:

@@ -22,7 +22,7 @@ def _firsts(rb: ReplayBuffer, slices: int, length: int) -> list[int]:
     return batch["t"].reshape(slices, length)[:, 0].tolist()
 
 
-def test_oldest_first_and_on_where_the_last_batch_ended(sliced: Make) -> None:
+def test_batches_continue_from_oldest_to_newest_window(sliced: Make) -> None:
     """Not overlapping, the remainder is skipped, after the newest comes the oldest."""
     rb = sliced([3, 9, 2, 5], slice_len=3, draw="sequential")
     assert _firsts(rb, 2, 3) == [0, 3]
@@ -38,19 +38,19 @@ def test_oldest_first_and_on_where_the_last_batch_ended(sliced: Make) -> None:
 @pytest.mark.parametrize(
     ("stride", "every"), [(1, [0, 3, 4, 5, 6, 7]), (2, [0, 3, 5, 7]), (3, [0, 3, 6]), (9, [0, 3])]
 )
-def test_other_strides(stride: int, every: list[int], sliced: Make) -> None:
+def test_stride_sets_distance_between_windows(stride: int, every: list[int], sliced: Make) -> None:
     rb = sliced([3, 7], slice_len=3, draw="sequential", stride=stride)
     assert _firsts(rb, 2 * len(every), 3) == every * 2
 
 
-def test_the_remainder_padded(sliced: Make) -> None:
+def test_remainder_of_an_episode_is_padded(sliced: Make) -> None:
     rb = sliced([4, 2], slice_len=3, draw="sequential", pad="right", pad_value=-1)
     batch = rb.sample(9)
     assert batch["t"].tolist() == [0, 1, 2, 3, -1, -1, 4, 5, -1]
     assert batch["collector", "mask"].int().tolist() == [1, 1, 1, 1, 0, 0, 1, 1, 0]
 
 
-def test_short_episodes_come_whole(sliced: Make) -> None:
+def test_short_episodes_are_drawn_whole(sliced: Make) -> None:
     rb = sliced([2, 5, 1], slice_len=3, draw="sequential", strict_length=False)
     assert rb.sample(9)["t"].tolist() == [0, 1, 2, 3, 4, 7]
     assert rb.sample(3)["t"].tolist() == [0, 1]
@@ -71,7 +71,7 @@ def test_the_place_is_kept_through_writes(sliced: Make, rows: Callable[..., Any]
     assert _firsts(rb, 2, 2) == [16, 18]
 
 
-def test_rows_that_are_gone_are_skipped_inside_an_episode(
+def test_overwritten_rows_are_skipped_inside_an_episode(
     sliced: Make, rows: Callable[..., Any]
 ) -> None:
     data = rows([40], open_=True)
@@ -90,7 +90,7 @@ def test_lanes_by_the_age_of_their_episodes(sliced: Make, rows: Callable[..., An
     assert _firsts(rb, 4, 2) == every[:4]
 
 
-def test_after_empty_it_begins_anew(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_empty_restarts_sequence(sliced: Make, rows: Callable[..., Any]) -> None:
     rb = sliced([6], 10, slice_len=2, draw="sequential")
     assert _firsts(rb, 2, 2) == [0, 2]
     rb.empty()
@@ -100,7 +100,7 @@ def test_after_empty_it_begins_anew(sliced: Make, rows: Callable[..., Any]) -> N
 
 @pytest.mark.parametrize("way", ["dumps", "state_dict", "pickle", "smaller"])
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_saved_buffer_goes_on(
+def test_saved_buffer_continues_the_sequence(
     way: str, prefetch: int, tmp_path: Any, sliced: Make, rows: Callable[..., Any]
 ) -> None:
     def make(capacity: int) -> ReplayBuffer:
@@ -144,7 +144,7 @@ def test_a_place_that_was_loaded_and_overwritten(sliced: Make, rows: Callable[..
 @pytest.mark.parametrize(
     "change", [{"element": "3"}, {"include": 1}, {"pass_index": None}, {"element": -2}]
 )
-def test_a_state_that_is_none(change: dict[str, Any], sliced: Make) -> None:
+def test_invalid_state_is_refused(change: dict[str, Any], sliced: Make) -> None:
     rb = sliced([6], slice_len=2, draw="sequential")
     rb.sample(2)
     state = {**rb.sampler.state_dict(), **change}
@@ -155,7 +155,7 @@ def test_a_state_that_is_none(change: dict[str, Any], sliced: Make) -> None:
     assert _firsts(rb, 1, 2) == [2]
 
 
-def test_draws_that_are_given_back_come_again(sliced: Make) -> None:
+def test_returned_draws_are_drawn_again(sliced: Make) -> None:
     rb = sliced([3, 9, 2, 5], slice_len=3, draw="sequential")
     sampler, storage = rb.sampler, rb.storage
     first = sampler.sample(storage, 6)[0]
@@ -186,7 +186,7 @@ def test_draws_that_are_given_back_come_again(sliced: Make) -> None:
         st.one_of(st.integers(1, 6), st.lists(st.booleans(), min_size=3, max_size=3)), max_size=40
     ),
 )
-def test_a_pass_has_every_window_of_the_grid_once(
+def test_pass_contains_every_window_of_the_grid_once(
     slots: int, lanes: int, length: int, stride: int, history: list[Any]
 ) -> None:
     """Against a model: all windows by (age of the episode, lane, time); the next is the least one
@@ -230,9 +230,7 @@ def test_a_pass_has_every_window_of_the_grid_once(
 
 
 @pytest.mark.parametrize("length", [2, 3])
-def test_whether_there_is_a_window_is_known_before_it_is_drawn(
-    length: int, rows: Callable[..., Any]
-) -> None:
+def test_can_sample_predicts_if_a_window_exists(length: int, rows: Callable[..., Any]) -> None:
     """Windows begin every ``length`` rows of their episode; those of one that lost its head and
     needs a row before may all lie between."""
     without = 0

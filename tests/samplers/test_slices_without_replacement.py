@@ -96,7 +96,7 @@ def test_a_write_begins_a_pass(rows: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("way", ["dumps", "state_dict", "pickle", "larger"])
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_a_saved_pass_goes_on(
+def test_saved_pass_continues_after_load(
     way: str, prefetch: int, tmp_path: Any, rows: Callable[..., Any]
 ) -> None:
     """No episode is lost or comes twice."""
@@ -128,7 +128,7 @@ def test_a_smaller_buffer_begins_a_pass(rows: Callable[..., Any]) -> None:
     assert [_episodes(batch, 2) for batch in other] == [[2, 3]]
 
 
-def test_draws_that_are_given_back_come_again(rows: Callable[..., Any]) -> None:
+def test_returned_draws_are_drawn_again(rows: Callable[..., Any]) -> None:
     rb = _buffer(rows([3, 1, 4, 2, 5, 2]), 4, slice_len=2)
     sampler, storage = rb.sampler, rb.storage
     drawn = [sampler.sample(storage, 4)[0] for _ in range(3)]
@@ -141,7 +141,7 @@ def test_draws_that_are_given_back_come_again(rows: Callable[..., Any]) -> None:
     assert sampler.ran_out
 
 
-def test_lanes(rows: Callable[..., Any]) -> None:
+def test_lanes_are_drawn_in_written_order(rows: Callable[..., Any]) -> None:
     rb = ReplayBuffer(
         storage=LazyTensorStorage(20, ndim=2),
         sampler=SliceSamplerWithoutReplacement(slice_len=2, shuffle=False),
@@ -164,7 +164,7 @@ def test_lanes(rows: Callable[..., Any]) -> None:
         {"_ran_out": None},
     ],
 )
-def test_a_state_that_is_none(change: dict[str, Any], rows: Callable[..., Any]) -> None:
+def test_invalid_state_is_refused(change: dict[str, Any], rows: Callable[..., Any]) -> None:
     rb = _buffer(rows([3] * 4), 4, slice_len=2)
     rb.sample()
     state = {**rb.sampler.state_dict(), **change}
@@ -181,7 +181,7 @@ def test_a_seed_repeats_a_pass(rows: Callable[..., Any]) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_there_is_is_said(rows: Callable[..., Any]) -> None:
+def test_too_short_episodes_error_states_longest_episode(rows: Callable[..., Any]) -> None:
     rb = _buffer(rows([3, 2]), 4, slice_len=4)
     with pytest.raises(RuntimeError, match="5 rows are stored, and the longest episode has 3"):
         rb.sample()

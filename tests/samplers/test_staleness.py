@@ -30,7 +30,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
     TensorStorage,
 )
-from replaykit.samplers.policy_versions import FollowedVersions, VersionGroups
+from replaykit.samplers.policy_versions import VersionColumn, VersionGroups
 from tests.samplers.chi_square import chi_square_p
 
 
@@ -93,7 +93,7 @@ def successive(weights: dict[int, float], count: int) -> dict[tuple[int, ...], f
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_small_batches_are_drawn_from_what_is_left(count: int) -> None:
+def test_small_batches_are_drawn_without_replacement(count: int) -> None:
     versions = [3, 0, 2, 3, 1]
     rb = stale(versions, consumer_version=3)
     weights = {i: 1 / (3 - v + 1) for i, v in enumerate(versions)}
@@ -140,7 +140,7 @@ def test_versions_of_any_kind(shape: list[int], dtype: torch.dtype) -> None:
     assert batch["staleness"].tolist() == (4 - batch["policy_version"].view(-1).float()).tolist()
 
 
-def test_the_bound() -> None:
+def test_max_staleness_excludes_older_rows() -> None:
     rb = stale([0, 5, 6, 7], consumer_version=8, max_staleness=2)
     assert set(rb.sample(500)["index"].tolist()) == {2, 3}
     rb.sampler.max_staleness = 3
@@ -155,7 +155,7 @@ def test_the_bound() -> None:
     assert set(rb.sample(500)["index"].tolist()) == {0, 1, 2, 3}
 
 
-def test_weights_of_nothing() -> None:
+def test_zero_weights_exclude_rows_or_raise_error() -> None:
     rb = stale([0, 1], consumer_version=1, staleness_weight_fn=lambda s: torch.zeros_like(s))
     with pytest.raises(RuntimeError, match="weight of all 2 rows is 0"):
         rb.sample(1)
@@ -176,7 +176,7 @@ def test_weights_of_nothing() -> None:
         lambda s: torch.full_like(s, float("inf")),
     ],
 )
-def test_weights_that_cannot_be(weight: Any) -> None:
+def test_invalid_weights_are_refused(weight: Any) -> None:
     rb = stale([0, 1, 1], consumer_version=1, staleness_weight_fn=weight)
     assert not rb.can_sample(1)
     with pytest.raises(ValueError, match="staleness_weight_fn"):
@@ -223,7 +223,7 @@ def test_large_weights_keep_their_law() -> None:
     assert chi_square_p(torch.bincount(drawn.long()).tolist(), [4000, 2000]) > 0.01
 
 
-def test_arguments_and_columns_that_cannot_be() -> None:
+def test_invalid_arguments_and_columns_are_refused() -> None:
     with pytest.raises(TypeError, match="callable"):
         StalenessAwareSampler(staleness_weight_fn=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="max_staleness as an int"):
@@ -273,7 +273,7 @@ def test_nested_keys_lists_and_lanes() -> None:
 
 
 @pytest.mark.pitfall("RD5")
-def test_with_lanes_a_seeded_run_repeats_and_tells_the_staleness_of_the_cell() -> None:
+def test_seeded_run_with_lanes_repeats_and_reports_staleness() -> None:
     found = []
     for _ in range(2):
         rb = stale(storage=LazyTensorStorage(40, ndim=2), consumer_version=9, seed=4)
@@ -325,7 +325,7 @@ def stored(rb: ReplayBuffer) -> dict[int, int]:
 
 @pytest.mark.parametrize("kind", ["ring", "memmap", "lanes", "by stream", "ranked", "reused"])
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_is_done_the_versions_are_those_that_are_stored(
+def test_known_versions_match_stored_versions_after_any_change(
     kind: str, seed: int, tmp_path: Path
 ) -> None:
     chance = random.Random(f"{kind} {seed}")
@@ -414,7 +414,7 @@ def test_a_patch_of_the_version_is_seen() -> None:
     assert set(rb.sample(100)["index"].tolist()) == {1}
 
 
-class Counting(FollowedVersions):
+class Counting(VersionColumn):
     """Counts the rows that are read."""
 
     read = 0
@@ -469,7 +469,7 @@ def test_many_edits_between_draws_are_a_pass() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_rows_that_somebody_tells_of_do_not_stand_for_others() -> None:
+def test_mark_update_does_not_hide_rows_of_another_process() -> None:
     """Another process writes as many rows as ``mark_update`` is then told of here."""
     rb = stale([0] * 10, 10, consumer_version=10, shared=True)
     rb.sample(10)
@@ -498,7 +498,7 @@ def test_edits_that_are_remembered_take_no_more_than_the_rows() -> None:
     assert known(rb) == stored(rb)
 
 
-def test_data_that_is_wrapped() -> None:
+def test_wrapped_data_and_replaced_storage_are_sampled() -> None:
     rb = stale(storage=TensorStorage(rows([0, 1, 2])), consumer_version=2, max_staleness=0)
     assert rb.sample(1)["index"].tolist() == [2]
     rb.extend(rows([2]))
@@ -518,7 +518,7 @@ def test_data_that_is_wrapped() -> None:
 
 
 @pytest.mark.parametrize("form", ["dumps", "state_dict", "pickle", "deepcopy"])
-def test_a_saved_buffer_goes_on_alike(form: str, tmp_path: Path) -> None:
+def test_saved_buffer_continues_with_equal_draws(form: str, tmp_path: Path) -> None:
     """In the middle of writes and patches, and as a buffer goes on that was never saved."""
 
     def step(rb: ReplayBuffer, seed: int) -> list[Any]:
@@ -565,7 +565,7 @@ def test_a_saved_buffer_goes_on_alike(form: str, tmp_path: Path) -> None:
     assert step(rb, 2) == wanted
 
 
-def test_the_state_is_what_is_told() -> None:
+def test_state_holds_versions_and_parameters() -> None:
     rb = stale([0, 1], consumer_version=4, max_staleness=7)
     state = rb.sampler.state_dict()
     assert (state["consumer_version"], state["max_staleness"]) == (4, 7)
@@ -590,7 +590,7 @@ def test_the_state_is_what_is_told() -> None:
 
 
 @pytest.mark.parametrize("capacity", [4, 30])
-def test_another_capacity(capacity: int) -> None:
+def test_loading_into_another_capacity_keeps_versions(capacity: int) -> None:
     rb = stale([0, 1, 2, 3, 4, 5], 6, consumer_version=5)
     rb.extend(rows([5, 5]))
     again = stale(capacity=capacity)
@@ -606,7 +606,7 @@ def test_another_capacity(capacity: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_groups_hold_what_was_set(seed: int) -> None:
+def test_groups_hold_versions_that_were_set(seed: int) -> None:
     chance, groups, model = random.Random(seed), VersionGroups(), {}
     for turn in range(200):
         at = np.unique([chance.randrange(0, 10 + turn) for _ in range(chance.randint(1, 30))])

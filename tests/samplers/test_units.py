@@ -48,6 +48,6 @@ def test_a_unit_decides_which_records_a_batch_has(make_rows: Any) -> None:
 
 
 @pytest.mark.parametrize("unit", [Transition, "transition", 3, object()])
-def test_what_is_no_unit_is_refused(unit: Any) -> None:
+def test_invalid_sample_unit_is_refused(unit: Any) -> None:
     with pytest.raises(TypeError, match="must be a SampleUnit instance, got"):
         ReplayBuffer(sample_unit=unit)

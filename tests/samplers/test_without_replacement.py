@@ -84,7 +84,7 @@ def test_epochs_differ_and_are_uniform() -> None:
     assert chi_square < 23 + 5 * (2 * 23) ** 0.5
 
 
-def test_ran_out_comes_with_the_batch_that_ends_the_epoch() -> None:
+def test_ran_out_is_set_by_the_batch_that_ends_the_epoch() -> None:
     rb = _buffer(10, 4)
     assert rb.sampler.ran_out is False
     said = []
@@ -98,7 +98,7 @@ def test_ran_out_comes_with_the_batch_that_ends_the_epoch() -> None:
     assert [rb.sample() is not None and rb.sampler.ran_out for _ in range(4)] == [False, True] * 2
 
 
-def test_iterating_after_a_break_goes_on_with_the_epoch() -> None:
+def test_iteration_after_a_break_continues_the_epoch() -> None:
     rb = _buffer(10, 4)
     first = next(iter(rb)).tolist()
     rest = [number for piece in _epoch(rb) for number in piece]
@@ -115,13 +115,13 @@ def test_batches_of_other_sizes_take_pieces_of_the_same_epoch() -> None:
     assert len(rb.sample(100)) == 10
 
 
-def test_drop_last_with_a_size_that_no_longer_fits_begins_anew() -> None:
+def test_drop_last_starts_new_epoch_if_batch_exceeds_remainder() -> None:
     rb = _buffer(10, 4, drop_last=True)
     rb.sample(4)
     assert len(rb.sample(7)) == 7  # of 6 left, none is given short
 
 
-def test_every_cell_of_the_lanes_comes_once(make_lanes: Any) -> None:
+def test_every_cell_of_the_lanes_is_drawn_once(make_lanes: Any) -> None:
     rb = ReplayBuffer(
         storage=LazyTensorStorage(12, ndim=2), sampler=SamplerWithoutReplacement(), batch_size=4
     )
@@ -171,7 +171,7 @@ def test_drop_last_needs_a_batch_size() -> None:
         rb.set_sampler(SamplerWithoutReplacement(drop_last=True))
 
 
-def test_whether_one_could_sample_is_told_without_a_draw() -> None:
+def test_can_sample_answers_without_drawing() -> None:
     rb = _buffer(5, 4, capacity=10, drop_last=True)
     state = rb.sampler.state_dict()
     assert rb.can_sample()
@@ -187,7 +187,7 @@ def test_whether_one_could_sample_is_told_without_a_draw() -> None:
 @pytest.mark.pitfall("RD3")
 @pytest.mark.parametrize("taken", range(6))
 @pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"shuffle": False}], ids=str)
-def test_a_saved_epoch_is_finished_elsewhere(taken: int, options: dict[str, Any]) -> None:
+def test_loaded_buffer_finishes_saved_epoch(taken: int, options: dict[str, Any]) -> None:
     """RD3: stop at every batch; together, both see every row of the epoch exactly once."""
     rb = _buffer(11, 3, **options)
     for _ in range(taken):
@@ -223,11 +223,11 @@ def test_a_state_is_a_copy() -> None:
         ({"_ran_out": 1}, "a length and ran_out"),
         ({"_remaining": [1, 2]}, "'_remaining' as int64"),
         ({"_remaining": torch.tensor([0.0])}, "'_remaining' as int64"),
-        ({"_remaining": torch.tensor([6])}, r"records in \[0, 6\)"),
-        ({"_remaining": torch.tensor([-1])}, r"records in \[0, 6\)"),
+        ({"_remaining": torch.tensor([6])}, r"rows in \[0, 6\)"),
+        ({"_remaining": torch.tensor([-1])}, r"rows in \[0, 6\)"),
     ],
 )
-def test_a_state_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_state_is_refused(changes: dict[str, Any], message: str) -> None:
     rb = _buffer(6, 2)
     rb.sample()
     with pytest.raises(ValueError, match=message):
@@ -249,7 +249,7 @@ def test_a_state_between_epochs_has_nothing_remaining() -> None:
 @pytest.mark.pitfall("CK9")
 @pytest.mark.parametrize("capacity", [5, 30])
 @pytest.mark.parametrize("written", [7, 11, 25])
-def test_an_epoch_goes_on_in_another_capacity(capacity: int, written: int) -> None:
+def test_epoch_continues_in_another_capacity(capacity: int, written: int) -> None:
     """CK9: what is left of the epoch follows its rows, and rows that are gone leave it."""
     rb = _buffer(written, 3, capacity=11)
     seen = {int(value) for _ in range(2) for value in rb.sample()}
@@ -269,7 +269,7 @@ def test_an_epoch_goes_on_in_another_capacity(capacity: int, written: int) -> No
 
 
 @pytest.mark.parametrize("capacity", [4, 30])
-def test_an_epoch_that_rows_came_after_begins_anew_in_another_capacity(capacity: int) -> None:
+def test_epoch_restarts_in_another_capacity_after_later_writes(capacity: int) -> None:
     rb = _buffer(5, 3, capacity=11)
     rb.sample()
     rb.extend(torch.arange(5, 9))
@@ -302,7 +302,7 @@ def test_lanes_move_step_by_step(make_lanes: Any) -> None:
 
 
 @pytest.mark.pitfall("RD2")
-def test_draws_that_are_put_back_come_first_and_again() -> None:
+def test_returned_draws_are_drawn_again_first() -> None:
     """RD2: a draw that nobody got is not lost, and its rows keep their order."""
     rb = _buffer(10, 3)
     sampler, storage = rb.sampler, rb.storage
@@ -338,14 +338,14 @@ def test_cells_of_lanes_can_be_put_back(make_lanes: Any) -> None:
     assert rb.sample(6)["id"].tolist() == [0, 100, 1, 101, 2, 102]
 
 
-def test_it_shows_its_options() -> None:
+def test_repr_shows_options() -> None:
     assert repr(SamplerWithoutReplacement(True, False)) == (
         "SamplerWithoutReplacement(drop_last=True, shuffle=False)"
     )
 
 
 @pytest.mark.pitfall("SL8")
-def test_a_batch_costs_what_it_has_not_what_is_stored() -> None:
+def test_batch_cost_does_not_depend_on_stored_rows() -> None:
     """Cost O(B): a draw takes views of the permutation and copies none of it."""
     rb = _buffer(1000, 10)
     rb.sample()

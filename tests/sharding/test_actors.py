@@ -152,7 +152,7 @@ def _until(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.long
-def test_a_dead_actor_without_a_checkpoint_comes_back_empty(make: Any, ray_cluster: Any) -> None:
+def test_dead_actor_without_a_checkpoint_restarts_empty(make: Any, ray_cluster: Any) -> None:
     losses: list[ShardLoss] = []
     rb = make(
         num_shards=2,

@@ -80,7 +80,7 @@ class ShardlessRay:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_ray_goes_on_running(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_ray_keeps_running(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """Others may have come to use it since it was started for the shards."""
     pytest.importorskip("ray", reason="needs the extra `ray`")
     from replaykit.sharding.shards import RaySupervisor
@@ -113,14 +113,14 @@ def test_shards_have_their_time_to_start(monkeypatch: pytest.MonkeyPatch, recipe
     ray = Full()
     monkeypatch.setitem(sys.modules, "ray", ray)
     for timeout, within in ((0.0, 180), (1.0, 180), (200.0, 200)):
-        text = rf"1 shards have not started within {within} s; each asks for .*'num_cpus': 7"
+        text = rf"1 shards have not started within {within} s; each needs .*'num_cpus': 7"
         with pytest.raises(TimeoutError, match=text):
             RaySupervisor.start(recipe(), {"num_cpus": 7}, None, timeout)
         assert ray.within == within
     assert ray.killed == 3
 
 
-def test_what_fails_when_an_actor_is_made_is_its_answer(recipe: Any) -> None:
+def test_actor_answers_with_the_error_of_its_creation(recipe: Any) -> None:
     """Its own type and text, not those of an actor that has died."""
     from replaykit.sharding.shards import _ShardActor
 
@@ -142,7 +142,9 @@ def test_transforms_change_rows_in_their_shards(sharded: Any) -> None:
     assert torch.equal(rb[torch.tensor([3])]["next", "reward"], 2 * reward[3:4])
 
 
-def test_rows_before_transforms_look_alike_in_all_shards(sharded: Any, tmp_path: Path) -> None:
+def test_rows_before_transforms_have_the_same_layout_in_all_shards(
+    sharded: Any, tmp_path: Path
+) -> None:
     """Of every client, of shards that hold none yet, and after a load: what is agreed on is what
     writers give, not what shards store."""
 
@@ -166,7 +168,7 @@ def test_rows_before_transforms_look_alike_in_all_shards(sharded: Any, tmp_path:
     assert other[:]["x"].dtype is torch.float32
 
 
-def test_rows_without_what_transforms_need_are_not_drawn(sharded: Any, single: Any) -> None:
+def test_rows_without_required_history_are_not_drawn(sharded: Any, single: Any) -> None:
     """n-step sums need the end of the episode, or enough rows after: masses count these only."""
     rows = episodes([7, 3, 12, 5])
     rows["next", "done"][-1] = False  # open: its last rows wait for what follows
@@ -206,7 +208,9 @@ def _rewards(buffer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def test_transforms_that_look_at_other_rows_need_a_key(sharded: Any, factory: Any) -> None:
     """Neighbours in a shard would be rows of which others lie in between."""
-    with pytest.raises(ValueError, match=r"shard_key= with .* transforms that read the rows"):
+    with pytest.raises(
+        ValueError, match=r"shard_key= with .* transforms that read neighbouring rows"
+    ):
         sharded(2, transform_factory=factory)
     sharded(2, transform_factory=factory, shard_key="episode")
 
@@ -237,9 +241,7 @@ def test_observations_stored_once_are_not_compared_in_a_shard_alone(
 
 
 @pytest.mark.parametrize("shards", [2, 4])
-def test_streams_that_come_interleaved_stay_streams(
-    sharded: Any, tmp_path: Path, shards: int
-) -> None:
+def test_interleaved_streams_stay_streams(sharded: Any, tmp_path: Path, shards: int) -> None:
     """Each stream in one shard; streams as likely, then their windows; also after a load into
     another number of shards."""
 

@@ -41,7 +41,7 @@ def kill(rb: Any, shard: int) -> None:
     rb._members.shards[shard].kill()
 
 
-def test_sampling_goes_on_from_the_others(sharded: Any) -> None:
+def test_sampling_continues_from_the_other_shards(sharded: Any) -> None:
     losses: list[ShardLoss] = []
     rb = sharded(3, on_loss=losses.append, batch_size=60)
     rb.extend(numbered(0, 30))
@@ -62,7 +62,7 @@ def test_sampling_goes_on_from_the_others(sharded: Any) -> None:
     assert rb.stats()["shards"] == [11, 1, 11]
 
 
-def test_a_shard_comes_back_with_what_it_has_saved(sharded: Any, tmp_path: Any) -> None:
+def test_restarted_shard_restores_saved_rows(sharded: Any, tmp_path: Any) -> None:
     """Rows and priorities as they were saved; rows after that are lost, and counted."""
     losses: list[ShardLoss] = []
     rb = sharded(
@@ -86,7 +86,7 @@ def test_a_shard_comes_back_with_what_it_has_saved(sharded: Any, tmp_path: Any) 
     torch.testing.assert_close(batch["priority_weight"], 1 / least[batch["x"]])
 
 
-def test_without_on_loss_there_is_a_warning(sharded: Any) -> None:
+def test_shard_loss_without_on_loss_warns(sharded: Any) -> None:
     rb = sharded(2)
     rb.extend(numbered(0, 4))
     kill(rb, 0)
@@ -142,7 +142,7 @@ def test_a_write_finds_its_shard_again(sharded: Any, tmp_path: Any) -> None:
     assert rb.stats()["rows_lost"] == 0
 
 
-def test_a_shard_that_does_not_come_back_is_not_waited_for_for_ever(sharded: Any) -> None:
+def test_calls_to_a_shard_that_does_not_return_time_out(sharded: Any) -> None:
     rb = sharded(2, timeout=0.1, shard_key="x")
     rb.extend(numbered(0, 40))
     hold(rb)
@@ -155,7 +155,7 @@ def test_a_shard_that_does_not_come_back_is_not_waited_for_for_ever(sharded: Any
         rb.sample(10)
 
 
-def test_every_client_learns_of_a_death_and_tells_what_it_knew(sharded: Any) -> None:
+def test_every_client_reports_its_rows_lost_with_a_dead_shard(sharded: Any) -> None:
     """The loss grows until all that wrote have told what was acknowledged to them."""
     rb = sharded(2, on_loss=lambda loss: None)
     other = rb.client(on_loss=lambda loss: None)
@@ -170,9 +170,7 @@ def test_every_client_learns_of_a_death_and_tells_what_it_knew(sharded: Any) -> 
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_what_was_acknowledged_is_told_also_after_the_death_is_known(
-    sharded: Any, back: bool
-) -> None:
+def test_acknowledged_rows_are_reported_after_shard_death(sharded: Any, back: bool) -> None:
     """Of two threads with one handle one notices the death before the other takes its answer."""
     rb = sharded(2, on_loss=lambda loss: None)
     rb.extend(numbered(0, 4))
@@ -195,7 +193,7 @@ def test_what_was_acknowledged_is_told_also_after_the_death_is_known(
     assert rb.losses == [ShardLoss(0, 0, 0, 5, 5, 0)]
 
 
-def test_rows_that_were_emptied_do_not_come_back(sharded: Any, tmp_path: Any) -> None:
+def test_emptied_rows_are_not_restored(sharded: Any, tmp_path: Any) -> None:
     rb = sharded(2, checkpoint_dir=tmp_path, checkpoint_interval=1000, on_loss=lambda loss: None)
     rb.extend(numbered(0, 8))
     for shard in rb._members.shards:
@@ -233,7 +231,7 @@ def test_a_save_that_fails_is_logged_and_tried_again(
     assert rb[:]["x"].tolist() == list(range(6))
 
 
-def test_the_saver_of_an_actor_outlives_what_goes_wrong(
+def test_saver_of_an_actor_survives_errors(
     recipe: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     from replaykit.sharding.shards import _ShardActor
@@ -269,7 +267,7 @@ def test_losses_count_rows_that_would_still_be_stored() -> None:
     assert losses.newest(1).rows == 0
 
 
-def test_rows_that_were_let_go_are_not_lost(sharded: Any, tmp_path: Any) -> None:
+def test_emptied_and_replaced_rows_do_not_count_as_lost(sharded: Any, tmp_path: Any) -> None:
     """After ``empty`` and after a load a shard has few of the rows that it was ever written."""
     losses: list[ShardLoss] = []
     rb = sharded(2, on_loss=losses.append)

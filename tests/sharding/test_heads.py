@@ -96,9 +96,7 @@ def test_shards_outside_of_the_directory_are_not_read(sharded: Any, forge: Any, 
         ("shards", 5),
     ],
 )
-def test_a_state_that_cannot_be_is_refused_before_anything_changes(
-    entry: str, value: Any, sharded: Any
-):
+def test_invalid_state_is_refused_before_any_change(entry: str, value: Any, sharded: Any):
     rb = sharded(2)
     rb.extend(numbered(0, 8))
     other = sharded(2)
@@ -119,7 +117,7 @@ def test_a_state_that_cannot_be_is_refused_before_anything_changes(
         {"before": 0},
     ],
 )
-def test_a_shard_whose_own_checkpoint_says_what_cannot_be_starts_empty_and_says_so(
+def test_shard_with_invalid_checkpoint_starts_empty_and_reports_it(
     said: Any, forge: Any, recipe: Callable[..., ShardRecipe]
 ):
     shard = SavedShard(recipe(), 0)

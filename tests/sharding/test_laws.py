@@ -254,7 +254,7 @@ def test_weights_undo_the_probabilities_that_rows_really_had(sharded: Any) -> No
         ({"backend": "threads"}, "backend"),
     ],
 )
-def test_what_does_not_divide_among_shards_is_refused(
+def test_components_that_cannot_be_sharded_are_refused(
     arguments: dict[str, Any], words: str
 ) -> None:
     from replaykit import ShardedReplayBuffer
@@ -271,7 +271,7 @@ def test_a_storage_that_is_made_already_is_refused() -> None:
         ShardedReplayBuffer(num_shards=2, storage=LazyTensorStorage(8), backend="local")
 
 
-def test_nothing_to_draw_says_what_one_buffer_says(sharded: Any, single: Any) -> None:
+def test_errors_without_drawable_rows_match_one_buffer(sharded: Any, single: Any) -> None:
     rb = sharded(2, sampler=lambda: SliceSampler(slice_len=9), shard_key="episode")
     with pytest.raises(RuntimeError, match=r"Cannot sample from an empty storage\."):
         rb.sample(9)
@@ -289,7 +289,7 @@ def test_nothing_to_draw_says_what_one_buffer_says(sharded: Any, single: Any) ->
     assert isinstance(single(RandomSampler()), ReplayBuffer)
 
 
-def test_a_mass_in_other_terms_is_asked_for_again(sharded: Any) -> None:
+def test_mass_for_an_outdated_exponent_is_requested_again(sharded: Any) -> None:
     """Another thread may learn it between the question and the draw; it is not a mass of 0."""
     rb = sharded(
         2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0), batch_size=64, max_age=1000
@@ -303,7 +303,7 @@ def test_a_mass_in_other_terms_is_asked_for_again(sharded: Any) -> None:
         refresh(terms, max_age)
         asked.append(max_age)
         if len(asked) == 1:
-            members.take(1, members.send(1, "facts", terms._replace(alpha=0.5)))
+            members.receive(1, members.send(1, "facts", terms._replace(alpha=0.5)))
 
     members.refresh = interrupted
     for draw in (rb.sample, lambda: rb.sample() if rb.can_sample() else None):

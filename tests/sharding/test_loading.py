@@ -52,7 +52,7 @@ def test_streams_follow_from_seed_epoch_and_rank(sharded: Any) -> None:
     assert drawn(mine) == first
 
 
-def test_it_goes_on_where_it_was(sharded: Any) -> None:
+def test_loaded_loader_continues_at_its_position(sharded: Any) -> None:
     rb = filled(sharded(2, batch_size=5))
     loader = rb.dataloader(steps=5, seed=3)
     batches = iter(loader)
@@ -89,7 +89,7 @@ def test_rows_and_priorities_count_from_the_next_batch_on(sharded: Any) -> None:
     torch.testing.assert_close(batch["priority_weight"], wanted)
 
 
-def test_what_a_loader_cannot_draw_is_refused(sharded: Any) -> None:
+def test_loader_refuses_unsupported_configurations(sharded: Any) -> None:
     rb = sharded(2, batch_size=4)
     with pytest.raises(RuntimeError, match="empty"):
         next(iter(rb.dataloader()))
@@ -103,7 +103,7 @@ def test_what_a_loader_cannot_draw_is_refused(sharded: Any) -> None:
     ):
         with pytest.raises(ValueError, match=text):
             rb.dataloader(**wrong)
-    with pytest.raises(TypeError, match="number that is known before"):
+    with pytest.raises(TypeError, match="is not known in advance"):
         len(BufferDataset(rb))
     with pytest.raises(RuntimeError, match="batch_size not specified"):
         sharded(2).dataloader()
@@ -134,5 +134,5 @@ def test_workers_ask_the_actors(ray_cluster: Any) -> None:
             multiprocessing_context="fork",
             collate_fn=BufferDataset.collate,
         )
-        with pytest.raises(ValueError, match="no connection with Ray"):
+        with pytest.raises(ValueError, match="no connection to Ray"):
             next(iter(forked))

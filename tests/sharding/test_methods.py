@@ -99,7 +99,7 @@ def test_rows_are_read_by_index_place_mask_and_key(sharded: Any) -> None:
             rb[wrong]
 
 
-def test_info_can_be_left_out_as_in_one_buffer(sharded: Any) -> None:
+def test_include_info_works_as_in_one_buffer(sharded: Any) -> None:
     rb = sharded(2, batch_size=4)
     rb.extend(TensorDict({"x": torch.arange(8)}, [8]))
     assert set(rb.sample(include_info=True).keys()) == {"index", "x"}
@@ -120,7 +120,7 @@ def test_info_can_be_left_out_as_in_one_buffer(sharded: Any) -> None:
         ("on_loss", 3, TypeError),
     ],
 )
-def test_what_cannot_be_is_refused_before_shards_are_made(
+def test_invalid_arguments_are_refused_before_shards_are_made(
     sharded: Any, name: str, value: Any, error: type[Exception]
 ) -> None:
     made = []

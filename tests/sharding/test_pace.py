@@ -55,7 +55,7 @@ def far(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("far")
 @pytest.mark.parametrize("seed", range(4))
-def test_calls_of_all_clients_go_on_as_in_one_big_buffer(
+def test_calls_of_all_clients_are_paced_as_in_one_big_buffer(
     sharded: Any, tmp_path: Path, seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -193,7 +193,7 @@ def test_a_write_that_timed_out_has_not_fixed_how_rows_look(sharded: Any) -> Non
     rb.extend(torch.zeros(2))
 
 
-def test_what_cannot_be_paced_is_refused(sharded: Any) -> None:
+def test_invalid_rate_limiters_and_timeouts_are_refused(sharded: Any) -> None:
     with pytest.raises(TypeError, match="rate_limiter as a RateLimiter, got int"):
         sharded(2, rate_limiter=3)
     with pytest.raises(ValueError, match="capacity of 20"):
@@ -218,7 +218,7 @@ def test_rows_that_are_there_to_begin_with_count(tmp_path: Path, sharded: Any) -
     assert len(plain) == 0
 
 
-def test_what_others_tell_of_rows_that_are_being_loaded_counts_for_nothing(
+def test_reports_of_rows_being_loaded_do_not_count(
     sharded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the moment at which shards have them and that at which the counts are theirs."""
@@ -259,7 +259,7 @@ def test_slices_count_rows_and_batches_ahead_when_they_are_delivered(sharded: An
     assert counts(rb) == (40, 12)
 
 
-def test_what_transforms_hold_back_counts_when_it_is_stored(sharded: Any) -> None:
+def test_held_back_rows_count_once_they_are_stored(sharded: Any) -> None:
     rb = sharded(
         2,
         rate_limiter=RateLimiter.queue(10),
@@ -289,7 +289,7 @@ def test_what_transforms_hold_back_counts_when_it_is_stored(sharded: Any) -> Non
 # -- what is not waited for -----------------------------------------------------------------------
 
 
-def test_nothing_but_writes_waits_for_writes_that_are_held_up(
+def test_only_writes_wait_for_delayed_writes(
     sharded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rb = sharded(
@@ -303,7 +303,7 @@ def test_nothing_but_writes_waits_for_writes_that_are_held_up(
     rb.update_priority(index, torch.ones(4))
     rb.dumps(tmp_path / "saved")
     assert (len(rb), first.done(), second.done()) == (4, False, False)
-    with pytest.raises(RateLimiterTimeout, match="given before wait for samples"):
+    with pytest.raises(RateLimiterTimeout, match="writes of this handle still wait for samples"):
         rb.add(numbers(7, 1)[0], timeout=0.05)
     with pytest.raises(RateLimiterTimeout):
         second.result(0.05)
@@ -315,14 +315,14 @@ def test_nothing_but_writes_waits_for_writes_that_are_held_up(
     assert second.result(20) == 6
     assert rb[:]["number"].tolist() == [0, 1, 2, 3, 4, 5, 6]
     lost = rb.extend_async(numbers(7, 3))
-    monkeypatch.setattr(sharded_buffer, "_SETTLING_S", 0.05)
+    monkeypatch.setattr(sharded_buffer, "_FLUSH_S", 0.05)
     with pytest.raises(RuntimeError, match="still had to wait for samples when the buffer was clo"):
         rb.close()
     with pytest.raises(RuntimeError, match="shut down"):
         lost.result(20)
 
 
-def test_an_event_loop_goes_on_while_many_wait(sharded: Any) -> None:
+def test_event_loop_continues_while_many_calls_wait(sharded: Any) -> None:
     """More than the loop has threads: they would wait for each other."""
     rb = sharded(2, rate_limiter=RateLimiter.queue(8), batch_size=2)
 
@@ -343,7 +343,7 @@ def test_an_event_loop_goes_on_while_many_wait(sharded: Any) -> None:
 
 
 @pytest.mark.usefixtures("far")
-def test_a_sample_that_had_to_wait_is_of_what_let_it_go_on(sharded: Any) -> None:
+def test_delayed_sample_sees_rows_that_ended_its_wait(sharded: Any) -> None:
     one, other = (sharded(2, rate_limiter=RateLimiter.queue(9), batch_size=8) for _ in range(2))
     for rb in (one, other):
         rb.extend(numbers(0, 4))
@@ -367,7 +367,7 @@ def test_a_result_that_is_asked_for_too_early_draws_from_enough_rows(sharded: An
     assert int((early.result()["number"] >= 50).sum()) > 10
 
 
-def test_closing_wakes_all_who_wait(sharded: Any) -> None:
+def test_close_wakes_all_waiting_calls(sharded: Any) -> None:
     rb, said = sharded(2, rate_limiter=RateLimiter.queue(3), batch_size=2), []
 
     def wait(handle: Any) -> None:
@@ -387,7 +387,7 @@ def test_closing_wakes_all_who_wait(sharded: Any) -> None:
 # -- deaths ---------------------------------------------------------------------------------------
 
 
-def test_a_limiter_goes_on_after_rows_were_lost(sharded: Any) -> None:
+def test_rate_limiter_continues_after_lost_rows(sharded: Any) -> None:
     """With the counts of before a write would wait for samples, and these for rows."""
     rb = sharded(2, rate_limiter=RateLimiter(1, 10, 2), batch_size=1, on_loss=lambda loss: None)
     rb.extend(numbers(0, 10))
@@ -402,7 +402,7 @@ def test_a_limiter_goes_on_after_rows_were_lost(sharded: Any) -> None:
     assert counts(rb) == (18, 1)
 
 
-def test_a_write_that_was_lost_half_way_counts_what_is_stored(sharded: Any, tmp_path: Path) -> None:
+def test_partly_lost_write_counts_only_stored_rows(sharded: Any, tmp_path: Path) -> None:
     """Its answer is lost with the shard, whose successor has its rows."""
     rb = sharded(
         2,

@@ -13,7 +13,7 @@ from replaykit.errors import RateLimiterTimeout
 from replaykit.pace import INSERT, SAMPLE
 from replaykit.sharding import shard_pacing
 from replaykit.sharding.protocol import ShardFacts
-from replaykit.sharding.shard_pacing import Paced, ShardsPace, Told
+from replaykit.sharding.shard_pacing import Paced, ShardCounts, ShardsPace
 
 
 def facts(rows: int, version: int = 0, written: int | None = None) -> ShardFacts:
@@ -21,14 +21,14 @@ def facts(rows: int, version: int = 0, written: int | None = None) -> ShardFacts
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_row_counts_once_whoever_tells_of_it_and_when(seed: int) -> None:
+def test_row_counts_once_for_repeated_and_late_reports(seed: int) -> None:
     chance = random.Random(seed)
     pace = ShardsPace(RateLimiter.min_size(1), [facts(0)] * 3)
-    written, told = [0, 0, 0], [Told(0, 0, 0, 0, 0)]
+    written, told = [0, 0, 0], [ShardCounts(0, 0, 0, 0, 0)]
     for version in range(1, 60):
         shard = chance.randrange(3)
         written[shard] += chance.randint(0, 4)
-        told.append(Told(shard, 0, version, written[shard], min(7, written[shard])))
+        told.append(ShardCounts(shard, 0, version, written[shard], min(7, written[shard])))
         pace.ended(INSERT, 0, 0, chance.sample(told, min(len(told), 3)))
     chance.shuffle(told)
     pace.ended(SAMPLE, 0, 5, told)
@@ -38,19 +38,19 @@ def test_a_row_counts_once_whoever_tells_of_it_and_when(seed: int) -> None:
 
 def test_rows_of_a_shard_that_died_count_once() -> None:
     pace = ShardsPace(RateLimiter.min_size(1), [facts(0)] * 2)
-    pace.ended(INSERT, 0, 0, [Told(0, 0, 1, 10, 10), Told(1, 0, 1, 5, 5)])
+    pace.ended(INSERT, 0, 0, [ShardCounts(0, 0, 1, 10, 10), ShardCounts(1, 0, 1, 5, 5)])
     pace.died(0, 0, 12)  # somebody had been told of two more
     assert (pace.size(), pace.stats()["inserts"]) == (5, 17)
-    pace.ended(INSERT, 0, 0, [Told(0, 0, 2, 12, 12)])
+    pace.ended(INSERT, 0, 0, [ShardCounts(0, 0, 2, 12, 12)])
     pace.came_back(0, 1, facts(13, written=13))  # it had saved one that nobody was told of
     assert (pace.size(), pace.stats()["inserts"]) == (18, 18)
-    pace.ended(INSERT, 0, 0, [Told(0, 0, 3, 13, 13), Told(0, 1, 1, 14, 14)])
+    pace.ended(INSERT, 0, 0, [ShardCounts(0, 0, 3, 13, 13), ShardCounts(0, 1, 1, 14, 14)])
     assert (pace.size(), pace.stats()["inserts"]) == (19, 19)
     pace.died(0, 0, 15)  # who was told of two that are lost says so now
     assert (pace.size(), pace.stats()["inserts"]) == (19, 21)
     pace.died(0, 1, 0)
     pace.came_back(0, 2, facts(3, written=3))
-    pace.ended(INSERT, 0, 0, [Told(0, 2, 1, 4, 4)])
+    pace.ended(INSERT, 0, 0, [ShardCounts(0, 2, 1, 4, 4)])
     assert (pace.size(), pace.stats()["inserts"]) == (9, 22)
 
 
@@ -92,7 +92,7 @@ def run(limiter: RateLimiter, test: Any, *, shards: int = 2) -> None:
     asyncio.run(made())
 
 
-def test_what_dead_clients_held_is_given_back() -> None:
+def test_rights_of_dead_clients_are_returned() -> None:
     async def test(desk: Desk) -> None:
         lives = await desk.known("a")
         await desk.known("b")
@@ -115,7 +115,7 @@ def test_what_dead_clients_held_is_given_back() -> None:
     run(RateLimiter.queue(4), test)
 
 
-def test_no_shard_is_waited_for_to_give_back_what_dead_clients_held(
+def test_silent_shards_do_not_delay_return_of_dead_clients_rights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shard_pacing, "_ANSWERED_WITHIN_S", 0.01)
@@ -148,13 +148,13 @@ def test_a_client_that_leaves_holds_nothing_in_the_actor() -> None:
     run(RateLimiter.queue(4), test)
 
 
-def test_who_has_given_up_is_not_let_go_on() -> None:
+def test_abandoned_request_is_not_admitted_later() -> None:
     async def test(desk: Desk) -> None:
         await desk.known("a")
         waits = asyncio.create_task(desk.pace_admit("a", 0, SAMPLE, 1, 20.0, None))
         await asyncio.sleep(0.01)
         await desk.pace_end(("a", 0), SAMPLE, 1, 0, [])
-        await desk.pace_end(None, INSERT, 0, 0, [Told(0, 0, 1, 1, 1)])
+        await desk.pace_end(None, INSERT, 0, 0, [ShardCounts(0, 0, 1, 1, 1)])
         assert await waits == (True, -1)
         assert await desk.pace_do("may", (SAMPLE, 1)) is True
         went_well, error = await desk.pace_admit("a", 1, SAMPLE, 2, 0.01, 7.5)
@@ -169,11 +169,11 @@ def test_who_has_given_up_is_not_let_go_on() -> None:
     run(RateLimiter.queue(4), test)
 
 
-def test_what_shards_hold_is_looked_at_while_somebody_waits(
+def test_shard_counts_are_polled_while_a_request_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows whose writer has got no answer, and told nobody."""
-    monkeypatch.setattr(shard_pacing, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(shard_pacing, "_POLL_S", 0.01)
 
     async def test(desk: Desk) -> None:
         await desk.known("a")

@@ -36,7 +36,7 @@ def both(sharded: Any, single: Any, shards: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_it_does_what_one_big_buffer_does(sharded: Any, single: Any, shards: int) -> None:
+def test_patches_match_a_single_buffer(sharded: Any, single: Any, shards: int) -> None:
     """Rows live, stale and never stored, the same several times, versions or none."""
     rb, one = both(sharded, single, shards)
     random = torch.Generator().manual_seed(shards)
@@ -69,7 +69,7 @@ def test_it_does_what_one_big_buffer_does(sharded: Any, single: Any, shards: int
     assert seen == {"updated", "none", "rejected", "accepted"}
 
 
-def test_what_is_refused_changes_nothing(sharded: Any) -> None:
+def test_refused_patch_changes_nothing(sharded: Any) -> None:
     rb = sharded(2, writer=tracked, shard_key="x")
     where = {"index": torch.tensor([0, 1]), "generation": torch.tensor([0, 0])}
     with pytest.raises(RuntimeError, match="nothing is stored"):

@@ -34,7 +34,7 @@ def sever(rb: Any, stream: int | None = None) -> None:
             buffer.cut(stream)
 
 
-def test_a_cut_after_a_row_that_goes_elsewhere_is_a_cut(sharded: Any, tmp_path: Path) -> None:
+def test_cut_remains_after_its_row_moves_to_another_shard(sharded: Any, tmp_path: Path) -> None:
     """What was severed with it stays severed, although its neighbour is gone."""
 
     def make(count: int) -> Any:

@@ -31,7 +31,7 @@ def test_the_hash_of_a_key_is_the_same_everywhere() -> None:
 
 
 @given(st.integers(1, 9), st.lists(st.integers(-1, 10**12), min_size=1))
-def test_a_name_says_shard_and_slot(shards: int, slots: list[int]) -> None:
+def test_global_index_encodes_shard_and_slot(shards: int, slots: list[int]) -> None:
     names, given_slots = GlobalIndex(shards), torch.tensor(slots)
     for shard in range(shards):
         index = names.join(shard, given_slots)
@@ -99,7 +99,7 @@ def test_a_key_that_cannot_be_hashed_is_refused_before_anything_is_written(shard
         max_size=12,
     ),
 )
-def test_it_holds_what_a_plain_model_holds(
+def test_buffer_matches_plain_model(
     shards: int, capacity: int, steps: list[tuple[str, int]]
 ) -> None:
     """Rows under their indices, sizes, and which updates are refused or come too late."""
@@ -151,7 +151,7 @@ def test_it_holds_what_a_plain_model_holds(
             rb[shards * capacity]
 
 
-def test_an_update_that_comes_too_late_is_dropped(sharded: Any) -> None:
+def test_late_update_is_dropped(sharded: Any) -> None:
     rb = sharded(2, 4, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0), batch_size=8)
     rb.extend(TensorDict({"x": torch.arange(8)}, [8]))
     batch = rb.sample()
@@ -185,7 +185,7 @@ def test_rows_that_look_different_are_refused_by_all(sharded: Any) -> None:
     assert rb.stats()["shards"] == [1, 0, 0]
 
 
-def test_a_write_that_is_refused_leaves_the_deal(sharded: Any) -> None:
+def test_refused_write_keeps_the_order_of_shards(sharded: Any) -> None:
     """Another client has agreed on other rows since this one asked."""
     rb = sharded(3)
     late = rb.client()
@@ -196,7 +196,7 @@ def test_a_write_that_is_refused_leaves_the_deal(sharded: Any) -> None:
     assert late.extend(TensorDict({"x": torch.arange(3)}, [3])).tolist() == [3, 1, 2]
 
 
-def test_priorities_that_come_with_the_rows_are_theirs(sharded: Any) -> None:
+def test_rows_keep_priorities_given_with_them(sharded: Any) -> None:
     rb = sharded(2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0))
     rows = TensorDict({"x": torch.arange(4), "td_error": torch.tensor([0.0, 0, 3, 0])}, [4])
     rb.extend(rows)
@@ -227,7 +227,7 @@ def _sizes(rb: Any) -> list[int]:
     return found
 
 
-def test_a_closed_buffer_says_so(sharded: Any) -> None:
+def test_closed_buffer_refuses_calls(sharded: Any) -> None:
     rb = sharded(2, batch_size=1)
     rb.extend(torch.arange(2))
     rb.close()

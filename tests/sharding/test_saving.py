@@ -25,7 +25,7 @@ def numbered(first: int, count: int) -> TensorDict:
     return TensorDict({"x": torch.arange(first, first + count)}, [count])
 
 
-def test_both_draw_the_same_batches_afterwards(sharded: Any, tmp_path: Path) -> None:
+def test_saved_and_loaded_buffers_draw_equal_batches(sharded: Any, tmp_path: Path) -> None:
     """C10: rows, indices, priorities, the generator."""
 
     def make() -> Any:
@@ -47,7 +47,9 @@ def test_both_draw_the_same_batches_afterwards(sharded: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
-def test_rows_in_turn_are_dealt_anew(sharded: Any, tmp_path: Path, shards: int) -> None:
+def test_loading_deals_rows_to_another_number_of_shards(
+    sharded: Any, tmp_path: Path, shards: int
+) -> None:
     """In the order of their age, with their priorities; draws are of the same law."""
 
     def sampler() -> Any:
@@ -129,7 +131,7 @@ def test_no_window_goes_over_a_seam(sharded: Any, tmp_path: Path) -> None:
     assert set(windows[:, 0].tolist()) == set(range(0, 12, 2))
 
 
-def test_rows_that_do_not_fit_are_told(sharded: Any, tmp_path: Path) -> None:
+def test_loading_warns_of_rows_that_do_not_fit(sharded: Any, tmp_path: Path) -> None:
     rb, other = sharded(3, 20), sharded(2, 12)
     rb.extend(numbered(0, 60))
     rb.dumps(tmp_path)
@@ -274,7 +276,7 @@ def test_a_shard_without_files_is_not_published(sharded: Any, tmp_path: Path) ->
     assert len(other) == 4
 
 
-def test_two_who_save_at_once_each_wait_for_their_own_files(sharded: Any, tmp_path: Path) -> None:
+def test_concurrent_saves_wait_for_their_own_files(sharded: Any, tmp_path: Path) -> None:
     """One may freeze the shards as soon as the other has thawed them, files or not."""
     rb = sharded(1)
     rb.extend(numbered(0, 4))
@@ -367,7 +369,7 @@ def test_saves_to_one_place_follow_one_another(sharded: Any, tmp_path: Path) -> 
     assert len(list((tmp_path / "shards").iterdir())) == 1
 
 
-def test_a_write_that_was_begun_is_let_through() -> None:
+def test_begun_write_passes_the_barrier() -> None:
     barriers = [Barrier(), Barrier()]
     begun, later = Stamp("a", 4, 0b11, 4), Stamp("b", 0, 0b11, 0)
     barriers[0].came(begun, None)
@@ -414,7 +416,7 @@ def test_no_save_waits_for_a_part_that_was_refused(
     assert sorted(other["x"].tolist()) == [0, 2, 10, 11]
 
 
-def test_a_refused_part_is_known_and_has_no_answer() -> None:
+def test_refused_part_is_recorded_without_an_answer() -> None:
     barriers, stamp = [Barrier(), Barrier()], Stamp("a", 0, 0b11, 0)
     barriers[0].came(stamp, None)
     barriers[1].refused(stamp)
@@ -441,7 +443,7 @@ def test_writes_that_are_long_done_are_forgotten() -> None:
     )
 
 
-def test_writes_do_not_wait_longer_than_was_promised() -> None:
+def test_writes_wait_no_longer_than_the_freeze_timeout() -> None:
     barrier = Barrier()
     barrier.freeze("t", 0.0)
     assert barrier.admits(Stamp("a", 0, 1, 0))
@@ -449,7 +451,7 @@ def test_writes_do_not_wait_longer_than_was_promised() -> None:
         barrier.check("t")
 
 
-def test_clients_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_departed_clients_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles may come and go without end; what each shard keeps of them does not grow. Nobody
     is asked for the parts of a write that others may have forgotten."""
     now = 0.0

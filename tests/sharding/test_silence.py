@@ -46,7 +46,7 @@ def silence(rb: Any, verbs: set[str], times: float = float("inf")) -> list[str]:
 EVERYTHING = {"draw", "facts", "stats", "extend", "read", "freeze", "begin_save", "finish_save"}
 
 
-def test_a_silent_shard_holds_nobody_for_longer_than_was_said(sharded: Any) -> None:
+def test_calls_to_a_silent_shard_time_out(sharded: Any) -> None:
     """It is not replaced: its rows may all be there. Every call that needs it says so."""
     rb = sharded(2, shard_key="k", batch_size=4, timeout=0.2)
     keys = torch.arange(20)

@@ -75,7 +75,7 @@ def shards_memory() -> list[int]:
     return found
 
 
-def test_nothing_is_lost_but_what_is_reported(ray_cluster: Any, tmp_path: Path) -> None:
+def test_only_reported_rows_are_lost(ray_cluster: Any, tmp_path: Path) -> None:
     ray, losses = ray_cluster, []
 
     def told(loss: ShardLoss) -> None:

@@ -23,7 +23,7 @@ def make(sharded: Any, count: int = 3, capacity: int = 20, **arguments: Any) -> 
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_both_draw_the_same_batches_afterwards(sharded: Any, prefetch: int) -> None:
+def test_buffers_loaded_from_state_draw_equal_batches(sharded: Any, prefetch: int) -> None:
     """C10: rows, indices, priorities, the deal, the generator; what is written later is not in it,
     nor do two that take it over share anything."""
     rb = make(sharded, prefetch=prefetch)
@@ -44,7 +44,7 @@ def test_both_draw_the_same_batches_afterwards(sharded: Any, prefetch: int) -> N
         assert torch.equal(rb[:]["x"], other[:]["x"])
 
 
-def test_what_does_not_fit_changes_nothing(sharded: Any) -> None:
+def test_unfitting_state_changes_nothing(sharded: Any) -> None:
     rb = make(sharded)
     rb.extend(numbered(0, 9))
     state = rb.state_dict()
@@ -67,7 +67,7 @@ def test_what_does_not_fit_changes_nothing(sharded: Any) -> None:
         assert all(shard.holder._loaded is None for shard in target._members.shards)
 
 
-def test_a_batch_is_in_it_with_all_its_rows_or_none(sharded: Any) -> None:
+def test_state_holds_whole_batches_only(sharded: Any) -> None:
     rb = make(sharded, 4, 10_000)
     stop, failed = threading.Event(), []
 

@@ -23,7 +23,7 @@ def stored(buffer: Any, index: Any) -> list[tuple[int, float]]:
     return sorted(pairs)
 
 
-def test_what_is_held_back_is_stored_as_in_one_buffer(sharded: Any, single: Any) -> None:
+def test_flush_stores_held_back_rows_as_in_one_buffer(sharded: Any, single: Any) -> None:
     rb = sharded(3, transform_factory=held_back, shard_key="episode")
     one = single(None, transform=held_back())
     rows = episodes([4, 6, 5, 7])
@@ -80,7 +80,7 @@ def test_an_unknown_stream_is_refused_before_any_is_cut(sharded: Any) -> None:
     rb, one = pair(sharded, 3)
     write((rb, one), 0)
     for buffer in (rb, one):
-        with pytest.raises(IndexError, match="stored, got"):
+        with pytest.raises(IndexError, match="stored rows, got"):
             buffer.cut([1, 77])
     write((rb,), 3)
     assert (102, 103) in windows(rb)

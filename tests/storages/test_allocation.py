@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from replaykit import LazyTensorStorage, ReplayBuffer
-from replaykit.schema import Schema, take_apart
+from replaykit.schema import Schema, split_leaves
 from replaykit.storages import memory
 from replaykit.storages.memory import (
     allocate,
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def _schema() -> Schema:
-    rows = take_apart({"x": torch.zeros(1, 3), "y": torch.zeros(1, 0, dtype=torch.int8)}, 1)
+    rows = split_leaves({"x": torch.zeros(1, 3), "y": torch.zeros(1, 0, dtype=torch.int8)}, 1)
     return Schema(rows.root)
 
 
@@ -41,7 +41,7 @@ def test_columns_are_slots_by_lanes_by_features() -> None:
 
 
 def test_records_are_slots_by_lanes_by_bytes() -> None:
-    rows = take_apart({"x": torch.zeros(1, 3), "y": torch.zeros(1, 2, dtype=torch.int8)}, 1)
+    rows = split_leaves({"x": torch.zeros(1, 3), "y": torch.zeros(1, 2, dtype=torch.int8)}, 1)
     schema = Schema(rows.root)
     columns, records = allocate(schema, 5, torch.Size([2]), CPU, plan_records(schema))
     assert columns == {}
@@ -73,7 +73,7 @@ def test_an_over_large_request_is_refused_before_memory_is_taken(
 
 
 @pytest.mark.pitfall("WR19")
-def test_no_machine_has_a_pebibyte(make_rows: Any) -> None:
+def test_petabyte_request_is_refused_with_available_memory(make_rows: Any) -> None:
     """The real numbers of this machine, through to the message."""
     free = available_memory(CPU)
     assert free is not None
@@ -83,7 +83,7 @@ def test_no_machine_has_a_pebibyte(make_rows: Any) -> None:
         rb.add(make_rows(0, 1)[0])
 
 
-def test_what_just_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_that_just_fits_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda _: 60)
     assert len(allocate(_schema(), 5, torch.Size(), CPU, None)[0]) == 2
     monkeypatch.setattr(memory, "available_memory", lambda _: 59)
@@ -91,7 +91,7 @@ def test_what_just_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         allocate(_schema(), 5, torch.Size(), CPU, None)
 
 
-def test_a_device_that_does_not_tell_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_is_tried_if_free_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_memory(torch.device("meta")) is None
     monkeypatch.setattr(memory, "_free_of_machine", lambda: None)
     monkeypatch.setattr(memory, "_free_of_group", lambda: None)

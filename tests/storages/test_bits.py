@@ -33,7 +33,7 @@ def _by_bytes(a: torch.Tensor, b: torch.Tensor) -> list[bool]:
     seed=st.integers(0, 99),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
-def test_rows_that_differ(
+def test_differing_finds_rows_with_other_bytes(
     dtype: torch.dtype, shape: Any, rows: int, first: int, seed: int, filled: Any
 ) -> None:
     # Slices of longer tensors: an odd row leaves words of eight bytes unaligned.
@@ -48,7 +48,7 @@ def test_rows_that_differ(
     assert differing(wide[:, 0], wide[:, 1]).tolist() == _by_bytes(a, b)
 
 
-def test_blocks_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differing_joins_results_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_bytes, "_BLOCK_BYTES", 64)
     a = torch.randint(
         0, 2, (101, 10), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
@@ -58,20 +58,20 @@ def test_blocks_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differing(a, b).tolist() == [i % 7 == 0 for i in range(101)]
 
 
-def test_zeros_and_what_is_no_number() -> None:
+def test_differing_distinguishes_signed_zeros_and_accepts_nan() -> None:
     a = torch.tensor([float("nan"), 0.0, 1.0])
     assert differing(a, torch.tensor([float("nan"), -0.0, 1.0])).tolist() == [False, True, False]
     lazy = torch.tensor([1 + 2j]).conj()
     assert differing(lazy, torch.tensor([1 - 2j])).tolist() == [False]
 
 
-def test_any_leaf_counts() -> None:
+def test_any_differing_considers_every_leaf() -> None:
     a = {"x": torch.tensor([1, 2, 3]), "y": torch.tensor([1.0, 2.0, 3.0])}
     b = {"x": torch.tensor([1, 5, 3]), "y": torch.tensor([1.0, 2.0, 4.0]), "z": torch.zeros(3)}
     assert any_differing(a, b).tolist() == [False, True, True]
 
 
-def test_the_same_bits_by_another_name() -> None:
+def test_differing_compares_bits_across_dtypes() -> None:
     a = torch.arange(40, dtype=torch.int32).to(torch.uint16).view(20, 2)
     b = torch.cat([a[:1], a]).view(torch.int16)[1:]  # eight bytes wide, four bytes off
     assert not bool(differing(a[1::2], b[1::2]).any())

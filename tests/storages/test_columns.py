@@ -14,14 +14,14 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
 from replaykit.errors import SchemaError
-from replaykit.schema import Schema, take_apart
+from replaykit.schema import Schema, split_leaves
 from replaykit.storages import row_kernels
 from replaykit.storages.columns import Columns
 from replaykit.storages.tensor_bytes import carried
 
 
 def _columns(data: Any, ndim: int = 1) -> Columns:
-    rows = take_apart(data, ndim)
+    rows = split_leaves(data, ndim)
     return Columns(Schema(rows.root), rows.leaves, ndim)
 
 
@@ -126,7 +126,7 @@ def test_gradients_stay_outside(storage_kind: Any) -> None:
 # -- gather, view, scatter ------------------------------------------------------------------------
 
 
-def test_gathered_rows_have_memory_of_their_own_and_views_do_not() -> None:
+def test_gather_copies_rows_and_views_share_memory() -> None:
     columns = _columns(TensorDict({"x": torch.arange(8.0).view(4, 2)}, [4]))
     base = columns[("x",)]
     gathered = columns.gather(torch.tensor([3, 3, 0]))[("x",)]
@@ -151,7 +151,7 @@ def test_cells_are_gathered_by_their_coordinates(contiguous: bool) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data(), slots=st.integers(1, 9))
-def test_scatter_writes_what_numpy_would(data: st.DataObject, slots: int) -> None:
+def test_scatter_matches_numpy(data: st.DataObject, slots: int) -> None:
     """Rings (one run or two), single slots and any order of distinct slots."""
     count = data.draw(st.integers(0, slots))
     if data.draw(st.booleans()):
@@ -210,7 +210,7 @@ def test_columns_can_be_exchanged_with_one_another(column_kind: Any) -> None:
     assert rb["a"].tolist() == [0.0, 0.0, 1.0, 2.0]
 
 
-def test_of_rows_named_twice_the_last_value_counts_in_every_column(column_kind: Any) -> None:
+def test_last_value_of_a_repeated_row_wins_in_every_column(column_kind: Any) -> None:
     """Otherwise chance decides, and for every column anew: a record mixed of two."""
     row = TensorDict({"a": torch.tensor(0), "b": torch.zeros(3)}, [])
     rb = column_kind.buffer(100, row)
@@ -229,7 +229,7 @@ def test_of_rows_named_twice_the_last_value_counts_in_every_column(column_kind: 
     assert rb["a"][1:3].tolist() == [-3, -2]
 
 
-def test_of_cells_named_twice_the_last_value_counts() -> None:
+def test_last_value_of_a_repeated_cell_wins() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
     rb.extend(torch.zeros(2, 3, dtype=torch.int64))
     lanes, steps = torch.tensor([0, 1, 0]), torch.tensor([2, 1, 2])
@@ -257,13 +257,13 @@ def test_rows_that_share_memory_can_be_read_and_not_written(shared: torch.Tensor
         lambda: rb.__setitem__(0, row),
         lambda: rb.set_("shared", torch.ones_like(shared)),
     ):
-        with pytest.raises(RuntimeError, match=r"memory of their own.*'shared'; clone"):
+        with pytest.raises(RuntimeError, match=r"rows that share no memory.*'shared'; clone"):
             write()
     assert rb["own"].tolist() == [0.0, 0.0, 0.0]
     assert rb.storage.ledger.next_position == 3
 
 
-def test_transposed_rows_have_memory_of_their_own() -> None:
+def test_transposed_data_can_be_extended() -> None:
     rb = ReplayBuffer(storage=TensorStorage(torch.arange(6).view(2, 3).T))
     rb.extend(torch.tensor([[8, 9]]))
     assert rb[:].tolist() == [[8, 9], [1, 4], [2, 5]]

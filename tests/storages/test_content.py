@@ -43,7 +43,7 @@ MIXED: list[Any] = [
 ]
 
 
-def test_items_come_back_in_their_order(fingerprint: Any) -> None:
+def test_items_are_returned_in_their_order(fingerprint: Any) -> None:
     content = Content.of_items(MIXED)
     assert content.rows == len(MIXED)
     assert len(content.groups) == 4
@@ -65,15 +65,15 @@ def test_items_are_copies() -> None:
     assert tensor.tolist() == [0.0, 0.0]
 
 
-def test_a_key_that_has_no_text_is_refused(make_rows: Any) -> None:
+def test_key_without_text_form_is_refused(make_rows: Any) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(3))
     rb.extend({("a", "b"): torch.zeros(2)})
     with pytest.raises(TypeError, match="keys that are strings or ints"):
         rb.storage.content().to_state()
 
 
-def test_rows_of_several_layouts_have_no_single_one() -> None:
-    with pytest.raises(SchemaError, match="4 layouts and 4 rows that are no tensors"):
+def test_rows_of_several_layouts_have_no_single_group() -> None:
+    with pytest.raises(SchemaError, match="4 layouts and 4 rows that are not tensors"):
         Content.of_items(MIXED).single_group()
     with pytest.raises(SchemaError, match="0 layouts"):
         Content.of_items([]).single_group()
@@ -107,7 +107,7 @@ def _state(**changes: Any) -> dict[str, Any]:
         (_state(plain={0: "a"}), "plain rows"),
     ],
 )
-def test_a_state_that_cannot_be_is_refused(state: Any, message: str) -> None:
+def test_invalid_state_is_refused(state: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Content.from_state(state)
 

@@ -30,7 +30,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     dtype=st.sampled_from([torch.uint8, torch.bool, torch.int64, torch.float16, torch.complex64]),
     step=st.integers(1, 3),
 )
-def test_every_row_arrives_whatever_the_blocks(
+def test_every_row_is_copied_for_any_block_size(
     rows: int, shape: tuple[int, ...], dtype: torch.dtype, step: int
 ) -> None:
     values = torch.arange(rows * step * int(np.prod(shape))).reshape(rows * step, *shape)

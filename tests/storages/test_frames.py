@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, native
-from replaykit.schema import Schema, take_apart
+from replaykit.schema import Schema, split_leaves
 from replaykit.storages.columns import Columns
 from replaykit.storages.history_kernels import Before, Frames
 from replaykit.storages.records import plan_records
@@ -27,7 +27,7 @@ DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16]
 
 def made(leaves: dict[str, torch.Tensor], ndim: int, packed: bool = False) -> Columns:
     batch = next(iter(leaves.values())).shape[:ndim]
-    rows = take_apart(TensorDict(leaves, batch), ndim)
+    rows = split_leaves(TensorDict(leaves, batch), ndim)
     schema = Schema(rows.root)
     layout = plan_records(schema) if packed else None
     if layout is None:
@@ -87,7 +87,7 @@ class Drawn:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), zero=st.booleans(), flat=st.booleans())
-def test_stacks(data: Any, zero: bool, flat: bool) -> None:
+def test_stacked_frames_match_model(data: Any, zero: bool, flat: bool) -> None:
     its = Drawn(data, DTYPES)
     found = its.frames.stacks(its.paths, its.rows, its.count, zero=zero, flat=flat)
     assert found is not None
@@ -104,7 +104,7 @@ def test_stacks(data: Any, zero: bool, flat: bool) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_frames_apart(data: Any) -> None:
+def test_separate_frames_match_model(data: Any) -> None:
     its = Drawn(data, DTYPES)
     found = its.frames.apart(its.paths, its.rows, its.count)
     assert found is not None
@@ -117,7 +117,7 @@ def test_frames_apart(data: Any) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_keys_next_to_each_other(data: Any) -> None:
+def test_joined_keys_match_model(data: Any) -> None:
     its = Drawn(data, [torch.float32])
     found = its.frames.joined(its.paths, its.rows, its.count)
     assert found is not None
@@ -128,7 +128,7 @@ def test_keys_next_to_each_other(data: Any) -> None:
         assert joined.equal(expected[:, frame])
 
 
-def test_what_others_have_to_read() -> None:
+def test_unsupported_columns_are_left_to_other_readers() -> None:
     leaves = {"x": torch.zeros(4, 2), "n": torch.zeros(4, dtype=torch.int64)}
     frames, one = frames_of(made(leaves, 1)), np.ones(1, np.int64)
     assert (
@@ -144,20 +144,20 @@ def test_what_others_have_to_read() -> None:
     assert frames.apart((("x",),), Before(many[1:], many[1:], many[1:], 0), 1) is not None
 
 
-def test_rows_that_are_not_there() -> None:
+def test_rows_outside_storage_raise_index_error() -> None:
     frames, one = frames_of(made({"x": torch.zeros(4, 2)}, 1)), np.ones(1, np.int64)
     for element, reach in ((4, 0), (-1, 0), (0, 4), (0, -1)):
         with pytest.raises(IndexError):
             frames.apart((("x",),), Before(one * element, one * 9, one * (9 - reach), -9), 2)
 
 
-def test_files_are_read_as_such(tmp_path: Any) -> None:
+def test_mapped_columns_have_no_frame_reader(tmp_path: Any) -> None:
     """The kernel is told which pages of mapped files a batch needs; here it would not be."""
-    rows = take_apart(TensorDict({"x": torch.zeros(4)}, [4]), 1)
+    rows = split_leaves(TensorDict({"x": torch.zeros(4)}, [4]), 1)
     assert Columns(Schema(rows.root), rows.leaves, 1, mapped=True).frames is None
 
 
-def test_memory_that_was_moved() -> None:
+def test_frame_reader_follows_moved_memory() -> None:
     """Whoever holds a view of a column may have its memory exchanged."""
     leaf = torch.arange(4.0)
     columns = made({"x": leaf}, 1)
@@ -168,7 +168,7 @@ def test_memory_that_was_moved() -> None:
     assert frames.apart((("x",),), Before(last, last, last, 0), 1)[0][0].item() == 30  # type: ignore[index]
 
 
-def test_the_core_refuses_what_does_not_fit() -> None:
+def test_core_refuses_mismatched_arguments() -> None:
     table = native.Table([0], [8], [8], 4)
     none, one = np.zeros(0, np.int64), np.zeros(1, np.int64)
     with pytest.raises(ValueError, match="an address and a stride for each of 2 fields, got 1"):
@@ -186,7 +186,7 @@ def test_the_core_refuses_what_does_not_fit() -> None:
         native.join_rows(0, 0, -1, 0, 0, 1, 0, 0)
 
 
-def test_buffers_have_them() -> None:
+def test_buffers_provide_a_frame_reader() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(4))
     buffer.extend(TensorDict({"x": torch.zeros(4)}, [4]))
     assert buffer.storage.require().frames is not None

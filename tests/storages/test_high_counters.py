@@ -89,7 +89,7 @@ def step(buffer: ReplayBuffer, number: int, streams: bool) -> dict[str, list[Any
 @pytest.mark.pitfall("WR10")
 @pytest.mark.parametrize(("sampler", "high"), CASES)
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_recovered_buffer_goes_on_past_them(
+def test_recovered_buffer_continues_past_high_counters(
     sampler: str, high: int, streams: bool, tmp_path: Path
 ) -> None:
     key = "env" if streams else None
@@ -111,7 +111,9 @@ def test_a_recovered_buffer_goes_on_past_them(
 @pytest.mark.pitfall("WR10")
 @pytest.mark.parametrize(("sampler", "high"), [case for case in CASES if case[0] != "a pass"])
 @pytest.mark.parametrize("streams", [False, True])
-def test_processes_go_on_past_them(sampler: str, high: int, streams: bool, tmp_path: Path) -> None:
+def test_processes_continue_past_high_counters(
+    sampler: str, high: int, streams: bool, tmp_path: Path
+) -> None:
     key = "env" if streams else None
     small = made(sampler, None, lane_key=key)
     one = made(sampler, tmp_path / "rows", lane_key=key, shared=True)
@@ -129,7 +131,7 @@ def test_processes_go_on_past_them(sampler: str, high: int, streams: bool, tmp_p
     assert lowered(shown(loaded), high) == {**shown(small), "cleared": -high}
 
 
-def test_a_forked_process_writes_past_them(tmp_path: Path) -> None:
+def test_forked_process_writes_past_high_counters(tmp_path: Path) -> None:
     high = 2**31 - SLOTS
     one = made("prioritized", tmp_path, shared=True)
     begin_at(one, high)

@@ -108,7 +108,7 @@ OUTSIDE: list[Any] = [
 ]
 
 
-def test_what_lies_outside_is_an_index_error(
+def test_index_outside_stored_rows_raises_index_error(
     storage_kind: Any, make_rows: Any, snapshot: Any
 ) -> None:
     rb = storage_kind.buffer(6)
@@ -125,7 +125,7 @@ def test_what_lies_outside_is_an_index_error(
     assert snapshot(rb) == before
 
 
-def test_what_is_no_index_is_a_type_error(storage_kind: Any, make_rows: Any) -> None:
+def test_invalid_index_raises_type_error(storage_kind: Any, make_rows: Any) -> None:
     rb = storage_kind.buffer(6)
     rb.extend(make_rows(10, 5))
     for index in (True, 1.5, None, object(), torch.tensor([0.5]), [0.5], "x", (1,)):
@@ -162,7 +162,7 @@ def test_ints_and_slices_are_views_and_everything_else_is_a_copy(
             column.copy_(before)
 
 
-def test_huge_slices_cost_what_they_select() -> None:
+def test_huge_slice_costs_only_selected_rows() -> None:
     """A slice that runs backwards takes no memory for the rows that it skips."""
     index = as_index(slice(2**40, None, -(2**39)), 2**41)
     assert isinstance(index, torch.Tensor)
@@ -270,7 +270,7 @@ def test_set_without_the_cursor_replaces_and_adds_nothing(
         ([5, 7], 5, True),
     ],
 )
-def test_holes_are_seen(slots: list[int], length: int, hole: bool) -> None:
+def test_holes_in_written_slots_are_detected(slots: list[int], length: int, hole: bool) -> None:
     if hole:
         with pytest.raises(RuntimeError, match=f"after the {length} stored rows"):
             check_no_hole(torch.tensor(slots), length)
@@ -406,7 +406,7 @@ def test_an_index_without_repeats_is_left_as_it_is() -> None:
     assert [part.tolist() for part in cells] == [[2, 2, 0, 0], [1, 2, 1, 2]]
 
 
-def test_contains_tells_stored_rows(column_kind: Any, make_rows: Any) -> None:
+def test_contains_recognises_stored_rows(column_kind: Any, make_rows: Any) -> None:
     rb = column_kind.buffer(6)
     rb.extend(make_rows(0, 4))
     storage = rb.storage

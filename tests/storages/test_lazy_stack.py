@@ -73,7 +73,7 @@ def test_a_batch_is_taken_apart_into_rows(make_rows: Any) -> None:
 
 
 @pytest.mark.parametrize("batch", [torch.zeros(3), [1, 2], [TensorDict({}), "a"], ("a",)])
-def test_rows_that_are_no_tensordicts_are_refused(batch: Any, snapshot: Any) -> None:
+def test_rows_other_than_tensordicts_are_refused(batch: Any, snapshot: Any) -> None:
     rb = ReplayBuffer(storage=LazyStackStorage(5))
     rb.extend(_ragged(2))
     before = snapshot(rb)
@@ -83,7 +83,7 @@ def test_rows_that_are_no_tensordicts_are_refused(batch: Any, snapshot: Any) -> 
 
 
 @pytest.mark.pitfall("WR13")
-def test_what_is_read_for_a_batch_does_not_reach_the_rows() -> None:
+def test_changes_to_a_batch_do_not_reach_stored_rows() -> None:
     rb = ReplayBuffer(storage=LazyStackStorage(5))
     rb.extend(_ragged(2, 3))
     for row in rb.sample(6).unbind(0):

@@ -234,7 +234,7 @@ def test_clear_outdates_written_slots_only() -> None:
     assert ledger.positions(torch.arange(4)).tolist() == [2, -1, -1, -1]
 
 
-def test_records_placed_beyond_the_cursor_do_not_lengthen_what_the_ring_writes() -> None:
+def test_ring_overwrites_records_placed_beyond_the_cursor() -> None:
     """``write_at`` leaves the cursor at 0: the next rows displace, they do not append."""
     ledger = Ledger(5)
     ledger.place(torch.tensor([0, 1, 2]), move_cursor=False)
@@ -265,7 +265,7 @@ def test_slots_that_do_not_exist_have_no_record(tables: bool) -> None:
     assert ledger.generations(outside).tolist() == [-1] * 4
 
 
-def test_an_unused_ledger_knows_no_record_and_makes_none() -> None:
+def test_unused_ledger_contains_no_record() -> None:
     ledger = Ledger(3)
     ledger.clear()
     ledger.advance(0)
@@ -275,7 +275,7 @@ def test_an_unused_ledger_knows_no_record_and_makes_none() -> None:
 
 
 @pytest.mark.pitfall("WR10")
-def test_counters_go_on_beyond_2_to_the_31() -> None:
+def test_counters_continue_beyond_2_to_the_31() -> None:
     """WR10: cursor, length, positions and generations are int64."""
     slots = 2**31 + 8
     ledger = Ledger(slots)
@@ -327,7 +327,7 @@ def test_state_is_a_copy() -> None:
     assert ledger.positions(torch.arange(2)).tolist() == [2, 1]
 
 
-def test_restored_positions_never_meet_those_that_the_ledger_gave_out() -> None:
+def test_restored_positions_never_collide_with_issued_ones() -> None:
     """Positions of a placed record may lie far below the newest: these decide, not the counter."""
     saved = Ledger(4)
     saved.place(torch.tensor([0]), move_cursor=True)  # position 0 stays in slot 0
@@ -383,11 +383,11 @@ def _state(**changes: Any) -> dict[str, Any]:
         (_state(generations=torch.tensor([0, 1, 0, -2])), "generations"),
     ],
 )
-def test_a_state_that_cannot_be_is_refused(state: Any, message: str) -> None:
+def test_invalid_state_is_refused(state: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Ledger.check(state)
 
 
-def test_a_state_as_it_was_given_is_accepted() -> None:
+def test_state_from_a_ledger_is_accepted() -> None:
     state = _state()
     assert Ledger.check(state) is state

@@ -27,7 +27,7 @@ def test_the_capacity_is_2_to_the_63_unless_given() -> None:
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, True, "3"])
-def test_a_capacity_that_is_none_is_refused(capacity: Any) -> None:
+def test_invalid_capacity_is_refused(capacity: Any) -> None:
     with pytest.raises(ValueError, match="max_size as an int of at least 1"):
         ListStorage(capacity)
 
@@ -61,7 +61,7 @@ def test_extend_stores_the_elements_as_add_would(name: str) -> None:
 
 
 @pytest.mark.parametrize("batch", ["text", 3, None, {"a": 1}, object()])
-def test_what_has_no_rows_is_refused_and_add_takes_it(batch: Any) -> None:
+def test_extend_refuses_objects_without_rows_and_add_accepts_them(batch: Any) -> None:
     rb = ReplayBuffer(storage=ListStorage(5), collate_fn=list)
     with pytest.raises(TypeError, match=r"got \w+; add\(\) stores it as one row"):
         rb.extend(batch)
@@ -147,7 +147,7 @@ def test_dtypes_that_tensordict_cannot_copy_keep_their_bits(make: Any, fingerpri
         )
 
 
-def test_rows_that_cannot_be_stacked_say_what_to_do() -> None:
+def test_unstackable_rows_raise_error_with_advice() -> None:
     rb = ReplayBuffer(storage=ListStorage(5))
     rb.extend(["a", "b"])
     with pytest.raises(TypeError, match="got str; give the buffer a collate_fn"):
@@ -184,7 +184,7 @@ def test_set_and_get() -> None:
 
 
 @pytest.mark.pitfall("WR11")
-def test_positions_that_cannot_be_written_are_refused(snapshot: Any) -> None:
+def test_invalid_positions_are_refused(snapshot: Any) -> None:
     """WR11, E21: one past the end is the next record; anything further is a RuntimeError."""
     storage = ListStorage(4)
     rb = ReplayBuffer(storage=storage, collate_fn=list)
@@ -224,7 +224,7 @@ def test_one_slot_written_ten_times_is_one_row() -> None:
     assert list(storage) == [9]
 
 
-def test_contains_tells_stored_rows() -> None:
+def test_contains_recognises_stored_rows() -> None:
     storage = ListStorage(5)
     storage.set([0, 1, 2], [1, 2, 3])
     assert 2 in storage
@@ -248,7 +248,7 @@ def test_the_storage_is_its_own_flat_form() -> None:
     assert repr(storage) == "ListStorage(len=1, max_size=3)"
 
 
-def test_empty_lets_go_of_the_objects() -> None:
+def test_empty_releases_stored_objects() -> None:
     class Thing:
         pass
 

@@ -80,7 +80,7 @@ CHANGES = [extend, edit, cut, place, save, lambda rb: rb.sample()]
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("by_stream", [False, True])
 @pytest.mark.parametrize("count", [40, 90])
-def test_it_is_the_same_who_ever_asks_first(
+def test_loaded_streams_do_not_depend_on_order_of_queries(
     change: Callable[[ReplayBuffer], Any], mapped: bool, by_stream: bool, count: int, tmp_path: Path
 ) -> None:
     saved = buffer(by_stream=by_stream)

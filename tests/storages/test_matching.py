@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
 
 from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
-from replaykit.schema import Schema, take_apart
+from replaykit.schema import Schema, split_leaves
 from replaykit.storages.schema_match import MatchedRows, Matcher
 from replaykit.structure import raw_bytes
 
@@ -48,7 +48,7 @@ def _good(count: int | None = COUNT, seed: int = 0, **others: torch.Tensor) -> T
 
 
 def _of(schema_data: TensorDict) -> tuple[Matcher, Schema]:
-    schema = Schema(take_apart(schema_data, 1).root)
+    schema = Schema(split_leaves(schema_data, 1).root)
     return Matcher(schema), schema
 
 
@@ -166,7 +166,7 @@ def _bits(tensor: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("count", [None, 1, COUNT])
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_recognised_is_what_taking_it_apart_gives(name: str, count: int | None) -> None:
+def test_recognised_rows_equal_flattened_rows(name: str, count: int | None) -> None:
     """And what taking apart refuses is never recognised."""
     for path in PATHS:
         for optional in (PRIORITY, ("next", "td_error"), ("x",)):
@@ -183,7 +183,7 @@ def test_what_is_recognised_is_what_taking_it_apart_gives(name: str, count: int 
     optional=st.sampled_from([PRIORITY, ("next", "td_error"), ("x",)]),
     known=st.booleans(),
 )
-def test_the_same_holds_of_several_changes(
+def test_several_changes_are_recognised_like_flattened_rows(
     changes: Any, count: int | None, optional: Any, known: bool
 ) -> None:
     _check(changes, count, optional, known)
@@ -203,7 +203,7 @@ def _check(changes: Any, count: int | None, optional: Any, known: bool) -> None:
     before = _snapshot(data)
     found = matcher.rows(data, single=single, optional=optional)
     if found is not None:
-        rows = take_apart(data, 1, single=single, optional=(optional,), schema=schema)
+        rows = split_leaves(data, 1, single=single, optional=(optional,), schema=schema)
         schema.check(rows.root)
         assert schema.root is found.root
         assert (len(found), found.batch) == (len(rows), rows.batch)
@@ -259,7 +259,7 @@ def test_the_usual_rows_are_recognised_and_others_are_not(
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_nothing_comes_in_beside_a_priority_that_is_stored(nested: bool) -> None:
+def test_unknown_keys_are_refused_with_a_stored_priority_column(nested: bool) -> None:
     key = ("next", "td_error") if nested else "td_error"
     rows = _good().set(key, torch.ones(COUNT))
     rb = ReplayBuffer(storage=LazyTensorStorage(20), priority_key=key)
@@ -292,7 +292,7 @@ def test_nothing_comes_in_beside_a_priority_that_is_stored(nested: bool) -> None
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_other_containers_are_left_to_be_taken_apart(other: Any) -> None:
+def test_other_containers_are_left_to_flattening(other: Any) -> None:
     matcher, _ = _of(_good())
     assert matcher.rows(other, single=False) is None
     assert matcher.rows(other, single=True) is None
@@ -309,7 +309,7 @@ def test_schemas_of_other_containers_have_no_rows_that_are_recognised() -> None:
         assert matcher.rows(data, single=False) is None
 
 
-def test_rows_with_batch_dimensions_of_their_own_are_recognised() -> None:
+def test_rows_with_inner_batch_dimensions_are_recognised() -> None:
     def rows(count: int | None) -> TensorDict:
         batch = [4] if count is None else [count, 4]
         return TensorDict({"x": torch.rand(*batch, 2), "done": torch.ones(*batch, 1)}, batch)
@@ -321,7 +321,7 @@ def test_rows_with_batch_dimensions_of_their_own_are_recognised() -> None:
     assert matcher.rows(rows(4)[0], single=False) is None
 
 
-def test_many_batch_sizes_do_not_pile_up() -> None:
+def test_templates_of_many_batch_sizes_are_limited() -> None:
     matcher, _ = _of(_good())
     for count in range(1, 200):
         assert matcher.rows(_good(count), single=False) is not None
@@ -332,12 +332,12 @@ def test_many_batch_sizes_do_not_pile_up() -> None:
 
 
 @pytest.mark.parametrize("capacity", [3, 7, 40])
-def test_adding_rows_one_by_one_and_as_a_batch_is_one_thing(
+def test_rows_added_singly_equal_rows_added_as_a_batch(
     column_kind: Any, fingerprint: Any, capacity: int
 ) -> None:
     buffers = [column_kind.buffer(capacity, _good(None)) for _ in range(3)]
     one, many, apart = buffers
-    apart.storage.prepare = lambda data, **how: take_apart(data, 1, schema=apart.storage.schema)
+    apart.storage.prepare = lambda data, **how: split_leaves(data, 1, schema=apart.storage.schema)
     rows = _good(17, 3)
     kept = fingerprint(rows)
     for row in rows.unbind(0):

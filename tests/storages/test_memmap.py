@@ -19,7 +19,7 @@ from replaykit import LazyMemmapStorage, ReplayBuffer
 # -- files ----------------------------------------------------------------------------------------
 
 
-def test_wide_keys_have_files_of_their_own_and_small_ones_share_one(
+def test_wide_keys_get_separate_files_and_small_keys_share_one(
     tmp_path: Path, make_rows: Any, files_in: Any
 ) -> None:
     folder = tmp_path / "with" / "parents"
@@ -92,7 +92,7 @@ ODD_KEYS: list[Any] = [
 
 
 @pytest.mark.pitfall("CK12")
-def test_any_key_gets_a_file_of_its_own(tmp_path: Path, files_in: Any) -> None:
+def test_every_key_gets_a_separate_file(tmp_path: Path, files_in: Any) -> None:
     """CK12: no key breaks a file name, leaves the folder, or meets another one's file."""
     paths = [key if isinstance(key, tuple) else (key,) for key in ODD_KEYS]
     leaves: dict[str, Any] = {}
@@ -116,9 +116,7 @@ def test_any_key_gets_a_file_of_its_own(tmp_path: Path, files_in: Any) -> None:
     assert rb.storage.column("smaller").tolist() == [1.0] * 4
 
 
-def test_keys_that_are_numbers_do_not_meet_those_that_are_text(
-    tmp_path: Path, files_in: Any
-) -> None:
+def test_number_keys_and_text_keys_get_different_files(tmp_path: Path, files_in: Any) -> None:
     rb = ReplayBuffer(storage=LazyMemmapStorage(2, scratch_dir=tmp_path))
     rb.extend({"0": torch.zeros(2, 128), 0: torch.ones(2, 128)})
     assert len(files_in(tmp_path)) == 2

@@ -83,7 +83,7 @@ def columns(tmp_path: Path) -> Columns:
     storage = LazyMemmapStorage(SLOTS, scratch_dir=tmp_path)
     ReplayBuffer(storage=storage).extend(_rows())
     columns = storage.require()
-    columns.keep = storage  # type: ignore[attr-defined]
+    columns.journal_by = storage  # type: ignore[attr-defined]
     return columns
 
 
@@ -117,7 +117,7 @@ def _cold(columns: Columns) -> int:
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_pages_from_disk_hold_the_same_rows_and_are_remembered_for_some_batches(
+def test_cold_pages_give_equal_rows_and_are_remembered(
     columns: Columns, pages: Pages, contiguous: bool
 ) -> None:
     _check(columns, _some(64, 0), contiguous=contiguous)
@@ -152,7 +152,7 @@ def test_one_page_that_is_missing_in_the_middle_of_a_batch_is_noticed(
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_values_are_the_same_without_advice(columns: Columns, pages: Pages, threads: int) -> None:
+def test_page_advice_does_not_change_values(columns: Columns, pages: Pages, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -166,7 +166,7 @@ def test_values_are_the_same_without_advice(columns: Columns, pages: Pages, thre
         torch.set_num_threads(before)
 
 
-def test_warm_pages_are_no_news(columns: Columns) -> None:
+def test_repeated_reads_keep_pages_warm(columns: Columns) -> None:
     for seed in range(3):
         _check(columns, _some(300, seed))
     assert _cold(columns) == 0

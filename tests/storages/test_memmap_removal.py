@@ -19,7 +19,7 @@ def _private(folder: Path) -> list[Path]:
     return sorted(folder.glob("replaykit-*"))
 
 
-def test_a_private_folder_goes_with_its_object(temporary: Path, make_rows: Any) -> None:
+def test_private_folder_is_removed_with_its_object(temporary: Path, make_rows: Any) -> None:
     rb = ReplayBuffer(storage=LazyMemmapStorage(5))
     assert _private(temporary) == []
     rb.extend(make_rows(0, 3))
@@ -42,7 +42,7 @@ def test_a_folder_of_the_user_stays(tmp_path: Path, make_rows: Any, files_in: An
 @pytest.mark.pitfall("CK13")
 @pytest.mark.parametrize("way", ["pickle", "deepcopy"])
 @pytest.mark.parametrize("private", [True, False])
-def test_a_copy_has_files_of_its_own(
+def test_copy_uses_separate_files(
     temporary: Path, make_rows: Any, way: str, private: bool, files_in: Any
 ) -> None:
     """CK13: collecting a copy removes the copy's files, not those of the original."""

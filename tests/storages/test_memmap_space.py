@@ -19,7 +19,7 @@ from tests.limits import limited
 
 
 @pytest.mark.parametrize("scratch", ["new/folder", "mine", None])
-def test_a_disk_that_is_full_is_said_with_the_file_and_leaves_nothing(
+def test_full_disk_error_names_the_file_and_leaves_nothing(
     temporary: Path, scratch: str | None
 ) -> None:
     (temporary / "mine" / "next").mkdir(parents=True)

@@ -54,7 +54,7 @@ def test_rows_of_moved_memory_are_not_overwritten_while_they_are_read(
         assert rb[:]["x"].tolist() == [2.0, 0.0, 2.0, 2.0]
 
 
-def test_memory_that_was_taken_away_is_an_error() -> None:
+def test_released_memory_raises_error() -> None:
     a = torch.arange(12.0).view(4, 3)
     rb = ReplayBuffer(storage=TensorStorage(TensorDict({"a": a}, [4])), batch_size=8)
     a.untyped_storage().resize_(0)
@@ -63,7 +63,7 @@ def test_memory_that_was_taken_away_is_an_error() -> None:
             use()
 
 
-def test_another_default_device_has_no_say(run_python: Any) -> None:
+def test_default_device_does_not_affect_core_writes(run_python: Any) -> None:
     """In a process of its own: the core would write to an address that is none."""
     run_python(
         """

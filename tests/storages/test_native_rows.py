@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, native
-from replaykit.schema import Rows, Schema, take_apart
+from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.storages.columns import Columns
 from replaykit.storages.records import plan_records
 
@@ -48,7 +48,7 @@ def _two(
         key: _laid_out(source, filled((SLOTS, *lanes, *shape), dtype, seed), ndim)
         for seed, (key, (dtype, shape)) in enumerate(leaves.items())
     }
-    rows = take_apart(TensorDict(data, [SLOTS, *lanes]), ndim)
+    rows = split_leaves(TensorDict(data, [SLOTS, *lanes]), ndim)
     schema = Schema(rows.root)
     layout = plan_records(schema) if source == "records" else None
 
@@ -86,7 +86,7 @@ def _index(draw: Any, count: int, ndim: int) -> torch.Tensor:
     contiguous=st.booleans(),
     mapped=st.booleans(),
 )
-def test_the_core_gathers_what_torch_gathers(
+def test_core_gather_matches_torch(
     layouts: Any,
     filled: Any,
     same_bits: Any,
@@ -133,7 +133,7 @@ def test_the_usual_sources_are_read_by_the_core(source: str, filled: Any) -> Non
     ndim=st.integers(1, 3),
     ring=st.booleans(),
 )
-def test_the_core_scatters_what_torch_scatters(
+def test_core_scatter_matches_torch(
     layouts: Any,
     filled: Any,
     same_bits: Any,
@@ -207,7 +207,7 @@ def test_a_ring_is_written_from_addresses_as_torch_writes_it(
 def test_rows_of_a_storage_are_written_where_they_are_read(make_rows: Any) -> None:
     """The matched rows of a ring and rows taken apart are one content."""
     rb, other = (ReplayBuffer(storage=LazyTensorStorage(7)) for _ in range(2))
-    other.storage.prepare = lambda data, **options: take_apart(  # type: ignore[method-assign]
+    other.storage.prepare = lambda data, **options: split_leaves(  # type: ignore[method-assign]
         data, 1, single=options.get("single", False)
     )
     for start, count in ((0, 5), (5, 4), (9, 30), (39, 1)):
@@ -283,7 +283,7 @@ def test_discounted_sums_go_round_the_ring(data: Any, ndim: int, gamma: float) -
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     shape = data.draw(st.sampled_from([(), (1,), (1, 1)]))
     reward = torch.randn(SLOTS, *lanes, *shape, dtype=dtype)
-    rows = take_apart(TensorDict({"r": reward, "x": torch.zeros(SLOTS, *lanes)}, [SLOTS, *lanes]),
+    rows = split_leaves(TensorDict({"r": reward, "x": torch.zeros(SLOTS, *lanes)}, [SLOTS, *lanes]),
                       ndim)  # fmt: skip
     columns = Columns(Schema(rows.root), rows.leaves, ndim)
     cells = int(np.prod(lanes))
@@ -305,7 +305,7 @@ def test_discounted_sums_go_round_the_ring(data: Any, ndim: int, gamma: float) -
 
 def test_discounted_sums_of_rows_that_are_not_there() -> None:
     leaves = {"r": torch.zeros(4), "two": torch.zeros(4, 2), "n": torch.zeros(4, dtype=torch.int64)}
-    rows = take_apart(TensorDict(leaves, [4]), 1)
+    rows = split_leaves(TensorDict(leaves, [4]), 1)
     columns = Columns(Schema(rows.root), rows.leaves, 1)
     one = np.ones(1, np.int64)
     for element, steps in ((4, 0), (-1, 0), (0, 4), (0, -1)):

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import native
-from replaykit.schema import Schema, take_apart
+from replaykit.schema import Schema, split_leaves
 from replaykit.storages.columns import Columns
 
 pytestmark = pytest.mark.skipif(not native.HAS_CORE, reason=str(native.WHY_NOT))
@@ -34,7 +34,7 @@ def _wide_columns() -> Columns:
     ids = torch.arange(12)
     wide = ids[:, None].int().expand(12, WIDE).contiguous()
     wide[:, ::1000] += 1
-    rows = take_apart(TensorDict({"wide": wide, "id": ids, "other": ids.float()}, [12]), 1)
+    rows = split_leaves(TensorDict({"wide": wide, "id": ids, "other": ids.float()}, [12]), 1)
     return Columns(Schema(rows.root), rows.leaves, 1)
 
 
@@ -81,7 +81,7 @@ def test_wide_rows_are_the_same_from_several_python_threads(two_threads: None) -
     assert not wrong
 
 
-def test_a_forked_child_has_threads_of_its_own(run_python: Any) -> None:
+def test_forked_child_starts_new_threads(run_python: Any) -> None:
     """Those of its parent do not exist there, whatever state they were forked in."""
     program = """
 import os, threading, torch
@@ -121,7 +121,7 @@ print("done")
 
 
 @pytest.mark.parametrize("way", ["gather", "mapped", "scatter", "ring"])
-def test_other_threads_go_on_while_wide_rows_are_copied(way: str) -> None:
+def test_other_threads_continue_while_wide_rows_are_copied(way: str) -> None:
     """A few rows of images take milliseconds: long enough for an environment's step."""
     columns = _wide_columns()
     columns.advise = way == "mapped"

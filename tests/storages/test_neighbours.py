@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaykit.storages.slot_sets import neighbours
+from replaykit.storages.indexing import neighbours
 
 
 @st.composite
@@ -23,9 +23,7 @@ def _writes(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
 
 @given(_writes(), st.booleans())
 @settings(max_examples=400, deadline=None)
-def test_each_element_and_its_neighbours(
-    write: tuple[list[int], int, int, int], at_cursor: bool
-) -> None:
+def test_neighbours_match_model(write: tuple[list[int], int, int, int], at_cursor: bool) -> None:
     elements, cells, total, stored = write
     found = neighbours(torch.tensor(elements), cells, total, stored, at_cursor=at_cursor)
     places = torch.arange(len(elements))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaykit.storages.slot_sets import all_distinct, contained
+from replaykit.storages.indexing import all_distinct, contained
 
 NUMBERS = st.one_of(
     st.lists(st.integers(0, 40), max_size=30),
@@ -17,7 +17,7 @@ NUMBERS = st.one_of(
 
 
 @given(numbers=NUMBERS, asked=NUMBERS)
-def test_sets_agree(numbers: list[int], asked: list[int]):
+def test_number_sets_match_python_sets(numbers: list[int], asked: list[int]):
     array = np.array(numbers, np.int64)
     assert all_distinct(array) == (len(set(numbers)) == len(numbers))
     asked = [*asked, *numbers, *(number + 1 for number in numbers)]
@@ -26,7 +26,7 @@ def test_sets_agree(numbers: list[int], asked: list[int]):
 
 
 @pytest.mark.parametrize("spread", [1, 1000])
-def test_many(spread: int):
+def test_number_sets_handle_many_numbers(spread: int):
     numbers = np.random.default_rng(0).permutation(100_000) * spread
     assert all_distinct(numbers)
     numbers[77] = numbers[5]

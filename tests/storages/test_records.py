@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer
-from replaykit.schema import Schema, take_apart
+from replaykit.schema import Schema, split_leaves
 from replaykit.storages.records import WIDE_BYTES, RecordLayout, alone, plan_records
 from replaykit.structure import Branch, Leaf
 
@@ -93,7 +93,7 @@ def test_wide_leaves_and_empty_ones_lie_alone() -> None:
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(data=st.data(), rows=st.sampled_from([0, 1, 2, 5, 33]))
-def test_a_block_taken_apart_is_what_its_views_show(
+def test_split_block_equals_its_views(
     layouts: Any, filled: Any, same_bits: Any, data: st.DataObject, rows: int
 ) -> None:
     layout = plan_records(schema_of(data.draw(layouts.filter(_has_records))))
@@ -201,7 +201,7 @@ def test_gradients_flow_through_a_change_in_place(
     assert weight.grad == before.sum()
 
 
-def test_a_change_of_one_leaf_leaves_what_was_computed_from_another(buffer: ReplayBuffer) -> None:
+def test_in_place_change_of_one_leaf_keeps_gradients_of_others(buffer: ReplayBuffer) -> None:
     """Views of one tensor would share a version, and the backward pass would refuse."""
     batch = buffer.sample()
     weight = torch.ones(3, requires_grad=True)
@@ -246,7 +246,7 @@ def test_a_batch_can_be_pickled_and_read_by_numpy(buffer: ReplayBuffer, fingerpr
 
 
 def test_rows_taken_apart_by_a_schema_and_by_hand_agree(same_bits: Any) -> None:
-    rows = take_apart(_rows(), 1)
+    rows = split_leaves(_rows(), 1)
     layout = plan_records(Schema(rows.root))
     assert layout is not None
     records = torch.zeros(6, layout.stride, dtype=torch.uint8)

@@ -30,7 +30,7 @@ def rows(first: int, count: int) -> TensorDict:
     return TensorDict({"number": number, "wide": wide, "next": {"done": number % 4 == 3}}, [count])
 
 
-def test_rows_and_counters_are_there_again(tmp_path: Path) -> None:
+def test_reopened_storage_restores_rows_and_counters(tmp_path: Path) -> None:
     rb = opened(tmp_path)
     for first in range(0, 24, 3):
         rb.extend(rows(first, 3))
@@ -46,7 +46,7 @@ def test_rows_and_counters_are_there_again(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_nothing_spans_the_restart(tmp_path: Path) -> None:
+def test_episodes_end_at_a_restart(tmp_path: Path) -> None:
     rb = opened(tmp_path)
     rb.extend(rows(0, 6))
     del rb
@@ -105,7 +105,7 @@ def test_priorities_follow_the_sampler_of_the_same_place(tmp_path: Path) -> None
     assert made().sampler.state_dict()["_priorities"].tolist() == [1.0] * 9
 
 
-def test_a_load_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
+def test_load_replaces_recovered_rows(tmp_path: Path) -> None:
     other = ReplayBuffer(storage=LazyTensorStorage(10))
     other.extend(rows(100, 13))
     rb = opened(tmp_path / "rows")
@@ -198,9 +198,7 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_who_takes_the_files_as_space_leaves_nothing_to_recover(
-    shared: bool, tmp_path: Path
-) -> None:
+def test_reuse_of_files_as_space_leaves_nothing_to_recover(shared: bool, tmp_path: Path) -> None:
     def other() -> ReplayBuffer:
         storage = LazyMemmapStorage(10, scratch_dir=tmp_path, existsok=True)
         return ReplayBuffer(storage=storage, shared=shared)
@@ -246,7 +244,7 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, change: Any) -> None:
         opened(tmp_path)
 
 
-def test_a_manifest_that_is_no_file_is_named(tmp_path: Path) -> None:
+def test_manifest_other_than_a_file_is_named(tmp_path: Path) -> None:
     rb = opened(tmp_path)
     rb.extend(rows(0, 3))
     del rb
@@ -257,28 +255,28 @@ def test_a_manifest_that_is_no_file_is_named(tmp_path: Path) -> None:
             file.symlink_to(tmp_path / "elsewhere")
         else:
             os.mkfifo(file)  # would wait for a writer for ever
-        with pytest.raises(CheckpointError, match=r"none of that kind: .*manifest\.json"):
+        with pytest.raises(CheckpointError, match=r"got something else: .*manifest\.json"):
             opened(tmp_path)
         file.unlink()
     (tmp_path / "elsewhere").rename(file)
     assert len(opened(tmp_path)) == 3
 
 
-def test_a_manifest_tells_no_names_of_files(tmp_path: Path) -> None:
+def test_manifest_contains_no_file_names(tmp_path: Path) -> None:
     rb = opened(tmp_path)
     rb.extend(rows(0, 3))
     record = json.loads((tmp_path / "%recovery" / "manifest.json").read_text())
     assert set(record["content"]) == {"slots", "ndim", "lanes", "lane_key", "schema"}
 
 
-def test_one_storage_at_a_time(tmp_path: Path) -> None:
+def test_files_in_use_by_another_storage_are_refused(tmp_path: Path) -> None:
     rb = opened(tmp_path)
     rb.extend(rows(0, 3))
     with pytest.raises(RuntimeError, match="in use"):
         opened(tmp_path)
 
 
-def test_a_copy_has_files_of_its_own(tmp_path: Path) -> None:
+def test_copy_uses_separate_files(tmp_path: Path) -> None:
     rb = opened(tmp_path)
     rb.extend(rows(0, 3))
     copied = pickle.loads(pickle.dumps(rb))
@@ -323,7 +321,7 @@ def test_a_forked_child_reads_and_is_refused_writes(tmp_path: Path) -> None:
     assert rb["number"].tolist() == [10, 11, 12, *range(3, 10)]
 
 
-def test_the_first_save_after_a_restart_writes_all_and_the_next_what_has_changed(
+def test_first_save_after_restart_writes_all_rows_then_only_changes(
     tmp_path: Path,
 ) -> None:
     """Which rows changed since a checkpoint is known to who wrote them, not to the folder."""

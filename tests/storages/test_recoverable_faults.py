@@ -73,7 +73,7 @@ def full(*_: Any) -> None:
 
 @needs_fork
 @pytest.mark.parametrize("durable", [(False, True), (True, False)])
-def test_what_a_kill_cut_off_is_taken_back_whoever_opens_it(
+def test_write_interrupted_by_kill_is_undone_on_opening(
     tmp_path: Path, durable: tuple[bool, bool]
 ) -> None:
     def work() -> None:
@@ -125,7 +125,7 @@ def test_a_child_forked_before_the_first_write_leaves_no_files(tmp_path: Path) -
 
 
 @needs_fork
-def test_a_commit_that_was_interrupted_right_after_it_counted(
+def test_commit_interrupted_after_it_counted_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work() -> None:
@@ -151,7 +151,7 @@ def test_a_commit_that_was_interrupted_right_after_it_counted(
 # -- full disks -------------------------------------------------------------------------------
 
 
-def test_what_a_full_disk_kept_from_a_commit_comes_with_the_next(
+def test_next_commit_keeps_changes_missed_by_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def small(first: int, count: int) -> TensorDict:
@@ -173,7 +173,7 @@ def test_what_a_full_disk_kept_from_a_commit_comes_with_the_next(
     assert again.storage.ledger.write_order().tolist() == order
 
 
-def test_priorities_that_a_full_disk_kept_from_a_commit_come_with_the_next(
+def test_next_commit_keeps_priorities_missed_by_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rb = opened(tmp_path)
@@ -201,7 +201,7 @@ def test_a_first_write_that_found_no_room_can_be_made_again(
     assert opened(tmp_path)["number"].tolist() == [0, 1, 2]
 
 
-def test_files_of_somebody_else_are_left_alone_also_the_second_time(tmp_path: Path) -> None:
+def test_foreign_files_are_left_alone_on_repeated_attempts(tmp_path: Path) -> None:
     other = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
     other.extend(rows(0, 3))
     for _ in range(2):
@@ -302,7 +302,7 @@ def test_a_write_that_is_interrupted_takes_no_earlier_one_with_it(
 # -- parts ------------------------------------------------------------------------------------
 
 
-def test_a_sampler_that_comes_for_another_one_is_the_one_that_is_kept(tmp_path: Path) -> None:
+def test_priorities_of_a_replacing_sampler_are_kept(tmp_path: Path) -> None:
     rb = opened(tmp_path)
     rb.extend(rows(0, 6))
     rb.update_priority(torch.tensor([1]), torch.tensor([7.0]))
@@ -316,7 +316,7 @@ def test_a_sampler_that_comes_for_another_one_is_the_one_that_is_kept(tmp_path: 
     assert again.write_count == 2
 
 
-def test_priorities_that_were_set_when_an_exception_came_are_kept(
+def test_priorities_set_before_an_exception_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rb = opened(tmp_path)
@@ -325,7 +325,7 @@ def test_priorities_that_were_set_when_an_exception_came_are_kept(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SetElements, "note", interrupted)
+    monkeypatch.setattr(SetElements, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rb.update_priority(torch.tensor([1]), torch.tensor([0.5]))
     monkeypatch.undo()
@@ -334,7 +334,7 @@ def test_priorities_that_were_set_when_an_exception_came_are_kept(
     assert priorities(opened(tmp_path)) == wanted
 
 
-def test_an_exchange_of_samplers_that_is_interrupted_leaves_the_one_of_before(
+def test_interrupted_exchange_keeps_the_previous_sampler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rb = opened(tmp_path)
@@ -353,7 +353,7 @@ def test_an_exchange_of_samplers_that_is_interrupted_leaves_the_one_of_before(
     assert priorities(opened(tmp_path)) == wanted
 
 
-def test_a_sampler_that_has_left_for_another_storage_takes_its_priorities_along(
+def test_sampler_moved_to_another_storage_takes_its_priorities(
     tmp_path: Path,
 ) -> None:
     rb = opened(tmp_path / "a")
@@ -369,7 +369,7 @@ def test_a_sampler_that_has_left_for_another_storage_takes_its_priorities_along(
     assert priorities(opened(tmp_path / "b")) == [1, 1, 9, 1]
 
 
-def test_priorities_of_a_buffer_that_is_gone_do_not_stand_for_those_of_another(
+def test_priorities_of_a_deleted_buffer_do_not_replace_others(
     tmp_path: Path,
 ) -> None:
     first = opened(tmp_path)
@@ -385,7 +385,7 @@ def test_priorities_of_a_buffer_that_is_gone_do_not_stand_for_those_of_another(
     assert priorities(opened(tmp_path)) == [1, 1, 9, 1, 1, 1, 9]
 
 
-def test_priorities_are_not_taken_over_by_who_comes_after_an_empty(tmp_path: Path) -> None:
+def test_priorities_are_not_restored_after_empty(tmp_path: Path) -> None:
     rb = opened(tmp_path)
     rb.extend(rows(0, 3))
     rb.update_priority(torch.tensor([1]), torch.tensor([7.0]))
@@ -469,7 +469,7 @@ def test_a_damaged_state_is_named_and_not_replaced_by_the_one_before(tmp_path: P
     assert opened(tmp_path)["number"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_state_that_is_lost_is_told_by_the_journal(tmp_path: Path) -> None:
+def test_journal_reveals_lost_state(tmp_path: Path) -> None:
     rb = opened(tmp_path)
     rb.extend(rows(0, 10))
     rb.extend(rows(10, 2))
@@ -484,7 +484,7 @@ def test_a_state_that_is_lost_is_told_by_the_journal(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-def test_numbers_that_are_no_priorities_are_refused(tmp_path: Path) -> None:
+def test_invalid_stored_priorities_are_refused(tmp_path: Path) -> None:
     rb = opened(tmp_path)
     rb.extend(rows(0, 3))
     del rb
@@ -503,7 +503,7 @@ def test_only_the_leaves_and_rows_that_are_edited_are_copied(tmp_path: Path) -> 
     def noted(rb: ReplayBuffer, change: Callable[[], Any]) -> int:
         with rb.storage.lock:
             change()
-            return int(rb.storage.recovery.home.noted()[1])
+            return int(rb.storage.recovery.home.journaled()[1])
 
     rb = opened(tmp_path / "a", 1000)
     rb.extend(rows(0, 1000))
@@ -524,7 +524,7 @@ def test_only_the_leaves_and_rows_that_are_edited_are_copied(tmp_path: Path) -> 
     assert (grid["wide"] == before).all()
 
 
-def test_a_durable_write_that_is_taken_back_is_on_the_disk_before_it_is_forgotten(
+def test_undone_durable_write_reaches_disk_before_its_record_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rb = opened(tmp_path, durable=True)
@@ -551,7 +551,7 @@ def test_a_durable_write_that_is_taken_back_is_on_the_disk_before_it_is_forgotte
     assert max(data) < synced.index("journal.bin")
 
 
-def test_a_table_that_a_kill_left_empty_is_made(tmp_path: Path) -> None:
+def test_table_left_empty_by_a_kill_is_created(tmp_path: Path) -> None:
     rb = opened(tmp_path)
     rb.extend(rows(0, 3))
     del rb

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit.schema import Schema, take_apart
+from replaykit.schema import Schema, split_leaves
 from replaykit.storages.columns import Columns, ScatteredColumns
 
 STARTS, LENGTHS = torch.tensor([3, 20, 21, 60]), torch.tensor([5, 1, 30, 4])
@@ -27,7 +27,7 @@ def rows() -> TensorDict:
 
 @pytest.fixture
 def columns(rows: TensorDict) -> ScatteredColumns:
-    found = take_apart(rows, 1)
+    found = split_leaves(rows, 1)
     everything = Columns(Schema(found.root), found.leaves, 1, mapped=True)
     return ScatteredColumns(everything, STARTS, LENGTHS)
 
@@ -40,7 +40,7 @@ def same(found: Any, rows: TensorDict, at: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("asked", [(), ("next", "done"), ("depth",)])
-def test_rows_are_those_of_the_runs(columns, rows, asked):
+def test_scattered_rows_match_their_runs(columns, rows, asked):
     """Also where a leaf lies in one tensor, since somebody asked for it."""
     assert columns.slots == 40
     if asked:
@@ -62,7 +62,7 @@ def test_rows_are_those_of_the_runs(columns, rows, asked):
 
 
 @pytest.mark.parametrize("asked", [(), ("next", "done")])
-def test_what_is_written_lies_where_the_rows_do(columns, rows, asked):
+def test_writes_reach_scattered_rows(columns, rows, asked):
     before = rows.clone()
     flags = columns[asked] if asked else None
     slots = torch.tensor([6, 5, 39])
@@ -91,7 +91,7 @@ def test_what_is_written_lies_where_the_rows_do(columns, rows, asked):
     assert (rows["wide"][others] == before["wide"][others]).all()
 
 
-def test_an_interrupt_comes_when_all_is_written(columns, monkeypatch):
+def test_interrupt_is_raised_after_all_rows_are_written(columns, monkeypatch):
     put, calls = Columns.put, []
 
     def interrupted(self: Columns, *args: Any) -> None:
@@ -106,7 +106,7 @@ def test_an_interrupt_comes_when_all_is_written(columns, monkeypatch):
     assert not columns.gather(torch.tensor([4]))["wide",].any()
 
 
-def test_memory_is_that_of_the_rows_and_of_what_was_asked_for(columns):
+def test_memory_grows_only_with_requested_columns(columns):
     memory = columns.nbytes()
     assert columns.tensors["wide",].data_ptr() == columns._all.tensors["wide",].data_ptr()
     columns["next", "done"]

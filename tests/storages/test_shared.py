@@ -273,7 +273,7 @@ def test_handles_agree_with_a_plain_buffer(
 
 @relaxed(12)
 @given(data=st.data(), kind=st.sampled_from(["prioritized", "streams", "lanes"]))
-def test_handles_agree_where_the_log_holds_little(
+def test_handles_agree_with_a_short_log(
     data: st.DataObject, kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -286,7 +286,7 @@ def test_handles_agree_where_the_log_holds_little(
 @pytest.mark.parametrize("name", KINDS)
 @relaxed(150)
 @given(data=st.data())
-def test_the_same_for_long(
+def test_handles_agree_with_a_plain_buffer_in_long_runs(
     name: str, log: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -321,7 +321,7 @@ def begins(buffer: ReplayBuffer) -> list[tuple[int, int, int]]:
     return sorted(found)
 
 
-def test_a_handle_notes_what_others_wrote_before_it_overwrites_that() -> None:
+def test_handle_notes_rows_of_others_before_overwriting_them() -> None:
     one, other = pair(7)
     one.extend(steps_of(0, [0] * 7))
     assert begins(one) == [(0, 0, 7)]
@@ -332,7 +332,7 @@ def test_a_handle_notes_what_others_wrote_before_it_overwrites_that() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_where_an_episode_began_is_told_by_who_saw_it(streams: bool) -> None:
+def test_handles_share_begin_of_edited_episode(streams: bool) -> None:
     one, other = pair(8, **({"lane_key": "lane"} if streams else {}))
     one.extend(steps_of(0, [0] * 6))
     assert begins(other) == [(0, 0, 6)]
@@ -341,7 +341,7 @@ def test_where_an_episode_began_is_told_by_who_saw_it(streams: bool) -> None:
     assert begins(one) == begins(other) == [(4, 1, 8)]
 
 
-def test_how_streams_began_is_told_after_more_rows_than_there_are_slots() -> None:
+def test_handles_share_begin_of_stream_after_the_ring_wraps() -> None:
     one, other = pair(4, lane_key="lane")
     one.extend(steps_of(0, [0, 0]))
     assert begins(other) == [(0, 0, 2)]
@@ -349,7 +349,7 @@ def test_how_streams_began_is_told_after_more_rows_than_there_are_slots() -> Non
     assert begins(one) == begins(other) == [(0, 5, 4)]
 
 
-def test_flags_of_streams_are_edited_by_who_did_not_write_them() -> None:
+def test_handle_edits_flags_written_by_another_handle() -> None:
     one, other = pair(8, lane_key="lane")
     one.extend(steps_of(0, [0, 1, 0]))
     other.extend(steps_of(3, [0]))
@@ -372,7 +372,7 @@ def test_a_first_write_of_more_rows_than_slots_is_noted_from_its_begin(
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_that_an_episode_begins_with_a_stored_row_is_told_too(streams: bool) -> None:
+def test_handles_share_episode_begin_at_a_stored_row(streams: bool) -> None:
     one, other = pair(4, **({"lane_key": "lane"} if streams else {}))
     one.extend(steps_of(0, [0] * 4))
     assert begins(other) == [(0, 0, 4)]
@@ -381,7 +381,7 @@ def test_that_an_episode_begins_with_a_stored_row_is_told_too(streams: bool) -> 
     assert begins(one) == begins(other) == [(1, 0, 4)]
 
 
-def test_a_load_brings_its_own_begins_where_rows_are_shared(tmp_path: Path) -> None:
+def test_load_replaces_episode_begins_of_shared_rows(tmp_path: Path) -> None:
     plain = ReplayBuffer(storage=LazyTensorStorage(4))
     plain.extend(steps_of(0, [0] * 6))
     plain.dumps(tmp_path / "saved")

@@ -70,7 +70,7 @@ needs_order = pytest.mark.skipif(
 
 
 @needs_order
-def test_nothing_keeps_a_draw_from_being_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undisturbed_draw_takes_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, other = handles()
     ways = meanwhile(mine, monkeypatch, lambda: None)
     other.extend(rows(SLOTS, 3))  # what has come since the last draw is no reason
@@ -79,7 +79,7 @@ def test_nothing_keeps_a_draw_from_being_apart(monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_order
-def test_what_is_overwritten_while_it_is_read_is_drawn_anew(
+def test_rows_overwritten_during_a_read_are_drawn_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mine, other = handles()
@@ -96,7 +96,9 @@ def test_what_is_overwritten_while_it_is_read_is_drawn_anew(
 
 @needs_order
 @pytest.mark.parametrize("half", [0, 1, 2])
-def test_rows_that_were_not_overwritten_stay(monkeypatch: pytest.MonkeyPatch, half: int) -> None:
+def test_draw_of_rows_not_overwritten_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, half: int
+) -> None:
     mine, other = handles()
     ways = meanwhile(mine, monkeypatch, lambda: [other.extend(rows(100, half)), None][1])
     slots = torch.arange(half, SLOTS)
@@ -117,7 +119,7 @@ def test_rows_that_were_not_overwritten_stay(monkeypatch: pytest.MonkeyPatch, ha
     ],
     ids=["edit", "write_at", "empty", "a ring", "several rings"],
 )
-def test_whatever_else_is_done_is_drawn_anew(
+def test_other_changes_during_a_read_repeat_the_draw(
     monkeypatch: pytest.MonkeyPatch, work: Callable[[ReplayBuffer], Any], held: bool
 ) -> None:
     mine, other = handles()
@@ -130,7 +132,7 @@ def test_whatever_else_is_done_is_drawn_anew(
 
 
 @needs_order
-def test_rows_around_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwritten_neighbouring_rows_repeat_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, other = handles(transform=StackFrames(["number"], 3))
     ways = meanwhile(mine, monkeypatch, lambda: [other.extend(rows(8, 1)), None][1])
     monkeypatch.setattr(mine.sampler, "sample", lambda *_: (torch.tensor([2, 3]), {}))
@@ -150,7 +152,7 @@ def test_priorities_that_have_changed_take_the_lock(monkeypatch: pytest.MonkeyPa
     assert ways == ["apart", "held", "apart"]
 
 
-def test_elsewhere_draws_take_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_take_the_lock_without_ordered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_storage, "_ORDERED", False)
     mine, other = handles()
     ways = meanwhile(mine, monkeypatch, lambda: None)
@@ -177,7 +179,7 @@ def test_an_error_of_a_draw_is_raised_by_the_draw_that_made_it(
 
 @needs_order
 @pytest.mark.parametrize("edited", [False, True])
-def test_an_index_made_of_rows_that_were_overwritten_meanwhile_does_not_stay(
+def test_index_built_from_overwritten_rows_is_discarded(
     monkeypatch: pytest.MonkeyPatch, edited: bool
 ) -> None:
     def flagged(first: int, done: list[int]) -> TensorDict:

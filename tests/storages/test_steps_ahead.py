@@ -60,7 +60,7 @@ def stored(slots: int, lanes: int, dtype: torch.dtype, wide: int) -> tuple[Any, 
     taken=st.sampled_from([TAKEN, TAKEN[:1], TAKEN[2:], ()]),
     flag=st.sampled_from([None, ("next", "done"), ("x",), ("none",)]),
 )
-def test_a_batch_is_led_to_its_last_steps(
+def test_steps_ahead_fill_batch_with_last_steps(
     data: Any,
     lanes: int,
     slots: int,
@@ -112,7 +112,7 @@ def test_a_batch_is_led_to_its_last_steps(
         assert torch.equal(batch[key], (last if path in taken else own)[key]), key
 
 
-def test_what_is_for_others_to_sum() -> None:
+def test_unsupported_sums_are_left_to_other_code() -> None:
     columns, rows = stored(6, 1, torch.float32, 2)
 
     def plan(reward: Any) -> Any:
@@ -131,7 +131,9 @@ def test_what_is_for_others_to_sum() -> None:
 
 
 @pytest.mark.parametrize(("element", "time", "last"), [(6, 0, 1), (-1, 0, 1), (2, 5, 4), (2, 0, 6)])
-def test_rows_that_are_not_there_change_nothing(element: int, time: int, last: int) -> None:
+def test_rows_outside_storage_raise_error_and_change_nothing(
+    element: int, time: int, last: int
+) -> None:
     columns, rows = stored(6, 1, torch.float32, 2)
     ahead = columns.steps_ahead(StepsPlan(("reward",), None, TAKEN, 0.5, (0.5,) * 9))
     assert ahead is not None
@@ -147,7 +149,7 @@ def test_rows_that_are_not_there_change_nothing(element: int, time: int, last: i
     assert (batch == before).all()
 
 
-def test_it_follows_memory_that_was_moved() -> None:
+def test_steps_ahead_follow_moved_memory() -> None:
     columns, _ = stored(6, 1, torch.float32, 2)
     plan = StepsPlan(("reward",), None, TAKEN[:1], 0.5, (0.5, 0.25))
     first = columns.steps_ahead(plan)

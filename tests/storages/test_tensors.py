@@ -67,7 +67,7 @@ def test_the_first_write_goes_to_row_0() -> None:
         ({"storage": TensorDict({}, [3])}, "at least one tensor"),
     ],
 )
-def test_data_that_is_no_storage_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_data_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TensorStorage(**arguments)
 
@@ -77,7 +77,7 @@ def test_max_size_may_be_repeated() -> None:
     assert TensorStorage(torch.zeros(3, 2), max_size=3, ndim=2).max_size == 6
 
 
-def test_reserved_keys_of_wrapped_data_are_left_out_and_flags_get_a_dimension() -> None:
+def test_wrapped_data_drop_reserved_keys_and_expand_flags() -> None:
     data = TensorDict({"index": torch.arange(3), "done": torch.zeros(3).bool()}, [3])
     storage = TensorStorage(data)
     assert set(storage[:].keys()) == {"done"}
@@ -87,12 +87,12 @@ def test_reserved_keys_of_wrapped_data_are_left_out_and_flags_get_a_dimension() 
 
 @pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
 @pytest.mark.parametrize("size", [0, -1, 2.5, "7", None, True])
-def test_a_capacity_that_is_none_is_refused(make: Any, size: Any) -> None:
+def test_invalid_capacity_is_refused(make: Any, size: Any) -> None:
     with pytest.raises(ValueError, match="max_size as an int of at least 1"):
         make(size)
 
 
-def test_before_the_first_write_there_is_nothing() -> None:
+def test_storage_is_empty_before_the_first_write() -> None:
     storage = LazyTensorStorage(5, device="auto")
     assert (len(storage), storage.shape, storage.schema, storage.device) == (0, None, None, "auto")
     for read in (lambda: storage[0], lambda: storage[:], storage.flatten, storage.view_at):
@@ -190,7 +190,7 @@ LAYOUTS = [
 @pytest.mark.pitfall("RD11")
 @pytest.mark.pitfall("IF4")
 @pytest.mark.parametrize(("ndim", "lanes", "dim_extend"), LAYOUTS)
-def test_each_element_lies_where_its_index_says(
+def test_each_element_lies_at_its_index(
     ndim: int, lanes: tuple[int, ...], dim_extend: int | None
 ) -> None:
     """WR9, IF4: ``storage[idx]`` is the element that each index was returned for; RD11."""
@@ -301,7 +301,7 @@ def test_low_level_writes_address_time(make_lanes: Any) -> None:
         storage.set(4, steps[0])
 
 
-def test_coordinates_are_told_from_positions() -> None:
+def test_coordinates_are_distinguished_from_positions() -> None:
     storage = TensorStorage(torch.arange(6).view(3, 2), ndim=2)
     assert storage[torch.tensor([[2, 1], [0, 0]])].tolist() == [5, 0]
     assert storage[torch.tensor([2, 1])].tolist() == [[4, 5], [2, 3]]
@@ -335,9 +335,9 @@ def test_the_flat_form_shares_the_rows() -> None:
         storage.flatten()
 
 
-def test_rows_that_cannot_be_flattened_say_so() -> None:
+def test_flattening_non_contiguous_rows_raises_error() -> None:
     storage = TensorStorage(torch.zeros(2, 3, 4).transpose(0, 1), ndim=2)
-    with pytest.raises(RuntimeError, match="does not lie contiguously"):
+    with pytest.raises(RuntimeError, match="is not contiguous in memory"):
         storage.flatten()
 
 
@@ -383,7 +383,7 @@ def test_capacities_above_2_to_the_31_work_at_the_end_of_their_range() -> None:
 
 
 @pytest.mark.pitfall("WR10")
-def test_write_counts_go_on_beyond_2_to_the_31(column_kind: Any, make_rows: Any) -> None:
+def test_write_counts_continue_beyond_2_to_the_31(column_kind: Any, make_rows: Any) -> None:
     rb = column_kind.buffer(4)
     rb.writer._write_count = 2**31 - 1
     rb.storage.ledger.next_position = 2**31 - 1 - (2**31 - 1) % 4

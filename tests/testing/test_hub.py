@@ -127,7 +127,9 @@ def test_head_and_get_of_a_file_agree(hub: LoopbackHub) -> None:
         ("bytes=5-999999", DATA[5:], f"bytes 5-{len(DATA) - 1}/{len(DATA)}"),
     ],
 )
-def test_ranges(hub: LoopbackHub, header: str, expected: bytes, content_range: str) -> None:
+def test_range_request_returns_part_of_a_file(
+    hub: LoopbackHub, header: str, expected: bytes, content_range: str
+) -> None:
     answer, body = ask(hub, "GET", resolve(), Range=header)
     assert (answer.status, body) == (206, expected)
     assert answer.headers["Content-Range"] == content_range
@@ -149,7 +151,7 @@ def test_range_beyond_the_end_is_416(hub: LoopbackHub) -> None:
         ("/api/anything/else", "EntryNotFound"),
     ],
 )
-def test_what_is_not_there_is_404_with_a_code(hub: LoopbackHub, path: str, code: str) -> None:
+def test_missing_resource_is_404_with_a_code(hub: LoopbackHub, path: str, code: str) -> None:
     answer, body = ask(hub, "GET", path)
     assert (answer.status, answer.headers["X-Error-Code"]) == (404, code)
     assert json.loads(body)["error"]
@@ -195,7 +197,7 @@ def test_local_files_are_served(hub: LoopbackHub, tmp_path: Path) -> None:
     assert ask(hub, "GET", resolve("big.h5"), Range="bytes=1048570-")[1] == body[1048570:]
 
 
-def test_log_and_counters(hub: LoopbackHub) -> None:
+def test_hub_logs_requests_and_counts_bytes(hub: LoopbackHub) -> None:
     ask(hub, "HEAD", resolve())
     ask(hub, "GET", resolve())
     ask(hub, "GET", "/api/other")
@@ -218,7 +220,7 @@ def test_one_connection_serves_many_requests(hub: LoopbackHub) -> None:
     connection.close()
 
 
-def test_env_leads_a_subprocess_here(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_env_points_a_subprocess_to_the_hub(hub: LoopbackHub, tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from huggingface_hub import hf_hub_download as download\n"
         f"path = Path(download({REPO!r}, {H5!r}, repo_type='dataset'))\n"
@@ -247,7 +249,7 @@ def test_error_status_with_code_and_headers_a_number_of_times(hub: LoopbackHub) 
     assert fault.used == 2
 
 
-def test_faults_meet_only_what_they_name(hub: LoopbackHub) -> None:
+def test_faults_affect_only_matching_requests(hub: LoopbackHub) -> None:
     hub.faults.append(Fault(path="DAPG(expert)/door_v2d-v1/*", status=500))
     hub.faults.append(Fault(route="tree", status=503))
     assert ask(hub, "GET", resolve())[0].status == 500
@@ -257,7 +259,7 @@ def test_faults_meet_only_what_they_name(hub: LoopbackHub) -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 1000])
-def test_cut_body(hub: LoopbackHub, n: int) -> None:
+def test_cut_after_fault_shortens_body(hub: LoopbackHub, n: int) -> None:
     hub.faults.append(Fault(cut_after=n, times=1))
     with pytest.raises(IncompleteRead) as caught:
         ask(hub, "GET", resolve())
@@ -277,14 +279,14 @@ def test_other_body_under_the_right_etag(hub: LoopbackHub, wrong: bytes) -> None
     assert head.headers["Content-Length"] == answer.headers["Content-Length"] == str(len(wrong))
 
 
-def test_range_ignored(hub: LoopbackHub) -> None:
+def test_ignore_range_fault_returns_whole_file(hub: LoopbackHub) -> None:
     hub.faults.append(Fault(ignore_range=True))
     answer, body = ask(hub, "GET", resolve(), Range="bytes=10-")
     assert (answer.status, body) == (200, DATA)
 
 
 @pytest.mark.parametrize("name", ["ETag", "X-Repo-Commit", "Content-Length"])
-def test_header_left_out(hub: LoopbackHub, name: str) -> None:
+def test_headers_fault_removes_header(hub: LoopbackHub, name: str) -> None:
     hub.faults.append(Fault(headers={name: None}))
     for method in ("HEAD", "GET"):
         answer, body = ask(hub, method, resolve())
@@ -293,7 +295,7 @@ def test_header_left_out(hub: LoopbackHub, name: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["same", "other"])
-def test_redirect(hub: LoopbackHub, where: str) -> None:
+def test_redirect_fault_redirects_requests(hub: LoopbackHub, where: str) -> None:
     hub.faults.append(Fault(redirect=where))
     answer, _ = ask(hub, "HEAD", resolve())
     target = urlsplit(answer.headers["Location"])
@@ -309,7 +311,7 @@ def test_redirect(hub: LoopbackHub, where: str) -> None:
     connection.close()
 
 
-def test_slow_and_late_body(hub: LoopbackHub) -> None:
+def test_rate_and_delay_faults_slow_body(hub: LoopbackHub) -> None:
     hub.faults.append(Fault(bytes_per_s=len(DATA) / 0.4, times=1))
     hub.faults.append(Fault(delay_s=0.3, times=1))
     for least in (0.3, 0.3):

@@ -118,7 +118,7 @@ def test_a_commit_that_is_refused_changes_nothing(
     assert hub.head("me/data") == before
 
 
-def test_branches_and_tags(hub: LoopbackHub) -> None:
+def test_branches_and_tags_are_created_once(hub: LoopbackHub) -> None:
     head = hub.head("me/data")
     api = "/api/datasets/me/data"
     assert ask(hub, "POST", f"{api}/branch/dev", {})[0] == 200
@@ -134,7 +134,7 @@ def test_branches_and_tags(hub: LoopbackHub) -> None:
         hub.files("me/data", "v1")
 
 
-def test_whoever_writes_shows_a_token(hub: LoopbackHub) -> None:
+def test_write_without_token_is_refused(hub: LoopbackHub) -> None:
     before = hub.head("me/data")
     for path in ("/api/repos/create", "/api/datasets/me/data/commit/main"):
         assert ask(hub, "POST", path, {"name": "x"}, token=None)[0] == 401
@@ -147,7 +147,7 @@ def test_a_card_without_yaml_is_found(hub: LoopbackHub) -> None:
     assert (good[1]["errors"], len(bad[1]["errors"])) == ([], 1)
 
 
-def test_faults_meet_what_is_written_too(hub: LoopbackHub) -> None:
+def test_faults_affect_commits(hub: LoopbackHub) -> None:
     hub.faults.append(Fault(route="commit", status=503, times=1))
     assert commit(hub)[0] == 503
     assert commit(hub)[0] == 200

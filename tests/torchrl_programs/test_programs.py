@@ -171,9 +171,7 @@ def test_every_program_is_run() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[1] * 12, [2, 1, 5, 3, 1], [7, 7], [12]])
-def test_n_steps_are_made_of_whatever_pieces_are_written(
-    sizes: list[int], torchrl_names: Any
-) -> None:
+def test_n_steps_do_not_depend_on_the_size_of_writes(sizes: list[int], torchrl_names: Any) -> None:
     """``MultiStepTransform`` holds back rows, at first all of them."""
     from tensordict import TensorDict
     from torchrl.envs import MultiStepTransform

@@ -28,7 +28,7 @@ def trajectory(n: int, start: int = 0) -> TensorDict:
     )
 
 
-def test_three_and_five_rows() -> None:
+def test_trajectories_of_three_and_five_rows_are_padded() -> None:
     """S19: shapes, mask, flags that are False on padding, a reward of 4 that is no padding."""
     items = [trajectory(3), trajectory(5)]
     batch = pad_collate(items, pad_value=4)
@@ -64,7 +64,7 @@ def test_a_pad_value_per_key() -> None:
     assert batch["mask"].tolist() == [[True, False], [True, True]]
 
 
-def test_a_bool_that_is_no_flag_can_be_padded_with_true() -> None:
+def test_bool_key_other_than_a_flag_can_be_padded_with_true() -> None:
     items = [TensorDict({"legal": torch.zeros(n, 2, dtype=torch.bool)}, [n]) for n in (1, 2)]
     assert not pad_collate(items, pad_value=1)["legal"].any()
     assert pad_collate(items, pad_value={"legal": True})["legal"][0, 1].all()
@@ -82,7 +82,7 @@ def test_a_bool_that_is_no_flag_can_be_padded_with_true() -> None:
         ({"multiple_of": 100}, 100),
     ],
 )
-def test_the_width(arguments: dict[str, int], width: int) -> None:
+def test_width_follows_pad_arguments(arguments: dict[str, int], width: int) -> None:
     batch = pad_collate([trajectory(3), trajectory(5)], **arguments)
     assert batch.batch_size == (2, width)
     assert batch["mask"].sum(1).tolist() == [3, 5]
@@ -116,7 +116,9 @@ def test_every_dtype_keeps_every_bit(dtype: torch.dtype) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.integers(1, 9), st.booleans())
-def test_any_lengths_against_loops(lengths: list[int], number: int, multiple: bool) -> None:
+def test_padding_matches_loops_for_any_lengths(
+    lengths: list[int], number: int, multiple: bool
+) -> None:
     items = [trajectory(n, start=10 * i) for i, n in enumerate(lengths)]
     width = max(lengths)
     if multiple:
@@ -135,7 +137,7 @@ def test_any_lengths_against_loops(lengths: list[int], number: int, multiple: bo
                 assert (batch[key][i, t] == expected).all()
 
 
-def test_the_memory_is_new_and_items_stay() -> None:
+def test_collated_batch_shares_no_memory_with_items() -> None:
     items = [trajectory(2), trajectory(2)]
     before = [item.clone() for item in items]
     batch = pad_collate(items)
@@ -173,7 +175,7 @@ def test_keys_of_all_items_are_compared(position: int, layout: str) -> None:
     """F41: also those in the middle."""
     items = [trajectory(2), trajectory(3), trajectory(1)]
     del items[position]["next", "reward"]
-    message = f"item {position} has no key" if position else "item 1 has a key .* item 0 has not"
+    message = f"item {position} has no key" if position else "item 1 has a key .* item 0 lacks"
     with pytest.raises(KeyError, match=message) as error:
         pad_collate(items, layout=layout)
     assert "('next', 'reward')" in str(error.value)
@@ -188,7 +190,9 @@ def test_keys_of_all_items_are_compared(position: int, layout: str) -> None:
         ("action", torch.zeros(2, 2), "torch.int16.*torch.float32"),
     ],
 )
-def test_other_shapes_and_dtypes(position: int, key: str, value: Any, message: str) -> None:
+def test_items_of_other_shapes_and_dtypes_are_refused(
+    position: int, key: str, value: Any, message: str
+) -> None:
     items = [trajectory(2) for _ in range(3)]
     items[position][key] = value
     with pytest.raises(ValueError, match=f"item {position}, key 'action': .*{message}"):
@@ -208,13 +212,13 @@ def test_other_shapes_and_dtypes(position: int, key: str, value: Any, message: s
             [_with(trajectory(2), "mask", torch.zeros(2))],
             {},
             ValueError,
-            "item 0: has a key 'mask' of its own",
+            "item 0: expected no key 'mask'",
         ),
         (
             [_with(trajectory(2), "lengths", torch.zeros(2))],
             {"layout": "jagged"},
             ValueError,
-            "has a key 'lengths' of its own",
+            "expected no key 'lengths'",
         ),
         (
             [_with(trajectory(2), "name", NonTensorData("x", batch_size=[2]))],
@@ -230,24 +234,29 @@ def test_other_shapes_and_dtypes(position: int, key: str, value: Any, message: s
         ([trajectory(1)], {"layout": "ragged"}, ValueError, "layout: .* got 'ragged'"),
         ([trajectory(1)], {"pad_value": {"zoo": 1}}, KeyError, "no key 'zoo'; there are 'action'"),
         ([trajectory(1)], {"pad_value": "x"}, TypeError, "expected a number or a dict"),
-        ([trajectory(1)], {"pad_value": -1}, ValueError, "'pixels'.*uint8, which has no -1"),
-        ([trajectory(1)], {"pad_value": 0.5}, ValueError, "which has no 0.5"),
-        ([trajectory(1)], {"pad_value": {"action": float("nan")}}, ValueError, "has no nan"),
+        ([trajectory(1)], {"pad_value": -1}, ValueError, "'pixels'.*uint8, which cannot hold -1"),
+        ([trajectory(1)], {"pad_value": 0.5}, ValueError, "which cannot hold 0.5"),
+        ([trajectory(1)], {"pad_value": {"action": float("nan")}}, ValueError, "cannot hold nan"),
         (
             [trajectory(1)],
             {"pad_value": {"action": 2**15}},
             ValueError,
-            "which has no 32768",
+            "which cannot hold 32768",
         ),
-        ([trajectory(1)], {"pad_value": {("next", "reward"): 1j}}, ValueError, "has no 1j"),
-        ([trajectory(1)], {"pad_value": {"done": True}}, ValueError, "'done' is padded with False"),
+        ([trajectory(1)], {"pad_value": {("next", "reward"): 1j}}, ValueError, "cannot hold 1j"),
+        (
+            [trajectory(1)],
+            {"pad_value": {"done": True}},
+            ValueError,
+            "'done' must be padded with False",
+        ),
         ([trajectory(1)], {"pad_value": {("next", "truncated"): 1}}, ValueError, "with False"),
-        ([trajectory(1)], {"layout": "jagged", "pad_to": 2}, ValueError, "jagged.* pads nothing"),
-        ([trajectory(1)], {"layout": "jagged", "pad_value": 1}, ValueError, "pads nothing"),
-        ([trajectory(1)], {"layout": "jagged", "pad_value": {}}, ValueError, "pads nothing"),
+        ([trajectory(1)], {"layout": "jagged", "pad_to": 2}, ValueError, "jagged.*expected no"),
+        ([trajectory(1)], {"layout": "jagged", "pad_value": 1}, ValueError, "expected no"),
+        ([trajectory(1)], {"layout": "jagged", "pad_value": {}}, ValueError, "expected no"),
     ],
 )
-def test_what_does_not_fit(
+def test_invalid_items_and_arguments_are_refused(
     items: Any, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -302,7 +311,7 @@ def test_a_buffer_of_trajectories(layout: str) -> None:
 
 
 @pytest.mark.parametrize("place", [lambda: torch.device("meta"), torch.inference_mode])
-def test_what_the_caller_set_has_no_say(place: Any) -> None:
+def test_default_device_and_inference_mode_do_not_affect_collate(place: Any) -> None:
     items = [trajectory(2), trajectory(3)]
     with place():
         batch = pad_collate(items, pad_value=1)

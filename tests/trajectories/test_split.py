@@ -57,7 +57,7 @@ def tables(draw: Any) -> tuple[TensorDict, list[list[int]]]:
 
 @settings(max_examples=150, deadline=None)
 @given(tables())
-def test_split_is_what_a_scan_finds_and_join_undoes_it(made: tuple[Any, Any]) -> None:
+def test_split_matches_scan_and_join_reverses_it(made: tuple[Any, Any]) -> None:
     data, expected = made
     before = data.clone()
     split = split_trajectories(data)
@@ -101,7 +101,7 @@ def lengths(data: TensorDict, **arguments: Any) -> list[int]:
     return split_trajectories(data, **arguments)["mask"].sum(1).tolist()
 
 
-def test_which_keys_end_a_trajectory() -> None:
+def test_end_keys_and_traj_keys_end_trajectories() -> None:
     data = table(
         next__done=[0, 1, 0, 0, 0, 0],
         next__stop=[0, 0, 1, 0, 0, 0],
@@ -117,7 +117,7 @@ def test_which_keys_end_a_trajectory() -> None:
     assert lengths(data, end_keys=(), traj_key=["mine", ("episode",)]) == [4, 1, 1]
 
 
-def test_root_flags_and_is_init_end_nothing() -> None:
+def test_root_flags_and_is_init_end_no_trajectory() -> None:
     data = table(done=[1, 1, 1], is_init=[1, 1, 1], next__done=[0, 0, 1])
     assert lengths(data) == [3]
 
@@ -139,15 +139,15 @@ def test_lists_are_views_and_split_is_not() -> None:
     ("arguments", "error", "message"),
     [
         ({"end_keys": "done"}, TypeError, "end_keys: expected a list of keys, got 'done'"),
-        ({"end_keys": [("next", "zoo")]}, KeyError, r"none of \('next', 'zoo'\) is there"),
+        ({"end_keys": [("next", "zoo")]}, KeyError, r"expected one of \('next', 'zoo'\), got none"),
         ({"end_keys": ("next", "done")}, ValueError, "'next': expected a tensor, got TensorDict"),
         ({"traj_key": "zoo"}, KeyError, "traj_key: no key 'zoo'"),
         ({"traj_key": ["row", "zoo"]}, KeyError, "traj_key: no key 'zoo'"),
         ({"traj_key": 3}, TypeError, "expected a key"),
-        ({"end_keys": ()}, KeyError, "nothing says where trajectories end: expected one of"),
+        ({"end_keys": ()}, KeyError, "which end trajectories, got none"),
     ],
 )
-def test_keys_that_are_not_there(
+def test_missing_keys_are_refused(
     arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -157,9 +157,9 @@ def test_keys_that_are_not_there(
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (table(row=[1, 2]), KeyError, "nothing says where trajectories end"),
-        (table(mask=[1, 1], episode=[1, 1]), ValueError, "a key 'mask' of its own"),
-        (table(traj_ids=[1, 1], episode=[1, 1]), ValueError, "a key 'traj_ids' of its own"),
+        (table(row=[1, 2]), KeyError, "which end trajectories, got none"),
+        (table(mask=[1, 1], episode=[1, 1]), ValueError, "expected no key 'mask'"),
+        (table(traj_ids=[1, 1], episode=[1, 1]), ValueError, "expected no key 'traj_ids'"),
         (table(episode=[1, 1])[0], ValueError, r"expected batch size \[n\], got \[\]"),
         (torch.zeros(3), TypeError, "data: expected a TensorDict, got Tensor"),
         (
@@ -169,7 +169,7 @@ def test_keys_that_are_not_there(
         ),
     ],
 )
-def test_what_cannot_be_split(data: Any, error: type[Exception], message: str) -> None:
+def test_invalid_data_cannot_be_split(data: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         split_trajectories(data)
 
@@ -189,7 +189,7 @@ def test_a_mask_may_lie_anywhere() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_torchrl_has_split_can_be_joined() -> None:
+def test_join_accepts_split_of_torchrl() -> None:
     from torchrl.collectors.utils import split_trajectories as theirs
 
     data = table(next__done=[0, 1, 0, 0, 1, 0], collector__traj_ids=[4, 4, 2, 2, 2, 7])
@@ -208,7 +208,7 @@ def test_what_torchrl_has_split_can_be_joined() -> None:
         ([], ValueError, "at least one TensorDict"),
         (torch.zeros(2), TypeError, r"\[E, T\] or a list of them"),
         (table(episode=[1]), ValueError, r"expected batch size \[E, T\], got \[1\]"),
-        (TensorDict({"x": torch.zeros(2, 3)}, [2, 3]), KeyError, "no mask 'mask'"),
+        (TensorDict({"x": torch.zeros(2, 3)}, [2, 3]), KeyError, "mask of rows under 'mask'"),
         (
             TensorDict({"mask": torch.ones(2, 3)}, [2, 3]),
             ValueError,
@@ -224,7 +224,7 @@ def test_what_torchrl_has_split_can_be_joined() -> None:
         ([table(a=[1]), table(a=[2]).float()], ValueError, "item 1, key 'row'"),
     ],
 )
-def test_what_cannot_be_joined(data: Any, error: type[Exception], message: str) -> None:
+def test_invalid_data_cannot_be_joined(data: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         join_trajectories(data)
 
@@ -258,7 +258,7 @@ def test_a_split_data_set_is_laid_out_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [lambda: torch.device("meta"), torch.inference_mode])
-def test_what_the_caller_set_has_no_say(place: Any) -> None:
+def test_default_device_and_inference_mode_do_not_affect_split(place: Any) -> None:
     data = table(next__done=[0, 1, 0])
     with place():
         split = split_trajectories(data)

@@ -64,7 +64,7 @@ def test_small_tensors_go_in_one_move_and_large_ones_alone() -> None:
     assert memories(moved) == 3
 
 
-def test_nothing_is_moved_for_nothing() -> None:
+def test_empty_input_moves_nothing() -> None:
     assert packed() == ([], [])
 
 
@@ -134,7 +134,7 @@ def test_a_small_part_of_much_memory_is_moved_without_the_rest() -> None:
     assert all(tensor.is_contiguous() for tensor in moved)
 
 
-def test_arrays_that_begin_at_one_address_are_not_cut() -> None:
+def test_arrays_that_share_a_start_address_keep_their_lengths() -> None:
     array = np.arange(100.0)
     given_ = [torch.from_numpy(array[:2]), torch.from_numpy(array)]
     for order in (given_, given_[::-1]):
@@ -194,7 +194,7 @@ def test_tensors_that_are_more_than_bytes_move_by_themselves() -> None:
     assert given_["parameter"].grad is not None
 
 
-def test_what_is_there_already_stays_the_same_object() -> None:
+def test_tensors_already_on_the_device_stay_the_same_objects() -> None:
     for device in ("cpu", torch.device("cpu"), "cpu:0"):
         given_ = [*_of_every_kind().values(), torch.rand(3)]
         moved = to_device(given_, device)
@@ -300,7 +300,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @needs_cuda
 @pytest.mark.parametrize("non_blocking", [True, False])
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
-def test_values_arrive_on_an_accelerator_and_come_back(
+def test_values_move_to_an_accelerator_and_back(
     device: Any, non_blocking: bool, fingerprint: Any
 ) -> None:
     for name in ("tensordict", "tensorclass", "pytree", "with objects"):

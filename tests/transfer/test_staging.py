@@ -86,7 +86,7 @@ def sent(staging: Staging, numbers: range) -> list[tuple[Any, Arrival | None]]:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
-def test_a_buffer_is_written_again_when_its_copy_is_over(slots: int) -> None:
+def test_staging_buffer_is_reused_after_its_copy_ends(slots: int) -> None:
     engine = LateEngine()
     found = sent(Staging(engine, slots), range(20))
     assert len(engine.pinnings) == slots  # pinned once
@@ -98,7 +98,7 @@ def test_a_buffer_is_written_again_when_its_copy_is_over(slots: int) -> None:
         assert same(there, batch(number))
 
 
-def test_an_event_that_nobody_waits_for_costs_a_batch() -> None:
+def test_skipped_wait_for_event_corrupts_a_batch() -> None:
     """What the test above would see."""
 
     class Hasty(LateEngine):
@@ -140,7 +140,7 @@ def test_buffers_grow_with_the_batches_and_stay() -> None:
     assert len(engine.pinnings) == 2
 
 
-def test_what_is_more_than_bytes_moves_by_itself() -> None:
+def test_sparse_and_gradient_tensors_are_moved_separately() -> None:
     engine = LateEngine()
     staging = Staging(engine, 1)
     plain, sparse = torch.arange(4.0), torch.eye(3).to_sparse()
@@ -235,7 +235,7 @@ def filled(**options: Any) -> ReplayBuffer:
 
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
 @pytest.mark.parametrize("way", ["sample", "iteration", "info"])
-def test_the_batches_on_the_device_are_those_without(
+def test_staged_batches_equal_unstaged_batches(
     prefetch: int | None, way: str, engine: LateEngine
 ) -> None:
     """Each is ordered once, by the thread that gets it, and copied from at most n + 1 buffers."""
@@ -257,7 +257,7 @@ def test_the_batches_on_the_device_are_those_without(
     assert len(engine.pinnings) <= 1 + (prefetch or 0)
 
 
-def test_a_member_of_an_ensemble_is_there_before_its_rows_are_put_together(
+def test_member_batches_arrive_before_an_ensemble_joins_them(
     engine: LateEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def order(event: int, there: torch.Tensor) -> None:
@@ -271,7 +271,7 @@ def test_a_member_of_an_ensemble_is_there_before_its_rows_are_put_together(
     assert engine.events
 
 
-def test_a_buffer_that_is_copied_has_a_ring_of_its_own(engine: LateEngine) -> None:
+def test_copied_buffer_gets_a_separate_staging_ring(engine: LateEngine) -> None:
     import copy
 
     one = filled(device="cpu")
@@ -284,7 +284,7 @@ def test_a_buffer_that_is_copied_has_a_ring_of_its_own(engine: LateEngine) -> No
 # -- what there is here ---------------------------------------------------------------------------
 
 
-def test_a_device_that_is_not_there_is_refused_by_name() -> None:
+def test_missing_device_is_refused_by_name() -> None:
     if torch.cuda.is_available():
         missing = f"cuda:{torch.cuda.device_count()}"
     else:
@@ -295,12 +295,12 @@ def test_a_device_that_is_not_there_is_refused_by_name() -> None:
         lambda: ReplayBufferEnsemble(filled(), device=missing),
         lambda: ReplayBuffer(device="nowhere"),
     ):
-        with pytest.raises(ValueError, match=r"expected device as one that torch has here, got"):
+        with pytest.raises(ValueError, match=r"expected a device that torch can use here, got"):
             call()
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_other_devices_have_no_ring(prefetch: int | None) -> None:
+def test_devices_without_cuda_use_no_staging_ring(prefetch: int | None) -> None:
     assert engine_for(torch.device("cpu")) is engine_for(torch.device("meta")) is None
     here, same_place = filled(), filled(device="cpu", prefetch=prefetch)
     for _ in range(4):
@@ -319,7 +319,7 @@ def test_pinning_has_no_effect_without_a_cuda_device() -> None:
         assert not found["x"].is_pinned()
 
 
-def test_the_order_in_which_cuda_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_calls_are_made_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names and order of the calls, by stand-ins for CUDA's streams and events."""
     asked: list[str] = []
 
@@ -379,7 +379,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("prefetch", [None, 1, 4])
-def test_batches_arrive_on_a_cuda_device_beside_other_work(prefetch: int | None) -> None:
+def test_batches_arrive_on_a_cuda_device_during_other_work(prefetch: int | None) -> None:
     rb, here = filled(device="cuda", prefetch=prefetch), filled()
     stream = torch.cuda.Stream()
     weight = torch.rand(500, 500, device="cuda")

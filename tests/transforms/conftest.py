@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 
-GOES_ON, TERMINATED, TRUNCATED = 0, 1, 2
+CONTINUES, TERMINATED, TRUNCATED = 0, 1, 2
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Streams:
     def cut(self) -> None:
         self.buffer.storage.cut(None)
         for own in self.rows:
-            if own and own[-1].end == GOES_ON:
+            if own and own[-1].end == CONTINUES:
                 own[-1].cut = True
 
     def restart(self, folder: Any) -> None:
@@ -96,7 +96,7 @@ class Streams:
         self.buffer = self.new_buffer()
         self.buffer.loads(folder)
         for own in self.rows:
-            if own[-1].end == GOES_ON and not own[-1].cut:
+            if own[-1].end == CONTINUES and not own[-1].cut:
                 own[-1].restarted = True
 
     # -- scanning -----------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Streams:
         return max(0, len(self.rows[lane]) - self.slots)
 
     def is_last(self, row: Row) -> bool:
-        return row.end != GOES_ON or row.cut or row.restarted
+        return row.end != CONTINUES or row.cut or row.restarted
 
     def begin(self, lane: int, number: int) -> int:
         own = self.rows[lane]
@@ -158,7 +158,7 @@ def streams() -> Callable[..., Streams]:
 @st.composite
 def _histories(draw: st.DrawFn) -> dict[str, Any]:
     lanes = draw(st.sampled_from([1, 1, 2, 3]))
-    end = st.sampled_from([GOES_ON] * 5 + [TERMINATED, TRUNCATED])
+    end = st.sampled_from([CONTINUES] * 5 + [TERMINATED, TRUNCATED])
     step = st.lists(end, min_size=lanes, max_size=lanes)
     piece = st.lists(step, min_size=1, max_size=9)
     turn = st.tuples(piece, st.sampled_from([False, False, True]))

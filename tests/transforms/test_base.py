@@ -55,7 +55,7 @@ def test_reading_goes_in_order_and_writing_in_reverse() -> None:
     assert (len(chain), chain[0].name, chain[-1].name) == (5, "z", "c")
 
 
-def test_an_inverted_transform_swaps_its_ways_and_keeps_its_place() -> None:
+def test_inverted_transform_swaps_forward_and_inv_at_its_position() -> None:
     log: list[str] = []
     chain = Compose(Says("a", log))
     chain.append(Says("b", log), invert=True)
@@ -75,7 +75,7 @@ def test_a_callable_has_no_way_back() -> None:
     assert (inverted(1), inverted.inv(1)) == (1, 2)
 
 
-def test_one_of_both_ways_is_enough() -> None:
+def test_transform_needs_only_forward_or_inv() -> None:
     chain = Compose(ForwardOnly(), InvOnly())
     assert (chain(1), chain.inv(1)) == (2, 10)
     turned = Compose()
@@ -121,7 +121,7 @@ def test_a_transform_may_change_the_number_of_rows() -> None:
 
 
 @pytest.mark.parametrize("thing", [None, 3, "x", object(), Transform, dict, []])
-def test_what_is_no_transform_is_refused(thing: Any) -> None:
+def test_invalid_transform_is_refused(thing: Any) -> None:
     chain = Compose(abs)
     for use in (
         lambda: Compose(thing),
@@ -138,7 +138,7 @@ def test_what_is_no_transform_is_refused(thing: Any) -> None:
     assert len(chain) == 1
 
 
-def test_a_place_that_is_not_there_is_refused() -> None:
+def test_invalid_position_is_refused() -> None:
     chain = Compose(abs)
     for index in (2, -2):
         with pytest.raises(IndexError, match=r"a position in \[0, 1\], got"):
@@ -253,7 +253,7 @@ class Counts(Transform):
         self.seen = state["seen"].clone()
 
 
-def test_what_keeps_a_state_takes_batches_in_order() -> None:
+def test_transforms_with_state_take_batches_in_order() -> None:
     class Counts(ForwardOnly):
         def state_dict(self) -> dict[str, Any]:
             return {}
@@ -293,7 +293,7 @@ def test_states_are_found_by_position() -> None:
         ({"-1": {}}, "at position -1, got none"),
     ],
 )
-def test_a_state_for_a_transform_that_is_not_there_is_refused(state: Any, message: str) -> None:
+def test_state_for_a_missing_transform_is_refused(state: Any, message: str) -> None:
     chain = Compose(abs, Counts())
     with pytest.raises(ValueError, match=message):
         chain.load_state_dict(state)

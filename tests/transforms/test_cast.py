@@ -37,7 +37,9 @@ DTYPES += [torch.bfloat16, torch.complex64]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("key", ["action", ("observation", "pixels"), ("next", "reward")])
-def test_a_cast_casts(data: TensorDict, fingerprint: Any, key: Any, dtype: torch.dtype) -> None:
+def test_cast_changes_dtype_of_named_key(
+    data: TensorDict, fingerprint: Any, key: Any, dtype: torch.dtype
+) -> None:
     """F46: the dtype is another one afterwards, and the values are the same."""
     before = fingerprint(data)
     out = Cast(dtype, [key])(data)
@@ -69,7 +71,7 @@ def test_below_an_entry_bools_and_flags_are_left_out(data: TensorDict) -> None:
     assert out["observation"].batch_size == out["next", "observation", "deep"].batch_size == (3,)
 
 
-def test_what_has_the_dtype_already_is_the_same_tensor(data: TensorDict) -> None:
+def test_tensor_of_the_target_dtype_is_returned_unchanged(data: TensorDict) -> None:
     assert Cast(torch.int64, ["action"])(data)["action"] is data["action"]
 
 
@@ -99,7 +101,7 @@ def test_arguments_are_checked_at_once(make: Any, error: type[Exception], messag
         (Cast(torch.int64, [("observation", "legal")]), ValueError, "is bool"),
     ],
 )
-def test_what_cannot_be_cast(
+def test_invalid_casts_are_refused(
     data: TensorDict, fingerprint: Any, transform: Any, error: type[Exception], message: str
 ) -> None:
     before = fingerprint(data)
@@ -113,7 +115,7 @@ def test_data_without_keys_are_refused() -> None:
         Cast(torch.int64, ["a"])(torch.zeros(2))
 
 
-def test_it_shows_what_it_does_and_where_it_belongs() -> None:
+def test_cast_has_repr_and_stage() -> None:
     cast = Cast(torch.float32, ["a", ("b", "c")], with_next=True)
     assert repr(cast) == "Cast(float32, ['a', ('b', 'c')], with_next=True)"
     assert cast.stage == "value"

@@ -73,7 +73,7 @@ def test_the_core_and_torch_agree(
     assert all(bits(leaves[key]) == bits(leaf) for key, leaf in before.items())
 
 
-def test_many_rows_at_once() -> None:
+def test_core_relabels_many_rows_like_torch() -> None:
     rows, fresh, leaves = leaves_of(5000, 3, torch.float32, True, 0)
     found = relabelled(rows.numpy(), fresh, leaves, *KEYS)
     if found is None:
@@ -138,7 +138,7 @@ def test_goals_drawn_by_the_core_are_those_by_numpy(
 
 
 @pytest.mark.skipif(native.core() is None, reason="needs the compiled core")
-def test_draws_and_times_that_cannot_be_are_refused() -> None:
+def test_invalid_draws_and_times_are_refused() -> None:
     draws, low, last, column = ring_of(4, 9, 2, torch.float32, 0)
     for wrong in (
         (np.array([[0.0] * 4, [0, 0, 1.0, 0]]), low, last),
@@ -155,7 +155,7 @@ def test_draws_and_times_that_cannot_be_are_refused() -> None:
         later_goals(draws.astype(np.float32), low, last, 0.8, column)
 
 
-def test_columns_and_batches_that_the_core_does_not_know() -> None:
+def test_core_declines_unsupported_columns_and_batches() -> None:
     draws, low, last, column = ring_of(4, 9, 2, torch.float32, 0)
     for other in (column.half(), column[:, 0], column.T.contiguous().T, column[:0]):
         assert later_goals(draws, low, last, 0.8, other) is None
@@ -176,7 +176,7 @@ def test_columns_and_batches_that_the_core_does_not_know() -> None:
     assert all(plain[key] is leaf for key, leaf in leaves.items())
 
 
-def test_leaves_that_the_core_does_not_know() -> None:
+def test_core_declines_unsupported_leaves() -> None:
     rows, fresh, leaves = leaves_of(6, 3, torch.float32, False, 0)
     for other in (
         {GOAL: leaves[GOAL].double()},
@@ -191,14 +191,14 @@ def test_leaves_that_the_core_does_not_know() -> None:
     assert relabelled(rows.numpy(), fresh.to(torch.float16), leaves, *KEYS) is None
 
 
-def test_without_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relabelling_without_the_core_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hindsight, "_core", None)
     rows, fresh, leaves = leaves_of(6, 3, torch.float32, False, 0)
     assert relabelled(rows.numpy(), fresh, leaves, *KEYS) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.float64])
-def test_what_is_near_enough(dtype: torch.dtype) -> None:
+def test_distance_reward_depends_on_threshold(dtype: torch.dtype) -> None:
     apart = torch.tensor([0.0, 0.0499, 0.0501, 1.0, float("nan")], dtype=torch.float64)
     goal = torch.zeros(5, 2, dtype=torch.float64)
     achieved = torch.stack([apart, torch.zeros(5)], 1)

@@ -127,7 +127,7 @@ def stored_bits(rb: ReplayBuffer) -> list[torch.Tensor]:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=25, deadline=None)
-def test_goals_lie_where_the_strategy_says(
+def test_goals_are_chosen_by_the_strategy(
     strategy: str, scope: str, ends: list[bool], length: int, pad: int, p: float, seed: int
 ) -> None:
     pad = min(pad, length - 1)
@@ -183,7 +183,7 @@ GOALS = ("desired_goal", ("next", "desired_goal"))
 
 
 @pytest.mark.parametrize("writes", [[1] * 60, [64, 64], [50, 13, 1, 1], [200]])
-def test_a_ring_at_capacity(writes: list[int]) -> None:
+def test_full_ring_is_relabelled(writes: list[int]) -> None:
     """Extends of one row, of a batch, of more than there is room for; then a sample."""
     capacity = 40
     rb = ReplayBuffer(
@@ -221,7 +221,7 @@ def test_headless_episodes_and_those_of_lanes() -> None:
     }
 
 
-def test_p_of_zero_is_the_identity() -> None:
+def test_zero_probability_changes_nothing() -> None:
     rb = buffer_of(HindsightGoal(0.0), ends_every(5, 30))
     plain = buffer_of(None, ends_every(5, 30))
     assert (rb.sample() == plain.sample()).all()
@@ -382,7 +382,7 @@ def test_rows_are_read_by_index_too() -> None:
     assert rb[2]["desired_goal"].tolist() == [3.5, 1.0]
 
 
-def test_rewards_of_others_are_compared() -> None:
+def test_check_compares_rewards_with_stored_ones() -> None:
     ends = ends_every(5, 20)
     honest = rows_of(ends)
     honest["next", "reward"] = torch.full((20, 1), -1.0)
@@ -424,7 +424,9 @@ def test_rewards_of_others_are_compared() -> None:
         ({"achieved": "desired_goal"}, ValueError, "different keys"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_invalid_arguments_are_refused(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         HindsightGoal(**arguments)
 
@@ -439,7 +441,9 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: 
         ({"terminated_fn": lambda a, g: a > 0}, ValueError, r"terminated_fn: .*got \[64, 2\]"),
     ],
 )
-def test_bad_reads(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_invalid_reads_are_refused(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
     rb = buffer_of(HindsightGoal(1.0, **arguments), ends_every(5, 20))
     with pytest.raises(error, match=text):
         rb.sample()
@@ -460,20 +464,20 @@ def test_vector_rewards_need_a_function() -> None:
     rows["next", "reward"] = torch.zeros(20, 2)
     rb = ReplayBuffer(storage=LazyTensorStorage(20), transform=HindsightGoal(1.0), batch_size=8)
     rb.extend(rows)
-    with pytest.raises(ValueError, match="one reward a row"):
+    with pytest.raises(ValueError, match="one reward per row"):
         rb.sample()
 
 
-def test_the_order_of_stages() -> None:
+def test_misplaced_hindsight_goal_is_refused() -> None:
     with pytest.raises(ValueError, match="HindsightGoal"):
         Compose(RewardScale(2.0), HindsightGoal())
-    with pytest.raises(RuntimeError, match="give it to a ReplayBuffer"):
+    with pytest.raises(RuntimeError, match="pass it to a ReplayBuffer"):
         HindsightGoal()(rows_of([True]))
 
 
 @pytest.mark.parametrize("scope", ["window", "step"])
 @pytest.mark.parametrize("pad_output", [False, True])
-def test_slices(scope: str, pad_output: bool) -> None:
+def test_goals_are_relabelled_in_slices(scope: str, pad_output: bool) -> None:
     rb = buffer_of(
         HindsightGoal(0.5, scope=scope),
         ends_every(6, 60),
@@ -574,7 +578,7 @@ def test_streams_that_are_interleaved_row_by_row(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_goals_that_are_stored_once(length: int) -> None:
+def test_deduplicated_goals_give_equal_batches(length: int) -> None:
     """Where the next achieved goal is the following row's, batches are the same."""
     batches = []
     for kept_once in (False, ["achieved_goal", "desired_goal"]):

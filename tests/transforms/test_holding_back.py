@@ -75,7 +75,9 @@ def through_state(buffer: ReplayBuffer, folder: Path) -> ReplayBuffer:
     ],
     ids=["dumps", "state_dict", "pickle", "deepcopy", "no save"],
 )
-def test_rows_out_are_rows_in(onward: Callable[[Any, Path], ReplayBuffer], tmp_path: Path) -> None:
+def test_held_back_rows_are_all_stored_in_the_end(
+    onward: Callable[[Any, Path], ReplayBuffer], tmp_path: Path
+) -> None:
     buffer = make_buffer()
     start = 0
     for turn, count in enumerate((1, 1, 5, 2, 1, 9, 1)):

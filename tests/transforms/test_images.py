@@ -85,7 +85,7 @@ def test_arguments_are_checked_at_once(make: Any, error: type[Exception], messag
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.int8, torch.bool])
-def test_what_is_not_uint8_is_refused_on_read(dtype: torch.dtype) -> None:
+def test_other_dtypes_than_uint8_are_refused_on_read(dtype: torch.dtype) -> None:
     """S16."""
     with pytest.raises(TypeError, match=f"key 'observation': expected uint8, got {dtype}"):
         ImageScale()(TensorDict({"observation": torch.zeros(2).to(dtype)}, [2]))
@@ -95,7 +95,7 @@ def test_what_is_not_uint8_is_refused_on_read(dtype: torch.dtype) -> None:
 def test_a_nested_observation_needs_keys(way: str) -> None:
     """S16."""
     data = TensorDict({"observation": {"pixels": EVERY_BYTE}}, [4])
-    with pytest.raises(ValueError, match=r"'observation': .*TensorDict; name the images .* keys="):
+    with pytest.raises(ValueError, match=r"'observation': .*TensorDict; pass the keys .* keys="):
         getattr(ImageScale(), way)(data)
     with pytest.raises(KeyError, match="no key 'zoo'"):
         getattr(ImageScale(keys=["zoo"]), way)(data)
@@ -126,7 +126,7 @@ def test_bytes_are_stored_whichever_form_is_written(storage_kind: Any) -> None:
     assert torch.equal(rb[:]["observation"][4:], scale(images())["observation"])
 
 
-def test_it_shows_what_it_does_and_where_it_belongs() -> None:
+def test_image_scale_has_repr_and_stage() -> None:
     assert repr(ImageScale()) == "ImageScale(-1, 1)"
     assert repr(ImageScale(0, 1, [("a", "b")])) == "ImageScale(0, 1, [('a', 'b')])"
     assert ImageScale().stage == "value"

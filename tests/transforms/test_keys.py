@@ -189,7 +189,7 @@ def test_writing_is_not_affected(data: TensorDict) -> None:
         assert transform.inv(data) is data
 
 
-def test_they_work_in_a_buffer_and_never_lose_the_index(storage_kind: Any, make_rows: Any) -> None:
+def test_key_transforms_keep_the_index_in_a_buffer(storage_kind: Any, make_rows: Any) -> None:
     rb = storage_kind.buffer(
         4,
         batch_size=5,
@@ -228,5 +228,5 @@ def test_select_of_keys_that_samples_add_is_too_early(make_rows: Any) -> None:
         (CatTensors(["a"], "b"), "CatTensors([('a',)], 'b', dim=-1)"),
     ],
 )
-def test_they_show_what_they_do(transform: Any, text: str) -> None:
+def test_repr_shows_arguments(transform: Any, text: str) -> None:
     assert repr(transform) == text

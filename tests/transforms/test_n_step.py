@@ -382,7 +382,7 @@ def test_sums_by_doubling_are_plain_sums(n: int | None) -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_slices(streams: Any, lanes: int) -> None:
+def test_slices_sum_beyond_their_last_row(streams: Any, lanes: int) -> None:
     """Rows of slices sum beyond them; ``next`` and its flags are those of the last step."""
     own = streams(None, lanes, 30)
     own.extend([[0] * lanes, [0] * lanes, [1] * lanes, [0] * lanes, [2] * lanes] * 8)
@@ -520,12 +520,14 @@ def test_bootstrap_of_padded_windows_and_other_signals(streams: Any) -> None:
         ({"n": 0, "gamma": 0.9, "when": "write"}, ValueError, "at least 1"),
     ],
 )
-def test_refused_at_construction(arguments: Any, error: Any, words: str) -> None:
+def test_invalid_arguments_are_refused_at_construction(
+    arguments: Any, error: Any, words: str
+) -> None:
     with pytest.raises(error, match=words):
         NStep(**arguments)
 
 
-def test_refused_on_read(streams: Any) -> None:
+def test_invalid_chains_and_keys_are_refused_on_read(streams: Any) -> None:
     own = streams(Compose(StackFrames(["observation"], 2), NStep(2, 0.9)))
     own.extend([[0]] * 3)
     with pytest.raises(ValueError, match="before StackFrames"):
@@ -538,7 +540,7 @@ def test_refused_on_read(streams: Any) -> None:
         NStep(2, 0.9)(own.make([[0]]))
 
 
-def test_it_says_what_it_is() -> None:
+def test_repr_shows_arguments_also_of_copies() -> None:
     assert repr(NStep(3, 0.5)) == "NStep(3, gamma=0.5)"
     assert repr(NStep(gamma=1, per_step=True)) == "NStep(gamma=1, per_step=True)"
     assert repr(NStep(3, 0.5, when="write")) == "NStep(3, gamma=0.5, when='write')"
@@ -570,7 +572,7 @@ def written(transform: Any, pieces: list[int], rows: Any) -> ReplayBuffer:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), n=st.integers(1, 5), lanes=st.sampled_from([1, 2]))
-def test_on_the_way_in_it_is_as_at_read_time(streams: Any, data: Any, n: int, lanes: int) -> None:
+def test_sums_on_write_equal_sums_on_read(streams: Any, data: Any, n: int, lanes: int) -> None:
     """However the stream is split into calls, and rows in are rows out."""
     end = st.sampled_from([0, 0, 0, 1, 2])
     step = st.lists(end, min_size=lanes, max_size=lanes)
@@ -599,7 +601,7 @@ def test_on_the_way_in_it_is_as_at_read_time(streams: Any, data: Any, n: int, la
             assert found[place][key].dtype is row[key].dtype
 
 
-def test_rows_are_held_until_they_are_known(streams: Any) -> None:
+def test_rows_are_held_back_until_their_sums_are_complete(streams: Any) -> None:
     own = streams(None)
     rows = own.make([[0], [0], [0], [0], [1], [0], [0]])
     buffer = ReplayBuffer(
@@ -637,7 +639,7 @@ def test_no_sum_on_the_way_in_goes_over_a_cut() -> None:
     assert buffer.episodes.lengths.tolist() == [5, 1]
 
 
-def test_what_is_held_back_is_forgotten_with_the_rest() -> None:
+def test_empty_forgets_held_back_rows() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(20), transform=NStep(3, 1.0, when="write"))
     buffer.extend(open_rows(range(5)))
     buffer.empty()
@@ -696,7 +698,7 @@ def test_rows_held_back_are_saved(streams: Any, onward: Any, tmp_path: Path) -> 
         assert buffer.storage[:][key].equal(expected[key])
 
 
-def test_refused_on_the_way_in_changes_nothing(streams: Any) -> None:
+def test_refused_write_changes_nothing(streams: Any) -> None:
     own = streams(None)
     rows = own.make([[0]] * 4)
     buffer = ReplayBuffer(storage=LazyTensorStorage(9), transform=NStep(3, 0.5, when="write"))
@@ -719,7 +721,7 @@ def test_refused_on_the_way_in_changes_nothing(streams: Any) -> None:
         fresh.load_state_dict({"other": 1})
 
 
-def test_what_stands_before_in_the_chain_sees_flushed_rows(streams: Any) -> None:
+def test_earlier_transforms_see_flushed_rows(streams: Any) -> None:
     """``inv`` goes from the last to the first; so do the rows that were held back."""
 
     class Seen(Transform):
@@ -743,7 +745,7 @@ def test_what_stands_before_in_the_chain_sees_flushed_rows(streams: Any) -> None
     assert (before.rows, after.rows, len(buffer)) == (5, 5, 5)
 
 
-def test_a_second_one_in_a_chain_is_refused() -> None:
+def test_second_n_step_in_a_chain_is_refused() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Compose(NStep(2, 0.9), NStep(3, 0.9)))
     done = torch.zeros(5, 1, dtype=torch.bool)
     rb.extend(TensorDict({"next": {"reward": torch.ones(5, 1), "done": done}}, [5]))
@@ -799,7 +801,7 @@ def test_no_sum_on_the_way_in_goes_over_a_restart(
     assert buffer[:][by_time]["step_count"].flatten().tolist() == [0, 1, 2, 3, 4, 0][-slots:]
 
 
-def test_rows_held_back_at_a_restart_are_stored_where_nobody_knows_episodes(tmp_path: Path) -> None:
+def test_list_storage_stores_held_back_rows_at_a_restart(tmp_path: Path) -> None:
     def make() -> ReplayBuffer:
         return ReplayBuffer(storage=ListStorage(9), transform=NStep(3, 1.0, when="write"))
 
@@ -813,7 +815,7 @@ def test_rows_held_back_at_a_restart_are_stored_where_nobody_knows_episodes(tmp_
 
 
 @pytest.mark.parametrize("how", ["lanes", "streams"])
-def test_what_was_held_back_at_a_restart_joins_its_own_lane(how: str, tmp_path: Path) -> None:
+def test_rows_held_back_at_a_restart_stay_in_their_lane(how: str, tmp_path: Path) -> None:
     """Of two lanes one has ended with the newest stored row, the other goes on."""
 
     def make() -> ReplayBuffer:

@@ -26,7 +26,9 @@ from replaykit.transforms import Surroundings
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), init=st.sampled_from([0, -3]), n=st.sampled_from([1, 3]))
-def test_it_agrees_with_a_scan(data: Any, init: int, n: int, histories: Any, play: Any) -> None:
+def test_previous_steps_match_a_scan(
+    data: Any, init: int, n: int, histories: Any, play: Any
+) -> None:
     """S20: ``init`` at the first row of an episode, reward and action of row t - 1 at row t."""
     chain = Compose(*[NStep(n, 0.9)] * (n > 1), PreviousStep(init=init))
     streams = play(chain, data.draw(histories))
@@ -63,7 +65,7 @@ def test_steps_are_counted_from_where_the_episode_began(
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), n=st.sampled_from([1, 3]), init=st.sampled_from([0, 0, 1]))
-def test_one_step_and_several_make_the_same(data: Any, n: int, init: int) -> None:
+def test_core_and_separate_reads_give_equal_steps(data: Any, n: int, init: int) -> None:
     """What the core copies apart in one step is what is made of rows read by themselves."""
     dtypes = [torch.float32, torch.float64, torch.int32, torch.bool]
     shape = data.draw(st.sampled_from([(), (1,), (2, 3)]))
@@ -94,7 +96,7 @@ def test_one_step_and_several_make_the_same(data: Any, n: int, init: int) -> Non
         assert found[key].equal(expected[key]), key
 
 
-def test_a_restart_is_a_beginning(streams: Any, tmp_path: Path) -> None:
+def test_restart_begins_an_episode(streams: Any, tmp_path: Path) -> None:
     """S17."""
     own = streams(Compose(PreviousStep(), StepCount("n")), slots=9)
     own.extend([[0]] * 6)
@@ -129,7 +131,7 @@ def test_rewards_are_those_of_a_relabel_before(streams: Any) -> None:
         assert found[0, number]["next", "reward"].item() == -own.rows[0][number].reward
 
 
-def test_joined(streams: Any) -> None:
+def test_concat_joins_reward_and_action(streams: Any) -> None:
     """Reward in column 0, the action after it, zeros at the first row."""
     own = streams(PreviousStep(concat=True, num_actions=41))
     own.extend([[0], [1], [0], [0], [0]])
@@ -157,7 +159,9 @@ def test_joined(streams: Any) -> None:
         (torch.tensor([[1.0], [2.0]], dtype=torch.float64), [1.0]),
     ],
 )
-def test_actions_that_are_columns_already(action: torch.Tensor, columns: list[float]) -> None:
+def test_actions_with_columns_are_joined_unchanged(
+    action: torch.Tensor, columns: list[float]
+) -> None:
     rows = {"action": action, "next": {"reward": torch.tensor([7, 8]), "done": torch.zeros(2)}}
     buffer = ReplayBuffer(storage=LazyTensorStorage(2), transform=PreviousStep(concat=True))
     buffer.extend(TensorDict(rows, [2]))
@@ -196,7 +200,9 @@ def test_values_keep_dtype_and_shape() -> None:
         ({"concat": True, "num_actions": 0}, ValueError, "num_actions"),
     ],
 )
-def test_refused_at_construction(arguments: Any, error: Any, words: str) -> None:
+def test_invalid_arguments_are_refused_at_construction(
+    arguments: Any, error: Any, words: str
+) -> None:
     with pytest.raises(error, match=words):
         PreviousStep(**arguments)
     with pytest.raises(TypeError):
@@ -212,21 +218,23 @@ def test_refused_at_construction(arguments: Any, error: Any, words: str) -> None
         (PreviousStep(concat=True, num_actions=10), ValueError, r"in \[0, 10\), got 0 to 20"),
     ],
 )
-def test_refused_on_read(streams: Any, transform: Any, error: Any, words: str) -> None:
+def test_invalid_chains_and_rows_are_refused_on_read(
+    streams: Any, transform: Any, error: Any, words: str
+) -> None:
     own = streams(transform)
     own.extend([[0]] * 3)
     with pytest.raises(error, match=words):
         own.buffer[:]
 
 
-def test_n_step_goes_first(streams: Any) -> None:
+def test_n_step_must_precede_previous_step(streams: Any) -> None:
     own = streams(Compose(PreviousStep(), NStep(2, 0.9)))
     own.extend([[0]] * 3)
     with pytest.raises(ValueError, match="before PreviousStep"):
         own.buffer.sample()
 
 
-def test_they_say_what_they_are() -> None:
+def test_repr_shows_arguments() -> None:
     assert repr(PreviousStep()) == "PreviousStep(['action', ('next', 'reward')])"
     shown = repr(PreviousStep(["action"], 2, True, 3))
     assert shown == "PreviousStep(['action'], init=2, concat=True, num_actions=3)"

@@ -114,7 +114,7 @@ def test_truncated_episodes_keep_the_default() -> None:
 
 
 @pytest.mark.parametrize("kind", ["key", "function"])
-def test_truncated_episodes_may_go_on_with_a_value(kind: str) -> None:
+def test_truncated_episodes_may_bootstrap_from_a_value(kind: str) -> None:
     seen = []
 
     def value(rows: TensorDict) -> torch.Tensor:
@@ -284,7 +284,7 @@ def test_a_stored_flag_that_changes() -> None:
     assert returns_of(rb) == [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
 
 
-def test_a_row_written_anew() -> None:
+def test_replaced_row_changes_later_returns() -> None:
     rb = buffer_of(ReturnToGo(1.0, default=DEFAULT))
     rb.extend(rows_of([1, 1, 1], [False, False, True]))
     rb[1] = rows_of([5])[0]
@@ -301,7 +301,7 @@ def test_open_episodes_end_with_a_cut_and_hold_the_default() -> None:
     assert returns_of(rb) == [DEFAULT, DEFAULT, 2.0, 1.0]
 
 
-def test_work_is_done_once_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_returns_are_summed_once_per_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows looked at per write: those written. Rows summed: those of what ended."""
     looked, summed = [], []
     transform = ReturnToGo(0.9)
@@ -390,7 +390,7 @@ def test_one_transform_for_several_buffers_and_copies_of_it() -> None:
         assert returns_of(other) == [10.0, 4.0]
 
 
-def test_rows_as_a_list() -> None:
+def test_rows_given_as_a_list_get_returns() -> None:
     rb = buffer_of(ReturnToGo(0.5))
     rb.extend(list(rows_of([1, 2, 4], [False, False, True]).unbind(0)))
     assert returns_of(rb) == [3.0, 4.0, 4.0]
@@ -433,7 +433,9 @@ def test_sums_against_one_row_after_the_other(
         ({"key": "return_valid"}, ValueError, "key: "),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_invalid_arguments_are_refused(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         ReturnToGo(**{"gamma": 0.9, **arguments})
 
@@ -461,7 +463,7 @@ def test_without_terminated_flags_done_ends_an_episode() -> None:
     assert returns_of(rb) == [2.0, 2.0]
 
 
-def test_values_in_another_shape() -> None:
+def test_values_of_another_shape_are_refused() -> None:
     rows = rows_of([1, 2], None, [False, True])
     rb = buffer_of(ReturnToGo(0.5, on_truncated="bootstrap", value=lambda rows: torch.zeros(1)))
     with pytest.raises(ValueError, match=r"value: .*\[1, 1\], got \[1\]"):
@@ -473,11 +475,11 @@ def test_values_in_another_shape() -> None:
 
 def test_storages_that_know_no_episodes() -> None:
     rb = ReplayBuffer(storage=ListStorage(10), transform=ReturnToGo(0.5))
-    with pytest.raises(RuntimeError, match="a ListStorage does not know where episodes end"):
+    with pytest.raises(RuntimeError, match="episode index, got a ListStorage"):
         rb.extend(rows_of([1]))
 
 
-def test_rows_that_were_there_before() -> None:
+def test_wrapped_rows_keep_their_returns() -> None:
     rows = ReturnToGo(0.5, default=DEFAULT).inv(rows_of([1, 2, 4, 0], [False, False, True, False]))
     rb = ReplayBuffer(storage=TensorStorage(rows), transform=ReturnToGo(0.5, default=DEFAULT))
     rb.extend(rows_of([1]))
@@ -532,11 +534,11 @@ def test_observations_that_are_stored_once() -> None:
 
 
 @pytest.mark.parametrize("storage", [ListStorage(9), LazyTensorStorage(9)])
-def test_what_can_have_no_returns_is_refused_before_it_is_stored(storage: Storage) -> None:
+def test_records_without_returns_are_refused_before_storing(storage: Storage) -> None:
     """Whole trajectories as records, and storages that know no episodes."""
     rb = ReplayBuffer(storage=storage, transform=ReturnToGo(0.9))
     done = torch.zeros(2, 3, 1, dtype=torch.bool)
     records = TensorDict({"next": {"reward": torch.ones(2, 3, 1), "done": done}}, [2])
-    with pytest.raises((RuntimeError, ValueError), match=r"whole trajectories|where episodes end"):
+    with pytest.raises((RuntimeError, ValueError), match=r"whole trajectories|episode index"):
         rb.extend(records)
     assert len(rb) == rb.write_count == 0

@@ -60,7 +60,7 @@ def test_rewards_are_mapped_and_nothing_else(transform: Any, model: Any, fingerp
 
 @pytest.mark.parametrize(("transform", "model"), CASES, ids=IDS)
 @pytest.mark.parametrize("name", ["validity_mask", ("collector", "mask"), "column"])
-def test_padding_stays(transform: Any, model: Any, name: Any) -> None:
+def test_padding_keeps_its_values(transform: Any, model: Any, name: Any) -> None:
     data = batch(VALUES)
     real = torch.tensor([True, False, True, True, False, True, True])
     if name == "column":
@@ -161,7 +161,7 @@ def test_integers_become_floats_by_arithmetic() -> None:
     assert RewardShift(0.25)(data)[REWARD].squeeze(-1).tolist() == [1.25, 2.25, -2.75]
 
 
-def test_no_number_stays_none() -> None:
+def test_nan_rewards_stay_nan() -> None:
     out = RewardClip(-1, 1)(batch([float("nan"), float("inf"), -float("inf")]))[REWARD]
     assert torch.equal(out.isnan().squeeze(-1), torch.tensor([True, False, False]))
     assert out[1:].squeeze(-1).tolist() == [1, -1]
@@ -193,7 +193,7 @@ def test_arguments_are_checked_at_once(make: Any, error: type[Exception], messag
 
 
 @pytest.mark.parametrize(("transform", "model"), CASES, ids=IDS)
-def test_what_cannot_be_mapped(transform: Any, model: Any) -> None:
+def test_invalid_rewards_are_refused(transform: Any, model: Any) -> None:
     with pytest.raises(KeyError, match=r"no key \('next', 'reward'\); there are 'x'"):
         transform(TensorDict({"x": torch.zeros(2)}, [2]))
     with pytest.raises(TypeError, match=r"expected a TensorDict with \('next', 'reward'\), got Te"):
@@ -205,7 +205,7 @@ def test_what_cannot_be_mapped(transform: Any, model: Any) -> None:
             transform(batch([0, 1], dtype))
 
 
-def test_what_a_function_returns_is_checked() -> None:
+def test_result_of_a_reward_function_is_checked() -> None:
     with pytest.raises(ValueError, match=r"rewards of shape \[2, 1\], got \[2\]"):
         RewardMap(lambda r: r.squeeze(-1))(batch([0, 1]))
     with pytest.raises(TypeError, match="expected a tensor of rewards, got list"):
@@ -222,11 +222,11 @@ def test_what_a_function_returns_is_checked() -> None:
         (RewardMap(torch.sign), "RewardMap(sign)"),
     ],
 )
-def test_they_show_what_they_do(transform: Any, text: str) -> None:
+def test_repr_shows_arguments(transform: Any, text: str) -> None:
     assert repr(transform) == text
 
 
-def test_their_stage_is_that_of_values() -> None:
+def test_reward_transforms_have_stage_value() -> None:
     assert {transform.stage for transform, _ in CASES} == {"value"}
     assert Transform.stage is None
     assert Compose().stage is None

@@ -58,7 +58,7 @@ def check(streams: Any, found: dict[Any, Any], k: int, pad: str, n: int = 1) -> 
     pad=st.sampled_from(["repeat", "zero"]),
     n=st.sampled_from([1, 1, 3]),
 )
-def test_it_agrees_with_a_scan(
+def test_stacks_match_a_scan(
     data: Any, k: int, pad: str, n: int, histories: Any, play: Any
 ) -> None:
     def place(batch: Any) -> Any:
@@ -180,7 +180,7 @@ def test_read_time_equals_live(
         assert batch[key].dtype is torch.int64
 
 
-def test_live_numbers() -> None:
+def test_live_stream_stacks_expected_numbers() -> None:
     """S15, the numbers themselves."""
     stream = StackFrames(["x"], 3).stream()
     rows = recorded(())
@@ -210,7 +210,7 @@ def test_windows_from_storage() -> None:
     ]
 
 
-def test_slices(streams: Any) -> None:
+def test_frames_are_stacked_in_slices(streams: Any) -> None:
     """Slices begin where their first row has its history, or its reset."""
     own = streams(None, slots=19)
     own.extend([[0], [0], [0], [0], [0], [0], [1]] * 5)
@@ -311,7 +311,7 @@ DTYPES = [torch.float32, torch.uint8, torch.bool, torch.int64, torch.complex64, 
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
-def test_one_step_and_several_make_the_same(data: Any) -> None:
+def test_core_and_separate_reads_give_equal_stacks(data: Any) -> None:
     """What the core puts side by side in one step is what is made of frames read by themselves."""
     shape, dim, _ = data.draw(st.sampled_from(SHAPES))
     k, pad = data.draw(st.integers(2, 5)), data.draw(st.sampled_from(["repeat", "zero"]))
@@ -347,7 +347,7 @@ class Changes:
         return data.set(("next", "x"), self.change(data["next", "x"]))
 
 
-def test_what_follows_may_have_been_changed_before() -> None:
+def test_stacks_accept_next_rows_changed_by_earlier_transforms() -> None:
     """Another dtype, other numbers, values that lie apart: as torch puts them together."""
     changes = [
         torch.Tensor.double,
@@ -371,7 +371,7 @@ def test_what_follows_may_have_been_changed_before() -> None:
 
 
 @pytest.mark.parametrize("other", [lambda x: x[:, 0], lambda x: x[:, :1], lambda x: x[..., None]])
-def test_what_follows_in_another_shape_is_refused(other: Any) -> None:
+def test_next_rows_of_another_shape_are_refused(other: Any) -> None:
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(20), transform=Compose(Changes(other), StackFrames(["x"], 3))
     )
@@ -380,7 +380,7 @@ def test_what_follows_in_another_shape_is_refused(other: Any) -> None:
         buffer[:]
 
 
-def test_one_frame_changes_nothing(streams: Any) -> None:
+def test_single_frame_changes_nothing(streams: Any) -> None:
     own = streams(StackFrames(["observation"], 1))
     own.extend([[0]] * 3)
     assert own.buffer[:]["observation"].equal(own.buffer.storage[:]["observation"])
@@ -392,7 +392,7 @@ def test_one_frame_changes_nothing(streams: Any) -> None:
 
 
 @pytest.mark.parametrize(("dim", "shape"), [(0, (2, 5, 6)), (1, (5, 2, 6)), (-1, (5, 6, 2))])
-def test_a_dimension_of_their_own(dim: int, shape: tuple[int, ...]) -> None:
+def test_new_dim_stacks_along_a_new_dimension(dim: int, shape: tuple[int, ...]) -> None:
     transform = StackFrames(["x"], 2, dim, new_dim=True)
     rows = recorded((5, 6))[0]
     buffer = ReplayBuffer(storage=LazyTensorStorage(60), transform=transform)
@@ -429,7 +429,9 @@ def test_leaves_of_a_batch_do_not_share_memory(streams: Any) -> None:
         ((["x"], 2, 0, "ones"), ValueError, "got 'ones'"),
     ],
 )
-def test_refused_at_construction(arguments: Any, error: Any, words: str) -> None:
+def test_invalid_arguments_are_refused_at_construction(
+    arguments: Any, error: Any, words: str
+) -> None:
     pad = {"pad": arguments[3]} if len(arguments) > 3 else {}
     with pytest.raises(error, match=words):
         StackFrames(*arguments[:3], **pad)
@@ -445,7 +447,7 @@ def test_refused_at_construction(arguments: Any, error: Any, words: str) -> None
         ("pixels", 0, False, KeyError, "pixels"),
     ],
 )
-def test_refused_on_read(
+def test_invalid_chains_and_rows_are_refused_on_read(
     streams: Any, key: str, dim: int, new_dim: bool, error: Any, words: str
 ) -> None:
     own = streams(StackFrames([key], 2, dim, new_dim=new_dim))
@@ -454,7 +456,7 @@ def test_refused_on_read(
         own.buffer.sample()
 
 
-def test_a_stream_refuses_and_stays_as_it_is() -> None:
+def test_stream_refuses_invalid_frames_and_stays_unchanged() -> None:
     stream = StackFrames(["x"], 2).stream()
     stream(TensorDict({"x": torch.tensor([1, 2])}, [2]))
     with pytest.raises(TypeError, match="TensorDict"):
@@ -475,7 +477,7 @@ def test_a_stream_refuses_and_stays_as_it_is() -> None:
     assert stream(TensorDict({"x": torch.tensor([5, 6])}, [2]))["x"].tolist() == [[5, 5], [6, 6]]
 
 
-def test_it_says_what_it_is() -> None:
+def test_repr_shows_arguments() -> None:
     assert repr(StackFrames("x", 4)) == "StackFrames(['x'], 4)"
     shown = repr(StackFrames(["x", ("a", "b")], 2, -1, "zero", True))
     assert shown == "StackFrames(['x', ('a', 'b')], 2, dim=-1, pad='zero', new_dim=True)"

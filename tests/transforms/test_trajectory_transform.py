@@ -186,7 +186,7 @@ def test_each_distinct_episode_is_given_once_and_whole() -> None:
     seed=st.integers(0, 50),
 )
 @settings(max_examples=150, deadline=None)
-def test_windows_are_cut_from_what_is_left(
+def test_windows_are_cut_from_edited_episodes(
     lengths: list[int], left: int, length: int, pad: int, every: int, seed: int
 ) -> None:
     """Rows follow each other as far as there are any; the last one is repeated and masked."""
@@ -346,7 +346,7 @@ def test_returns_are_those_of_edited_episodes() -> None:
     assert not batch["return_valid"].any()
 
 
-def test_which_rows_can_be_drawn() -> None:
+def test_allow_options_decide_drawable_rows() -> None:
     lengths = [6, 4, 3]
     for allow_open in (False, True):
         for allow_headless in (False, True):
@@ -386,7 +386,7 @@ def test_an_episode_without_an_end_is_cut() -> None:
     assert not batch["next", "done"].any()
 
 
-def test_keys_may_come_and_go() -> None:
+def test_edit_may_add_and_remove_keys() -> None:
     def edit(episode: TensorDict) -> TensorDict:
         episode["left"] = len(episode) - torch.arange(len(episode))
         episode["next", "left"] = episode["left"] - 1
@@ -400,14 +400,14 @@ def test_keys_may_come_and_go() -> None:
     assert ("next", "achieved_goal") not in batch.keys(True)
 
 
-def test_two_of_them_one_after_the_other() -> None:
+def test_two_trajectory_transforms_apply_in_order() -> None:
     chain = Compose(TrajectoryTransform(shortened(3)), TrajectoryTransform(repeated(2)), Look())
     batch = buffer_of(chain, [6, 5]).sample(300)
     assert set(batch["row"].tolist()) == {*range(6), *range(100, 106)}
     assert (batch["count"] == 6).all()
 
 
-def test_lanes() -> None:
+def test_episodes_of_lanes_are_edited() -> None:
     parts = [rows_of([3, 5, 4]), rows_of([6, 2, 4])]
     rb = ReplayBuffer(
         storage=LazyTensorStorage(24, ndim=2),
@@ -475,13 +475,13 @@ def test_rows_are_read_by_index_too() -> None:
         ),
     ],
 )
-def test_what_a_function_may_not_return(edit: Any, error: type[Exception], text: str) -> None:
+def test_invalid_function_results_are_refused(edit: Any, error: type[Exception], text: str) -> None:
     rb = buffer_of(TrajectoryTransform(edit), [4, 4])
     with pytest.raises(error, match=text):
         rb.sample(64)
 
 
-def test_bad_arguments_and_orders() -> None:
+def test_invalid_arguments_and_orders_are_refused() -> None:
     with pytest.raises(TypeError, match="fn: "):
         TrajectoryTransform(3)  # type: ignore[arg-type]
     edit = TrajectoryTransform(shortened(2))
@@ -496,12 +496,12 @@ def test_bad_arguments_and_orders() -> None:
         HindsightGoal,
         RewardScale,
     ]
-    with pytest.raises(RuntimeError, match="give it to a ReplayBuffer"):
+    with pytest.raises(RuntimeError, match="pass it to a ReplayBuffer"):
         edit(rows_of([3]))
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
-def test_slices(pad_output: bool) -> None:
+def test_slices_are_cut_from_edited_episodes(pad_output: bool) -> None:
     """Markers lie where windows end now; what is missing is padding."""
     sampler = SliceSampler(slice_len=6, strict_length=not pad_output, pad_output=pad_output)
     rb = buffer_of(
@@ -533,7 +533,7 @@ def test_slices(pad_output: bool) -> None:
         assert not flag[:, :-1].any()
 
 
-def test_what_comes_later_goes_by_edited_episodes() -> None:
+def test_later_transforms_follow_edited_episodes() -> None:
     chain = Compose(
         TrajectoryTransform(repeated(2)),
         NStep(3, 1.0),

@@ -148,5 +148,5 @@ def test_mypy_knows_batches_and_components_and_finds_what_is_wrong(
     assert set(marked) <= found
 
 
-def test_the_package_says_that_it_is_typed() -> None:
+def test_package_contains_py_typed() -> None:
     assert files("replaykit").joinpath("py.typed").is_file()

@@ -407,7 +407,7 @@ def test_lanes_with_different_amounts_of_rows() -> None:
     assert rb.episodes.begins.tolist() == rb.episodes.position(torch.tensor([0])).tolist() == [50]
 
 
-def test_each_lane_comes_up_alike_and_in_it_each_window() -> None:
+def test_lanes_and_their_windows_are_drawn_equally_often() -> None:
     """ALF's law: 1 / lanes * 1 / windows of the lane."""
     rb = ReplayBuffer(
         storage=LazyTensorStorage(3 * 90, lane_key="env"),
@@ -454,7 +454,7 @@ def test_a_length_is_an_int_of_at_least_1(wrong: Any) -> None:
         LaneWriter(wrong)
 
 
-def test_what_it_cannot_write_to_is_refused() -> None:
+def test_unsupported_storages_and_rows_are_refused() -> None:
     for storage in (LazyTensorStorage(8), LazyTensorStorage(8, ndim=2), ListStorage(8)):
         with pytest.raises(ValueError, match="lane_key"):
             ReplayBuffer(storage=storage, writer=LaneWriter(4))
@@ -469,7 +469,7 @@ def test_what_it_cannot_write_to_is_refused() -> None:
         rb.writer.write_at([0], steps([0], [0]))
 
 
-def test_rows_that_lie_by_nobodys_law_are_not_gone_on_with() -> None:
+def test_rows_in_unknown_order_are_not_continued() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"), writer=LaneWriter(4))
     rb.extend(steps([0, 1] * 5, list(range(10))))
     rb.storage.set([0], steps([1], [50]))
@@ -482,7 +482,7 @@ def test_rows_that_lie_by_nobodys_law_are_not_gone_on_with() -> None:
 
 
 @pytest.mark.parametrize("rows", [5, 8, 13])
-def test_one_writer_after_another(rows: int) -> None:
+def test_lane_writer_continues_rows_of_a_ring(rows: int) -> None:
     """A ring is gone on with; a ring goes on too, with streams severed where rows are missing."""
     rb = ReplayBuffer(storage=LazyTensorStorage(12, lane_key="env"))
     lanes = [0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1][:rows]
@@ -527,7 +527,7 @@ def test_a_wrapped_tensordict_and_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [False, True])
-def test_a_saved_buffer_goes_on_as_one_that_never_stopped(path: bool, tmp_path: Path) -> None:
+def test_saved_buffer_continues_like_an_uninterrupted_one(path: bool, tmp_path: Path) -> None:
     def fresh() -> ReplayBuffer:
         return ReplayBuffer(
             storage=LazyTensorStorage(12, lane_key="env"),
@@ -696,7 +696,7 @@ def test_every_start_is_drawn_by_its_priority() -> None:
             assert abs(count[key] - 500 * value / total) < 2
 
 
-def test_a_sequential_draw_takes_every_window_once_and_goes_on_where_rows_are_gone() -> None:
+def test_sequential_draw_takes_every_window_once_and_skips_lost_rows() -> None:
     sampler = SliceSampler(slice_len=2, draw="sequential")
     rb = ReplayBuffer(
         storage=LazyTensorStorage(12, lane_key="env"), writer=LaneWriter(6), sampler=sampler

@@ -196,7 +196,9 @@ def test_the_rank_is_reduced_over_all_but_the_row(reduction: str, expected: list
             index = rb.extend(data)
             kept = {row for row in range(3) if index[row] >= 0}
             assert kept == set(order[:capacity]), name
-    with pytest.raises(ValueError, match=rf"a reduction of .*'{reduction}'.*, got 'total'"):
+    with pytest.raises(
+        ValueError, match=rf"reduction: expected one of .*'{reduction}'.*, got 'total'"
+    ):
         TensorDictMaxValueWriter(reduction="total")
 
 
@@ -215,9 +217,7 @@ def test_trajectories_are_kept_by_their_return() -> None:
 @pytest.mark.pitfall("WR17")
 @pytest.mark.parametrize("position", [0, 2, 4])
 @pytest.mark.parametrize("name", STORAGES)
-def test_a_rank_that_is_no_number_is_refused_with_nothing_written(
-    snapshot: Any, name: str, position: int
-) -> None:
+def test_nan_rank_is_refused_and_writes_nothing(snapshot: Any, name: str, position: int) -> None:
     rb = _buffer(4, STORAGES[name])
     rb.extend(_rows([3, 1, 2]))
     before = snapshot(rb)
@@ -246,7 +246,7 @@ def test_rows_without_a_rank_are_refused(snapshot: Any) -> None:
     for make in STORAGES.values():
         rb = _buffer(3, make)
         before = snapshot(rb)
-        with pytest.raises(KeyError, match=r"the rank under \('next', 'reward'\); got none"):
+        with pytest.raises(KeyError, match=r"the rank under \('next', 'reward'\), got none"):
             rb.extend(_rows([1, 2]).exclude(("next", "reward")))
         with pytest.raises(KeyError):
             rb.add(TensorDict({"id": torch.tensor(0)}, []))
@@ -262,11 +262,11 @@ def test_a_rank_without_elements_is_refused() -> None:
 
 
 def test_lanes_are_refused() -> None:
-    with pytest.raises(ValueError, match="storages with ndim=1, got ndim=2"):
+    with pytest.raises(ValueError, match="a storage with ndim=1, got ndim=2"):
         ReplayBuffer(storage=LazyTensorStorage(4, ndim=2), writer=TensorDictMaxValueWriter())
 
 
-def test_no_rows_are_no_write(snapshot: Any) -> None:
+def test_empty_batch_writes_nothing(snapshot: Any) -> None:
     rb = _buffer(3)
     rb.extend(_rows([1]))
     before = snapshot(rb)
@@ -277,7 +277,7 @@ def test_no_rows_are_no_write(snapshot: Any) -> None:
 # -- with others ----------------------------------------------------------------------------------
 
 
-def test_rows_that_others_wrote_are_known() -> None:
+def test_writer_knows_rows_of_other_writers() -> None:
     storage = LazyTensorStorage(3)
     ring = ReplayBuffer(storage=storage)
     best = ReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter())
@@ -300,7 +300,7 @@ def test_rows_of_a_lazy_stack_are_known_along_any_dimension(stack_dim: int) -> N
     assert best.add(TensorDict({"next": {"reward": torch.full((3,), 1.5)}}, [3])) is None
 
 
-def test_a_ring_goes_on_after_the_newest_row() -> None:
+def test_ring_continues_after_the_newest_row() -> None:
     """Records that are there are not displaced as long as there is room."""
     rb = _buffer(5)
     rb.extend(_rows([1, 2]))
@@ -331,7 +331,7 @@ def test_empty_forgets_the_ranks() -> None:
 
 def test_write_at_is_refused() -> None:
     rb = _buffer(2)
-    with pytest.raises(RuntimeError, match="chooses the slots of its records itself"):
+    with pytest.raises(RuntimeError, match="chooses the slots of its rows itself"):
         rb.writer.write_at(torch.tensor([0]), _rows([1]))
 
 
@@ -349,7 +349,9 @@ def _edit_by_handle(rb: ReplayBuffer, row: Any) -> None:
 
 @pytest.mark.pitfall("WR17")
 @pytest.mark.parametrize("edit", [_edit_by_key, _edit_by_row, _edit_by_handle])
-def test_the_rank_is_the_one_that_is_stored_now(edit: Callable[[ReplayBuffer, Any], None]) -> None:
+def test_writer_ranks_rows_by_currently_stored_values(
+    edit: Callable[[ReplayBuffer, Any], None],
+) -> None:
     """6.3: the rows of largest rank are kept, also after an edit; a copy does the same."""
     rb = _buffer(3)
     rb.extend(_rows([1, 5, 2]))
@@ -361,7 +363,7 @@ def test_the_rank_is_the_one_that_is_stored_now(edit: Callable[[ReplayBuffer, An
 
 
 @pytest.mark.pitfall("WR17")
-def test_a_write_that_fails_leaves_no_ghost_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_rank_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer knows ranks of stored records only, also after an error below it."""
     rb = _buffer(2)
     rb.extend(_rows([1, 2]))
@@ -378,7 +380,7 @@ def test_a_write_that_fails_leaves_no_ghost_behind(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.pitfall("WR17")
 @pytest.mark.parametrize("way", ["state_dict", "dumps", "pickle", "deepcopy"])
-def test_a_saved_writer_goes_on_as_the_original_would(tmp_path: Any, way: str) -> None:
+def test_saved_writer_continues_like_the_original(tmp_path: Any, way: str) -> None:
     """WR17: with equal ranks, so that ages decide, and a rank edited after it was written."""
     rb = _buffer(4)
     rb.extend(_rows([3, 1, 2, 2, 1, 2]))
@@ -398,7 +400,7 @@ def test_a_saved_writer_goes_on_as_the_original_would(tmp_path: Any, way: str) -
     assert twin.write_count == rb.write_count
 
 
-def test_of_a_larger_storage_the_largest_ranks_are_kept() -> None:
+def test_loading_into_smaller_storage_keeps_largest_ranks() -> None:
     rb = _buffer(6)
     rb.extend(_rows([3, 1, 2, 2, 5, 0]))
     small = _buffer(3)
@@ -421,9 +423,7 @@ def test_of_a_larger_storage_the_largest_ranks_are_kept() -> None:
         ({"_kind": "round_robin"}, "a 'max_value' writer"),
     ],
 )
-def test_a_state_that_cannot_be_is_refused(
-    snapshot: Any, changes: dict[str, Any], message: str
-) -> None:
+def test_invalid_state_is_refused(snapshot: Any, changes: dict[str, Any], message: str) -> None:
     rb = _buffer(3)
     rb.extend(_rows([1, 2]))
     before = snapshot(rb)
@@ -432,7 +432,7 @@ def test_a_state_that_cannot_be_is_refused(
     assert snapshot(rb) == before
 
 
-def test_it_is_not_handed_to_a_spawned_process() -> None:
+def test_max_value_writer_is_not_passed_to_a_spawned_process() -> None:
     process = multiprocessing.get_context("spawn").Process(target=print, args=(_buffer(2).writer,))
     with pytest.raises(RuntimeError, match="cannot be handed to a spawned process"):
         process.start()
@@ -460,7 +460,7 @@ def test_time_per_row_falls_with_the_size_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_after_empty_an_episode_goes_on_whether_episodes_were_asked_for_or_not(asked: bool) -> None:
+def test_episode_continues_after_empty_with_or_without_episode_queries(asked: bool) -> None:
     """The newest row ended nothing: what comes next is the middle of an episode."""
     rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter())
 
@@ -478,7 +478,7 @@ def test_after_empty_an_episode_goes_on_whether_episodes_were_asked_for_or_not(a
 
 
 @pytest.mark.parametrize("change", ["write", "edit", "empty", "pickle", "save"])
-def test_what_a_loaded_writer_does_next_is_what_the_saved_one_does(change: str, tmp_path: Path):
+def test_loaded_writer_continues_like_saved_writer(change: str, tmp_path: Path):
     """The heap is made when it is first needed, of the ranks then or of what was changed since."""
 
     def make() -> ReplayBuffer:

@@ -77,7 +77,7 @@ def test_the_last_rows_of_a_long_batch_stay(storage_kind: Any, make_rows: Any) -
 
 
 @pytest.mark.pitfall("WR5")
-def test_no_rows_are_no_write(storage_kind: Any, make_rows: Any, snapshot: Any) -> None:
+def test_empty_batch_writes_nothing(storage_kind: Any, make_rows: Any, snapshot: Any) -> None:
     """WR5, E5: an empty int64 index, nothing changed, no schema, in any state."""
     nothing = make_rows(0, 3)[:0]
     rb = storage_kind.buffer(4)
@@ -192,9 +192,7 @@ def test_write_at_leaves_the_cursor(storage_kind: Any, make_rows: Any) -> None:
     assert _ids(rb) == [20, 12, 2, 30]
 
 
-def test_write_at_that_cannot_be_changes_nothing(
-    storage_kind: Any, make_rows: Any, snapshot: Any
-) -> None:
+def test_invalid_write_at_changes_nothing(storage_kind: Any, make_rows: Any, snapshot: Any) -> None:
     rb = storage_kind.buffer(4)
     rb.extend(make_rows(0, 2))
     before = snapshot(rb)
@@ -281,7 +279,7 @@ def test_handles_stay_stale_across_empty(storage_kind: Any, make_rows: Any) -> N
 # -- the rest of a writer -------------------------------------------------------------------------
 
 
-def test_the_two_names_are_one_writer(make_rows: Any) -> None:
+def test_both_names_of_the_writer_share_state(make_rows: Any) -> None:
     one = ReplayBuffer(storage=LazyTensorStorage(3), writer=RoundRobinWriter())
     two = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictRoundRobinWriter())
     for rb in (one, two):
@@ -338,7 +336,7 @@ def test_a_writer_can_be_saved_alone(make_rows: Any, tmp_path: Any) -> None:
         ({"_ledger": None}, "a mapping"),
     ],
 )
-def test_a_state_that_cannot_be_is_refused(
+def test_invalid_state_is_refused(
     make_rows: Any, snapshot: Any, changes: dict[str, Any], message: str
 ) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(3))
@@ -375,10 +373,10 @@ def test_a_state_of_another_capacity_or_length_is_refused(make_rows: Any, snapsh
         ImmutableDatasetWriter,
     ],
 )
-def test_a_writer_without_a_storage_says_so(make: Any) -> None:
+def test_writer_without_storage_raises_error(make: Any) -> None:
     writer = make()
     assert writer.write_count == 0
-    with pytest.raises(RuntimeError, match="no storage yet"):
+    with pytest.raises(RuntimeError, match="has no storage"):
         _ = writer.storage
 
 
@@ -409,7 +407,7 @@ def test_writers_work_without_a_buffer(make_rows: Any) -> None:
     writer.add(make_rows(0, 1)[0])  # held weakly: nobody to tell any more
 
 
-def test_a_writer_of_ones_own_brings_write_only(make_rows: Any, tmp_path: Any) -> None:
+def test_custom_writer_needs_only_write(make_rows: Any, tmp_path: Any) -> None:
     class AlwaysFirst(Writer):
         """Every row displaces the one in slot 0."""
 
@@ -424,14 +422,14 @@ def test_a_writer_of_ones_own_brings_write_only(make_rows: Any, tmp_path: Any) -
     assert rb.extend(make_rows(0, 4)).tolist() == [0, 0, 0, 0]
     assert rb.add(make_rows(9, 1)[0]) == 0
     assert _ids(rb) == [9]
-    with pytest.raises(RuntimeError, match="AlwaysFirst chooses the slots of its records itself"):
+    with pytest.raises(RuntimeError, match="AlwaysFirst chooses the slots of its rows itself"):
         rb.writer.write_at(torch.tensor([0]), make_rows(0, 1))
     rb.dumps(tmp_path)
     with pytest.raises(ValueError, match="AlwaysFirst"):
         ReplayBuffer(storage=LazyTensorStorage(3)).loads(tmp_path)
 
 
-def test_arguments_without_effect_are_taken() -> None:
+def test_arguments_without_effect_are_accepted() -> None:
     for make in (RoundRobinWriter, TensorDictMaxValueWriter, ImmutableDatasetWriter):
         make(compilable=True)
     for storage in (LazyTensorStorage(3, compilable=True), ListStorage(3, compilable=True)):

@@ -1,1 +1,1 @@
-"""The conversion engine: it knows no corpus family, only declarations of them."""
+"""The conversion engine, which handles every corpus family by its declaration."""

@@ -1,4 +1,4 @@
-"""Check that rows hold the records that the alignment names."""
+"""Checks that rows hold the records that the alignment requires."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy.typing as npt
 
 from replaykit.datasets.column_files import ColumnOutput, torch_dtype
 from replaykit.datasets.engine.fields import Target
-from replaykit.datasets.engine.places import Judge
 from replaykit.datasets.engine.plan import PlannedLeaf
+from replaykit.datasets.engine.policies import Judge
 from replaykit.datasets.engine.row_batches import Stretch, StretchReader
 from replaykit.ted import Key
 
 __all__ = ["check_alignment", "check_blanks", "check_successor"]
 
 _COMPARED_BYTES: Final = 1 << 20
-"""Bytes that are picked at a time."""
+"""Number of bytes in one comparison."""
 
 
 def check_alignment(
@@ -30,22 +30,23 @@ def check_alignment(
     row: int,
     entries: npt.NDArray[Any],
 ) -> None:
-    """Compares the rewards of the first, a middle and the last row of every episode with their
-    records (rule V24), and the state that its last row arrives at (rule V23).
+    """Compare some rewards and final states with the records of the alignment.
 
-    Of other leaves nothing is looked at. Cost: O(E) for each block, and the entries looked at.
+    The rewards of the first, a middle and the last row of every episode are compared (rule V24).
+    The state after the last row is also compared (rule V23). Other leaves are not compared. Cost:
+    O(E) for each block, plus the compared entries.
 
     Args:
-        stretch: whose rows they are.
-        leaf: what the block is of.
+        stretch: the stretch that contains the rows.
+        leaf: the leaf that the block belongs to.
         target: the column.
         start: the first record of the block.
-        values: its records, as they are to be stored.
-        row: the first row that was stored of it.
-        entries: what was stored from there on.
+        values: the records of the block, in the form in which they are stored.
+        row: the first row that was stored from the block.
+        entries: the values that were stored from ``row`` on.
 
     Raises:
-        RuntimeError: a row holds another record: a fault of this engine.
+        RuntimeError: a row holds a wrong record, which is a fault of this engine.
     """
     at = stretch.at
     first, offset = at.bases + target.offset, at.rows - 1
@@ -60,7 +61,7 @@ def check_alignment(
     records = first[episodes] + steps
     here = (records >= start) & (records < start + len(values))
     records, rows = records[here], (at.starts[episodes] + steps)[here]
-    # A record behind the last one of its episode is of the next one.
+    # A record after the last one of its episode belongs to the next episode.
     wrong = records >= at.stops[episodes[here]] + leaf.extra
     wrong |= (rows < row) | (rows >= row + len(entries))
     known = np.flatnonzero(~wrong)
@@ -70,15 +71,15 @@ def check_alignment(
         wrong[some] = _differ(entries[rows[some] - row], values[records[some] - start])
     if wrong.any():
         record = int(records[np.argmax(wrong)])
-        what = "the reward of a row" if rule == "V24" else "the state that an episode ends in"
+        what = "the reward" if rule == "V24" else "the final state"
         raise RuntimeError(
-            f"{stretch.place_at(record, leaf.path)}: {what} is not that of this record, which the "
-            f"alignment names; row {int(rows[np.argmax(wrong)])} holds another one [{rule}]"
+            f"{stretch.location_at(record, leaf.path)}: expected {what} of this "
+            f"record, but row {int(rows[np.argmax(wrong)])} holds that of another one [{rule}]"
         )
 
 
 def _differ(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Returns which entries differ in a byte: NaN is equal to itself."""
+    """Return a mask of the entries that differ in any byte, so that NaN equals itself."""
     width = one[:1].nbytes
     if not width:
         return np.zeros(len(one), np.bool_)
@@ -92,9 +93,9 @@ def _differ(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[np.bo
 Index = npt.NDArray[np.int64]
 
 _READ_BYTES: Final = 1 << 20
-"""Bytes of a column that are looked at at a time: they stay in a fast cache."""
+"""Number of bytes of a column in one check. They stay in a fast cache."""
 _ROWS: Final = 1 << 15
-"""Rows that are looked at at a time: their numbers take more than narrow entries."""
+"""Number of rows in one check. Row numbers take more memory than narrow entries."""
 
 
 def check_blanks(
@@ -104,20 +105,21 @@ def check_blanks(
     reader: StretchReader,
     bad: Collection[int],
 ) -> None:
-    """Looks for rows that are zero in all columns and not in the source (rule V28).
+    """Check that rows with only zeros are zero in the source (rule V28).
 
     Args:
-        stretch: whose rows they are; all of them were written.
-        leaves: what the rows are made of.
+        stretch: the stretch that contains the rows, which were all written.
+        leaves: the leaves that fill the rows.
         columns: the column files.
-        reader: reads the source again, where rows are zero throughout.
-        bad: episodes that are to be left out, by position.
+        reader: reads the source again for rows with only zeros.
+        bad: positions of the episodes to leave out.
 
     Raises:
-        RuntimeError: there is such a row: a fault of this engine.
+        RuntimeError: the source has other values for such a row, which is a fault of this engine.
 
-    Cost: reads back the actions, and of other columns the rows in which these are zero, from the
-    narrowest on. Memory: a block of 1 MiB, or of the source where rows are zero throughout.
+    Cost: the actions are read back. In rows with zero actions, the other columns are also read,
+    from the narrowest on. Memory: a block of 1 MiB, or a block of the source if a row has only
+    zeros.
     """
     filled = [
         (leaf, target)
@@ -126,7 +128,7 @@ def check_blanks(
         for target in leaf.targets
         if columns[target.key].spec.entry_bytes
     ]
-    # Actions are hardly ever zero, so that mostly no other column is looked at.
+    # Actions are rarely zero, so usually no other column is read.
     filled.sort(key=lambda pair: (pair[0].role != "action", pair[0].record_bytes))
     if not filled:
         return
@@ -147,7 +149,7 @@ def check_blanks(
 
 
 def _blank(column: ColumnOutput, rows: Index) -> Index:
-    """Returns those of some rows that are zero in a column."""
+    """Return the rows among ``rows`` that are zero in a column."""
     found = [rows[:0]]
     for some in _together(rows, max(1, _READ_BYTES // column.spec.entry_bytes)):
         block = column.read(int(some[0]), int(some[-1] - some[0]) + 1)
@@ -157,7 +159,7 @@ def _blank(column: ColumnOutput, rows: Index) -> Index:
 
 
 def _together(numbers: Index, most: int) -> Iterator[Index]:
-    """Yields rising numbers in pieces that are read together, with what lies between them."""
+    """Yield ascending numbers in pieces that each span fewer than ``most`` numbers."""
     begin = 0
     while begin < len(numbers):
         end = int(np.searchsorted(numbers, numbers[begin] + most))
@@ -173,34 +175,31 @@ def _check_source(
     rows: Index,
     episodes: Index,
 ) -> None:
-    """Checks that the records of rows that read as zero are zero."""
+    """Check that the source records of rows that read back as zero are zero."""
     at = stretch.at
     records = at.bases[episodes] + target.offset + rows - at.starts[episodes]
-    # The last row of an open episode takes what it started from.
+    # The last row of an open episode repeats the state that it started from.
     records = np.minimum(records, at.stops[episodes] + leaf.extra - 1)
     most = max(1, _READ_BYTES // max(1, leaf.record_bytes))
     for some in _together(records, stretch.records if not stretch.is_single else most):
         first, stop = int(some[0]), int(some[-1]) + 1
         if not stretch.is_single:
             first, stop = 0, stretch.records
-        elif leaf.is_once:
+        elif leaf.is_per_episode:
             first, stop = 0, 1
         block = reader.read(leaf, first, stop)
-        values = block if leaf.is_once and stretch.is_single else block[some - first]
+        values = block if leaf.is_per_episode and stretch.is_single else block[some - first]
         with np.errstate(over="ignore", invalid="ignore"):
-            # What is too small for the column's dtype is zero there.
+            # Values that are too small for the column's dtype become zero.
             values = values.astype(leaf.stored) if leaf.stored.kind in "fc" else values
         filled = (values != 0).reshape(len(values), -1).any(axis=1)
         if filled.any():
             which = int(np.argmax(filled))
             row = int(rows[np.searchsorted(records, some[which])])
             raise RuntimeError(
-                f"{stretch.place_at(int(some[which]), leaf.path)}: nothing of this record was "
+                f"{stretch.location_at(int(some[which]), leaf.path)}: this record was not "
                 f"stored: row {row} is zero in every column [V28]"
             )
-
-
-"""Bytes that are read back at a time: they stay in a fast cache."""
 
 
 def check_successor(
@@ -212,19 +211,21 @@ def check_successor(
     judge: Judge,
     tails: dict[Key, bytes],
 ) -> None:
-    """Compares next observations with the observations that follow (rule V22).
+    """Compare next observations with the observations of the following rows (V22).
 
-    Where that ends no conversion, steps of flat arrays that break it are counted too (rule V40).
+    In flat arrays, the steps that break the rule are also counted (rule V40), because the
+    conversion may continue.
 
     Args:
-        stretch: whose rows they are; the observations of all of it were written.
+        stretch: the stretch that contains the rows. All its observations were written.
         target: the column of next observations.
         row: the first row.
-        stored: what was stored from there on.
+        stored: the values that were stored from ``row`` on.
         columns: the column files.
-        judge: told of episodes that break the rule.
-        tails: what the last row of the stretch before arrived at, where it is of the same arrays;
-            for that what follows was not written yet.
+        judge: receives the episodes that break the rule.
+        tails: the last next observation of the preceding part of the same arrays, by key. When it
+            was checked, the row after it was not written yet. The call replaces the values of
+            ``tails``.
     """
     column = columns.get(target.key[1:])
     if (
@@ -237,7 +238,7 @@ def check_successor(
     size = column.spec.entry_bytes
     tail = tails.pop(target.key, None) if row == stretch.start else None
     if tail is not None and stretch.spans[0].base and column.read(row, 1).tobytes() == tail:
-        _note_end_without_reset(stretch, target, -1, judge)
+        _report_end_without_reset(stretch, target, -1, judge)
     if row + len(stored) == stretch.start + stretch.rows:
         tails[target.key] = np.ascontiguousarray(stored[-1]).tobytes()
     end = min(row + len(stored), stretch.start + stretch.rows - 1)
@@ -253,7 +254,7 @@ def check_successor(
     finals = stretch.at.finals
     lasts = finals[(finals >= row) & (finals < end)] - row
     for at in lasts[~differs[lasts]].tolist():
-        _note_end_without_reset(stretch, target, stretch.at.at_row(row + at), judge)
+        _report_end_without_reset(stretch, target, stretch.at.at_row(row + at), judge)
     differs[lasts] = False
     rows = row + np.flatnonzero(differs)
     episodes, at = np.unique(
@@ -266,14 +267,14 @@ def check_successor(
             "V40",
             "the next observation of a step that no flag ends is not the observation of the next "
             "record: rows of several episodes are mixed, or an end is not flagged",
-            stretch.place_at(record, ".".join(target.key)),
+            stretch.location_at(record, ".".join(target.key)),
             count=len(rows),
         )
     for i, first in zip(episodes.tolist(), rows[at].tolist(), strict=True):
         record = int(stretch.at.bases[i] + first - stretch.at.starts[i])
         judge.fail(
             stretch.first + i,
-            stretch.place_at(record, ".".join(target.key)),
+            stretch.location_at(record, ".".join(target.key)),
             "the state that the step arrived at is not the one that the next step starts "
             "from: rows of several episodes are mixed, or an end is not flagged",
             "V22",
@@ -283,7 +284,7 @@ def check_successor(
 def _differing(
     one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8], size: int
 ) -> npt.NDArray[np.bool_]:
-    """Returns which entries of ``size`` bytes differ."""
+    """Return a mask of the entries that differ, of ``size`` bytes each."""
     wide: Any = next(kind for kind in (np.uint64, np.uint32, np.uint16, np.uint8)
                      if size % np.dtype(kind).itemsize == 0)  # fmt: skip
     places = np.flatnonzero(one.view(wide) != other.view(wide))
@@ -292,19 +293,20 @@ def _differing(
     return differs
 
 
-def _note_end_without_reset(stretch: Stretch, target: Target, i: int, judge: Judge) -> None:
-    """Notes an end after which the next episode goes on from where the step arrived (V39).
+def _report_end_without_reset(stretch: Stretch, target: Target, i: int, judge: Judge) -> None:
+    """Report an end after which the environment was not reset (rule V39).
 
-    ``i``: the episode that ends, counted from the first of the stretch; -1 is the one before.
+    ``i`` is the position of the episode that ends in the stretch. It is -1 for the episode before
+    the stretch.
     """
     if target.key[:2] != ("next", "observation"):
         return
     episode, following = stretch.episode(i), stretch.episode(i + 1)
-    goes_on = following.base == episode.base + episode.records
-    if goes_on and following.group == episode.group:
+    is_adjacent = following.base == episode.base + episode.records
+    if is_adjacent and following.group == episode.group:
         record = int(stretch.at.bases[i + 1]) - 1
         text = (
-            "an end is flagged where the next episode goes on from the state that the "
+            "an end is flagged, but the next episode continues from the state that the "
             "step arrived at: the environment was not reset there"
         )
-        judge.notes.add("V39", text, stretch.place_at(record, ".".join(target.key)))
+        judge.notes.add("V39", text, stretch.location_at(record, ".".join(target.key)))

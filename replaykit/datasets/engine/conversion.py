@@ -1,8 +1,8 @@
-"""The conversion engine: scan, lay out, write in blocks, validate, publish.
+"""Conversion of source files: scan, plan, write in blocks, validate and publish.
 
-Every source value is read once and written to each column that it belongs to: an observation is
-the one before a step and the next one of the step that led to it. Memory is bounded by a block of
-one leaf and some 100 bytes for each episode, whatever the size of the corpus.
+Every source value is read once, and written to all its columns. For example, an observation is the
+state before one step and the state after the preceding step. Memory is bounded by a block of one
+leaf and about 100 bytes for each episode, whatever the size of the corpus.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from replaykit.datasets.engine.conversion_report import (
 )
 from replaykit.datasets.engine.fields import Preceded
 from replaykit.datasets.engine.layout import DropLeaves, Layout
-from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.plan import Plan, column_specs
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.engine.resuming import Excluded, Unfinished, conversion_digest
@@ -40,8 +40,8 @@ from replaykit.datasets.engine.scan import scan
 from replaykit.datasets.engine.write_files import (
     WrittenFile,
     condense,
-    kept_episodes,
     store_once,
+    unchanged_episodes,
     without_episodes,
     write_files,
 )
@@ -55,23 +55,23 @@ from replaykit.ted import Key
 __all__ = ["FLAT_FORM", "ConvertOptions", "ensure_dataset", "full_identity", "stamps_of"]
 
 FLAT_FORM: Final = {"form": None}
-"""What the identity of a flat data set must not have: the split one of the same files has it."""
+"""The ``None`` entry excludes split data sets of the same files, which have a form."""
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """How to convert.
+    """The options of a conversion.
 
     Attributes:
-        block_bytes: how much of one leaf is read at a time. HDF5 decompresses whole chunks: one
-            that is larger takes its own memory besides, and over 160 MiB it is decompressed for
-            every block of it.
-        policies: what is done with keys, dtypes and episodes that are not as one would wish.
-        workers: how many processes convert at once, each a file. The result does not depend on
-            it; each takes memory for blocks of its own.
+        block_bytes: number of bytes of one leaf in one read. HDF5 decompresses whole chunks, so a
+            larger chunk takes additional memory. A chunk of more than 160 MiB is decompressed again
+            for every block of it.
+        policies: the treatment of unusual keys, dtypes and episodes.
+        workers: number of processes that convert files in parallel. Each process needs memory for
+            its blocks. The result does not depend on this number.
 
     Raises:
-        ValueError: a block of no bytes, or no worker.
+        ValueError: ``block_bytes`` or ``workers`` is less than 1.
     """
 
     block_bytes: int = 16 << 20
@@ -85,7 +85,7 @@ class ConvertOptions:
             raise ValueError(f"expected workers >= 1, got {self.workers}")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
+        """Return the options, without ``workers``, as JSON values."""
         return {"block_bytes": self.block_bytes, "policies": self.policies.to_json()}
 
 
@@ -99,35 +99,36 @@ def ensure_dataset(
     identity: Mapping[str, Any] | None = None,
     options: ConvertOptions | None = None,
 ) -> Published:
-    """Opens the data set at a path; converts it from its source files where there is none.
+    """Open the data set at a path, after converting it if there is none.
 
-    Processes that ask for one path at once share one conversion. One that was interrupted or killed
-    goes on with the files that it had not finished, and in a long one where it had come to. The
-    result appears complete or not at all; with ``force`` the old version stays until the new one is
-    complete.
+    Processes that request the same path at once share one conversion. After an interruption, the
+    next call continues with the unfinished files. It continues a long file at the last milestone.
+    The result appears completely or not at all. With ``force``, the old data set stays until the
+    new data set is complete.
 
     Args:
         target: directory of the data set.
-        get_sources: returns the source files; called only when they are needed, by the process
-            that converts.
-        layout: what the corpus declares.
-        force: convert anew, and replace the data set at the path, be it a damaged one.
-        progress: whether a bar is shown; by default only on a terminal.
-        identity: JSON values that say which data set this is, such as its id and commit; kept in
-            the manifest, and compared with it when a data set is there already.
-        options: how to convert.
+        get_sources: returns the source files. Only the process that converts calls it.
+        layout: the declaration of the corpus.
+        force: convert again, and replace the data set at the path even if it is damaged.
+        progress: show a progress bar; by default only on a terminal.
+        identity: JSON values that identify the data set, such as its id and commit. The manifest
+            stores them. They are compared with the identity of an existing data set.
+        options: the options of the conversion.
 
     Raises:
-        CorpusError: a source file breaks a rule of its corpus; names file, episode and key.
-        OSError: a file cannot be read, or there is no room; names the file and what to do.
-        ValueError: a source file lies at the path or below it, where it would be replaced.
-        RuntimeError: without ``force``, what is at the path is not a complete data set, or one of
-            another identity or converter; in any case, files that are no part of a data set.
+        CorpusError: a source file breaks a rule of its corpus. The message names file, episode and
+            key.
+        OSError: a file cannot be read, or no space is left. The message names the file and the
+            remedy.
+        ValueError: a source file is at or below the path, so it would be replaced.
+        RuntimeError: the path holds files that belong to no data set. Or, without ``force``, the
+            path holds an incomplete data set, or a data set of another identity or converter.
         ImportError: h5py is needed and not installed.
 
     Warns:
-        UserWarning: leaves were left out, episodes skipped, or values are odd; one warning for
-            all of it. The manifest's ``report`` has the same and more.
+        UserWarning: leaves were left out, episodes were skipped, or values are unusual. One warning
+            reports everything. The manifest's ``report`` has more details.
 
     Example:
         >>> import tempfile, numpy as np
@@ -152,13 +153,13 @@ def ensure_dataset(
     """
     options = ConvertOptions() if options is None else options
     named = full_identity(layout, identity)
-    told: list[str] = []
+    warning_texts: list[str] = []
     found: list[Sources] = []
 
     def build(directory: Path) -> Manifest:
         manifest, text = _convert(directory, found[-1], layout, options, named, progress)
         if text is not None:
-            told.append(text)
+            warning_texts.append(text)
         return manifest
 
     def prepare() -> None:
@@ -173,25 +174,25 @@ def ensure_dataset(
         prepare=prepare,
         goes_on=True,
     )
-    for text in told:
+    for text in warning_texts:
         warn_caller(f"{published.path}: {text}")
     return published
 
 
 def _check_apart(target: str | Path, sources: Sources) -> None:
-    """Checks that replacing what is at a path takes no source file away."""
+    """Check that replacing the data set at a path would delete no source file."""
     home = Path(os.path.realpath(target))
     for file in sources.files:
         path = Path(os.path.realpath(file.path))
         if path == home or home in path.parents:
             raise ValueError(
-                f"{target}: expected a place for the data set apart from its source files, but "
-                f"{file.path} lies there and would be replaced with it"
+                f"{target}: expected a directory without source files, but {file.path} is in it "
+                "and would be replaced; choose another directory for the data set"
             )
 
 
 def full_identity(layout: Layout, identity: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns which data set it is and by which rules it is made, as the manifest has it."""
+    """Return the identity in the form of the manifest, with the layout and its version."""
     return {
         **({} if identity is None else identity),
         "layout": layout.name,
@@ -207,17 +208,17 @@ def _convert(
     identity: Mapping[str, Any],
     progress: bool | None,
 ) -> tuple[Manifest, str | None]:
-    """Fills a directory with columns and episode table; returns manifest and warning."""
+    """Fill a directory with columns and episode table, and return manifest and warning."""
     sources.check()
     before = stamps_of(((file.path, file.name) for file in sources.files), layout)
     said = {"options": options.to_json(), "identity": dict(identity)}
     unfinished = Unfinished(directory, conversion_digest(sources, layout, said, before))
-    # What was found out by writing rows need not be found out again.
+    # The fields and episodes that an interrupted conversion had to leave out.
     without, excluded = unfinished.without, unfinished.excluded
     is_guess = bool(without or excluded)
     made: _Made | None = None
     while True:
-        notes, found = Notes(), Notes()
+        notes, found = RuleFindings(), RuleFindings()
         plan = scan(
             sources,
             layout,
@@ -232,12 +233,12 @@ def _convert(
             without, excluded, is_guess = {}, {}, False
             continue
         is_guess = False
-        if options.policies.copies in ("drop", "error") and not plan.tells_copies:
+        if options.policies.copies in ("drop", "error") and not plan.detects_copies:
             raise ValueError(
-                f"copies={options.policies.copies!r}: copies of episodes cannot be told where all "
-                'observations are left out; keep observations, or take copies="keep"'
+                f"copies={options.policies.copies!r}: copies of episodes cannot be recognized if "
+                'all observations are left out; keep observations, or pass copies="keep"'
             )
-        kept = None if made is None else kept_episodes(made.plan, plan)
+        kept = None if made is None else unchanged_episodes(made.plan, plan)
         if made is not None and kept is not None:
             unfinished.forget()
             columns, written = without_episodes(
@@ -263,7 +264,7 @@ def _convert(
                     unfinished=unfinished,
                 )
         except DropLeaves as drop:
-            # Rare, so it is not looked for in advance: that would read every file twice.
+            # This is rare, and an earlier check would read every file twice.
             if drop.source in without:
                 raise RuntimeError(f"{layout.name}: {drop.source} is dropped twice") from drop
             without[drop.source] = drop.why
@@ -278,10 +279,10 @@ def _convert(
         made = _Made(plan, columns, written, found)
     if stamps_of(((file.path, file.name) for file in sources.files), layout) != before:
         raise CorpusError("a source file changed while it was converted; convert it again [V02]")
-    first = Place(sources.files[0].path, sources.files[0].name)
+    first = Location(sources.files[0].path, sources.files[0].name)
     policies = options.policies
     if "drop" in (policies.constant, policies.duplicate) or policies.repeated == "once":
-        unfinished.forget()  # columns go
+        unfinished.forget()  # columns are removed below
     removed = condense(directory, plan, columns, options.policies, notes, first)
     finals = store_once(directory, plan, columns) if options.policies.repeated == "once" else {}
     names = plan.episodes.names()
@@ -326,7 +327,7 @@ def _columns(
     without: Mapping[str, str],
     excluded: Excluded,
 ) -> dict[Key, ColumnOutput]:
-    """Makes the columns of a plan: with the rows of the files that are finished, or empty."""
+    """Create the columns of a plan, or reopen them with the rows of finished files."""
     goes_on = unfinished.is_of(plan)
     if not goes_on:
         unfinished.begin(plan, without, excluded)
@@ -344,26 +345,26 @@ def _columns(
 
 @dataclass(frozen=True)
 class _Made:
-    """What was written before it was known which episodes are to be left out."""
+    """Columns that were written before it was known which episodes to leave out."""
 
     plan: Plan
     columns: Mapping[Key, ColumnOutput]
     written: WrittenFile
-    notes: Notes
+    notes: RuleFindings
 
 
 def _copies(
     plan: Plan, written: WrittenFile, sources: Sources, policies: Policies
 ) -> dict[int, str]:
-    """Returns the episodes that are to be left out as copies of others, and why (rule V36).
+    """Return the copies of episodes to leave out, with the reasons (V36).
 
     Raises:
-        CorpusError: there is one, and the caller wants an error.
+        CorpusError: there is a copy, and the policy for copies is ``"error"``.
     """
     choice = plan.layout.copies if policies.copies == "layout" else policies.copies
-    if choice == "keep" or not plan.tells_copies:
+    if choice == "keep" or not plan.detects_copies:
         return {}
-    # Among those that stay: of three of which the first one is bad, the second one stays alone.
+    # Only valid episodes are compared. If the first of three copies is bad, the second copy stays.
     good = np.ones(len(plan.episodes), bool)
     good[list(written.bad)] = False
     kept = np.flatnonzero(good)
@@ -388,10 +389,11 @@ def _arrays(
     facts: dict[Key, dict[str, Any]] = {
         target.key: {
             "source": leaf.path,
-            # Counted in records of the dataset: what precedes them lies in another one.
+            # The shift counts records of the dataset, because the preceding record is in another
+            # dataset.
             "shift": target.offset - isinstance(leaf.decoder, Preceded),
             **({"source_dtype": leaf.dtype.name} if leaf.dtype != leaf.stored else {}),
-            **({"one_per_episode": True} if leaf.is_once else {}),
+            **({"one_per_episode": True} if leaf.is_per_episode else {}),
         }
         for leaf in plan.leaves
         for target in leaf.targets
@@ -405,9 +407,9 @@ def _arrays(
 
 
 def stamps_of(files: Iterable[tuple[Path, str]], layout: Layout) -> dict[str, list[int]]:
-    """Returns size and time of change of files, and of those that describe them, by their names.
+    """Return size and modification time of files and their descriptions, by name.
 
-    Two that are equal are taken for the same content; none is read.
+    Files with equal stamps count as equal. No file is read.
     """
     found = {}
     for path, name in files:

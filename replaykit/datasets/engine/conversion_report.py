@@ -1,4 +1,4 @@
-"""What people are told of a conversion: in the manifest all of it, in one warning the gist."""
+"""Reports of conversions: complete in the manifest, and short in one warning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.engine.places import WHOLE_FILE, Note, Notes
+from replaykit.datasets.engine.locations import WHOLE_FILE, RuleFinding, RuleFindings
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.sources import Sources
 
@@ -19,26 +19,26 @@ __all__ = ["duplicates", "lines_of", "make_report", "skipped_lines", "summary", 
 
 _PACKAGE: Final = __name__.partition(".")[0]
 _MOST_NAMES: Final = 3
-"""Names that a line lists behind the first."""
+"""Number of names that a line lists after the first name."""
 _RULE: Final = re.compile(r"\[V[0-9]+\]$")
 _VARYING: Final = re.compile(
     r", first .*$| \(.*\)$|(?<=^it has ).* in one episode and .*$|(?<=^in ).+(?= it stays)"
     r"|(?<=^the name )'.*'|(?<= begins in ).+(?=, which is skipped$)"
     r"|(?<![\w.])[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?(?!\w)"
 )
-"""What texts of one kind differ in: places, forms and numbers. Manifests have texts alone."""
+"""The parts that differ between texts of one kind: locations, shapes and numbers."""
 
 
 def duplicates(digests: npt.NDArray[np.uint8]) -> list[tuple[int, int]]:
-    """Returns pairs (later episode, first episode) with equal digests ``[E, 16]``; O(E log E).
+    """Return pairs (later episode, first episode) with equal digests ``[E, 16]``.
 
-    Memory: some 40 bytes for each episode.
+    Cost: O(E log E). Memory: about 40 bytes for each episode.
     """
     halves = np.ascontiguousarray(digests).view(np.uint64)
-    # Mostly there are none, which half of each digest shows as well.
+    # Duplicates are rare, and half of each digest is enough to exclude them.
     if np.diff(np.sort(halves[:, 0])).all():
         return []
-    # Equal ones lie side by side then, in their order.
+    # Sorting puts equal digests next to each other, in the order of episodes.
     order = np.lexsort(halves.T)
     ordered = halves[order]
     repeats = np.zeros(len(order), np.bool_)
@@ -55,15 +55,15 @@ def duplicates(digests: npt.NDArray[np.uint8]) -> list[tuple[int, int]]:
 def make_report(
     plan: Plan,
     sources: Sources,
-    notes: Notes,
+    notes: RuleFindings,
     facts: Sequence[Mapping[str, Any]],
     digests: npt.NDArray[np.uint8],
 ) -> dict[str, Any]:
-    """Returns all that was decided, left out, skipped or found odd, as JSON values.
+    """Return all decisions, omissions and findings as JSON values.
 
     Args:
-        facts: what the layout learnt of each file.
-        digests: uint8 ``[E, 16]``, of the content of each episode.
+        facts: the information that the layout found in each file.
+        digests: the digest of the content of each episode, uint8 ``[E, 16]``.
     """
     names = [file.name for file in sources.files]
 
@@ -83,33 +83,34 @@ def make_report(
         ],
         "duplicates": [
             {"episode": episode(later), "same_as": episode(first)}
-            for later, first in (duplicates(digests) if plan.tells_copies else ())
+            for later, first in (duplicates(digests) if plan.detects_copies else ())
         ],
         "warnings": [_record(note) for note in notes],
     }
 
 
-def _record(note: Note) -> dict[str, Any]:
+def _record(note: RuleFinding) -> dict[str, Any]:
     found = {"rule": note.rule, "text": note.text, "count": note.count, "first": note.first}
     return {**found, "name": note.name} if note.name else found
 
 
-def summary(report: Mapping[str, Any], notes: Notes) -> str | None:
-    """Returns one text of all that a user should know, or ``None`` when there is nothing."""
+def summary(report: Mapping[str, Any], notes: RuleFindings) -> str | None:
+    """Return one text with all findings, or ``None`` if there are none."""
     heard = [_record(note) for note in notes if not note.quiet]
     return ". ".join(lines_of({**report, "warnings": heard, "removed": []})) or None
 
 
 def lines_of(report: Mapping[str, Any]) -> list[str]:
-    """Return what a report says to people, one line for each kind of finding.
+    """Return the lines of a report, one for each kind of finding.
 
-    A line has the first finding of its kind in full, how many there are, and the names of the next
-    ones with the words in which they differ; the report has all of them. Findings are of one kind
-    where their texts differ in places, forms and numbers alone, and skipped episodes where they
-    break one rule. Cost: O(findings).
+    A line has the number of findings of its kind, and the complete first finding. It also has the
+    names of some further findings, with the words in which their texts differ. The report itself
+    contains all findings. Findings are of one kind if their texts differ only in locations, shapes
+    and numbers. Skipped episodes are of one kind if they break the same rule. Cost: O(findings).
 
     Args:
-        report: of a manifest, of this version or an earlier one; entries may be missing.
+        report: the report of a manifest. In a manifest of an earlier version, entries may be
+            missing.
 
     Example:
         >>> from replaykit.datasets.engine.conversion_report import lines_of
@@ -150,7 +151,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
 
 
 def skipped_lines(skipped: Iterable[dict[str, Any]]) -> list[str]:
-    """Return what is said of episodes and files that are skipped, one line for each rule.
+    """Return the lines about skipped episodes and files, one for each rule.
 
     Args:
         skipped: entries of a report: ``file``, ``name`` and ``why``.
@@ -158,7 +159,7 @@ def skipped_lines(skipped: Iterable[dict[str, Any]]) -> list[str]:
     lines = []
     for group in _kinds(skipped, _rule_of):
         first = group[0]
-        # Episodes of several files may have one name.
+        # Episodes of different files may have the same name.
         is_one = all(entry["file"] == first["file"] for entry in group)
         others = [_skipped(entry, is_one) for entry in group[1:]]
         count = f"{len(group):,}, first " if others else ""
@@ -170,7 +171,7 @@ def skipped_lines(skipped: Iterable[dict[str, Any]]) -> list[str]:
 def _kinds(
     entries: Iterable[dict[str, Any]], kind: Callable[[dict[str, Any]], object]
 ) -> list[list[dict[str, Any]]]:
-    """Group entries by their kind, in the order of the first of each."""
+    """Group entries by kind, in the order of the first entry of each kind."""
     found: dict[object, list[dict[str, Any]]] = {}
     for entry in entries:
         found.setdefault(kind(entry), []).append(entry)
@@ -182,7 +183,7 @@ def _kind(entry: dict[str, Any]) -> object:
 
 
 def _kind_of(text: str) -> str:
-    """Return a text without what findings of one kind differ in."""
+    """Return a text without the parts that differ between findings of one kind."""
     return _VARYING.sub("*", text)
 
 
@@ -192,13 +193,13 @@ def _unnamed(entry: Mapping[str, Any]) -> str:
 
 
 def _named(entry: Mapping[str, Any], first: Mapping[str, Any]) -> str:
-    """Return by what a warning is told from the first one of its kind."""
+    """Return the name of a warning, and how it differs from the first of its kind."""
     name = entry.get("name") or entry["first"]
     return _detailed(name, _unnamed(entry), _unnamed(first))
 
 
 def _detailed(name: str, text: str, first: str) -> str:
-    """Return a name with the words in which its text differs from the first one of its kind."""
+    """Return a name with the words in which its text differs from the text ``first``."""
     ours, theirs = text.split(), first.split()
     if len(ours) != len(theirs):
         return name
@@ -231,7 +232,7 @@ def _listed(names: Sequence[str], most: int = _MOST_NAMES) -> str:
 
 
 def warn_caller(text: str) -> None:
-    """Warns at the line outside this package that led here, however deep in it we are."""
+    """Warn at the innermost line outside this package on the call stack."""
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] != _PACKAGE:

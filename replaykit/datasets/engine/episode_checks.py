@@ -1,4 +1,4 @@
-"""Check episodes while they are read, and find why they ended."""
+"""Checks of episodes during the read, and the reasons for their ends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.layout import Ends, Flags, Layout
-from replaykit.datasets.engine.places import Judge, Notes, Place
+from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.plan import PlannedLeaf
+from replaykit.datasets.engine.policies import Judge
 from replaykit.datasets.engine.row_batches import Runs, Stretch
 from replaykit.errors import CorpusError
 from replaykit.ted import DEFAULT_DONE_KEYS
@@ -21,30 +22,30 @@ __all__ = ["NEVER", "EndFlags", "FrameChecks", "StretchChecks", "is_image"]
 
 
 def is_image(leaf: PlannedLeaf) -> bool:
-    """Whether the values of a leaf are taken for images: observed bytes in rows and columns."""
+    """Return whether a leaf counts as images: an observation of bytes ``[H, W, ...]``."""
     return leaf.role == "observation" and leaf.dtype == np.uint8 and len(leaf.shape) >= 2
 
 
 class FrameChecks:
-    """The images of one leaf, as the records of one episode after another come by.
+    """A check of the images of one leaf, for one episode after another (rule V26).
 
-    Cost: as a rule a look at the first two images of an episode; all of them where these are
-    alike.
+    Cost: usually only the first two images of an episode are compared. If these are equal, all
+    images are compared.
     """
 
-    def __init__(self, path: str, notes: Notes) -> None:
+    def __init__(self, path: str, notes: RuleFindings) -> None:
         self._path = path
         self._notes = notes
         self._first: npt.NDArray[Any] | None = None
         self._seen = 0
         self._is_still = True
 
-    def take(self, images: npt.NDArray[Any], *, is_end: bool, place: Place) -> None:
-        """Takes the next images of an episode, ``is_end`` with the last one of it."""
+    def check(self, images: npt.NDArray[Any], *, is_end: bool, location: Location) -> None:
+        """Check the next images of an episode. ``is_end`` marks the last block of images."""
         if self._first is None:
             self._first = images[0].copy()
         if self._is_still:
-            # The second image settles it, as a rule.
+            # Usually the second image already differs.
             self._is_still = bool((images[:2] == self._first).all()) and bool(
                 (images[2:] == self._first).all()
             )
@@ -54,29 +55,30 @@ class FrameChecks:
         if self._is_still and self._seen > 1:
             what = "the same image" if self._first.any() else "black images"
             text = f"{self._path} holds nothing but {what} throughout an episode"
-            self._notes.add("V26", text, place, name=self._path)
+            self._notes.add("V26", text, location, name=self._path)
         self._first, self._seen, self._is_still = None, 0, True
 
 
 NEVER: Final = int(np.iinfo(np.int64).max)
-"""The record at which what is never set is set."""
+"""The number that replaces the first record if an end is never set."""
 _SHORT_ROWS: Final = 32
-"""Rows of an episode up to which rewards are added up for many episodes at once."""
+"""Greatest length of episodes whose rewards are summed together, in rows."""
 
 
 class StretchChecks:
-    """What is seen of the episodes of one stretch, a block of one leaf at a time.
+    """The checks of the episodes of one stretch, for one block of one leaf after another.
 
     Args:
         stretch: the episodes.
-        judge: decides what becomes of those that break a rule.
-        outcomes: by the position of a field of ends in the layout, ``k`` where row ``t`` takes its
-            record ``t + k``.
+        judge: decides about episodes that break a rule.
+        outcomes: offsets by the layout's position of each field of ends: row ``t`` takes record
+            ``t + outcomes[field]``.
 
     Attributes:
         reward: the sum of the rewards of each episode.
-        ends: by that position, the first record at which it is set in each episode (`NEVER` where
-            it is not), and whether it is set at the one that the last row takes.
+        ends: two arrays over the episodes for each field, by the same position. The first array has
+            the first record at which the end is set, or `NEVER`. The second array has whether the
+            end is set at the record of the last row.
     """
 
     def __init__(self, stretch: Stretch, judge: Judge, outcomes: Mapping[int, int]) -> None:
@@ -91,18 +93,19 @@ class StretchChecks:
         self._clocks: dict[int, npt.NDArray[Any]] = {}
         self._frames: dict[int, FrameChecks] = {}
 
-    def take(
+    def check(
         self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: Runs | None
     ) -> None:
-        """Checks one block of one leaf by its role; ``runs`` are the records that are stored."""
+        """Check one block of a leaf by the leaf's role. ``runs`` are the stored records."""
         if leaf.role == "observation":
             self._require_finite(leaf, start, block, "V21", None)
             if is_image(leaf) and not leaf.is_successor:
-                self._look(leaf, start, block)
+                self._check_values(leaf, start, block)
             if not leaf.is_successor:
                 self._digest(start, block, leaf.extra)
         elif leaf.role == "action":
-            # What leads nowhere is not stored, and may be anything; so may what is left out.
+            # Actions that are not stored may have any value. They are actions after the last step,
+            # or actions that the caller leaves out.
             if runs is not None:
                 self._require_finite(leaf, start, block, "V20", runs)
                 self._require_bounds(leaf, start, block, runs)
@@ -113,19 +116,19 @@ class StretchChecks:
                 self._sum(start, block, runs)
         elif leaf.role in ("terminated", "truncated"):
             self._require_finite(leaf, start, block, "V30", None)
-            self._note_ends(leaf, start, block)
+            self._record_ends(leaf, start, block)
         elif leaf.role == "time":
             self._require_progress(leaf, start, block)
 
     def finals(self, field: int) -> npt.NDArray[np.int64]:
-        """Returns the record of a field of ends that the last row of each episode takes."""
+        """Return the record of a field of ends that the last row of each episode takes."""
         return self._at.bases + self._at.rows - 1 + self._outcomes[field]
 
     def ends_of(self, episode: int) -> dict[int, Ends]:
-        """Returns where fields of ends were set in an episode, after all of them were taken.
+        """Return where each field of ends is set in an episode, after all blocks.
 
         Args:
-            episode: counted from the first of the stretch.
+            episode: the position of the episode in the stretch.
         """
         found = {}
         for field, (first, last) in self.ends.items():
@@ -136,7 +139,7 @@ class StretchChecks:
         return found
 
     def digests(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Returns the beginnings of the SHA-256 of observations and actions, ``[E, nbytes]``."""
+        """Return the first bytes of the SHA-256 of observations and actions, ``[E, nbytes]``."""
         joined = b"".join([digest.digest()[:nbytes] for digest in self._digests])
         return np.frombuffer(joined, np.uint8).reshape(-1, nbytes)
 
@@ -152,7 +155,7 @@ class StretchChecks:
         for digest, begin, end in zip(digests, begins.tolist(), ends.tolist(), strict=True):
             digest.update(content[begin:end])
 
-    def _look(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> None:
+    def _check_values(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> None:
         frames = self._frames.setdefault(leaf.field, FrameChecks(leaf.path, self._judge.notes))
         stop = start + len(block)
         first = int(np.searchsorted(self._at.stops + leaf.extra, start, "right"))
@@ -161,17 +164,17 @@ class StretchChecks:
             begin, end = int(self._at.bases[i]), int(self._at.stops[i]) + leaf.extra
             part = block[max(start, begin) - start : min(stop, end) - start]
             episode = self._stretch.episode(i)
-            place = self._stretch.place.at(
+            location = self._stretch.location.at(
                 group=episode.group or None,
                 key=leaf.path,
                 record=None if episode.is_whole else episode.base,
             )
-            frames.take(part, is_end=stop >= end, place=place)
+            frames.check(part, is_end=stop >= end, location=location)
 
     def _require_bounds(
         self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: Runs
     ) -> None:
-        """Notes actions outside of the bounds that the source states (rule V25)."""
+        """Report stored actions outside the bounds in the source (rule V25)."""
         if leaf.bounds is None or block.dtype.kind not in "iuf":
             return
         flat = block.reshape(len(block), -1)
@@ -182,22 +185,22 @@ class StretchChecks:
         runs.within(start, start + len(block)).mark(stored, start)
         for record in (start + np.flatnonzero(outside & stored)).tolist():
             text = f"{leaf.path} is outside of the bounds that the source states"
-            at = self._stretch.place_at(record, leaf.path)
+            at = self._stretch.location_at(record, leaf.path)
             self._judge.notes.add("V25", text, at, name=leaf.path)
 
     def _sum(self, start: int, block: npt.NDArray[Any], runs: Runs) -> None:
         here = runs.within(start, start + len(block))
         if not len(here):
             return
-        values = here.take(block.reshape(len(block)), start)
-        # Rows are without a gap, so that an episode begins where the one before it ends.
+        values = here.records_in(block.reshape(len(block)), start)
+        # Rows have no gaps, so an episode begins at the end of the preceding episode.
         row, stop = int(here.rows[0]), int(here.rows[-1] + here.counts[-1])
         first, last = self._at.at_row(row), self._at.at_row(stop - 1)
         begins = np.maximum(self._at.starts[first : last + 1] - row, 0)
         sums = np.add.reduceat(values, begins, dtype=np.float64)
         counts = np.diff(begins, append=len(values))
         for i in np.flatnonzero(counts > _SHORT_ROWS).tolist():
-            # Pair by pair, which loses fewer digits than one after another.
+            # Pairwise summation loses fewer digits than sequential summation.
             part = values[begins[i] : begins[i] + counts[i]]
             sums[i] = part.sum(dtype=np.float64)
         self.reward[first : last + 1] += sums
@@ -213,11 +216,11 @@ class StretchChecks:
             runs.within(start, start + len(block)).mark(stored, start)
             good |= ~stored
         for i, record in self._first_in_each(start + np.flatnonzero(~good), leaf.extra):
-            place = self._stretch.place_at(record, leaf.path)
+            location = self._stretch.location_at(record, leaf.path)
             what = f"the {leaf.role} holds NaN or infinity"
-            self._judge.fail(self._stretch.first + i, place, what, rule)
+            self._judge.fail(self._stretch.first + i, location, what, rule)
 
-    def _note_ends(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> None:
+    def _record_ends(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> None:
         if leaf.field not in self.ends:
             count = len(self._at.bases)
             self.ends[leaf.field] = (np.full(count, NEVER), np.zeros(count, np.bool_))
@@ -242,19 +245,19 @@ class StretchChecks:
         grows = (times[1:] > times[:-1]).reshape(len(times) - 1, -1).all(axis=1)
         if grows.all():
             return
-        # Time may begin anew where an episode does, and is nothing between episodes.
+        # Time may restart at the beginning of an episode, and has no meaning between episodes.
         records = np.setdiff1d(start - known + 1 + np.flatnonzero(~grows), self._at.bases)
         for _, record in self._first_in_each(records, leaf.extra):
             text = f"{leaf.path} does not increase strictly"
-            at = self._stretch.place_at(record, leaf.path)
+            at = self._stretch.location_at(record, leaf.path)
             self._judge.notes.add("V27", text, at, name=leaf.path)
 
     def _first_in_each(
         self, records: npt.NDArray[np.int64], extra: int
     ) -> Iterator[tuple[int, int]]:
-        """Yields the episodes that records belong to, each with the first of its own.
+        """Yield each episode that contains any of the records, with the first such record.
 
-        Records of episodes that were left out belong to none.
+        Records of episodes that were left out are ignored.
         """
         episodes = np.searchsorted(self._at.stops + extra, records, "right")
         known = episodes < len(self._at.bases)
@@ -268,25 +271,25 @@ Marks = npt.NDArray[np.bool_]
 
 
 class EndFlags:
-    """Asks a layout for the flags of episodes.
+    """The flags of the last rows of episodes, as the layout determines them.
 
     Args:
-        layout: the one that the files resolved to.
-        notes: takes what the layout finds odd.
+        layout: the layout that the files resolved to.
+        notes: collects the findings of the layout.
 
     Attributes:
-        outcomes: by the position of a field of ends, ``k`` where row ``t`` takes its record
-            ``t + k``.
+        outcomes: the offset of each field of ends, by its position in the layout. Row ``t`` takes
+            record ``t + outcomes[field]``.
     """
 
-    def __init__(self, layout: Layout, notes: Notes) -> None:
+    def __init__(self, layout: Layout, notes: RuleFindings) -> None:
         self._layout = layout
         self._notes = notes
         self._names = layout.end_names
         self.outcomes = {
             at: layout.fields[at].end_offset(layout.alignment) for at in layout.end_names
         }
-        # What a layout says of its own is asked of it one episode after another.
+        # A layout that overrides `flags` is called for each episode separately.
         self.is_own = type(layout).flags is not Layout.flags
 
     def of(
@@ -296,16 +299,16 @@ class EndFlags:
         last: Mapping[str, npt.NDArray[Any]],
         condemn: Callable[[int, CorpusError], None],
     ) -> dict[str, Marks]:
-        """Returns ``terminated``, ``truncated`` and ``done`` of the last row of each episode.
+        """Return the flags of the last row of each episode, by ``DEFAULT_DONE_KEYS``.
 
         Args:
             stretch: the episodes.
-            checks: what was seen of them.
-            last: the last record ``[E, ...]`` of each required field, where each span is one
-                episode.
-            condemn: told of an episode, counted from the first of the stretch, that breaks a rule.
+            checks: the checks of the episodes, after all blocks.
+            last: the last record of each required field, ``[E, ...]``, if each span is one episode.
+            condemn: called with the position in the stretch of an episode that breaks a rule, and
+                the error.
 
-        ``done`` is False where an episode was condemned.
+        ``done`` is False for condemned episodes.
         """
         count = len(stretch.at)
         found = {name: np.zeros(count, np.bool_) for name in DEFAULT_DONE_KEYS}
@@ -324,24 +327,24 @@ class EndFlags:
     def _ask(
         self, stretch: Stretch, checks: StretchChecks, i: int, last: Mapping[str, npt.NDArray[Any]]
     ) -> Flags:
-        episode, place = stretch.episode(i), stretch.place_of_episode(i)
+        episode, location = stretch.episode(i), stretch.location_of_episode(i)
         facts = episode.facts
         if self._layout.is_open and not episode.is_open:
-            # The step at which it terminated is not a row.
+            # The step that terminated is not stored as a row.
             facts = replace(facts, terminated=None)
         ends = {self._names[at]: found for at, found in checks.ends_of(i).items()}
-        flags = self._layout.flags(ends, last, facts, place, self._notes)
+        flags = self._layout.flags(ends, last, facts, location, self._notes)
         if not (flags.terminated or flags.truncated):
-            raise place.error("the episode does not end at its last row", "V31")
+            raise location.error("the episode does not end at its last row", "V31")
         return flags
 
     def _by_rule(
         self, stretch: Stretch, checks: StretchChecks, found: dict[str, Marks]
     ) -> Sequence[int]:
-        """Fills in what `Layout.flags` says; returns the episodes that it refuses."""
+        """Apply the rule of `Layout.flags`, and return the episodes that break it."""
         at, layout = stretch.at, self._layout
         said = {
-            # What is known of them besides their arrays.
+            # The information that does not come from the arrays.
             "terminated": (stretch.column("terminated") == 1)
             & (at.is_open if layout.is_open else True),
             "truncated": np.zeros(len(at.bases), np.bool_),

@@ -1,4 +1,4 @@
-"""Declare how source datasets become columns, and decode images and text."""
+"""Declarations of source datasets and their columns, and decoders of images and text."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ __all__ = [
 
 
 class Decoder(Protocol):
-    """Makes numbers of what a dataset stores."""
+    """The protocol of decoders, which convert the values of a dataset to numbers."""
 
     def declare(self, leaf: H5Leaf) -> H5Leaf:
-        """Returns the leaf as it is after decoding: shape, dtype, and no problem."""
+        """Return the leaf with shape and dtype after decoding, and without ``problem``."""
 
     def read(self, file: H5File, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Returns decoded entries ``start .. stop - 1``.
+        """Return decoded entries ``start .. stop - 1``.
 
         Raises:
-            CorpusError: an entry cannot be decoded; names file, dataset and entry.
+            CorpusError: an entry cannot be decoded. The message names file, dataset and entry.
         """
 
 
 def image_module() -> Any:
-    """Returns ``PIL.Image``.
+    """Return ``PIL.Image``.
 
     Raises:
-        ImportError: Pillow is not installed; says how to.
+        ImportError: Pillow is not installed. The message has the install command.
     """
     try:
         from PIL import Image
@@ -64,9 +64,9 @@ def image_module() -> Any:
 
 @dataclass(frozen=True)
 class Images:
-    """Encoded images of one size, such as JPEG bytes, as pixels ``uint8 [H, W, C]``.
+    """A decoder of encoded images of one size, such as JPEG, to ``uint8 [H, W, C]``.
 
-    An entry is a string of bytes of varying length, or a row of bytes padded with zeros.
+    An entry is a byte string of varying length, or an array of bytes padded with zeros.
 
     Args:
         shape: height, width and channels of every image.
@@ -102,10 +102,10 @@ class Images:
 
 @dataclass(frozen=True)
 class Text:
-    """Text as its UTF-8 bytes ``uint8 [width]``, padded with zeros.
+    """A decoder of text to UTF-8 bytes ``uint8 [width]``, padded with zeros.
 
     Args:
-        width: the longest text in bytes.
+        width: the length of the longest text, in bytes.
     """
 
     width: int
@@ -128,11 +128,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Preceded:
-    """Numbers whose first record is stored apart from the others.
+    """A decoder of numbers whose first record is in a separate dataset.
 
     Args:
-        part: the part of the path that the others are below.
-        first: what it is where the first record is; a dataset of one record.
+        part: a component in the path of the dataset that contains all other records.
+        first: the component that replaces ``part`` in the path of the dataset that contains the
+            first record.
     """
 
     part: str
@@ -156,16 +157,20 @@ class Preceded:
 
 
 Role = Literal["observation", "action", "reward", "terminated", "truncated", "time", "info"]
-"""What a field means, and so what is checked.
+"""The meaning of a field, which determines how its values are checked.
 
-``observation``, ``reward``: finite (V21). ``action``: finite where it is stored (V20).
-``terminated``, ``truncated``: any number, non-zero where the episode has ended; `Layout.flags`
-makes the flags of it. ``time``: should increase strictly (V27). ``info``: carried, nothing is
-required of it.
+- ``observation``, ``reward``: must be finite (V21).
+- ``action``: stored actions must be finite (V20).
+- ``terminated``, ``truncated``: a number that is not zero after the end of the episode.
+`Layout.flags` converts it to flags. - ``time``: should increase strictly (V27).
+- ``info``: stored without checks.
 """
 
 Moment = Literal["state", "action", "outcome", "successor"]
-"""What a field describes, and so which record a row takes; see the module's text."""
+"""The moment that a field describes.
+
+It determines the record of the field that a row takes; see `Alignment`.
+"""
 
 _MOMENTS: Final[dict[Role, Moment]] = {
     "observation": "state",
@@ -180,14 +185,14 @@ _MOMENTS: Final[dict[Role, Moment]] = {
 
 @dataclass(frozen=True)
 class Alignment:
-    """Which records row ``t`` takes; see `ALIGNMENTS` for the known ones.
+    """The records that row ``t`` takes. `ALIGNMENTS` has the known alignments.
 
-    It starts from state ``t`` and arrives at state ``t + 1``.
+    Row ``t`` is the step from state ``t`` to state ``t + 1``.
 
     Attributes:
-        name: is kept in the manifest.
-        extra: how many more states than records of the clock an episode has: 1 where the state
-            after the last action is stored with the others, else 0.
+        name: the name in the manifest.
+        extra: number of states minus number of records of the clock. It is 1 if the state after the
+            last action is stored with the other states, else 0.
         action: row ``t`` takes action ``t + action``.
         outcome: row ``t`` takes outcome ``t + outcome``.
 
@@ -204,24 +209,27 @@ class Alignment:
 
 
 STATE_RECORDS: Final = Alignment("state-records", outcome=1)
-"""A record is a state, with its reward and flags and the action chosen in it: T - 1 rows."""
+"""A record has a state, its reward and flags, and the action chosen in it: T - 1 rows."""
 FINAL_STATE: Final = Alignment("final-state", extra=1)
-"""T actions and outcomes, T + 1 states: T rows."""
+"""There are T actions and outcomes, and T + 1 states: T rows."""
 STEPS: Final = Alignment("steps")
-"""A record is a step: a state, its action, its outcome. With a successor T rows; without one the
-state after the last step is unknown, and that row is dropped or marked, see `Policies`."""
+"""A record is a step, with a state, its action and its outcome.
+
+With a successor there are T rows. Without a successor, the state after the last step is unknown.
+That row is dropped or marked; see `Policies`.
+"""
 ARRIVALS: Final = Alignment("arrivals", action=1, outcome=1)
-"""A record is a state and the action that led to it, with its outcome: T - 1 rows."""
+"""A record has a state, and the action that led to it with its outcome: T - 1 rows."""
 
 ALIGNMENTS: Final = {rule.name: rule for rule in (STATE_RECORDS, FINAL_STATE, STEPS, ARRIVALS)}
-"""The known alignments by name."""
+"""The known alignments, by name."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A column that a leaf fills: row ``t`` of an episode takes its record ``t + offset``.
+    """A column of a leaf: row ``t`` of an episode takes record ``t + offset``.
 
-    ``is_after``: it is the state that the row arrives at.
+    ``is_after`` is True if the column holds the state after the step of the row.
     """
 
     key: Key
@@ -231,32 +239,33 @@ class Target:
 
 @dataclass(frozen=True)
 class Field:
-    """One line of a layout: from a dataset of an episode to columns of the table.
+    """One line of a layout: a dataset of an episode, and the columns that it fills.
 
     Args:
-        source: path of the dataset in its episode. With a closing ``/``: all datasets below that
-            group, whose paths are appended to the keys; ``"/"`` stands for all datasets that no
-            field before it takes. Several paths: their values side by side, one dimension a
-            record.
+        source: path of the dataset in its episode. A path with a closing ``/`` takes all datasets
+            below that group, and appends their paths to the keys. ``"/"`` takes all datasets that
+            no earlier field takes. The values of several paths are joined to one vector per record.
         role: see `Role`.
-        before: key that takes the state a row starts from, or the action, if any.
-        after: key that takes the state a row arrives at, or the outcome, if any.
-        column: whether a scalar per record is stored as ``[N, 1]`` and not as ``[N]``. Rewards
-            and the flags of the engine are ``[N, 1]`` in any case.
-        required: whether every episode must have it, with one shape and dtype. A leaf of a field
-            that is not required is left out when some episode lacks it or has it differently.
-        nested: the source may also be a group, which then stands for all datasets below it.
-        moment: what it describes, where that does not follow from the role; see `Moment`.
-        shift: how many records later than the alignment says.
-        held: for ends: may also be set before the last row, where it means nothing.
-        dtype: NumPy name of the dtype to store, where that is not the source's; ``"bool"`` stands
-            for "is not zero".
-        more: how many more records than the clock its datasets have, where that is not what the
-            alignment says of states.
+        before: the key for the state before a step, or for the action; ``None`` for no such column.
+        after: the key for the state after a step, or for the outcome; ``None`` for no such column.
+        column: True to store a scalar per record as ``[N, 1]`` instead of ``[N]``. Rewards and the
+            flags of the engine are always ``[N, 1]``.
+        required: True if every episode must have the dataset, with one shape and dtype. A leaf of
+            an optional field is left out if some episode lacks it, or declares it differently.
+        nested: True if the source may also be a group. The field then takes all datasets below it.
+        moment: the moment that the values describe, if it does not follow from the role; see
+            `Moment`.
+        shift: number of records by which the field is later than in the alignment.
+        held: for fields of ends, True if the end may also be set before the last row. It is ignored
+            there.
+        dtype: NumPy name of the stored dtype, if it differs from the dtype of the source.
+            ``"bool"`` stores whether a value is not zero.
+        more: number of records of its datasets minus number of records of the clock, if it differs
+            from the ``extra`` of the alignment.
 
     Raises:
-        ValueError: a role or moment that is none; a successor without ``after``; the key of the
-            reward for something else.
+        ValueError: the role or moment is unknown. Or a successor has no ``after``, or has
+            ``before``. Or the key of the reward is in a field with another role.
 
     Example:
         >>> from replaykit.datasets import Field
@@ -294,31 +303,31 @@ class Field:
 
     @property
     def describes(self) -> Moment:
-        """What the values describe."""
+        """The moment that the values describe."""
         return self.moment or _MOMENTS.get(self.role, "state")
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The paths that must be there: one, or those whose values stand side by side."""
+        """The paths that must exist: one path, or all paths whose values are joined."""
         return (self.source,) if isinstance(self.source, str) else self.source
 
     @property
     def name(self) -> str:
-        """The source as messages and manifests have it."""
+        """The name of the source in messages and manifests."""
         return "+".join(self.sources)
 
     @property
     def is_group(self) -> bool:
-        """Whether the field stands for datasets below a group, or may do so."""
+        """True if the field takes or may take datasets below a group."""
         return self.nested or (isinstance(self.source, str) and self.source.endswith("/"))
 
     @property
     def is_end(self) -> bool:
-        """Whether it says where episodes end."""
+        """True if the field marks the ends of episodes."""
         return self.role in ("terminated", "truncated")
 
     def covers(self, path: str) -> bool:
-        """Whether a dataset of an episode belongs to this field."""
+        """Return whether a dataset of an episode belongs to this field."""
         if not isinstance(self.source, str):
             return path in self.source
         if self.source.endswith("/"):
@@ -326,7 +335,7 @@ class Field:
         return path == self.source or (self.nested and path.startswith(f"{self.source}/"))
 
     def shadows(self, later: Field) -> bool:
-        """Whether a field after this one gets nothing: what is below its group is this one's."""
+        """Return whether this field takes all datasets that a later field could take."""
         if not isinstance(self.source, str) or not isinstance(later.source, str):
             return False
         if not self.source.endswith("/") or not later.source.endswith("/"):
@@ -336,15 +345,15 @@ class Field:
         )
 
     def extra(self, alignment: Alignment) -> int:
-        """How many more records than the clock the datasets of the field have."""
+        """Return the number of records of the datasets minus those of the clock."""
         if self.more is not None:
             return self.more
         return alignment.extra if self.describes == "state" else 0
 
     def end_offset(self, alignment: Alignment) -> int:
-        """Returns ``k`` where row ``t`` takes record ``t + k`` to tell whether it is an end.
+        """Return ``k`` such that record ``t + k`` has the end flag of row ``t``.
 
-        Of states that is the one that the row arrives at.
+        For states, it is the record of the state after the step.
         """
         return self._offset(alignment) + (self.describes == "state")
 
@@ -358,7 +367,7 @@ class Field:
         return first[self.describes] + self.shift
 
     def targets(self, alignment: Alignment, path: str) -> tuple[Target, ...]:
-        """Returns the columns that one dataset of the field fills."""
+        """Return the columns that one dataset of the field fills."""
         rest: Key = ()
         if isinstance(self.source, str) and path != self.source:
             above = len(self.source.rstrip("/"))

@@ -1,8 +1,8 @@
-"""Opening and reading an H5 file of unknown origin: every failure names the file.
+"""Opening and reading of H5 files of unknown origin. Every error names the file.
 
-A file is judged by its first bytes before the HDF5 library sees it (`signature`). Reading goes
-through h5py's low-level objects: for the many small arrays of a robot corpus the high-level wrapper
-costs more than the reading. h5py is imported by the first call that needs it.
+The first bytes of a file are checked before the HDF5 library opens it (`check_signature`). Values
+are read with h5py's low-level objects. For the many small arrays of a robot corpus, the high-level
+wrapper would cost more than the reads. The first call that needs h5py imports it.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from replaykit.datasets.engine.h5_values import (
     pieces_of,
     require_texts,
 )
-from replaykit.datasets.engine.places import Place, SourcePart
+from replaykit.datasets.engine.locations import Location, SourcePart
 from replaykit.errors import CorpusError
 
 __all__ = ["H5File", "H5Leaf", "H5Member", "open_h5"]
 
 _NO_DATA: Final = "it is neither an array nor a group"
 _SLOTS: Final = 10_007
-"""Chunks that HDF5 can keep: a prime, as it advises."""
+"""Number of chunks that HDF5 can cache. Its documentation recommends a prime."""
 _MAX_DEPTH: Final = 16
-"""Groups nested deeper than any corpus has them: a cycle of links."""
+"""Greatest depth of nested groups. A deeper file probably has a cycle of links."""
 _MAX_LEAVES: Final = 100_000
-"""Leaves of one episode beyond which the file is taken for damaged or hostile."""
+"""Greatest number of leaves of one episode. A file with more is damaged or hostile."""
 
 
 @contextmanager
 def open_h5(path: Path, *, is_verified: bool = False) -> Iterator[H5File]:
-    """Opens an H5 file for reading, by content and not by name.
+    """Open an H5 file for reading. Its suffix does not matter.
 
     Args:
         path: the file.
-        is_verified: its bytes are known to be those of its source; messages do not advise to
-            fetch it again.
+        is_verified: True if the bytes are known to equal those of the source. Messages then do not
+            advise to fetch the file again.
 
     Raises:
         ImportError: h5py is not installed.
-        CorpusError: not HDF5, cut short, or damaged; names the file.
-        FileNotFoundError, PermissionError, IsADirectoryError: it cannot be opened at all.
+        CorpusError: the file is not HDF5, cut short, or damaged. The message names the file.
+        FileNotFoundError, PermissionError, IsADirectoryError: the file cannot be opened at all.
     """
     try:
         import h5py
@@ -75,7 +75,8 @@ def open_h5(path: Path, *, is_verified: bool = False) -> Iterator[H5File]:
         ) from error
     check_signature(path, is_verified=is_verified)
     with naming(path, None, is_verified):
-        # best-effort: file systems without locks, such as some network mounts, still work.
+        # With best-effort locks, file systems without locks, such as some network mounts, also
+        # work.
         handle = h5py.File(path, "r", locking="best-effort")
     try:
         yield H5File(path, handle, is_verified)
@@ -85,9 +86,9 @@ def open_h5(path: Path, *, is_verified: bool = False) -> Iterator[H5File]:
 
 @dataclass(frozen=True)
 class H5Member:
-    """An entry of the file's root; ``children`` are the entries of a group, sorted.
+    """An entry of a group. If it is a group, ``children`` are its sorted entries.
 
-    A link by name, soft or external, is followed nowhere: it is no group, whatever it leads to.
+    Soft and external links are not followed. Such a link never counts as a group.
     """
 
     name: str
@@ -98,10 +99,10 @@ class H5Member:
 
 @dataclass(frozen=True)
 class H5Leaf:
-    """A dataset as the file declares it.
+    """The declaration of a dataset in a file.
 
-    ``dtype`` is the native NumPy dtype. ``problem`` says why the values cannot be a column of
-    numbers (``None`` where they can): text, a compound, values that lie in another file.
+    ``dtype`` is the native NumPy dtype. ``problem`` is the reason why the values cannot be a column
+    of numbers, or ``None``. Such values are text, compounds, or in another file.
     """
 
     path: str
@@ -111,12 +112,14 @@ class H5Leaf:
 
 
 class H5File:
-    """An open source file. All paths are relative to the root, with ``/`` between parts.
+    """An open source file.
+
+    All paths are relative to the root, with ``/`` between parts.
 
     Attributes:
-        path: where it lies.
-        parts: the files that are read as this one; none for a file that stands for itself.
-        listed: what `leaves` would return for some groups, where that is known already.
+        path: the path of the file.
+        parts: the files that are read as this file; empty for a single file.
+        listed: the known results of `leaves`, by group.
     """
 
     parts: tuple[SourcePart, ...] = ()
@@ -132,18 +135,18 @@ class H5File:
         self._chunks = ChunkChecks()
         self._text_bytes = 0
         self._last: tuple[str, Any] = ("", handle.id)
-        """The group that was opened last: datasets of one are read one after the other."""
+        """The group opened last. Datasets of one group are usually read one after the other."""
 
     def hold(self, held: HeldValues) -> None:
-        """Has `leaves` read small datasets on its way, and `read` take what is held of the file."""
+        """Make `leaves` store values of small datasets in ``held``, for use by `read`."""
         self._held = held
 
-    def place(self, name: str) -> Place:
-        """Returns the place of the file, whose path in the corpus is ``name``."""
-        return Place(self.path, name, parts=self.parts)
+    def location(self, name: str) -> Location:
+        """Return the location of the file, whose path in the corpus is ``name``."""
+        return Location(self.path, name, parts=self.parts)
 
     def has_group(self, path: str) -> bool:
-        """Whether there is a group at a path, not by way of a link by name."""
+        """Return whether a path is a group, without soft and external links on the path."""
         import h5py
 
         with self._naming(path):
@@ -158,9 +161,9 @@ class H5File:
         return True
 
     def members(self, group: str = "") -> Iterator[H5Member]:
-        """Yields the entries of a group, or of the root, in the library's (byte) order.
+        """Yield the entries of a group, or of the root, in the library's (byte) order.
 
-        Links by name are listed and not followed.
+        Soft and external links are listed, but not followed.
         """
         import h5py
 
@@ -173,14 +176,14 @@ class H5File:
                     yield H5Member(_text(name), False, is_link=isinstance(node, str))
 
     def leaves(self, group: str, *, without: Collection[str] = ()) -> list[H5Leaf]:
-        """Returns every dataset below a group, with paths relative to the group.
+        """Return all datasets below a group, with paths relative to the group.
 
-        Links out of the file become leaves with a ``problem``. Cost: one open per dataset; no
-        values are read but those that are held (`hold`).
+        Links out of the file become leaves with a ``problem``. Cost: every dataset is opened once.
+        Only values that will be held are read; see `hold`.
 
         Args:
             group: the group; ``""`` for the root.
-            without: entries of the group that are not looked at.
+            without: entries of the group to skip.
         """
         if not without and group in self.listed:
             return self.listed[group]
@@ -191,12 +194,12 @@ class H5File:
         return found
 
     def attributes(self, group: str, names: Collection[str]) -> dict[str, Any]:
-        """Returns those of the named attributes that a group has, as Python values.
+        """Return the named attributes that a group has, as Python values.
 
-        Text comes as ``str``, one number as a number, several as an array.
+        Text is returned as ``str``, a single number as a number, and several numbers as an array.
 
         Raises:
-            CorpusError: one would take more memory than `MOST_TEXT_BYTES`.
+            CorpusError: an attribute would take more memory than `MOST_TEXT_BYTES`.
         """
         import h5py
 
@@ -215,7 +218,7 @@ class H5File:
         return found
 
     def _node(self, path: str) -> Any:
-        """Opens what lies at a path on which there is no link by name."""
+        """Open the object at a path. Soft and external links on the path are errors."""
         import h5py
 
         if path == self._last[0]:
@@ -233,9 +236,9 @@ class H5File:
         return node
 
     def _dataset(self, dataset: str, access: Any = None) -> tuple[Any, int]:
-        """Opens a dataset whose values are in this file, on a path without a link by name.
+        """Open a dataset. Soft and external links and values in other files are errors.
 
-        Returns it, and how far its chunks may inflate; see `storage_of`.
+        The result also has the most bytes that one stored byte may inflate to; see `storage_of`.
         """
         import h5py
 
@@ -250,7 +253,7 @@ class H5File:
         return node, ratio
 
     def below(self, group: str) -> H5File:
-        """Returns a group of the file as if it were a file."""
+        """Return a group as a file whose root is the group."""
         import h5py
 
         with self._naming(group):
@@ -259,15 +262,17 @@ class H5File:
     def read(
         self, dataset: str, start: int, stop: int, into: npt.NDArray[Any] | None = None
     ) -> npt.NDArray[Any]:
-        """Returns entries ``start .. stop - 1`` of a dataset, in the native byte order.
+        """Return entries ``start .. stop - 1`` of a dataset, in the native byte order.
 
         A dataset without dimensions has one entry.
 
         Args:
-            into: takes them and is returned: contiguous, of their size and of the native dtype.
+            into: the array that receives the entries and is returned. It must be contiguous, of the
+                size of the entries and of the native dtype.
 
         Raises:
-            CorpusError: they cannot be read in full; names file, dataset and cause (rule V03).
+            CorpusError: some entries cannot be read (rule V03). The message names file, dataset and
+                cause.
         """
         import h5py
 
@@ -293,7 +298,8 @@ class H5File:
             if into.size == 0:
                 return into
             kind = self._types.in_memory(into.dtype)
-            # What HDF5 keeps is inflated once, and not anew for each piece.
+            # In a block of `keeping`, HDF5 inflates chunks once. `inflate` would do so for each
+            # piece.
             is_worth = into.nbytes >= LEAST_BYTES and kept is None
             if is_worth and inflate(node, start, stop, into, kind):
                 return into
@@ -307,9 +313,9 @@ class H5File:
 
     @contextmanager
     def keeping(self, datasets: Collection[str], nbytes: int) -> Iterator[None]:
-        """Has HDF5 keep so many bytes of decompressed chunks of each dataset in the block.
+        """Make HDF5 cache ``nbytes`` of inflated chunks per dataset in the ``with`` block.
 
-        ``nbytes`` may be zero; then it keeps what it would anyway, 1 MiB within one read.
+        With ``nbytes=0``, HDF5 uses its default cache, which is 1 MiB within one read.
         """
         import h5py
 
@@ -325,10 +331,10 @@ class H5File:
             self._kept.clear()
 
     def entries(self, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Returns entries of a dataset of text or values of varying length, as Python objects.
+        """Return entries of a dataset of text or varying-length values, as Python objects.
 
         Raises:
-            CorpusError: they take more memory than `MOST_TEXT_BYTES`, or cannot be read.
+            CorpusError: the entries take more memory than `MOST_TEXT_BYTES`, or cannot be read.
         """
         import h5py
 
@@ -340,11 +346,11 @@ class H5File:
             return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def texts(self, dataset: str) -> list[str]:
-        """Returns the values of a dataset of fixed or varying text.
+        """Return the values of a dataset of fixed-length or variable-length text.
 
         Raises:
-            CorpusError: with those that this file returned before they take more memory than
-                `MOST_TEXT_BYTES`, or they cannot be read.
+            CorpusError: the values cannot be read. Or all texts that this file has returned so far
+                take more memory than `MOST_TEXT_BYTES`.
         """
         import h5py
 
@@ -357,19 +363,22 @@ class H5File:
                 found = h5py.Dataset(node)[begin:end] if node.shape else h5py.Dataset(node)[...]
                 for value in found.reshape(-1).tolist():
                     texts.append(value.decode() if isinstance(value, bytes) else str(value))
-                    # A text may take four times the bytes that it is written in.
+                    # A text may take four times as many bytes in memory as in the file.
                     self._text_bytes += sys.getsizeof(texts[-1])
                 require_texts(self._text_bytes)
             return texts
 
     def shape(self, dataset: str) -> tuple[int, ...]:
-        """Returns the shape of a dataset."""
+        """Return the shape of a dataset."""
         with self._naming(dataset):
             return tuple(map(int, self._dataset(dataset)[0].shape))
 
     def stripe(self, dataset: str) -> tuple[int, int]:
-        """Returns how many entries one stripe of chunks spans, and the bytes of its chunks, with
-        what of them lies beyond the edges; one entry if the dataset has no chunks."""
+        """Return the number of entries in one stripe of chunks, and the bytes of the chunks.
+
+        A stripe is all chunks with the same first index. The bytes include the parts of chunks
+        beyond the edges of the dataset. Without chunks, a stripe is one entry.
+        """
         import h5py
 
         with self._naming(dataset):
@@ -382,8 +391,10 @@ class H5File:
             return int(chunk[0]), count * math.prod(chunk) * node.get_type().get_size()
 
     def _hold(self, dataset: str, node: Any, leaf: H5Leaf, ratio: int) -> None:
-        """Holds the values of a leaf that is open, if there is room; what cannot be read is left
-        to `read`, which says so."""
+        """Hold the values of an open leaf if there is room.
+
+        Values that cannot be read are skipped, because `read` reports the error later.
+        """
         import h5py
 
         if self._held is None or leaf.problem is not None:
@@ -432,7 +443,7 @@ class H5File:
                 raise CorpusError(f"it holds more than {_MAX_LEAVES} datasets")
 
     def _leaf(self, path: str, node: Any) -> tuple[H5Leaf, int]:
-        """Returns what a dataset declares, and how far its chunks may inflate."""
+        """Return the declaration of a dataset, and the inflation limit of its chunks."""
         import h5py
 
         space = node.get_space()

@@ -1,4 +1,4 @@
-"""Check what an H5 file of unknown origin says of itself before it is read."""
+"""Checks of H5 files of unknown origin before their values are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from replaykit.errors import CorpusError
 __all__ = [
     "AT_SOURCE",
     "DEFLATE",
-    "ELSEWHERE",
+    "EXTERNAL",
     "FAULTS",
     "FLETCHER32",
     "LZF",
@@ -40,13 +40,13 @@ __all__ = [
 
 SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
 
-# What a file is that is not HDF5: prefix -> (what it is, what to do about it).
 _FETCH_AGAIN: Final = "download the file again"
 AT_SOURCE: Final = (
-    "its bytes are those that its source lists, so the file is wrong there and downloading it "
-    "again does not help: tell the owner of the source"
+    "its bytes match the hash that its source lists, so the file is wrong there and downloading it "
+    "again does not help: report it to the owner of the source"
 )
 _PICKLE: Final = "a Python pickle"
+# Signatures of other formats: (prefix, name, remedy).
 _OTHER_MAGIC: Final[tuple[tuple[bytes, str, str], ...]] = (
     (
         b"version https://git-lfs",
@@ -67,15 +67,15 @@ _OTHER_MAGIC: Final[tuple[tuple[bytes, str, str], ...]] = (
 
 
 def check_signature(path: Path, *, is_verified: bool = False) -> None:
-    """Checks by its first bytes that a file is HDF5 (rule V01).
+    """Check from its first bytes that a file is HDF5 (rule V01).
 
     Args:
         path: the file.
         is_verified: as for `open_h5`.
 
     Raises:
-        CorpusError: it is not; the message says what the file is instead, and what to do.
-        FileNotFoundError, PermissionError, IsADirectoryError: it cannot be opened.
+        CorpusError: the file is not HDF5. The message names its format and a remedy.
+        FileNotFoundError, PermissionError, IsADirectoryError: the file cannot be opened.
     """
     with path.open("rb") as file:
         head = file.read(512)
@@ -98,7 +98,7 @@ def _recognise(head: bytes) -> tuple[str, str]:
         return "an HTML page", f"the server answered with a web page: {_FETCH_AGAIN}"
     if text.startswith(b"<?xml"):
         return "an XML document", f"the server answered with a message: {_FETCH_AGAIN}"
-    # Pickle protocols 2 to 5 begin with their number, protocols 0 and 1 look like text.
+    # Pickle protocols 2 to 5 begin with their number. Protocols 0 and 1 look like text.
     if head[0] == 0x80 and len(head) > 1 and head[1] in (2, 3, 4, 5):
         return _PICKLE, "pickles can run code and are never loaded; save the trace as .h5"
     if not head.strip(b"\x00"):
@@ -112,13 +112,13 @@ def _recognise(head: bytes) -> tuple[str, str]:
 FAULTS: Final = (
     OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError, MemoryError,
 )  # fmt: skip
-"""What h5py makes of the errors of HDF5."""
+"""The exceptions that h5py raises for errors of HDF5."""
 
 
 class naming:
-    """Turns whatever the HDF5 library raises into an error that names the file and the place.
+    """A context manager that adds the file and the location in it to HDF5 errors.
 
-    A context manager without a generator: it is entered for every array that is read.
+    It is a class because a generator would be slower, and it is entered for every array.
     """
 
     __slots__ = ("_is_verified", "_path", "_where")
@@ -134,17 +134,17 @@ class naming:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, FAULTS):
             return
-        place = str(self._path) if self._where is None else f"{self._path}: {self._where}"
+        location = str(self._path) if self._where is None else f"{self._path}: {self._where}"
         if isinstance(error, CorpusError):
-            raise CorpusError(f"{place}: {error} [V03]") from error
+            raise CorpusError(f"{location}: {error} [V03]") from error
         if isinstance(error, MemoryError):
             why = f"too large to read in one piece ({error})"
-            raise CorpusError(f"{place}: {why} [V03]") from error
+            raise CorpusError(f"{location}: {why} [V03]") from error
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return
         cause = str(error.args[-1] if error.args else error)
         remedy = _remedy(cause, self._is_verified)
-        raise CorpusError(f"{place}: cannot be read ({cause}); {remedy} [V03]") from error
+        raise CorpusError(f"{location}: cannot be read ({cause}); {remedy} [V03]") from error
 
 
 def _remedy(cause: str, is_verified: bool) -> str:
@@ -158,31 +158,35 @@ def _remedy(cause: str, is_verified: bool) -> str:
 
 
 def links_of(node: Any) -> Iterator[tuple[bytes, str | None]]:
-    """Yields the names of the links of a group, and why each is not followed, if it is not.
+    """Yield the name of each link of a group, with the reason not to follow the link.
 
-    Soft and external links are not: an external one could name any file of this machine.
+    The reason is ``None`` for hard links. Soft and external links are not followed, because an
+    external link could name any file of this machine.
     """
     import h5py
 
     names, ends = bytearray(), array("q", [0])
     odd: dict[bytes, str] = {}
 
-    def note(name: bytes, info: Any) -> None:
-        # There may be a million, for each of which an object would be too much.
+    def check(name: bytes, info: Any) -> None:
+        # There may be a million links, so one object per link would take too much memory.
         names.extend(name)
         ends.append(len(names))
         if info.type != h5py.h5l.TYPE_HARD:
             odd[name] = _why(info)
 
-    # Iterated in one go: asking for the links one by one is quadratic in their number.
-    node.links.iterate(note, info=True)
+    # All links are read in one iteration, because single look-ups take quadratic time.
+    node.links.iterate(check, info=True)
     for begin, stop in pairwise(ends):
         name = bytes(names[begin:stop])
         yield name, odd.get(name)
 
 
 def link_problem(node: Any, name: bytes) -> str | None:
-    """Says why an entry of a group is not followed; ``None`` if it is, or if there is none."""
+    """Return why an entry of a group is not followed, or ``None``.
+
+    The result is ``None`` if the entry is followed or does not exist.
+    """
     import h5py
 
     try:
@@ -201,7 +205,10 @@ def _why(info: Any) -> str:
 
 
 def entries_of(node: Any) -> Iterator[tuple[bytes, Any]]:
-    """Yields name and opened object of each entry of a group; for a link, why it is not opened."""
+    """Yield name and opened object of each entry of a group.
+
+    For a link that is not followed, the reason replaces the object.
+    """
     import h5py
 
     for name, why in links_of(node):
@@ -222,9 +229,9 @@ _NUMBERS: Final = frozenset(
 
 
 class Types:
-    """The types of a file, each made once.
+    """The types of a file, each of which is converted once.
 
-    Asking HDF5 for a dtype costs several times what reading a small array does.
+    Getting a dtype from HDF5 takes several times as long as reading a small array.
     """
 
     def __init__(self) -> None:
@@ -232,15 +239,15 @@ class Types:
         self._in_memory: dict[np.dtype[Any], Any] = {}
 
     def of(self, node: Any) -> np.dtype[Any]:
-        """Returns the native dtype of a dataset.
+        """Return the native dtype of a dataset.
 
         Raises:
-            TypeError, ValueError: NumPy has none.
+            TypeError, ValueError: NumPy has no such dtype.
         """
         kind = node.get_type()
         try:
             said = kind.encode()
-        except Exception:  # some types cannot be said in bytes
+        except Exception:  # HDF5 cannot encode some types
             return _native(kind.dtype)
         found = self._dtypes.get(said)
         if found is None:
@@ -248,7 +255,7 @@ class Types:
         return found
 
     def in_memory(self, dtype: npt.DTypeLike) -> Any:
-        """Returns the HDF5 type of an array of a native dtype."""
+        """Return the HDF5 type of an array of a native dtype."""
         import h5py
 
         dtype = np.dtype(dtype)
@@ -259,7 +266,7 @@ class Types:
 
 
 def not_numbers(dtype: np.dtype[Any]) -> str | None:
-    """Says what a dtype is that cannot be a column of numbers; ``None`` for one that can.
+    """Return a description of a dtype that cannot be a column, or ``None``.
 
     Example:
         >>> import numpy as np
@@ -281,8 +288,8 @@ def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 MOST_CHUNK_BYTES: Final = 1 << 30
-"""Bytes that one compressed chunk may take once it is inflated."""
-ELSEWHERE: Final = "its values lie in another file, which is not read"
+"""Greatest number of bytes that one compressed chunk may inflate to."""
+EXTERNAL: Final = "its values are in another file, which is not read"
 DEFLATE: Final = 1
 SHUFFLE: Final = 2
 FLETCHER32: Final = 3
@@ -291,37 +298,39 @@ _NBIT: Final = 5
 _SCALEOFFSET: Final = 6
 LZF: Final = 32_000
 REFERENCE_BYTES: Final = 16
-"""Bytes of a value of varying length in the file, besides its content."""
+"""Bytes of a variable-length value in the file, without its content."""
 _RATIOS: Final = {DEFLATE: 1032, LZF: 90, _SZIP: 1 << 32}
-"""Bytes that one stored byte can become at most; other filters of HDF5 say the number themselves,
-and those of plugins are code that the user has installed."""
+"""Greatest number of bytes that one stored byte can inflate to, by filter.
+
+Other filters of HDF5 store the size. Filter plugins are code that the user has installed.
+"""
 _PIECE: Final = 1 << 20
 _REMEDY: Final = "rewrite the file with smaller chunks, for example by h5repack"
 
 
 def storage_of(node: Any) -> tuple[str | None, int]:
-    """Says why the values of a dataset are not to be read, and how far its chunks may inflate.
+    """Return why a dataset must not be read, and the inflation limit of its chunks.
 
     Args:
         node: the low-level dataset.
 
     Returns:
-        The reason, or ``None``; and how many bytes a stored byte of a chunk becomes at most.
+        The reason or ``None``, and the most bytes that one stored byte of a chunk inflates to.
 
-    Cost: some microseconds; no value is read, and no other file is opened.
+    Cost: some microseconds. No value is read, and no other file is opened.
     """
     from h5py import h5d, h5t
 
     properties = node.get_create_plist()
     layout = properties.get_layout()
-    # Before all else: a forged file may name both an address of its own and other files, of which
-    # HDF5 reads the latter.
+    # This check must be the first. A forged file may have both an address and other files, and HDF5
+    # then reads the other files.
     if layout == h5d.VIRTUAL or properties.get_external_count():
-        return ELSEWHERE, 1
+        return EXTERNAL, 1
     count = properties.get_nfilters() if layout == h5d.CHUNKED else 0
     if not count:
         return None, 1
-    # References are of 16 bytes in the file, whatever they are in memory.
+    # References take 16 bytes in the file, independently of their size in memory.
     kind, ratio = node.get_type(), 1
     is_text = isinstance(kind, h5t.TypeStringID) and kind.is_variable_str()
     size = max(kind.get_size(), REFERENCE_BYTES * is_text)
@@ -330,7 +339,7 @@ def storage_of(node: Any) -> tuple[str | None, int]:
         code, _, values, _ = properties.get_filter(at)
         ratio *= _RATIOS.get(code, 1)
         if code in (_NBIT, _SCALEOFFSET):
-            # What these filters inflate to is the number of values that they name.
+            # These filters inflate to the number of values that is stored with them.
             named = [value & 0xFFFF_FFFF for value in values[2:5]]
             declared = max(declared, math.prod(named[:1]) * max(size, *named[2:], 1))
     if declared > MOST_CHUNK_BYTES:
@@ -342,30 +351,30 @@ def storage_of(node: Any) -> tuple[str | None, int]:
 
 
 class ChunkChecks:
-    """Makes sure that no chunk of an open file inflates beyond `MOST_CHUNK_BYTES`.
+    """The checks that no chunk of an open file inflates to more than `MOST_CHUNK_BYTES`.
 
-    Each dataset is looked at once. Memory: one entry for each dataset of more than 1 MB that was
-    read, and one for each chunk of more than that.
+    Each dataset is checked once. Memory: one entry for each dataset of more than 1 MB that was
+    read, and one entry for each of its chunks of more than 1 MB.
     """
 
     def __init__(self) -> None:
         self._large: dict[str, set[tuple[int, ...]]] = {}
 
     def require(self, node: Any, ratio: int, dataset: str, start: int, stop: int) -> None:
-        """Checks the chunks that hold some records of a dataset.
+        """Check the chunks that hold some records of a dataset.
 
         Args:
             node: the low-level dataset.
-            ratio: what `storage_of` says of it.
-            dataset: its path.
-            start, stop: the records.
+            ratio: the ratio that `storage_of` returned for it.
+            dataset: the path of the dataset.
+            start, stop: the records ``start .. stop - 1``.
 
         Raises:
-            CorpusError: one would take more memory; or nothing but inflating it can tell.
+            CorpusError: a chunk would take more memory than `MOST_CHUNK_BYTES`. Or its size cannot
+                be bounded without inflating it.
 
-        Cost: microseconds where what is stored is too little to become so much; otherwise the
-        sizes of all chunks are looked up once, and those that could inflate to more are inflated
-        piece by piece.
+        Cost: microseconds if the stored bytes are too few to exceed the limit. Otherwise the sizes
+        of all chunks are read once. Chunks that could exceed the limit are inflated piece by piece.
         """
         if ratio == 1:
             return
@@ -375,11 +384,11 @@ class ChunkChecks:
                 return
             large = self._large[dataset] = set()
 
-            def note(chunk: Any) -> None:
+            def check(chunk: Any) -> None:
                 if chunk.size * ratio > MOST_CHUNK_BYTES:
                     large.add(tuple(chunk.chunk_offset))
 
-            node.chunk_iter(note)
+            node.chunk_iter(check)
         if large:
             records = node.get_create_plist().get_chunk()[0]
             here = [at for at in large if at[0] < stop and at[0] + records > start]
@@ -389,9 +398,9 @@ class ChunkChecks:
 
 
 def _require(node: Any, corner: tuple[int, ...]) -> None:
-    """Checks one chunk of which little is known but that it is large."""
+    """Check a chunk whose stored size does not bound its inflated size."""
     properties = node.get_create_plist()
-    # In the order in which they were applied.
+    # The filters in the order in which they were applied.
     filters = [properties.get_filter(at)[0] for at in range(properties.get_nfilters())]
     if node.get_chunk_info_by_coord(corner).size <= MOST_CHUNK_BYTES:
         mask, stored = node.read_direct_chunk(corner)
@@ -414,7 +423,7 @@ def _require(node: Any, corner: tuple[int, ...]) -> None:
 
 
 def _is_bounded(stored: bytes) -> bool:
-    """Whether what was deflated inflates to no more than a chunk may take."""
+    """Return whether a deflated chunk inflates to at most `MOST_CHUNK_BYTES`."""
     stream, total = zlib.decompressobj(), 0
     try:
         while not stream.eof and total <= MOST_CHUNK_BYTES:
@@ -424,5 +433,5 @@ def _is_bounded(stored: bytes) -> bool:
             if not piece and not stored:
                 break
     except zlib.error:
-        return total <= MOST_CHUNK_BYTES  # damaged: HDF5 comes no further, and says so
+        return total <= MOST_CHUNK_BYTES  # damaged; HDF5 also stops here, and reports it
     return total <= MOST_CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""Read values of H5 datasets within stated bounds of memory."""
+"""Reading of values of H5 datasets with bounded memory."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ __all__ = [
 ]
 
 LEAST_BYTES: Final = 1 << 15
-"""Bytes up to which asking how an array is stored takes longer than it saves."""
+"""Size of an array below which it costs more to find out its storage than it saves."""
 _LEAST_CHUNK_BYTES: Final = 1 << 11
-"""Bytes of a chunk below which asking for it takes longer than inflating it."""
+"""Size of a chunk below which it takes longer to fetch than to inflate."""
 _ZLIB_FORMAT: Final = 15
 _NO_CHUNK: Final = (OSError, ValueError, KeyError, RuntimeError)
-"""What h5py makes of HDF5's errors where a chunk was never written or cannot be read."""
+"""The exceptions that h5py raises for a chunk that was never written or cannot be read."""
 _Decompress = Callable[[bytes, int], bytes | None]
 
 
 def inflate(node: Any, start: int, stop: int, into: npt.NDArray[Any], memory_type: Any) -> bool:
-    """Reads records ``start .. stop - 1`` of an H5 dataset chunk by chunk.
+    """Read records ``start .. stop - 1`` of an H5 dataset chunk by chunk.
 
     Args:
         node: the low-level dataset.
         start, stop: the records.
-        into: takes them; contiguous, of their size.
+        into: a contiguous array that receives the records, and has their size.
         memory_type: the H5 type of ``into``.
 
     Returns:
-        Whether it did. If not, ``into`` holds anything, and HDF5 has to read.
+        True if all records were read. Otherwise ``into`` holds arbitrary values, and the caller
+        must read the records with HDF5.
     """
     decompress = _decompressor()
     if decompress is None:
@@ -74,10 +75,10 @@ def inflate(node: Any, start: int, stop: int, into: npt.NDArray[Any], memory_typ
             found = np.ascontiguousarray(found.reshape(into.itemsize, -1).T).reshape(-1)
         values = found.view(into.dtype).reshape(chunk)
         first, last = max(corner[0], start), min(corner[0] + chunk[0], stop)
-        place = [slice(first - start, last - start)]
-        place += [slice(at, at + n) for at, n in zip(corner[1:], chunk[1:], strict=True)]
-        part = records[tuple(place)]
-        # The chunks at the upper edges reach beyond the array.
+        location = [slice(first - start, last - start)]
+        location += [slice(at, at + n) for at, n in zip(corner[1:], chunk[1:], strict=True)]
+        part = records[tuple(location)]
+        # The chunks at the upper edges extend beyond the array.
         inside = [slice(first - corner[0], last - corner[0]), *map(slice, part.shape[1:])]
         part[...] = values[tuple(inside)]
     return True
@@ -86,17 +87,17 @@ def inflate(node: Any, start: int, stop: int, into: npt.NDArray[Any], memory_typ
 def _content(
     node: Any, corner: tuple[int, ...], decompress: _Decompress, nbytes: int
 ) -> bytes | None:
-    """The bytes of a chunk; ``None`` if it passed by a filter, or cannot be had."""
+    """Return the bytes of a chunk; ``None`` if it is unreadable or skipped filters."""
     try:
         skipped_filters, stored = node.read_direct_chunk(corner)
     except _NO_CHUNK:
-        # Whatever it is, HDF5 meets it too, and says what is wrong with the file.
+        # HDF5 finds the same error when it reads the chunk, and reports it.
         return None
     return None if skipped_filters else decompress(stored, nbytes)
 
 
 def _is_shuffled(properties: Any) -> bool | None:
-    """Whether chunks are shuffled before they are deflated; ``None`` if it is anything else."""
+    """Return whether deflated chunks are also shuffled; ``None`` for other filters."""
     from h5py import h5d, h5z
 
     if properties.get_layout() != h5d.CHUNKED:
@@ -109,17 +110,20 @@ def _is_shuffled(properties: Any) -> bool | None:
 
 @lru_cache(maxsize=1)
 def _decompressor() -> _Decompress | None:
-    """What inflates a chunk of so many bytes; ``None`` from it if the chunk is damaged."""
+    """Return a function that inflates a chunk, or ``None`` if isal is not installed.
+
+    The function returns ``None`` for a damaged chunk.
+    """
     try:
         from isal import isal_zlib
     except ImportError:
         return None
-    damaged: Any = isal_zlib.error  # a class, of which its stubs say that it is an exception
+    damaged: Any = isal_zlib.error  # a class, although its stubs declare an instance
 
     def decompress(stored: bytes, nbytes: int) -> bytes | None:
         stream = isal_zlib.decompressobj(_ZLIB_FORMAT)
         try:
-            # One byte more would show that there is more: memory is taken for no more than that.
+            # A limit of one more byte detects a chunk that is too long, and bounds the memory.
             content = stream.decompress(stored, nbytes + 1)
         except damaged:
             return None
@@ -129,19 +133,19 @@ def _decompressor() -> _Decompress | None:
 
 
 _MOST_BYTES: Final = 1 << 16
-"""Bytes of a dataset beyond which opening it is little beside reading it."""
+"""Size of a dataset above which opening it takes little of the time to read it."""
 _LEAST_ROOM: Final = 1 << 16
-"""Room of a file below which nothing is saved."""
+"""Room of a file, in bytes, below which holding values saves no time."""
 _ENTRY_BYTES: Final = 256
-"""What a name and a place take beside the values."""
+"""Bytes that name and location of a dataset take in addition to its values."""
 _ALIGNED: Final = 16
 
 
 class HeldValues:
-    """Whole datasets of one file, side by side in one piece of memory.
+    """Complete datasets of one file, in one block of memory.
 
     Args:
-        room: how many bytes, with 256 for each dataset beside its values.
+        room: number of bytes, including 256 bytes for each dataset in addition to its values.
 
     Example:
         >>> import numpy as np
@@ -158,7 +162,7 @@ class HeldValues:
 
     def __init__(self, room: int) -> None:
         self._left = room
-        # Pages that are never written take no memory.
+        # Pages of memory that are never written take no memory.
         self._memory = np.empty(room, np.uint8)
         self._used = 0
         self._places: dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
@@ -175,9 +179,9 @@ class HeldValues:
     def room_for(
         self, dataset: str, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> npt.NDArray[Any] | None:
-        """Returns memory for the values of a dataset; ``None`` if they are not to be held.
+        """Return memory for the values of a dataset; ``None`` if they should not be held.
 
-        They are from `put` on; what is asked for next may be the same memory until then.
+        Only `put` reserves the memory. Without `put`, the next call may return the same memory.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         if not 0 < nbytes <= min(self._left - _ENTRY_BYTES - _ALIGNED, _MOST_BYTES):
@@ -187,66 +191,66 @@ class HeldValues:
         return self._values(self._used, shape, dtype)
 
     def put(self, dataset: str, values: npt.NDArray[Any]) -> None:
-        """Holds the values that are in the memory that `room_for` has returned last."""
+        """Hold the values in the memory that `room_for` returned last."""
         self._places[dataset] = (self._used, values.shape, values.dtype)
         nbytes = values.nbytes + -values.nbytes % _ALIGNED
         self._used += nbytes
         self._left -= nbytes + _ENTRY_BYTES
 
     def get(self, dataset: str) -> npt.NDArray[Any] | None:
-        """Returns the values of a dataset, which are not to be changed, where they are held."""
-        place = self._places.get(dataset)
-        return None if place is None else self._values(*place)
+        """Return the held values of a dataset, which must not be changed, or ``None``."""
+        location = self._places.get(dataset)
+        return None if location is None else self._values(*location)
 
     def _values(self, at: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         return np.ndarray(shape, dtype, self._memory, at)
 
 
 class Held:
-    """What is held of each of some files, in equal shares.
+    """The held values of several files, each with an equal share of the memory.
 
     Args:
-        room: how many bytes of all together.
-        files: their paths.
+        room: number of bytes for all files together.
+        files: the paths of the files.
     """
 
     def __init__(self, room: int, files: Iterable[Path]) -> None:
         paths = set(files)
         share = room // max(1, len(paths))
         self.share = share if share >= _LEAST_ROOM else 0
-        """Room of each file; zero where it would save nothing."""
+        """Room of each file in bytes; zero if holding values would save no time."""
         self._files: dict[Path, HeldValues] = {}
 
     def of(self, file: Path) -> HeldValues:
-        """Returns what is held of a file, which there may be more of."""
+        """Return the held values of a file. The caller may add more values."""
         if file not in self._files:
             self._files[file] = HeldValues(self.share)
         return self._files[file]
 
-    def take(self, file: Path, values: HeldValues) -> None:
-        """Takes what another process has read of a file."""
+    def store(self, file: Path, values: HeldValues) -> None:
+        """Store the values that another process has read from a file."""
         self._files[file] = values
 
 
 MOST_TEXT_BYTES: Final = 1 << 30
-"""Bytes that the texts, or the values of varying length, of one reading may take."""
+"""Greatest number of bytes for the texts or variable-length values of one read."""
 OBJECT_BYTES: Final = 128
-"""Bytes that each of them takes as a Python object, besides its content."""
+"""Bytes of each variable-length value as a Python object, without its content."""
 _PIECE_BYTES: Final = 16 << 20
-"""Bytes of them that HDF5 reads at once."""
+"""Bytes of variable-length values that HDF5 reads at once."""
 _MOST_LENGTH: Final = (1 << 32) - 1
-"""The length that a reference can say at most."""
+"""The greatest length that a reference can have."""
 _LENGTH_BYTES: Final = 4
 _PLAIN: Final = (DEFLATE, SHUFFLE, FLETCHER32, LZF)
-"""Filters that do the same to plain bytes as to references."""
-_REMEDY: Final = "look where the file comes from: no data set holds so much text in one array"
+"""Filters that treat plain bytes in the same way as references."""
+_REMEDY: Final = "check the origin of the file: no known data set holds so much text in one array"
 
 
 def require_texts(nbytes: int) -> None:
-    """Checks what texts take against `MOST_TEXT_BYTES`.
+    """Check that texts take at most `MOST_TEXT_BYTES` of memory.
 
     Raises:
-        CorpusError: they take more.
+        CorpusError: the texts take more memory.
     """
     if nbytes > MOST_TEXT_BYTES:
         raise CorpusError(
@@ -256,17 +260,19 @@ def require_texts(nbytes: int) -> None:
 
 
 def pieces_of(node: Any, start: int, stop: int) -> list[tuple[int, int]]:
-    """Returns the ranges of records to read one after the other, none of which is large.
+    """Return ranges of records that can be read with bounded memory, in order.
 
     Args:
-        node: the low-level dataset, whose values lie in this file; its chunks have been checked.
-        start, stop: the records; all of a dataset without dimensions.
+        node: the low-level dataset. Its values must be in this file, and its chunks must be
+            checked.
+        start, stop: the records ``start .. stop - 1``. A dataset without dimensions is one record.
 
     Raises:
-        CorpusError: their values take more memory than `MOST_TEXT_BYTES`; or they hold references
-            of another kind.
+        CorpusError: the values take more memory than `MOST_TEXT_BYTES`, or are references of
+            another kind.
 
-    Cost: reads the references, 16 bytes for each value, and none of what they lead to.
+    Cost: the references are read, which have 16 bytes for each value. Referenced values are not
+    read.
     """
     shape = node.shape
     if shape:
@@ -287,10 +293,11 @@ def pieces_of(node: Any, start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def attribute_problem(attribute: Any) -> str | None:
-    """Says why the values of an attribute are not to be read; ``None`` if they are.
+    """Return why the values of an attribute must not be read, or ``None``.
 
-    The references of an attribute cannot be read as plain bytes: several are read only where they
-    stay within the bound if each leads to the whole file.
+    The references of an attribute cannot be read as plain bytes, so the lengths of the values are
+    not known. Several values are read only if they stay within the bound even if each is as long as
+    the whole file.
 
     Args:
         attribute: the low-level attribute.
@@ -313,10 +320,12 @@ def attribute_problem(attribute: Any) -> str | None:
 
 
 def _content_of(kind: Any) -> tuple[int, int]:
-    """Returns the bytes of one item of values of varying length, or zero; and those of a value.
+    """Return the size of an item and the size of a value, in bytes.
+
+    Items are the parts of variable-length values. For other values the first size is 0.
 
     Raises:
-        CorpusError: values lead to others that lead to others, or to objects of the file.
+        CorpusError: the values are not text, numbers, or sequences of numbers.
     """
     from h5py import h5t
 
@@ -343,7 +352,10 @@ def _file_of(node: Any) -> Any:
 
 
 def _cut(totals: npt.NDArray[np.float64], start: int) -> list[tuple[int, int]]:
-    """Cuts records where the bytes of a piece are full; ``totals`` are those up to each record."""
+    """Cut records into pieces of `_PIECE_BYTES`.
+
+    ``totals`` has the number of bytes up to each record.
+    """
     pieces, begin = [], 0
     while begin < len(totals):
         before = totals[begin - 1] if begin else 0.0
@@ -354,7 +366,7 @@ def _cut(totals: npt.NDArray[np.float64], start: int) -> list[tuple[int, int]]:
 
 
 def _lengths(node: Any, start: int, stop: int, records: int, each: int) -> npt.NDArray[np.float64]:
-    """Returns how many items the values of each record have, by their references."""
+    """Return the number of items of each record, which is read from the references."""
     from h5py import h5d
 
     file, properties = _file_of(node), node.get_create_plist()
@@ -365,7 +377,7 @@ def _lengths(node: Any, start: int, stop: int, records: int, each: int) -> npt.N
         at = node.get_offset() + (start if node.shape else 0) * each * width
         content = _pread(file.get_vfd_handle(), nbytes, at)
         return _said(content, width).reshape(records, each).sum(axis=1, dtype=np.float64)
-    # What cannot be seen may lead to the whole file each time.
+    # The value of a reference that cannot be read may be as long as the whole file.
     whole = float(min(file.get_filesize(), _MOST_LENGTH))
     is_filled = properties.fill_value_defined() == h5d.FILL_VALUE_USER_DEFINED
     unwritten = whole if is_filled else 0.0
@@ -395,7 +407,7 @@ def _lengths(node: Any, start: int, stop: int, records: int, each: int) -> npt.N
 
 
 def _said(content: bytes, width: int) -> npt.NDArray[Any]:
-    """Returns the lengths that references of so many bytes begin with."""
+    """Return the lengths at the beginning of references of ``width`` bytes."""
     whole = np.frombuffer(content, np.uint8).reshape(-1, width)
     return np.ascontiguousarray(whole[:, :_LENGTH_BYTES]).view("<u4").reshape(-1)
 
@@ -413,14 +425,14 @@ def _pread(descriptor: int, nbytes: int, at: int) -> bytes:
 def _lengths_of_chunk(
     node: Any, properties: Any, corner: tuple[int, ...], width: int
 ) -> npt.NDArray[Any] | None:
-    """Returns the lengths in one chunk; ``None`` where its filters are not undone here."""
+    """Return the lengths in one chunk; ``None`` if its filters are not supported."""
     mask, content = node.read_direct_chunk(corner)
     chunk = properties.get_chunk()
     nbytes = math.prod(chunk) * width
     filters = [properties.get_filter(at) for at in range(properties.get_nfilters())]
     filters = [each for at, each in enumerate(filters) if not mask >> at & 1]
     if filters:
-        # Bytes are shuffled by the size that the file says, which HDF5 takes from the type.
+        # The file stores the item size of the shuffle, but HDF5 derives it from the type.
         sizes = {tuple(values) for code, _, values, _ in filters if code == SHUFFLE}
         size = next(iter(sizes), (width,)) or (0,)
         if (
@@ -441,7 +453,7 @@ def _lengths_of_chunk(
 
 
 def _unfiltered(content: bytes, filters: list[Any], size: int, count: int) -> bytes:
-    """Undoes filters by HDF5: the chunk is one of plain bytes in a file in memory."""
+    """Undo filters by reading the chunk as plain bytes from an HDF5 file in memory."""
     from h5py import h5d, h5f, h5p, h5s, h5t
 
     access, create = h5p.create(h5p.FILE_ACCESS), h5p.create(h5p.DATASET_CREATE)

@@ -1,4 +1,4 @@
-"""Define what a corpus declares, so that one engine converts them all."""
+"""The declaration of a corpus, with which the engine converts its files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, Final, Literal
 
 import numpy.typing as npt
 
+from replaykit.datasets.engine.episode_finders import Finder
 from replaykit.datasets.engine.fields import ALIGNMENTS, Alignment, Decoder, Field
-from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
-from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
 __all__ = [
@@ -42,9 +42,9 @@ ALWAYS: Final[tuple[Key, ...]] = (
 
 
 def key_problems(fields: Iterable[Field]) -> Iterator[str]:
-    """Yields what is wrong with the keys of fields, if anything.
+    """Yield the conflicts between the keys of fields.
 
-    What a group of datasets fills is known when there is a file; `column_specs` looks at it then.
+    The keys below a group depend on the file, and are checked by `column_specs`.
     """
     seen: list[tuple[Key, Field]] = []
     for entry in fields:
@@ -55,7 +55,7 @@ def key_problems(fields: Iterable[Field]) -> Iterator[str]:
                 if _meet(key, other, entry.is_group, False):
                     yield (
                         f"the field {entry.name!r} fills {key}, but every data set has the key "
-                        f"{other} besides: give it another key"
+                        f"{other} already: give the field another key"
                     )
             for other, before in seen:
                 may_both_be = before is entry or entry.required or before.required
@@ -70,9 +70,9 @@ def key_problems(fields: Iterable[Field]) -> Iterator[str]:
 
 
 def _meet(key: Key, other: Key, is_group: bool, is_other_group: bool) -> bool:
-    """Whether two fields fill one key, or one a key below that of the other, in every file."""
+    """Return whether two keys are equal, or one is below the other, in every file."""
     if is_group and is_other_group:
-        return False  # that depends on the names in the groups
+        return False  # it depends on the names in the groups
     if is_group:
         return key[: len(other)] == other
     if is_other_group:
@@ -82,19 +82,19 @@ def _meet(key: Key, other: Key, is_group: bool, is_other_group: bool) -> bool:
 
 
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
-"""Smallest and largest value, each one number or one for each value of a record."""
+"""Smallest and largest value, each a number or one number for each value of a record."""
 Counters = tuple[tuple[str, Literal["episodes", "records"]], ...]
-"""Attributes, and what they count."""
+"""Names of attributes, each with the quantity that the attribute counts."""
 
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """What is known of an episode besides its arrays.
+    """Information about an episode that does not come from its arrays.
 
     Attributes:
-        source_seed: the seed that it was recorded with, or -1.
-        success: 1 or 0 where the source says whether the task was solved, else -1.
-        terminated: whether it ended as terminated, where the arrays do not say so.
+        source_seed: the seed with which the episode was recorded, or -1.
+        success: 1 if the task was solved, 0 if not, and -1 if the source does not record it.
+        terminated: whether the episode terminated, if the arrays do not contain this.
     """
 
     source_seed: int = -1
@@ -103,37 +103,37 @@ class SourceFacts:
 
     @staticmethod
     def seed_of(said: object) -> int:
-        """Returns a seed that a source says, or -1 where it says none that can be one."""
+        """Return a seed from a source, or -1 if it is not valid."""
         return said if isinstance(said, int) and 0 <= said < 1 << 63 else -1
 
 
 @dataclass(frozen=True)
 class SourceWindow:
-    """The first records of an episode, of the leaves that `Layout.witnesses` named.
+    """The first records of an episode, for the leaves from `Layout.witnesses`.
 
     Attributes:
-        arrays: path to ``[w, ...]``, ``w <= records``; all of one length.
-        records: how many records there are.
-        place: the episode, for messages.
-        notes: takes findings that stop nothing.
-        memory: of the layout, kept from episode to episode of one file.
+        arrays: the records by path, ``[w, ...]`` with ``w <= records``. All have the same length.
+        records: number of records of the episode.
+        location: the episode, for messages.
+        notes: collects findings that do not stop the conversion.
+        memory: memory of the layout, shared by all episodes of one file.
     """
 
     arrays: Mapping[str, npt.NDArray[Any]]
     records: int
-    place: Place
-    notes: Notes
+    location: Location
+    notes: RuleFindings
     memory: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Ends:
-    """What a field of ends says of an episode, in two words: it may have millions of records.
+    """A summary of a field of ends in an episode, which may have millions of records.
 
     Attributes:
-        records: how many records the episode has, up to the one that its last row takes.
-        first: the first record at which it is set, if any.
-        last: whether it is set at the one that the last row takes.
+        records: number of records of the episode, up to the record that its last row takes.
+        first: the first record at which the end is set, or ``None``.
+        last: whether the end is set at the record that the last row takes.
     """
 
     records: int
@@ -143,16 +143,17 @@ class Ends:
 
 @dataclass(frozen=True)
 class Flags:
-    """Why an episode ended: the flags of its last row. Those of all other rows are False."""
+    """The flags of the last row of an episode. The flags of all other rows are False."""
 
     terminated: bool
     truncated: bool
 
 
 class DropLeaves(Exception):
-    """Raised by `Layout.examine`: all leaves of a field are unusable in the whole corpus.
+    """A signal that a field is unusable in the whole corpus.
 
-    The engine starts over without them and says so. Not an error that users see.
+    `Layout.examine` raises this exception. The engine catches it, starts again without the leaves
+    of the field, and reports them.
     """
 
     def __init__(self, source: str, why: str) -> None:
@@ -163,38 +164,37 @@ class DropLeaves(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The declaration of one corpus family, or of a corpus of your own.
+    """The declaration of a known or custom corpus.
 
-    What cannot be said by the attributes is said by a subclass that overrides a method. An
-    instance holds no state: what is learnt of a file goes into `SourceWindow.memory`.
+    A subclass overrides methods for rules that the attributes cannot express. An instance holds no
+    state. Information about a file is kept in `SourceWindow.memory`.
 
     Attributes:
-        name: names the layout in messages and manifests.
-        version: raised with every change of a rule, so that older conversions are told apart.
-        episodes: where the episodes of a file are; `Groups` or `Segments`.
-        alignment: which records a row takes; one of `ALIGNMENTS` or one's own.
+        name: the name of the layout in messages and manifests.
+        version: the version of the rules. It increases with every change, so that older conversions
+            are recognized.
+        episodes: the finder of the episodes in a file: `Groups`, `WholeFile` or `Segments`.
+        alignment: the records that a row takes; one of `ALIGNMENTS` or a custom `Alignment`.
         clock: the source path whose length is the number of records of an episode.
-        fields: which dataset becomes which key; the engine adds flags, ``episode`` and ``seed``.
-            A dataset may be named by several, and fills the keys of each; one with a closing
-            ``/`` takes what no field before it covers.
-        attributes: attributes of an episode's group that `facts` wants to see.
-        count: the attribute that must be the length of the clock, if any (rule V15).
-        about: a group and the attributes of it that describe the whole file; the manifest has
-            those that are there.
-        counters: attributes of that group that say how many ``"episodes"`` or ``"records"`` the
-            file has, and are known to be left behind when episodes are removed: what they say is
-            reported where it is not so, and nothing goes by it (rule V15).
-        bounds: source paths of actions, and the smallest and largest value that they should have
-            (rule V25).
-        decoders: source paths whose values are not numbers, and what makes numbers of them;
-            `Images`, `Text` or `Preceded`.
-        natural_files: whether numbers in the names of files order them as numbers, so that
+        fields: the datasets and their keys. The engine adds flags, ``episode`` and ``seed``.
+            Several fields may name the same dataset, which then fills the keys of each field. A
+            field with a closing ``/`` takes the datasets that no earlier field covers.
+        attributes: names of the attributes of an episode's group that `facts` receives.
+        count: the attribute that must equal the length of the clock, or ``None`` (rule V15).
+        about: a group, and names of its attributes that describe the whole file. The manifest
+            contains the attributes that exist.
+        counters: attributes of the group in ``about`` that count the ``"episodes"`` or
+            ``"records"`` of the file. They may be outdated if episodes were removed. A wrong count
+            is reported and not used (rule V15).
+        bounds: smallest and largest allowed value of actions, by source path (rule V25).
+        decoders: the decoders of datasets, by source path: `Images`, `Text` or `Preceded`.
+        natural_files: True to order numbers in the names of files by their value, so that
             ``episode_9`` comes before ``episode_10``.
-        copies: what becomes of episodes with the observations and actions of an earlier one,
-            where `Policies` leaves that to the layout.
-        joined: whether an episode may go on in the next file, see `goes_on`; for flat arrays.
-        chunks: the group that holds flat arrays in numbered groups, one after the other, in files
-            whose root does not have them.
+        copies: the treatment of episodes with the observations and actions of an earlier episode,
+            if `Policies` leaves it to the layout.
+        joined: True if an episode in flat arrays may continue in the next file; see `goes_on`.
+        chunks: the group with numbered subgroups that each hold a part of the flat arrays. It is
+            used for files whose root does not have the arrays.
 
     Example:
         A corpus whose files hold a group for each episode, with one more frame than actions:
@@ -246,14 +246,14 @@ class Layout:
     chunks: str = ""
 
     def __post_init__(self) -> None:
-        """Checks that every field can take something, and has keys of its own.
+        """Check that every field can take a dataset, and that no keys conflict.
 
-        Two fields that are not required may have one key: not more than one of them is there then.
+        Two optional fields may fill the same key, because a file then has at most one of them.
 
         Raises:
-            ValueError: all that a field stands for is taken by one before it; two fields fill one
-                key, or one a key below that of the other; a field fills a key that every data set
-                has; or its first row takes a record before the first one.
+            ValueError: an earlier field takes all datasets of a field. Or two fields fill the same
+                key, or a key below the other key. Or a field fills a key that every data set has.
+                Or the first row takes a record before record 0.
         """
         for at, entry in enumerate(self.fields):
             for before in self.fields[:at]:
@@ -276,21 +276,21 @@ class Layout:
                     f"shift of {entry.shift}; expected record 0 or a later one: give a larger shift"
                 )
 
-    # -- what follows from the declaration ------------------------------------------------------
+    # -- properties that follow from the declaration ---------------------------------------------
 
     @cached_property
     def lost(self) -> int:
-        """How many rows fewer than records of the clock an episode has."""
+        """The number of records of the clock minus the number of rows, per episode."""
         return max(self._lost(is_after=True), self._lost(is_after=False))
 
     @cached_property
     def is_open(self) -> bool:
-        """Whether the last step is recorded but for the state that it led to."""
+        """True if the last step is recorded without the state after it."""
         return self._lost(is_after=True) == self._lost(is_after=False) + 1
 
     @cached_property
     def end_names(self) -> dict[int, str]:
-        """What `flags` calls the fields of ends, by their positions."""
+        """The names of the fields of ends in `flags`, by position."""
         names: dict[int, str] = {}
         for at, entry in enumerate(self.fields):
             if entry.is_end:
@@ -305,7 +305,7 @@ class Layout:
             if (target.is_after and entry.describes == "state") == is_after
         ]
         if not is_after:
-            # A row exists where it is known whether it is an end.
+            # A row needs the record with its end flag.
             found += [
                 entry.end_offset(self.alignment) - entry.extra(self.alignment)
                 for entry in self.fields
@@ -314,7 +314,7 @@ class Layout:
         return max(found, default=0)
 
     def declaration(self) -> dict[str, Any]:
-        """Returns the rules as JSON values, for the manifest."""
+        """Return the rules as JSON values, for the manifest."""
         return {
             "alignment": {
                 "name": self.alignment.name,
@@ -337,55 +337,60 @@ class Layout:
             ],
         }
 
-    # -- what a family may say otherwise --------------------------------------------------------
+    # -- rules that a family may override -------------------------------------------------------
 
-    def resolve(self, file: H5File, place: Place) -> Layout:
-        """Returns the layout of one file, where files of the corpus differ in what they hold.
+    def resolve(self, file: H5File, location: Location) -> Layout:
+        """Return the layout of one file, for a corpus whose files differ in content.
 
         All files of a data set must resolve to the same layout.
 
         Raises:
-            CorpusError: the file is of another layout (rule V04).
+            CorpusError: the file belongs to another layout (rule V04).
         """
         return self
 
-    def goes_on(self, file: H5File, place: Place) -> bool:
-        """Whether a file begins inside of the episode that the file before it ended in.
+    def goes_on(self, file: H5File, location: Location) -> bool:
+        """Return whether a file begins inside the last episode of the file before it.
 
-        Only asked where ``joined``.
+        The engine calls it only if ``joined``.
         """
         return False
 
     @property
     def seen_attributes(self) -> set[str]:
-        """The attributes of an episode's group that are looked at."""
+        """The attributes of an episode's group that the engine reads."""
         return {*self.attributes, *((self.count,) if self.count else ())}
 
     def facts(
-        self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
+        self,
+        attributes: Mapping[str, Any],
+        name: str,
+        records: int,
+        location: Location,
+        notes: RuleFindings,
     ) -> SourceFacts:
-        """Returns what is known of an episode besides its arrays.
+        """Return information about an episode that does not come from its arrays.
 
         Args:
-            attributes: those of `Layout.attributes` that its group has.
-            name: the path of its file in the corpus.
-            records: the length of its clock.
+            attributes: the existing attributes of the group that `Layout.attributes` names.
+            name: the path of the file in the corpus.
+            records: the length of the clock.
         """
         return SourceFacts(self.source_seed(name))
 
-    def beside(self, place: Place) -> dict[str, Any]:
-        """Returns what files beside a source file say of it, for the manifest; JSON values."""
+    def beside(self, location: Location) -> dict[str, Any]:
+        """Return information from files next to a source file as JSON values."""
         return {}
 
     def described_by(self, path: Path) -> tuple[Path, ...]:
-        """Returns the files beside a source file that say what is in it, if they are there.
+        """Return the existing files next to a source file that describe its content.
 
-        A data set that was made with others of them is not served as one made with these.
+        A data set is not reused if the content of these files has changed.
         """
         return ()
 
-    def totals(self, place: Place) -> dict[str, int]:
-        """Returns how many ``episodes`` and ``records`` a file should hold, where that is said."""
+    def totals(self, location: Location) -> dict[str, int]:
+        """Return the recorded numbers of ``episodes`` and ``records`` of a file."""
         return {}
 
     def flags(
@@ -393,18 +398,19 @@ class Layout:
         ends: Mapping[str, Ends],
         last: Mapping[str, npt.NDArray[Any]],
         facts: SourceFacts,
-        place: Place,
-        notes: Notes,
+        location: Location,
+        notes: RuleFindings,
     ) -> Flags:
-        """Returns why an episode ended; one flag at least is set.
+        """Return why an episode ended, with at least one flag set.
 
         Args:
-            ends: where the fields of ends are set, by source. Where several take one source, the
-                first has its name, and the one at position ``n`` of the fields ``"source#n"``.
+            ends: the summaries of the fields of ends, by source. If several fields take the same
+                source, the first summary has the name of the source. The summary of field ``n`` has
+                the name ``"source#n"``.
             last: the last record ``[1, ...]`` of every required field.
-            facts: of the episode.
-            place: the episode, for messages.
-            notes: takes findings that stop nothing.
+            facts: the result of `facts` for the episode.
+            location: the episode, for messages.
+            notes: collects findings that do not stop the conversion.
 
         Raises:
             CorpusError: the records break a rule of the corpus.
@@ -416,20 +422,20 @@ class Layout:
                 continue
             final = found.records - 1
             if found.first is not None and found.first < final and not entry.held:
-                at = place.at(key=entry.name, record=found.first)
+                at = location.at(key=entry.name, record=found.first)
                 raise at.error(f"an end is set before the last of {found.records} records", "V31")
             set_here[entry.role] |= found.last
         terminated = set_here["terminated"]
-        # An end whose reason the source does not tell is truncated: a wrong "terminated" would
-        # teach a false zero value.
+        # An end without a recorded reason is truncated, because a wrong "terminated" would teach a
+        # false value of zero.
         return Flags(terminated, set_here["truncated"] or not terminated)
 
     def witnesses(self, leaves: Collection[str]) -> tuple[str, ...]:
-        """Returns the paths that `examine` wants to see together; none by default."""
+        """Return the paths of the leaves that `examine` compares; none by default."""
         return ()
 
     def examine(self, window: SourceWindow) -> None:
-        """Checks leaves against each other, on the first records of an episode.
+        """Compare leaves with each other in the first records of an episode.
 
         Raises:
             CorpusError: the episode breaks a rule of the corpus.
@@ -437,25 +443,27 @@ class Layout:
         """
 
     def file_facts(self, memory: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what was learnt of a file, for the manifest; JSON values."""
+        """Return the information found in a file, as JSON values for the manifest."""
         return {}
 
-    def splits(self, file: H5File, place: Place) -> dict[str, list[str]]:
-        """Returns the named parts of a file: for each the groups of its episodes."""
+    def splits(self, file: H5File, location: Location) -> dict[str, list[str]]:
+        """Return the named parts of a file, as groups of episodes by name."""
         return {}
 
     def hint(self, path: str, shape: tuple[int, ...]) -> str | None:
-        """Returns what to do about a leaf of the wrong length, where the corpus knows."""
+        """Return advice about a leaf of the wrong length, or ``None``."""
         return None
 
     def source_seed(self, name: str) -> int:
-        """Returns the seed that the name of a source file tells, or -1."""
+        """Return the seed in the name of a source file, or -1."""
         return -1
 
 
 def rules_digest(layout: Layout) -> str:
-    """Returns a digest of what a layout says by its attributes: not everybody who changes a layout
-    raises its version."""
-    # What says nothing of itself has an address, which is another one in every process.
+    """Return a digest of the attributes of a layout.
+
+    The digest also detects a change of a layout without a new version.
+    """
+    # The default repr of an object contains an address, which differs between processes.
     said = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(layout))
     return hashlib.sha256(said.encode()).hexdigest()

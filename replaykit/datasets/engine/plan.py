@@ -1,4 +1,4 @@
-"""Plan what will be written: episodes, columns, and where every row goes."""
+"""The plan of a data set: episodes, columns, and the position of every row."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 
 from replaykit.datasets.column_files import ColumnSpec, torch_dtype
+from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.engine.fields import Decoder, Role, Target
-from replaykit.datasets.engine.finding import natural_key
 from replaykit.datasets.engine.h5_values import Held
 from replaykit.datasets.engine.layout import Bounds, Layout, SourceFacts
-from replaykit.datasets.engine.places import NameTable
+from replaykit.datasets.engine.locations import NameTable
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
@@ -44,24 +44,24 @@ __all__ = [
 Index = npt.NDArray[np.int64]
 
 _TOGETHER: Final = 1 << 12
-"""Episodes that are made objects of at a time where all are looked at."""
+"""Number of episodes that an iteration converts to objects at once."""
 
 
 class SourceEpisode(NamedTuple):
     """An episode that gives rows ``start .. start + rows - 1``.
 
     Attributes:
-        file: position of the file in which it begins.
+        file: position of the file in which the episode begins.
         group: the group of its arrays; ``""`` for the root.
-        number: its number in the file.
-        base: its first record in these arrays.
-        records: how many records of the clock it has there.
-        rows: how many rows it gives.
-        start: its first row.
-        is_open: the state after its last row was not recorded.
-        is_whole: the arrays are those of this episode alone.
-        facts: what else is known of it.
-        within: the first record of its file in these arrays, where several are read as one.
+        number: the number of the episode in its file.
+        base: the first record of the episode in these arrays.
+        records: number of records of the clock.
+        rows: number of rows.
+        start: the first row.
+        is_open: True if the state after the last row was not recorded.
+        is_whole: True if the arrays contain only this episode.
+        facts: the information that does not come from the arrays.
+        within: the first record of the file in these arrays, if several files are read as one.
     """
 
     file: int
@@ -78,7 +78,7 @@ class SourceEpisode(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The group, or the records of the file that it is made of."""
+        """The name of the group, or of the range of records."""
         if self.is_whole:
             return self.group or "/"
         first = self.base - self.within
@@ -86,24 +86,24 @@ class SourceEpisode(NamedTuple):
 
     @staticmethod
     def named(group: str, first: int, stop: int) -> str:
-        """Returns the name of the episode that is records ``first .. stop - 1`` of a group."""
+        """Return the name of the episode of records ``first .. stop - 1`` of a group."""
         return f"{group}[{first}:{stop}]"
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpan:
-    """Arrays of one length that hold one episode or several: a group, or a flat file.
+    """Arrays of one length that hold one or more episodes: a group, or a flat file.
 
     Attributes:
-        file: position of the file, or of the first of those that are read as one.
+        file: position of the file, or of the first file if several are read as one.
         group: the group of the arrays; ``""`` for the root.
         records: length of the clock.
-        first, stop: the episodes ``first .. stop - 1`` of the plan.
+        first, stop: the positions of the episodes in the plan are ``first .. stop - 1``.
         start: the first row.
-        rows: how many rows they give.
-        leaves: which leaves are there.
-        form: spans that declare the same leaves with the same shapes and dtypes have one number.
-        base: the record of the arrays at which it begins, where it is a part of them.
+        rows: number of rows of the episodes.
+        leaves: paths of the leaves that exist.
+        form: a number that is equal for spans that declare the same leaves, shapes and dtypes.
+        base: first record of the span, if it is a part of the arrays.
     """
 
     file: int
@@ -119,7 +119,7 @@ class EpisodeSpan:
 
 
 class Spans:
-    """Spans in order: their episodes and rows follow one another without a gap."""
+    """Spans in order, whose episodes and rows have no gaps."""
 
     def __init__(self) -> None:
         self.groups = NameTable()
@@ -134,7 +134,7 @@ class Spans:
         self.rows = 0
 
     def append(self, span: EpisodeSpan) -> None:
-        """Adds a span, whose episodes and rows are those after the last ones."""
+        """Append a span, whose episodes and rows continue the last span."""
         kind = self._known.setdefault((span.form, span.leaves), len(self._kinds_of))
         if kind == len(self._kinds_of):
             self._kinds_of.append((span.form, span.leaves))
@@ -169,15 +169,15 @@ class Spans:
         return self.within(range(len(self)))
 
     def within(self, which: range) -> Iterator[EpisodeSpan]:
-        """Yields some of them."""
+        """Yield the spans at a range of positions."""
         return (self[index] for index in which)
 
     def of_episode(self, position: int) -> int:
-        """Returns which one an episode is in."""
+        """Return the position of the span that contains an episode."""
         return bisect_right(self._firsts, position) - 1
 
     def by_file(self) -> dict[int, range]:
-        """Returns which ones are of each file, by its position."""
+        """Return the positions of the spans of each file, by file position."""
         files = np.asarray(self._files)
         begins = np.flatnonzero(np.diff(files, prepend=-1)).tolist()
         stops = [*begins[1:], len(files)]
@@ -185,7 +185,7 @@ class Spans:
 
     @property
     def records(self) -> int:
-        """How many records they have together."""
+        """The total number of records of the spans."""
         return int(np.asarray(self._records).sum())
 
 
@@ -203,28 +203,28 @@ _CODES: Final = {
 }
 """The columns, with the type codes of `array.array`."""
 _UNKNOWN: Final = -1
-"""Stands for ``SourceFacts.terminated`` that is ``None``."""
+"""The value that represents ``None`` in the column ``terminated``."""
 
 
 class SourceEpisodes:
-    """The episodes of a plan, in order.
+    """The episodes of a plan, in order, stored as columns.
 
-    The columns are attributes of `column`; an `SourceEpisode` is made when one is asked for.
+    `column` returns a column. Access by position or iteration creates `SourceEpisode` objects.
 
     Args:
-        spans: the arrays they are in.
-        is_whole: whether each has arrays of its own.
+        spans: the spans that contain the episodes.
+        is_whole: whether each episode has separate arrays.
     """
 
     def __init__(self, spans: Spans, *, is_whole: bool) -> None:
         self.spans = spans
         self.is_whole = is_whole
         self._columns = {name: array(code) for name, code in _CODES.items()}
-        # By file: nearly always there is none.
+        # The key is the file. The dictionary is almost always empty.
         self._within: dict[int, int] = {}
 
     def append(self, episode: SourceEpisode) -> None:
-        """Adds an episode; its span is added after it."""
+        """Append an episode, before its span is appended."""
         columns, facts = self._columns, episode.facts
         columns["file"].append(episode.file)
         columns["number"].append(episode.number)
@@ -243,12 +243,12 @@ class SourceEpisodes:
     def extend(
         self, columns: Mapping[str, npt.NDArray[Any]], facts: SourceFacts, within: Mapping[int, int]
     ) -> None:
-        """Adds episodes; their span is added after them.
+        """Append episodes, before their span is appended.
 
         Args:
-            columns: what `column` returns for them, but for ``source_seed`` and ``success``.
-            facts: what is known of all of them; not why they ended.
-            within: by file, where its records begin in their arrays.
+            columns: the values of `column` for them, except ``source_seed`` and ``success``.
+            facts: the information that all the episodes share, without the reason of their ends.
+            within: the first record of each file in its arrays, by file.
         """
         count = len(columns["file"])
         same = {"source_seed": facts.source_seed, "success": facts.success}
@@ -258,15 +258,15 @@ class SourceEpisodes:
         self._within.update({file: start for file, start in within.items() if start})
 
     def cut(self, count: int) -> None:
-        """Keeps the first ones only."""
+        """Remove all episodes but the first ``count``."""
         for column in self._columns.values():
             del column[count:]
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """Returns a fact of all of them, ``[E]``, without a copy.
+        """Return a column of all episodes, ``[E]``, without a copy.
 
-        ``terminated`` is that of `SourceFacts`, with -1 for ``None``. No episode can be added
-        while the array is in use.
+        ``terminated`` has the values from `SourceFacts`, with -1 for ``None``. No episode can be
+        added while the array is in use.
         """
         found = np.asarray(self._columns[name])
         return found.view(np.bool_) if name == "is_open" else found
@@ -312,7 +312,7 @@ class SourceEpisodes:
         )  # fmt: skip
 
     def names(self) -> Iterator[str]:
-        """Yields their names."""
+        """Yield the names of the episodes."""
         if self.is_whole:
             yield from (name or "/" for name in self.spans.groups)
             return
@@ -329,23 +329,23 @@ class SourceEpisodes:
 
 @dataclass(frozen=True)
 class PlannedLeaf:
-    """A dataset of every episode, with the columns it fills.
+    """A dataset that all episodes have, with the columns that it fills.
 
     Attributes:
-        path: its name in messages.
-        paths: the datasets whose values stand side by side; mostly one.
-        role: what it means.
-        shape: of one record.
-        dtype: of the source.
-        stored: of the columns.
+        path: the name of the leaf in messages.
+        paths: the datasets whose values are joined; usually one dataset.
+        role: the role of the field.
+        shape: the shape of one record.
+        dtype: the dtype of the source.
+        stored: the dtype of the columns.
         targets: the columns.
-        extra: how many records more than the clock it has.
-        is_once: it has one value for all records of an episode.
-        is_padded: some episodes lack it.
-        is_successor: it has the states that rows arrive at.
-        decoder: makes numbers of what the dataset stores.
-        bounds: smallest and largest value, each one number or one for each value of a record.
-        field: the field of the layout that takes it, by its position.
+        extra: number of records minus number of records of the clock.
+        is_per_episode: True if it has one value for all records of an episode.
+        is_padded: True if some episodes lack it.
+        is_successor: True if it has the states after the steps.
+        decoder: converts the values of the dataset to numbers; ``None`` if they are numbers.
+        bounds: smallest and largest value, each a number or one number for each value of a record.
+        field: position of the field in the layout.
     """
 
     path: str
@@ -356,7 +356,7 @@ class PlannedLeaf:
     stored: np.dtype[Any]
     targets: tuple[Target, ...]
     extra: int = 0
-    is_once: bool = False
+    is_per_episode: bool = False
     is_padded: bool = False
     is_successor: bool = False
     decoder: Decoder | None = None
@@ -365,23 +365,23 @@ class PlannedLeaf:
 
     @property
     def is_unwanted(self) -> bool:
-        """Whether it fills no column and says nothing that every data set has.
+        """True if the leaf fills no column and is not needed otherwise.
 
-        Ends and rewards are in the table of episodes; the last action tells layouts how an episode
-        was closed.
+        The episode table needs ends and rewards. Layouts need the last action to find out how an
+        episode ended.
         """
         needed = ("terminated", "truncated", "reward", "action")
         return not self.targets and self.role not in needed
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one record."""
+        """Size of one record, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A leaf that is not in the table, and why."""
+    """A leaf that is not in the table, with the reason."""
 
     path: str
     why: str
@@ -389,7 +389,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Skipped:
-    """An episode without a row, or a member of a file that is no episode, and why."""
+    """An episode without rows, or an entry that is not an episode, with the reason."""
 
     file: int
     name: str
@@ -398,11 +398,12 @@ class Skipped:
 
 @dataclass
 class Plan:
-    """What will be written. Memory: 58 bytes for each episode, and some 50 for each group.
+    """The plan of a data set.
 
-    ``layout`` is the one that the files resolved to; ``splits`` names episodes by position,
-    ``about`` has what the files say of themselves, ``units`` which files are read as one, and
-    ``held`` what was read of them already.
+    ``layout`` is the layout that the files resolved to. ``splits`` has the positions of episodes by
+    name. ``about`` has the descriptions in the files. ``units`` has the files that are read as one.
+    ``held`` has values that were read already. Memory: 58 bytes for each episode, and about 50
+    bytes for each group.
     """
 
     layout: Layout
@@ -419,18 +420,21 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """How many rows the table has."""
+        """The number of rows of the table."""
         return self.spans.rows
 
     @property
     def source_bytes(self) -> int:
-        """How many bytes the episodes hold, uncompressed."""
+        """The uncompressed size of the episodes, in bytes."""
         width = sum(leaf.record_bytes for leaf in self.leaves if not leaf.is_unwanted)
         return width * self.spans.records
 
     @property
-    def tells_copies(self) -> bool:
-        """Whether episodes of one content are copies: not where no observation was looked at."""
+    def detects_copies(self) -> bool:
+        """True if copies of episodes can be recognized by equal content.
+
+        The value is False if all observations of the layout are left out.
+        """
         roles = {leaf.role for leaf in self.leaves if not leaf.is_unwanted}
         return "observation" in roles or all(
             entry.role != "observation" for entry in self.layout.fields
@@ -438,12 +442,15 @@ class Plan:
 
     @property
     def has_unrecorded(self) -> bool:
-        """Whether some row has no next observation of its own."""
+        """True if the next observation of any row was not recorded."""
         return bool(self.episodes.column("is_open").any())
 
 
 OBSERVED_KEY: Final[Key] = ("next", "observed")
-"""False on the rows whose next state was not recorded; a column only where there are such rows."""
+"""The key of a flag that is False on rows whose next state was not recorded.
+
+The column exists only if there are such rows.
+"""
 ALWAYS_KEYS: Final[tuple[Key, ...]] = (
     *((name,) for name in DEFAULT_DONE_KEYS),
     *(("next", name) for name in DEFAULT_DONE_KEYS),
@@ -451,20 +458,21 @@ ALWAYS_KEYS: Final[tuple[Key, ...]] = (
     ("episode",),
     ("seed",),
 )
-"""The columns that no leaf fills; `OBSERVED_KEY` only where it is needed."""
+"""The columns that no leaf fills. `OBSERVED_KEY` is used only if it is needed."""
 
 
 def presence_key(target: Key) -> Key:
-    """Returns the key that tells values of a column from the zeros of episodes that lack it."""
+    """Return the key of the flag that separates values of a column from padding."""
     return ("present", *(target[1:] if target[0] == "next" else target))
 
 
 def column_specs(plan: Plan) -> list[ColumnSpec]:
-    """Returns the columns of a plan: those that leaves fill, then flags and ids.
+    """Return the columns of a plan: first the columns of leaves, then flags and ids.
 
     Raises:
         TypeError: torch has no dtype for a leaf.
-        CorpusError: two fields fill one column, or one a column below that of the other.
+        CorpusError: two fields fill the same column, or one fills a column below the other's
+            column.
     """
     specs: dict[Key, ColumnSpec] = {}
     sources: dict[Key, str] = {}
@@ -502,7 +510,7 @@ def column_specs(plan: Plan) -> list[ColumnSpec]:
 
 
 def presence(plan: Plan) -> dict[Key, PlannedLeaf]:
-    """Returns the columns that say where a leaf is there, for leaves that some episodes lack."""
+    """Return the columns that mark which rows have a leaf that some episodes lack."""
     return {
         presence_key(target.key): leaf
         for leaf in plan.leaves
@@ -515,19 +523,20 @@ _DIGITS: Final = "0123456789"
 
 
 def check_plan(plan: Plan, sources: Sources) -> None:
-    """Checks the rows of every episode against the law of its layout, and the order of groups.
+    """Check the rows of every episode against its layout, and the order of groups.
 
-    Cost: O(E), some 0.5 us for each group.
+    Cost: O(E), about 0.5 us for each group.
 
     Raises:
-        CorpusError: the groups of a file are not in natural order (rule V35); names two of them.
-        RuntimeError: episodes have other rows than their layout gives them, or these do not
-            follow one another (rule V34): a fault of this engine, or of a finder.
+        CorpusError: the groups of a file are not in natural order (rule V35). The message names two
+            of them.
+        RuntimeError: the rows of episodes differ from the rows that the layout requires, or have
+            gaps (rule V34). This is a fault of the engine or of a finder.
     """
     for index, spans in plan.spans.by_file().items():
         groups = (plan.spans.groups[at] for at in spans)
         for group, following in pairwise(groups):
-            if not _follows(group, following):
+            if not _comes_after(group, following):
                 raise CorpusError(
                     f"{sources.files[index].path}: {following}: comes after {group}, but the "
                     "episodes of a file are in natural order of their names [V35]"
@@ -546,9 +555,9 @@ def check_plan(plan: Plan, sources: Sources) -> None:
         )
 
 
-def _follows(group: str, following: str) -> bool:
-    """Whether a name comes after another one in natural order."""
-    # Nearly all names differ only in the number at their end, of which this takes a fifth.
+def _comes_after(group: str, following: str) -> bool:
+    """Return whether a name comes after another one in natural order."""
+    # Nearly all names differ only in the number at the end. This shortcut is five times faster.
     heads = group.rstrip(_DIGITS), following.rstrip(_DIGITS)
     begin = len(heads[0])
     if heads[0] == heads[1] and "0" not in (group[begin : begin + 1], following[begin : begin + 1]):

@@ -1,4 +1,4 @@
-"""Define what a caller decides about a conversion, and suggest the nearest names."""
+"""The caller's decisions about a conversion, and suggestions of similar names."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from replaykit.datasets.engine.locations import Location, RuleFindings
+from replaykit.errors import CorpusError
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
-__all__ = ["Policies", "meant", "nearest"]
+__all__ = ["Judge", "Policies", "meant", "nearest"]
 
 _MOST: Final = 3
 
 
 def nearest(entry: str, names: Iterable[str]) -> list[str]:
-    """Return at most three names that look like ``entry``, the most similar first.
+    """Return at most three names similar to ``entry``, the most similar first.
 
-    Upper and lower case count as equal. A name that contains ``entry`` looks like it too.
-    Cost: one comparison for each name, for an error text.
+    Upper and lower case count as equal. If no name is similar, names that contain ``entry`` are
+    returned. Cost: one comparison for each name.
 
     Example:
         >>> from replaykit.datasets.engine.policies import nearest
@@ -37,66 +39,68 @@ def nearest(entry: str, names: Iterable[str]) -> list[str]:
 
 
 def meant(entry: str, names: Iterable[str]) -> str:
-    """Return ``" (meant: 'a' or 'b'?)"``, or an empty text where no name looks like ``entry``."""
+    """Return ``" (meant: 'a' or 'b'?)"``, or an empty text if no name is similar to ``entry``."""
     found = nearest(entry, names)
     return f" (meant: {' or '.join(map(repr, found))}?)" if found else ""
 
 
 _Choice = Literal["keep", "drop"]
 _MOST_NAMES: Final = 50
-"""Names that a message lists."""
+"""Number of names that a message lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policies:
-    """What is done with keys, dtypes and episodes that are not as one would wish.
+    """The treatment of unusual keys, dtypes and episodes in a conversion.
 
-    Whatever is decided is in the manifest, with the keys and episodes that it met. An entry of
-    ``casts``, ``include`` or ``exclude`` that meets nothing in the files is an error of the
-    conversion, before anything is written: it would else be a typo that nobody sees.
+    The manifest records the decisions, with the affected keys and episodes. An entry of ``casts``,
+    ``include`` or ``exclude`` that matches nothing in the files is probably a typo. The conversion
+    then raises an error before the first write.
 
     Attributes:
-        missing: keys that some episodes lack. ``"layout"``: as the layout says: an error where
-            the key is required, else left out and reported. ``"error"``: always one. ``"drop"``:
-            left out and reported, unless it is the action, the reward or an end. ``"pad"``:
-            zeros, with a bool ``[N]`` below ``"present"`` that tells them from values. An
-            observation whose next one no file has, or the other way round, is an error as well;
-            with ``"drop"`` and ``"pad"`` it stays and is reported.
-        extra: datasets that the layout has no field for: ``"drop"`` reports them, ``"error"``
-            refuses the file.
-        casts: NumPy dtype of the source -> dtype to store, such as ``{"float64": "float32"}``.
-            A value that becomes infinite is an error.
-        constant: columns of infos in which all rows are equal: ``"drop"`` takes them out and
-            keeps their value in the manifest; those that it cannot hold, of more than 4,096
-            numbers or not finite, stay and are reported.
-        all_nan: infos that are NaN throughout.
-        duplicate: columns of infos that are another one bit for bit: ``"drop"`` keeps the first
-            and notes the other name in the manifest.
-        repeated: columns under ``next`` that repeat those of the following row, such as next
-            observations. ``"once"`` stores of them only what the last row of each episode arrives
-            at: half of what observations take. Rows are the same, and put together when they are
-            read; `TensorDict.load_memmap` of the folder does not know of it.
-        include: the keys to keep, with all below them; ``None`` for all. Flags, ``episode`` and
-            ``seed`` are always there.
-        exclude: keys to leave out, with all below them.
-        unrecorded: the last step of an episode where the state that it led to was not recorded.
-            ``"terminated"``: kept if the episode terminated there, since the state is then of no
-            use; ``"drop"``: never kept; ``"keep"``: always kept. A kept one has its own
-            observation as the next one and ``("next", "observed")`` False.
-        copies: episodes with the observations and actions of an earlier one. ``"layout"``: as the
-            layout says; ``"keep"`` reports them; ``"drop"`` leaves them out and reports them;
-            ``"error"`` refuses them. Where all observations are left out none can be told: then
-            none is reported, and ``"drop"`` and ``"error"`` are errors.
-        on_invalid: episodes that break a rule. ``"error"`` stops at the first; ``"skip"`` leaves
-            them out and reports them, and files that cannot be read at all; ``"keep"`` keeps
-            values that break a rule and reports them, while what cannot be rows at all is an
+        missing: keys that some episodes lack. ``"layout"`` raises an error if the layout requires
+            the key, and otherwise drops the key and reports it. ``"error"`` always raises an error.
+            ``"drop"`` drops the key and reports it, unless it is the action, the reward or an end.
+            ``"pad"`` stores zeros. A bool ``[N]`` below ``"present"`` then marks the values. An
+            observation without a next observation in any file, or the reverse, is also an error.
+            With ``"drop"`` and ``"pad"``, it is kept and reported.
+        extra: datasets without a field in the layout. ``"drop"`` drops and reports them.
+            ``"error"`` refuses the file.
+        casts: the dtypes to store, by NumPy dtype of the source, such as ``{"float64":
+            "float32"}``. A value that becomes infinite is an error.
+        constant: info columns in which all rows are equal. ``"drop"`` removes them, and stores
+            their value in the manifest. A column is kept and reported if its value has more than
+            4,096 numbers, or is not finite.
+        all_nan: info keys that contain only NaN.
+        duplicate: info columns that are bit-identical to another info column. ``"drop"`` keeps the
+            first column, and lists the other name in the manifest.
+        repeated: columns under ``next`` that repeat values of the following row, such as next
+            observations. ``"once"`` stores only the values of the last row of each episode, which
+            halves the size of observations. Reading a row adds the other values, so rows are the
+            same. `TensorDict.load_memmap` of the directory does not add them.
+        include: the keys to keep, with all keys below them; ``None`` for all keys. Flags,
+            ``episode`` and ``seed`` are always kept.
+        exclude: keys to leave out, with all keys below them.
+        unrecorded: the last step of an episode if the state after it was not recorded.
+            ``"terminated"`` keeps the step if the episode terminated there, because the state is
+            then not needed. ``"drop"`` never keeps the step, and ``"keep"`` always keeps it. In a
+            kept step, the next observation repeats the observation, and ``("next", "observed")`` is
+            False.
+        copies: episodes with the observations and actions of an earlier episode. ``"layout"`` uses
+            the choice of the layout. ``"keep"`` keeps and reports them. ``"drop"`` leaves them out
+            and reports them. ``"error"`` raises an error. If all observations are left out, copies
+            cannot be recognized. None is then reported, and ``"drop"`` and ``"error"`` raise an
             error.
-        strict: whatever would be a warning is an error, told of together when all has been read:
-            nothing is published. Steps whose next state was not recorded are dropped, unless
-            ``unrecorded`` is ``"keep"``.
+        on_invalid: episodes that break a rule. ``"error"`` stops at the first such episode.
+            ``"skip"`` leaves out and reports such episodes, and files that cannot be read.
+            ``"keep"`` keeps and reports values that break a rule. Episodes that cannot become rows
+            are still errors.
+        strict: True to raise an error instead of any warning. The error comes after all files are
+            read, and contains all warnings. Nothing is published. Steps whose next state was not
+            recorded are dropped, unless ``unrecorded`` is ``"keep"``.
 
     Raises:
-        ValueError: another value; a dtype that there is not; a key that is always there.
+        ValueError: a value or dtype is unknown, or an excluded key is always kept.
 
     Example:
         >>> from replaykit.datasets import Policies
@@ -129,7 +133,7 @@ class Policies:
         casts = {}
         for source, target in self.casts.items():
             from replaykit.datasets.column_files import (
-                torch_dtype,  # the command's help needs no torch
+                torch_dtype,  # imported here, because the command's help needs no torch
             )
 
             try:
@@ -150,39 +154,40 @@ class Policies:
 
     @property
     def last_steps(self) -> Literal["terminated", "drop", "keep"]:
-        """When a last step stays whose next state was not recorded; as ``unrecorded``."""
+        """The value of ``unrecorded``, with the effect of ``strict``."""
         return "drop" if self.strict and self.unrecorded == "terminated" else self.unrecorded
 
     @property
     def may_shrink(self) -> bool:
-        """Whether columns may take less room than what they are made of."""
+        """True if columns may take less space than their sources."""
         given = (self.include, self.exclude, self.casts)
         lasting = (self.constant, self.duplicate, self.repeated)
         return any(given) or set(lasting) != {"keep"} or self.on_invalid == "skip"
 
     def keeps(self, key: Key) -> bool:
-        """Whether a column of that key is asked for."""
+        """Return whether the caller wants the column of a key."""
         if any(key[: len(above)] == above for above in self.exclude):
             return False
         return self.include is None or any(key[: len(above)] == above for above in self.include)
 
     def stored_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Returns the dtype to store values of a dtype in."""
+        """Return the stored dtype for values of a dtype."""
         return np.dtype(self.casts.get(dtype.name, dtype))
 
     def check_met(
         self, columns: Iterable[tuple[Key, np.dtype[Any] | None]], always: Iterable[Key]
     ) -> None:
-        """Checks that each entry meets what files declare.
+        """Check that each entry matches a declaration in the files.
 
         Args:
-            columns: the keys that datasets of the files would fill, also where they are left out
-                for what is in them; with the dtype that a cast would meet, if it may be cast.
-            always: the keys that are there whatever the files hold.
+            columns: the keys that datasets of the files would fill, including keys that are left
+                out for their content. The value is the dtype that a cast would change, or ``None``
+                if no cast is allowed.
+            always: the keys that exist in every data set.
 
         Raises:
-            ValueError: an entry of ``include`` or ``exclude`` with no key at or below it; a dtype
-                of ``casts`` that nothing has.
+            ValueError: no key equals or is below an entry of ``include`` or ``exclude``, or no
+                column has a dtype of ``casts``.
         """
         dtypes: dict[Key, set[str]] = {}
         for key, dtype in columns:
@@ -200,10 +205,10 @@ class Policies:
                 raise ValueError(_unmet("casts", source, there))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
+        """Return the policies as JSON values."""
         values = dict(vars(self))
         if not self.strict:
-            # As it was said before there was a choice: it is part of what a data set is.
+            # Identities of older data sets contain these values, but not this policy.
             del values["strict"]
         values["exclude"] = [list(key) for key in self.exclude]
         values["include"] = None if self.include is None else [list(key) for key in self.include]
@@ -212,7 +217,7 @@ class Policies:
 
 @cache
 def _choices() -> dict[str, tuple[Any, ...]]:
-    """What there is to choose from, by the policies that are a choice."""
+    """Return the allowed values of each policy with fixed values."""
     types = get_type_hints(Policies)
     choices = {name: get_args(each) for name, each in types.items() if get_origin(each) is Literal}
     return {**choices, "strict": (False, True)}
@@ -233,6 +238,46 @@ def _unmet(name: str, entry: str, there: Iterable[str]) -> str:
     what = "dtypes" if name == "casts" else "keys"
     near = meant(entry, names)
     return (
-        f"{name}: {entry!r} meets nothing in the files{near}; expected it among the {what} "
+        f"{name}: {entry!r} matches nothing in the files{near}; expected it among the {what} "
         f"{', '.join(names[:_MOST_NAMES])}{more}"
     )
+
+
+class Judge:
+    """The decision about episodes that break a rule; see `Policies.on_invalid`.
+
+    Attributes:
+        bad: the reasons to leave out episodes, by position.
+    """
+
+    def __init__(self, on_invalid: str, notes: RuleFindings) -> None:
+        self.bad: dict[int, str] = {}
+        self.notes = notes
+        self._on_invalid = on_invalid
+
+    @property
+    def skips(self) -> bool:
+        """True if bad episodes are left out."""
+        return self._on_invalid == "skip"
+
+    def condemn(self, position: int, error: CorpusError) -> None:
+        """Record that an episode cannot become rows.
+
+        Raises:
+            CorpusError: the given ``error``, unless bad episodes are left out.
+        """
+        if not self.skips:
+            raise error
+        self.bad.setdefault(position, str(error))
+
+    def fail(self, position: int, location: Location, what: str, rule: str) -> None:
+        """Record that values of an episode break a rule.
+
+        Raises:
+            CorpusError: the violation, unless bad episodes are left out or such values are
+                accepted.
+        """
+        if self._on_invalid == "keep":
+            self.notes.add(rule, f"{what}, and is kept", location)
+        else:
+            self.condemn(position, location.error(what, rule))

@@ -1,13 +1,14 @@
-"""What an interrupted conversion had finished, file by file, so that the next one goes on there.
+"""Records of finished files, from which another process continues a conversion.
 
-A record is appended when the rows of a file have been written: checksums of its part of every
-column, statistics, the lines of its episodes, findings; and now and then how far the file has come
-that this process writes, see `milestones`. It is used only by the same conversion, and
-only where the rows still have these checksums, so that neither the death of a process nor that of
-the machine can make wrong rows of it: what was lost is written again.
+A block is appended to the record when the rows of a file have been written. The block has checksums
+of the file's part of every column, statistics, the lines of its episodes, and findings. For a long
+file that this process writes, milestones are also appended. Only the same conversion uses the
+record, and only if the rows still have these checksums. Rows that were lost with a process or the
+machine are detected and written again.
 
-Layout of the file: blocks one after another, each of magic, length of a JSON text, length of the
-arrays, CRC-32 of both, then both. The first block says which conversion and which plan it is.
+The file is a sequence of blocks. A block has a magic number, the length of a JSON text, the length
+of the arrays, and the CRC-32 of both. The JSON text and the arrays follow. The first block
+identifies the conversion and the plan.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ import numpy.typing as npt
 from replaykit.datasets.column_files import ColumnOutput
 from replaykit.datasets.dataset_manifest import provenance
 from replaykit.datasets.engine.layout import DropLeaves, Layout, rules_digest
-from replaykit.datasets.engine.places import Notes
+from replaykit.datasets.engine.locations import RuleFindings
 from replaykit.datasets.engine.plan import Plan, column_specs
 from replaykit.datasets.engine.row_writer import empty_table
 from replaykit.datasets.engine.statistics import (
     Milestone,
     Statistics,
-    kept_notes,
-    kept_statistics,
-    notes_of,
+    findings_from_json,
+    findings_to_json,
     statistics_of,
+    statistics_to_json,
 )
 from replaykit.datasets.publishing import UNFINISHED_NAME
 from replaykit.datasets.sources import Sources, sha256_of
@@ -55,9 +56,9 @@ Excluded = dict[tuple[int, str, int], str]
 
 @dataclass
 class FilePart:
-    """What is known of one file after its rows were written.
+    """The results of a file whose rows were written.
 
-    ``is_told``: the table of all episodes and whoever counts the bytes have it already.
+    ``is_reported`` is True if the episode table and the progress bar already include the file.
     """
 
     index: int
@@ -66,25 +67,25 @@ class FilePart:
     crc32: Mapping[Key, int]
     statistics: Mapping[Key, Statistics]
     table: Mapping[str, npt.NDArray[Any]]
-    notes: Notes
+    notes: RuleFindings
     bad: Mapping[int, str]
     facts: Mapping[str, Any]
     dropped: DropLeaves | None = None
-    is_told: bool = False
+    is_reported: bool = False
 
 
 @dataclass
 class Unfinished:
-    """The record of a conversion in its directory; read when it is made, damaged parts left out.
+    """The record of an unfinished conversion, in its directory.
 
-    Nothing is there before the first file is finished or has come far, and nothing of one file that
-    is short.
+    The constructor reads the record, and leaves out damaged parts. There is no record before the
+    first file is finished or has a milestone. A single short file has no record.
 
     Args:
-        directory: where the data set is being made.
-        conversion: what `conversion_digest` returns.
+        directory: the directory of the unfinished data set.
+        conversion: the result of `conversion_digest`.
 
-    Cost: reads what is recorded once, one file's at a time; no row.
+    Cost: the record is read once, file by file. No row is read.
     """
 
     directory: Path
@@ -103,13 +104,13 @@ class Unfinished:
             self.forget()
             return
         self._head, end = said[1], said[2]
-        for at, part, end in blocks:  # noqa: B007 - the end of the last one
-            self._note(part, at)
-        # What is appended must not follow half a block.
+        for at, part, end in blocks:  # noqa: B007 - the end of the last block
+            self._record(part, at)
+        # Blocks must not be appended to an incomplete block.
         os.truncate(self._path, end)
 
-    def _note(self, said: Mapping[str, Any], at: int) -> None:
-        """Notes what a block says: of a file that is finished, or how far one has come."""
+    def _record(self, said: Mapping[str, Any], at: int) -> None:
+        """Index the block of a finished file or of a milestone."""
         index = said["index"]
         if "stop" not in said:
             self._places[index] = at
@@ -117,7 +118,7 @@ class Unfinished:
             return
         marks = self._marks.setdefault(index, [])
         if marks and said["first"] != marks[-1][1]:
-            marks.clear()  # the file was begun anew
+            marks.clear()  # the file was started again
         marks.append((at, said["stop"]))
 
     @property
@@ -126,22 +127,22 @@ class Unfinished:
 
     @property
     def without(self) -> dict[str, str]:
-        """Sources of fields that had been found to be left out, and why."""
+        """Sources of fields that the conversion had left out, with the reasons."""
         return dict(self._head.get("without", {}))
 
     @property
     def excluded(self) -> Excluded:
-        """Episodes that had been found to be left out, and why."""
+        """Episodes that the conversion had left out, with the reasons."""
         found = self._head.get("excluded", ())
         return {(file, group, base): why for file, group, base, why in found}
 
     def is_of(self, plan: Plan) -> bool:
-        """Whether there are finished files, and the plan is the one that they were written by."""
+        """Return whether there are finished files or milestones of this plan."""
         is_begun = bool(self._places or self._marks)
         return is_begun and self._head["plan"] == _plan_digest(plan)
 
     def begin(self, plan: Plan, without: Mapping[str, str], excluded: Excluded) -> None:
-        """Forgets what there is; what is recorded from now on is of this plan."""
+        """Remove the record, and start a record of this plan."""
         self.forget()
         self._is_kept = True
         self._is_single = len(plan.spans.by_file()) < 2
@@ -153,13 +154,13 @@ class Unfinished:
         }
 
     def go_on(self, columns: Mapping[Key, ColumnOutput], plan: Plan) -> None:
-        """Keeps the files whose rows are as they were recorded; the others are written again.
+        """Drop files from the record whose rows differ from it, to write them again.
 
         Args:
-            columns: the columns, with what was written to them.
-            plan: what they were written by.
+            columns: the columns, with the rows that were written to them.
+            plan: the plan with which the rows were written.
 
-        Cost: reads the rows of the finished files once, 1 MiB at a time.
+        Cost: the rows of the finished files are read once, in blocks of 1 MiB.
         """
         self._is_kept = True
         self._is_single = len(plan.spans.by_file()) < 2
@@ -182,11 +183,11 @@ class Unfinished:
 
     @property
     def finished(self) -> frozenset[int]:
-        """The positions of the files whose rows need not be written again."""
+        """The positions of the files whose rows are complete."""
         return frozenset(self._places)
 
     def milestone(self, index: int) -> Milestone | None:
-        """Returns how far a file has come that is not finished, if anything is known of that."""
+        """Return the milestone of an unfinished file, or ``None``."""
         found: Milestone | None = None
         for at, _ in self._marks.get(index, ()):
             said, table = self._read(at)
@@ -195,10 +196,10 @@ class Unfinished:
         return found
 
     def mark(self, index: int, found: Milestone) -> None:
-        """Appends how far a file has come; nothing where the layout has learnt what cannot be.
+        """Append a milestone of a file, unless JSON cannot hold the layout's memory.
 
         Raises:
-            OSError: there is no room; names the file.
+            OSError: no space is left; names the file.
         """
         if not self._is_kept:
             return
@@ -221,7 +222,7 @@ class Unfinished:
         return said, table
 
     def part(self, index: int) -> FilePart:
-        """Returns what is known of a finished file."""
+        """Return the results of a finished file."""
         said, table = self._read(self._places[index])
         return FilePart(
             index,
@@ -230,21 +231,21 @@ class Unfinished:
             dict(zip(self._keys, said["crc32"], strict=True)),
             statistics_of(said["statistics"], self._keys),
             table,
-            notes_of(said["notes"]),
+            findings_from_json(said["notes"]),
             dict(said["bad"]),
             said["facts"],
         )
 
     def record(self, part: FilePart) -> None:
-        """Appends what is known of a file whose rows have been written.
+        """Append the results of a file whose rows have been written.
 
         Raises:
-            OSError: there is no room; names the file.
+            OSError: no space is left. The message names the file.
         """
         if not self._is_kept or part.dropped is not None:
             return
         if self._is_single and part.index not in self._marks:
-            return  # it was short, and would be again
+            return  # it is cheap to write a single short file again
         self._keys = list(part.crc32)
         said = {
             "index": part.index,
@@ -252,8 +253,8 @@ class Unfinished:
             "nbytes": part.nbytes,
             "episodes": len(part.table["digest"]),
             "crc32": list(part.crc32.values()),
-            "statistics": kept_statistics(part.statistics),
-            "notes": kept_notes(part.notes),
+            "statistics": statistics_to_json(part.statistics),
+            "notes": findings_to_json(part.notes),
             "bad": [list(each) for each in part.bad.items()],
             "facts": dict(part.facts),
         }
@@ -267,15 +268,15 @@ class Unfinished:
                 _write_block(file, self._head, ())
             at = file.tell()
             _write_block(file, said, arrays)
-        self._note(said, at)
+        self._record(said, at)
 
     def forget(self) -> None:
-        """Removes the record: the rows are about to be no longer those that it tells of."""
+        """Remove the record, because its rows are about to change."""
         self._path.unlink(missing_ok=True)
         self._head, self._places, self._marks, self._is_kept = {}, {}, {}, False
 
     def _blocks(self) -> Iterator[tuple[int, dict[str, Any], int]]:
-        """Yields place, JSON and end of each block that is whole, up to the first that is not."""
+        """Yield offset, JSON and end of each block, up to the first incomplete one."""
         at = 0
         while (found := _read_block(self._path, at)) is not None:
             yield at, found[0], found[2]
@@ -288,18 +289,19 @@ def conversion_digest(
     said: Mapping[str, Any],
     stamps: Mapping[str, Any],
 ) -> str:
-    """Returns a digest of all that the rows of a conversion follow from, before the scan.
+    """Return a digest of all inputs that determine the rows of a conversion.
+
+    The digest does not need a scan.
 
     Args:
         sources: the files, with their hashes.
-        layout: what the corpus declares.
-        said: options and identity, JSON values.
-        stamps: sizes and times of change of the files, and of those that describe them.
-
-    Cost: reads the files that describe the sources.
+        layout: the declaration of the corpus.
+        said: options and identity, as JSON values.
+        stamps: sizes and modification times of the files, and of the files that describe them.
+            Cost: the files that describe the sources are read.
     """
     made = {name: value for name, value in provenance().items() if name != "time"}
-    beside = [
+    descriptions = [
         [str(path), sha256_of(path)]
         for file in sources.files
         for path in layout.described_by(file.path)
@@ -308,16 +310,16 @@ def conversion_digest(
     files = [[str(f.path), f.name, f.size, f.sha256, f.is_verified] for f in sources.files]
     rules = [layout.name, layout.version, rules_digest(layout)]
     origin = repr(sources.origin)
-    text = json.dumps([made, files, beside, rules, origin, said, stamps], sort_keys=True)
+    text = json.dumps([made, files, descriptions, rules, origin, said, stamps], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _plan_digest(plan: Plan) -> str:
-    """Returns a digest of where every row of a plan lies and what it is made of; O(E)."""
+    """Return a digest of the position and source of every row of a plan. Cost: O(E)."""
     digest = hashlib.sha256()
     for leaf in plan.leaves:
         targets = [(target.key, target.offset, target.is_after) for target in leaf.targets]
-        kind = (leaf.is_once, leaf.is_padded, leaf.extra, str(leaf.dtype), str(leaf.stored))
+        kind = (leaf.is_per_episode, leaf.is_padded, leaf.extra, str(leaf.dtype), str(leaf.stored))
         digest.update(repr((leaf.path, leaf.paths, leaf.shape, kind, targets)).encode())
     digest.update(repr(column_specs(plan)).encode())
     digest.update(repr(sorted(plan.spans.by_file().items())).encode())
@@ -350,7 +352,7 @@ def _bytes(array: npt.NDArray[Any]) -> memoryview:
 
 
 def _read_block(path: Path, at: int) -> tuple[dict[str, Any], memoryview, int] | None:
-    """Returns JSON, arrays and end of a block, or ``None`` where there is no whole one."""
+    """Return JSON, arrays and end of a block, or ``None`` if it is incomplete."""
     try:
         with path.open("rb") as file:
             left = os.fstat(file.fileno()).st_size - at - _HEAD.size

@@ -1,4 +1,4 @@
-"""Read the records of episodes in blocks, and map records to rows."""
+"""Reading of records in blocks, and the mapping of records to rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from replaykit.datasets.engine.fields import Target
 from replaykit.datasets.engine.h5 import H5File
-from replaykit.datasets.engine.places import Place, path_below
+from replaykit.datasets.engine.locations import Location, path_below
 from replaykit.datasets.engine.plan import (
     EpisodeSpan,
     Plan,
@@ -38,24 +38,27 @@ __all__ = [
 Index = npt.NDArray[np.int64]
 
 _TOGETHER_BYTES: Final = 1 << 20
-"""Bytes of the widest leaf up to which spans are taken together: they stay in a fast cache."""
+"""Greatest number of bytes of the widest leaf in batched spans. They fit a fast cache."""
 _EPISODES: Final = 1 << 13
-"""Episodes of a stretch: some 700 bytes of each are held while it is written."""
+"""Most episodes of a stretch. Each takes about 700 bytes while it is written."""
 _PART_BYTES: Final = 64 << 20
-"""Bytes of all leaves after which arrays with many episodes are cut: what is finished of them can
-be kept, and the columns of a part are still in memory when they are looked at again."""
+"""Number of bytes of all leaves after which arrays with many episodes are cut.
+
+A finished part can be recorded as a milestone. The columns of a part are still in memory when they
+are checked.
+"""
 
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """Where episodes lie, an array for each fact; records are counted as their stretch has them.
+    """The records and rows of episodes. Records are counted within their stretch.
 
     Attributes:
-        bases: the first record.
-        records: how many records of the clock.
-        starts: the first row of the table.
-        rows: how many rows.
-        is_open: whether the state after the last row was not recorded.
+        bases: the first record of each episode.
+        records: number of records of the clock.
+        starts: the first row in the table.
+        rows: number of rows.
+        is_open: True if the state after the last row was not recorded.
     """
 
     bases: Index
@@ -66,7 +69,7 @@ class EpisodeRows:
 
     @classmethod
     def of(cls, episodes: SourceEpisodes, first: int, stop: int) -> EpisodeRows:
-        """Returns those of some episodes as a plan has them."""
+        """Return the records and rows of episodes ``first .. stop - 1`` of a plan."""
         names = ("base", "records", "start", "rows", "is_open")
         return cls(*(episodes.column(name)[first:stop] for name in names))
 
@@ -75,7 +78,7 @@ class EpisodeRows:
 
     @cached_property
     def stops(self) -> Index:
-        """The record after the last one of the clock."""
+        """The record after the last record of the clock."""
         return self.bases + self.records
 
     @cached_property
@@ -84,36 +87,38 @@ class EpisodeRows:
         return self.starts + self.rows - 1
 
     def at_record(self, record: int) -> int:
-        """Returns the episode that a record belongs to."""
+        """Return the episode that contains a record."""
         return min(int(np.searchsorted(self.stops, record, "right")), len(self.stops) - 1)
 
     def at_row(self, row: int) -> int:
-        """Returns the episode that a row belongs to."""
+        """Return the episode that contains a row."""
         return int(np.searchsorted(self.starts, row, "right")) - 1
 
 
 class Stretch:
-    """Spans of one file in a row whose leaves are the same.
+    """Consecutive spans of one file that have the same leaves.
 
-    Where there are several, each begins ``room`` records after the end of the clock of the one
-    before: its longer leaves have place there, which the others leave zero.
+    Each further span begins ``room`` records after the end of the preceding span's clock. Leaves
+    that are longer than the clock use this room. In other leaves the room is zero.
 
     Attributes:
-        spans: one or a part of one, or short ones.
-        offsets: where each begins.
-        records: how many there are, with the room after each but a single one.
-        at: where the episodes lie here.
-        first, stop, start, rows, leaves: as those of a span.
+        spans: one span, a part of a span, or several short spans.
+        offsets: the first record of each span in the stretch.
+        records: number of records. With several spans, it includes the room after each span.
+        at: the records and rows of the episodes.
+        first, stop, start, rows, leaves: as in `EpisodeSpan`.
     """
 
-    def __init__(self, plan: Plan, spans: Sequence[EpisodeSpan], room: int, place: Place) -> None:
+    def __init__(
+        self, plan: Plan, spans: Sequence[EpisodeSpan], room: int, location: Location
+    ) -> None:
         first, last = spans[0], spans[-1]
         self.spans = spans
         self.first, self.stop = first.first, last.stop
         self.start = first.start
         self.rows = last.start + last.rows - first.start
         self.leaves = first.leaves
-        self.place = place
+        self.location = location
         self._plan = plan
         if len(spans) == 1:
             room = 0
@@ -129,51 +134,51 @@ class Stretch:
         self.at = at
 
     def episode(self, position: int) -> SourceEpisode:
-        """Returns an episode, counted from the first one here, as the plan has it."""
+        """Return an episode of the plan by its position in the stretch."""
         return self._plan.episodes[self.first + position]
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """Returns a fact of all episodes; see `SourceEpisodes.column`."""
+        """Return a column of all episodes; see `SourceEpisodes.column`."""
         return self._plan.episodes.column(name)[self.first : self.stop]
 
     @property
     def is_single(self) -> bool:
-        """Whether the records are those of one span."""
+        """True if all records belong to one span."""
         return len(self.spans) == 1
 
-    def place_of(self, span: int) -> Place:
-        """Returns where a span is in the corpus."""
-        return self.place.at(group=self.spans[span].group or None)
+    def location_of(self, span: int) -> Location:
+        """Return the location of a span in the corpus."""
+        return self.location.at(group=self.spans[span].group or None)
 
-    def place_at(self, record: int, key: str) -> Place:
-        """Returns where a record of a leaf is in the corpus."""
+    def location_at(self, record: int, key: str) -> Location:
+        """Return the location of a record of a leaf in the corpus."""
         span = int(np.searchsorted(self.offsets, record, "right")) - 1
         within = record - int(self.offsets[span]) + self.spans[span].base
-        return self.place_of(span).at(key=key, record=within)
+        return self.location_of(span).at(key=key, record=within)
 
-    def place_of_episode(self, episode: int) -> Place:
-        """Returns where an episode, counted from the first of the stretch, is in the corpus."""
+    def location_of_episode(self, episode: int) -> Location:
+        """Return the location of an episode, by its position in the stretch."""
         found = self.episode(episode)
-        at = self.place.at(group=found.group or None)
+        at = self.location.at(group=found.group or None)
         return at if found.is_whole else at.at(record=found.base)
 
     def lasts(self, leaf: PlannedLeaf) -> Index:
-        """Returns the last record of a leaf in each span."""
+        """Return the last record of a leaf in each span."""
         return self.offsets + np.array([span.records for span in self.spans]) + leaf.extra - 1
 
 
 def stretches(
     plan: Plan, spans: Iterable[EpisodeSpan], witnesses: Sequence[PlannedLeaf], block_bytes: int,
-    place: Place,
+    location: Location,
 ) -> Iterator[Stretch]:  # fmt: skip
-    """Yields the spans of one file, short ones taken together and those of many episodes in parts.
+    """Yield the spans of one file, with short spans batched and large spans in parts.
 
     Args:
-        plan: what is to be written.
-        spans: of one file, in order.
-        witnesses: leaves that are looked at side by side, and so are in memory at once.
-        block_bytes: how much memory they may take.
-        place: the file.
+        plan: the plan of the data set.
+        spans: the spans of one file, in order.
+        witnesses: leaves that are compared with each other, and are therefore in memory together.
+        block_bytes: number of bytes that the witnesses may take.
+        location: the file.
     """
     room = max((leaf.extra for leaf in plan.leaves), default=0)
     widest = max((leaf.record_bytes for leaf in plan.leaves), default=1)
@@ -187,23 +192,24 @@ def stretches(
         for span in alike:
             length, count = span.records + room, span.stop - span.first
             if waiting and (records + length > limit or episodes + count > _EPISODES):
-                yield Stretch(plan, waiting, room, place)
+                yield Stretch(plan, waiting, room, location)
                 waiting, records, episodes = [], 0, 0
             if count > _EPISODES or (count > 1 and length * width > _PART_BYTES):
                 for part in _parts(plan, span, max(1, _PART_BYTES // max(1, width))):
-                    yield Stretch(plan, [part], room, place)
+                    yield Stretch(plan, [part], room, location)
                 continue
             waiting.append(span)
             records += length
             episodes += count
         if waiting:
-            yield Stretch(plan, waiting, room, place)
+            yield Stretch(plan, waiting, room, location)
 
 
 def _parts(plan: Plan, span: EpisodeSpan, records: int) -> Iterator[EpisodeSpan]:
-    """Cuts a span of many episodes where some begin; a chunk that is cut is decompressed twice.
+    """Cut a span of many episodes into parts.
 
-    ``records``: after how many of them a part ends with the episode that it is in.
+    A part ends with the episode that contains its record number ``records``. A chunk that is cut is
+    decompressed twice.
     """
     bases, starts = (plan.episodes.column(name) for name in ("base", "start"))
     stop = span.first
@@ -222,17 +228,18 @@ def _parts(plan: Plan, span: EpisodeSpan, records: int) -> Iterator[EpisodeSpan]
 
 
 _SHORT_BYTES: Final = 4096
-"""Bytes of a run up to which picking records one by one costs less than copying runs."""
+"""Size of a run up to which it is faster to copy records one by one than runs."""
 _TOGETHER: Final = 1 << 16
-"""Records that are picked together."""
+"""Number of records in one copy."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Run ``i`` says that rows ``rows[i] ..`` take records ``records[i] ..``, ``counts[i]`` each.
+    """Ranges of rows with their records: ``counts[i]`` rows from ``rows[i]`` on.
 
-    Rows follow one another without a gap from run to run; records never go back. Rows are counted
-    from the first of the table, records from the first of the stretch.
+    The rows take as many records from ``records[i]`` on. There are no gaps between the rows of
+    consecutive runs, and records never decrease. Rows are counted from the first row of the table.
+    Records are counted from the first record of the stretch.
     """
 
     rows: Index
@@ -241,14 +248,14 @@ class Runs:
 
     @classmethod
     def of(cls, episodes: EpisodeRows, target: Target, extra: int = 0) -> Runs:
-        """Returns the runs of a target over episodes in a row; O(E).
+        """Return the runs of a target over consecutive episodes. Cost: O(E).
 
-        ``extra``: how many more records than the clock the leaf has.
+        ``extra`` is the number of records of the leaf minus the number of records of the clock.
         """
         rows, counts = episodes.starts, episodes.rows
         records, stops = episodes.bases + target.offset, episodes.stops + extra
-        # The last row of an open episode arrives at a state that was not recorded: what it takes
-        # in its place is the one that it started from.
+        # The state after the last row of an open episode was not recorded. The row repeats the
+        # state before it.
         over = np.maximum(0, records + counts - stops) * (episodes.is_open & target.is_after)
         rows = np.stack([rows, rows + counts - over], 1).reshape(-1)
         records = np.stack([records, stops - over], 1).reshape(-1)
@@ -264,20 +271,20 @@ class Runs:
         return len(self.rows)
 
     def within(self, start: int, stop: int) -> Runs:
-        """Returns the parts that lie in records ``start .. stop - 1``."""
+        """Return the parts within records ``start .. stop - 1``."""
         ends = self.records + self.counts
         first = int(np.searchsorted(ends, start, "right"))
         last = int(np.searchsorted(self.records, stop, "left"))
         begins = np.maximum(self.records[first:last], start)
         ends = np.minimum(ends[first:last], stop)
         rows = self.rows[first:last] + begins - self.records[first:last]
-        # None is empty, since those that end at the start or begin at the stop are not among them.
+        # Runs that end at the start or begin at the stop are excluded, so no run is empty.
         return Runs(rows, begins, ends - begins)
 
-    def take(self, block: npt.NDArray[Any], start: int) -> npt.NDArray[Any]:
-        """Returns the records of all runs, in the order of rows, from a block that has them.
+    def records_in(self, block: npt.NDArray[Any], start: int) -> npt.NDArray[Any]:
+        """Return the records of all runs, in row order, from a block that contains them.
 
-        One run is a view of the block. ``start``: the first record of the block.
+        A single run is returned as a view of the block. ``start`` is the first record of the block.
         """
         if len(self) == 1:
             begin, count = int(self.records[0]) - start, int(self.counts[0])
@@ -288,7 +295,7 @@ class Runs:
             return np.concatenate([block[begin : begin + count] for begin, count in parts])
         found = np.empty((total, *block.shape[1:]), block.dtype)
         ends = np.cumsum(self.counts)
-        # The numbers of all records at once may take more memory than the records.
+        # Indices of all records at once may take more memory than the records.
         pieces = np.searchsorted(ends, np.arange(_TOGETHER, total + _TOGETHER, _TOGETHER))
         first = 0
         for last in np.minimum(pieces + 1, len(self)).tolist():
@@ -303,24 +310,24 @@ class Runs:
         return found
 
     def mark(self, marks: npt.NDArray[np.bool_], start: int) -> None:
-        """Sets the marks of all records of the runs; the first mark is that of ``start``."""
+        """Set the marks of all records of the runs. The first mark belongs to ``start``."""
         begins = (self.records - start).tolist()
         for begin, count in zip(begins, self.counts.tolist(), strict=True):
             marks[begin : begin + count] = True
 
 
 Put = Callable[[Key, int, npt.NDArray[Any]], None]
-"""Writes entries of a column from a row of the table on."""
+"""A function that writes values of a column, from a given row of the table on."""
 
 
 def store_flag(
     stretch: Stretch, key: Key, rows: npt.NDArray[np.int64], *, is_set: bool, block: int, put: Put
 ) -> None:
-    """Writes a flag that is one way at some rows of a stretch and the other way elsewhere.
+    """Write a flag that is ``is_set`` at some rows, and the opposite at all other rows.
 
     Args:
-        rows: where it is ``is_set``.
-        block: how many rows are written at a time.
+        rows: the rows at which the flag is ``is_set``.
+        block: number of rows that are written at a time.
     """
     stop = stretch.start + stretch.rows
     for begin in range(stretch.start, stop, block):
@@ -338,11 +345,11 @@ def store_constant(
     block: int,
     put: Put,
 ) -> None:
-    """Writes what is the same in all rows of an episode.
+    """Write values that are the same in all rows of an episode.
 
     Args:
         each: the value of each episode.
-        block: how many rows are written at a time.
+        block: number of rows in one write.
     """
     starts = np.append(stretch.at.starts - stretch.start, stretch.rows)
     for begin in range(0, stretch.rows, block):
@@ -355,19 +362,19 @@ def store_constant(
         put(key, stretch.start + begin, np.repeat(each[first:last], counts))
 
 
-_KEPT_BYTES: Final = 160 << 20
-"""Bytes of a stripe of chunks up to which it is decompressed once and kept while it is read."""
+_CACHED_BYTES: Final = 160 << 20
+"""Greatest size of a stripe of chunks that stays decompressed while it is read."""
 
 
 class StretchReader:
-    """Reads the leaves of a stretch.
+    """A reader of the leaves of a stretch.
 
     Args:
-        file: the file that it is in.
+        file: the file that contains the stretch.
         stretch: the arrays.
-        block_bytes: how much of one leaf is read at a time.
-        give_up: told which of several spans cannot be read, by position, with the error; where
-            it returns, the records of the span are zero from then on.
+        block_bytes: number of bytes of one leaf in one read.
+        give_up: called with the position of an unreadable span in a stretch of several spans, and
+            the error. If it returns, the records of the span are zero from then on.
     """
 
     def __init__(
@@ -384,30 +391,30 @@ class StretchReader:
         self._dead: set[int] = set()
 
     def read(self, leaf: PlannedLeaf, start: int, stop: int) -> npt.NDArray[Any]:
-        """Returns records ``start .. stop - 1`` of a leaf, decoded, parts side by side.
+        """Return decoded records ``start .. stop - 1`` of a leaf, with its parts joined.
 
-        Of several spans all records are read at once.
+        If there are several spans, all records are read at once.
 
         Raises:
-            CorpusError: those of a single span cannot be read in full, or not decoded.
+            CorpusError: records of a single span cannot be read completely, or cannot be decoded.
         """
         stretch = self._stretch
         if stretch.is_single:
             return self._read(stretch.spans[0], leaf, start, stop)
         block: npt.NDArray[Any] | None = None
         offsets = stretch.offsets.tolist()
-        is_plain = leaf.decoder is None and len(leaf.paths) == 1 and not leaf.is_once
+        is_plain = leaf.decoder is None and len(leaf.paths) == 1 and not leaf.is_per_episode
         for i, span in enumerate(stretch.spans):
             records = span.records + leaf.extra
-            place = slice(offsets[i], offsets[i] + records)
-            into = block[place] if block is not None and is_plain else None
-            part = self._tried(i, leaf, 1 if leaf.is_once else records, into)
+            location = slice(offsets[i], offsets[i] + records)
+            into = block[location] if block is not None and is_plain else None
+            part = self._tried(i, leaf, 1 if leaf.is_per_episode else records, into)
             if part is None or part is into:
                 continue
             if block is None:
-                # All spans of a stretch declare the same, so that this is the dtype of all.
+                # All spans of a stretch declare the same dtype.
                 block = np.zeros((stretch.records, *part.shape[1:]), part.dtype)
-            block[place] = part
+            block[location] = part
         if block is None:
             return np.zeros((stretch.records, *leaf.shape), leaf.dtype)
         return block
@@ -415,7 +422,7 @@ class StretchReader:
     def _tried(
         self, position: int, leaf: PlannedLeaf, stop: int, into: npt.NDArray[Any] | None
     ) -> npt.NDArray[Any] | None:
-        """Returns the first records of one of several spans; ``None`` if they cannot be read."""
+        """Return the first records of one of several spans, or ``None`` if unreadable."""
         if position in self._dead:
             return None
         try:
@@ -433,7 +440,7 @@ class StretchReader:
         stop: int,
         into: npt.NDArray[Any] | None = None,
     ) -> npt.NDArray[Any]:
-        if not leaf.is_once:
+        if not leaf.is_per_episode:
             start, stop = start + span.base, stop + span.base
         if leaf.decoder is not None:
             return leaf.decoder.read(self._file, path_below(span.group, leaf.path), start, stop)
@@ -446,13 +453,14 @@ class StretchReader:
     def blocks(
         self, leaf: PlannedLeaf, loaded: Mapping[str, npt.NDArray[Any]]
     ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """Yields the records of a leaf in blocks, each with the index of its first record.
+        """Yield the records of a leaf in blocks, each with the index of its first record.
 
-        ``loaded`` has the first records of leaves that were read already.
+        ``loaded`` contains the first records of leaves that were already read.
 
-        HDF5 decompresses a chunk whole. A stripe of chunks that is larger than a block is read in
-        blocks all the same: HDF5 keeps it meanwhile up to 160 MiB. A larger one is decompressed
-        anew for every block, which takes time; a chunk of that size takes its memory in any case.
+        HDF5 decompresses whole chunks. A stripe of chunks that is larger than a block is still read
+        in blocks. HDF5 keeps a stripe of up to 160 MiB decompressed during these reads. A larger
+        stripe is decompressed again for every block, which takes time. A single chunk of that size
+        always takes memory for its decompressed bytes.
         """
         stretch, begin = self._stretch, 0
         if leaf.path in loaded:
@@ -465,7 +473,7 @@ class StretchReader:
             return
         records = stretch.records + leaf.extra
         step = records
-        if leaf.is_once:
+        if leaf.is_per_episode:
             value = self.read(leaf, 0, 1)
             step = max(1, self._block_bytes // max(1, leaf.record_bytes))
             for start in range(0, records, step):
@@ -480,14 +488,14 @@ class StretchReader:
         stripes = [self._file.stripe(path) for path in paths]
         stripe = max(rows for rows, _ in stripes)
         nbytes = stripe * leaf.record_bytes
-        # Whole stripes of chunks, so that none is decompressed twice.
+        # Blocks are whole stripes of chunks, so that no stripe is decompressed twice.
         step = stripe * max(1, self._block_bytes // nbytes)
         piece = step if nbytes <= self._block_bytes else self._block_bytes // leaf.record_bytes
         whole = max(nbytes for _, nbytes in stripes)
-        kept = whole if piece < step and whole <= _KEPT_BYTES else 0
+        kept = whole if piece < step and whole <= _CACHED_BYTES else 0
         start = begin
         while start < records:
-            # To the end of a stripe, wherever this begins.
+            # A block ends with a stripe, even if it begins inside the stripe.
             end = min(((start + span.base) // step + 1) * step - span.base, records)
             with self._file.keeping(paths, kept):
                 while start < end:

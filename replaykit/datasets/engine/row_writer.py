@@ -1,4 +1,4 @@
-"""Write the rows of episodes: read once, check, store."""
+"""Writing of the rows of episodes, with checks, in one pass over the source."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from replaykit.datasets.engine.episode_checks import EndFlags, StretchChecks
 from replaykit.datasets.engine.fields import Target
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import SourceWindow
-from replaykit.datasets.engine.places import Judge
 from replaykit.datasets.engine.plan import OBSERVED_KEY, EpisodeSpan, Plan, PlannedLeaf, presence
+from replaykit.datasets.engine.policies import Judge
 from replaykit.datasets.engine.row_batches import (
     Runs,
     Stretch,
@@ -38,19 +38,19 @@ from replaykit.ted import DEFAULT_DONE_KEYS, Key
 __all__ = ["RowWriter", "Storing", "empty_table"]
 
 _ENDS: Final = ("terminated", "truncated")
-"""What is set by any number but zero; other values are 0 or 1, or no flags."""
+"""Roles whose flags are set by any number but zero. Other flags must be 0 or 1."""
 _LEAST_COMMON: Final = 1 << 16
-"""Bytes from which on numbers that several columns take are counted once."""
+"""Least size of values in several columns whose statistics are computed only once."""
 
 
 class Storing:
-    """Puts values of one stretch into columns, and keeps their statistics.
+    """A writer of the values of one stretch into columns, with their statistics.
 
     Args:
-        stretch: whose rows they are.
-        columns: the column files, each written up to the first row of the stretch.
-        statistics: of the columns; they are added to.
-        judge: told of values that do not fit.
+        stretch: the stretch that contains the rows.
+        columns: the column files, which have been written up to the first row of the stretch.
+        statistics: the statistics of the columns, which are updated.
+        judge: receives the episodes with values that do not fit.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Storing:
         self._statistics = statistics
         self._judge = judge
         at = stretch.at
-        # The last one is arbitrary, but the same every time.
+        # The third row of each episode is an arbitrary but fixed choice.
         mixed = at.starts.astype(np.uint64) * np.uint64(2654435761) + np.uint64(97)
         within = (mixed % at.rows.astype(np.uint64)).astype(np.int64)
         samples = np.sort(np.concatenate([at.starts, at.finals, at.starts + within]))
@@ -74,16 +74,17 @@ class Storing:
     def store(
         self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: Sequence[Runs]
     ) -> list[tuple[int, npt.NDArray[Any]] | None]:
-        """Puts a block of records into the columns of its leaf.
+        """Write a block of records to the columns of its leaf.
 
         Args:
-            leaf: what the block is of.
+            leaf: the leaf that the block belongs to.
             start: the first record of the block.
-            block: its records.
-            runs: for each target which records go where.
+            block: the records of the block.
+            runs: the rows and their records, for each target.
 
         Returns:
-            For each target the first row and what was stored from there on, if anything.
+            The first row and the values that were stored from this row on, for each target with
+            rows.
         """
         values = self._cast(leaf, start, block)
         parts = [run.within(start, start + len(block)) for run in runs]
@@ -93,7 +94,7 @@ class Storing:
             if not len(part):
                 stored.append(None)
                 continue
-            row, entries = int(part.rows[0]), part.take(values, start)
+            row, entries = int(part.rows[0]), part.records_in(values, start)
             if common is None:
                 self.put(target.key, row, entries)
             else:
@@ -103,7 +104,10 @@ class Storing:
         return stored
 
     def put(self, key: Key, row: int, entries: npt.NDArray[Any]) -> None:
-        """Writes rows of a column; the first, the last and one of each episode are read back."""
+        """Write rows of a column, and read some of them back.
+
+        These are the first row, the last row and one row of each episode.
+        """
         self._write(key, row, entries, None)
         self._statistics[key].add(entries)
 
@@ -136,21 +140,21 @@ class Storing:
         lost = _lost(block, values)
         if lost.any():
             bad = start + int(np.argmax(lost.reshape(len(block), -1).any(axis=1)))
-            at = self._stretch.place_at(bad, leaf.path)
+            at = self._stretch.location_at(bad, leaf.path)
             position = self._stretch.first + self._stretch.at.at_record(bad)
             self._judge.fail(position, at, f"a value does not fit {leaf.stored}", "V10")
         return values
 
 
 def _lost(block: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Which numbers were changed by more than rounding when they were cast."""
+    """Return a mask of the numbers that a cast changed by more than rounding."""
     found, made = block.dtype.kind, values.dtype.kind
     if found not in "biufc":
         return np.zeros(block.shape, bool)
     if made == "b":
         return np.asarray(values.astype(block.dtype) != block)
     if made in "iu":
-        # A number that only changes its sign comes back as it was.
+        # A cast back restores a number that has wrapped around, so signs are also compared.
         with np.errstate(over="ignore", invalid="ignore"):
             lost = values.astype(block.dtype) != block
         return np.asarray(lost | ((values < 0) != (block < 0)) if found in "iuf" else lost)
@@ -161,15 +165,16 @@ def _lost(block: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[np.b
 
 
 class _Common:
-    """Records that all columns of a leaf take from a block, and what is known of them.
+    """The records of a block that are stored in all columns of a leaf.
 
-    An observation is stored as the one before a step and as the next one of the step that led to
-    it: nearly all of a block is counted for both.
+    A recorded state is stored twice: as the state before the next step, and as the state after the
+    preceding step. So both columns take nearly all records of a block, and can share their
+    statistics.
 
     Attributes:
         first, stop: the records ``first .. stop - 1``.
-        crc32: of their bytes; ``None`` where it would save nothing.
-        statistics: of their numbers.
+        crc32: the checksum of the records' bytes; ``None`` if sharing it would save no time.
+        statistics: the statistics of the records' numbers.
     """
 
     def __init__(self, first: int, stop: int, values: npt.NDArray[Any]) -> None:
@@ -181,7 +186,7 @@ class _Common:
 
     @classmethod
     def of(cls, block: npt.NDArray[Any], start: int, parts: Sequence[Runs]) -> _Common | None:
-        """Returns what there is in common; ``None`` where it would save nothing."""
+        """Return the common records, or ``None`` if sharing would save no time."""
         if len(parts) < 2 or any(len(part) != 1 for part in parts):
             return None
         first = max(int(part.records[0]) for part in parts)
@@ -199,7 +204,7 @@ _DIGEST_BYTES: Final = 16
 
 
 def empty_table(count: int) -> dict[str, npt.NDArray[Any]]:
-    """Returns what becomes known of so many episodes while they are written, all zero."""
+    """Return zero columns of the episode table for the values found during writing."""
     found: dict[str, npt.NDArray[Any]] = {
         name: np.zeros(count, EPISODE_FIELDS[name][0])
         for name in ("terminated", "truncated", "return")
@@ -209,19 +214,19 @@ def empty_table(count: int) -> dict[str, npt.NDArray[Any]]:
 
 
 class RowWriter:
-    """Writes the spans of one file and keeps the table of their episodes.
+    """A writer of the spans of one file, and of the table of their episodes.
 
-    Memory: one block of one leaf and one of all witnesses together, however long an episode is;
-    what is known of the episodes of a stretch.
+    Memory: one block of one leaf, one block of all witnesses together, and the checks of the
+    episodes of a stretch. Memory does not depend on the length of episodes.
 
     Args:
-        plan: what is to be written.
-        columns: the files of `column_specs`, or the parts of them that hold these episodes.
-        first: the first episode that is written, by its position in the plan.
-        table: what `empty_table` returns for all that are written; it is filled.
-        block_bytes: how much of one leaf is read at a time.
-        judge: decides what becomes of episodes that break a rule.
-        advance: told the bytes of every block that was read.
+        plan: the plan of the data set.
+        columns: the column files of `column_specs`, or the parts of these files with the episodes.
+        first: position in the plan of the first episode that is written.
+        table: the result of `empty_table` for all written episodes, which is filled.
+        block_bytes: number of bytes of one leaf in one read.
+        judge: decides about episodes that break a rule.
+        advance: called with the number of bytes of every block that was read.
     """
 
     def __init__(
@@ -245,7 +250,7 @@ class RowWriter:
         self._witnesses = [
             known[path]
             for path in plan.layout.witnesses(known.keys())
-            if path in known and not known[path].is_once and not known[path].is_padded
+            if path in known and not known[path].is_per_episode and not known[path].is_padded
         ]
         self._required = {entry.name for entry in plan.layout.fields if entry.required}
         self._flags = EndFlags(plan.layout, judge.notes)
@@ -257,7 +262,7 @@ class RowWriter:
         self.table = table
 
     def go_on(self, known: Milestone) -> None:
-        """Takes what was written of the file before, as if it had just been written."""
+        """Continue after the part of the file that was already written."""
         for key, reached in known.columns.items():
             self._columns[key].go_on(*reached)
         self.statistics = dict(known.statistics)
@@ -274,26 +279,26 @@ class RowWriter:
         done: int = 0,
         reached: Callable[[int], object] | None = None,
     ) -> None:
-        """Writes the episodes of all spans of a file.
+        """Write the episodes of all spans of a file.
 
         Args:
-            memory: of the layout; see `SourceWindow`.
-            done: the episode, by its position, up to which all was written before.
-            reached: told such an episode whenever all columns have come so far.
+            memory: the memory of the layout; see `SourceWindow`.
+            done: position of the episode up to which everything was already written.
+            reached: called with the position of an episode when all columns are written up to it.
 
         Raises:
-            CorpusError: an episode breaks a rule; names file, group, key and record.
+            CorpusError: an episode breaks a rule. The message names file, group, key and record.
             DropLeaves: a field must be left out of the whole corpus.
-            OSError: there is no room.
+            OSError: no space is left.
         """
-        place = file.place(source.name)
-        for stretch in stretches(self._plan, spans, self._witnesses, self._block_bytes, place):
+        location = file.location(source.name)
+        for stretch in stretches(self._plan, spans, self._witnesses, self._block_bytes, location):
             if stretch.stop <= done:
                 continue
             try:
                 _StretchWriter(self, file, stretch).write(memory)
             except CorpusError as error:
-                # What cannot be read is wrong for all episodes of the arrays.
+                # Arrays that cannot be read affect all of their episodes.
                 for position in range(stretch.first, stretch.stop):
                     self._judge.condemn(position, error)
                 for column in self._columns.values():
@@ -302,13 +307,13 @@ class RowWriter:
                 reached(stretch.stop)
 
     def finish(self) -> None:
-        """Completes the columns.
+        """Complete the columns.
 
         Raises:
-            RuntimeError: a row was not written: a fault of this engine (rule V34).
+            RuntimeError: a row was not written, which is a fault of this engine (rule V34).
         """
         for name in DEFAULT_DONE_KEYS:
-            # A stored row never starts from a finished state.
+            # The state before a stored row is never a final state.
             column = self._columns[name,]
             count = column.finish()
             self.statistics[name,].merge(Statistics(count, 0, False, False))
@@ -318,7 +323,7 @@ class RowWriter:
 
 
 class _StretchWriter:
-    """Writes one stretch."""
+    """A writer of one stretch."""
 
     def __init__(self, writer: RowWriter, file: H5File, stretch: Stretch) -> None:
         self._writer = writer
@@ -344,7 +349,7 @@ class _StretchWriter:
             runs = [self._runs(target, leaf.extra) for target in leaf.targets]
             finals = stretch.lasts(leaf) if keeps_last and leaf.path in writer._required else None
             for start, block in self._reader.blocks(leaf, loaded):
-                self._checks.take(leaf, start, block, runs[0] if runs else None)
+                self._checks.check(leaf, start, block, runs[0] if runs else None)
                 stored = self._storing.store(leaf, start, block, runs) if runs else []
                 if leaf.is_successor:
                     self._check_successors(leaf.targets, stored)
@@ -366,18 +371,18 @@ class _StretchWriter:
         return self._writer._flags.is_own and is_one_each
 
     def _runs(self, target: Target, extra: int) -> Runs:
-        # Many leaves go to the same rows.
+        # Many leaves have the same runs.
         kind = (target.offset, target.is_after, extra)
         if kind not in self._known_runs:
             self._known_runs[kind] = Runs.of(self._stretch.at, target, extra)
         return self._known_runs[kind]
 
     def _examine(self, memory: dict[str, Any]) -> dict[str, npt.NDArray[Any]]:
-        """Lets the layout compare leaves; returns what was read of them on the way."""
+        """Let the layout compare leaves, and return the records that it read."""
         writer, stretch = self._writer, self._stretch
         witnesses = [leaf for leaf in writer._witnesses if stretch.leaves.issuperset(leaf.paths)]
         if not witnesses or stretch.spans[0].base:
-            # Further parts of a file are as its beginning.
+            # Only the first part of a file is compared.
             return {}
         if not stretch.is_single:
             arrays = {leaf.path: self._reader.read(leaf, 0, stretch.records) for leaf in witnesses}
@@ -396,13 +401,13 @@ class _StretchWriter:
             for leaf in witnesses
         }
         notes = writer._judge.notes
-        writer._layout.examine(SourceWindow(arrays, records, stretch.place_of(0), notes, memory))
+        writer._layout.examine(SourceWindow(arrays, records, stretch.location_of(0), notes, memory))
         return arrays
 
     def _windows(
         self, arrays: Mapping[str, npt.NDArray[Any]], memory: dict[str, Any]
     ) -> Iterator[SourceWindow]:
-        """Yields what the layout sees of each of several spans."""
+        """Yield the window of each of several spans, for the layout."""
         stretch, notes = self._stretch, self._writer._judge.notes
         extra = {leaf.path: leaf.extra for leaf in self._writer._witnesses}
         for i, (span, offset) in enumerate(
@@ -412,7 +417,7 @@ class _StretchWriter:
                 path: array[offset : offset + span.records + extra[path]]
                 for path, array in arrays.items()
             }
-            yield SourceWindow(mine, span.records, stretch.place_of(i), notes, memory)
+            yield SourceWindow(mine, span.records, stretch.location_of(i), notes, memory)
 
     def _check_successors(
         self,
@@ -442,12 +447,12 @@ class _StretchWriter:
             store_flag(stretch, key, unknown, is_set=False, block=block, put=put)
 
     def _fill_table(self, flags: Mapping[str, npt.NDArray[np.bool_]]) -> None:
-        """Fills the lines of the episodes in the table."""
+        """Write the lines of the episodes into the table."""
         stretch, first = self._stretch, self._writer._first
         lines: dict[str, Any] = {
             "terminated": flags["terminated"],
             "truncated": flags["truncated"],
-            # Without a reward there is no sum of it, which is not a sum of zero.
+            # Without rewards the return is NaN, because it is not known to be zero.
             "return": self._checks.reward if self._writer._has_reward else np.nan,
             "digest": self._checks.digests(_DIGEST_BYTES),
         }

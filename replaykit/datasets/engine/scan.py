@@ -1,4 +1,4 @@
-"""Scan a corpus for its episodes and the schema they share."""
+"""The scan of a corpus for its episodes and their common schema."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.conversion_report import skipped_lines
-from replaykit.datasets.engine.finding import EpisodeRef, EpisodeRefs, Segments
+from replaykit.datasets.engine.episode_finders import EpisodeRef, EpisodeRefs, Segments
 from replaykit.datasets.engine.h5 import H5File, H5Leaf
 from replaykit.datasets.engine.h5_values import Held
 from replaykit.datasets.engine.layout import Layout, SourceFacts
-from replaykit.datasets.engine.places import WHOLE_FILE, Notes, Place, path_below
+from replaykit.datasets.engine.locations import WHOLE_FILE, Location, RuleFindings, path_below
 from replaykit.datasets.engine.plan import (
     ALWAYS_KEYS,
     EpisodeSpan,
@@ -42,11 +42,11 @@ from replaykit.errors import CorpusError
 __all__ = ["Excluded", "flat_episodes", "gives_no_row", "scan"]
 
 Excluded = Mapping[tuple[int, str, int], str]
-"""Episodes to leave out, by file, group and first record, and why."""
+"""The reasons to leave out episodes, by file, group and first record."""
 
 
 def gives_no_row(records: int) -> str:
-    """Says why an episode is left out that is too short (rule V37)."""
+    """Return why an episode that is too short is left out (rule V37)."""
     return f"it has {records} record{'s' * (records != 1)}, so it gives no row [V37]"
 
 
@@ -59,15 +59,15 @@ def flat_episodes(
     excluded: Excluded,
     row: int,
 ) -> tuple[dict[str, npt.NDArray[Any]], list[Skipped]]:
-    """Return the columns of the episodes that give rows, and the episodes that are left out.
+    """Return the columns of the episodes that give rows, and the other episodes.
 
     Args:
-        refs: with the first record, the length, and how each ended.
-        layout: what the corpus declares.
-        last_steps: as ``Policies.last_steps``.
-        unit: the files that are read as one, by their positions.
-        starts: where the records of each of them begin.
-        excluded: episodes that are to be left out.
+        refs: the episodes, with first records, lengths and the reasons for their ends.
+        layout: the declaration of the corpus.
+        last_steps: the value of ``Policies.last_steps``.
+        unit: positions of the files that are read as one.
+        starts: the first record of each of these files.
+        excluded: episodes to leave out.
         row: the first row.
     """
     assert refs.bases is not None
@@ -108,10 +108,10 @@ def flat_episodes(
 
 
 _MOST_KINDS: Final = 5
-"""Reasons that an error lists."""
+"""Number of reasons that an error lists."""
 _SMALL_BYTES: Final = 1 << 18
 _HELD_BLOCKS: Final = 2
-"""Blocks of memory for values that are read while declarations are, of all files together."""
+"""Memory for values that are read with the declarations of all files, in blocks."""
 
 
 def scan(
@@ -122,24 +122,24 @@ def scan(
     without: Mapping[str, str],
     excluded: Excluded,
     block_bytes: int,
-    notes: Notes,
+    notes: RuleFindings,
     workers: int = 1,
 ) -> Plan:
-    """Reads the declarations of every file and returns what is to be written.
+    """Read the declarations of every file, and return the plan of the data set.
 
     Args:
         sources: the files, in order.
-        layout: what the corpus declares.
-        policies: what the caller decides.
-        without: sources of fields that are to be left out, and why.
-        excluded: episodes that are to be left out.
-        block_bytes: how many bytes may be read in one piece.
-        notes: takes findings that stop nothing.
-        workers: how many processes look at files, this one among them.
+        layout: the declaration of the corpus.
+        policies: the caller's decisions.
+        without: the reasons to leave out fields, by source.
+        excluded: episodes to leave out.
+        block_bytes: greatest number of bytes in one read.
+        notes: collects findings that do not stop the conversion.
+        workers: number of processes that read declarations, including this one.
 
     Raises:
-        CorpusError: a file breaks a rule of the layout; names file, episode and key.
-        ValueError: what the caller decides names a key or dtype that no file has.
+        CorpusError: a file breaks a rule of the layout. The message names file, episode and key.
+        ValueError: a policy names a key or dtype that no file has.
         OSError: a file cannot be opened.
     """
     held = Held(_HELD_BLOCKS * block_bytes, (source.path for source in sources.files))
@@ -162,10 +162,10 @@ class _Scan:
     without: Mapping[str, str]
     excluded: Excluded
     block_bytes: int
-    notes: Notes
+    notes: RuleFindings
     held: Held
     schema: SchemaUnion | None = None
-    first_file: Place | None = None
+    first_file: Location | None = None
     skipped: list[Skipped] = field(default_factory=list)
     numbering: list[tuple[int, str]] = field(default_factory=list)
     splits: dict[str, list[int]] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class _Scan:
         self.episodes = SourceEpisodes(self.spans, is_whole=not is_flat)
 
     def fail(self, index: int, error: Exception) -> None:
-        """Notes that a file cannot be read at all, or is of another layout; or raises that."""
+        """Record an unreadable file or a file of another layout, or raise the error."""
         if self.policies.on_invalid != "skip" or not is_about_the_file(error):
             raise error
         self.failed.add(index)
@@ -191,7 +191,7 @@ class _Scan:
         self.skipped.append(Skipped(index, WHOLE_FILE, str(error)))
 
     def without_a_row(self, sources: Sources) -> CorpusError:
-        """Returns the error that says why no episode gives a row (rule V38)."""
+        """Return the error for a corpus whose episodes give no rows (rule V38)."""
         files = [str(source.path) for source in sources.files[:5]]
         more = len(sources.files) - len(files)
         names = ", ".join(files) + (f" and {more:,} more" if more else "")
@@ -210,21 +210,21 @@ class _Scan:
         )
 
     def unit(self, unit: tuple[int, ...], sources: Sources, listed: Listing) -> None:
-        """Takes a file, or several that are read as one; ``listed`` is known of it already."""
+        """Scan a file, or several files read as one. ``listed`` has known declarations."""
         if unit[0] in self.failed:
             for index in unit[1:]:
-                why = f"it goes on in an episode that begins in {sources.files[unit[0]].name}"
+                why = f"it continues an episode that begins in {sources.files[unit[0]].name}"
                 self.skipped.append(Skipped(index, WHOLE_FILE, f"{why}, which is skipped"))
             return
         files = [sources.files[index] for index in unit]
         if listed.held is not None:
-            self.held.take(files[0].path, listed.held)
+            self.held.store(files[0].path, listed.held)
         before, schema = (len(self.episodes), self.rows, self.records), self.schema
         try:
             with open_sources(files, self.layout.clock, self.held, self.layout.chunks) as file:
                 file.listed, self.listed = listed.leaves, listed
                 self.units[unit[0]] = unit
-                self.file(unit[0], file, file.place(files[0].name))
+                self.file(unit[0], file, file.location(files[0].name))
         except (ValueError, OSError) as error:
             if (len(self.episodes), self.rows, self.records) != before:
                 raise
@@ -232,15 +232,15 @@ class _Scan:
                 self.fail(index, error)
             self.schema = schema
 
-    def file(self, index: int, file: H5File, place: Place) -> None:
-        resolved = self.layout.resolve(file, place)
+    def file(self, index: int, file: H5File, location: Location) -> None:
+        resolved = self.layout.resolve(file, location)
         if self.schema is None:
             self.schema = SchemaUnion(resolved, self.policies, self.without, self.notes)
-            self.first_file = place
+            self.first_file = location
         elif resolved != self.schema.layout:
             ours = {entry.name for entry in resolved.fields}
             theirs = {entry.name for entry in self.schema.layout.fields}
-            raise place.error(
+            raise location.error(
                 f"the file has {sorted(ours - theirs)} and lacks {sorted(theirs - ours)}, other "
                 f"than {self.first_file}: files of one data set must be of one kind",
                 "V10",
@@ -256,10 +256,10 @@ class _Scan:
                 for name, value in counted.items()
                 if isinstance(value, (str, int, float)) and name not in counters
             }
-        said = resolved.beside(place)
+        said = resolved.beside(location)
         if said:
             self.about[index] = {**self.about.get(index, {}), **said}
-        found = resolved.episodes.find(file, resolved, place, self.block_bytes)
+        found = resolved.episodes.find(file, resolved, location, self.block_bytes)
         for name, why in found.strangers:
             self.skipped.append(Skipped(index, name, why))
         if found.numbering is not None:
@@ -269,10 +269,10 @@ class _Scan:
         self.is_empty = self.is_empty and not len(found.episodes)
         if found.episodes.has_twins:
             listed = sorted(found.episodes.numbers.tolist())
-            raise place.error(f"two episodes have one number: {listed}", "V33")
+            raise location.error(f"two episodes have one number: {listed}", "V33")
         first, seen, is_whole = len(self.spans), self.records, True
         for group, refs in found.episodes.by_group():
-            at = place.at(group=group or None)
+            at = location.at(group=group or None)
             try:
                 self.span(index, file, group, refs, at)
             except CorpusError as error:
@@ -280,38 +280,49 @@ class _Scan:
                     raise
                 self.skipped.append(Skipped(index, group or WHOLE_FILE, str(error)))
                 is_whole = False
-        self._check_totals(resolved, len(found.episodes), self.records - seen, place)
+        self._check_totals(resolved, len(found.episodes), self.records - seen, location)
         if is_whole:
-            self._check_counters(resolved, counted, len(found.episodes), self.records - seen, place)
-        self._note_splits(resolved.splits(file, place), first, place)
+            self._check_counters(
+                resolved, counted, len(found.episodes), self.records - seen, location
+            )
+        self._record_splits(resolved.splits(file, location), first, location)
 
-    def _check_totals(self, layout: Layout, episodes: int, records: int, place: Place) -> None:
-        said, seen = layout.totals(place), {"episodes": episodes, "records": records}
+    def _check_totals(
+        self, layout: Layout, episodes: int, records: int, location: Location
+    ) -> None:
+        said, seen = layout.totals(location), {"episodes": episodes, "records": records}
         for name, count in said.items():
             if count != seen[name]:
                 text = (
-                    f"the file has {seen[name]} {name}, but what describes it says {count}: it was "
-                    "cut short, or written to after it was described"
+                    f"the file has {seen[name]} {name}, but its description says {count}: it was "
+                    "cut short, or changed after it was described"
                 )
                 if self.policies.on_invalid == "error":
-                    raise place.error(text, "V15")
-                self.notes.add("V15", f"{text}; what is there is taken", place)
+                    raise location.error(text, "V15")
+                self.notes.add("V15", f"{text}; the data in the file is used", location)
 
     def _check_counters(
-        self, layout: Layout, said: Mapping[str, Any], episodes: int, records: int, place: Place
+        self,
+        layout: Layout,
+        said: Mapping[str, Any],
+        episodes: int,
+        records: int,
+        location: Location,
     ) -> None:
-        """Reports attributes that are left behind where episodes were removed."""
+        """Report attributes that are outdated because episodes were removed."""
         seen, at = {"episodes": episodes, "records": records}, (layout.about or ("",))[0]
         for name, what in layout.counters:
             if name in said and not np.array_equal(said[name], seen[what]):
                 text = (
                     f"the attribute {name!r} says {said[name]!r:.40} {what}, but the file has "
-                    f"{seen[what]}, which are taken: it was left behind as episodes were removed"
+                    f"{seen[what]}, which are used: it was not updated as episodes were removed"
                 )
-                self.notes.add("V15", text, place.at(group=at or None))
+                self.notes.add("V15", text, location.at(group=at or None))
 
-    def _note_splits(self, splits: Mapping[str, list[str]], first: int, place: Place) -> None:
-        """Notes which episodes are of named parts; ``first`` is the first span of the file."""
+    def _record_splits(
+        self, splits: Mapping[str, list[str]], first: int, location: Location
+    ) -> None:
+        """Record the episodes of named parts. ``first`` is the first span of the file."""
         if not splits:
             return
         mine = self.spans.within(range(first, len(self.spans)))
@@ -322,10 +333,12 @@ class _Scan:
             if len(known) < len(groups):
                 text = f"the split {name!r} names episodes that are not in the data set"
                 missing = len(groups) - len(known)
-                self.notes.add("V15", text, place, count=missing, name=repr(name))
+                self.notes.add("V15", text, location, count=missing, name=repr(name))
 
-    def span(self, index: int, file: H5File, group: str, refs: EpisodeRefs, place: Place) -> None:
-        """Takes the arrays of a group with their episodes, or none of these."""
+    def span(
+        self, index: int, file: H5File, group: str, refs: EpisodeRefs, location: Location
+    ) -> None:
+        """Add the arrays of a group with their episodes, or nothing after an error."""
         assert self.schema is not None
         layout, first = self.schema.layout, len(self.episodes)
         beside = layout.episodes.beside if isinstance(layout.episodes, Segments) else ()
@@ -333,9 +346,9 @@ class _Scan:
         for path, decoder in layout.decoders:
             if path in leaves:
                 leaves[path] = decoder.declare(leaves[path])
-        records = self.schema.check_lengths(leaves, place)
+        records = self.schema.check_lengths(leaves, location)
         self.records += records
-        facts = self._facts(file, group, records, place)
+        facts = self._facts(file, group, records, location)
         rows = self.rows
         try:
             if refs.terminated is not None:
@@ -353,10 +366,10 @@ class _Scan:
             stop = len(self.episodes)
             if first == stop:
                 return
-            specs, form = self.schema.add(leaves, records, place, count=stop - first)
+            specs, form = self.schema.add(leaves, records, location, count=stop - first)
             for path, spec in specs.items():
                 if self.schema.is_in_question(path, spec):
-                    count = 1 if spec.is_once else records + spec.extra
+                    count = 1 if spec.is_per_episode else records + spec.extra
                     if self._has_values(file, group, path, spec.record_bytes, count):
                         self.schema.with_values.add(path)
         except CorpusError:
@@ -367,7 +380,7 @@ class _Scan:
         self.spans.append(span)
         self.rows = rows
 
-    def _facts(self, file: H5File, group: str, records: int, place: Place) -> SourceFacts:
+    def _facts(self, file: H5File, group: str, records: int, location: Location) -> SourceFacts:
         assert self.schema is not None
         layout = self.schema.layout
         names, attributes = layout.seen_attributes, self.listed.attributes.get(group)
@@ -375,14 +388,14 @@ class _Scan:
             attributes = file.attributes(group, names) if names else {}
         if layout.count is not None and layout.count in attributes:
             said = attributes[layout.count]
-            # An attribute of several values, or of none, is no count either.
+            # An attribute with several values or no value is not a count.
             if not np.array_equal(said, records):
                 text = f"has {records} records, but the attribute {layout.count!r} says {said}"
-                at = place.at(key=layout.clock)
+                at = location.at(key=layout.clock)
                 if self.policies.on_invalid != "keep":
                     raise at.error(text, "V15")
                 self.notes.add("V15", f"{text}; all records are kept", at)
-        return layout.facts(attributes, place.name, records, place, self.notes)
+        return layout.facts(attributes, location.name, records, location, self.notes)
 
     def _episodes(
         self,
@@ -427,7 +440,7 @@ class _Scan:
         records: int,
         facts: SourceFacts,
     ) -> bool:
-        """Whether the last step is kept although the state that it led to is not known."""
+        """Return whether to keep a last step without a recorded next state."""
         assert self.schema is not None
         choice = self.policies.last_steps
         if choice != "terminated" or not records:
@@ -445,8 +458,8 @@ class _Scan:
     def _has_values(
         self, file: H5File, group: str, path: str, record_bytes: int, records: int
     ) -> bool:
-        """Whether a leaf is other than NaN throughout these records."""
-        # One record settles it for nearly every leaf; a small one is read in one go.
+        """Return whether a leaf has a value other than NaN in these records."""
+        # One record is enough for nearly every leaf. A small leaf is read in one read.
         start, step = 0, records if records * record_bytes <= _SMALL_BYTES else 1
         while start < records:
             stop = min(start + step, records)
@@ -458,7 +471,8 @@ class _Scan:
     def plan(self) -> Plan:
         assert self.schema is not None
         if not self.without and not self.excluded:
-            # Once: what is named may be among what is left out later.
+            # This is checked in the first scan only. Later scans may leave out the keys in
+            # policies.
             self.schema.check_policies(ALWAYS_KEYS)
         leaves, left_out = self.schema.leaves()
         return Plan(
@@ -477,7 +491,7 @@ class _Scan:
 
 
 def is_about_the_file(error: Exception) -> bool:
-    """Whether an error says that a file is not what it should be, and not that resources lack."""
+    """Return whether the file, not a lack of resources, causes an error."""
     if isinstance(error, OSError):
         return isinstance(error, (PermissionError, IsADirectoryError)) or error.errno == errno.EIO
     return isinstance(error, CorpusError)

@@ -1,4 +1,4 @@
-"""Find the schema that all episodes of a corpus share."""
+"""The schema that all episodes of a corpus share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replaykit.datasets.column_files import torch_dtype, unstorable
 from replaykit.datasets.engine.fields import Field
 from replaykit.datasets.engine.h5 import H5Leaf
 from replaykit.datasets.engine.layout import Bounds, Layout
-from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.plan import LeftOut, PlannedLeaf
 from replaykit.datasets.engine.policies import Policies
 from replaykit.ted import Key
@@ -25,23 +25,23 @@ def require_pairs(
     fields: Sequence[Field],
     leaves: Sequence[PlannedLeaf],
     policies: Policies,
-    notes: Notes,
-    place: Place,
+    notes: RuleFindings,
+    location: Location,
 ) -> None:
-    """Checks that no state of a group lacks its successor, and no successor its state (rule V12).
+    """Check that each state has its successor, and the reverse (rule V12).
 
-    It would be a key that rows start from and never arrive at. Where missing keys are dropped or
-    padded, the other one stays and is reported.
+    Otherwise a row would have a key only before or only after the step. If missing keys are dropped
+    or padded, the unpaired key stays and is reported.
 
     Args:
-        fields: of the layout.
-        leaves: that become columns.
-        policies: say which keys are wanted, and what missing ones are.
-        notes: takes the finding.
-        place: the first episode.
+        fields: the fields of the layout.
+        leaves: the leaves that become columns.
+        policies: the wanted keys, and the treatment of missing ones.
+        notes: collects the finding.
+        location: the first episode.
 
     Raises:
-        CorpusError: one is missing.
+        CorpusError: a state or a successor is missing.
     """
     groups = [entry for entry in fields if entry.is_group]
     paths = [leaf.path for leaf in leaves]
@@ -57,7 +57,7 @@ def require_pairs(
                 above = state.before if lacks is state else successor.after
                 if above is None or not policies.keeps((*above, *name.split("/"))):
                     continue
-                at = place.at(key=f"{lacks.name}{name}")
+                at = location.at(key=f"{lacks.name}{name}")
                 text = f"the key is missing, but {has.name}{name} is there"
                 if policies.missing not in ("drop", "pad"):
                     raise at.error(text, "V12")
@@ -69,60 +69,63 @@ def _names(entry: Field, paths: Sequence[str]) -> set[str]:
 
 
 _Use = tuple[str, int]
-"""A dataset, and which field of the layout takes it: several may take one dataset."""
+"""A dataset, and the position of a field that takes it.
+
+Several fields may take the same dataset.
+"""
 
 _MOST_NAMES: Final = 5
-"""Keys that a message lists."""
+"""Number of keys that a message lists."""
 _NARROW: Final = ("float16", "int8")
-"""Dtypes that loggers choose by default, at the price of digits or of wrapping (rule V14)."""
+"""Default dtypes of loggers that lose digits or wrap around (rule V14)."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What an episode declares of a leaf; ``shape`` is of one record."""
+    """The declaration of a leaf in an episode. ``shape`` is the shape of one record."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     stored: np.dtype[Any]
     problem: str | None
-    is_once: bool
+    is_per_episode: bool
     extra: int
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one record."""
+        """Size of one record, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         if self.problem is not None:
             return self.problem
-        length = "one value, of" if self.is_once else ""
-        shape = ", ".join(["T"][self.is_once :] + [str(size) for size in self.shape])
+        length = "one value, of" if self.is_per_episode else ""
+        shape = ", ".join(["T"][self.is_per_episode :] + [str(size) for size in self.shape])
         return f"{length} shape [{shape}] and dtype {self.dtype}".lstrip()
 
 
 @dataclass
 class _Signature:
-    """The leaves of some episodes that all declare the same ones."""
+    """The leaves of episodes with equal declarations."""
 
     specs: dict[_Use, Spec]
-    first: Place
+    first: Location
     number: int
     count: int = 0
 
 
 class SchemaUnion:
-    """The union of what the episodes of a corpus declare.
+    """The union of the declarations of all episodes of a corpus.
 
     Args:
-        layout: what the corpus declares.
-        policies: what the caller decides.
-        without: sources of fields that are to be left out, and why.
-        notes: takes findings that stop nothing.
+        layout: the declaration of the corpus.
+        policies: the caller's decisions.
+        without: the reasons to leave out fields, by source.
+        notes: collects findings that do not stop the conversion.
     """
 
     def __init__(
-        self, layout: Layout, policies: Policies, without: Mapping[str, str], notes: Notes
+        self, layout: Layout, policies: Policies, without: Mapping[str, str], notes: RuleFindings
     ) -> None:
         self.layout = layout
         self.with_values: set[str] = set()
@@ -132,36 +135,36 @@ class SchemaUnion:
         self._fields: dict[str, dict[_Use, Field]] = {}
         self._specs: dict[tuple[Any, ...], Spec] = {}
         self._signatures: dict[tuple[Any, ...], _Signature] = {}
-        self._foreign: dict[str, Place] = {}
+        self._foreign: dict[str, Location] = {}
         self._episodes = 0
 
     # -- one episode after another --------------------------------------------------------------
 
-    def check_lengths(self, leaves: Mapping[str, H5Leaf], place: Place) -> int:
-        """Returns the length of the clock; every leaf of a field must have the one it should.
+    def check_lengths(self, leaves: Mapping[str, H5Leaf], location: Location) -> int:
+        """Check the lengths of all leaves of fields, and return the length of the clock.
 
-        One that is not required may also be a single value, which then holds for all records.
+        An optional leaf may also be a single value, which then holds for all records.
 
         Raises:
-            CorpusError: rules V10 to V12.
+            CorpusError: a leaf breaks one of the rules V10 to V12.
         """
         for entry in self.layout.fields:
             if entry.required and not self._is_without(entry):
-                self._require(entry, leaves, place)
+                self._require(entry, leaves, location)
         clock = leaves.get(self.layout.clock)
         if clock is None:
-            raise place.at(key=self.layout.clock).error("the required key is missing", "V12")
+            raise location.at(key=self.layout.clock).error("the required key is missing", "V12")
         for path, leaf in leaves.items():
             for known in self.fields_of(path).values():
-                self._check_length(path, leaf, known, clock, place)
+                self._check_length(path, leaf, known, clock, location)
         return clock.shape[0]
 
     def _check_length(
-        self, path: str, leaf: H5Leaf, known: Field, clock: H5Leaf, place: Place
+        self, path: str, leaf: H5Leaf, known: Field, clock: H5Leaf, location: Location
     ) -> None:
         is_unusable = leaf.problem is not None and not leaf.shape
         if is_unusable and known.required:
-            raise place.at(key=path).error(f"cannot be a column: {leaf.problem}", "V10")
+            raise location.at(key=path).error(f"cannot be a column: {leaf.problem}", "V10")
         if is_unusable or (clock.shape and not known.required and leaf.shape[:1] in ((), (1,))):
             return
         extra = known.extra(self.layout.alignment)
@@ -170,9 +173,9 @@ class SchemaUnion:
             if extra:
                 text += f", so that {clock.shape[0] + extra if clock.shape else 0} are expected"
             hint = self.layout.hint(path, leaf.shape)
-            raise place.at(key=path).error(text if hint is None else f"{text}; {hint}", "V11")
+            raise location.at(key=path).error(text if hint is None else f"{text}; {hint}", "V11")
 
-    def _require(self, entry: Field, leaves: Mapping[str, H5Leaf], place: Place) -> None:
+    def _require(self, entry: Field, leaves: Mapping[str, H5Leaf], location: Location) -> None:
         if entry.is_group:
             missing = [] if any(map(entry.covers, leaves)) else [entry.name.rstrip("/")]
         else:
@@ -180,15 +183,15 @@ class SchemaUnion:
         for path in missing:
             below = not entry.is_group and any(name.startswith(f"{path}/") for name in leaves)
             what = "is a group, expected an array" if below else "is missing"
-            raise place.at(key=path).error(f"the required key {what}", "V12")
+            raise location.at(key=path).error(f"the required key {what}", "V12")
 
     def add(
-        self, leaves: Mapping[str, H5Leaf], records: int, place: Place, *, count: int
+        self, leaves: Mapping[str, H5Leaf], records: int, location: Location, *, count: int
     ) -> tuple[dict[str, Spec], int]:
-        """Notes what episodes declare; returns the leaves of fields, and the number of the form.
+        """Add declarations of episodes, and return the leaves of fields and their form.
 
         Raises:
-            CorpusError: a required leaf differs from that of the first episode.
+            CorpusError: a required leaf differs from the leaf of the first episode.
         """
         specs: dict[_Use, Spec] = {}
         for path, leaf in leaves.items():
@@ -197,26 +200,28 @@ class SchemaUnion:
                 for use, entry in fields.items():
                     specs[use] = self._known_spec(use, leaf, entry, records)
             elif self._policies.extra == "error" and not self._why_without(path):
-                at = place.at(key=path)
+                at = location.at(key=path)
                 raise at.error(f"it is no part of the layout {self.layout.name!r}", "V10")
             else:
-                self._foreign.setdefault(path, place)
-        # Equal ones are one object.
+                self._foreign.setdefault(path, location)
+        # Equal specs are one object.
         known = tuple((use, id(spec)) for use, spec in specs.items())
         signature = self._signatures.get(known)
         if signature is None:
-            signature = _Signature(specs, place, len(self._signatures))
+            signature = _Signature(specs, location, len(self._signatures))
             self._compare(signature)
             self._signatures[known] = signature
         signature.count += count
         self._episodes += count
-        # In reverse, so that of several uses of a leaf the first one is returned.
+        # The order is reversed, so that the first of several uses of a leaf is returned.
         return {path: specs[path, at] for path, at in reversed(specs)}, signature.number
 
     def fields_of(self, path: str) -> dict[_Use, Field]:
-        """Returns the fields that take a leaf. Remembered: asked for every leaf of every episode.
+        """Return the fields that take a leaf.
 
-        These are the first that covers it, others of the same source, and those that name it.
+        These are the first field that covers the leaf, other fields of the same source, and fields
+        that name the leaf. The result is cached, because it is needed for every leaf of every
+        episode.
         """
         if path not in self._fields:
             found: dict[_Use, Field] = {}
@@ -231,7 +236,7 @@ class SchemaUnion:
         return self._fields[path]
 
     def is_in_question(self, path: str, spec: Spec) -> bool:
-        """Whether a field leaves the leaf out unless it has a value other than NaN somewhere."""
+        """Return whether a leaf is left out if all its values are NaN."""
         if path in self.with_values or spec.problem is not None:
             return False
         if all(entry.required for entry in self.fields_of(path).values()):
@@ -249,7 +254,7 @@ class SchemaUnion:
         return entry.required
 
     def _compare(self, signature: _Signature) -> None:
-        """Checks the required leaves against those of the first episode."""
+        """Compare the required leaves with the leaves of the first episode."""
         first = next(iter(self._signatures.values()), signature)
         for use in dict.fromkeys([*signature.specs, *first.specs]):
             path, entry = use[0], self.layout.fields[use[1]]
@@ -265,7 +270,11 @@ class SchemaUnion:
             if (entry.role == "reward" or entry.is_end) and math.prod(spec.shape) != 1:
                 raise at.error(f"has {spec}, expected one number per record", "V10")
             same = spec.stored == expected.stored or entry.is_end
-            if spec.shape != expected.shape or not same or spec.is_once != expected.is_once:
+            if (
+                spec.shape != expected.shape
+                or not same
+                or spec.is_per_episode != expected.is_per_episode
+            ):
                 raise at.error(f"has {spec}, but {first.first} has {expected}", "V10")
 
     def _known_spec(self, use: _Use, leaf: H5Leaf, entry: Field, records: int) -> Spec:
@@ -280,7 +289,7 @@ class SchemaUnion:
 
     def _spec(self, leaf: H5Leaf, entry: Field, records: int) -> Spec:
         extra = entry.extra(self.layout.alignment)
-        is_once = leaf.problem is None and leaf.shape[:1] != (records + extra,)
+        is_per_episode = leaf.problem is None and leaf.shape[:1] != (records + extra,)
         shape = leaf.shape[1:]
         is_column = entry.column or entry.role == "reward"
         if shape == () and is_column:
@@ -289,19 +298,19 @@ class SchemaUnion:
             shape = (1,) if is_column else ()
         dtype = np.dtype(leaf.dtype)
         stored = np.dtype(entry.dtype) if entry.dtype else self._policies.stored_dtype(dtype)
-        return Spec(shape, dtype, stored, leaf.problem, is_once, extra)
+        return Spec(shape, dtype, stored, leaf.problem, is_per_episode, extra)
 
     # -- all of them ----------------------------------------------------------------------------
 
     def leaves(self) -> tuple[list[PlannedLeaf], list[LeftOut]]:
-        """Returns the leaves that become columns, successors last, and those that do not.
+        """Return the leaves that become columns, and the leaves that are left out.
 
         Raises:
-            CorpusError: the states that rows arrive at are not like those they start from.
+            CorpusError: successors have another shape or dtype than the states.
         """
         left_out = [
-            LeftOut(path, self._why_foreign(path, place))
-            for path, place in sorted(self._foreign.items())
+            LeftOut(path, self._why_foreign(path, location))
+            for path, location in sorted(self._foreign.items())
         ]
         specs: dict[_Use, Spec] = {}
         for signature in self._signatures.values():
@@ -317,16 +326,16 @@ class SchemaUnion:
                 left_out.append(LeftOut(path, why))
                 continue
             found.append(self._leaf(use, entry, specs))
-        # What the caller does not want is compared with the rest all the same.
+        # Leaves that the caller does not want are still compared.
         witnesses = set(self.layout.witnesses({leaf.path for leaf in found}))
-        self._note_unverified(found)
+        self._report_unverified(found)
         found = [leaf for leaf in found if not leaf.is_unwanted or leaf.path in witnesses]
         found.sort(key=lambda leaf: leaf.is_successor)
         self._compare_successors([leaf for leaf in found if not leaf.is_unwanted])
         return found, left_out
 
-    def _note_unverified(self, leaves: Sequence[PlannedLeaf]) -> None:
-        """Notes that steps are not compared with the next ones, where a side is left out."""
+    def _report_unverified(self, leaves: Sequence[PlannedLeaf]) -> None:
+        """Report next states that are not compared because a key is left out."""
         targets = [
             (leaf, target.key)
             for leaf in leaves
@@ -345,16 +354,16 @@ class SchemaUnion:
             listed = ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
             text = (
                 f"{listed} left out by the policies, so that it is unverified whether steps arrive "
-                "at what the next ones start from"
+                "at the states that the next ones start from"
             )
             first = next(iter(self._signatures.values())).first
             self._notes.add("V22", text, first.at(key=next(iter(left_out.values()))))
 
     def check_policies(self, always: Iterable[Key]) -> None:
-        """Checks that what the caller names is there; ``always``: the keys of no leaf.
+        """Check that policies name existing keys. ``always`` has the keys without a leaf.
 
         Raises:
-            ValueError: an entry of the policies meets nothing.
+            ValueError: an entry of the policies matches nothing.
         """
         declared = {
             (path, spec.dtype)
@@ -370,7 +379,7 @@ class SchemaUnion:
         self._policies.check_met(columns, always)
 
     def _compare_successors(self, leaves: Sequence[PlannedLeaf]) -> None:
-        """Checks that successors have the shape and dtype of the states (rule V10)."""
+        """Check that successors have the shape and dtype of the states (rule V10)."""
         first = next(iter(self._signatures.values())).first
         require_pairs(self.layout.fields, leaves, self._policies, self._notes, first)
         states = {target.key: leaf for leaf in leaves for target in leaf.targets}
@@ -409,7 +418,7 @@ class SchemaUnion:
             stored=spec.stored,
             targets=tuple(target for target in targets if self._policies.keeps(target.key)),
             extra=spec.extra,
-            is_once=spec.is_once,
+            is_per_episode=spec.is_per_episode,
             is_padded=any(use not in known.specs for known in self._signatures.values()),
             is_successor=entry.describes == "successor",
             decoder=dict(self.layout.decoders).get(path),
@@ -418,7 +427,7 @@ class SchemaUnion:
         )
 
     def _bounds(self, path: str, shape: tuple[int, ...]) -> Bounds | None:
-        """Returns the bounds of a leaf; ``None`` also where they are those of another shape."""
+        """Return the bounds of a leaf, or ``None`` if no bounds fit its shape."""
         found = dict(self.layout.bounds).get(path)
         fits = found is not None and all(len(side) in (1, math.prod(shape)) for side in found)
         return found if fits else None
@@ -432,12 +441,12 @@ class SchemaUnion:
                 return why
         return None
 
-    def _why_foreign(self, path: str, place: Place) -> str:
-        default = f"it is no part of the layout {self.layout.name!r} (in {place.brief})"
+    def _why_foreign(self, path: str, location: Location) -> str:
+        default = f"it is no part of the layout {self.layout.name!r} (in {location.brief})"
         return self._why_without(path) or default
 
     def _why_left_out(self, use: _Use, spec: Spec) -> str | None:
-        """Says why an optional leaf is not shared by all episodes in a form that can be kept."""
+        """Return why an optional leaf is left out, or ``None`` if it is kept."""
         path, entry = use[0], self.layout.fields[use[1]]
         lacking = [known for known in self._signatures.values() if use not in known.specs]
         if lacking:

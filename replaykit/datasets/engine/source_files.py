@@ -1,4 +1,4 @@
-"""Join files that hold one sequence together, and list files in parallel."""
+"""Files that are joined to one sequence, and parallel listings of files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.engine.finding import Segments, WholeFile
+from replaykit.datasets.engine.episode_finders import Segments, WholeFile
 from replaykit.datasets.engine.h5 import H5File, H5Leaf, H5Member, open_h5
 from replaykit.datasets.engine.h5_values import Held, HeldValues
 from replaykit.datasets.engine.layout import Layout
-from replaykit.datasets.engine.places import Place, SourcePart, path_below
+from replaykit.datasets.engine.locations import Location, SourcePart, path_below
 from replaykit.datasets.sources import SourceFile, Sources
 from replaykit.datasets.worker_pool import WorkerPool
 from replaykit.errors import CorpusError
@@ -37,12 +37,12 @@ _NUMBER: Final = r"0|[1-9][0-9]{0,17}"
 
 
 class JoinedFile(H5File):
-    """Files as one: entries of the root, and arrays below it, one after the other.
+    """Several files that are read as one, with arrays joined along the records.
 
     Args:
         files: the files, in order.
-        names: their paths in the corpus.
-        clock: the array whose lengths say where the records of each file begin.
+        names: the paths of the files in the corpus.
+        clock: the array whose length is the number of records of each file.
     """
 
     def __init__(self, files: Sequence[H5File], names: Sequence[str], clock: str) -> None:
@@ -65,9 +65,9 @@ class JoinedFile(H5File):
         return self._files[0].attributes(group, names)
 
     def leaves(self, group: str, *, without: Collection[str] = ()) -> list[H5Leaf]:
-        """Returns the datasets of the first file, as long as those of all files together.
+        """Return the datasets of the first file, with the total lengths in all files.
 
-        One that another file lacks, or has with another shape or dtype, has a ``problem``.
+        A dataset gets a ``problem`` if another file lacks it, or has another shape or dtype.
         """
         each = [{leaf.path: leaf for leaf in f.leaves(group, without=without)} for f in self._files]
         found = []
@@ -110,7 +110,7 @@ class JoinedFile(H5File):
         return max(rows for rows, _ in stripes), max(nbytes for _, nbytes in stripes)
 
     def _within(self, dataset: str, start: int, stop: int) -> Iterator[tuple[H5File, int, int]]:
-        """Yields the files that hold records ``start .. stop - 1``, and which of theirs."""
+        """Yield the files that contain records ``start .. stop - 1``, with the ranges."""
         base, is_none = 0, True
         for file in self._files:
             length = file.shape(dataset)[0]
@@ -124,24 +124,27 @@ class JoinedFile(H5File):
 
 
 class ChunkedFile(JoinedFile):
-    """A file whose flat arrays are cut into numbered groups, which stand for consecutive records.
+    """A file whose flat arrays are cut into numbered groups of consecutive records.
 
     Args:
         file: the file.
-        above: the group that holds them.
-        numbers: their names, as numbers.
-        clock: as of `JoinedFile`.
+        above: the parent of the numbered groups.
+        numbers: the names of the groups, as numbers.
+        clock: as for `JoinedFile`.
     """
 
     def __init__(self, file: H5File, above: str, numbers: Sequence[int], clock: str) -> None:
         chunks = [file.below(f"{above}/{number}") for number in numbers]
         self._clock = clock
         super().__init__(chunks, [str(number) for number in numbers], clock)
-        # Records are counted through the file: there is no other one to name.
+        # Records are counted across all chunks, because messages only name this file.
         self.parts = ()
 
     def leaves(self, group: str, *, without: Collection[str] = ()) -> list[H5Leaf]:
-        """As of `JoinedFile`; one whose records are those of other chunks has a ``problem``."""
+        """Return the datasets as `JoinedFile` does, and compare the lengths of chunks.
+
+        A dataset gets a ``problem`` if its chunks have other lengths than the chunks of the clock.
+        """
         lengths = [chunk.shape(self._clock)[0] for chunk in self._files]
         found = []
         for leaf in super().leaves(group, without=without):
@@ -155,16 +158,16 @@ class ChunkedFile(JoinedFile):
 
 
 def _chunked(file: H5File, name: str, above: str, clock: str) -> H5File:
-    """Returns a file, or its chunks as one where it holds the arrays in no other way.
+    """Return a file, or its joined chunks if only the chunks hold the arrays.
 
     Raises:
-        CorpusError: a chunk is missing between others (rule V32), or has no clock (rule V12).
+        CorpusError: a chunk between other chunks is missing (rule V32), or has no clock (rule V12).
     """
     if not above or not file.has_group(above):
         return file
     if any(member.name == clock for member in file.members()):
         return file
-    place = file.place(name).at(group=above)
+    location = file.location(name).at(group=above)
     chunks = {
         int(member.name): member
         for member in file.members(above)
@@ -175,14 +178,14 @@ def _chunked(file: H5File, name: str, above: str, clock: str) -> H5File:
     numbers = sorted(chunks)
     for number in range(min(numbers[0], 1), numbers[-1]):
         if number not in chunks:
-            raise place.error(
+            raise location.error(
                 f"the chunk {number} is missing before {numbers[-1]}: records that do not follow "
                 "one another would be joined",
                 "V32",
             )
     for number, member in sorted(chunks.items()):
         if clock not in member.children:
-            raise place.at(key=f"{number}/{clock}").error("the required key is missing", "V12")
+            raise location.at(key=f"{number}/{clock}").error("the required key is missing", "V12")
     return ChunkedFile(file, above, numbers, clock)
 
 
@@ -200,13 +203,13 @@ def _said(leaf: H5Leaf | None) -> str:
 def open_sources(
     files: Sequence[SourceFile], clock: str, held: Held | None = None, chunks: str = ""
 ) -> Iterator[H5File]:
-    """Opens a file, or several as one; see `open_h5` for what it raises.
+    """Open a file, or several files as one; see `open_h5` for the errors.
 
     Args:
         files: the files.
-        clock: as of `JoinedFile`.
-        held: takes small datasets, and gives those that it has.
-        chunks: as of `Layout.chunks`.
+        clock: as for `JoinedFile`.
+        held: stores values of small datasets, and provides the values that it already has.
+        chunks: as for `Layout.chunks`.
     """
     with ExitStack() as stack:
         opened = [
@@ -224,29 +227,30 @@ def open_sources(
 def units_of(
     sources: Sources, layout: Layout, fail: Callable[[int, Exception], None]
 ) -> list[tuple[int, ...]]:
-    """Returns which files are to be opened as one, by their positions.
+    """Return the positions of the files that are opened together.
 
-    Every file by itself, but where a layout lets episodes go on in the next file: there a file
-    belongs to the one before it if it goes on with its last episode. Cost: there each file is
-    opened once more, and its first record read.
+    Files are opened separately, unless the layout allows episodes to continue in the next file.
+    Then a file that continues the last episode of the preceding file is joined to that file. In
+    this case, each file is opened once more, and its first record is read.
 
     Args:
         sources: the files.
-        layout: what the corpus declares.
-        fail: told the position of a file that cannot be opened or is of another layout; may raise.
+        layout: the declaration of the corpus.
+        fail: called with the position of a file that cannot be opened or has another layout, and
+            the error. It may raise an exception.
 
     Raises:
-        CorpusError: the file in which an episode should go on is missing (rule V32).
+        CorpusError: a file that contains a part of an episode is missing (rule V32).
     """
     if not layout.joined:
         return [(index,) for index in range(len(sources.files))]
     units: list[tuple[int, ...]] = []
     for index, source in enumerate(sources.files):
-        place = Place(source.path, source.name)
+        location = Location(source.path, source.name)
         try:
             with open_h5(source.path, is_verified=source.is_verified) as file:
-                layout.resolve(file, place)
-                goes_on = layout.goes_on(file, place)
+                layout.resolve(file, location)
+                goes_on = layout.goes_on(file, location)
         except (ValueError, OSError) as error:
             fail(index, error)
             units.append((index,))
@@ -259,10 +263,10 @@ def units_of(
         for before, after in pairwise(sources.files[index] for index in unit):
             numbers = [_number(file.name) for file in (before, after)]
             if None not in numbers and numbers[1] != (numbers[0] or 0) + 1:
-                place = Place(after.path, after.name)
-                raise place.error(
-                    f"it goes on in an episode that does not begin in it, and the file before it "
-                    f"is {before.name}: those between are missing",
+                location = Location(after.path, after.name)
+                raise location.error(
+                    f"it continues an episode that does not begin in it, but the file before it "
+                    f"is {before.name}: the files between are missing",
                     "V32",
                 )
     return units
@@ -275,12 +279,12 @@ def _number(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Listing:
-    """What the groups of episodes of a file declare, as far as it is known ahead.
+    """The declarations of a file's episode groups that are known before its scan.
 
     Attributes:
-        leaves: the datasets below each group, as `H5File.leaves` returns them.
-        attributes: those of `Layout.seen_attributes` of each group.
-        held: values that were read on the way.
+        leaves: the result of `H5File.leaves` for each group.
+        attributes: the attributes of each group that `Layout.seen_attributes` names.
+        held: values that were read at the same time.
     """
 
     leaves: dict[str, list[H5Leaf]]
@@ -290,22 +294,23 @@ class Listing:
 
 NOT_LISTED: Final = Listing({}, {})
 _AHEAD: Final = 2
-"""Files for each worker that may be listed before the scan wants them: each takes memory."""
+"""Number of files per worker that are listed in advance. Each listing takes memory."""
 
 
 def listings(
     sources: Sources, layout: Layout, workers: int, room: int
 ) -> Generator[Listing, None, None]:
-    """Yields what is known ahead of each file, in order; empty where listing it would not pay.
+    """Yield a listing of each file, in order, which is empty if it would save no time.
 
-    So it is of files that no other process has begun when the caller comes to them: it looks at
-    these itself. What is wrong with a file is not said here: it is missing, and the scan finds it.
+    The listing is also empty if no worker has begun the file when the caller needs it. The caller
+    then lists the file itself. Errors of a file are not reported here. They make its listing
+    incomplete, and the scan finds them.
 
     Args:
         sources: the files.
-        layout: what the corpus declares.
-        workers: how many processes look at files at once, this one among them.
-        room: bytes for values of each file that are read on the way.
+        layout: the declaration of the corpus.
+        workers: number of processes that read declarations, including this one.
+        room: number of bytes for values of each file that are read at the same time.
     """
     files = sources.files
     if workers < 2 or len(files) < 2 or isinstance(layout.episodes, (Segments, WholeFile)):
@@ -316,13 +321,13 @@ def listings(
     waiting: dict[int, Listing] = {}
     with WorkerPool(
         partial(_list, files, layout, room), pieces[1:], others, ahead=_AHEAD * others
-    ) as crew:
+    ) as pool:
         for piece in pieces:
-            if piece == pieces[0] or crew.take(piece) is not None:
+            if piece == pieces[0] or pool.take(piece) is not None:
                 yield NOT_LISTED
                 continue
             while piece[0] not in waiting:
-                index, found = crew.answer()
+                index, found = pool.answer()
                 waiting[index] = found
             yield waiting.pop(piece[0])
 
@@ -332,15 +337,15 @@ def _list(
 ) -> tuple[int, Listing]:
     source, held = files[piece[0]], HeldValues(room)
     found = Listing({}, {}, held)
-    # Leaves of most groups are equal: what is one object is sent once.
+    # The leaves of most groups are equal, and pickle sends an object only once.
     known: dict[H5Leaf, H5Leaf] = {}
     try:
         with open_h5(source.path, is_verified=source.is_verified) as file:
             file.hold(held)
-            place = Place(source.path, source.name)
-            resolved = layout.resolve(file, place)
+            location = Location(source.path, source.name)
+            resolved = layout.resolve(file, location)
             names = resolved.seen_attributes
-            episodes = resolved.episodes.find(file, resolved, place, 1 << 20).episodes
+            episodes = resolved.episodes.find(file, resolved, location, 1 << 20).episodes
             for group in dict.fromkeys(episode.group for episode in episodes):
                 try:
                     leaves = [known.setdefault(leaf, leaf) for leaf in file.leaves(group)]

@@ -1,4 +1,4 @@
-"""Keep statistics of columns, and the points from which a conversion resumes."""
+"""Statistics of columns, and milestones from which a conversion resumes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.engine.places import Note, Notes
+from replaykit.datasets.engine.locations import RuleFinding, RuleFindings
 from replaykit.native import moments
 from replaykit.native.fallback import MOST
 from replaykit.ted import Key
@@ -19,26 +19,25 @@ from replaykit.ted import Key
 __all__ = [
     "Milestone",
     "Statistics",
-    "kept_memory",
-    "kept_notes",
-    "kept_statistics",
-    "notes_of",
+    "findings_from_json",
+    "findings_to_json",
+    "memory_to_json",
     "statistics_of",
+    "statistics_to_json",
 ]
 
 _SCALE: Final = 64
-"""Numbers are taken ``2 ** -64`` times as large where their sum would overflow."""
+"""The exponent of ``2 ** -64``, by which numbers are scaled if a sum would overflow."""
 
 
 @dataclass
 class Statistics:
-    """Smallest, largest, mean and standard deviation of all numbers of a column, and its NaNs.
+    """Minimum, maximum, mean, standard deviation and number of NaNs of a column.
 
-    NaNs count apart; infinities are numbers here. Of complex numbers only the NaNs are counted.
-    The mean is kept with the sum of squared
-    distances from it, block by block, so that neither overflows nor loses digits where the values
-    are far from zero. The result depends on the blocks in its last digits only, and blocks do not
-    depend on the number of workers.
+    NaNs are counted separately, and infinities count as numbers. For complex numbers, only the NaNs
+    are counted. The mean and the sum of squared distances from the mean are updated block by block.
+    So they neither overflow nor lose digits if the values are far from zero. Only the last digits
+    of the result depend on the blocks. Blocks do not depend on the number of workers.
 
     Example:
         >>> import numpy as np
@@ -57,7 +56,7 @@ class Statistics:
     squares: float = 0.0
 
     def add(self, block: npt.NDArray[Any]) -> None:
-        """Adds the numbers of a block; O(values), in less than 2 MiB of memory."""
+        """Add the numbers of a block, in O(values) time and less than 2 MiB of memory."""
         flat = block.reshape(-1)
         for start in range(0, flat.size, MOST):
             part = flat[start : start + MOST]
@@ -80,7 +79,7 @@ class Statistics:
             self.merge(Statistics(count, 0, *(found if _is_known(*found) else _scaled(block))))
 
     def merge(self, other: Statistics) -> None:
-        """Adds what another one has seen after this one."""
+        """Add the statistics of the following numbers."""
         self.nan += other.nan
         if not other.count:
             return
@@ -96,7 +95,7 @@ class Statistics:
         self.count = total
 
     def to_json(self) -> dict[str, Any]:
-        """Returns JSON values; ``None`` where there is no finite number."""
+        """Return the statistics as JSON values, with ``None`` if a number is not finite."""
         known = self.count > 0
         return {
             "min": _finite(self.least),
@@ -108,12 +107,12 @@ class Statistics:
 
 
 def _is_known(least: Any, largest: Any, mean: float, squares: float) -> bool:
-    """Whether the mean is a number, or cannot be, since infinities are among the numbers."""
+    """Return whether the mean is finite, or infinite because a number is infinite."""
     return math.isfinite(mean) or not (math.isfinite(least) and math.isfinite(largest))
 
 
 def _scaled(block: npt.NDArray[Any]) -> tuple[Any, Any, float, float]:
-    """Returns the moments of numbers whose sum is beyond the largest float."""
+    """Return the moments of numbers whose sum exceeds the largest float."""
     _, least, largest, mean, squares = moments(np.ldexp(block, -_SCALE))
     return (
         math.ldexp(least, _SCALE),
@@ -135,18 +134,18 @@ _VALUE = "value"
 
 @dataclass(frozen=True)
 class Milestone:
-    """What is known of a file of which some episodes were written.
+    """The results of a file with some of its episodes written.
 
     Attributes:
-        first, stop: the episodes ``first .. stop - 1`` of the plan were written since the
-            milestone before.
-        nbytes: how many bytes of the file were read.
-        columns: how many bytes of its part of each column are there, and their CRC-32.
-        statistics: of each column, so far.
+        first, stop: the episodes ``first .. stop - 1`` of the plan were written since the preceding
+            milestone.
+        nbytes: number of bytes of the file that were read.
+        columns: number of written bytes in the file's part of each column, and their CRC-32.
+        statistics: the statistics of each column so far.
         notes: the findings so far.
-        bad: the episodes that are to be left out so far, and why.
-        tails: as `RowWriter.tails`.
-        memory: of the layout.
+        bad: the episodes to leave out so far, with the reasons.
+        tails: as in `RowWriter.tails`.
+        memory: the memory of the layout.
         table: the lines of the episodes.
     """
 
@@ -155,17 +154,17 @@ class Milestone:
     nbytes: int
     columns: Mapping[Key, tuple[int, int]]
     statistics: Mapping[Key, Statistics]
-    notes: Notes
+    notes: RuleFindings
     bad: Mapping[int, str]
     tails: Mapping[Key, bytes]
     memory: Mapping[str, Any]
     table: Mapping[str, npt.NDArray[Any]]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all but the table as JSON values; the columns by their order.
+        """Return all but the table as JSON values, in the order of the columns.
 
         Raises:
-            TypeError: the layout has learnt what JSON values do not give back.
+            TypeError: JSON cannot represent the layout's memory.
         """
         keys = list(self.columns)
         return {
@@ -173,26 +172,26 @@ class Milestone:
             "stop": self.stop,
             "nbytes": self.nbytes,
             "columns": [list(each) for each in self.columns.values()],
-            "statistics": kept_statistics(self.statistics),
-            "notes": kept_notes(self.notes),
+            "statistics": statistics_to_json(self.statistics),
+            "notes": findings_to_json(self.notes),
             "bad": [list(each) for each in self.bad.items()],
             "tails": [[keys.index(key), b64encode(tail).decode()]
                       for key, tail in self.tails.items()],
-            "memory": kept_memory(self.memory),
+            "memory": memory_to_json(self.memory),
         }  # fmt: skip
 
     @classmethod
     def of(
         cls, said: Mapping[str, Any], keys: list[Key], table: Mapping[str, npt.NDArray[Any]]
     ) -> Milestone:
-        """Returns what was written down."""
+        """Return a saved milestone."""
         return cls(
             said["first"],
             said["stop"],
             said["nbytes"],
             dict(zip(keys, ((nbytes, crc32) for nbytes, crc32 in said["columns"]), strict=True)),
             statistics_of(said["statistics"], keys),
-            notes_of(said["notes"]),
+            findings_from_json(said["notes"]),
             dict(said["bad"]),
             {keys[at]: b64decode(text) for at, text in said["tails"]},
             _memory_of(said["memory"]),
@@ -200,15 +199,15 @@ class Milestone:
         )
 
     def after(self, earlier: Milestone) -> Milestone:
-        """Returns this one with the lines of the one before it."""
+        """Return this milestone with the lines of an earlier milestone in front."""
         table = {
             name: np.concatenate([earlier.table[name], lines]) for name, lines in self.table.items()
         }
         return Milestone(**{**self.__dict__, "first": earlier.first, "table": table})
 
 
-def kept_statistics(found: Mapping[Key, Statistics]) -> list[list[Any]]:
-    """Returns statistics as JSON values, by the order of the columns."""
+def statistics_to_json(found: Mapping[Key, Statistics]) -> list[list[Any]]:
+    """Return statistics as JSON values, in the order of the columns."""
     return [
         [each.count, each.nan, each.least, each.largest, each.mean, each.squares]
         for each in found.values()
@@ -216,29 +215,29 @@ def kept_statistics(found: Mapping[Key, Statistics]) -> list[list[Any]]:
 
 
 def statistics_of(said: list[list[Any]], keys: list[Key]) -> dict[Key, Statistics]:
-    """Returns statistics that were written down."""
+    """Return saved statistics."""
     return dict(zip(keys, (Statistics(*each) for each in said), strict=True))
 
 
-def kept_notes(notes: Notes) -> list[list[Any]]:
-    """Returns findings as JSON values."""
+def findings_to_json(notes: RuleFindings) -> list[list[Any]]:
+    """Return findings as JSON values."""
     return [list(astuple(note)) for note in notes]
 
 
-def notes_of(said: list[list[Any]]) -> Notes:
-    """Returns findings that were written down."""
-    return Notes.of(Note(*each) for each in said)
+def findings_from_json(said: list[list[Any]]) -> RuleFindings:
+    """Return saved findings."""
+    return RuleFindings.of(RuleFinding(*each) for each in said)
 
 
-def kept_memory(memory: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Returns what a layout has learnt as JSON values; sets are told from lists.
+def memory_to_json(memory: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the memory of a layout as JSON values that distinguish sets from lists.
 
     Raises:
-        TypeError: JSON values would not give it back.
+        TypeError: JSON cannot represent the values.
 
     Example:
-        >>> from replaykit.datasets.engine.statistics import kept_memory
-        >>> kept_memory({"rewards": {"dense"}, "columns": {"x": 2}})
+        >>> from replaykit.datasets.engine.statistics import memory_to_json
+        >>> memory_to_json({"rewards": {"dense"}, "columns": {"x": 2}})
         {'rewards': ['set', ['dense']], 'columns': ['value', {'x': 2}]}
     """
     found = {
@@ -246,7 +245,7 @@ def kept_memory(memory: Mapping[str, Any]) -> dict[str, list[Any]]:
         for name, value in memory.items()
     }
     if not all(_is_plain(value) for _, value in found.values()):
-        raise TypeError("what the layout has learnt is not made of JSON values")
+        raise TypeError("expected the memory of the layout to hold sets and JSON values only")
     return found
 
 
@@ -255,7 +254,7 @@ def _memory_of(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON gives a value back as it is."""
+    """Return whether a value stays unchanged when it is stored as JSON."""
     if type(value) is dict:
         return all(type(name) is str and _is_plain(each) for name, each in value.items())
     if type(value) is list:

@@ -1,4 +1,4 @@
-"""Write source files in turn or in parallel, and remove episodes and columns afterwards."""
+"""Conversion of files in sequence or in parallel, and removal of episodes and columns."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from replaykit.datasets.column_files import ColumnOutput, ColumnSpec, create_columns, synced_early
 from replaykit.datasets.engine.layout import DropLeaves
-from replaykit.datasets.engine.places import Judge, Notes, Place
+from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.plan import Plan, SourceEpisode, column_specs
-from replaykit.datasets.engine.policies import Policies
+from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.resuming import FilePart, Unfinished
 from replaykit.datasets.engine.row_writer import RowWriter, empty_table
 from replaykit.datasets.engine.source_files import open_sources
@@ -33,9 +33,9 @@ __all__ = [
     "FINALS_DIRECTORY",
     "WrittenFile",
     "condense",
-    "kept_episodes",
     "remove_column",
     "store_once",
+    "unchanged_episodes",
     "without_episodes",
     "write_files",
 ]
@@ -43,22 +43,24 @@ __all__ = [
 _Parts = Generator[FilePart, None, None]
 
 _MARKED_BYTES: Final = 64 << 20
-"""Bytes of a file after which it is noted how far it has come, which takes less than a
-millisecond."""
+"""Bytes of a file between milestones. A milestone takes less than a millisecond."""
 _MOST_ORDERED: Final = 256
-"""Files up to which the largest is begun first. What is known of later ones waits for the first;
-of many files the last one is little in any case."""
+"""Greatest number of files of which the largest is begun first.
+
+The results of later files wait in memory for the first file. Among many files, the last file takes
+little of the total time.
+"""
 
 
 @dataclass
 class WrittenFile:
-    """What is known of all files after their rows were written.
+    """The results of all files whose rows were written.
 
     Attributes:
         table: the episode table.
         statistics: of each column.
-        facts: what was learnt of each file.
-        bad: episodes that are to be left out, by position, and why.
+        facts: the facts found in each file.
+        bad: the reasons to leave out episodes, by position.
     """
 
     table: dict[str, npt.NDArray[Any]]
@@ -75,27 +77,28 @@ def write_files(
     block_bytes: int,
     on_invalid: str,
     workers: int,
-    notes: Notes,
+    notes: RuleFindings,
     advance: Callable[[int], object],
     unfinished: Unfinished,
 ) -> WrittenFile:
-    """Writes the rows of all files that are not finished yet.
+    """Write the rows of all files that are not finished yet.
 
     Args:
-        plan: what is to be written.
+        plan: the plan of the data set.
         sources: the files.
-        columns: the files of `column_specs`, empty but for the rows of finished files.
-        block_bytes: how much of one leaf is read at a time, by each worker.
+        columns: the column files of `column_specs`, which only contain the rows of finished files.
+        block_bytes: number of bytes of one leaf in one read of a worker.
         on_invalid: as in `Policies`.
-        workers: how many processes work at once, each on a file, this one among them.
-        notes: takes the findings.
-        advance: told the bytes that were read.
-        unfinished: has the files that are finished, and takes those that are now.
+        workers: number of processes that write, including this process. Each writes one file after
+            another.
+        notes: collects the findings.
+        advance: called with the number of bytes that were read.
+        unfinished: the record of the finished files, to which newly finished files are added.
 
     Raises:
-        CorpusError: an episode breaks a rule; names file, group, key and record.
+        CorpusError: an episode breaks a rule. The message names file, group, key and record.
         DropLeaves: a field must be left out of the whole corpus.
-        OSError: there is no room.
+        OSError: no space is left.
         RuntimeError: a worker died.
     """
     filled = empty_table(len(plan.episodes))
@@ -120,7 +123,7 @@ def write_files(
         for part in ordered:
             if part.dropped is not None:
                 raise part.dropped
-            if not part.is_told:
+            if not part.is_reported:
                 advance(part.nbytes)
                 first = plan.spans[spans[part.index][0]].first
                 for name, values in part.table.items():
@@ -135,7 +138,7 @@ def write_files(
 
 
 def _known(plan: Plan) -> dict[str, npt.NDArray[Any]]:
-    """Returns what a plan knows of the episodes, by the names of the episode table."""
+    """Return the columns of the episode table that a plan determines."""
     names = {
         "start": "start",
         "length": "rows",
@@ -153,28 +156,28 @@ def _as_they_come(
     indices: list[int],
     workers: int,
 ) -> _Parts:
-    """Yields the parts that this process and others write, whichever is done first.
+    """Yield the parts that this process and the workers write, in order of completion.
 
     Args:
-        write: writes one in another process.
-        mine: writes one in this process.
-        indices: of which files, in the order in which they are begun.
-        workers: how many processes write, this one among them.
+        write: writes a part in a worker.
+        mine: writes a part in this process.
+        indices: positions of the files, in the order in which they are begun.
+        workers: number of processes that write, including this process.
     """
     pieces = [(index, index) for index in indices]
-    with WorkerPool(write, pieces[1:], workers - 1) as crew:
+    with WorkerPool(write, pieces[1:], workers - 1) as pool:
         piece: tuple[int, int] | None = pieces[0]
         while piece is not None:
             yield mine(piece)
-            while (part := crew.answer(waits=False)) is not None:
+            while (part := pool.answer(waits=False)) is not None:
                 yield part
-            piece = crew.take()
-        while (part := crew.answer()) is not None:
+            piece = pool.take()
+        while (part := pool.answer()) is not None:
             yield part
 
 
 def _recorded(parts: _Parts, unfinished: Unfinished) -> _Parts:
-    """Yields the parts, each after it was recorded."""
+    """Record each part, and then yield it."""
     with closing(parts):
         for part in parts:
             unfinished.record(part)
@@ -187,7 +190,7 @@ def _in_order(
     parts: _Parts,
     unfinished: Unfinished,
 ) -> _Parts:
-    """Yields the parts in the order of the files: those of before, and those that are written."""
+    """Yield recorded and newly written parts in the order of the files."""
     waiting: dict[int, FilePart] = {}
     with closing(parts):
         for index in indices:
@@ -201,7 +204,7 @@ def _in_order(
 
 
 def _rows(plan: Plan, spans: range) -> range:
-    """Returns the rows of some spans of one file in a row."""
+    """Return the rows of consecutive spans of one file."""
     last = plan.spans[spans[-1]]
     return range(plan.spans[spans[0]].start, last.start + last.rows)
 
@@ -219,10 +222,10 @@ def _write_file(
     table: Mapping[str, npt.NDArray[Any]] | None = None,
     unfinished: Unfinished | None = None,
 ) -> FilePart:
-    """Writes the rows of one file; the piece is its position, twice.
+    """Write the rows of one file. The piece is the position of the file, twice.
 
-    ``table``: of all episodes, where it can be filled right here; ``advance`` and ``unfinished``,
-    which is told now and then how far the file has come, are given as well.
+    ``table`` is the table of all episodes if this process fills it. ``advance`` and ``unfinished``,
+    which receives milestones, are then also given.
     """
     index = piece[0]
     source = sources.files[index]
@@ -234,7 +237,7 @@ def _write_file(
     else:
         table = {name: values[first:end] for name, values in table.items()}
     parts = {key: column.part(rows.start, rows.stop) for key, column in columns.items()}
-    notes = Notes()
+    notes = RuleFindings()
     memory: dict[str, Any] = {}
     judge = Judge(on_invalid, notes)
     counted = [0]
@@ -280,7 +283,7 @@ def _write_file(
     try:
         with ExitStack() as stack:
             if advance is None:
-                # The threads of the one it came with are in the process that started this one.
+                # The threads that sync the columns exist only in the parent process.
                 stack.enter_context(synced_early(parts))
             unit = [sources.files[position] for position in plan.units.get(index, (index,))]
             file = stack.enter_context(
@@ -289,7 +292,7 @@ def _write_file(
             writer.write(file, source, plan.spans.within(spans), memory, last[0], reached)
         writer.finish()
     except DropLeaves as drop:
-        # Handed over as it is: the way back from a worker is for errors.
+        # The signal is returned, because an exception from a worker would count as an error.
         dropped = drop
     return FilePart(
         index,
@@ -302,7 +305,7 @@ def _write_file(
         judge.bad,
         plan.layout.file_facts(memory),
         dropped,
-        is_told=advance is not None,
+        is_reported=advance is not None,
     )
 
 
@@ -311,15 +314,15 @@ _BLOCK_BYTES: Final = 1 << 20
 Index = npt.NDArray[np.int64]
 
 
-def kept_episodes(before: Plan, after: Plan) -> Index | None:
-    """Returns which episodes of a plan another one still has, by their positions; O(E).
+def unchanged_episodes(before: Plan, after: Plan) -> Index | None:
+    """Return the positions of the episodes that another plan still has. Cost: O(E).
 
-    ``None`` where the other one has other columns, or rows that were not written.
+    The result is ``None`` if the other plan has other columns, or rows that were not written.
     """
     if before.leaves != after.leaves or column_specs(before) != column_specs(after):
         return None
     found = np.empty(len(after.episodes), np.int64)
-    # Both are in the order of files and arrays.
+    # Both plans are in the order of files and arrays.
     rest = enumerate(map(_identity, before.episodes))
     for at, wanted in enumerate(map(_identity, after.episodes)):
         found[at] = next((position for position, each in rest if each == wanted), -1)
@@ -343,20 +346,20 @@ def without_episodes(
     after: Plan,
     kept: Index,
 ) -> tuple[dict[Key, ColumnOutput], WrittenFile]:
-    """Takes out the episodes that are not kept; returns the columns and what is known of them.
+    """Remove the episodes that are not kept, and return the columns and results.
 
     Args:
-        directory: the data set that is being made.
-        columns: its columns, complete.
-        written: what is known of them.
+        directory: the directory of the unfinished data set.
+        columns: the complete columns of the data set.
+        written: the results of the columns.
         before, after: the plans with and without the episodes.
-        kept: what `kept_episodes` found.
+        kept: the result of `unchanged_episodes`.
 
-    Cost: moves the rows behind the first episode that goes, and reads all columns once, for their
+    Cost: the rows after the first removed episode are moved. All columns are read once for their
     checksums and statistics. Memory: a block of 1 MiB.
 
     Raises:
-        OSError: the file system fails; names the file.
+        OSError: the file system fails. The message names the file.
     """
     runs = _runs(before, after, kept)
     found = {key: ColumnOutput(c.path, c.spec, (after.rows,)) for key, c in columns.items()}
@@ -369,7 +372,7 @@ def without_episodes(
 
 
 def _runs(before: Plan, after: Plan, kept: Index) -> list[tuple[int, int, int]]:
-    """Returns which rows move: from, to, how many; rows that stay side by side together."""
+    """Return the moves of rows as (from, to, count). Adjacent rows move together."""
     old = before.episodes.column("start")[kept]
     new, rows = after.episodes.column("start"), after.episodes.column("rows")
     begins = np.flatnonzero(np.append(True, old[1:] != old[:-1] + rows[:-1]))
@@ -378,7 +381,7 @@ def _runs(before: Plan, after: Plan, kept: Index) -> list[tuple[int, int, int]]:
 
 
 def _move(column: ColumnOutput, runs: list[tuple[int, int, int]]) -> Statistics:
-    """Moves runs of rows (from, to, how many) to the front, and takes their checksum anew."""
+    """Move runs of rows (from, to, count), update the checksum, and return statistics."""
     statistics, size = Statistics(), column.spec.entry_bytes
     if column.path is None or not size:
         return statistics
@@ -405,7 +408,7 @@ def _move(column: ColumnOutput, runs: list[tuple[int, int, int]]) -> Statistics:
 
 
 def _shorten(path: Path, before: int, after: int) -> None:
-    """Changes the number of rows in what tensordict says of a directory."""
+    """Change the number of rows in tensordict's description of a directory."""
     said = json.loads(path.read_text())
     for entry in (said, *(value for value in said.values() if isinstance(value, dict))):
         shape = entry.get("shape")
@@ -415,8 +418,11 @@ def _shorten(path: Path, before: int, after: int) -> None:
 
 
 _MOST_VALUES: Final = 4096
-"""Numbers of a constant entry that the manifest holds, some 80 kB of text: positions of all bodies
-of a simulator's model, not an image that never changes. Longer ones stay, and are reported."""
+"""Most numbers of a constant value in the manifest, about 80 kB of text.
+
+This is enough for the positions of all bodies of a simulator's model, but not for an image. Columns
+with longer constant values stay, and are reported.
+"""
 
 
 def condense(
@@ -424,23 +430,24 @@ def condense(
     plan: Plan,
     columns: dict[Key, ColumnOutput],
     policies: Policies,
-    notes: Notes,
-    place: Place,
+    notes: RuleFindings,
+    location: Location,
 ) -> list[dict[str, Any]]:
-    """Removes columns of infos that are constant, or equal another one, where that is asked for.
+    """Remove constant and duplicate info columns, as the policies require.
 
     Args:
-        directory: the data set that is being made.
-        plan: what was written.
-        columns: the columns; those that go are removed from it.
-        policies: what the caller decides.
-        notes: takes constants that stay, since the manifest cannot hold their value.
-        place: the first file.
+        directory: the directory of the unfinished data set.
+        plan: the plan of its rows.
+        columns: the columns. Removed columns are deleted from this mapping.
+        policies: the caller's decisions.
+        notes: collects the constant columns that stay because the manifest cannot hold their value.
+        location: the first file.
 
     Returns:
-        Key and value, or key and the key that it equals, of each column that went; JSON values.
+        The key of each removed column, with its value or the key of the equal column, as JSON
+        values.
 
-    Cost: reads the columns whose checksums are equal, and the constant ones, once.
+    Cost: constant columns, and columns with equal checksums, are read once.
     """
     removed: list[dict[str, Any]] = []
     infos = [target.key for leaf in plan.leaves if leaf.role == "info" for target in leaf.targets]
@@ -455,7 +462,7 @@ def condense(
             else:
                 name = "/".join(key)
                 text = f"{name} is constant and kept as a column: {why}"
-                notes.add("V13", text, place, name=name)
+                notes.add("V13", text, location, name=name)
     if policies.duplicate == "drop":
         gone = {tuple(entry["key"]) for entry in removed}
         seen: dict[tuple[Any, ...], list[Key]] = {}
@@ -476,7 +483,7 @@ def condense(
 
 
 def _unsaid(value: npt.NDArray[Any]) -> str | None:
-    """Says why the manifest cannot hold a value; ``None`` where it can."""
+    """Return why the manifest cannot hold a value, or ``None`` if it can."""
     if value.size > _MOST_VALUES:
         return (
             f"its {value.size:,} numbers are more than the {_MOST_VALUES:,} of a manifest's entry"
@@ -485,7 +492,7 @@ def _unsaid(value: npt.NDArray[Any]) -> str | None:
 
 
 def _constant(column: ColumnOutput) -> npt.NDArray[Any] | None:
-    """Returns the value of all entries of a column; ``None`` where they differ."""
+    """Return the common value of all entries of a column, or ``None``."""
     entries = column.nbytes // max(1, column.spec.entry_bytes)
     width = int(np.prod(column.spec.shape))
     if not entries or not width:
@@ -512,10 +519,10 @@ def _is_equal(one: ColumnOutput, other: ColumnOutput) -> bool:
 
 
 def remove_column(directory: Path, column: ColumnOutput) -> None:
-    """Takes a column out of its directory, and out of tensordict's description of it."""
+    """Remove a column from its directory and from tensordict's description."""
     assert column.path is not None
     column.path.unlink()
-    # The description of the root is held back while a data set is being made.
+    # The description of the root is hidden while a data set is being made.
     home = column.path.parent
     meta = next(path for path in home.glob("meta.json*") if path.is_file())
     described = json.loads(meta.read_text())
@@ -530,20 +537,22 @@ _NEVER: Final = frozenset((*DEFAULT_DONE_KEYS, "reward"))
 def store_once(
     directory: Path, plan: Plan, columns: dict[Key, ColumnOutput]
 ) -> dict[Key, ColumnOutput]:
-    """Replaces columns under ``next`` that repeat the following row by what episodes end with.
+    """Replace columns that repeat the following row by the last values of episodes.
+
+    Only columns under ``next`` are replaced.
 
     Args:
-        directory: the data set that is being made.
-        plan: what was written.
-        columns: the columns, complete; those that go are removed from it.
+        directory: the directory of the unfinished data set.
+        plan: the plan of its rows.
+        columns: the complete columns. Replaced columns are deleted from this mapping.
 
     Returns:
-        Columns ``[E, ...]`` by the keys of those that went.
+        The last values of episodes, ``[E, ...]``, by the keys of the replaced columns.
 
-    Cost: reads the columns that are compared once. Memory: a few blocks of 1 MiB.
+    Cost: the compared columns are read once. Memory: a few blocks of 1 MiB.
 
     Raises:
-        OSError: there is no room, or a file cannot be read.
+        OSError: no space is left, or a file cannot be read.
     """
     lasts = plan.episodes.column("start") + plan.episodes.column("rows") - 1
     found = {
@@ -556,13 +565,13 @@ def store_once(
     specs = [ColumnSpec(key, column.spec.shape, column.spec.dtype) for key, column in found.items()]
     finals = create_columns(directory / FINALS_DIRECTORY, specs, (len(lasts),))
     for key, column in found.items():
-        _take(column, lasts, finals[key])
+        _copy_rows(column, lasts, finals[key])
         remove_column(directory, columns.pop(key))
     return finals
 
 
 def _repeats(columns: Mapping[Key, ColumnOutput], key: Key, lasts: npt.NDArray[np.int64]) -> bool:
-    """Whether each row but the last ones of episodes has what the row after it starts from."""
+    """Return whether a column repeats the following row, except at ends of episodes."""
     column, root = columns[key], columns.get(key[1:])
     if root is None or root.path is None or column.path is None:
         return False
@@ -580,8 +589,8 @@ def _repeats(columns: Mapping[Key, ColumnOutput], key: Key, lasts: npt.NDArray[n
     return True
 
 
-def _take(column: ColumnOutput, rows: npt.NDArray[np.int64], to: ColumnOutput) -> None:
-    """Writes some rows of a column, in rising order, one after the other to another one."""
+def _copy_rows(column: ColumnOutput, rows: npt.NDArray[np.int64], to: ColumnOutput) -> None:
+    """Copy rows of a column, in ascending order, to the first rows of another column."""
     step = max(1, _BLOCK_BYTES // column.spec.entry_bytes)
     for first in range(0, len(rows), step):
         some: list[Any] = [column.read(int(row), 1) for row in rows[first : first + step]]

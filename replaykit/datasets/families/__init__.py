@@ -1,4 +1,4 @@
-"""The corpus families: a declaration each, with what is truly its own."""
+"""The corpus families, each with a declaration and its special code."""
 
 from replaykit.registry import room
 

@@ -1,4 +1,4 @@
-"""ALOHA and ACT: one file an episode, of joint positions, images and the commands given there."""
+"""The ALOHA and ACT family: one file per episode, with joints, images and commands."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Final
 
 import numpy as np
 
+from replaykit.datasets.engine.episode_finders import Finder, WholeFile
 from replaykit.datasets.engine.fields import STEPS, Alignment, Decoder, Field, Images, image_module
-from replaykit.datasets.engine.finding import Finder, WholeFile
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Layout
-from replaykit.datasets.engine.places import Place
+from replaykit.datasets.engine.locations import Location
 
 __all__ = ["ALOHA", "AlohaLayout"]
 
@@ -22,16 +22,18 @@ _IMAGES: Final = "observations/images/"
 
 @dataclass(frozen=True, kw_only=True)
 class AlohaLayout(Layout):
-    """Episodes of ALOHA: T records make T - 1 rows, without reward, and end truncated.
+    """Layout of ALOHA episodes, in which T records make T - 1 rows.
 
-    Images that were compressed become their pixels; depth and raw images stay as they are.
+    Episodes have no rewards, and end truncated. Compressed images are decoded to pixels. Depth and
+    raw images are stored unchanged.
 
     Attributes:
-        action_shift: 0 pairs a command with the observation of its record; -1 with that of the
-            record after it, as the loader of ACT does for real robots, which makes T - 2 rows.
+        action_shift: 0 pairs a command with the observation of the same record. -1 pairs it with
+            the observation of the next record, as ACT's loader does for real robots. T records then
+            make T - 2 rows.
 
     Raises:
-        ValueError: another shift.
+        ValueError: ``action_shift`` is neither 0 nor -1.
 
     Example:
         >>> from replaykit.datasets.families import ALOHA, AlohaLayout
@@ -67,8 +69,11 @@ class AlohaLayout(Layout):
         )
         object.__setattr__(self, "fields", fields)
 
-    def resolve(self, file: H5File, place: Place) -> Layout:
-        """Finds the images that were compressed, and their size, by the first of each camera."""
+    def resolve(self, file: H5File, location: Location) -> Layout:
+        """Return the layout with decoders for the compressed images.
+
+        The size of the images comes from the first image of each camera.
+        """
         decoders: list[tuple[str, Decoder]] = []
         for leaf in file.leaves(""):
             is_bytes = leaf.problem is None and np.dtype(leaf.dtype) == np.uint8
@@ -77,14 +82,14 @@ class AlohaLayout(Layout):
                 continue
             if leaf.problem is None and not is_bytes:
                 continue
-            decoders.append((leaf.path, Images(_size(file, leaf.path, place))))
+            decoders.append((leaf.path, Images(_size(file, leaf.path, location))))
         return replace(self, decoders=tuple(decoders))
 
 
 ALOHA: Final = AlohaLayout()
 
 
-def _size(file: H5File, path: str, place: Place) -> tuple[int, ...]:
+def _size(file: H5File, path: str, location: Location) -> tuple[int, ...]:
     Image = image_module()
     entry = np.asarray(file.entries(path, 0, 1)[0], np.uint8).tobytes()
     try:
@@ -92,5 +97,5 @@ def _size(file: H5File, path: str, place: Place) -> tuple[int, ...]:
             bands = len(image.getbands())
             return (image.height, image.width, *((bands,) if bands > 1 else ()))
     except (OSError, ValueError, SyntaxError) as error:
-        at = place.at(key=path, record=0)
+        at = location.at(key=path, record=0)
         raise at.error(f"is not an image that can be decoded ({error})", "V03") from error

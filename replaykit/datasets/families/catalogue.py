@@ -1,4 +1,4 @@
-"""The corpus classes: which data sets there are, where they are hosted, how they are laid out."""
+"""The corpus classes, with their data sets, file hosts and layouts."""
 
 from __future__ import annotations
 
@@ -47,13 +47,16 @@ __all__ = [
 
 
 class _OwnFiles(BaseDatasetExperienceReplay[SamplerT]):
-    """A corpus of which not everything can be fetched: any id may name files of one's own."""
+    """A corpus that is hosted only in part, or not at all.
+
+    Any id may name local files of the user.
+    """
 
     any_id = True
 
     def _identity(self) -> dict[str, Any]:
-        # Under an id that is not hosted there is but one kind of files: those that were converted
-        # before may be opened by the id.
+        # An id that is not hosted names only the user's files. Without source=, the id opens the
+        # data set that was converted from these files before.
         found = super()._identity()
         if self.source is None and self.remote(self.dataset_id) is None:
             del found["source"]
@@ -67,7 +70,7 @@ class _OwnFiles(BaseDatasetExperienceReplay[SamplerT]):
 
 
 class _D4RLIds:
-    """The ids that are hosted, read when they are asked for."""
+    """The hosted ids, which are read from the table at the first access."""
 
     def __get__(self, instance: object, owner: type) -> list[str]:
         return d4rl_ids()
@@ -76,14 +79,16 @@ class _D4RLIds:
 class D4RLExperienceReplay(_OwnFiles[SamplerT]):
     """Transitions of D4RL files of any release.
 
-    Files are fetched over plain HTTP from their authors, or from the folder that the environment's
-    ``REPLAYKIT_D4RL_URL`` names, and verified where their SHA-256 is known; those that one has are
-    given with ``source``, under any id. ``next_observations`` are used where a release has them,
-    and the simulator's state where it was logged one step late (AntMaze v0); episodes then end
-    where the environment was reset, whatever the flags say. Elsewhere they end at the flags, and
-    the last step of an episode is kept if the episode terminated there, with ``("next",
-    "observed")`` False, and dropped if not. Rows have ``observation``, ``action``, ``info``, ids
-    and flags, and under ``next`` the rest; see `D4RLLayout`.
+    Files are fetched over plain HTTP from their authors, or from the URL in the environment
+    variable ``REPLAYKIT_D4RL_URL``. A file is verified if its SHA-256 is known. Local files can be
+    given with ``source``, under any id.
+
+    Next observations come from ``next_observations`` if the release has this array. They come from
+    the simulator's state if it was logged one step late (AntMaze v0). Episodes of these files end
+    at the resets of the environment, independently of the flags. Episodes of other files end at the
+    flags. If such an episode terminated, its last step is kept, with ``("next", "observed")``
+    False. Otherwise its last step is dropped. Rows have ``observation``, ``action``, ``info``, ids
+    and flags; all other keys are under ``next``. See `D4RLLayout`.
 
     Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Fu et al., "D4RL:
     Datasets for Deep Data-Driven Reinforcement Learning", 2020; data CC BY 4.0.
@@ -122,15 +127,16 @@ class D4RLExperienceReplay(_OwnFiles[SamplerT]):
 
     @classmethod
     def remote(cls, dataset_id: str) -> WebFiles | None:
-        """Says where the file of a data set is; None for an id that is one's own."""
+        """Return the location of a data set's file; None for an id that is not hosted."""
         file = d4rl_file(dataset_id)
         return None if file is None else WebFiles((file,))
 
 
 class IsaacLabExperienceReplay(_OwnFiles[SamplerT]):
-    """Transitions of demonstrations that Isaac Lab has recorded, given with ``source``.
+    """Transitions of demonstrations recorded by Isaac Lab, given with ``source``.
 
-    See `IsaacLabLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay.
+    See `IsaacLabLayout` for the layout, and BaseDatasetExperienceReplay for arguments, errors and
+    methods.
 
     Example:
         >>> from replaykit.datasets import IsaacLabExperienceReplay
@@ -144,9 +150,10 @@ class IsaacLabExperienceReplay(_OwnFiles[SamplerT]):
 
 
 class AlohaExperienceReplay(_OwnFiles[SamplerT]):
-    """Transitions of episodes of ALOHA and ACT, one file each, given with ``source``.
+    """Transitions of ALOHA and ACT files of one episode each, given with ``source``.
 
-    See `AlohaLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay.
+    See `AlohaLayout` for the layout, and BaseDatasetExperienceReplay for arguments, errors and
+    methods.
 
     Example:
         >>> from replaykit.datasets import AlohaExperienceReplay
@@ -160,15 +167,16 @@ class AlohaExperienceReplay(_OwnFiles[SamplerT]):
 
 
 class RobomimicExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
-    """Transitions of robomimic's simulated demonstrations, and of robosuite's raw ones.
+    """Transitions of robomimic's simulated and robosuite's raw demonstrations.
 
-    Ids are ``task/kind/name``; those named ``demo`` hold simulator states only. ``split`` takes
-    the filters of the files, such as ``"train"``. Image files of these are rendered by their users:
-    give them with ``source``, under any id. Under ``v0.1/task/kind/name`` are the files of the
-    first release, with images, on their authors' server. See `RobomimicLayout`.
+    Ids have the form ``task/kind/name``. Data sets with the name ``demo`` hold simulator states
+    only. ``split`` accepts the filters of the files, such as ``"train"``. Users must render image
+    files themselves, and give them with ``source``, under any id. Ids of the form
+    ``v0.1/task/kind/name`` name the files of the first release, with images, on the authors'
+    server. See `RobomimicLayout`.
 
-    Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Mandlekar et al., "What
-    Matters in Learning from Offline Human Demonstrations for Robot Manipulation", 2021; MIT.
+    See BaseDatasetExperienceReplay for arguments, errors and methods. Source: Mandlekar et al.,
+    "What Matters in Learning from Offline Human Demonstrations for Robot Manipulation", 2021; MIT.
 
     Example:
         >>> from replaykit.datasets import RobomimicExperienceReplay
@@ -183,17 +191,17 @@ class RobomimicExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
 
     @property
     def layout(self) -> Layout:
-        """How the files of this id are laid out."""
+        """The layout of the files of this id."""
         return ROBOSUITE if self.dataset_id.endswith("/demo") else ROBOMIMIC
 
     @classmethod
     def remote(cls, dataset_id: str) -> HubFiles | WebFiles:
-        """Says where the files of a data set are."""
+        """Return the location of a data set's files."""
         return robomimic_remote(dataset_id)
 
 
 class LiberoExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
-    """Transitions of LIBERO's demonstrations, a suite of tasks an id.
+    """Transitions of LIBERO's demonstrations. An id names a suite of tasks.
 
     See `LiberoLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Liu
     et al., "LIBERO: Benchmarking Knowledge Transfer for Lifelong Robot Learning", 2023; data CC BY
@@ -215,19 +223,19 @@ class LiberoExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
 
     @classmethod
     def remote(cls, dataset_id: str) -> HubFiles:
-        """Says where the files of a data set are."""
+        """Return the location of a data set's files."""
         return HubFiles(cls.repository, dataset_id, "_demo.hdf5")
 
 
 class MinariExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     """Transitions of Minari's data sets in HDF5 storage.
 
-    Ids are Minari's, such as ``D4RL/door/human-v2``: the first part names the repository below
-    ``farama-minari``. Those of ``D4RL`` and ``mujoco`` are listed, others are taken too. See
-    `MinariLayout` for spaces, images and text.
+    Ids are Minari's ids, such as ``D4RL/door/human-v2``. The first part names the repository below
+    ``farama-minari``. The ids of ``D4RL`` and ``mujoco`` are listed; other ids are also accepted.
+    See `MinariLayout` for spaces, images and text.
 
-    Arguments, errors and methods: see BaseDatasetExperienceReplay. Source:
-    https://minari.farama.org; each data set has a licence of its own.
+    See BaseDatasetExperienceReplay for arguments, errors and methods. Source:
+    https://minari.farama.org; each data set has a separate licence.
 
     Example:
         >>> from replaykit.datasets import MinariExperienceReplay
@@ -254,24 +262,25 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
 
     @classmethod
     def remote(cls, dataset_id: str) -> HubFiles:
-        """Says where the files of a data set are."""
+        """Return the location of a data set's files."""
         namespace, _, rest = dataset_id.partition("/")
         if not rest:
             raise FileNotFoundError(
-                f"{dataset_id!r} names no repository: expected namespace/.../name-v0, or "
-                "files of one's own with source="
+                f"{dataset_id!r} names no repository: expected namespace/.../name-v0, or local "
+                "files with source="
             )
         return HubFiles(f"{cls.owner}/{namespace}", rest, ".hdf5", beside=("/metadata.json",))
 
 
 class ManiSkillExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
-    """Transitions of ManiSkill's demonstrations, with what the JSON file beside them says.
+    """Transitions of ManiSkill's demonstrations, with seeds and success.
 
-    Ids are folders of ``demos`` in the repository, such as ``PickCube-v1/rl``; those listed are by
-    motion planning, and any other is taken too. A folder may hold several files, of one observation
-    mode or control mode each, which are data sets of their own: they are named without their
-    ending, as ``PickCube-v1/rl/trajectory.none.pd_joint_delta_pos``. Archives beside the folders
-    are not fetched.
+    Ids are folders of ``demos`` in the repository, such as ``PickCube-v1/rl``. The ids of motion
+    planning are listed; other ids are also accepted. A folder may hold several files with different
+    observation or control modes. Each file is then a separate data set. Its id ends with the file
+    name without suffix: ``PickCube-v1/rl/trajectory.none.pd_joint_delta_pos``. Seeds and success
+    come from the JSON file of each trajectory file. Archives next to the folders are not fetched.
+
     See `ManiSkillLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source:
     Tao et al., "ManiSkill3", 2024; Apache-2.0.
 
@@ -293,7 +302,7 @@ class ManiSkillExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
 
     @classmethod
     def remote(cls, dataset_id: str) -> HubFiles:
-        """Says where the files of a data set are."""
+        """Return the location of a data set's files."""
         folder, _, name = dataset_id.rpartition("/")
         if folder and name.startswith("trajectory"):
             file = f"/{name}"
@@ -304,13 +313,13 @@ class ManiSkillExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
 
 
 class VD4RLExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
-    """Transitions of V-D4RL: pixels of 84 by 84, in shards that an episode may cross.
+    """Transitions of V-D4RL, with images of 84 by 84 pixels. Episodes may cross files.
 
-    Ids are folders of the repository; those that are listed are the main tasks, and others, such as
-    ``distracting/...``, are taken too. The folders named ``64px`` hold no H5 files and are refused.
-    See `VD4RLLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Lu et
-    al., "Challenges and Opportunities in Offline Reinforcement Learning from Visual Observations",
-    2022; MIT.
+    Ids are folders of the repository. The main tasks are listed; other ids, such as
+    ``distracting/...``, are also accepted. Folders with the name ``64px`` hold no H5 files, and are
+    refused. See `VD4RLLayout`. See BaseDatasetExperienceReplay for arguments, errors and methods.
+    Source: Lu et al., "Challenges and Opportunities in Offline Reinforcement Learning from Visual
+    Observations", 2022; MIT.
 
     Example:
         >>> from replaykit.datasets import VD4RLExperienceReplay
@@ -354,14 +363,14 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
 
     @classmethod
     def remote(cls, dataset_id: str) -> HubFiles:
-        """Says where the files of a data set are."""
-        # Shards follow one another by their numbers: 2.hdf5 comes before 10.hdf5.
+        """Return the location of a data set's files."""
+        # The files are ordered by their numbers, so 2.hdf5 comes before 10.hdf5.
         return HubFiles(cls.repository, dataset_id, ".hdf5", natural=True)
 
 
 @functools.cache
 def families() -> Mapping[str, type[BaseDatasetExperienceReplay[Any]]]:
-    """Return the classes of the corpus families by the name of the family."""
+    """Return the corpus classes by family name."""
     classes = (registry.load(entry) for entry in registry.of_kind("family"))
     return {each.corpus: each for each in classes}
 
@@ -373,15 +382,15 @@ def load_dataset(
     sampler: SamplerT | Callable[[], SamplerT] | None = None,
     **kwargs: Any,
 ) -> BaseDatasetExperienceReplay[SamplerT]:
-    """Constructs a data set by one name: ``family:id``.
+    """Construct a data set from its name, ``family:id``.
 
     Args:
-        name: such as ``"robomimic:lift/ph/low_dim"``.
-        batch_size, sampler, kwargs: as for the class of the family, such as ``policies`` and
+        name: a name such as ``"robomimic:lift/ph/low_dim"``.
+        batch_size, sampler, kwargs: the arguments of the family's class, such as ``policies`` and
             ``workers``.
 
     Raises:
-        ValueError: a family that there is not, or what the class raises.
+        ValueError: the family is unknown, or the class refuses an argument.
 
     Example:
         >>> from replaykit.datasets import load_dataset
@@ -394,18 +403,18 @@ def load_dataset(
 
 
 def plan(name: str, *, root: str | Path | None = None) -> DownloadPlan:
-    """Says what fetching a data set would take, and fetches nothing.
+    """Return the files, sizes and target of a download, without fetching files.
 
     Args:
         name: ``family:id``.
         root: as for the class of the family.
 
     Raises:
-        ValueError: a family or an id that there is not.
-        FileNotFoundError: the files of this data set cannot be fetched, or are not there.
-        PermissionError, DownloadError: the server does not say.
+        ValueError: the family or the id is unknown.
+        FileNotFoundError: the files of this data set cannot be fetched, or do not exist.
+        PermissionError, DownloadError: the server refuses or fails to list the files.
 
-    Cost: a listing of the repository; for files of the web whose size is not known, a request each.
+    Cost: one listing of the repository, or one request for each web file of unknown size.
 
     Example:
         >>> from replaykit.datasets import plan
@@ -429,7 +438,7 @@ def _family(name: str) -> tuple[type[BaseDatasetExperienceReplay[Any]], str]:
 
 
 def _meant(name: str) -> str:
-    """Name the data sets that look like one whose family is missing or not known."""
+    """Return a hint with names similar to one whose family is missing or unknown."""
     family, colon, dataset_id = name.partition(":")
     if not colon:
         dataset_id = family

@@ -1,4 +1,4 @@
-"""Declare D4RL: flat arrays of steps, cut into episodes by flags or resets."""
+"""The D4RL family: flat arrays of steps, cut into episodes by flags or resets."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.datasets.engine.episode_finders import Finder, FoundEpisodes, Segments
 from replaykit.datasets.engine.fields import STEPS, Alignment, Field
-from replaykit.datasets.engine.finding import Finder, FoundEpisodes, Segments
 from replaykit.datasets.engine.h5 import H5File, H5Leaf
 from replaykit.datasets.engine.layout import DropLeaves, Layout, SourceWindow
-from replaykit.datasets.engine.places import Place
+from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.http_files import WebFile
 
 __all__ = ["D4RL", "D4RL_BASE", "D4RLLayout", "Resets", "d4rl_base", "d4rl_file", "d4rl_ids"]
@@ -27,18 +27,18 @@ Marks = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Resets(Segments):
-    """Flat steps, cut where the environment was reset, as far as the file tells that.
+    """A finder that cuts flat steps at the visible resets of the environment.
 
-    A flag without a reset is no end, and is reported (rule V39). A reset in an episode without any
-    flag is not taken for an end: rows may be mixed, which rule V22 refuses. Cost: beside the
-    flags, observations and the states arrived at are read, where flags are not beyond doubt.
+    A flag without a reset is not an end, and is reported (rule V39). A reset without any flag in
+    the episode is also not an end. The rows may then be in a wrong order, which rule V22 refuses.
+    Cost: if the flags are in doubt, observations and next states are read as well.
 
     Attributes:
-        arrived: the arrays that make up the state a step arrived at, side by side; none where it
-            was not recorded.
-        flags_early: flags may come some steps before the reset. Otherwise a reset is an end only
-            where it is flagged.
-        trusted: where nothing tells of resets, take flags as they are.
+        arrived: the arrays that hold the state after a step, concatenated in this order. Empty if
+            that state was not recorded.
+        flags_early: True if flags may precede the reset by some steps. If False, a reset is an end
+            only if it is flagged.
+        trusted: True to use the flags unchanged if the file does not show resets.
 
     Example:
         >>> from replaykit.datasets.families.d4rl import Resets
@@ -54,18 +54,19 @@ class Resets(Segments):
         self,
         file: H5File,
         layout: Layout,
-        place: Place,
+        location: Location,
         flags: tuple[Marks, Marks],
         block_bytes: int,
         found: FoundEpisodes,
     ) -> Marks:
-        """Returns after which records an episode ends; see `Segments.cuts`."""
+        """Return a mask of the records that end an episode; see `Segments.cuts`."""
         flagged, terminated = flags
         held = flagged[:-1] & flagged[1:]
         if not self.arrived:
-            self._require_single(terminated, place)
+            self._require_single(terminated, location)
             return flagged
-        # Flags that are beyond doubt are not compared: reading all twice is most of the cost.
+        # Flags that are not in doubt are not compared, because a second reading would be most of
+        # the cost.
         if not flagged.any() or not (self.flags_early or held.any()):
             return flagged
         goes_on = self._goes_on(file, len(flagged), flagged, block_bytes)
@@ -84,18 +85,18 @@ class Resets(Segments):
                 f"{before.size} of {int(flagged.sum())} ends are flagged where the environment was "
                 "not reset; episodes end where it was"
             )
-            found.odd.append(("V39", text, place.at(key=key, record=int(before[0]))))
+            found.odd.append(("V39", text, location.at(key=key, record=int(before[0]))))
         cut = np.zeros(len(flagged), np.bool_)
         cut[resets] = True
         return cut
 
-    def _require_single(self, terminated: Marks, place: Place) -> None:
+    def _require_single(self, terminated: Marks, location: Location) -> None:
         held = np.flatnonzero(terminated[:-1] & terminated[1:])
         if held.size and not self.trusted:
-            at = place.at(key="terminals", record=int(held[0]))
+            at = location.at(key="terminals", record=int(held[0]))
             raise at.error(
-                f"is set at {held.size + 1} records or more in a row, as where a goal is held, and "
-                "nothing in the file tells where the environment was reset; use a release with "
+                f"is set at {held.size + 1} records or more in a row, as if a goal is held, and "
+                "the file does not show where the environment was reset; use a release with "
                 "next_observations, or cut after each with D4RLLayout(unreliable_ends=True)",
                 "V39",
             )
@@ -103,10 +104,11 @@ class Resets(Segments):
     def _goes_on(
         self, file: H5File, records: int, flagged: Marks, block_bytes: int
     ) -> Marks | None:
-        """Returns which steps arrived where the next one starts, ``[records - 1]``.
+        """Return a mask of the steps that end where the next step starts.
 
-        Only blocks with a flag are looked at, but where flags may be early. ``None`` where the
-        arrays cannot be compared, of which the schema tells why.
+        The mask has the shape ``[records - 1]``. Unless flags may be early, only blocks with a flag
+        are read. The result is ``None`` if the arrays cannot be compared. The schema reports the
+        reason.
         """
         leaves = {leaf.path: leaf for leaf in file.leaves("", without=self.beside)}
         paths = ("observations", *self.arrived)
@@ -139,7 +141,7 @@ def _width(leaf: H5Leaf) -> int:
 
 
 def _bytes(array: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
-    """Returns the bytes of each row: as they are stored, so that NaN is equal to itself."""
+    """Return the stored bytes of each row, so that NaN compares equal to itself."""
     return np.ascontiguousarray(array).view(np.uint8).reshape(len(array), -1)
 
 
@@ -149,17 +151,17 @@ _UNKNOWN: Final = "-"
 
 
 def d4rl_base() -> str:
-    """Returns the folder of all files: REPLAYKIT_D4RL_URL for a mirror, or that of the authors."""
+    """Return the base URL: REPLAYKIT_D4RL_URL, or by default the authors' server."""
     return (os.environ.get("REPLAYKIT_D4RL_URL") or D4RL_BASE).rstrip("/")
 
 
 def d4rl_ids() -> list[str]:
-    """Returns the ids in alphabetical order."""
+    """Return the ids in alphabetical order."""
     return list(_table())
 
 
 def d4rl_file(dataset_id: str) -> WebFile | None:
-    """Returns the file of an id, with size and SHA-256 where they are known; None without one.
+    """Return the file of a hosted id, with known size and SHA-256, or None.
 
     Example:
         >>> from replaykit.datasets.families.d4rl import d4rl_file
@@ -189,24 +191,27 @@ def _table() -> dict[str, tuple[str, int | None, str | None]]:
 
 _FLAT: Final = Resets(beside=("metadata", "virtual"))
 _STATE: Final = ("infos/qpos", "infos/qvel")
-_LOOKED_AT: Final = 4096
-"""Records at the beginning of a file by which its release is told."""
+_CHECKED: Final = 4096
+"""Number of first records that identify the release of a file."""
 _SMOOTH: Final = 3.0
-"""A step of the joints across a reset is many times the usual one; across a mere flag it is not."""
+"""Multiple of the usual joint step below which a step is no reset.
+
+Steps at a reset are many times longer.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class D4RLLayout(Layout):
-    """Flat D4RL files of any release.
+    """Layout of flat D4RL files of any release.
 
-    Where a release tells the state that a step arrived at, episodes end where the environment was
-    reset, and flags that stand elsewhere are reported: a goal may be held for many steps. Where it
-    does not, ``terminals`` of several steps in a row are refused. Very large files hold the arrays
-    in parts, ``virtual/0`` and so on, which are read one after the other.
+    If a release holds the state after each step, episodes end at the resets of the environment.
+    Flags at other steps are reported, because a goal may be held for many steps. If a release does
+    not hold this state, ``terminals`` of several consecutive steps are refused. Very large files
+    hold the arrays in parts, such as ``virtual/0``, which are read in order.
 
     Attributes:
-        unreliable_ends: accept files whose flags do not stand where the environment was reset,
-            as those of Adroit ``human-v0`` and ``cloned-v0``, and cut them as they are flagged.
+        unreliable_ends: accept files whose flags do not match the resets of the environment, and
+            cut them at the flags. Examples are Adroit ``human-v0`` and ``cloned-v0``.
 
     Example:
         >>> from replaykit.datasets.families import D4RL, D4RLLayout
@@ -230,14 +235,14 @@ class D4RLLayout(Layout):
     )
     unreliable_ends: bool = False
 
-    def resolve(self, file: H5File, place: Place) -> Layout:
-        """Takes the next observations from where this release has them, if it has them."""
+    def resolve(self, file: H5File, location: Location) -> Layout:
+        """Return the layout with this release's source of next observations, if it has one."""
         leaves = {leaf.path: leaf for leaf in file.leaves("", without=_FLAT.beside)}
         needed = ("observations", "actions", "rewards", "terminals")
         missing = [name for name in needed if name not in leaves]
         if missing:
             keys = ", ".join(map(repr, list(leaves)[:20])) or "nothing"
-            raise place.error(
+            raise location.error(
                 f"no arrays {', '.join(map(repr, missing))} of the layout {self.name!r}; the file "
                 f"holds {keys}; is this a file of another corpus?",
                 "V04",
@@ -257,7 +262,7 @@ class D4RLLayout(Layout):
         return replace(self, episodes=resets, fields=(first, after, *rest))
 
     def _is_late(self, file: H5File, leaves: Collection[str]) -> bool:
-        """Whether the simulator state of a record is the observation of the one after it."""
+        """Return whether a record holds the simulator state of the next record."""
         observations, ends, state = self._begin(file, leaves)
         if len(observations) < 2 or state.shape != observations.shape:
             return False
@@ -270,7 +275,7 @@ class D4RLLayout(Layout):
         self, file: H5File, leaves: Collection[str]
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_], npt.NDArray[Any]]:
         records = file.shape("observations")[0]
-        stop = min(records, _LOOKED_AT)
+        stop = min(records, _CHECKED)
         arrays = {
             path: file.read(path, 0, stop)
             for path in ("observations", "terminals", "timeouts", *_STATE)
@@ -292,9 +297,9 @@ class D4RLLayout(Layout):
         return tuple(path for path in wanted if path in leaves)
 
     def examine(self, window: SourceWindow) -> None:
-        """Drops a simulator state that never moves; refuses flags without a reset (rule V39).
+        """Drop a constant simulator state; refuse flags without a reset (rule V39).
 
-        Where the state that a step arrived at is known, `Resets` has seen to the flags.
+        If the state after a step is known, `Resets` has already checked the flags.
         """
         arrays = {path: array.reshape(len(array), -1) for path, array in window.arrays.items()}
         count = len(arrays["observations"])
@@ -308,8 +313,8 @@ class D4RLLayout(Layout):
             if path in arrays and moves and not _moves(arrays[path], inside):
                 raise DropLeaves(
                     path,
-                    f"in {window.place.brief} it stays the same throughout episodes in which the "
-                    "observation changes: it was not recorded",
+                    f"in {window.location.brief} it stays the same throughout episodes in which "
+                    "the observation changes: it was not recorded",
                 )
         has_next = any(entry.describes == "successor" for entry in self.fields)
         if "infos/qpos" not in arrays or has_next or self.unreliable_ends:
@@ -321,10 +326,10 @@ class D4RLLayout(Layout):
             return
         smooth = flagged[steps[flagged] < _SMOOTH * usual]
         if 2 * len(smooth) > len(flagged):
-            at = window.place.at(key="timeouts", record=int(smooth[0]))
+            at = window.location.at(key="timeouts", record=int(smooth[0]))
             raise at.error(
                 f"{len(smooth)} of {len(flagged)} ends are flagged where the joints move on as "
-                "usual, so that the flags do not stand where the environment was reset; use a "
+                "usual, so the flags do not match the resets of the environment; use a "
                 "later release, or accept them with D4RLLayout(unreliable_ends=True)",
                 "V39",
             )
@@ -334,15 +339,18 @@ D4RL: Final = D4RLLayout()
 
 
 def _moves(array: npt.NDArray[Any], inside: npt.NDArray[np.int64]) -> bool:
-    """Whether some of these records is another one than the next. Looks no further than it must."""
-    for first in range(0, len(inside), _LOOKED_AT):
-        at = inside[first : first + _LOOKED_AT]
+    """Return whether any of these records differs from the record after it.
+
+    Reading ends at the first block with a difference.
+    """
+    for first in range(0, len(inside), _CHECKED):
+        at = inside[first : first + _CHECKED]
         if np.nan_to_num(array[at + 1].astype(np.float64) - array[at]).any():
             return True
     return False
 
 
 def _steps(array: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Returns how far each record is from the next one, ``[n - 1]``."""
+    """Return the distance of each record from the next record, ``[n - 1]``."""
     moved = array[1:].astype(np.float64) - array[:-1]
     return np.asarray(np.linalg.norm(np.nan_to_num(moved), axis=1))

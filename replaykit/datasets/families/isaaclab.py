@@ -1,4 +1,7 @@
-"""Isaac Lab's recorder: observations before the action, states after it, the first one apart."""
+"""The Isaac Lab family: observations before the action, states after it.
+
+The first state is stored in a separate group.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,27 @@ from typing import Any, Final
 
 import numpy as np
 
+from replaykit.datasets.engine.episode_finders import Finder
 from replaykit.datasets.engine.fields import STEPS, Alignment, Field, Preceded
-from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Counters, Layout, SourceFacts, SourceWindow
-from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.families.robomimic import DEMONSTRATIONS, first_entries
 
 __all__ = ["ISAACLAB", "IsaacLabLayout"]
 
 _BEFORE: Final = "obs/actions"
 _SAID: Final = {"true": True, "1": True, "false": False, "0": False}
-"""What ``success`` is as text."""
+"""The meanings of texts for ``success``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IsaacLabLayout(Layout):
-    """Demonstrations of Isaac Lab and Isaac Lab Mimic.
+    """Layout of demonstrations of Isaac Lab and Isaac Lab Mimic.
 
-    T records make T - 1 rows, and T where the attribute ``success`` says that the task was solved:
-    the observation after the last action was not recorded, and that row is marked. There are no
-    rewards.
+    T records make T rows if the attribute ``success`` is true, and otherwise T - 1 rows. The
+    observation after the last action was not recorded, so the last of T rows is marked. There are
+    no rewards.
     """
 
     name: str = "isaaclab"
@@ -47,21 +50,22 @@ class IsaacLabLayout(Layout):
         Field("initial_state/", "info", required=False),
     )
 
-    def resolve(self, file: H5File, place: Place) -> Layout:
-        """Refuses files that look alike; puts the first state before the others."""
+    def resolve(self, file: H5File, location: Location) -> Layout:
+        """Refuse files of similar layouts, and put the first state before the others."""
         entries = first_entries(file, "data")
         if entries is None or "actions" not in entries:
             return self
         if "next_obs" in entries or "robot_states" in entries or entries.get("states") is False:
-            raise place.error(
+            raise location.error(
                 f"this is no file of {self.name}, whose states are a group: is it one of robomimic "
                 "or LIBERO?",
                 "V04",
             )
-        group = DEMONSTRATIONS.select(file.members("data"), place, self.name, is_inside=True)
-        # One that lacks it is named when it is read, so that it alone can be skipped.
+        group = DEMONSTRATIONS.select(file.members("data"), location, self.name, is_inside=True)
+        # An episode without its first state is reported when it is read, so that only it is
+        # skipped.
         states: set[str] = set()
-        lacking: dict[str, Place] = {}
+        lacking: dict[str, Location] = {}
         complete: set[str] = set()
         for episode in group.episodes:
             leaves = {leaf.path for leaf in file.leaves(episode.group)}
@@ -70,7 +74,7 @@ class IsaacLabLayout(Layout):
                 if _first_of(path) in leaves:
                     complete.add(path)
                 else:
-                    lacking.setdefault(path, place.at(group=episode.group, key=_first_of(path)))
+                    lacking.setdefault(path, location.at(group=episode.group, key=_first_of(path)))
             states.update(mine)
         for path in lacking.keys() - complete:
             text = f"the state before the first action is missing, but {path} is there"
@@ -79,29 +83,37 @@ class IsaacLabLayout(Layout):
         return replace(self, decoders=pairs)
 
     def facts(
-        self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
+        self,
+        attributes: Mapping[str, Any],
+        name: str,
+        records: int,
+        location: Location,
+        notes: RuleFindings,
     ) -> SourceFacts:
-        """Takes from the attributes whether the task was solved, which is how it terminates."""
-        success = _success(attributes["success"], place) if "success" in attributes else -1
+        """Return seed and success from the attributes. Success counts as termination."""
+        success = _success(attributes["success"], location) if "success" in attributes else -1
         return SourceFacts(SourceFacts.seed_of(attributes.get("seed")), success, success == 1)
 
     def witnesses(self, leaves: Collection[str]) -> tuple[str, ...]:
         return tuple(path for path in (_BEFORE, "actions") if path in leaves)
 
     def examine(self, window: SourceWindow) -> None:
-        """Confirms that observations are those before the action, where they hold the last one."""
+        """Check that observations precede their action.
+
+        The check needs observations that contain the action of the preceding record.
+        """
         if _BEFORE not in window.arrays:
             text = (
                 f"without {_BEFORE} nothing confirms that observations are those before the "
                 "action; recordings of real robots have them otherwise in this layout"
             )
-            window.notes.add("V51", text, window.place)
+            window.notes.add("V51", text, window.location)
             return
         seen, actions = window.arrays[_BEFORE], window.arrays["actions"]
         if seen.shape != actions.shape or np.array_equal(seen[1:], actions[:-1]):
             return
         what = "is the action of the same record" if np.array_equal(seen, actions) else "is neither"
-        raise window.place.at(key=_BEFORE).error(
+        raise window.location.at(key=_BEFORE).error(
             f"the observed action {what}, expected that of the record before: the observations of "
             "this file are not those before the action, and this layout does not read it",
             "V51",
@@ -112,17 +124,17 @@ ISAACLAB: Final = IsaacLabLayout()
 
 
 def _first_of(path: str) -> str:
-    """Returns where the first of the states is that a dataset holds."""
+    """Return the path of the first state that precedes the states of a dataset."""
     return path.replace("states/", "initial_state/", 1)
 
 
-def _success(said: Any, place: Place) -> int:
-    """Returns 1 or 0. A text is taken by what it says: "False" is not empty, and so is true."""
+def _success(said: Any, location: Location) -> int:
+    """Return 1 or 0. Text is parsed, because ``bool("False")`` is True."""
     known = _SAID.get(said.strip().lower()) if isinstance(said, str) else None
     if isinstance(said, (bool, int, float)) and said in (0, 1):
         known = bool(said)
     if known is None:
-        raise place.at(key="success").error(
+        raise location.at(key="success").error(
             f"is {said!r:.40}, expected true or false: a bool, 1 or 0, or one of these as text",
             "V30",
         )

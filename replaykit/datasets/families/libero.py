@@ -1,8 +1,8 @@
-"""LIBERO: demonstrations that were replayed, whose observations are those after the action.
+"""The LIBERO family: replayed demonstrations, whose observations follow the action.
 
-The replay appends the observation that a step returned, while states and actions keep their
-index. So record ``j`` holds the state before action ``j``, that action, and what was observed after
-it: read as robomimic, which looks alike, every observation would be one step late.
+The replay appends the observation that a step returned, but states and actions keep their index. So
+record ``j`` holds the state before action ``j``, action ``j``, and the observation after action
+``j``. With robomimic's similar layout, every observation would be one step late.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from replaykit.datasets.engine.episode_finders import Finder
 from replaykit.datasets.engine.fields import ARRIVALS, Alignment, Field
-from replaykit.datasets.engine.finding import Finder
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Counters, Layout
-from replaykit.datasets.engine.places import Place
+from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.families.robomimic import DEMONSTRATIONS, first_entries, libero_signs
 
 __all__ = ["LIBERO", "LiberoLayout"]
@@ -24,10 +24,10 @@ _ROBOT: Final = ("info", "robot_states")
 
 @dataclass(frozen=True, kw_only=True)
 class LiberoLayout(Layout):
-    """Demonstrations of LIBERO: T records make T - 1 rows.
+    """Layout of LIBERO's demonstrations, in which T records make T - 1 rows.
 
-    Whether images are upside down is what ``macros_image_convention`` says, which the manifest
-    has; they are stored as they are.
+    Images are stored unchanged. The manifest contains ``macros_image_convention``, which shows
+    whether images are upside down.
     """
 
     name: str = "libero"
@@ -50,14 +50,14 @@ class LiberoLayout(Layout):
         Field("robot_states", "info", _ROBOT, ("next", *_ROBOT), required=False),
     )
 
-    def resolve(self, file: H5File, place: Place) -> Layout:
-        """Refuses files that only look alike."""
+    def resolve(self, file: H5File, location: Location) -> Layout:
+        """Refuse files of similar layouts."""
         entries = first_entries(file, "data")
         if entries is None or "actions" not in entries:
             return self
         if libero_signs(file, "data") and "next_obs" not in entries:
             return self
-        raise place.error(
+        raise location.error(
             f"this is no file of {self.name}: it has neither robot_states nor init_state, "
             "problem_info or the name of a BDDL file, or it has next_obs; is it one of robomimic?",
             "V04",

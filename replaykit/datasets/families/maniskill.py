@@ -1,6 +1,6 @@
-"""ManiSkill's trajectories: a group for each, with one observation more than actions.
+"""The ManiSkill family: one group per trajectory, with one more observation than actions.
 
-A JSON file of the same name beside it says seed, success and length of each trajectory.
+A JSON file with the same name in the same folder holds seed, success and length of each trajectory.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from replaykit.datasets.engine.episode_finders import Finder, Groups
 from replaykit.datasets.engine.fields import FINAL_STATE, Alignment, Field
-from replaykit.datasets.engine.finding import Finder, Groups
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Layout, SourceFacts
-from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.families.minari import Sidecar, read_sidecar
 
 __all__ = ["MANISKILL", "ManiSkillLayout"]
@@ -36,10 +36,10 @@ _OUTCOMES: Final = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class ManiSkillLayout(Layout):
-    """Trajectories that ManiSkill 3 has recorded.
+    """Layout of trajectories recorded by ManiSkill 3.
 
-    A recorder that is closed early leaves no flag: such an episode ends truncated. Where no
-    observations were recorded, the simulator's states stand for them.
+    A recorder that is closed early leaves no flag, so such an episode ends truncated. If no
+    observations were recorded, the simulator's states replace them.
     """
 
     name: str = "maniskill"
@@ -57,13 +57,13 @@ class ManiSkillLayout(Layout):
         Field("env_states/", "info", ("state",), ("next", "state"), required=False),
     )
 
-    def resolve(self, file: H5File, place: Place) -> Layout:
-        """Takes the simulator's states for observations where there are none."""
+    def resolve(self, file: H5File, location: Location) -> Layout:
+        """Use the simulator's states as observations if the file has no observations."""
         first = next((m for m in file.members() if m.is_group and "actions" in m.children), None)
         if first is None or "obs" in first.children:
             return self
         if "env_states" not in first.children:
-            raise place.at(group=first.name).error(
+            raise location.at(group=first.name).error(
                 "there are neither observations nor states of the simulator: replay the "
                 "trajectories with an observation mode",
                 "V12",
@@ -72,9 +72,9 @@ class ManiSkillLayout(Layout):
         rest = [entry for entry in self.fields if entry.source not in ("obs", "env_states/")]
         return replace(self, fields=(states, *rest))
 
-    def beside(self, place: Place) -> dict[str, Any]:
-        """Returns what the JSON file says of all trajectories."""
-        found = _sidecar(place)
+    def beside(self, location: Location) -> dict[str, Any]:
+        """Return the entries of the JSON file that hold for all trajectories."""
+        found = _sidecar(location)
         if found is None:
             return {}
         environment = found.content.get("env_info")
@@ -85,23 +85,28 @@ class ManiSkillLayout(Layout):
         return (path.with_suffix(".json"),)
 
     def facts(
-        self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
+        self,
+        attributes: Mapping[str, Any],
+        name: str,
+        records: int,
+        location: Location,
+        notes: RuleFindings,
     ) -> SourceFacts:
-        """Takes seed and success from the JSON file, and checks the length that it says."""
-        found = _sidecar(place)
+        """Return seed and success from the JSON file, after checking the length in it."""
+        found = _sidecar(location)
         if found is None:
             return SourceFacts()
-        number = _TRAJECTORIES.number(place.group or "")
+        number = _TRAJECTORIES.number(location.group or "")
         known = found.content.get("episodes")
         entries = [e for e in known if isinstance(e, dict)] if isinstance(known, list) else []
         entry = next((e for e in entries if e.get("episode_id") == number), None)
         if entry is None:
-            raise place.error(f"{found.path.name} has no episode of the id {number}", "V15")
+            raise location.error(f"{found.path.name} has no episode of the id {number}", "V15")
         steps, seed, success = (
             entry.get(name) for name in ("elapsed_steps", "episode_seed", "success")
         )
         if isinstance(steps, int) and steps != records:
-            raise place.at(key=self.clock).error(
+            raise location.at(key=self.clock).error(
                 f"has {records} records, but {found.path.name} says {steps} steps", "V15"
             )
         return SourceFacts(
@@ -113,5 +118,5 @@ class ManiSkillLayout(Layout):
 MANISKILL: Final = ManiSkillLayout()
 
 
-def _sidecar(place: Place) -> Sidecar | None:
-    return read_sidecar(place, Path(place.file).with_suffix(".json").name)
+def _sidecar(location: Location) -> Sidecar | None:
+    return read_sidecar(location, Path(location.file).with_suffix(".json").name)

@@ -1,4 +1,4 @@
-"""Declare Minari's HDF5 storage, and read JSON files that accompany source files."""
+"""The Minari family in HDF5, and JSON files next to source files."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any, Final
 
 import numpy as np
 
+from replaykit.datasets.engine.episode_finders import Finder, Groups
 from replaykit.datasets.engine.fields import FINAL_STATE, Alignment, Decoder, Field, Images, Text
-from replaykit.datasets.engine.finding import Finder, Groups
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Bounds, Layout, SourceFacts
-from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.engine.locations import Location, RuleFindings
 
 __all__ = ["MINARI", "MinariLayout", "Sidecar", "minari_ids", "read_sidecar"]
 
 
 class Sidecar:
-    """A JSON object and where it was.
+    """A JSON object, and the file that contains it.
 
     Attributes:
         path: the file.
-        sha256: of its content, for the manifest.
+        sha256: the SHA-256 of the file's content, for the manifest.
         content: the object.
     """
 
@@ -40,7 +40,7 @@ class Sidecar:
         self.content: dict[str, Any] = found
 
     def facts(self, *names: str) -> dict[str, Any]:
-        """Returns the sidecar's name and hash, and some of its plain values."""
+        """Return name and hash of the file, and the named plain values."""
         known = {name: self.content.get(name) for name in names}
         return {
             "described_by": {"name": self.path.name, "sha256": self.sha256},
@@ -48,25 +48,28 @@ class Sidecar:
         }
 
 
-def read_sidecar(place: Place, name: str) -> Sidecar | None:
-    """Reads the file of a name beside a source file; ``None`` where there is none.
+def read_sidecar(location: Location, name: str) -> Sidecar | None:
+    """Read a JSON file in the folder of a source file; return ``None`` if it is absent.
 
     Raises:
-        CorpusError: it is no JSON object (rule V04).
+        CorpusError: the file is not a JSON object (rule V04).
     """
-    path = Path(place.file).with_name(name)
+    path = Path(location.file).with_name(name)
     try:
         status = path.stat()
         return _read(path, status.st_mtime_ns, status.st_size)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise place.error(f"{path}, which describes it, cannot be read ({error})", "V04") from error
+        raise location.error(
+            f"{path}, which describes it, cannot be read ({error})", "V04"
+        ) from error
 
 
 @lru_cache(maxsize=8)
 def _read(path: Path, mtime: int, size: int) -> Sidecar:
-    # Asked for with every episode; the time and the size are there to see that it has changed.
+    # This is called for every episode. The cache key contains time and size, so a change is
+    # noticed.
     return Sidecar(path, path.read_bytes())
 
 
@@ -107,7 +110,7 @@ _MUJOCO: Final = {
 
 
 def minari_ids() -> list[str]:
-    """Returns the ids, such as ``D4RL/door/human-v2``."""
+    """Return the ids, such as ``D4RL/door/human-v2``."""
     return [*_d4rl(), *(f"mujoco/{task}/{level}-v0" for task in _MUJOCO for level in _MUJOCO[task])]
 
 
@@ -120,16 +123,17 @@ def _d4rl() -> Iterator[str]:
 _EPISODES: Final = Groups("episode_", having=("rewards", "terminations"))
 _METADATA: Final = "metadata.json"
 _LEAST_IMAGE: Final = 32
-"""Sides from which on Minari encodes a uint8 box as an image."""
+"""Least height and width of a uint8 box that Minari encodes as an image."""
 _NEXT_OBSERVATION: Final = ("next", "observation")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MinariLayout(Layout):
-    """Data sets that Minari has written as HDF5.
+    """Layout of data sets that Minari has written as HDF5.
 
-    Dict and Tuple spaces become nested keys, the parts of a tuple as ``_index_0``, ``_index_1``.
-    Images that were encoded as JPEG become their pixels, text its UTF-8 bytes, padded with zeros.
+    Dict and Tuple spaces become nested keys. The parts of a tuple have the keys ``_index_0``,
+    ``_index_1``, and so on. JPEG images are decoded to pixels. Text is stored as UTF-8 bytes,
+    padded with zeros.
     """
 
     name: str = "minari-hdf5"
@@ -148,66 +152,71 @@ class MinariLayout(Layout):
         Field("infos/", "info", ("info",), ("next", "info"), required=False),
     )
 
-    def resolve(self, file: H5File, place: Place) -> Layout:
-        """Reads from the spaces which datasets hold encoded images and text."""
-        said = _metadata(place).content
+    def resolve(self, file: H5File, location: Location) -> Layout:
+        """Return the layout with decoders for images and text, found from the spaces."""
+        said = _metadata(location).content
         kind = said.get("data_format", "hdf5")
         if kind != "hdf5":
-            raise place.error(f"the data set is stored as {kind!r}, expected 'hdf5'", "V04")
+            raise location.error(f"the data set is stored as {kind!r}, expected 'hdf5'", "V04")
         decoders: list[tuple[str, Decoder]] = []
         for root, name in (("observations", "observation_space"), ("actions", "action_space")):
-            space = _parsed(said.get(name, "null"), place)
+            space = _parsed(said.get(name, "null"), location)
             try:
                 decoders.extend(_decoders(root, space, bool(said.get("jpeg_encoding"))))
             except (KeyError, TypeError, ValueError) as error:
                 text = f"the {name} in {_METADATA} is not one that Minari writes ({error!r})"
-                raise place.error(text, "V04") from error
-        bounds = tuple(_bounds("actions", _parsed(said.get("action_space", "null"), place)))
+                raise location.error(text, "V04") from error
+        bounds = tuple(_bounds("actions", _parsed(said.get("action_space", "null"), location)))
         return replace(self, decoders=tuple(decoders), bounds=bounds)
 
-    def beside(self, place: Place) -> dict[str, Any]:
-        """Returns the names that the metadata gives the data set, and the hash of it."""
-        return _metadata(place).facts("dataset_id", "minari_version", "algorithm_name")
+    def beside(self, location: Location) -> dict[str, Any]:
+        """Return the data set's names from the metadata file, and the hash of that file."""
+        return _metadata(location).facts("dataset_id", "minari_version", "algorithm_name")
 
     def described_by(self, path: Path) -> tuple[Path, ...]:
         return (path.with_name(_METADATA),)
 
-    def totals(self, place: Place) -> dict[str, int]:
-        """Returns the counts of the metadata; an interrupted writer leaves fewer."""
-        said = _metadata(place).content
+    def totals(self, location: Location) -> dict[str, int]:
+        """Return the counts of the metadata. After an interrupted write the file has less."""
+        said = _metadata(location).content
         known = {"episodes": said.get("total_episodes"), "records": said.get("total_steps")}
         for name, count in known.items():
             if count is not None and not isinstance(count, int):
-                text = f"{_METADATA} says that it has {count!r:.40} {name}, expected a number"
-                raise place.error(text, "V15")
+                text = f"{_METADATA} gives {count!r:.40} {name}, expected a number"
+                raise location.error(text, "V15")
         return {name: count for name, count in known.items() if count is not None}
 
     def facts(
-        self, attributes: Mapping[str, Any], name: str, records: int, place: Place, notes: Notes
+        self,
+        attributes: Mapping[str, Any],
+        name: str,
+        records: int,
+        location: Location,
+        notes: RuleFindings,
     ) -> SourceFacts:
-        """Takes the seed of the episode, where it was recorded."""
+        """Return the seed of the episode, if it was recorded."""
         return SourceFacts(SourceFacts.seed_of(attributes.get("seed")))
 
 
 MINARI: Final = MinariLayout()
 
 
-def _metadata(place: Place) -> Sidecar:
-    found = read_sidecar(place, _METADATA)
+def _metadata(location: Location) -> Sidecar:
+    found = read_sidecar(location, _METADATA)
     if found is None:
-        raise place.error(f"{_METADATA} is not beside it, which says what its arrays are", "V04")
+        raise location.error(f"{_METADATA}, which describes its arrays, is not next to it", "V04")
     return found
 
 
-def _parsed(text: Any, place: Place) -> Any:
+def _parsed(text: Any, location: Location) -> Any:
     try:
         return json.loads(text) if isinstance(text, str) else text
     except ValueError as error:
-        raise place.error(f"a space in {_METADATA} cannot be read ({error})", "V04") from error
+        raise location.error(f"a space in {_METADATA} cannot be read ({error})", "V04") from error
 
 
 def _parts(path: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields the spaces below one that are no Dict or Tuple, by the paths of their datasets."""
+    """Yield path and space of each dataset below a Dict or Tuple space."""
     if not isinstance(space, dict):
         return
     kind, parts = space.get("type"), space.get("subspaces")
@@ -222,9 +231,9 @@ def _parts(path: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _bounds(path: str, space: Any) -> Iterator[tuple[str, Bounds]]:
-    """Yields what bounds each dataset below a path, where its space says so."""
+    """Yield the bounds of each dataset below a path whose space has bounds."""
     for name, part in _parts(path, space):
-        # Bounds in another form are none that could be compared with.
+        # Bounds in another form cannot be compared, so they are ignored.
         with suppress(KeyError, TypeError, ValueError):
             if part.get("type") == "Box":
                 yield name, (_numbers(part["low"]), _numbers(part["high"]))
@@ -238,7 +247,7 @@ def _numbers(values: Any) -> tuple[float, ...]:
 
 
 def _decoders(path: str, space: Any, jpeg: bool) -> Iterator[tuple[str, Decoder]]:
-    """Yields what decodes each dataset below a path whose values are not plain numbers."""
+    """Yield the decoder of each dataset below a path that holds images or text."""
     for name, part in _parts(path, space):
         if part.get("type") == "Text":
             longest = max((len(char.encode()) for char in part.get("charset", "")), default=4)
@@ -257,7 +266,7 @@ def _is_image(space: Mapping[str, Any]) -> bool:
 
 
 def _all(values: Any, wanted: int) -> bool:
-    """Whether a nested list holds one number throughout."""
+    """Return whether all numbers of a nested list equal ``wanted``."""
     if isinstance(values, list):
         return all(_all(value, wanted) for value in values)
     return bool(values == wanted)

@@ -1,8 +1,9 @@
-"""The trial layout of RoboHive, in which RoboSet is published.
+"""The RoboHive family, in whose trial layout RoboSet is published.
 
-One group per trial. Record ``t`` holds state ``t`` (observation, reward, done and infos of it) and
-the action chosen in it; the final state has a row of NaN for an action. So reward and done belong
-to the step that arrived at their record, and an episode ends with the record before the last.
+A file has one group per trial. Record ``t`` holds observation, reward, done and infos of state
+``t``, and the action chosen in state ``t``. The action of the final state is NaN. So reward and
+done belong to the step that led to their record. The last action of an episode is in the record
+before the last.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.datasets.engine.episode_finders import Finder, Groups
 from replaykit.datasets.engine.fields import STATE_RECORDS, STEPS, Alignment, Field
-from replaykit.datasets.engine.finding import Finder, Groups
 from replaykit.datasets.engine.layout import (
     DropLeaves,
     Ends,
@@ -25,7 +26,7 @@ from replaykit.datasets.engine.layout import (
     SourceFacts,
     SourceWindow,
 )
-from replaykit.datasets.engine.places import Notes, Place
+from replaykit.datasets.engine.locations import Location, RuleFindings
 
 __all__ = ["ROBOHIVE", "RoboHiveLayout"]
 
@@ -34,8 +35,8 @@ _INFOS: Final = "env_infos/"
 _OBS_DICT: Final = "env_infos/obs_dict/"
 _DENSE: Final = "env_infos/rwd_dense"
 _SPARSE: Final = "env_infos/rwd_sparse"
-_LOOKED_AT: Final = 16
-"""Records by which most columns are told from the one that is looked for."""
+_CHECKED: Final = 16
+"""Number of records that are compared first, which excludes most columns."""
 
 
 _Reward = Literal["recorded", "relabelled"]
@@ -44,20 +45,20 @@ _Infos = Literal["before", "after"]
 
 @dataclass(frozen=True, kw_only=True)
 class RoboHiveLayout(Layout):
-    """Trials of RoboHive's logger: the simulation files of RoboSet.
+    """Layout of trials of RoboHive's logger, such as RoboSet's simulation files.
 
     Attributes:
-        reward: ``"recorded"``: the rewards must be the dense or the sparse ones that the logger
-            wrote beside them (rule V52). ``"relabelled"``: they were computed afterwards, one for
-            each state like those of the logger, and are not compared.
-        infos: ``"before"``: a record has the infos, the reward and ``done`` of its state, as the
-            logger writes them. ``"after"``: it has those of the state that its action led to. T
-            records, none of which closes the trial with NaN, then make T - 1 rows, and T where the
-            trial terminated; infos are below ``("next", "info")`` alone. Either is confirmed by
-            ``obs_dict`` (rule V51).
+        reward: with ``"recorded"``, the rewards must equal the dense or the sparse rewards that the
+            logger wrote to the infos (rule V52). With ``"relabelled"``, the rewards were computed
+            later, one for each state as in the logger's files. They are not compared.
+        infos: with ``"before"``, a record has infos, reward and ``done`` of its state, as the
+            logger writes them. With ``"after"``, a record has infos, reward and ``done`` of the
+            state that its action led to. The trial then has no closing record of NaN. T records
+            make T - 1 rows, or T rows if the trial terminated. Infos are then below ``("next",
+            "info")`` only. ``obs_dict`` confirms either choice (rule V51).
 
     Raises:
-        ValueError: another choice.
+        ValueError: ``reward`` or ``infos`` has an unknown value.
 
     Example:
         >>> from replaykit.datasets.families import RoboHiveLayout
@@ -80,7 +81,7 @@ class RoboHiveLayout(Layout):
         Field("time", "time", before=("time",)),
         Field(_INFOS, "info", ("info",), ("next", "info"), required=False),
     )
-    # The name says them, also to those who compare layouts.
+    # The name contains ``reward`` and ``infos``, so different layouts have different names.
     reward: _Reward = field(default="recorded", repr=False)
     infos: _Infos = field(default="before", repr=False)
 
@@ -109,62 +110,62 @@ class RoboHiveLayout(Layout):
         ends: Mapping[str, Ends],
         last: Mapping[str, npt.NDArray[Any]],
         facts: SourceFacts,
-        place: Place,
-        notes: Notes,
+        location: Location,
+        notes: RuleFindings,
     ) -> Flags:
-        """Ends the episode as terminated if the final state is done, else as truncated.
+        """Return "terminated" if the final state is done, else "truncated".
 
-        Without the closing row of NaN the outcome of the last action was not recorded: the
-        episode is truncated at the last recorded state, whatever that state's ``done`` is.
+        Without the closing record of NaN, the outcome of the last action was not recorded. The
+        episode is then truncated at the last recorded state, whatever that state's ``done`` is.
         """
         if self.infos == "after":
             if last["actions"].dtype.kind in "fc" and np.isnan(last["actions"]).any():
-                raise place.at(key="actions").error(
-                    "a record of NaN closes the trial, which the logger writes beside the infos of "
+                raise location.at(key="actions").error(
+                    "a record of NaN closes the trial, as the logger writes it with the infos of "
                     'each state: expected none with infos="after"; remove that record from every '
                     "array",
                     "V50",
                 )
-            return super().flags(ends, last, facts, place, notes)
+            return super().flags(ends, last, facts, location, notes)
         done = ends["done"]
         final = done.records - 1
         if done.first is not None and done.first < final:
-            at = place.at(key="done", record=done.first)
+            at = location.at(key="done", record=done.first)
             raise at.error(f"done is set before the last of {done.records} records", "V53")
-        is_tailed = _is_tail(last["actions"], place, final)
+        is_tailed = _is_tail(last["actions"], location, final)
         if not is_tailed:
             notes.add(
                 "V50",
                 "no closing record (the last action is not NaN): the outcome of the last action "
                 "is unknown, the episode ends truncated at the last recorded state",
-                place,
+                location,
                 quiet=True,
             )
         return Flags(done.last, not (done.last and is_tailed))
 
     def witnesses(self, leaves: Collection[str]) -> tuple[str, ...]:
-        """Observation, reward, and what of the infos repeats them."""
+        """Return the paths of observation and reward, and of the infos that repeat them."""
         infos = [path for path in leaves if path.startswith(_OBS_DICT) or path in (_DENSE, _SPARSE)]
         return ("observations", "rewards", *infos)
 
     def examine(self, window: SourceWindow) -> None:
-        """Confirms which state infos describe, and which reward this is."""
+        """Check which state the infos describe, and find the kind of the reward."""
         if "rewards" in window.arrays and self.reward == "recorded":
             self._check_reward(window)
         if "observations" in window.arrays:
             self._check_infos(window)
 
     def file_facts(self, memory: Mapping[str, Any]) -> dict[str, Any]:
-        """Names the reward: ``dense``, ``sparse``, both where they are equal, or unknown."""
+        """Return the kind of the reward: dense, sparse, both if they are equal, or unknown."""
         if self.reward == "relabelled":
             return {"reward": ["relabelled"]}
         return {"reward": sorted(memory.get("rewards", ())) or None}
 
     def hint(self, path: str, shape: tuple[int, ...]) -> str | None:
-        """Names the logger's path compression, which leaves ``observations`` empty.
+        """Return a hint if the logger's path compression left ``observations`` empty.
 
-        The observation is not rebuilt here: the file does not say in which order the leaves of
-        ``obs_dict`` follow one another in it, nor which of them are part of it.
+        The observation is not rebuilt from ``obs_dict``, because the file does not name the leaves
+        that are part of the observation, or their order.
         """
         if path != "observations" or 0 not in shape[:1]:
             return None
@@ -175,7 +176,7 @@ class RoboHiveLayout(Layout):
         )
 
     def source_seed(self, name: str) -> int:
-        """Reads the training seed from a directory ``seed<k>`` of the path; -1 without one."""
+        """Return the training seed from a directory ``seed<k>`` of the path, or -1."""
         for part in name.split("/")[:-1]:
             match = re.fullmatch(r"seed([0-9]{1,18})", part)
             if match:
@@ -202,7 +203,7 @@ class RoboHiveLayout(Layout):
         }
         if not known:
             text = "neither rwd_dense nor rwd_sparse is there to compare the rewards with"
-            window.notes.add("V52", text, window.place, quiet=True)
+            window.notes.add("V52", text, window.location, quiet=True)
             return
         equal = {
             label
@@ -211,15 +212,15 @@ class RoboHiveLayout(Layout):
             and np.array_equal(array.reshape(-1), rewards, equal_nan=rewards.dtype.kind in "fc")
         }
         if not equal:
-            at = window.place.at(key="rewards")
+            at = window.location.at(key="rewards")
             raise at.error(
-                f"the rewards equal none of {sorted(known)}: if they were relabelled, say so with "
+                f"the rewards equal none of {sorted(known)}: if they were relabelled, pass "
                 'RoboHiveLayout(reward="relabelled")',
                 "V52",
             )
         so_far = window.memory.setdefault("rewards", equal)
         if not so_far & equal:
-            at = window.place.at(key="rewards")
+            at = window.location.at(key="rewards")
             raise at.error(
                 f"the rewards are {sorted(equal)} here and {sorted(so_far)} in earlier trials of "
                 "the file",
@@ -235,17 +236,17 @@ class RoboHiveLayout(Layout):
             for path, array in window.arrays.items()
             if path.startswith(_OBS_DICT) and array.size
         }
-        # What does not change cannot tell this record from the next.
+        # A leaf that never changes cannot distinguish this record from the next record.
         moving = {path: block for path, block in blocks.items() if _changes(block)}
         if not blocks or not observations.size or not _changes(observations):
             return
         if not moving:
             raise DropLeaves(
                 _INFOS,
-                f"in {window.place.brief} obs_dict stays the same while the observation changes: "
-                "the infos were logged by reference",
+                f"in {window.location.brief} obs_dict stays the same while the observation "
+                "changes: the infos were logged by reference",
             )
-        # Where a leaf lay in the last trial is where it lies in this one, as a rule.
+        # A leaf usually has the same columns as in the last trial.
         columns: dict[str, int] = window.memory.setdefault("columns", {})
         confirmed, is_after = False, self.infos == "after"
         for path, block in moving.items():
@@ -259,23 +260,27 @@ class RoboHiveLayout(Layout):
                 continue
             mine, theirs = _paired(block, observations, is_after=not is_after)
             if _changes(mine) and _find_columns(mine, theirs) is not None:
-                # One such leaf is enough, whatever the others say: infos are logged together.
-                raise window.place.at(key=path).error(self._other_way(), "V51")
+                # One such leaf is enough, because all infos are logged together.
+                raise window.location.at(key=path).error(self._other_way(), "V51")
         if not confirmed:
             text = "no leaf of obs_dict occurs in the observation, so the alignment is unconfirmed"
-            window.notes.add("V51", text, window.place)
+            window.notes.add("V51", text, window.location)
 
 
 ROBOHIVE: Final = RoboHiveLayout()
 
 
-def _is_tail(action: npt.NDArray[Any], place: Place, record: int) -> bool:
-    """Whether the last action is the NaN of a final state; an error if it is partly NaN."""
+def _is_tail(action: npt.NDArray[Any], location: Location, record: int) -> bool:
+    """Return whether the last action is NaN, as for a final state.
+
+    Raises:
+        CorpusError: the action is partly NaN (rule V50).
+    """
     if action.dtype.kind not in "fc":
         return False
     holes = np.isnan(action)
     if holes.any() and not holes.all():
-        at = place.at(key="actions", record=record)
+        at = location.at(key="actions", record=record)
         raise at.error("the action is partly NaN", "V50")
     return bool(holes.all())
 
@@ -290,7 +295,7 @@ def _changes(block: npt.NDArray[Any]) -> bool:
 def _paired(
     block: npt.NDArray[Any], observations: npt.NDArray[Any], *, is_after: bool
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Returns infos and the observations of the states that they describe."""
+    """Return the infos, and the observations of the states that they describe."""
     return (block[:-1], observations[1:]) if is_after else (block, observations)
 
 
@@ -300,12 +305,12 @@ def _lies_at(block: npt.NDArray[Any], observations: npt.NDArray[Any], column: in
 
 
 def _find_columns(block: npt.NDArray[Any], observations: npt.NDArray[Any]) -> int | None:
-    """Returns where a block lies in the observation, row by row equal, or ``None``."""
+    """Return the first observation column of an equal block, or ``None``."""
     if len(block) != len(observations):
         return None
-    # Most columns differ at some of a few records already; a first one of zeros tells little.
+    # A few records exclude most columns. One record is not enough, because it is often zero.
     last = max(0, observations.shape[1] - block.shape[1] + 1)
-    some = slice(None, None, max(1, len(block) // _LOOKED_AT))
+    some = slice(None, None, max(1, len(block) // _CHECKED))
     may_be = (observations[some, :last] == block[some, :1]).all(axis=0)
     for column in np.flatnonzero(may_be):
         if _lies_at(block, observations, int(column)):

@@ -1,4 +1,4 @@
-"""Declare robomimic's demonstrations, and robosuite's raw ones."""
+"""The robomimic family, with robosuite's raw demonstrations."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass, replace
 from typing import Final
 
+from replaykit.datasets.engine.episode_finders import Finder, Groups
 from replaykit.datasets.engine.fields import STEPS, Alignment, Field
-from replaykit.datasets.engine.finding import Finder, Groups
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Counters, Layout
-from replaykit.datasets.engine.places import Place
+from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.http_files import WebFile
 from replaykit.datasets.remote_sources import HubFiles, WebFiles
 
@@ -65,19 +65,21 @@ _SIZES: Final = {
     "tool_hang/ph/low_dim": 201_634_440,
     "tool_hang/ph/image": 66_530_916_816,
 }
-"""Bytes of the files of release 0.1."""
+"""The sizes of the files of release 0.1, in bytes."""
 _SHA256: Final = {
     "lift/ph/low_dim": "18106c8c072020672fecdd2a9ffbfe7dc656823cb877f972ade7fad34d2a5b74"
 }
 
 
 def robomimic_ids() -> list[str]:
-    """Returns the ids, those of release 0.1 last."""
+    """Return all ids. The ids of release 0.1 come last."""
     return [*_IDS, *(f"{_FIRST}{name}" for name in _SIZES)]
 
 
 def robomimic_remote(dataset_id: str) -> HubFiles | WebFiles:
-    """Says where the file of an id is; ``REPLAYKIT_ROBOMIMIC_URL`` names a mirror of release 0.1.
+    """Return the location of the file of an id.
+
+    The environment variable ``REPLAYKIT_ROBOMIMIC_URL`` can name a mirror of release 0.1.
 
     Example:
         >>> from replaykit.datasets.families.robomimic import robomimic_remote
@@ -93,16 +95,16 @@ def robomimic_remote(dataset_id: str) -> HubFiles | WebFiles:
 
 
 DEMONSTRATIONS: Final = Groups("demo_", below="data", noun="demonstration")
-"""The groups of robomimic's files, and of those that took their shape from it."""
+"""The groups in files of robomimic and of derived formats."""
 _LIBERO: Final = ("bddl_file_name", "bddl_file_content", "problem_info")
 _LIBERO_DEMO: Final = ("robot_states", "init_state")
 _RAW: Final = Groups("demo_", below="data", having=("states",), noun="demonstration")
 
 
 def first_entries(file: H5File, below: str) -> dict[str, bool] | None:
-    """Returns the entries of the first group below another, and whether each is a group.
+    """Return the entries of the first subgroup, each with whether it is a group.
 
-    ``None`` where there is none.
+    The result is ``None`` if there is no such group.
     """
     if not file.has_group(below):
         return None
@@ -113,9 +115,10 @@ def first_entries(file: H5File, below: str) -> dict[str, bool] | None:
 
 
 def libero_signs(file: H5File, below: str) -> list[str]:
-    """Returns what only files of LIBERO have, as far as it is in this one.
+    """Return the names in a file that occur only in LIBERO's files.
 
-    That is an entry or attribute of the first demonstration, or an attribute of what holds all.
+    Each name is an entry or attribute of the first demonstration, or an attribute of the parent
+    group.
     """
     found = list(file.attributes(below, _LIBERO)) if file.has_group(below) else []
     entries = first_entries(file, below) or {}
@@ -129,11 +132,12 @@ def libero_signs(file: H5File, below: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RobomimicLayout(Layout):
-    """Demonstrations of robomimic and MimicGen.
+    """Layout of demonstrations of robomimic and MimicGen.
 
-    An episode is a group, never what ``dones`` says: success is held for some steps, and never
-    comes in a demonstration that failed. What was held is ``("next", "success")``; the episode
-    terminated if it is set at the last step. Filters below ``mask`` are splits.
+    An episode is a group. ``dones`` marks success and does not end the episode. It stays set for
+    some steps, and is never set in a demonstration that failed. ``dones`` becomes ``("next",
+    "success")``. The episode terminated if ``dones`` is set at the last step. Filters below
+    ``mask`` are splits.
     """
 
     name: str = "robomimic"
@@ -155,8 +159,8 @@ class RobomimicLayout(Layout):
         Field("states", "info", before=("state",), required=False),
     )
 
-    def resolve(self, file: H5File, place: Place) -> Layout:
-        """Refuses files that look alike; takes the next record where ``next_obs`` was left out."""
+    def resolve(self, file: H5File, location: Location) -> Layout:
+        """Refuse similar layouts, and replace a missing ``next_obs`` by the next ``obs``."""
         entries = first_entries(file, "data")
         if entries is None or "actions" not in entries:
             return self
@@ -169,36 +173,38 @@ class RobomimicLayout(Layout):
         elif "initial_state" in entries or entries.get("states"):
             other = "Isaac Lab, whose states are those after the action"
         if other is not None:
-            raise place.error(f"this is no file of {self.name}, but one of {other}", "V04")
+            raise location.error(f"this is no file of {self.name}, but one of {other}", "V04")
         if "next_obs" in entries:
             return self
         rest = tuple(entry for entry in self.fields if entry.source not in ("obs/", "next_obs/"))
         both = Field("obs/", "observation", ("observation",), ("next", "observation"))
         return replace(self, fields=(both, *rest))
 
-    def splits(self, file: H5File, place: Place) -> dict[str, list[str]]:
-        """Returns the filters below ``mask``."""
+    def splits(self, file: H5File, location: Location) -> dict[str, list[str]]:
+        """Return the filters below ``mask``."""
         if not file.has_group("mask"):
             return {}
         found = {}
         for leaf in file.leaves("mask"):
             if len(leaf.shape) == 1:
                 found[leaf.path] = names = file.texts(f"mask/{leaf.path}")
-                for at, name in enumerate(names):  # in place: a second list may not fit
+                for at, name in enumerate(
+                    names
+                ):  # in place, because memory may not hold a second list
                     names[at] = f"data/{name}"
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class RobosuiteLayout(Layout):
-    """Raw demonstrations of robosuite: simulator states and actions.
+    """Layout of robosuite's raw demonstrations, with simulator states and actions.
 
-    The state after the last action was not recorded, so that T records make T - 1 rows, and there
-    is neither reward nor flag: episodes end truncated.
+    The state after the last action was not recorded, so T records make T - 1 rows. There are no
+    rewards and no flags, so episodes end truncated.
 
     Attributes:
-        actions: the datasets that make up the action, side by side; releases before 1.0 name the
-            controls one by one.
+        actions: the datasets that are concatenated to the action, in this order. Releases before
+            1.0 store the controls separately.
 
     Example:
         >>> from replaykit.datasets.families import RobosuiteLayout
@@ -229,20 +235,20 @@ class RobosuiteLayout(Layout):
         object.__setattr__(self, "fields", fields)
         super().__post_init__()
 
-    def resolve(self, file: H5File, place: Place) -> Layout:
-        """Refuses files that look alike, and those without the actions that are asked for."""
+    def resolve(self, file: H5File, location: Location) -> Layout:
+        """Refuse files of similar layouts, and files without the requested actions."""
         entries = first_entries(file, "data")
         if entries is None or "states" not in entries:
             return self
         if "obs" in entries or entries["states"]:
-            raise place.error(
+            raise location.error(
                 f"this is no file of {self.name}, but one with observations: of robomimic, LIBERO "
                 "or Isaac Lab",
                 "V04",
             )
         missing = [name for name in self.actions if name not in entries]
         if missing:
-            raise place.error(
+            raise location.error(
                 f"the demonstrations have no {', '.join(map(repr, missing))}; they hold "
                 f"{', '.join(map(repr, sorted(entries)))}: name those that are the controls with "
                 "RobosuiteLayout(actions=(...))",

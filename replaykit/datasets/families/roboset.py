@@ -1,4 +1,4 @@
-"""Declare RoboSet: simulated tasks, and recordings of real robots."""
+"""The RoboSet family: simulated tasks and recordings of real robots."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import ClassVar, Final, Literal
 from replaykit.buffer.core import SamplerT
 from replaykit.datasets.converting import local_paths
 from replaykit.datasets.dataset import BaseDatasetExperienceReplay
+from replaykit.datasets.engine.episode_finders import Finder, Groups
 from replaykit.datasets.engine.fields import STEPS, Alignment, Field
-from replaykit.datasets.engine.finding import Finder, Groups
 from replaykit.datasets.engine.h5 import open_h5
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.families.robohive import ROBOHIVE
@@ -25,13 +25,13 @@ _COMMAND: Final = ("data/ctrl_arm", "data/ctrl_ee")
 
 @dataclass(frozen=True, kw_only=True)
 class RobosetRealLayout(Layout):
-    """Trials of the teleoperation, kinesthetic and autonomous sets.
+    """Layout of trials of RoboSet's teleoperation, kinesthetic and autonomous sets.
 
-    The action is the command of the arm with that of the gripper behind. Joints, gripper and
-    cameras are below ``observation``; what is derived from them, and ``solved``, below ``info``.
-    In published files trials are copies of one another: the first is kept, and the report lists
-    the others (rule V36); ``Policies(copies="keep")`` keeps all. Some have holes of NaN: leave
-    these out with ``Policies(on_invalid="skip")``.
+    The action is the command of the arm, followed by the command of the gripper. Joints, gripper
+    and cameras are below ``observation``. Derived values and ``solved`` are below ``info``.
+    Published files contain copies of trials. The first copy is kept, and the report lists the
+    others (rule V36). ``Policies(copies="keep")`` keeps all copies. Some trials have gaps of NaN.
+    ``Policies(on_invalid="skip")`` leaves these trials out.
     """
 
     name: str = "roboset-real"
@@ -54,9 +54,10 @@ ROBOSET_REAL: Final = RobosetRealLayout()
 
 
 def is_real_robot(path: Path) -> bool:
-    """Whether the first trial of a file is one of a real robot; no file that can be read is none.
+    """Return whether the first trial of a file was recorded on a real robot.
 
-    Cost: opens the file, and looks at the names of one group.
+    The result is False for a file that cannot be read. Cost: the file is opened, and the names of
+    one group are read.
     """
     try:
         with open_h5(path) as file:
@@ -88,22 +89,23 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     """Transitions of the simulated RoboSet tasks, and of recordings of real robots.
 
     The files of a data set are fetched from the Hub repository ``jdvakil/RoboSet_Sim`` at one
-    commit, verified, and converted once into memory-mapped columns. A source record describes a
-    *state* (its observation, reward, done, infos) and the action chosen in it, and the last record
-    of a trial is the final state. So a trial of T records makes T - 1 rows, and the reward of a
-    row is that of the state it arrived at.
+    commit, verified, and converted once into memory-mapped columns. A source record contains
+    observation, reward, done and infos of a *state*, and the action chosen in that state. The last
+    record of a trial is the final state. So a trial of T records makes T - 1 rows. The reward of a
+    row is the reward of the state after the step.
 
-    Rows have ``observation``, ``action``, ``time``, ``info``, ``episode`` (number of the trial in
-    its file), ``seed`` (number of the file), ``done``, ``terminated``, ``truncated``, and under
-    ``next`` ``observation``, ``reward``, ``done``, ``terminated``, ``truncated``, ``info``. Flags
-    and reward are ``[N, 1]``; dtypes are those of the source. They are ordered by ``seed``, then
-    ``episode``.
+    The keys of a row are ``observation``, ``action``, ``time``, ``info``, ``episode``, ``seed``,
+    ``done``, ``terminated`` and ``truncated``. ``episode`` is the number of the trial in its file,
+    and ``seed`` is the number of the file. The keys under ``next`` are ``observation``, ``reward``,
+    ``done``, ``terminated``, ``truncated`` and ``info``. Flags and reward have the shape ``[N,
+    1]``. Dtypes are those of the source. Rows are ordered by ``seed``, then by ``episode``.
 
-    Files of the real-robot sets are given with ``source``, under any id, and told by what is in
-    them; for URLs of them say ``layout=ROBOSET_REAL``. They have frames of a state and the command
-    given there, but neither reward nor flags: see `RobosetRealLayout`.
+    Files of the real-robot sets are given with ``source``, under any id. Local files are recognized
+    by their content. For URLs, pass ``layout=ROBOSET_REAL``. The files have states with camera
+    frames and the command given in each state, but no rewards and no flags; see
+    `RobosetRealLayout`.
 
-    Arguments, errors and methods: see BaseDatasetExperienceReplay. Sources:
+    See BaseDatasetExperienceReplay for arguments, errors and methods. Source:
     https://sites.google.com/view/robohive/roboset, MIT licence.
 
     Example:
@@ -129,11 +131,11 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
 
     @cached_property
     def layout(self) -> Layout:
-        """How the files of the data set, or of ``source``, are laid out."""
+        """The layout of the files of the data set, or of ``source``."""
         own = () if self.source is None else local_paths(self.source)
         return ROBOSET_REAL if own and is_real_robot(own[0]) else ROBOHIVE
 
     @classmethod
     def remote(cls, dataset_id: str) -> HubFiles:
-        """Says where the files of a data set are."""
+        """Return the location of a data set's files."""
         return HubFiles(cls.repository, dataset_id, ".h5")

@@ -1,8 +1,8 @@
-"""V-D4RL: shards of flat arrays, of pixels and of the actions that led to them.
+"""The V-D4RL family: flat arrays of images and preceding actions, in several files.
 
-Record ``t`` holds an observation, the action that led to it, and what came of that action; the
-first record of an episode was led to by none, and its action is a filler. Shards may be cut
-anywhere, so that an episode may go on in the next one.
+Record ``t`` holds an observation, the action that led to it, and the outcome of that action. No
+action led to the first record of an episode, so its action is a filler. An episode may continue in
+the next file.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.datasets.engine.episode_finders import EpisodeRefs, Finder, FoundEpisodes, Segments
 from replaykit.datasets.engine.fields import ARRIVALS, Alignment, Field
-from replaykit.datasets.engine.finding import EpisodeRefs, Finder, FoundEpisodes, Segments
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Layout
-from replaykit.datasets.engine.places import Place
+from replaykit.datasets.engine.locations import Location
 
 __all__ = ["VD4RL", "VD4RLLayout"]
 
@@ -30,28 +30,32 @@ _DISCOUNT_KEY: Final = ("next", "discount")
 
 @dataclass(frozen=True)
 class Steps(Segments):
-    """Episodes in flat arrays, from a record of type 0 to one of type 2. They end terminated where
-    the discount is zero."""
+    """A finder of episodes in flat arrays, from a record of type 0 to a record of type 2.
 
-    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> FoundEpisodes:
-        """Returns the episodes of a file, or of several that are read as one; see `Finder`."""
+    An episode is terminated if its last discount is zero.
+    """
+
+    def find(
+        self, file: H5File, layout: Layout, location: Location, block_bytes: int
+    ) -> FoundEpisodes:
+        """Return the episodes of one file, or of several files read as one; see `Finder`."""
         found = FoundEpisodes()
-        kinds = np.rint(_column(file, _KIND, place, block_bytes))
+        kinds = np.rint(_column(file, _KIND, location, block_bytes))
         if not kinds.size:
             found.strangers.append((layout.clock, "its arrays have no rows"))
             return found
-        _check(kinds, place)
+        _check(kinds, location)
         bases = np.flatnonzero(kinds == _FIRST)
         stops = np.append(bases[1:], kinds.size)
         for stop in stops[kinds[stops - 1] != _LAST].tolist():
             text = "an episode has no last record; it ends truncated where it breaks off"
-            found.odd.append(("V39", text, place.at(key=_KIND, record=stop - 1)))
-        zero = _column(file, _DISCOUNT, place, block_bytes) == 0
+            found.odd.append(("V39", text, location.at(key=_KIND, record=stop - 1)))
+        zero = _column(file, _DISCOUNT, location, block_bytes) == 0
         early = np.flatnonzero(zero & (kinds == _MIDDLE))
-        # Where an episode breaks off, the discount still says whether it was over.
+        # The discount is also valid at the last record of an episode that breaks off.
         early = early[~np.isin(early, stops - 1)]
         if early.size:
-            at = place.at(key=_DISCOUNT, record=int(early[0]))
+            at = location.at(key=_DISCOUNT, record=int(early[0]))
             raise at.error("the discount is zero before the last record of the episode", "V31")
         starts = [part.start for part in file.parts] or [0]
         parts = np.searchsorted(starts, bases, "right") - 1
@@ -64,11 +68,11 @@ class Steps(Segments):
 
 @dataclass(frozen=True, kw_only=True)
 class VD4RLLayout(Layout):
-    """Shards of V-D4RL with images of 84 pixels: R records of an episode make R - 1 rows.
+    """Layout of V-D4RL with 84-pixel images, in which R records make R - 1 rows.
 
-    Row ``t`` starts from observation ``t``, and takes action, reward and discount of the record
-    after it. Episodes end terminated where the discount is zero, else truncated. Shards come in
-    the order of the numbers in their names.
+    Row ``t`` has observation ``t``, and action, reward and discount of the next record. An episode
+    is terminated if its last discount is zero, and otherwise truncated. The files are ordered by
+    the numbers in their names.
 
     Example:
         >>> from replaykit.datasets.families import VD4RL
@@ -91,32 +95,35 @@ class VD4RLLayout(Layout):
     natural_files: bool = True
     joined: bool = True
 
-    def resolve(self, file: H5File, place: Place) -> Layout:
-        """Checks that the arrays are there and of one length, in every shard by itself."""
+    def resolve(self, file: H5File, location: Location) -> Layout:
+        """Check that all arrays of a file exist and have the same length."""
         leaves = {leaf.path: leaf for leaf in file.leaves("")}
         missing = [name for name in _ARRAYS if name not in leaves]
         if missing:
             keys = ", ".join(map(repr, list(leaves)[:20])) or "nothing"
-            raise place.error(
+            raise location.error(
                 f"no arrays {', '.join(map(repr, missing))} of the layout {self.name!r}; the file "
                 f"holds {keys}; is this a file of another corpus?",
                 "V04",
             )
         clock = leaves[_KIND]
         if not clock.shape:
-            raise place.at(key=_KIND).error("has no length", "V11")
+            raise location.at(key=_KIND).error("has no length", "V11")
         for name in _ARRAYS:
             if leaves[name].problem is not None:
                 text = f"cannot be a column: {leaves[name].problem}"
-                raise place.at(key=name).error(text, "V10")
+                raise location.at(key=name).error(text, "V10")
             if leaves[name].shape[:1] != clock.shape[:1]:
                 shape = list(leaves[name].shape)
                 text = f"has shape {shape}, but {_KIND!r} has {clock.shape[0]} records"
-                raise place.at(key=name).error(text, "V11")
+                raise location.at(key=name).error(text, "V11")
         return self
 
-    def goes_on(self, file: H5File, place: Place) -> bool:
-        """Whether the first record of a shard begins no episode; one without records goes on."""
+    def goes_on(self, file: H5File, location: Location) -> bool:
+        """Return whether a file continues the episode of the file before it.
+
+        The result is False only if the first record of the file begins an episode.
+        """
         first = file.read(_KIND, 0, min(1, file.shape(_KIND)[0])).reshape(-1)
         return not (first.size and np.rint(first.astype(np.float64)[0]) == _FIRST)
 
@@ -124,9 +131,11 @@ class VD4RLLayout(Layout):
 VD4RL: Final = VD4RLLayout()
 
 
-def _column(file: H5File, name: str, place: Place, block_bytes: int) -> npt.NDArray[np.float32]:
-    """Reads numbers of one a record, in blocks."""
-    at = place.at(key=name)
+def _column(
+    file: H5File, name: str, location: Location, block_bytes: int
+) -> npt.NDArray[np.float32]:
+    """Read a dataset of one number per record, in blocks."""
+    at = location.at(key=name)
     shape = file.shape(name)
     if shape[0] and int(np.prod(shape[1:])) != 1:
         raise at.error(f"has shape {list(shape)}, expected one number per record", "V10")
@@ -140,22 +149,22 @@ def _column(file: H5File, name: str, place: Place, block_bytes: int) -> npt.NDAr
         values[start:stop] = block.reshape(-1)
         if not np.isfinite(values[start:stop]).all():
             record = start + int(np.argmin(np.isfinite(values[start:stop])))
-            raise place.at(key=name, record=record).error("holds NaN or infinity", "V30")
+            raise location.at(key=name, record=record).error("holds NaN or infinity", "V30")
     return values
 
 
-def _check(kinds: npt.NDArray[np.float32], place: Place) -> None:
-    """Checks that every record is of a known type, and belongs to an episode (rules V30, V32)."""
+def _check(kinds: npt.NDArray[np.float32], location: Location) -> None:
+    """Check that each record has a known type and an episode (rules V30, V32)."""
     strange = np.flatnonzero(~np.isin(kinds, (_FIRST, _MIDDLE, _LAST)))
     if strange.size:
         record = int(strange[0])
-        at = place.at(key=_KIND, record=record)
+        at = location.at(key=_KIND, record=record)
         raise at.error(f"is {kinds[record]:g}, expected 0, 1 or 2", "V30")
     lost = np.flatnonzero((kinds[1:] != _FIRST) & (kinds[:-1] == _LAST)) + 1
     if kinds[0] != _FIRST or lost.size:
         record = 0 if kinds[0] != _FIRST else int(lost[0])
-        raise place.at(key=_KIND, record=record).error(
-            "begins no episode, and none goes on here: a shard before this one is missing, or "
-            "records are",
+        raise location.at(key=_KIND, record=record).error(
+            "begins no episode, and continues none: the file before this one, or records, are "
+            "missing",
             "V32",
         )

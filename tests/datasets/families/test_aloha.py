@@ -99,7 +99,7 @@ def test_other_shifts_are_refused():
         AlohaLayout(action_shift=1)
 
 
-def test_file_that_is_no_episode_is_named(tmp_path, quietly):
+def test_file_without_an_episode_is_named(tmp_path, quietly):
     with h5py.File(tmp_path / "a.hdf5", "w") as file:
         file["actions"] = np.zeros((3, 14))
     with pytest.raises(CorpusError, match=r"a\.hdf5: .*the root has no 'action', .*V04"):

@@ -145,7 +145,7 @@ def test_filters_of_robomimic_are_splits(tmp_path, hub):
         RobomimicExperienceReplay("lift/ph/low_dim", 2, root=tmp_path / "root", split="test")
 
 
-def test_files_of_ones_own_in_place_of_any_hub(tmp_path):
+def test_user_files_replace_hub_download(tmp_path):
     path = robomimic(tmp_path / "mine.hdf5")
     options = {"root": tmp_path / "root", "source": path}
     data = RobomimicExperienceReplay("can/mh/low_dim", 2, **options)
@@ -181,7 +181,7 @@ def roboset(path: Path) -> Path:
         ("roboset", roboset, [1.0, 2.0, 3.0]),
     ],
 )
-def test_files_of_ones_own_may_have_any_id(tmp_path, family, write, arrived):
+def test_user_files_accept_any_id(tmp_path, family, write, arrived):
     path = write(tmp_path / "a.h5")
     options = {"root": tmp_path / "root", "source": path}
     data = load_dataset(f"{family}:mine", 2, **options)
@@ -202,12 +202,12 @@ def test_files_of_ones_own_may_have_any_id(tmp_path, family, write, arrived):
 
 
 @pytest.mark.parametrize("family", [D4RLExperienceReplay, AlohaExperienceReplay])
-def test_family_that_cannot_be_fetched_says_so(tmp_path, family):
-    with pytest.raises(FileNotFoundError, match=r"cannot be fetched: .*pass those that you have"):
+def test_family_without_a_download_raises_error(tmp_path, family):
+    with pytest.raises(FileNotFoundError, match=r"cannot be fetched: .*pass local files"):
         family("mine", 2, root=tmp_path)
 
 
-def test_data_set_of_ones_own_files_is_opened_again_by_its_id(tmp_path):
+def test_data_set_from_user_files_reopens_by_its_id(tmp_path):
     with h5py.File(tmp_path / "a.hdf5", "w") as file:
         file["observations"], file["actions"] = np.eye(3), np.zeros((3, 1))
         file["rewards"], file["terminals"] = np.ones(3), np.arange(3) == 2
@@ -228,7 +228,7 @@ def flat(path: Path, reward: float = 1.0) -> Path:
     return path
 
 
-def test_files_of_ones_own_are_told_apart_by_what_is_in_them(tmp_path, monkeypatch):
+def test_user_files_are_identified_by_their_content(tmp_path, monkeypatch):
     path = flat(tmp_path / "a.hdf5")
     options = {"root": tmp_path / "root", "source": path}
     made = D4RLExperienceReplay("mine", 2, **options).published.manifest.made
@@ -298,7 +298,7 @@ def test_a_class_takes_a_layout_that_an_error_advises(tmp_path):
         ({"policies": {"casts": {}}}, TypeError, "expected policies as Policies or None, got {'ca"),
         ({"layout": "d4rl"}, TypeError, "expected layout as Layout or None, got 'd4rl'"),
         ({"workers": 0}, ValueError, "expected workers >= 1, got 0"),
-        ({"policies": Policies(exclude=["acton"])}, ValueError, "exclude: 'acton' meets nothing"),
+        ({"policies": Policies(exclude=["acton"])}, ValueError, "exclude: 'acton' matches nothing"),
     ],
 )
 def test_other_options_are_refused(tmp_path, given, error, says):
@@ -309,7 +309,7 @@ def test_other_options_are_refused(tmp_path, given, error, says):
 
 
 @pytest.mark.parametrize("through", ["convert", "class"])
-def test_files_that_describe_others_are_part_of_what_a_data_set_is_made_of(tmp_path, through):
+def test_changed_metadata_file_makes_another_data_set(tmp_path, through):
     path = minari(tmp_path / "cart")
 
     def made(force: bool = False) -> str:

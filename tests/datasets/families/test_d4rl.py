@@ -280,7 +280,7 @@ def test_next_observation_of_another_episode_is_refused(tmp_path, quietly):
         quietly(path, D4RL)
 
 
-def test_bad_episodes_are_skipped_all_at_once_and_named(tmp_path, quietly, check_ted):
+def test_bad_episodes_are_skipped_together_and_named(tmp_path, quietly, check_ted):
     values = arrays(4, 3, 5, 2)
     values["actions"][5, 1] = np.nan
     values["observations"][9, 0] = np.inf
@@ -368,7 +368,7 @@ def test_files_of_two_releases_are_not_mixed(tmp_path, quietly):
         quietly([one, two], D4RL)
 
 
-def test_lone_end_without_a_reset_is_reported(tmp_path, quietly):
+def test_single_end_flag_without_a_reset_is_reported(tmp_path, quietly):
     """V39: the flags say so, and but for one step they stand apart."""
     values = arrays(8, 4)
     values["terminals"] = np.arange(12) == 4
@@ -396,7 +396,7 @@ def as_antmaze(values: dict[str, Any]) -> dict[str, Any]:
         ((8, 4, 3), [5, 6], [7, 10, 11, 14], [False, False, False], "terminals, record 5"),
     ],
 )
-def test_goal_that_is_held_ends_no_episode(
+def test_held_goal_ends_no_episode(
     tmp_path, release, block_bytes, lengths, terminals, timeouts, terminated, flags
 ):
     """N31: AntMaze flags every step at which the goal is held."""

@@ -99,7 +99,7 @@ def test_a_part_that_is_missing_is_named(tmp_path, quietly, lost, said):
         quietly(path, D4RL)
 
 
-def test_parts_that_are_cut_elsewhere_are_refused(tmp_path, quietly):
+def test_arrays_cut_into_unequal_chunks_are_refused(tmp_path, quietly):
     """All arrays are as long as they should be, and rows would be misaligned."""
     path = cut(tmp_path / "a.hdf5", arrays(5, 8, 7), longer="observations")
     said = r"a\.hdf5: observations: .*chunks have \[4, 3, .*'actions' \[3, 4, .*V10"

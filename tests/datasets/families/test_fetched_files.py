@@ -65,7 +65,7 @@ def hub(tmp_path: Path, point_client_at: Any, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("what", STRANGE)
 @pytest.mark.parametrize("name", HOSTED)
-def test_what_is_not_h5_is_named_and_nothing_is_published(
+def test_non_h5_download_is_named_and_publishes_nothing(
     hub: LoopbackHub, tmp_path: Path, name: str, what: str
 ) -> None:
     repo_id, path = HOSTED[name]
@@ -78,7 +78,9 @@ def test_what_is_not_h5_is_named_and_nothing_is_published(
 
 
 @pytest.mark.parametrize("what", STRANGE)
-def test_nor_over_plain_http(hub: LoopbackHub, tmp_path: Path, what: str) -> None:
+def test_non_h5_download_over_plain_http_is_refused(
+    hub: LoopbackHub, tmp_path: Path, what: str
+) -> None:
     hub.commit(
         "me/d4rl", {"kitchen/mini_kitchen_microwave_kettle_light_slider-v0.hdf5": STRANGE[what]}
     )
@@ -130,7 +132,7 @@ def test_d4rl_is_verified_where_the_checksum_is_known(
     assert len(D4RLExperienceReplay("a-v9", 2, root=tmp_path / "root")) == 4
 
 
-def test_the_table_of_d4rl_says_where_every_id_is() -> None:
+def test_d4rl_table_lists_the_location_of_every_id() -> None:
     ids = D4RLExperienceReplay.available_datasets
     files = {name: d4rl.d4rl_file(name) for name in ids}
     unique = set(files.values())
@@ -146,9 +148,7 @@ def test_the_table_of_d4rl_says_where_every_id_is() -> None:
     assert d4rl.d4rl_file("mine") is None
 
 
-def test_ids_that_are_not_hosted_are_for_files_of_ones_own(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_unhosted_ids_need_user_files(hub: LoopbackHub, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="d4rl:mine cannot be fetched"):
         D4RLExperienceReplay("mine", 2, root=tmp_path / "root")
     D4RLExperienceReplay("mine", 2, root=tmp_path / "root", source=steps(tmp_path / "a.hdf5"))
@@ -186,7 +186,7 @@ def test_urls_are_converted_like_files(hub: LoopbackHub, tmp_path: Path) -> None
     wrong = dict.fromkeys(given, "0" * 64)
     with pytest.raises(DownloadError, match="expected sha256 0000"):
         convert(wrong, D4RL, tmp_path / "wrong")
-    with pytest.raises(ValueError, match="either URLs of the web or paths"):
+    with pytest.raises(ValueError, match="either web URLs or paths"):
         convert([*given, tmp_path / "0.hdf5"], D4RL, tmp_path / "mixed")
 
 
@@ -205,9 +205,7 @@ def test_file_urls_and_checksums_of_local_files(tmp_path: Path) -> None:
 # -- plans ----------------------------------------------------------------------------------------
 
 
-def test_a_plan_of_a_hub_says_what_is_missing_and_fetches_nothing(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_hub_plan_lists_missing_files_and_fetches_nothing(hub: LoopbackHub, tmp_path: Path) -> None:
     folder = "demos/Pick-v1/rl"
     episode = {"episodes": [{"episode_id": 0, "elapsed_steps": 3, "episode_seed": 5}]}
     with h5py.File(tmp_path / "t.h5", "w") as file:
@@ -265,7 +263,9 @@ def test_a_plan_of_the_web_asks_for_sizes_only(
         ("minari:toys/none/v0", FileNotFoundError, "there is no dataset repository"),
     ],
 )
-def test_a_plan_of_nothing(hub: LoopbackHub, name: str, error: type[Exception], said: str) -> None:
+def test_plan_of_an_unavailable_data_set_is_an_error(
+    hub: LoopbackHub, name: str, error: type[Exception], said: str
+) -> None:
     with pytest.raises(error, match=said):
         plan(name)
 

@@ -48,7 +48,7 @@ def write(
 
 
 @pytest.mark.parametrize("success", [True, False, None])
-def test_every_row_is_what_happened(tmp_path, expected, quietly, check_ted, success):
+def test_every_row_matches_recorded_history(tmp_path, expected, quietly, check_ted, success):
     demos = {"demo_7": (4, success), "demo_12": (3, False)}
     path, histories = write(tmp_path / "a.hdf5", demos)
     for name, (steps, solved) in demos.items():
@@ -131,7 +131,7 @@ def test_success_in_every_form_it_is_stored_in(tmp_path, quietly, said, success)
 
 
 @pytest.mark.parametrize("said", ["maybe", "", 2, -1, 0.5, np.nan, np.array([1, 0])])
-def test_success_that_says_neither_is_an_error(tmp_path, quietly, said):
+def test_success_other_than_true_or_false_is_an_error(tmp_path, quietly, said):
     path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, True), "demo_1": (3, None)})
     with h5py.File(path, "a") as file:
         file["data/demo_1"].attrs["success"] = said
@@ -144,7 +144,9 @@ def test_success_that_says_neither_is_an_error(tmp_path, quietly, said):
 
 @pytest.mark.parametrize("bare", ["demo_0", "demo_1"])
 @pytest.mark.parametrize("missing", ["pad", "drop"])
-def test_demonstration_without_states_beside_one_with_them(tmp_path, quietly, bare, missing):
+def test_demonstrations_with_and_without_states_keep_their_own_states(
+    tmp_path, quietly, bare, missing
+):
     """Each demonstration has its states with the first one before them, whichever lacks them."""
     path, histories = write(tmp_path / "a.hdf5", {"demo_0": (4, True), "demo_1": (5, True)})
     with h5py.File(path, "a") as file:
@@ -202,7 +204,7 @@ def test_only_the_demonstration_without_its_first_state_is_skipped(tmp_path, qui
     assert data.published.groups() == ["data/demo_0"]
 
 
-def test_states_that_are_an_array_are_of_another_family(tmp_path, quietly):
+def test_file_with_states_as_one_array_is_refused(tmp_path, quietly):
     path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, True)})
     with h5py.File(path, "a") as file:
         del file["data/demo_0/states"]

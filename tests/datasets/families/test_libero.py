@@ -40,7 +40,7 @@ def write(path: Path, *lengths: int, **attributes: Any) -> tuple[Path, list[dict
     return path, histories
 
 
-def test_every_row_is_what_happened(tmp_path, expected, quietly, check_ted):
+def test_every_row_matches_recorded_history(tmp_path, expected, quietly, check_ted):
     """N30: what a row starts from was recorded with the row before."""
     path, histories = write(tmp_path / "a.hdf5", 6, 4)
     for episode, history in enumerate(histories):
@@ -70,7 +70,7 @@ def test_every_row_is_what_happened(tmp_path, expected, quietly, check_ted):
     assert said["macros_image_convention"] == "opengl"
 
 
-def test_libero_and_robomimic_are_told_apart(tmp_path, quietly):
+def test_libero_and_robomimic_layouts_refuse_each_others_files(tmp_path, quietly):
     path, _ = write(tmp_path / "a.hdf5", 4)
     with pytest.raises(CorpusError, match=r"a\.hdf5: this is no file of robomimic.*LIBERO.*V04"):
         quietly(path, ROBOMIMIC)
@@ -92,7 +92,7 @@ def test_libero_and_robomimic_are_told_apart(tmp_path, quietly):
         "init_state/dataset",
     ],
 )
-def test_every_sign_alone_tells_libero_from_robomimic(tmp_path, quietly, sign):
+def test_any_single_sign_distinguishes_libero_from_robomimic(tmp_path, quietly, sign):
     """N30: read as robomimic, every observation would be one step late."""
     path, (history,) = write(tmp_path / "a.hdf5", 4)
     with h5py.File(path, "a") as file:

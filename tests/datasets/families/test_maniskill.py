@@ -127,7 +127,7 @@ def test_json_that_contradicts_the_arrays_is_an_error(tmp_path, quietly, entry, 
         quietly(path, MANISKILL)
 
 
-def test_json_that_is_none_is_an_error(tmp_path, quietly):
+def test_invalid_json_is_an_error(tmp_path, quietly):
     path = write(tmp_path / "a.h5", {"traj_0": trajectory(4)})
     path.with_suffix(".json").write_text("[1, 2")
     with pytest.raises(CorpusError, match=r"a\.json, which describes it, cannot be read.*V04"):

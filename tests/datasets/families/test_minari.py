@@ -210,12 +210,12 @@ def test_infos_of_text_are_left_out_and_reported(tmp_path, quietly):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"total_steps": 8}, r"has 7 records, but what describes it says 8: .*V15"),
-        ({"total_episodes": 3}, r"has 2 episodes, but what describes it says 3: .*V15"),
+        ({"total_steps": 8}, r"has 7 records, but its description says 8: .*V15"),
+        ({"total_episodes": 3}, r"has 2 episodes, but its description says 3: .*V15"),
         ({"data_format": "arrow"}, r"stored as 'arrow', expected 'hdf5' .*V04"),
         ({"observation_space": "{"}, r"a space in metadata\.json cannot be read.*V04"),
         ({"observation_space": '{"type": "Text"}'}, r"the observation_space .*'max_length'.*V04"),
-        ({"total_steps": "seven"}, r"has 'seven' records, expected a number.*V15"),
+        ({"total_steps": "seven"}, r"gives 'seven' records, expected a number.*V15"),
     ],
 )
 def test_metadata_that_contradicts_the_arrays(tmp_path, quietly, metadata, message):
@@ -228,11 +228,13 @@ def test_metadata_that_contradicts_the_arrays(tmp_path, quietly, metadata, messa
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({"total_episodes": 5}, "has 2 episodes, but what describes it says 5"),
-        ({"total_steps": 99}, "has 7 records, but what describes it says 99"),
+        ({"total_episodes": 5}, "has 2 episodes, but its description says 5"),
+        ({"total_steps": 99}, "has 7 records, but its description says 99"),
     ],
 )
-def test_totals_above_what_is_there_are_reported(tmp_path, quietly, on_invalid, metadata, said):
+def test_metadata_totals_above_real_counts_are_reported(
+    tmp_path, quietly, on_invalid, metadata, said
+):
     values = [episode(4), episode(3, seed=1)]
     path = write(tmp_path / "a", *values, **metadata)
     data = quietly(path, MINARI, policies=Policies(on_invalid=on_invalid))
@@ -245,7 +247,7 @@ def test_totals_above_what_is_there_are_reported(tmp_path, quietly, on_invalid, 
 
 
 @pytest.mark.parametrize(("on_invalid", "kept"), [("skip", [3]), ("keep", [4, 3])])
-def test_length_of_an_episode_that_is_stale(tmp_path, quietly, on_invalid, kept):
+def test_stale_episode_length_is_skipped_or_reported(tmp_path, quietly, on_invalid, kept):
     path = write(tmp_path / "a", episode(4, **{"@total_steps": 9}), episode(3, seed=1))
     data = quietly(path, MINARI, policies=Policies(on_invalid=on_invalid))
     assert data.episode_table["length"].tolist() == kept
@@ -262,7 +264,7 @@ def test_length_of_an_episode_that_is_stale(tmp_path, quietly, on_invalid, kept)
 def test_file_without_metadata_is_refused(tmp_path, quietly):
     path = write(tmp_path / "a", episode(4))
     path.with_name("metadata.json").unlink()
-    with pytest.raises(CorpusError, match=r"metadata\.json is not beside it.*V04"):
+    with pytest.raises(CorpusError, match=r"metadata\.json.* is not next to it.*V04"):
         quietly(path, MINARI)
 
 

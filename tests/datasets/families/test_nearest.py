@@ -68,7 +68,7 @@ def test_a_name_without_its_family_names_the_data_set(given, meant):
         assert f"(meant: {meant}" in str(caught.value)
 
 
-def test_nothing_is_suggested_for_what_looks_like_nothing():
+def test_unrecognizable_name_gets_no_suggestion():
     with pytest.raises(ValueError) as caught:
         load_dataset("zzzz:qqqqqqqq", 1)
     assert "meant" not in str(caught.value)
@@ -85,6 +85,6 @@ def test_every_family_names_its_nearest(tmp_path, family):
     assert "meant: " in str(caught.value)
 
 
-def test_layouts_too():
+def test_unknown_layout_names_the_nearest_layout():
     with pytest.raises(ValueError, match="meant: 'robomimic'"):
         layout_named("robomimc")

@@ -141,7 +141,7 @@ def test_images_are_stored_as_they_are(tmp_path, quietly):
     np.testing.assert_array_equal(rows["next", "observation", "image"], values["next_obs/image"])
 
 
-def test_files_without_next_observations_lose_what_is_not_known(tmp_path, quietly, check_ted):
+def test_missing_next_observations_drop_rows_without_a_known_outcome(tmp_path, quietly, check_ted):
     lacking = {"next_obs/position": None, "next_obs/image": None}
     one, two = demo(4, success=1, **lacking), demo(5, seed=1, **lacking)
     data = quietly(write(tmp_path / "a.hdf5", {"demo_0": one, "demo_1": two}), ROBOMIMIC)
@@ -233,7 +233,7 @@ def test_key_that_only_a_later_demonstration_has(tmp_path, quietly):
         ({"initial_state/x": np.zeros((1, 2))}, "Isaac Lab"),
     ],
 )
-def test_files_that_look_alike_are_refused(tmp_path, quietly, more, said):
+def test_similar_files_of_other_layouts_are_refused(tmp_path, quietly, more, said):
     """N30: there the observations are those after the action."""
     path = write(tmp_path / "a.hdf5", {"demo_0": demo(3, **more)})
     with pytest.raises(CorpusError, match=rf"a\.hdf5: this is no file of robomimic.*{said}.*V04"):
@@ -245,7 +245,7 @@ def raw(steps: int, **more: Any) -> dict[str, Any]:
     return {"states": draw.normal(size=(steps, 4)), "actions": draw.normal(size=(steps, 2)), **more}
 
 
-def test_raw_file_and_robomimic_file_are_told_apart(tmp_path, quietly):
+def test_raw_and_robomimic_layouts_refuse_each_others_files(tmp_path, quietly):
     raw_file = write(tmp_path / "raw.hdf5", {"demo_1": raw(4)})
     full = write(tmp_path / "full.hdf5", {"demo_1": demo(4)})
     with pytest.raises(CorpusError, match=r"raw\.hdf5: .*robosuite's raw demonstrations.*V04"):

@@ -47,7 +47,7 @@ def write(path: Path, *trials: dict[str, Any]) -> Path:
     return path
 
 
-def test_every_row_is_what_happened(tmp_path, expected, quietly, check_ted):
+def test_every_row_matches_recorded_trial(tmp_path, expected, quietly, check_ted):
     trials = [trial(5), trial(4, seed=1, flat=True)]
     for episode, values in enumerate(trials):
         frames = len(values["data/time"])

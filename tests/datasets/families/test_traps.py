@@ -305,7 +305,7 @@ OPTIONAL = {
 
 
 @pytest.mark.parametrize("family", OPTIONAL)
-def test_text_in_place_of_numbers_is_left_out_and_told_of(written, convert, family):
+def test_text_in_place_of_numbers_is_left_out_and_reported(written, convert, family):
     path, name = written(family), OPTIONAL[family]
     extra = "note" if family != "d4rl-v2" else "infos/note"
     with h5py.File(path, "a") as file:

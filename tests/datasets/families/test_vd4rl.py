@@ -146,13 +146,15 @@ def test_types_of_any_number_and_rewards_of_two_ranks(tmp_path, quietly, check_t
 def test_missing_shard_is_named(tmp_path, quietly):
     first, middle, last = write(tmp_path / "files", records(9), 3, 6)
     middle.unlink()
-    with pytest.raises(CorpusError, match=r"3\.hdf5: it goes on .*1\.hdf5: those between.*V32"):
+    with pytest.raises(
+        CorpusError, match=r"3\.hdf5: it continues .*1\.hdf5: the files between.*V32"
+    ):
         quietly([first, last], VD4RL)
     with pytest.raises(CorpusError, match=r"3\.hdf5: step_type, record 0: begins no episode.*V32"):
         quietly([last], VD4RL)
 
 
-def test_shard_that_goes_on_after_an_end_is_named_with_its_own_record(tmp_path, quietly):
+def test_shard_that_continues_after_an_end_is_named_with_its_record(tmp_path, quietly):
     values = records(4, 4)
     values["step_type"][4] = 1
     one, two = write(tmp_path / "files", values, 4)
@@ -246,9 +248,7 @@ def test_shards_without_records(tmp_path, quietly, check_ted):
         quietly(tmp_path / "none", VD4RL, "other")
 
 
-def test_shard_that_cannot_be_read_is_skipped_with_what_goes_on_from_it(
-    tmp_path, quietly, check_ted
-):
+def test_unreadable_shard_is_skipped_with_rows_that_continue_it(tmp_path, quietly, check_ted):
     """C10: and is named, as is what is lost with it; the shard before ends where it breaks off."""
     values = records(6, 6, 6, 6)
     paths = write(tmp_path / "files", values, 3, 9, 15, 18)

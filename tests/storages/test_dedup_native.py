@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, native
-from replaykit.storages.dedup_native import NativeOnce
+from replaykit.storages.dedup_native import NativeDedup
 
 CORE = pytest.mark.skipif(native.Followed is None, reason="needs the compiled core")
 
@@ -45,14 +45,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     made = {"compare": 0, "write": 0, "gather": 0, "following": 0}
 
     def counted(name: str) -> None:
-        method = getattr(NativeOnce, name)
+        method = getattr(NativeDedup, name)
 
         def call(*args: Any, **options: Any) -> Any:
             found = method(*args, **options)
             made[name] += found is not None and found is not False
             return found
 
-        monkeypatch.setattr(NativeOnce, name, call)
+        monkeypatch.setattr(NativeDedup, name, call)
 
     for name in made:
         counted(name)
@@ -80,7 +80,7 @@ def _random_rows(
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_core_and_torch_leave_the_same(
+def test_core_and_torch_store_equal_rows(
     layouts: Any, filled: Any, same_rows: Any, data: st.DataObject
 ) -> None:
     layout, slots = data.draw(layouts), data.draw(st.integers(1, 90))
@@ -97,7 +97,7 @@ def test_core_and_torch_leave_the_same(
             else:
                 rb.extend(rows)
         a, b = (rb.storage for rb in buffers)
-        assert (a.kept_beside, a.require().nbytes()) == (b.kept_beside, b.require().nbytes())
+        assert (a.overflow_rows, a.require().nbytes()) == (b.overflow_rows, b.require().nbytes())
         index = torch.randint(0, len(dense), (50,), generator=torch.Generator().manual_seed(turn))
         for contiguous in (False, True):
             want = dense.storage.read(index, contiguous=contiguous)
@@ -115,7 +115,7 @@ def test_the_core_is_used(calls: dict[str, int]) -> None:
     rb.storage.require().gather_keys([("next", "observation")], torch.arange(3))
     assert calls == {"compare": 2, "write": 2, "gather": 1, "following": 1}
     assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 3, 4, 5]
-    assert rb.storage.kept_beside == 1
+    assert rb.storage.overflow_rows == 1
 
 
 @CORE
@@ -128,7 +128,7 @@ def test_rows_in_files_are_written_by_the_core(calls: dict[str, int], tmp_path: 
         rows["next", "observation"] += turn / 64 + 0.5
         rb.extend(rows)
     assert calls["write"] == 20
-    assert storage.kept_beside == 201
+    assert storage.overflow_rows == 201
     got = rb["next", "observation"].squeeze(1)
     want = [x + 1.5 + turn / 64 for turn in range(20) for x in range(10)]
     assert got.tolist() == [1, 2, *want]
@@ -153,7 +153,7 @@ def test_a_mismatch_changes_nothing(core: bool) -> None:
             assert bool((rb[:] == before).all())
         rb.extend(_steps([2, 3, 4]))
         assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 3, 4]
-        assert rb.storage.kept_beside == 1
+        assert rb.storage.overflow_rows == 1
 
 
 @pytest.mark.parametrize("core", [True, False])
@@ -174,7 +174,7 @@ def test_episodes_end_at_flags_of_any_dtype(core: bool, dtype: torch.dtype) -> N
     with pytest.raises(ValueError, match="row 0"):
         rb.extend(rows([30, 31], 0))
     assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 8, 9, 10, 21, 22, 23]
-    assert rb.storage.kept_beside == 3
+    assert rb.storage.overflow_rows == 3
 
 
 @pytest.mark.parametrize("core", [True, False])
@@ -185,11 +185,11 @@ def test_episodes_end_where_an_id_changes(core: bool) -> None:
     with pytest.raises(ValueError, match="row 0"):
         rb.extend(_steps([30, 31, 32], episode=[3, 3]))
     assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 8, 9, 10, 21]
-    assert rb.storage.kept_beside == 3
+    assert rb.storage.overflow_rows == 3
 
 
 @pytest.mark.parametrize("core", [True, False])
-def test_after_a_cut_anything_may_follow_once(core: bool) -> None:
+def test_cut_accepts_any_next_row_once(core: bool) -> None:
     rb = _with(_steps([0, 1, 2]), 40, core=core)
     rb.writer.cut()
     rb.extend(_steps([7, 8, 9]))
@@ -199,27 +199,29 @@ def test_after_a_cut_anything_may_follow_once(core: bool) -> None:
 
 
 @pytest.mark.parametrize("core", [True, False])
-def test_no_memory_for_rows_beside(core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_for_overflow_rows_changes_nothing(
+    core: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rb = _with(_steps([0, 1, 2]), 300, core=core, on_mismatch="dense")
     columns = rb.storage.require()
     rows = _steps([float(x) for x in range(101)])
     rows["next", "observation"] += 0.5
-    before, grow = rb[:], columns._beside._grow
+    before, grow = rb[:], columns._overflow._grow
 
     def full(*_: Any) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(columns._beside, "_grow", full)
+    monkeypatch.setattr(columns._overflow, "_grow", full)
     with pytest.raises(MemoryError, match="no room"):
         rb.extend(rows)
     assert bool((rb[:] == before).all())
-    monkeypatch.setattr(columns._beside, "_grow", grow)
+    monkeypatch.setattr(columns._overflow, "_grow", grow)
     rb.extend(_steps([2, 3]))  # the newest row is known as before
     rb.extend(rows)
-    assert rb.storage.kept_beside == 101
+    assert rb.storage.overflow_rows == 101
     assert bool((rb[3:] == rows).all())
     rb.empty()
-    assert rb.storage.kept_beside == 0
+    assert rb.storage.overflow_rows == 0
 
 
 @pytest.mark.parametrize("core", [True, False])
@@ -234,9 +236,7 @@ def test_slots_outside_are_refused(core: bool) -> None:
 
 
 @pytest.mark.parametrize("core", [True, False])
-def test_rows_that_are_views_of_what_is_stored(
-    core: bool, transitions: Any, same_rows: Any
-) -> None:
+def test_stored_views_can_be_written_back(core: bool, transitions: Any, same_rows: Any) -> None:
     stream = transitions(3)
     start = stream.steps(6)
     once = _with(start, 8, core=core, on_mismatch="dense")
@@ -254,7 +254,7 @@ def test_rows_that_are_views_of_what_is_stored(
 
 
 @pytest.mark.parametrize("core", [True, False])
-def test_memory_that_moved(core: bool, transitions: Any, same_rows: Any) -> None:
+def test_core_follows_moved_memory(core: bool, transitions: Any, same_rows: Any) -> None:
     stream = transitions(4)
     start = stream.steps(6)
     once, dense = _with(start, 8, core=core), ReplayBuffer(storage=LazyTensorStorage(8))
@@ -372,14 +372,14 @@ def test_the_core_is_used_for_streams(
     made = {"compare_streams": 0, "write_streams": 0, "gather": 0}
 
     def counted(name: str) -> None:
-        method = getattr(NativeOnce, name)
+        method = getattr(NativeDedup, name)
 
         def call(*args: Any, **options: Any) -> Any:
             found = method(*args, **options)
             made[name] += found is not None and found is not False
             return found
 
-        monkeypatch.setattr(NativeOnce, name, call)
+        monkeypatch.setattr(NativeDedup, name, call)
 
     for name in made:
         counted(name)
@@ -396,7 +396,7 @@ def test_the_core_is_used_for_streams(
     rb.sample()
     assert made["gather"] == (make is LazyTensorStorage)
     assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 3, 4, 8, 5]
-    assert rb.storage.kept_beside == 2
+    assert rb.storage.overflow_rows == 2
     with pytest.raises(ValueError, match=r"row 0: .*newest stored row of its stream"):
         rb.extend(_steps([6, 7], env=[2]))
     assert made["write_streams"] == 3

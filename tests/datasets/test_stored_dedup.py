@@ -54,7 +54,7 @@ def both(request, tmp_path):
     ]
 
 
-def test_rows_are_the_same(tmp_path, both):
+def test_deduplicated_rows_equal_full_rows(tmp_path, both):
     keep, once = both
     finals = once.published.finals
     assert finals
@@ -104,7 +104,7 @@ def test_split_trajectories_are_the_same(tmp_path, both):
     same(once.tensordict(), keep.tensordict())
 
 
-def test_edits_are_seen_here_only(tmp_path, both):
+def test_edits_stay_in_the_open_data_set(tmp_path, both):
     """An edit of an observation leaves what the row before arrived at as it was."""
     keep, once = both
     before = open_dataset(tmp_path / "keep")[:]
@@ -163,13 +163,13 @@ def test_damaged_data_set_is_refused(tmp_path, fault):
         open_dataset(tmp_path / "data")
 
 
-def test_data_sets_without_it_are_of_the_version_before(tmp_path, both):
+def test_only_deduplicated_data_sets_use_format_version_2(tmp_path, both):
     for data, version in zip(both, (1, 2), strict=True):
         said = json.loads((data.published.path / "manifest.json").read_text())
         assert said["format_version"] == version
 
 
-def test_validate_inspect_push_and_pull_know_of_it(tmp_path, both, point_client_at):
+def test_validate_inspect_push_and_pull_support_deduplication(tmp_path, both, point_client_at):
     keep, once = both
     findings = ted_findings(once.published, lambda count: None)
     assert all(finding.ok or finding.is_warning for finding in findings)

@@ -17,8 +17,8 @@ from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from replaykit.errors import CheckpointError
-from replaykit.storages.dedup_native import NativeOnce
-from replaykit.storages.dedup_rows import SettledRows
+from replaykit.storages.dedup_native import NativeDedup
+from replaykit.storages.dedup_rows import DedupRows
 from replaykit.storages.dedup_streams import StreamColumns
 
 SLOTS = 19
@@ -108,13 +108,13 @@ class _Worker:
 
     def fails(self, patch: pytest.MonkeyPatch) -> None:
         """A write that is cut off in the middle of what it changes, or at its end."""
-        commit, write = SettledRows._commit, NativeOnce.write
+        commit, write = DedupRows._commit, NativeDedup.write
         half = self.draw.random() < 0.5
 
         def cut_off(columns: Any, change: Any, values: Any, cleared: Any, *rest: Any) -> None:
             commit(columns, change, values, cleared, *rest)
             if half:
-                columns._beside.assign(cleared, None)
+                columns._overflow.assign(cleared, None)
             raise RuntimeError("cut off")
 
         def refused(native: Any, *arguments: Any) -> bool:
@@ -122,9 +122,9 @@ class _Worker:
             raise RuntimeError("cut off")
 
         with patch.context() as patched:
-            patched.setattr(SettledRows, "_commit", cut_off)
-            patched.setattr(NativeOnce, "write", refused)
-            patched.setattr(NativeOnce, "write_streams", refused_streams)
+            patched.setattr(DedupRows, "_commit", cut_off)
+            patched.setattr(NativeDedup, "write", refused)
+            patched.setattr(NativeDedup, "write_streams", refused_streams)
             rows = self.rows(self.draw.choice([1, 3, 8]))
             while not len(rows):
                 rows = self.rows(3)
@@ -137,7 +137,7 @@ def refused_streams(native: Any, *arguments: Any) -> bool:
     raise RuntimeError("cut off")
 
 
-_write_streams = NativeOnce.write_streams
+_write_streams = NativeDedup.write_streams
 
 
 def check(rb: ReplayBuffer, model: ReplayBuffer, same_rows: Any) -> None:
@@ -150,7 +150,7 @@ def check(rb: ReplayBuffer, model: ReplayBuffer, same_rows: Any) -> None:
     if columns is None:
         return
     # What follows from the files is what it would be if it were worked out anew.
-    beside = columns._beside
+    beside = columns._overflow
     used = beside._map[beside._map > 0].numpy() - 1
     free = beside._stack[: beside._free].numpy()
     assert sorted([*used, *free]) == list(range(len(beside._stack)))
@@ -166,7 +166,7 @@ def check(rb: ReplayBuffer, model: ReplayBuffer, same_rows: Any) -> None:
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 20))]
 )
 @pytest.mark.parametrize("kind", list(OPTIONS))
-def test_whatever_is_done_it_holds_what_a_dense_one_does(
+def test_random_calls_match_dense_storage(
     kind: str,
     seed: int,
     tmp_path: Path,
@@ -194,9 +194,7 @@ def episode(first: int, count: int, env: int | None = None) -> TensorDict:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("kind", ["ring", "streams"])
-def test_what_a_killed_process_did_under_one_lock_is_taken_back(
-    kind: str, tmp_path: Path, same_rows: Any
-) -> None:
+def test_changes_of_killed_process_are_undone(kind: str, tmp_path: Path, same_rows: Any) -> None:
     """Entries that were given back without a note are not overwritten without one."""
     env = None if kind == "ring" else 0
 
@@ -221,14 +219,14 @@ def test_what_a_killed_process_did_under_one_lock_is_taken_back(
     assert same_rows(kept(tmp_path, kind)[:], begin(dense(kind))[:])
 
 
-def test_streams_go_on_after_a_restart_without_more_beside(tmp_path: Path) -> None:
+def test_streams_continue_after_restart_without_extra_overflow_rows(tmp_path: Path) -> None:
     rb = kept(tmp_path, "streams", 60)
     for first in range(0, 15, 5):
         for env in range(3):
             rb.extend(episode(first, 5, env))
         del rb
         rb = kept(tmp_path, "streams", 60)
-    assert rb.storage.kept_beside == 3
+    assert rb.storage.overflow_rows == 3
     assert rb["next", "x"].tolist() == (rb["x"] + 1).tolist()
 
 
@@ -252,7 +250,7 @@ def test_other_leaves_stored_once_are_refused_by_name(
     assert kept(tmp_path, dedup_next=["x", "pixels"])["next", "x"].tolist() == [1, 2, 3, 4, 5]
 
 
-def test_a_dense_storage_is_not_taken_for_another_one(tmp_path: Path) -> None:
+def test_dense_files_are_refused_by_deduplicated_storage(tmp_path: Path) -> None:
     rb = kept(tmp_path, dedup_next=False)
     rb.extend(episode(0, 5))
     record = json.loads((tmp_path / "%recovery" / "manifest.json").read_text())
@@ -262,7 +260,7 @@ def test_a_dense_storage_is_not_taken_for_another_one(tmp_path: Path) -> None:
         kept(tmp_path)
 
 
-def test_the_manifest_says_what_is_stored_once(tmp_path: Path) -> None:
+def test_manifest_lists_deduplicated_keys(tmp_path: Path) -> None:
     rb = kept(tmp_path)
     rb.extend(episode(0, 5))
     record = json.loads((tmp_path / "%recovery" / "manifest.json").read_text())
@@ -300,7 +298,7 @@ def test_a_file_that_is_not_as_it_was_left_is_named(tmp_path: Path, file: str, h
     ("table", "values", "message"),
     [
         (4, {0: 1, 1: 1}, "of two rows"),
-        (4, {0: -3}, "entries beside"),
+        (4, {0: -3}, "overflow entries"),
         (5, {0: 400}, "slots"),
         (5, {0: 2, 1: 1}, "follows two"),
     ],
@@ -362,7 +360,7 @@ def test_commits_of_a_durable_storage_have_all_files_on_the_disk(
     assert rb["x"].tolist() == list(range(7))
 
 
-def test_room_that_was_not_taken_to_the_end_is_not_counted_on(tmp_path: Path) -> None:
+def test_unreserved_end_of_a_file_is_not_used(tmp_path: Path) -> None:
     """A kill between making a file longer and reserving its blocks leaves a hole in it."""
     rb = kept(tmp_path, size=500)
     for first in range(0, 100, 10):
@@ -375,15 +373,15 @@ def test_room_that_was_not_taken_to_the_end_is_not_counted_on(tmp_path: Path) ->
             longer.truncate(file.stat().st_size + 10**6)
     rb = kept(tmp_path, size=500)
     columns: Any = rb.storage._columns
-    assert columns._beside.table.slots <= 64
+    assert columns._overflow.table.slots <= 64
     assert bool((rb[:] == before).all())
     for first in range(0, 1000, 10):
         rb.extend(episode(first, 1))
-    assert rb.storage.kept_beside == 110
+    assert rb.storage.overflow_rows == 110
     assert rb["next", "x"].tolist() == (rb["x"] + 1).tolist()
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_rows_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rb = kept(tmp_path, size=200)
     for first in range(0, 600, 10):
         rb.extend(episode(first, 1))
@@ -404,7 +402,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["ring", "streams"])
-def test_what_inference_mode_made_goes_on_outside(kind: str, tmp_path: Path) -> None:
+def test_storage_made_in_inference_mode_works_outside(kind: str, tmp_path: Path) -> None:
     env = None if kind == "ring" else 0
     with torch.inference_mode():
         rb = kept(tmp_path, kind)

@@ -141,7 +141,7 @@ def _apply(twins: Twins, stream: Any, kind: str, size: int, which: int) -> None:
 @pytest.mark.parametrize("lanes", [(), (2,), (2, 3)], ids=str)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_random_calls_leave_what_a_dense_storage_has(
+def test_random_calls_match_dense_storage(
     make: Any, lanes: tuple[int, ...], transitions: Any, same_rows: Any, data: st.DataObject
 ) -> None:
     twins = Twins(data.draw(st.integers(1, 12)), lanes, make)
@@ -152,7 +152,7 @@ def test_random_calls_leave_what_a_dense_storage_has(
 
 
 @pytest.mark.parametrize("lanes", [(), (3,)], ids=str)
-def test_as_many_rows_lie_beside_as_do_not_follow(
+def test_overflow_rows_equal_rows_without_successor(
     lanes: tuple[int, ...], transitions: Any, same_rows: Any
 ) -> None:
     twins, stream = Twins(50, lanes), transitions(5, lanes)
@@ -164,18 +164,18 @@ def test_as_many_rows_lie_beside_as_do_not_follow(
         dense = twins.storages[0]
         done = dense.column(("next", "done")).squeeze(-1).clone()
         done[(dense.ledger.cursor - 1) % 50] = True
-        assert twins.storages[1].kept_beside == int(done.sum())
+        assert twins.storages[1].overflow_rows == int(done.sum())
         twins.check(same_rows)
     for buffer in twins.buffers:
         buffer.empty()
-    assert twins.storages[1].kept_beside == 0
+    assert twins.storages[1].overflow_rows == 0
     rows = lanes_last(stream.steps(3), lanes)
     twins.both(lambda b: b.extend(rows))
     twins.check(same_rows)
-    assert cells <= twins.storages[1].kept_beside <= 3 * cells
+    assert cells <= twins.storages[1].overflow_rows <= 3 * cells
 
 
-def test_a_seam_that_happens_to_fit_is_no_mistake(transitions: Any, same_rows: Any) -> None:
+def test_matching_row_across_the_seam_is_accepted(transitions: Any, same_rows: Any) -> None:
     # The newest row leads to just what the oldest one, behind it in the ring, begins with.
     twins = Twins(4, ())
     rows = transitions(0).noise(4)
@@ -193,7 +193,9 @@ def test_a_seam_that_happens_to_fit_is_no_mistake(transitions: Any, same_rows: A
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("lanes", [(), (2,)], ids=str)
-def test_on_another_device(lanes: tuple[int, ...], transitions: Any, same_rows: Any) -> None:
+def test_deduplicated_rows_on_cuda_match_dense_storage(
+    lanes: tuple[int, ...], transitions: Any, same_rows: Any
+) -> None:
     twins = Twins(9, lanes)
     cuda = LazyTensorStorage(
         twins.storages[0].max_size,

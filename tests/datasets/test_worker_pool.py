@@ -33,7 +33,7 @@ def sleep(piece: Piece) -> None:
     time.sleep(600)
 
 
-class Note:
+class RuleFinding:
     """Leaves a file for each piece that was begun."""
 
     def __init__(self, folder: Path) -> None:
@@ -57,38 +57,38 @@ def forked() -> Iterator[None]:
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_caller_and_workers_share_the_pieces(count):
     found = []
-    with WorkerPool(who, PIECES, count) as crew:
-        while (piece := crew.take()) is not None:
+    with WorkerPool(who, PIECES, count) as pool:
+        while (piece := pool.take()) is not None:
             found.append(who(piece))
-        while (answer := crew.answer()) is not None:
+        while (answer := pool.answer()) is not None:
             found.append(answer)
     assert sorted(piece for piece, _ in found) == PIECES
     assert len({process for _, process in found} - {os.getpid()}) <= count
 
 
-def test_workers_go_on_while_the_caller_is_at_work(tmp_path):
-    with WorkerPool(Note(tmp_path), PIECES, 1) as crew:
+def test_workers_continue_while_the_caller_works(tmp_path):
+    with WorkerPool(RuleFinding(tmp_path), PIECES, 1) as pool:
         begun = time.monotonic()
         while len(list(tmp_path.iterdir())) < len(PIECES) and time.monotonic() - begun < 30:
             time.sleep(0.01)
-        assert crew.take() is None
-        answers = [crew.answer() for _ in PIECES]
-        assert crew.answer() is None
+        assert pool.take() is None
+        answers = [pool.answer() for _ in PIECES]
+        assert pool.answer() is None
     assert answers == PIECES
 
 
 def test_workers_do_not_run_far_ahead(tmp_path):
-    with WorkerPool(Note(tmp_path), PIECES, 1, ahead=2) as crew:
+    with WorkerPool(RuleFinding(tmp_path), PIECES, 1, ahead=2) as pool:
         while len(list(tmp_path.iterdir())) < 2:
             time.sleep(0.01)
         time.sleep(0.1)
         assert len(list(tmp_path.iterdir())) == 2
         # What was taken is gone, what was not can still be had.
-        assert crew.take(PIECES[0]) is None
-        assert crew.take(PIECES[2]) == PIECES[2]
+        assert pool.take(PIECES[0]) is None
+        assert pool.take(PIECES[2]) == PIECES[2]
         # Each answer that is asked for makes room for the next piece.
-        assert [crew.answer() for _ in range(11)] == [*PIECES[:2], *PIECES[3:]]
-        assert crew.answer() is None
+        assert [pool.answer() for _ in range(11)] == [*PIECES[:2], *PIECES[3:]]
+        assert pool.answer() is None
 
 
 class Handed:
@@ -102,45 +102,45 @@ class Handed:
         time.sleep(0.02)
 
 
-def test_who_asks_at_once_for_the_next_answer_gets_it(tmp_path):
-    crew = WorkerPool(Note(tmp_path), PIECES, 1, ahead=1)
-    crew._answers = Handed(crew._answers)
-    with crew:
-        assert [crew.answer() for _ in PIECES] == PIECES
-        assert crew.answer() is None
+def test_next_answer_is_available_immediately_after_another(tmp_path):
+    pool = WorkerPool(RuleFinding(tmp_path), PIECES, 1, ahead=1)
+    pool._answers = Handed(pool._answers)
+    with pool:
+        assert [pool.answer() for _ in PIECES] == PIECES
+        assert pool.answer() is None
 
 
-def test_there_is_no_answer_yet():
-    with WorkerPool(sleep, PIECES, 1) as crew:
-        assert crew.answer(waits=False) is None
+def test_answer_without_waiting_is_none_before_a_result():
+    with WorkerPool(sleep, PIECES, 1) as pool:
+        assert pool.answer(waits=False) is None
 
 
-def test_death_of_a_worker_is_told():
+def test_worker_death_raises_error_with_signal():
     with (
         pytest.raises(RuntimeError, match="a worker died before it was done, by signal SIGKILL"),
-        WorkerPool(die, PIECES, 2) as crew,
+        WorkerPool(die, PIECES, 2) as pool,
     ):
-        crew.answer()
+        pool.answer()
 
 
 def test_error_in_a_worker_is_raised_with_where_it_was():
     with (
         pytest.raises(ValueError, match="no such piece") as caught,
-        WorkerPool(fail, PIECES, 2) as crew,
+        WorkerPool(fail, PIECES, 2) as pool,
     ):
-        crew.answer()
+        pool.answer()
     assert "in fail" in str(caught.value.__cause__)
 
 
-def test_workers_end_with_the_block_whatever_they_are_at():
+def test_workers_end_with_the_block_even_when_busy():
     with pytest.raises(KeyboardInterrupt), WorkerPool(sleep, PIECES, 2):
         raise KeyboardInterrupt
 
 
-def test_who_gets_no_piece_any_more_ends_at_once():
+def test_worker_without_further_pieces_exits_at_once():
     before = multiprocessing.active_children()
-    with WorkerPool(who, PIECES[:2], 2) as crew:
-        answers = [crew.answer()[0] for _ in range(2)]
+    with WorkerPool(who, PIECES[:2], 2) as pool:
+        answers = [pool.answer()[0] for _ in range(2)]
         begun = time.monotonic()
         while multiprocessing.active_children() != before and time.monotonic() - begun < 30:
             time.sleep(0.01)

@@ -35,7 +35,7 @@ def _dense(size: int, **options: Any) -> LazyTensorStorage:
     return LazyTensorStorage(size, lane_key="env", **options)
 
 
-def _once(size: int, **options: Any) -> LazyTensorStorage:
+def _dedup_columns(size: int, **options: Any) -> LazyTensorStorage:
     return _dense(size, dedup_next=True, on_mismatch="dense", **options)
 
 
@@ -50,7 +50,7 @@ def _one_stream(size: int, **options: Any) -> LazyTensorStorage:
     return LazyTensorStorage(size, dedup_next=True, on_mismatch="dense", **options)
 
 
-MAKERS = [_dense, _once, _mapped]
+MAKERS = [_dense, _dedup_columns, _mapped]
 WRITERS = pytest.mark.parametrize("length", [None, 5], ids=["ring", "by stream"])
 
 
@@ -117,17 +117,17 @@ def test_saved_and_loaded(
         for buffer in (reference, other, fresh):
             buffer.extend(rows)
             assert same_rows(reference[:], buffer[:])
-    if target is _once:
+    if target is _dedup_columns:
         # All of them have found out anew which rows follow which.
-        assert other.storage.kept_beside == fresh.storage.kept_beside
+        assert other.storage.overflow_rows == fresh.storage.overflow_rows
         other.dumps(tmp_path / "again")
         reference.dumps(tmp_path / "dense")
         kept = []
         for name in ("again", "dense"):
             again = _buffer(target(slots), new)
             again.loads(tmp_path / name)
-            kept.append(again.storage.kept_beside)
-        assert kept == [other.storage.kept_beside] * 2
+            kept.append(again.storage.overflow_rows)
+        assert kept == [other.storage.overflow_rows] * 2
 
 
 @WRITERS
@@ -136,7 +136,9 @@ def test_a_checkpoint_has_each_observation_once(
     size: int, length: int | None, tmp_path: Path, transitions: Any, same_rows: Any
 ) -> None:
     rows = Envs(transitions, 0, wide=50_000).steps(size)
-    buffers = {n: _buffer(make(20), length) for n, make in (("dense", _dense), ("once", _once))}
+    buffers = {
+        n: _buffer(make(20), length) for n, make in (("dense", _dense), ("once", _dedup_columns))
+    }
     for name, rb in buffers.items():
         rb.extend(rows)
         for _ in range(2):  # saved again into the same folder
@@ -145,7 +147,7 @@ def test_a_checkpoint_has_each_observation_once(
         name: sum(file.stat().st_size for file in (tmp_path / name).rglob("*") if file.is_file())
         for name in buffers
     }
-    kept, stored = buffers["once"].storage.kept_beside, len(buffers["once"])
+    kept, stored = buffers["once"].storage.overflow_rows, len(buffers["once"])
     assert kept < stored or size == 3
     assert sizes["once"] < sizes["dense"] * (stored + kept + 0.7) / (2 * stored)
     again = _buffer(_dense(20), length)
@@ -171,7 +173,7 @@ def test_saved_again_and_again(tmp_path: Path, transitions: Any, same_rows: Any)
 def test_a_storage_alone_is_saved_and_loaded(
     tmp_path: Path, transitions: Any, same_rows: Any
 ) -> None:
-    storage = _once(10)
+    storage = _dedup_columns(10)
     rb = _buffer(storage)
     rb.extend(Envs(transitions, 0).steps(14))
     storage.dumps(tmp_path)
@@ -188,22 +190,22 @@ def test_a_storage_alone_is_saved_and_loaded(
 
 
 def test_hooks_see_dense_rows(tmp_path: Path, transitions: Any, same_rows: Any) -> None:
-    rb = _buffer(_once(10))
+    rb = _buffer(_dedup_columns(10))
     rb.extend(Envs(transitions, 0).steps(17))
     seen = []
     rb.register_save_hook(lambda rows: seen.append(rows.clone()) or rows)
     rb.dumps(tmp_path)
     assert same_rows(seen[0], rb[:])
-    other = _buffer(_once(10))
+    other = _buffer(_dedup_columns(10))
     other.register_load_hook(lambda rows: seen.append(rows.clone()) or rows)
     other.loads(tmp_path)
     assert same_rows(seen[1], rb[:])
     assert same_rows(other[:], rb[:])
-    assert other.storage.kept_beside == rb.storage.kept_beside
+    assert other.storage.overflow_rows == rb.storage.overflow_rows
 
 
 def test_a_damaged_record_is_refused(transitions: Any) -> None:
-    storage = _once(10)
+    storage = _dedup_columns(10)
     _buffer(storage).extend(Envs(transitions, 0).steps(17))
     state = storage.content().to_state()
     columns = state["groups"][0]["columns"]
@@ -236,7 +238,7 @@ def test_a_damaged_record_is_refused(transitions: Any) -> None:
 
 @WRITERS
 @pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
-def test_half_the_memory_and_no_more_after_a_load(
+def test_deduplicated_streams_need_half_the_memory_even_after_load(
     make: Any, length: int | None, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -286,7 +288,7 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
 @WRITERS
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_the_same_batches_as_from_dense_rows(
+def test_batches_equal_those_of_dense_rows(
     sampler: str, transform: str, length: int | None, transitions: Any, same_rows: Any
 ) -> None:
     buffers = [
@@ -318,7 +320,7 @@ def test_the_same_batches_as_from_dense_rows(
 
 @WRITERS
 @pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
-def test_goals_that_are_stored_once(length: int | None, strategy: str) -> None:
+def test_deduplicated_goals_give_equal_batches(length: int | None, strategy: str) -> None:
     batches = []
     count = 120
     env = torch.arange(count) % 3
@@ -357,9 +359,9 @@ def test_goals_that_are_stored_once(length: int | None, strategy: str) -> None:
 
 
 @WRITERS
-def test_readers_beside_a_writer_see_whole_rows(length: int | None) -> None:
+def test_concurrent_readers_see_whole_rows(length: int | None) -> None:
     # Of row t of a stream every value is t, and what follows it is t + 1.
-    rb = _buffer(_once(64), None if length is None else 12)
+    rb = _buffer(_dedup_columns(64), None if length is None else 12)
     wrong: list[Any] = []
     stop = threading.Event()
     random, at = np.random.default_rng(0), np.zeros(5, np.int64)
@@ -395,9 +397,11 @@ def test_readers_beside_a_writer_see_whole_rows(length: int | None) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @WRITERS
-def test_on_another_device(length: int | None, transitions: Any, same_rows: Any) -> None:
+def test_deduplicated_streams_on_cuda_match_dense_storage(
+    length: int | None, transitions: Any, same_rows: Any
+) -> None:
     envs = Envs(transitions, 3)
-    dense, once = _buffer(_dense(40), length), _buffer(_once(40, device="cuda"), length)
+    dense, once = _buffer(_dense(40), length), _buffer(_dedup_columns(40, device="cuda"), length)
     for turn in range(20):
         rows = envs.steps(turn * 5 % 31 + 1)
         for rb in (dense, once):

@@ -34,7 +34,7 @@ def alike(one: Any, two: Any) -> bool:
 
 
 @pytest.mark.parametrize("sampler", [RandomSampler, prioritized, lambda: SliceSampler(slice_len=3)])
-def test_the_draws_are_those_without(sharded: Any, sampler: Any) -> None:
+def test_prefetch_does_not_change_draws(sharded: Any, sampler: Any) -> None:
     """Of batches of the default size, whichever way they are asked for."""
     plain, ahead = make(sharded, sampler), make(sharded, sampler, prefetch=3)
     expected = [plain.sample() for _ in range(9)]
@@ -63,7 +63,7 @@ def test_another_batch_size_is_served_at_once(sharded: Any) -> None:
     assert rb.sample().shape == (12,)
 
 
-def test_an_update_acts_on_what_is_asked_for_after_it(sharded: Any) -> None:
+def test_priority_update_affects_later_requests(sharded: Any) -> None:
     """Two batches are under way: they are of before, the third is of the new priorities."""
     rb = make(sharded, prefetch=2)
     rb.sample()
@@ -77,7 +77,7 @@ def test_an_update_acts_on_what_is_asked_for_after_it(sharded: Any) -> None:
     assert min(seen[:2]) < 12
 
 
-def test_what_is_dropped_is_drawn_again(sharded: Any, tmp_path: Path) -> None:
+def test_dropped_batches_are_drawn_again(sharded: Any, tmp_path: Path) -> None:
     """The random numbers of batches that nobody gets go back, unless others were used since; and
     a checkpoint has the generator before them."""
     plain, ahead = make(sharded), make(sharded, prefetch=3)
@@ -102,7 +102,7 @@ def test_what_is_dropped_is_drawn_again(sharded: Any, tmp_path: Path) -> None:
     assert alike(ahead.sample(), plain.sample())
 
 
-def test_errors_reach_who_asks(sharded: Any) -> None:
+def test_errors_are_raised_in_the_requesting_call(sharded: Any) -> None:
     """Also of a batch that was asked for too early; what comes after is drawn."""
     rb = sharded(2, batch_size=4, prefetch=2)
     with pytest.raises(RuntimeError, match="empty storage"):
@@ -131,7 +131,7 @@ def fails(*args: Any) -> Any:
     raise OSError("a broken shard")
 
 
-def test_a_late_batch_comes_with_a_later_call(sharded: Any) -> None:
+def test_late_batch_is_returned_by_a_later_call(sharded: Any) -> None:
     plain, ahead = make(sharded), make(sharded, prefetch=2, timeout=0.1)
     assert alike(ahead.sample(), plain.sample())
     shard = ahead._members.shards[1]
@@ -155,7 +155,7 @@ def test_a_shard_that_dies_meanwhile_is_drawn_around(sharded: Any) -> None:
     assert not any((batch["index"] % 3 == 0).any() for batch in batches[-3:])
 
 
-def test_handles_have_batches_of_their_own_under_way(sharded: Any) -> None:
+def test_handles_prefetch_separate_batches(sharded: Any) -> None:
     rb = make(sharded)
     client = rb.client(torch.Generator().manual_seed(5), prefetch=2)
     plain = rb.client(torch.Generator().manual_seed(5))

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaykit.checkpoint import RowChunks
-from replaykit.storages.content import FollowedColumn, plain_column, rebuilt_column
+from replaykit.storages.content import LinkedColumn, plain_column, rebuilt_column
 
 
 @given(st.data())
 @settings(max_examples=80, deadline=None)
-def test_rows_one_by_one(data: st.DataObject) -> None:
+def test_linked_column_matches_rows_one_by_one(data: st.DataObject) -> None:
     lanes = torch.Size(data.draw(st.sampled_from([(), (2,), (2, 3)])))
     rows, cells = data.draw(st.integers(1, 9)), lanes.numel()
     chunked = data.draw(st.booleans())
@@ -29,7 +29,7 @@ def test_rows_one_by_one(data: st.DataObject) -> None:
     if chunked:
         source = RowChunks([source[:2], source[2:]])
         values = RowChunks([values[:1], values[1:]])
-    column = FollowedColumn(source, torch.tensor(own, dtype=torch.int64), values, lanes)
+    column = LinkedColumn(source, torch.tensor(own, dtype=torch.int64), values, lanes)
     assert (len(column), column.shape, column.dtype) == (rows, expected.shape, expected.dtype)
     again = rebuilt_column(plain_column(column, (source, column)), [source, None], lanes)
     for found in (column, again):
@@ -40,17 +40,17 @@ def test_rows_one_by_one(data: st.DataObject) -> None:
         assert torch.equal(found[index], expected[index])
 
 
-def test_a_plain_column_stays_what_it_is() -> None:
+def test_plain_column_is_returned_unchanged() -> None:
     x = torch.arange(3)
     assert plain_column(x, (x,)) is x
     assert rebuilt_column(x, [x], torch.Size()) is x
 
 
-def test_values_that_do_not_fit() -> None:
+def test_mismatched_values_are_refused() -> None:
     x, none = torch.zeros(3, 2), torch.empty(0, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"expected values torch.float32 \[0, 2\]"):
-        FollowedColumn(x, none, torch.zeros(0, 3), torch.Size())
-    with pytest.raises(ValueError, match="expected values"):
-        FollowedColumn(x, none, torch.zeros(0, 2, dtype=torch.int64), torch.Size())
-    with pytest.raises(ValueError, match="expected values"):
-        FollowedColumn(x, none, torch.zeros(0), torch.Size([3]))
+    with pytest.raises(ValueError, match=r"expected overflow values torch.float32 \[0, 2\]"):
+        LinkedColumn(x, none, torch.zeros(0, 3), torch.Size())
+    with pytest.raises(ValueError, match="expected overflow values"):
+        LinkedColumn(x, none, torch.zeros(0, 2, dtype=torch.int64), torch.Size())
+    with pytest.raises(ValueError, match="expected overflow values"):
+        LinkedColumn(x, none, torch.zeros(0), torch.Size([3]))

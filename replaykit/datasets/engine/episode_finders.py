@@ -1,4 +1,4 @@
-"""How the episodes of a file are found: a group each, or arrays that flags cut."""
+"""Finders of the episodes in a file, by groups or by flags in flat arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.h5 import H5File, H5Leaf, H5Member
-from replaykit.datasets.engine.places import NameTable, Place
+from replaykit.datasets.engine.locations import Location, NameTable
 
 if TYPE_CHECKING:
     from replaykit.datasets.engine.layout import Layout
@@ -30,23 +30,23 @@ __all__ = [
 ]
 
 _LISTED: Final = 20
-"""How many names of a strange file a message lists."""
+"""Number of names of an unknown file that a message lists."""
 _TOGETHER: Final = 1 << 12
-"""Episodes that are made objects of at a time."""
+"""Number of episodes that are converted to objects at once."""
 
 Index = npt.NDArray[np.int64]
 
 
 class EpisodeRef(NamedTuple):
-    """An episode as a file has it.
+    """A reference to an episode in a file.
 
     Attributes:
         group: the group of its arrays; ``""`` for the root.
-        number: its number in the file.
-        base: its first record in these arrays.
-        records: how many records it has there; ``None`` for all.
-        terminated: whether it ended as terminated, where the finder has seen that.
-        part: in which of the files it begins, where several are read as one.
+        number: the number of the episode in its file.
+        base: the first record of the episode in these arrays.
+        records: number of records of the episode in these arrays; ``None`` for all.
+        terminated: whether the episode terminated; ``None`` if the finder does not find this out.
+        part: position of the file in which the episode begins, if several files are read as one.
     """
 
     group: str
@@ -59,12 +59,15 @@ class EpisodeRef(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class EpisodeRefs:
-    """The episodes of a file, in order; an `EpisodeRef` is made when they are gone through.
+    """The episodes of a file, in order, stored as arrays.
+
+    Iteration creates `EpisodeRef` objects.
 
     Args:
-        numbers: their numbers.
-        names: their groups; ``None`` for the root.
-        bases, records, terminated, parts: as in `EpisodeRef`; ``None`` where all have its default.
+        numbers: the numbers of the episodes.
+        names: the groups of the episodes; ``None`` for the root.
+        bases, records, terminated, parts: as in `EpisodeRef`; ``None`` if all episodes have the
+            default.
     """
 
     numbers: Index
@@ -90,7 +93,7 @@ class EpisodeRefs:
                 yield EpisodeRef(next(names), number, *rest)
 
     def by_group(self) -> Iterator[tuple[str, EpisodeRefs]]:
-        """Yields the groups, each with the episodes in it."""
+        """Yield each group with its episodes."""
         if self.names is None:
             if len(self):
                 yield "", self
@@ -100,7 +103,7 @@ class EpisodeRefs:
 
     @property
     def has_twins(self) -> bool:
-        """Whether two episodes of one file have one number."""
+        """Return whether two episodes of one file have the same number."""
         if self.parts is None:
             return len(np.unique(self.numbers)) < len(self)
         return len(np.unique(np.stack([self.parts, self.numbers]), axis=1).T) < len(self)
@@ -108,23 +111,25 @@ class EpisodeRefs:
 
 @dataclass
 class FoundEpisodes:
-    """What a finder sees in a file: the episodes in order, and what is none, with why.
+    """The result of a finder: episodes in order, and other entries with reasons.
 
-    ``odd`` has what stops nothing: rule, text and place.
+    ``odd`` has rule, text and location of the findings that do not stop the conversion.
     """
 
     episodes: EpisodeRefs = field(default_factory=lambda: EpisodeRefs(np.zeros(0, np.int64)))
     strangers: list[tuple[str, str]] = field(default_factory=list)
-    odd: list[tuple[str, str, Place]] = field(default_factory=list)
+    odd: list[tuple[str, str, Location]] = field(default_factory=list)
     numbering: str | None = None
-    """Says how episodes were numbered where that is not by the number in their names."""
+    """A text about the numbering, if episodes do not have the numbers in their names."""
 
 
 class Finder(Protocol):
-    """Says where the episodes of a file are."""
+    """The protocol of finders, which find the episodes of a file."""
 
-    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> FoundEpisodes:
-        """Returns the episodes of a file, in their order.
+    def find(
+        self, file: H5File, layout: Layout, location: Location, block_bytes: int
+    ) -> FoundEpisodes:
+        """Return the episodes of a file, in their order.
 
         Raises:
             CorpusError: the file is of another layout (rule V04).
@@ -133,18 +138,18 @@ class Finder(Protocol):
 
 @dataclass(frozen=True)
 class Groups:
-    """A group for each episode, in natural order of the names.
+    """A finder for files with a group for each episode, in natural order of the names.
 
-    Episodes are numbered by the number in the names; if a name has none, or two names have the
-    same, all of the file are numbered by their order instead. A group without episodes is legal,
-    a root without them is another layout.
+    An episode has the number in its name. If a name has no number, or two names have the same
+    number, all episodes of the file are numbered by their order. An empty group ``below`` is
+    allowed. A file with other entries but without an episode belongs to another layout.
 
     Args:
-        prefix: what comes before the number in a name, such as ``"demo_"``.
-        below: the group that holds them; ``""`` for the root.
-        having: entries by which a group is known to be an episode.
-        beside: entries that are no episodes and no surprise.
-        noun: what messages call an episode.
+        prefix: the text before the number in a name, such as ``"demo_"``.
+        below: the group that holds the episodes; ``""`` for the root.
+        having: the entries that a group must contain to be an episode.
+        ``beside``: known entries that are not episodes, and are ignored.
+        noun: the word for an episode in error messages.
 
     Example:
         >>> from replaykit.datasets import Groups
@@ -158,16 +163,25 @@ class Groups:
     beside: tuple[str, ...] = ()
     noun: str = "episode"
 
-    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> FoundEpisodes:
-        """Returns the episodes of a file; see `Finder`."""
+    def find(
+        self, file: H5File, layout: Layout, location: Location, block_bytes: int
+    ) -> FoundEpisodes:
+        """Return the episodes of a file; see `Finder`."""
         if self.below and not file.has_group(self.below):
-            return self.select(file.members(), place, layout.name)
-        return self.select(file.members(self.below), place, layout.name, is_inside=bool(self.below))
+            return self.select(file.members(), location, layout.name)
+        return self.select(
+            file.members(self.below), location, layout.name, is_inside=bool(self.below)
+        )
 
     def select(
-        self, members: Iterable[H5Member], place: Place, layout: str, *, is_inside: bool = False
+        self,
+        members: Iterable[H5Member],
+        location: Location,
+        layout: str,
+        *,
+        is_inside: bool = False,
     ) -> FoundEpisodes:
-        """Returns the episodes among the entries of a group."""
+        """Return the episodes among the entries of a group."""
         found = FoundEpisodes()
         groups = NameTable()
         seen: list[str] = []
@@ -191,7 +205,7 @@ class Groups:
         if not len(groups) and (seen or not is_inside):
             keys = ", ".join(map(repr, seen[:_LISTED])) or "nothing"
             where = f"a group below {self.below!r}" if self.below else "a root group"
-            raise place.error(
+            raise location.error(
                 f"no {self.noun} of the layout {layout!r} ({where} with "
                 f"{' and '.join(map(repr, self.having))}); {above.rstrip('/') or 'the root'} holds "
                 f"{keys}{', ...' if len(seen) > _LISTED else ''}; "
@@ -206,7 +220,7 @@ class Groups:
         if (numbers < 0).any() or len(np.unique(numbers)) < len(numbers):
             found.numbering = (
                 "episodes are numbered by their order, since the group names do not give each "
-                "a number of its own"
+                "a unique number"
             )
             numbers = np.arange(len(groups))
         else:
@@ -216,26 +230,28 @@ class Groups:
         return found
 
     def _order(self, groups: NameTable, numbers: Index) -> Index:
-        """Returns the natural order of names, see `natural_key`, whose numbers are known."""
+        """Return the natural order of names. ``numbers`` are the numbers in the names."""
         pairs = zip(groups, numbers.tolist(), strict=True)
         if all(name == f"{self.prefix}{number}" for name, number in pairs):
             return np.argsort(numbers, kind="stable")
-        # Keys of text and numbers take some 500 bytes each, but few names want them.
+        # Sort keys take about 500 bytes each, but are rarely needed.
         order = sorted(range(len(groups)), key=lambda at: natural_key(groups[at]))
         return np.array(order, np.int64)
 
     def number(self, name: str) -> int | None:
-        """Returns the number after the prefix, also with something after it; or ``None``."""
+        """Return the number after the prefix of a name, or ``None``."""
         match = re.match(rf"{re.escape(self.prefix)}([0-9]{{1,18}})(?![0-9])", name)
         return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
 class WholeFile:
-    """One episode a file: the arrays are those of the root. Its number is the one in the name.
+    """A finder for files with one episode each, in the arrays of the root.
+
+    The number of the episode is the number in the name of its file.
 
     Args:
-        having: entries of the root by which a file is known to be an episode.
+        having: the entries that the root must contain.
 
     Example:
         >>> from replaykit.datasets import WholeFile
@@ -245,30 +261,32 @@ class WholeFile:
 
     having: tuple[str, ...]
 
-    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> FoundEpisodes:
-        """Returns the episode of a file; see `Finder`."""
+    def find(
+        self, file: H5File, layout: Layout, location: Location, block_bytes: int
+    ) -> FoundEpisodes:
+        """Return the episode of a file; see `Finder`."""
         names = [member.name for member in file.members()]
         lacking = [repr(name) for name in self.having if name not in names]
         if lacking:
             keys = ", ".join(map(repr, names[:_LISTED])) or "nothing"
-            raise place.error(
+            raise location.error(
                 f"no episode of the layout {layout.name!r}: the root has no {', '.join(lacking)}, "
                 f"but holds {keys}; is this a file of another corpus?",
                 "V04",
             )
-        match = re.search(r"([0-9]{1,18})[^0-9]*$", PurePosixPath(place.name).stem)
+        match = re.search(r"([0-9]{1,18})[^0-9]*$", PurePosixPath(location.name).stem)
         return FoundEpisodes(EpisodeRefs(np.array([int(match[1]) if match else 0])))
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Flat arrays at the root of a file, cut after every record at which an end is set.
+    """A finder that cuts flat arrays of the root after every record with an end.
 
-    The ends are the fields of a layout with the roles ``terminated`` and ``truncated``. What
-    comes after the last of them is an episode too. Cost: reads these fields once, in blocks.
+    The ends are the fields of a layout with the roles ``terminated`` and ``truncated``. The records
+    after the last end are also an episode. Cost: these fields are read once, in blocks.
 
     Args:
-        beside: entries of the root that are no arrays of rows and no surprise.
+        ``beside``: known entries of the root that are not arrays of rows, and are ignored.
 
     Example:
         >>> from replaykit.datasets import Segments
@@ -278,13 +296,15 @@ class Segments:
 
     beside: tuple[str, ...] = ()
 
-    def find(self, file: H5File, layout: Layout, place: Place, block_bytes: int) -> FoundEpisodes:
-        """Returns the episodes of a file; see `Finder`."""
+    def find(
+        self, file: H5File, layout: Layout, location: Location, block_bytes: int
+    ) -> FoundEpisodes:
+        """Return the episodes of a file; see `Finder`."""
         leaves = {leaf.path: leaf for leaf in file.leaves("", without=self.beside)}
         clock = leaves.get(layout.clock)
         if clock is None or not clock.shape:
             keys = ", ".join(map(repr, list(leaves)[:_LISTED])) or "nothing"
-            raise place.error(
+            raise location.error(
                 f"no array {layout.clock!r} of the layout {layout.name!r}; the file holds {keys}; "
                 "is this a file of another corpus?",
                 "V04",
@@ -296,14 +316,14 @@ class Segments:
             if not entry.is_end or (entry.name not in leaves and not entry.required):
                 continue
             if entry.name not in leaves:
-                raise place.at(key=entry.name).error("the required key is missing", "V12")
-            at = place.at(key=entry.name)
+                raise location.at(key=entry.name).error("the required key is missing", "V12")
+            at = location.at(key=entry.name)
             for start, block in _flags(file, leaves[entry.name], records, at, block_bytes):
                 cut[start : start + len(block)] |= block
                 if entry.role == "terminated":
                     terminated[start : start + len(block)] |= block
         found = FoundEpisodes()
-        cut = self.cuts(file, layout, place, (cut, terminated), block_bytes, found)
+        cut = self.cuts(file, layout, location, (cut, terminated), block_bytes, found)
         stops = np.flatnonzero(cut) + 1
         if records and (not stops.size or stops[-1] != records):
             stops = np.append(stops, records)
@@ -323,52 +343,53 @@ class Segments:
         self,
         file: H5File,
         layout: Layout,
-        place: Place,
+        location: Location,
         flags: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]],
         block_bytes: int,
         found: FoundEpisodes,
     ) -> npt.NDArray[np.bool_]:
-        """Returns after which records an episode ends; for a subclass that knows more than flags.
+        """Return a mask of the records that end an episode.
 
         Args:
-            flags: at which records any end is set, and at which the episode terminated.
-            found: takes what is odd.
+            flags: two masks: the records at which any end is set, and the records at which an
+                episode terminated.
+            found: collects findings.
         """
         return flags[0]
 
 
 def _flags(
-    file: H5File, leaf: H5Leaf, records: int, place: Place, block_bytes: int
+    file: H5File, leaf: H5Leaf, records: int, location: Location, block_bytes: int
 ) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
-    """Yields blocks of a flag as bool ``[n]``, each with the index of its first record."""
+    """Yield blocks ``[n]`` of a flag as bool, each with the index of its first record."""
     if leaf.problem is not None:
-        raise place.error(f"cannot be a column: {leaf.problem}", "V10")
+        raise location.error(f"cannot be a column: {leaf.problem}", "V10")
     if leaf.shape[:1] != (records,):
-        raise place.error(f"has shape {list(leaf.shape)}, expected {records} records", "V11")
+        raise location.error(f"has shape {list(leaf.shape)}, expected {records} records", "V11")
     width = int(np.prod(leaf.shape[1:]))
     if records and width != 1:
-        raise place.error(f"has {width} numbers per record, expected one", "V10")
+        raise location.error(f"has {width} numbers per record, expected one", "V10")
     step = max(1, block_bytes // np.dtype(leaf.dtype).itemsize)
     for start in range(0, records, step):
         block = file.read(leaf.path, start, min(start + step, records)).reshape(-1)
         if block.dtype.kind in "fc" and not np.isfinite(block).all():
             record = start + int(np.argmin(np.isfinite(block)))
-            raise place.at(record=record).error("the flag holds NaN or infinity", "V30")
+            raise location.at(record=record).error("the flag holds NaN or infinity", "V30")
         yield start, block != 0
 
 
 def natural_key(name: str) -> tuple[tuple[tuple[int, str, str], ...], str]:
-    """Returns a sort key by which numbers in names compare as numbers.
+    """Return a sort key that orders numbers in names by their value.
 
-    Ties (``Trial1`` and ``Trial01``) go by the string itself.
+    Names with equal numbers, such as ``Trial1`` and ``Trial01``, are ordered as strings.
 
     Example:
-        >>> from replaykit.datasets.engine.finding import natural_key
+        >>> from replaykit.datasets.engine.episode_finders import natural_key
         >>> sorted(["Trial10", "Trial2", "Trial0-1", "Trial0", "Trial0-0"], key=natural_key)
         ['Trial0', 'Trial0-0', 'Trial0-1', 'Trial2', 'Trial10']
     """
-    # Text and digits alternate, so that equal positions hold equal kinds. Numbers compare by
-    # length and digits, which needs no int: Python refuses to parse very long ones.
+    # Text and digits alternate, so equal positions hold equal kinds. Numbers are compared by length
+    # and digits, because Python refuses to parse very long integers.
     parts = re.split(r"([0-9]+)", name)
     keys = []
     for position, part in enumerate(parts):

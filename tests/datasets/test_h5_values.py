@@ -62,7 +62,7 @@ def test_small_datasets_are_held_and_read_as_the_file_has_them(path, is_sent):
             file.read("g/little", 0, 6, np.empty(13, "f4"))
 
 
-def test_no_more_is_held_than_there_is_room_for(path):
+def test_held_values_stay_within_their_room(path):
     held = HeldValues(600)
     with open_h5(path) as file:
         file.hold(held)
@@ -71,7 +71,7 @@ def test_no_more_is_held_than_there_is_room_for(path):
         assert len(held) == 2
 
 
-def test_what_cannot_be_read_is_not_held_and_named_when_it_is_read(path):
+def test_unreadable_dataset_is_not_held_and_fails_on_read(path):
     with h5py.File(path) as file:
         chunk = file["g/packed"].id.get_chunk_info(0)
     content = bytearray(path.read_bytes())
@@ -88,7 +88,7 @@ def test_what_cannot_be_read_is_not_held_and_named_when_it_is_read(path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_corpus_is_the_same_however_much_of_it_is_held(tmp_path, monkeypatch, workers):
+def test_converted_data_do_not_depend_on_size_of_held_cache(tmp_path, monkeypatch, workers):
     files = [tmp_path / f"{number}.h5" for number in range(2)]
     for number, path in enumerate(files):
         with RoboHiveWriter(path) as writer:
@@ -108,6 +108,6 @@ def test_a_corpus_is_the_same_however_much_of_it_is_held(tmp_path, monkeypatch, 
     assert made[0] == made[1] == made[2]
 
 
-def test_many_files_share_the_room(tmp_path):
+def test_many_files_share_the_held_memory(tmp_path):
     shares = [Held(1 << 20, [tmp_path / str(i) for i in range(n)]).share for n in (4, 100)]
     assert shares == [1 << 18, 0]

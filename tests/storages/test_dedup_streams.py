@@ -109,7 +109,7 @@ def check_tables(storage: Any) -> None:
     followed = after != slots
     assert torch.equal(before[after[followed]], slots[followed])
     assert int((before != slots).sum()) == int(followed.sum())
-    beside = columns._beside
+    beside = columns._overflow
     entries = beside.entries(slots).long()
     used = torch.cat([entries[entries > 0] - 1, beside._stack[: beside._free]])
     assert sorted(used.tolist()) == list(range(len(beside._stack)))
@@ -219,7 +219,7 @@ def _apply(twins: Twins, stream: Streams, kind: str, size: int, which: int, fold
 @pytest.mark.parametrize("length", [None, 3], ids=["ring", "by stream"])
 @given(data=st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_random_calls_leave_what_a_dense_storage_has(
+def test_random_calls_match_dense_storage(
     make: Any,
     core: bool,
     length: int | None,
@@ -241,7 +241,7 @@ def test_random_calls_leave_what_a_dense_storage_has(
 
 @pytest.mark.parametrize("length", [None, 11], ids=["ring", "by stream"])
 @pytest.mark.parametrize("envs", ENVS, ids=["int64", "uint8", "floats", "uint16"])
-def test_as_many_rows_lie_beside_as_do_not_follow(
+def test_overflow_rows_equal_rows_without_successor(
     length: int | None, envs: torch.Tensor, transitions: Any, same_rows: Any, tmp_path: Path
 ) -> None:
     twins, stream = Twins(50, length, LazyTensorStorage), Streams(transitions, 5, envs, 4)
@@ -249,26 +249,26 @@ def test_as_many_rows_lie_beside_as_do_not_follow(
     for turn, size in enumerate((1, 7, 20, 1, 1, 30, 120, 49, 50, 51, 2)):
         rows = stream.steps(size, turns=turn % 3 == 0)
         twins.both(lambda b, rows=rows: b.extend(rows))
-        assert once.kept_beside == model_beside(dense)
+        assert once.overflow_rows == model_beside(dense)
         twins.check(same_rows)
     # What links there are is part of a checkpoint, and found anew in one without them.
     for source, name in zip(twins.buffers, ("dense", "once"), strict=True):
         source.dumps(tmp_path / name)
     for name in ("dense", "once"):
         twins.buffers[1].loads(tmp_path / name)
-        assert once.kept_beside == model_beside(dense)
+        assert once.overflow_rows == model_beside(dense)
         again = pickle.loads(pickle.dumps(twins.buffers[1]))
-        assert again.storage.kept_beside == model_beside(dense)
+        assert again.storage.overflow_rows == model_beside(dense)
     for _ in range(3):
         rows = stream.steps(9)
         twins.both(lambda b, rows=rows: b.extend(rows))
-        assert once.kept_beside == model_beside(dense)
+        assert once.overflow_rows == model_beside(dense)
         twins.check(same_rows)
     twins.both(lambda b: b.empty())
-    assert once.kept_beside == 0
+    assert once.overflow_rows == 0
     rows = stream.steps(3)
     twins.both(lambda b: b.extend(rows))
-    assert once.kept_beside == model_beside(dense)
+    assert once.overflow_rows == model_beside(dense)
     twins.check(same_rows)
 
 
@@ -288,11 +288,11 @@ def _steps(envs: list[int], values: list[float], after: list[float], **ends: Any
 
 def _refused(rb: ReplayBuffer, rows: TensorDict, message: str) -> None:
     ledger = rb.storage.ledger
-    before = rb[:].clone(), len(rb), ledger.cursor, ledger.next_position, rb.storage.kept_beside
+    before = rb[:].clone(), len(rb), ledger.cursor, ledger.next_position, rb.storage.overflow_rows
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             rb.extend(rows)
-    after = rb[:], len(rb), ledger.cursor, ledger.next_position, rb.storage.kept_beside
+    after = rb[:], len(rb), ledger.cursor, ledger.next_position, rb.storage.overflow_rows
     assert before[1:] == after[1:]
     assert bool((before[0] == after[0]).all())
 
@@ -309,7 +309,7 @@ def _buffer(length: int | None, *rows: TensorDict, **options: Any) -> ReplayBuff
 
 
 @WRITERS
-def test_rows_that_do_not_go_on(length: int | None) -> None:
+def test_rows_that_do_not_continue_their_stream_are_refused(length: int | None) -> None:
     wrong = _steps([1, 2, 1, 2], [0, 10, 1, 12], [1, 11, 2, 13])
     fresh = _buffer(length)
     with pytest.raises(ValueError, match=r"row 3: .* row 1, of the same stream, has .*next"):
@@ -323,14 +323,14 @@ def test_rows_that_do_not_go_on(length: int | None) -> None:
     rb.extend(_steps([3, 2, 1], [7, 14, 1], [8, 15, 2]))
     with pytest.raises(ValueError, match=r"row 0: .*newest stored row of its stream"):
         rb.add(_steps([3], [7], [9])[0])
-    assert rb.storage.kept_beside == 3
+    assert rb.storage.overflow_rows == 3
     rb.add(_steps([3], [8], [9])[0])
-    assert rb.storage.kept_beside == 3
+    assert rb.storage.overflow_rows == 3
 
 
 @WRITERS
 @pytest.mark.parametrize("ends", [{"done": [False, True]}, {"episode": [4, 5]}], ids=str)
-def test_rows_that_need_not_go_on(length: int | None, ends: dict[str, Any]) -> None:
+def test_rows_after_an_end_may_start_at_any_value(length: int | None, ends: dict[str, Any]) -> None:
     # The second stream has come to its end, or begins anew.
     same = {name: [value[0]] * 2 for name, value in ends.items()}
     rb = _buffer(length, _steps([1, 2], [0, 10], [1, 11], **(ends if "done" in ends else same)))
@@ -340,7 +340,9 @@ def test_rows_that_need_not_go_on(length: int | None, ends: dict[str, Any]) -> N
 
 
 @WRITERS
-def test_what_is_not_expected_any_more(length: int | None, tmp_path: Path) -> None:
+def test_forgotten_expectations_accept_any_next_row_once(
+    length: int | None, tmp_path: Path
+) -> None:
     rb = _buffer(length, _steps([1, 2], [0, 10], [1, 11]))
 
     def other(value: float) -> None:
@@ -376,7 +378,7 @@ def test_what_is_not_expected_any_more(length: int | None, tmp_path: Path) -> No
 
 @WRITERS
 @pytest.mark.parametrize("count", [18, 19, 50])
-def test_as_many_rows_as_slots_and_more(length: int | None, count: int) -> None:
+def test_batches_larger_than_the_ring_are_checked(length: int | None, count: int) -> None:
     rb = _buffer(length, _steps([1, 2], [0, 10], [1, 11]))
     envs = [1 + place % 2 for place in range(count)]
     values = [10 * (env - 1) + place // 2 + 1 for place, env in enumerate(envs)]
@@ -387,15 +389,15 @@ def test_as_many_rows_as_slots_and_more(length: int | None, count: int) -> None:
         _refused(rb, wrong, f"row {row}: .*{message}")
     rb.extend(rows)
     assert bool((rb["next", "observation"] == rb["observation"] + 1).all())
-    assert rb.storage.kept_beside == 2
+    assert rb.storage.overflow_rows == 2
     _refused(rb, _steps([1], [0], [1]), "row 0")
 
 
-def test_a_stream_that_the_ring_has_forgotten_begins_anew() -> None:
+def test_stream_forgotten_by_the_ring_restarts() -> None:
     rb = _buffer(None, _steps([1], [0], [1]))
     rb.extend(_steps([2] * 18, list(range(18)), list(range(1, 19))))
     rb.extend(_steps([1], [7], [8]))
-    assert rb.storage.kept_beside == 2
+    assert rb.storage.overflow_rows == 2
 
 
 def test_many_streams_are_forgotten_with_their_rows() -> None:
@@ -405,15 +407,15 @@ def test_many_streams_are_forgotten_with_their_rows() -> None:
         rb.extend(_steps(envs, [0.0] * 9, [1.0] * 9))
     columns = rb.storage.require()
     assert len(columns._tails) <= 1024 + 9
-    assert columns._going_on <= columns._tails.keys()
+    assert columns._continuing <= columns._tails.keys()
     _refused(rb, _steps([8999], [5], [6]), "row 0")
     rb.extend(_steps([8999, 8990], [1, 1], [2, 2]))
-    assert rb.storage.kept_beside == 16
+    assert rb.storage.overflow_rows == 16
 
 
 @WRITERS
 @pytest.mark.parametrize("core", [True, False])
-def test_no_memory_for_rows_beside(
+def test_out_of_memory_for_overflow_rows_changes_nothing(
     core: bool, length: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = LazyTensorStorage(400, dedup_next=True, lane_key="env", on_mismatch="dense")
@@ -425,16 +427,16 @@ def test_no_memory_for_rows_beside(
     def full(*_: Any) -> Any:
         raise MemoryError("no room")
 
-    grow = columns._beside._grow
-    monkeypatch.setattr(columns._beside, "_grow", full)
+    grow = columns._overflow._grow
+    monkeypatch.setattr(columns._overflow, "_grow", full)
     rows = _steps([1, 2] * 50, list(range(100)), [0.5] * 100)
     with pytest.raises(MemoryError, match="no room"):
         rb.extend(rows)
     assert bool((rb[:] == before).all())
     check_tables(storage)
-    monkeypatch.setattr(columns._beside, "_grow", grow)
+    monkeypatch.setattr(columns._overflow, "_grow", grow)
     rb.extend(_steps([2, 1], [11, 2], [12, 3]))
-    assert storage.kept_beside == 2
+    assert storage.overflow_rows == 2
     rb.extend(rows)
     assert bool((rb[5:] == rows).all())
     check_tables(storage)
@@ -490,7 +492,7 @@ def test_an_interrupt_between_two_columns_leaves_whole_rows(
 
 @WRITERS
 @pytest.mark.parametrize("core", [True, False])
-def test_rows_that_are_views_of_what_is_stored(
+def test_stored_views_can_be_written_back(
     core: bool, length: int | None, transitions: Any, same_rows: Any
 ) -> None:
     twins = Twins(18, length, LazyTensorStorage, core=core)

@@ -81,7 +81,7 @@ def equal(a: TensorDict, b: TensorDict) -> bool:
         ("streams", 1),
     ],
 )
-def test_it_is_the_buffer_that_a_plain_load_gives(kind: str, count: int, tmp_path: Path) -> None:
+def test_mapped_load_equals_a_plain_load(kind: str, count: int, tmp_path: Path) -> None:
     filled = make(kind)
     for first in range(0, count, 100):
         filled.extend(rows(kind, first, min(100, count - first)))
@@ -110,7 +110,7 @@ def test_it_is_the_buffer_that_a_plain_load_gives(kind: str, count: int, tmp_pat
     ("kind", "count"),
     [("ring", 299), ("ring", SLOTS), ("lanes", 290), ("streams", 290), ("rings", SLOTS)],
 )
-def test_what_tells_of_the_rows_is_read_when_it_is_needed(
+def test_tables_of_rows_are_read_at_their_first_use(
     kind: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled = make(kind)
@@ -135,7 +135,7 @@ def test_what_tells_of_the_rows_is_read_when_it_is_needed(
     for _ in range(2):
         mapped.sample()
         assert len(made) == (2 if "env" in KINDS[kind].values() else 1)
-    assert mapped.storage.kept_beside == filled.storage.kept_beside > 0
+    assert mapped.storage.overflow_rows == filled.storage.overflow_rows > 0
 
 
 USES: dict[str, Callable[[ReplayBuffer, str, Path], Any]] = {
@@ -152,13 +152,13 @@ USES: dict[str, Callable[[ReplayBuffer, str, Path], Any]] = {
     "dumps": lambda rb, kind, folder: rb.dumps(folder / "again"),
     "pickle": lambda rb, kind, folder: pickle.dumps(rb),
     "state": lambda rb, kind, folder: rb.state_dict(),
-    "count": lambda rb, kind, folder: rb.storage.kept_beside,
+    "count": lambda rb, kind, folder: rb.storage.overflow_rows,
 }
 
 
 @pytest.mark.parametrize("kind", ["ring", "streams"])
 @pytest.mark.parametrize("use", USES)
-def test_whoever_needs_it_first_finds_the_buffer_that_a_plain_load_gives(
+def test_any_first_use_of_a_mapped_load_equals_a_plain_load(
     use: str, kind: str, tmp_path: Path
 ) -> None:
     filled = make(kind)
@@ -176,19 +176,19 @@ def test_whoever_needs_it_first_finds_the_buffer_that_a_plain_load_gives(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_may_be_emptied_unread(kind: str, tmp_path: Path) -> None:
+def test_mapped_buffer_can_be_emptied_unread(kind: str, tmp_path: Path) -> None:
     filled = make(kind)
     filled.extend(rows(kind, 0, SLOTS))
     filled.dumps(tmp_path)
     mapped, fresh = make(kind), make(kind)
     mapped.loads(tmp_path, mmap=True)
     mapped.empty()
-    assert mapped.storage.kept_beside == 0
+    assert mapped.storage.overflow_rows == 0
     for first in (0, 100, 200, 300):
         for rb in (mapped, fresh):
             rb.extend(rows(kind, first, 100))
     assert equal(mapped[:], fresh[:])
-    assert mapped.storage.kept_beside == fresh.storage.kept_beside
+    assert mapped.storage.overflow_rows == fresh.storage.overflow_rows
 
 
 def damage(folder: Path, entry: str, at: int, value: int | None) -> None:
@@ -221,9 +221,9 @@ DAMAGES: dict[str, tuple[str, str, int, int | None]] = {
 
 
 @pytest.mark.parametrize("damaged", DAMAGES)
-def test_what_contradicts_itself_is_found_when_it_is_read(damaged: str, tmp_path: Path) -> None:
+def test_first_use_finds_inconsistent_tables(damaged: str, tmp_path: Path) -> None:
     kind, entry, at, value = DAMAGES[damaged]
-    what = "links between rows" if entry == "steps" else "list of rows with values beside"
+    what = "links between rows" if entry == "steps" else "list of overflow rows"
     filled = make(kind)
     filled.extend(rows(kind, 0, SLOTS))
     filled.dumps(tmp_path)
@@ -247,7 +247,7 @@ def test_what_contradicts_itself_is_found_when_it_is_read(damaged: str, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["ring", "lanes", "streams"])
-def test_another_checkpoint_is_loaded_over_one_that_contradicts_itself(
+def test_another_checkpoint_can_be_loaded_over_an_inconsistent_one(
     kind: str, tmp_path: Path
 ) -> None:
     filled = make(kind)
@@ -263,7 +263,7 @@ def test_another_checkpoint_is_loaded_over_one_that_contradicts_itself(
     assert equal(mapped[:], filled[:])
 
 
-def test_members_of_an_ensemble_read_theirs_when_they_are_sampled(
+def test_ensemble_members_read_their_tables_when_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ensemble(count: int = 0) -> ReplayBufferEnsemble:
@@ -287,7 +287,7 @@ def test_members_of_an_ensemble_read_theirs_when_they_are_sampled(
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_columns_with_tables_of_their_own(
+def test_columns_with_different_tables_are_refused(
     same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain_column = content.plain_column
@@ -310,7 +310,9 @@ def test_columns_with_tables_of_their_own(
         assert equal(mapped[:], filled[:])
         return
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="the same for all columns, got 2 that differ"):
+        with pytest.raises(
+            CheckpointError, match="equal tables for all columns, got 2 that differ"
+        ):
             mapped.sample()
 
 
@@ -331,12 +333,12 @@ def test_a_column_reads_its_tables_when_it_is_read(kind: str, tmp_path: Path) ->
     with MappedCheckpoint(tmp_path) as saved:
         found = column(saved)
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"expected (rising elements|rows in)"):
+            with pytest.raises(ValueError, match=r"expected (rising elements|next rows in)"):
                 found[3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_capacity_where_no_row_has_to_move(kind: str, tmp_path: Path) -> None:
+def test_mapped_load_into_a_larger_capacity_equals_a_plain_load(kind: str, tmp_path: Path) -> None:
     filled = make(kind)
     filled.extend(rows(kind, 0, 250))
     filled.dumps(tmp_path)
@@ -362,10 +364,10 @@ def test_another_capacity_where_no_row_has_to_move(kind: str, tmp_path: Path) ->
         ("some keys", "ring", {}, "state.*which lies in every row there"),
         ("ring", "streams", {}, "another lane_key"),
         ("streams", "ring", {}, "another lane_key"),
-        ("ring", "ring", {"slots": 100}, "the capacity that was saved"),
+        ("ring", "ring", {"slots": 100}, "the saved capacity"),
     ],
 )
-def test_what_is_stored_otherwise_is_refused_by_name(
+def test_checkpoints_of_another_dedup_layout_are_refused(
     saved: str, kind: str, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     filled = make(saved)
@@ -387,14 +389,14 @@ def test_a_dense_checkpoint_is_refused_by_a_storage_that_stores_once(tmp_path: P
         make("ring").loads(tmp_path, mmap=True)
 
 
-def test_the_last_row_of_a_full_ring_has_no_other_follower_in_a_larger_one(tmp_path: Path) -> None:
+def test_larger_mapped_ring_refuses_a_last_row_followed_by_the_first(tmp_path: Path) -> None:
     filled = make("ring")
     same = rows("ring", 6, 1).expand(SLOTS).contiguous()
     same["next", "state"] = same["state"].clone()
     same["next", "pixels"] = same["pixels"].clone()
     filled.extend(same)
     filled.storage.edit_columns({("state",): same["state"][:1]}, torch.arange(1))
-    assert filled.storage.kept_beside == 0  # the last row leads to the first one
+    assert filled.storage.overflow_rows == 0  # the last row leads to the first one
     filled.dumps(tmp_path)
     mapped = make("ring")
     mapped.loads(tmp_path, mmap=True)
@@ -406,7 +408,9 @@ def test_the_last_row_of_a_full_ring_has_no_other_follower_in_a_larger_one(tmp_p
     assert equal(plain[:], same)
 
 
-def test_it_is_open_in_a_fifth_of_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deduplicated_rows_open_in_a_fifth_of_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     count = 300_000
     number = torch.arange(count)

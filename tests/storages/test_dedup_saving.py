@@ -31,7 +31,7 @@ def _dense(size: int, **options: Any) -> LazyTensorStorage:
     return LazyTensorStorage(size, **options)
 
 
-def _once(size: int, **options: Any) -> LazyTensorStorage:
+def _dedup_columns(size: int, **options: Any) -> LazyTensorStorage:
     return LazyTensorStorage(size, dedup_next=True, on_mismatch="dense", **options)
 
 
@@ -39,7 +39,7 @@ def _mapped(size: int, **options: Any) -> LazyMemmapStorage:
     return LazyMemmapStorage(size, dedup_next=["pixels"], on_mismatch="dense", **options)
 
 
-MAKERS = [_dense, _once, _mapped]
+MAKERS = [_dense, _dedup_columns, _mapped]
 
 
 def _buffer(storage: Any) -> ReplayBuffer:
@@ -69,7 +69,7 @@ def _episodes(count: int, steps: int, shape: tuple[int, ...], dtype: torch.dtype
     ("shape", "dtype", "share"),
     [((84, 84), torch.uint8, 0.55), ((64,), torch.float32, 0.6), ((376,), torch.float64, 0.55)],
 )
-def test_half_the_memory(
+def test_deduplicated_storage_needs_half_the_memory(
     kind: Any, shape: tuple[int, ...], dtype: torch.dtype, share: float
 ) -> None:
     torch.manual_seed(0)
@@ -82,8 +82,8 @@ def test_half_the_memory(
     assert bool((dense[:] == once[:]).all())
 
 
-def test_memory_beside_is_used_again() -> None:
-    rb = _buffer(_once(50))
+def test_overflow_memory_is_reused() -> None:
+    rb = _buffer(_dedup_columns(50))
     rows = _episodes(10, 5, (3,), torch.float32)
     rb.extend(rows)
     nbytes = rb.storage.require().nbytes()
@@ -118,7 +118,7 @@ def test_files_of_a_mapped_storage(tmp_path: Path, files_in: Any, transitions: A
     assert len(again) == 9
 
 
-def test_files_go_with_the_storage(temporary: Path, transitions: Any) -> None:
+def test_files_are_removed_with_the_storage(temporary: Path, transitions: Any) -> None:
     rb = _buffer(LazyMemmapStorage(100, dedup_next=True))
     rb.extend(transitions(0).steps(40))
     assert list(temporary.iterdir())
@@ -180,14 +180,16 @@ def test_a_checkpoint_has_each_observation_once(
 ) -> None:
     stream = transitions(0, wide=50_000)
     stream.now = stream._state()
-    buffers = {name: _buffer(make(20)) for name, make in (("dense", _dense), ("once", _once))}
+    buffers = {
+        name: _buffer(make(20)) for name, make in (("dense", _dense), ("once", _dedup_columns))
+    }
     rows = stream.steps(size)
     sizes = {}
     for name, rb in buffers.items():
         rb.extend(rows)
         rb.dumps(tmp_path / name)
         sizes[name] = sum(file.stat().st_size for file in (tmp_path / name).iterdir())
-    kept = buffers["once"].storage.kept_beside
+    kept = buffers["once"].storage.overflow_rows
     stored = len(buffers["once"])
     assert sizes["once"] < sizes["dense"] * (stored + kept + 0.5) / (2 * stored)
     listed = ReplayBuffer(storage=ListStorage(20))
@@ -200,7 +202,7 @@ def test_a_checkpoint_has_each_observation_once(
 def test_a_storage_alone_is_saved_and_loaded(
     tmp_path: Path, transitions: Any, same_rows: Any
 ) -> None:
-    storage = _once(10)
+    storage = _dedup_columns(10)
     _buffer(storage).extend(transitions(0).steps(14))
     storage.dumps(tmp_path)
     for make in MAKERS:
@@ -213,13 +215,13 @@ def test_a_storage_alone_is_saved_and_loaded(
 
 
 def test_hooks_see_dense_rows(tmp_path: Path, transitions: Any, same_rows: Any) -> None:
-    rb = _buffer(_once(10))
+    rb = _buffer(_dedup_columns(10))
     rb.extend(transitions(0).steps(7))
     seen = []
     rb.register_save_hook(lambda rows: seen.append(rows.clone()) or rows)
     rb.dumps(tmp_path)
     assert same_rows(seen[0], rb[:])
-    other = _buffer(_once(10))
+    other = _buffer(_dedup_columns(10))
     other.register_load_hook(lambda rows: seen.append(rows.clone()) or rows)
     other.loads(tmp_path)
     assert same_rows(seen[1], rb[:])
@@ -227,7 +229,7 @@ def test_hooks_see_dense_rows(tmp_path: Path, transitions: Any, same_rows: Any) 
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_copies_go_their_own_way(make: Any, transitions: Any, same_rows: Any) -> None:
+def test_copies_are_independent(make: Any, transitions: Any, same_rows: Any) -> None:
     stream = transitions(0)
     rb = _buffer(make(10))
     rb.extend(stream.steps(14))
@@ -238,12 +240,12 @@ def test_copies_go_their_own_way(make: Any, transitions: Any, same_rows: Any) ->
     rb.extend(stream.steps(5))
     for other in copies:
         assert same_rows(other[:], before)
-        assert other.storage.kept_beside == copies[0].storage.kept_beside
+        assert other.storage.overflow_rows == copies[0].storage.overflow_rows
 
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("lanes", [(), (2,)], ids=str)
-def test_what_was_there_before_a_load_comes_back(
+def test_undo_restores_rows_from_before_load(
     make: Any, lanes: tuple[int, ...], transitions: Any, same_rows: Any
 ) -> None:
     """An ensemble puts its members back so, where a later one cannot be loaded."""
@@ -266,7 +268,7 @@ def test_what_was_there_before_a_load_comes_back(
 def test_a_damaged_record_is_refused(tmp_path: Path, transitions: Any) -> None:
     from replaykit.storages.content import Content
 
-    storage = _once(10)
+    storage = _dedup_columns(10)
     _buffer(storage).extend(transitions(0).steps(7))
     state = storage.content().to_state()
     columns = state["groups"][0]["columns"]
@@ -293,8 +295,10 @@ def test_a_damaged_record_is_refused(tmp_path: Path, transitions: Any) -> None:
 # -- together with the rest -----------------------------------------------------------------------
 
 
-def test_views_are_copies_where_they_have_to_be(transitions: Any, same_rows: Any) -> None:
-    rb = _buffer(_once(10))
+def test_changes_to_read_rows_do_not_reach_deduplicated_columns(
+    transitions: Any, same_rows: Any
+) -> None:
+    rb = _buffer(_dedup_columns(10))
     rb.extend(transitions(0).steps(7))
     before = rb[:].clone()
     for rows in (rb[:], rb[2], rb[1:4], rb.storage[2:5]):
@@ -312,7 +316,7 @@ def test_views_are_copies_where_they_have_to_be(transitions: Any, same_rows: Any
     assert isinstance(lanes, TensorStorage)
 
 
-def test_some_keys_alone(transitions: Any, same_bits: Any) -> None:
+def test_some_keys_can_be_read_separately(transitions: Any, same_bits: Any) -> None:
     for lanes in ((), (3,)):
         cells = torch.Size(lanes).numel()
         storages = [make(20 * cells, ndim=1 + len(lanes)) for make in MAKERS]
@@ -334,7 +338,7 @@ def test_some_keys_alone(transitions: Any, same_bits: Any) -> None:
                 assert all(same_bits(found[path], whole[path]) for path in paths)
 
 
-def test_the_same_batches_as_from_dense_rows(transitions: Any, same_rows: Any) -> None:
+def test_batches_equal_those_of_dense_rows(transitions: Any, same_rows: Any) -> None:
     buffers = [
         ReplayBuffer(
             storage=make(60),
@@ -388,9 +392,9 @@ def test_batches_drawn_ahead(make: Any, transitions: Any, same_rows: Any) -> Non
         assert same_rows(batch, torch.cat(written)[batch["action"]])
 
 
-def test_readers_beside_a_writer_see_whole_rows() -> None:
+def test_concurrent_readers_see_whole_rows() -> None:
     # Of row t every value is t, and what follows it is t + 1.
-    rb = _buffer(_once(64))
+    rb = _buffer(_dedup_columns(64))
     wrong: list[Any] = []
     stop = threading.Event()
 
@@ -425,7 +429,7 @@ def test_an_interrupt_between_two_columns_leaves_whole_rows(
     core: bool, transitions: Any, same_rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = transitions(0)
-    dense, once = _buffer(_dense(10)), _buffer(_once(10))
+    dense, once = _buffer(_dense(10)), _buffer(_dedup_columns(10))
     rows = stream.steps(14)
     for rb in (dense, once):
         rb.extend(rows)
@@ -461,7 +465,7 @@ def test_an_interrupt_between_two_columns_leaves_whole_rows(
     dense.extend(row)
     assert same_rows(dense[:], once[:])
     # Every entry beside is in use once, or free.
-    beside = once_columns._beside
+    beside = once_columns._overflow
     entries = beside.entries(torch.arange(10)).long()
     used = torch.cat([entries[entries > 0] - 1, beside._stack[: beside._free]])
     assert sorted(used.tolist()) == list(range(len(beside._stack)))
@@ -476,7 +480,7 @@ def test_any_dtype_and_shape(
 ) -> None:
     x = filled((13, *shape), dtype, 0)
     rows = TensorDict({"x": x[:-1], "next": {"x": x[1:], "reward": torch.rand(12, 1)}}, [12])
-    buffers = [_buffer(make(8)) for make in (_dense, _once)]
+    buffers = [_buffer(make(8)) for make in (_dense, _dedup_columns)]
     y = filled((2, *shape), dtype, 1)
     for rb in buffers:
         rb.extend(rows)
@@ -487,9 +491,11 @@ def test_any_dtype_and_shape(
     assert same_rows(*(rb.storage.read(index) for rb in buffers))
 
 
-def test_a_default_device_and_inference_mode_have_no_say(transitions: Any, same_rows: Any) -> None:
+def test_default_device_and_inference_mode_do_not_affect_rows(
+    transitions: Any, same_rows: Any
+) -> None:
     stream = transitions(0)
-    dense, once = _buffer(_dense(10)), _buffer(_once(10))
+    dense, once = _buffer(_dense(10)), _buffer(_dedup_columns(10))
     rows = [stream.steps(4), stream.steps(9), stream.steps(3)]
     with torch.inference_mode():
         for rb in (dense, once):

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from replaykit.schema import Schema, take_apart
-from replaykit.storages.overflow_table import Beside, grow_in_memory
+from replaykit.schema import Schema, split_leaves
+from replaykit.storages.overflow_table import OverflowTable, grow_in_memory
 
 CPU = torch.device("cpu")
 PATHS = [("small",), ("wide",)]
 
 
-def _beside(elements: int) -> Beside:
-    rows = take_apart(TensorDict({"small": torch.zeros(1), "wide": torch.zeros(1, 300)}, [1]), 1)
-    return Beside(Schema(rows.root), elements, CPU, grow_in_memory(CPU))
+def _beside(elements: int) -> OverflowTable:
+    rows = split_leaves(TensorDict({"small": torch.zeros(1), "wide": torch.zeros(1, 300)}, [1]), 1)
+    return OverflowTable(Schema(rows.root), elements, CPU, grow_in_memory(CPU))
 
 
 def _values(numbers: list[int]) -> dict[Any, torch.Tensor]:
@@ -30,7 +30,7 @@ def _values(numbers: list[int]) -> dict[Any, torch.Tensor]:
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 199)), st.sets(st.integers(0, 199)))))
 @settings(max_examples=80, deadline=None)
-def test_as_a_dictionary_has_it(changes: list[tuple[set[int], set[int]]]) -> None:
+def test_entries_match_a_dictionary(changes: list[tuple[set[int], set[int]]]) -> None:
     beside, model, most = _beside(200), dict[int, int](), 0
     for turn, (gone, come) in enumerate(changes):
         gone, come = sorted(gone & model.keys() | come & model.keys()), sorted(come)
@@ -59,7 +59,7 @@ def test_as_a_dictionary_has_it(changes: list[tuple[set[int], set[int]]]) -> Non
     assert beside.nbytes() <= 4 * 200 + max(64, 2 * most) * (8 + 4 + 1200 + 64)
 
 
-def test_patched_without_looking_for_entries() -> None:
+def test_patch_changes_entries_without_a_search() -> None:
     # As on a device where to look would mean to wait.
     beside = _beside(10)
     change = beside.plan(torch.empty(0, dtype=torch.int64), 2)
@@ -72,7 +72,7 @@ def test_patched_without_looking_for_entries() -> None:
     assert found[PATHS[1]][:, 7].tolist() == [6, -2, 5, 5]
 
 
-def test_cleared() -> None:
+def test_clear_removes_all_entries() -> None:
     beside = _beside(10)
     change = beside.plan(torch.empty(0, dtype=torch.int64), 3)
     beside.commit(change, _values([5, 6, 7]))
@@ -83,7 +83,7 @@ def test_cleared() -> None:
     assert beside.plan(torch.empty(0, dtype=torch.int64), 3).numbers.unique().numel() == 3
 
 
-def test_no_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     beside = _beside(1000)
     change = beside.plan(torch.empty(0, dtype=torch.int64), 1)
     beside.commit(change, _values([5]))

@@ -90,7 +90,7 @@ def _record() -> TensorDict:
         (False, set()),
     ],
 )  # fmt: skip
-def test_keys_that_are_stored_once(make: Any, dedup_next: Any, keys: set[Any]) -> None:
+def test_dedup_next_selects_deduplicated_keys(make: Any, dedup_next: Any, keys: set[Any]) -> None:
     storage = make(10, dedup_next=dedup_next, on_mismatch="dense")
     rb = ReplayBuffer(storage=storage)
     rb.extend(_record())
@@ -113,7 +113,9 @@ def test_keys_that_are_stored_once(make: Any, dedup_next: Any, keys: set[Any]) -
         ([1], TypeError, "expected a key"),
     ],
 )
-def test_options_that_are_none(make: Any, dedup_next: Any, error: type, message: str) -> None:
+def test_invalid_dedup_options_are_refused(
+    make: Any, dedup_next: Any, error: type, message: str
+) -> None:
     with pytest.raises(error, match=message):
         make(10, dedup_next=dedup_next)
 
@@ -126,10 +128,10 @@ def test_a_lane_key_that_would_be_rebuilt_itself_is_refused(make: Any) -> None:
     assert not rb.storage.initialized
     rb = ReplayBuffer(storage=make(10, dedup_next=["observation"], lane_key=("next", "env")))
     rb.extend(rows)
-    assert rb.storage.kept_beside == 1
+    assert rb.storage.overflow_rows == 1
 
 
-def test_on_mismatch_is_one_of_two_words() -> None:
+def test_on_mismatch_accepts_only_error_or_dense() -> None:
     with pytest.raises(ValueError, match="'error' or 'dense', got 'ignore'"):
         LazyTensorStorage(10, dedup_next=True, on_mismatch="ignore")  # type: ignore[arg-type]
 
@@ -148,7 +150,7 @@ def test_on_mismatch_is_one_of_two_words() -> None:
         (["done"], "expected no flag, got 'done'"),
     ],
 )
-def test_keys_that_are_not_in_both_places(make: Any, keys: Any, message: str) -> None:
+def test_keys_missing_at_root_or_under_next_are_refused(make: Any, keys: Any, message: str) -> None:
     rb = ReplayBuffer(storage=make(10, dedup_next=keys))
     _refused(rb, _record(), message)
     assert not rb.storage.initialized
@@ -157,7 +159,7 @@ def test_keys_that_are_not_in_both_places(make: Any, keys: Any, message: str) ->
 
 
 @pytest.mark.parametrize("rows", [torch.zeros(3), TensorDict({"x": torch.zeros(3)}, [3])])
-def test_rows_without_a_pair(rows: Any) -> None:
+def test_rows_without_a_shared_key_are_refused(rows: Any) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(10, dedup_next=True))
     with pytest.raises(ValueError, match="occurs at the root and under 'next'"):
         rb.extend(rows)
@@ -188,11 +190,11 @@ def test_a_mismatch_after_the_newest_row(value: float) -> None:
     assert rb["next", "observation"].flatten().tolist() == [0, 1, 4]
 
 
-def test_not_a_number_goes_on_as_itself() -> None:
+def test_nan_matches_nan_in_the_next_row() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
     rb.extend(_steps([0, float("nan"), float("nan"), 1, float("nan")]))
     rb.extend(_steps([float("nan"), -0.0, 2]))
-    assert rb.storage.kept_beside == 1
+    assert rb.storage.overflow_rows == 1
 
 
 @pytest.mark.parametrize("flag", ["done", "truncated", "terminated"])
@@ -205,7 +207,7 @@ def test_any_flag_ends_an_episode(flag: str, dtype: torch.dtype) -> None:
     rb.extend(rows)
     rb.extend(rows)
     assert bool((rb[:] == torch.cat([rows, rows])).all())
-    assert rb.storage.kept_beside == 4
+    assert rb.storage.overflow_rows == 4
 
 
 @pytest.mark.parametrize("key", ["episode", "seed", "collector__traj_ids"])
@@ -245,13 +247,13 @@ def test_lanes_are_checked_one_by_one(transitions: Any, lane: int) -> None:
     _refused(rb, following.transpose(0, 1), rf"row 0 \(lane {lane}\): .*newest")
 
 
-def test_the_whole_batch_is_checked_also_what_does_not_fit_in() -> None:
+def test_whole_batch_is_checked_including_rows_beyond_capacity() -> None:
     rows = _steps([0, 1, 2, 3, 4, 5, 6])
     rows["next", "observation"][0] = 9
     _refused(ReplayBuffer(storage=LazyTensorStorage(2, dedup_next=True)), rows, "row 1")
 
 
-def test_rows_that_have_nothing_to_go_on_from() -> None:
+def test_row_without_predecessor_accepts_any_value_once() -> None:
     rb = ReplayBuffer(
         storage=LazyTensorStorage(5, dedup_next=True),
         writer=RoundRobinWriter(track_generations=True),
@@ -282,14 +284,14 @@ def test_rows_that_have_nothing_to_go_on_from() -> None:
     rb.extend(_steps([80, 81]))
 
 
-def test_dense_rows_where_they_are_asked_for() -> None:
+def test_on_mismatch_dense_stores_mismatched_rows() -> None:
     rows = _steps([0, 1, 2, 3, 4])
     rows["next", "observation"][1] = 9
     rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True, on_mismatch="dense"))
     rb.extend(rows)
     rb.extend(rows)
     assert bool((rb[:] == torch.cat([rows, rows])).all())
-    assert rb.storage.kept_beside == 4  # the last of each, and row 1 of each
+    assert rb.storage.overflow_rows == 4  # the last of each, and row 1 of each
 
 
 def test_rows_kept_by_rank_are_in_no_order(transitions: Any, same_rows: Any) -> None:
@@ -307,14 +309,14 @@ def test_rows_kept_by_rank_are_in_no_order(transitions: Any, same_rows: Any) -> 
         assert same_rows(*(rb[:] for rb in buffers))
 
 
-def test_other_schemas_are_refused_as_ever() -> None:
+def test_rows_without_next_observation_are_refused() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
     rb.extend(_steps([0, 1, 2]))
     with pytest.raises(ValueError, match=r"\('next', 'observation'\).*got nothing"):
         rb.extend(_steps([2, 3]).exclude(("next", "observation")))
 
 
-def test_no_room_for_what_lies_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_for_overflow_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(200, dedup_next=True, on_mismatch="dense"))
     rb.extend(_steps([0, 1, 2]))
     before = _snapshot(rb)
@@ -323,7 +325,7 @@ def test_no_room_for_what_lies_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(columns._beside, "_grow", full)
+    monkeypatch.setattr(columns._overflow, "_grow", full)
     rows = _steps(list(range(100)))
     rows["next", "observation"] += 0.5
     with pytest.raises(MemoryError, match="no room"):

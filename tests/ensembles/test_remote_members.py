@@ -58,7 +58,7 @@ def prioritized() -> PrioritizedSampler:
 # -- which rows -----------------------------------------------------------------------------------
 
 
-def test_counts_are_exact_and_every_row_is_where_it_says(far: Any) -> None:
+def test_counts_are_exact_and_every_row_matches_its_index(far: Any) -> None:
     shards = far(1)
     ensemble = ReplayBufferEnsemble(
         make_member(0),
@@ -100,7 +100,7 @@ def test_members_are_drawn_by_their_weights(far: Any, p: Any) -> None:
     assert ((found - expected) ** 2 / expected).sum() < CHI_SQUARE_3
 
 
-def test_size_is_that_of_the_draw(far: Any) -> None:
+def test_weights_by_size_follow_the_size_at_the_draw(far: Any) -> None:
     shards = far(1, 0)
     ensemble = ReplayBufferEnsemble(
         make_member(0), shards, p="size", num_buffer_sampled=64, generator=seeded()
@@ -136,7 +136,7 @@ def test_batches_follow_from_the_generator(far: Any) -> None:
     ahead.shutdown()
 
 
-def test_schedules_and_weights_set_by_hand(far: Any) -> None:
+def test_schedule_changes_the_weights_of_remote_members(far: Any) -> None:
     ensemble = ReplayBufferEnsemble(
         make_member(0),
         far(1),
@@ -152,7 +152,7 @@ def test_schedules_and_weights_set_by_hand(far: Any) -> None:
         schedule.step()
 
 
-def test_windows_are_those_of_one_part_each(far: Any) -> None:
+def test_windows_of_shards_stay_in_one_part(far: Any) -> None:
     shards = far(
         1,
         0,
@@ -176,7 +176,7 @@ def test_windows_are_those_of_one_part_each(far: Any) -> None:
     assert batch["sequence_id"][2:].max() == 1
 
 
-def test_an_ensemble_below_an_ensemble(far: Any) -> None:
+def test_nested_ensemble_may_contain_remote_members(far: Any) -> None:
     inner = ReplayBufferEnsemble(make_member(1), far(2), sample_from_all=True)
     outer = ReplayBufferEnsemble(
         make_member(0), inner, sample_from_all=True, batch_size=16, generator=seeded()
@@ -186,7 +186,7 @@ def test_an_ensemble_below_an_ensemble(far: Any) -> None:
     assert (batch["id"] == 1000 * number + batch["index", "index"]).all()
 
 
-def test_transforms_collate_and_rows_by_index(far: Any) -> None:
+def test_remote_members_support_transforms_collate_and_indexing(far: Any) -> None:
     ensemble = ReplayBufferEnsemble(
         make_member(0),
         far(1),
@@ -237,7 +237,7 @@ def test_priorities_reach_the_member(far: Any) -> None:
     assert len(shards.sample(50)["id"].unique()) > 10
 
 
-def test_priorities_of_all_members_or_of_none(far: Any) -> None:
+def test_refused_priority_update_changes_no_member(far: Any) -> None:
     shards, here = far(1, 10, sampler=prioritized), make_member(0, 10, sampler=prioritized())
     ensemble = ReplayBufferEnsemble(here, shards)
     index = {"index": torch.tensor([2, 77]), "buffer_ids": torch.tensor([0, 1])}
@@ -255,7 +255,7 @@ def test_priorities_of_all_members_or_of_none(far: Any) -> None:
 # -- what cannot be -------------------------------------------------------------------------------
 
 
-def test_what_is_refused(far: Any) -> None:
+def test_unsupported_uses_of_remote_members_are_refused(far: Any) -> None:
     paced = far(1, 0, rate_limiter=RateLimiter(1.0, 1, error_buffer=5.0))
     with pytest.raises(ValueError, match=r"member 1: .*rate limiter"):
         ReplayBufferEnsemble(make_member(0), paced)
@@ -273,7 +273,7 @@ def test_what_is_refused(far: Any) -> None:
         ensemble.extend(rows_of(1, 1))
 
 
-def test_samples_have_to_be_alike(far: Any) -> None:
+def test_remote_samples_with_other_keys_are_refused(far: Any) -> None:
     ensemble = ReplayBufferEnsemble(make_member(0), far(1, 0), sample_from_all=True)
     ensemble[1].extend(TensorDict({"other": torch.zeros(4)}, [4]))
     before = ensemble.sampler.ran_out
@@ -284,7 +284,7 @@ def test_samples_have_to_be_alike(far: Any) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 20), (20, 0)])
-def test_a_member_that_is_empty_is_named_whoever_is_chosen(far: Any, sizes: Any) -> None:
+def test_empty_member_is_named_even_if_another_is_chosen(far: Any, sizes: Any) -> None:
     ensemble = ReplayBufferEnsemble(
         far(0, sizes[0]), far(1, sizes[1]), num_buffer_sampled=1, batch_size=2, generator=seeded()
     )
@@ -326,7 +326,7 @@ class Trouble:
         self.error: Exception | None = None
         self.asked: list[str] = []
         self.waited: list[float | None] = []
-        for name in ("_ask_part", "_ask_standing", "_ask_stored", "_ask_call"):
+        for name in ("_ask_part", "_ask_readiness", "_ask_stored", "_ask_call"):
             monkeypatch.setattr(handle, name, self._noting(name, getattr(handle, name)))
 
     def _noting(self, name: str, method: Any) -> Any:
@@ -337,9 +337,7 @@ class Trouble:
         return noted
 
 
-def test_a_batch_is_whole_or_nothing_has_happened(
-    far: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_batch_changes_no_member(far: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = far(1)
     here = make_member(0, 6, sampler=SamplerWithoutReplacement())
     trouble = Trouble(monkeypatch, shards)
@@ -366,7 +364,9 @@ def test_a_batch_is_whole_or_nothing_has_happened(
     assert sorted(torch.cat(seen).tolist()) == list(range(6))  # no row has left the pass
 
 
-def test_without_the_member_that_has_ended(far: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ensemble_continues_without_a_member_that_ended(
+    far: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shards = far(1)
     trouble = Trouble(monkeypatch, shards)
     ensemble = ReplayBufferEnsemble(
@@ -390,7 +390,7 @@ def test_without_the_member_that_has_ended(far: Any, monkeypatch: pytest.MonkeyP
     ensemble.shutdown()
 
 
-def test_members_elsewhere_are_asked_before_and_waited_for_after(
+def test_remote_requests_overlap_reads_of_local_members(
     far: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = far(1)
@@ -412,7 +412,9 @@ def test_members_elsewhere_are_asked_before_and_waited_for_after(
     assert 0 < seconds <= 5.0
 
 
-def test_priorities_where_a_member_has_ended(far: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_remote_member_leaves_local_priorities(
+    far: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shards, here = far(1, 10, sampler=prioritized), make_member(0, 10, sampler=prioritized())
     trouble = Trouble(monkeypatch, shards)
     ensemble = ReplayBufferEnsemble(here, shards, sample_from_all=True, batch_size=20)
@@ -452,7 +454,7 @@ def test_a_checkpoint_has_all_members(far: Any, tmp_path: Path) -> None:
         assert all(same(batch, other.sample(), generations=False) for batch in batches)
 
 
-def test_versions_keep_what_members_have_saved(far: Any, tmp_path: Path) -> None:
+def test_versions_restore_the_saves_of_remote_members(far: Any, tmp_path: Path) -> None:
     ensemble = two(far)
     for size in (25, 30, 35):
         ensemble[1].extend(rows_of(1, 5))
@@ -494,7 +496,7 @@ def test_a_load_that_does_not_fit_changes_nothing(far: Any, tmp_path: Path) -> N
     turned = ReplayBufferEnsemble(ensemble[1], ensemble[0])
     with pytest.raises(ValueError, match="members/1"):
         turned.loads(tmp_path)
-    with pytest.raises(ValueError, match=r"members/1.* elsewhere"):
+    with pytest.raises(ValueError, match=r"remote members .*members/1"):
         ensemble.load_state_dict(others.state_dict())
     other = two(far, 3)
     with pytest.raises(ValueError, match=r"mmap=False .*members/1"):
@@ -506,9 +508,7 @@ def test_a_load_that_does_not_fit_changes_nothing(far: Any, tmp_path: Path) -> N
     assert (len(other[0]), len(other[1])) == (3, 3)
 
 
-def test_time_is_not_spent_on_members_of_no_weight(
-    far: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_members_of_zero_weight_are_not_asked(far: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = far(1)
     trouble = Trouble(monkeypatch, shards)
     ensemble = ReplayBufferEnsemble(make_member(0), shards, p=[1, 0], batch_size=4)

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from replaykit import PrioritizedSampler
 from replaykit.errors import SchemaError
 from replaykit.sharding import ShardSilent
-from replaykit.sharding.client_writes import ShardOutbox
+from replaykit.sharding.client_writes import ShardWriteQueue
 
 
 def numbered(first: int, count: int) -> TensorDict:
@@ -72,7 +72,7 @@ def test_rows_are_stored_as_by_extend(sharded: Any) -> None:
         two.extend_async(TensorDict({"y": torch.zeros(2)}, [2]))
 
 
-def test_nobody_waits_but_who_writes_after(gated: tuple[Any, Gate], tmp_path: Path) -> None:
+def test_only_later_writes_wait_for_pending_writes(gated: tuple[Any, Gate], tmp_path: Path) -> None:
     rb, gate = gated
     first, second = rb.extend_async(numbered(4, 4)), rb.extend_async(numbered(8, 4))
     assert rb.sample().shape == (4,)
@@ -100,19 +100,19 @@ def test_nobody_waits_but_who_writes_after(gated: tuple[Any, Gate], tmp_path: Pa
     assert len(rb) == 20
 
 
-def test_no_more_than_a_few_are_held(gated: tuple[Any, Gate]) -> None:
+def test_queue_holds_a_limited_number_of_writes(gated: tuple[Any, Gate]) -> None:
     rb, gate = gated
     results = [rb.extend_async(numbered(4, 2)) for _ in range(16)]
     threading.Timer(0.1, gate.open.set).start()
     results.append(rb.extend_async(numbered(4, 2)))  # waits for the first
     assert results[0].done()
     assert [int(result.result()[0]) for result in results] == list(range(4, 38, 2))
-    assert rb._outbox.put(lambda: 5).result() == 5
-    rb._outbox.settle()
-    assert not rb._outbox._under_way
+    assert rb._write_queue.put(lambda: 5).result() == 5
+    rb._write_queue.flush()
+    assert not rb._write_queue._under_way
 
 
-def test_an_error_reaches_who_asks_or_who_writes_next(gated: tuple[Any, Gate]) -> None:
+def test_error_is_raised_by_result_or_next_write(gated: tuple[Any, Gate]) -> None:
     rb, gate = gated
     gate.open.set()
     gate.error = OSError("a broken shard")
@@ -143,15 +143,15 @@ def test_an_error_reaches_who_asks_or_who_writes_next(gated: tuple[Any, Gate]) -
     rb.close()
 
 
-def test_its_thread_ends_with_it_after_what_was_given() -> None:
-    outbox, done = ShardOutbox(), threading.Event()
+def test_queue_thread_finishes_queued_work_then_ends() -> None:
+    write_queue, done = ShardWriteQueue(), threading.Event()
     gate = threading.Event()
-    assert outbox.put(lambda: 5).result() == 5
-    outbox.put(gate.wait)
-    outbox.put(done.set)
-    thread = outbox._crew._threads[0]  # type: ignore[union-attr]
+    assert write_queue.put(lambda: 5).result() == 5
+    write_queue.put(gate.wait)
+    write_queue.put(done.set)
+    thread = write_queue._pool._threads[0]  # type: ignore[union-attr]
     assert thread.is_alive()
-    del outbox
+    del write_queue
     gc.collect()
     gate.set()
     assert done.wait(10)

@@ -163,7 +163,7 @@ def test_batches_are_asked_for_one_by_one_while_they_are_large() -> None:
     assert set(actor.messages[later:]) == {2}
 
 
-def test_what_was_dropped_is_asked_for_anew_and_at_once() -> None:
+def test_dropped_requests_are_sent_again_immediately() -> None:
     """The whole depth of it; what was taken before comes as it would have."""
     actor = Actor()
     ahead = RequestQueue(actor.request, depth=4, together=2)
@@ -210,7 +210,7 @@ class Interrupted(Answer):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), TimeoutError()], ids=repr)
-def test_a_batch_that_comes_as_a_wait_ends_is_the_next(error: BaseException) -> None:
+def test_batch_that_arrives_as_a_wait_ends_is_the_next(error: BaseException) -> None:
     answers: list[Any] = [Interrupted(error), *(Answer() for _ in range(5))]
     ahead = RequestQueue(lambda _: [answers.pop(0)], depth=2)
     with pytest.raises(type(error)):
@@ -221,7 +221,7 @@ def test_a_batch_that_comes_as_a_wait_ends_is_the_next(error: BaseException) -> 
 # -- without waiting, and where there is no order ---------------------------------------------
 
 
-def test_an_error_of_an_early_request_is_nobodys_without_waiting_too() -> None:
+def test_error_of_an_early_request_reaches_no_other_request() -> None:
     """It is told to whoever's own request failed, once; others get what was drawn."""
     actor = Actor()
     ahead = RequestQueue(actor.request, depth=2)
@@ -246,7 +246,7 @@ def some_come(replies: list[Any], timeout: float | None) -> Any:
     return found
 
 
-def test_without_order_whatever_has_come_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_order_returns_first_answer_that_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that others overtook in the actor holds up nobody, and is not lost."""
     monkeypatch.setattr("replaykit.remote.requests.first_come", some_come)
     actor = Actor()
@@ -267,7 +267,7 @@ def test_without_order_whatever_has_come_is_handed_out(monkeypatch: pytest.Monke
     assert len(actor.sent) == 6
 
 
-def test_a_coroutine_gets_whatever_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coroutine_gets_first_answer_that_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     class Ref(Future[list[Any]]):
         """Of Ray: a coroutine awaits it, and it has a future."""
 

@@ -1,4 +1,4 @@
-"""Count inserts and samples, and let calls wait until the rate limiter admits them."""
+"""Count inserts and samples, and delay calls until the rate limiter admits them."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from replaykit.recovery import (
     MappedFile,
     OpenFile,
     SharedLock,
+    drop_in_children,
     is_held,
-    let_go_in_children,
     open_to_lock,
 )
 
-__all__ = ["Counts", "Pace", "Seat", "SharedCounts", "Ticket"]
+__all__ = ["Counts", "LimiterQueue", "Seat", "SharedCounts", "Ticket"]
 
 
 class Seat(OpenFile):
-    """A number that nobody else has as long as it lives; the kernel takes back that of a process
-    that dies.
+    """A number that no other live seat has.
 
-    A forked child has it not, and takes another one.
+    The kernel releases the number of a process that dies. A forked child does not keep its parent's
+    number, and takes another number.
 
     Args:
-        folder: where there is a file for each number.
+        folder: the folder with one file per number.
 
     Raises:
-        RuntimeError: all numbers are taken.
+        RuntimeError: all numbers are in use.
 
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from replaykit.pace.limiter_state import Seat
+        >>> from replaykit.pace.waiting import Seat
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     one, other = Seat(Path(folder)), Seat(Path(folder))
         ...     numbers, taken = (one.number, other.number), not one.empty(1)
-        ...     other.let_go()
+        ...     other.drop()
         ...     free = one.empty(1)
-        ...     one.let_go()
+        ...     one.drop()
         >>> numbers, taken, free
         ((0, 1), True, True)
     """
@@ -62,15 +62,15 @@ class Seat(OpenFile):
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                self.let_go()
+                self.drop()
                 continue
             self.number = number
-            let_go_in_children(self)
+            drop_in_children(self)
             return
         raise RuntimeError(f"expected at most {self.MOST} processes that share a buffer")
 
     def empty(self, number: int) -> bool:
-        """Whether nobody has that number."""
+        """Return whether no seat has that number."""
         try:
             return not is_held(self._file(number))
         except FileNotFoundError:
@@ -81,15 +81,16 @@ class Seat(OpenFile):
 
 
 _WAITED, _PROCESSES, _BEFORE, _HEAD = 2, 4, 5, 8
-"""Places of numbers: done on each side; nanoseconds waited on each side; how many processes there
-may be; done on each side before the law began anew; then what is under way in each of the
-processes, on each side."""
+"""Places of the numbers, most of them one for each side.
+
+They are: rows done, nanoseconds waited, the number of processes (one number), and rows done before
+the last reset. Then follow the rows under way in each process."""
 
 
 class Counts:
-    """Numbers of rows on each of the two sides: done, and under way.
+    """Numbers of completed and unfinished rows on each of the two sides.
 
-    Whoever reads or changes them holds ``lock``, for a few instructions.
+    Code that reads or changes them holds ``lock`` for a few instructions.
     """
 
     def __init__(self) -> None:
@@ -98,59 +99,59 @@ class Counts:
         self._own = _HEAD
 
     def done(self) -> tuple[int, int]:
-        """Rows inserted, and rows sampled, since the law began."""
+        """Return the numbers of rows inserted and sampled since the last reset."""
         numbers = self._numbers
         return numbers[0], numbers[1]
 
     def before(self) -> tuple[int, int]:
-        """The same before that."""
+        """Return the numbers of rows inserted and sampled before the last reset."""
         numbers = self._numbers
         return numbers[_BEFORE], numbers[_BEFORE + 1]
 
     def seconds(self) -> tuple[float, float]:
-        """How long calls have waited on each side."""
+        """Return the seconds that calls have waited on each side."""
         return self._numbers[_WAITED] / 1e9, self._numbers[_WAITED + 1] / 1e9
 
     def under_way(self, side: int) -> int:
-        """Rows that were admitted and are not done."""
+        """Return the number of rows that were admitted and are not completed."""
         return self._numbers[_HEAD + side]
 
     def begin(self, side: int, count: int) -> None:
-        """Notes rows that are under way in this process."""
+        """Add unfinished rows of this process."""
         self._numbers[self._own + side] += count
 
     def end(self, side: int, count: int, done: int) -> None:
-        """Notes that they are not any more, and how many were done."""
+        """Remove ``count`` unfinished rows, and add ``done`` completed rows."""
         numbers, own = self._numbers, self._own + side
         numbers[side] += done
         numbers[own] = max(0, numbers[own] - count)
 
     def waited(self, side: int, seconds: float) -> None:
-        """Adds to the time that calls have waited."""
+        """Add to the time that calls have waited."""
         self._numbers[_WAITED + side] += int(seconds * 1e9)
 
     def set(self, done: tuple[int, int], before: tuple[int, int]) -> None:
-        """Goes on from these counts."""
+        """Continue from these counts."""
         numbers = self._numbers
         numbers[0], numbers[1] = done
         numbers[_BEFORE], numbers[_BEFORE + 1] = before
 
     def forget_dead(self) -> bool:
-        """Forgets what is under way in processes that have died; whether there was something."""
+        """Drop unfinished rows of dead processes; return whether there were any."""
         return False
 
-    def let_go(self) -> None:
-        """Closes what is open."""
+    def drop(self) -> None:
+        """Close the open files."""
 
 
 class SharedCounts(Counts):
-    """The same in a file, for all processes that have a buffer.
+    """Counts in a file, for all processes that share a buffer.
 
-    Each has a place of its own for what is under way in it, so that the rows of one that was killed
-    can be told from those that will come to an end.
+    The file has a separate entry for the unfinished rows of each process. The rows of a killed
+    process, which will never complete, can therefore be dropped.
 
     Args:
-        folder: where the file lies, and those of the locks.
+        folder: the folder of the file and of the lock files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -161,7 +162,7 @@ class SharedCounts(Counts):
         numbers: Any = self._file.bytes.data.cast("q")
         self._numbers = numbers
         with self.lock:
-            # A seat is a dead process's before it is this one's.
+            # The seat may be that of a process that has died.
             numbers[_PROCESSES] = max(numbers[_PROCESSES], self._seat.number + 1)
             numbers[self._own] = numbers[self._own + 1] = 0
 
@@ -179,9 +180,9 @@ class SharedCounts(Counts):
                 found = True
         return found
 
-    def let_go(self) -> None:
-        self._seat.let_go()
-        self.lock.let_go()
+    def drop(self) -> None:
+        self._seat.drop()
+        self.lock.drop()
 
 
 def _nothing() -> None:
@@ -189,39 +190,40 @@ def _nothing() -> None:
 
 
 _ALONE = 0.05
-"""Seconds between looks whether something has changed that nobody told of: rows that another buffer
-over the same storage has written."""
+"""Seconds between polls for changes without a notification.
+
+Such a change is a write by another buffer over the same storage."""
 
 _PAUSES = (0.0005, 0.001, 0.002, 0.005)
-"""The same where other processes count too, which tell nobody; the last one again and again."""
+"""Seconds between polls for changes by other processes. The last value repeats."""
 
 _DEAD = 20
-"""After how many looks it is asked whether processes have died in the middle of a call."""
+"""The number of polls between checks for processes that have died during a call."""
 
 _DONE, _SAVED_BEFORE = _COUNTS = (("inserts", "samples"), ("inserts_before", "samples_before"))
-"""The counts of a state: since the law began, and before."""
+"""Names of the counts of a state, since the last reset and before it."""
 
 _WORDS = (("insert", "samples"), ("sample", "inserts"))
 
 
-class Pace:
-    """The counts of one buffer, and who waits on them.
+class LimiterQueue:
+    """The counts of one buffer, and the calls that wait for them.
 
-    A call is admitted before it does anything, and until it has ended its rows count against its
-    own side only: a write looks at the samples that were delivered, a sample at the rows that are
-    stored. So the law holds of what was done at every instant, also where calls fail. Nobody is
-    served in order: of those that wait, the one whose rows fit goes on.
+    A call is admitted before it does any work. Until it ends, its rows count on its own side only.
+    A write depends on delivered samples, and a sample on stored rows. So the rule always holds for
+    completed inserts and samples, even if calls fail. Waiting calls have no order. Any call may
+    proceed if its rows fit.
 
-    No lock is held while waiting. Whoever holds the lock of the storage may call everything but
-    ``admit``; what is given as ``size`` may take it.
+    No lock is held during a wait. A thread that holds the lock of the storage may call all methods
+    except ``admit``, whose argument ``size`` may take that lock.
 
     Args:
-        limiter: the law.
-        folder: where processes that share the buffer count together; None: this one alone.
+        limiter: the rate limiter.
+        folder: the folder of counts that processes share; None for separate counts in this process.
 
     Example:
-        >>> from replaykit.pace import INSERT, SAMPLE, Pace, RateLimiter
-        >>> pace = Pace(RateLimiter.queue(2))
+        >>> from replaykit.pace import INSERT, SAMPLE, LimiterQueue, RateLimiter
+        >>> pace = LimiterQueue(RateLimiter.queue(2))
         >>> with pace.ticket(INSERT, None) as ticket:
         ...     ticket.admit(2, lambda: 0)
         ...     ticket.used(2)
@@ -242,23 +244,23 @@ class Pace:
         self._counts = Counts() if self._folder is None else SharedCounts(self._folder)
 
     def _here(self) -> Counts:
-        """The counts, in a forked process too: threads of the parent are not here."""
+        """Return the counts; reset locks and seat first if this process was forked."""
         if self._process != os.getpid():
             before = self._counts
-            before.let_go()  # first: it would take what is locked anew along
+            before.drop()  # before `_start`, or it would also release the new locks
             self._start()
             if self._folder is None:
                 self._counts.set(before.done(), before.before())
         return self._counts
 
-    # -- going on -----------------------------------------------------------------------------
+    # -- waiting ------------------------------------------------------------------------------
 
     def ticket(self, side: int, timeout: float | None) -> Ticket:
-        """What a call holds that may wait for ``timeout`` seconds; None: without end."""
+        """Return the ticket of a call that may wait ``timeout`` seconds (None: no limit)."""
         return Ticket(self, side, timeout)
 
     def may(self, side: int, count: int, size: int) -> bool:
-        """Whether ``count`` rows would be admitted now, where ``size`` rows are there."""
+        """Return whether ``count`` rows would be admitted with ``size`` rows stored."""
         counts = self._here()
         with counts.lock:
             if self._allowed(counts, side, count, size):
@@ -273,7 +275,7 @@ class Pace:
         return self.limiter.may_sample(count, inserts, samples + under_way, size)
 
     def attempt(self, side: int, count: int, size: int) -> bool:
-        """Admits ``count`` rows at once, where ``size`` rows are there, or not at all."""
+        """Admit ``count`` rows with ``size`` rows stored, if this needs no wait."""
         counts = self._here()
         with counts.lock:
             if not self._allowed(counts, side, count, size):
@@ -282,10 +284,11 @@ class Pace:
             return True
 
     def admit(self, side: int, count: int, size: Callable[[], int], timeout: float | None) -> None:
-        """Waits until ``count`` rows may be inserted or sampled; they are under way from then on.
+        """Wait until ``count`` rows may be inserted or sampled, and admit them.
 
         Raises:
-            RateLimiterTimeout: they may not yet. ValueError: they never will.
+            RateLimiterTimeout: the timeout has passed.
+            ValueError: the rows are always too many.
             RuntimeError: the buffer was shut down.
         """
         if self.attempt(side, count, size()):
@@ -311,9 +314,9 @@ class Pace:
         timeout: float | None,
         looks: int,
     ) -> bool:
-        """Looks once more, and waits for a change where it is still too early."""
+        """Try once more, and wait for a change if the rows are not admitted yet."""
         counts, epoch = self._here(), self._epoch
-        there = size()  # may take the lock of the storage, whose holder may be telling us something
+        there = size()  # before `_changed`: it may take the storage's lock, whose holder notifies
         left = math.inf if timeout is None else begun + timeout - time.monotonic()
         with self._changed:
             if self._closed:
@@ -323,7 +326,7 @@ class Pace:
             if self.attempt(side, count, there):
                 return True
             self.check(side, count, there)
-            if left <= 0 or looks % _DEAD == _DEAD - 1:  # who never waits long asks too
+            if left <= 0 or looks % _DEAD == _DEAD - 1:  # also at the end of short timeouts
                 with counts.lock:
                     if counts.forget_dead():
                         return False
@@ -337,13 +340,13 @@ class Pace:
         return False
 
     def check(self, side: int, count: int, size: int) -> None:
-        """Raises ValueError where ``count`` rows at once will always be too many."""
+        """Raise ValueError if ``count`` rows in one call are always too many."""
         refusal = self.limiter.never(side, count, size)
         if refusal is not None:
             raise ValueError(f"{refusal}: {self.limiter!r}")
 
     def late(self, side: int, count: int, size: int, timeout: float | None) -> RateLimiterTimeout:
-        """What a call raises that has waited for so long; says for what, and the counts."""
+        """Return the error of a call that has timed out, with the counts."""
         state, (what, others) = self.state(), _WORDS[side]
         rows = "1 row" if count == 1 else f"{count} rows"
         seconds = round(timeout or 0, 3)
@@ -354,28 +357,30 @@ class Pace:
         )
 
     def waited(self, side: int, seconds: float) -> None:
-        """Notes how long a call has waited."""
+        """Add the time that a call has waited."""
         counts = self._here()
         with counts.lock:
             counts.waited(side, seconds)
 
     def end(self, side: int, count: int, done: int) -> None:
-        """Notes that ``count`` rows that were under way are not any more, ``done`` of them (or
-        others, that nobody waited for) inserted or sampled."""
+        """Remove ``count`` unfinished rows; count ``done`` rows as inserted or sampled.
+
+        The completed rows may be different rows, for which no call waited.
+        """
         counts = self._here()
         with counts.lock:
             counts.end(side, count, done)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
-        """Has those who wait look again. Who begins to wait after this finds what has changed."""
+    def _notify(self) -> None:
+        """Wake waiting calls to try again. Later calls use the new counts."""
         self._epoch += 1
         if self._waiting:
             with self._changed:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Has those who wait in this process raise RuntimeError, and who comes later too."""
+        """Make all waiting and later calls in this process raise RuntimeError."""
         self._here()
         with self._changed:
             self._closed = True
@@ -385,10 +390,10 @@ class Pace:
     # -- counts -------------------------------------------------------------------------------
 
     def start_from(self, size: int, *, counting_on: bool = False) -> None:
-        """Begins anew with ``size`` rows that are there.
+        """Restart the rule with ``size`` stored rows.
 
         Args:
-            counting_on: what was done until now stays in ``stats``, and is no matter to the law.
+            counting_on: True to keep earlier rows in ``stats``. The rule ignores them.
         """
         counts = self._here()
         with counts.lock:
@@ -397,10 +402,10 @@ class Pace:
                 done, earlier = counts.done(), counts.before()
                 before = max(0, done[0] + earlier[0] - inserts), done[1] + earlier[1]
             counts.set((inserts, 0), before)
-        self._tell()
+        self._notify()
 
     def stats(self) -> dict[str, Any]:
-        """Returns counts, and seconds that calls have waited, all of them together."""
+        """Return all counts, and the seconds that calls have waited in total."""
         counts = self._here()
         with counts.lock:
             done, before, waited = counts.done(), counts.before(), counts.seconds()
@@ -412,7 +417,7 @@ class Pace:
         }
 
     def state(self) -> dict[str, int]:
-        """Returns the counts; those from before the law began anew, where there are any."""
+        """Return the counts. Counts before the last reset are included only if not zero."""
         counts = self._here()
         with counts.lock:
             done, before = counts.done(), counts.before()
@@ -421,7 +426,7 @@ class Pace:
 
     @staticmethod
     def check_state(state: object) -> None:
-        """Raises ValueError where it is nothing that ``state`` can have given."""
+        """Raise ValueError if the argument is not a result of ``state``."""
         if state is None:
             return
         if not isinstance(state, Mapping):
@@ -432,7 +437,7 @@ class Pace:
                 raise ValueError(f"expected a count for {name!r} of a rate limiter, got {value!r}")
 
     def load_state(self, state: Mapping[str, int] | None, size: int) -> None:
-        """Goes on from a checked state; None: from ``size`` rows that are there."""
+        """Continue from a checked state; with None, restart with ``size`` stored rows."""
         if state is None:
             self.start_from(size)
             return
@@ -440,30 +445,30 @@ class Pace:
         with counts.lock:
             done, before = ((state.get(a, 0), state.get(b, 0)) for a, b in _COUNTS)
             counts.set(done, before)
-        self._tell()
+        self._notify()
 
 
 class Ticket:
-    """The right of a call to insert or sample some rows; what is not used is given back."""
+    """The right of a call to insert or sample some rows; an unused right is returned."""
 
     __slots__ = ("_count", "_pace", "_side", "_timeout")
 
-    def __init__(self, pace: Pace, side: int, timeout: float | None) -> None:
+    def __init__(self, pace: LimiterQueue, side: int, timeout: float | None) -> None:
         self._pace, self._side, self._timeout = pace, side, timeout
         self._count: int | None = None
 
     @property
     def admitted(self) -> bool:
-        """Whether ``admit`` has let it go on."""
+        """True if ``admit`` has returned."""
         return self._count is not None
 
     def admit(self, count: int, size: Callable[[], int]) -> None:
-        """Waits for the right; see ``Pace.admit``."""
+        """Wait for the right; see ``LimiterQueue.admit``."""
         self._pace.admit(self._side, count, size, self._timeout)
         self._count = count
 
     def used(self, done: int) -> None:
-        """Notes what was done, and gives the right back."""
+        """Count ``done`` rows, and return the unused rest of the right."""
         count, self._count = self._count, 0
         self._pace.end(self._side, count or 0, done)
 

@@ -1,7 +1,8 @@
-"""Define the commands `datasets`, `download`, `convert`, `push` and `pull`."""
+"""The commands for data sets of corpora, and for inspection and validation of paths."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
@@ -12,23 +13,24 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from replaykit.cli.output import Debug, Json, Output, plain, size, takes_policies
+from replaykit.cli.output import Debug, Json, Output, add_policy_options, plain, size
 from replaykit.datasets.engine.policies import Policies, meant
 
-__all__ = ["convert", "datasets", "download", "pull", "push"]
+__all__ = ["convert", "datasets", "download", "inspect", "pull", "push", "validate"]
+
 
 Root = Annotated[
     Path | None,
     typer.Option(
         "--root",
-        help="Folder of converted data sets, instead of ~/.cache/replaykit/<family>.",
+        help="Folder of converted data sets; default ~/.cache/replaykit/<family>.",
         show_default=False,
     ),
 ]
 
 
 def families() -> dict[str, Any]:
-    """Return the classes of the corpus families by the name of the family."""
+    """Return the corpus classes by family name, sorted."""
     from replaykit.datasets.families import catalogue
 
     return dict(sorted(catalogue.families().items()))
@@ -43,7 +45,7 @@ def datasets(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List the families of data sets; of one family its ids, sizes, and those on this machine.
+    """List the families of data sets, or the ids, sizes and local copies of one family.
 
     [bold]Examples[/bold]
 
@@ -83,14 +85,14 @@ def datasets(
             here = Text("yes", "green") if each["path"] else Text("")
             table.add_row(record["family"], f"{record['family']}:{each['id']}", about, here)
         if record["other_ids"]:
-            own = "" if record["from"].startswith("the Hub") else ", or files of your own"
+            own = "" if record["from"].startswith("the Hub") else ", or your own files"
             note = f"{record['family']}:... any id; {record['from']}{own if ids else ''}"
             table.add_row(record["family"], Text(note, "dim"), "", "")
     output.console.print(table)
 
 
 def _by_family(records: list[dict[str, Any]]) -> Table:
-    """Make a table of a row for each family: ids, bytes known, those here, origin, an example."""
+    """Return a table with one row for each family."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("family", "ids", "here", "size", "from", "example"):
         is_count = name in ("ids", "here", "size")
@@ -116,8 +118,8 @@ def _origin(kind: Any) -> str:
     where = getattr(kind, "repository", None) or getattr(kind, "owner", None)
     if where:
         return f"the Hub, {where}"
-    places = {kind.remote(each).place for each in kind.available_datasets[:1]}
-    return next(iter(places), "files of your own")
+    places = {kind.remote(each).location for each in kind.available_datasets[:1]}
+    return next(iter(places), "your own files")
 
 
 def _record(kind: Any, family: str, dataset_id: str, root: Path | None) -> dict[str, Any]:
@@ -135,21 +137,27 @@ def _record(kind: Any, family: str, dataset_id: str, root: Path | None) -> dict[
     }
 
 
-@takes_policies
+@add_policy_options
 def download(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="ID", help="A data set as family:id.")],
     root: Root = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Fetch and convert anew, then swap.", show_default=False),
+        typer.Option(
+            "--force",
+            help="Fetch and convert again, then replace the old copy.",
+            show_default=False,
+        ),
     ] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Processes, each converts a file.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Processes that convert, one file at a time each.")
+    ] = 1,
     layout: Annotated[
         str | None,
         typer.Option(
             "--layout",
-            help="Another layout than the family's: a name, or module:NAME or file.py:NAME.",
+            help="Layout of the files: a name, module:NAME or file.py:NAME; default the family's.",
             show_default=False,
         ),
     ] = None,
@@ -157,16 +165,16 @@ def download(
     policies: Policies,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Say what would be fetched, and fetch nothing."),
+        typer.Option("--dry-run", help="List the files to fetch, without fetching them."),
     ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Fetch a data set, verify it, and convert it once.
 
-    Whole files that were fetched stay in the cache of the Hub's client, or in that of plain
-    downloads. One that was cut off goes on where it ended, if the server lets it; of a Hub's, one
-    of more than 10 MiB.
+    Complete files stay in the cache of the Hub's client or of web downloads. A repeated command
+    continues an interrupted file if the server allows it. A file of a Hub continues only if it has
+    more than 10 MiB.
 
     [bold]Examples[/bold]
 
@@ -182,14 +190,14 @@ def download(
     from replaykit.inspection.layouts import layout_named
 
     output: Output = context.obj
-    with redirect_stdout(sys.stderr):  # a layout of one's own may print
+    with redirect_stdout(sys.stderr):  # the module of a custom layout may print
         rules = None if layout is None else layout_named(layout)
     if dry_run:
-        _tell_plan(output, plan(name, root=root))
+        _print_plan(output, plan(name, root=root))
         return
     output.when_interrupted = (
-        "what was fetched is kept, and the same command fetches the rest; a file of a Hub below "
-        "10 MiB that was cut begins again; nothing was published"
+        "fetched files are kept, and the same command fetches the rest; an interrupted file of a "
+        "Hub below 10 MiB begins again; nothing was published"
     )
     with output.warnings():
         data = load_dataset(
@@ -202,10 +210,10 @@ def download(
             workers=workers,
         )
     published = data.published
-    tell_dataset(output, published, name)
+    print_dataset(output, published, name)
 
 
-def _tell_plan(output: Output, found: Any) -> None:
+def _print_plan(output: Output, found: Any) -> None:
     record = {
         "name": found.name,
         "origin": dict(found.origin),
@@ -240,13 +248,13 @@ def _tell_plan(output: Output, found: Any) -> None:
     )
 
 
-def tell_dataset(
+def print_dataset(
     output: Output,
     published: Any,
     name: str | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Says which data set is there now; ``more`` is for the JSON document alone."""
+    """Print a summary of a published data set. ``more`` is for JSON output only."""
     manifest = published.manifest
     record = {
         "name": name,
@@ -262,7 +270,7 @@ def tell_dataset(
     if output.as_json:
         output.document(record)
         return
-    output.tell_warnings()
+    output.print_warnings()
     output.console.print(
         Text(
             plain(
@@ -275,13 +283,13 @@ def tell_dataset(
     )
 
 
-@takes_policies
+@add_policy_options
 def convert(
     context: typer.Context,
     files: Annotated[
         list[str],
         typer.Argument(
-            help="H5 files, or folders of them; or https:// URLs.",
+            help="H5 files, folders of H5 files, or https:// URLs.",
             metavar="FILES...",
             show_default=False,
         ),
@@ -291,23 +299,28 @@ def convert(
         str | None,
         typer.Option(
             "--layout",
-            help="Layout of the files, or module:NAME or file.py:NAME of your own; "
-            "guessed when it is not given.",
+            help="Layout of the files: a name, or a custom one as module:NAME or file.py:NAME; "
+            "guessed if not given.",
             show_default=False,
         ),
     ] = None,
     *,
     policies: Policies,
-    workers: Annotated[int, typer.Option(min=1, help="Processes, each a file at a time.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Number of processes; each converts one file after another.")
+    ] = 1,
     force: Annotated[
-        bool, typer.Option("--force", help="Convert anew, then swap.", show_default=False)
+        bool,
+        typer.Option(
+            "--force", help="Convert again, then replace the old data set.", show_default=False
+        ),
     ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Convert H5 files into a data set of transitions, complete or not at all.
+    """Convert H5 files into a data set of transitions, completely or not at all.
 
-    Without --layout the layout that fits is taken, and why is said.
+    Without --layout, the command uses the layout that fits, and prints the reasons.
 
     [bold]Examples[/bold]
 
@@ -324,12 +337,12 @@ def convert(
 
     output: Output = context.obj
     output.when_interrupted = (
-        f"nothing was published at {to}, and what was there is as it was; the same command goes on "
-        "with what it had not finished"
+        f"nothing was published at {to}, and nothing there was changed; the same command "
+        "continues the conversion"
     )
     guess: Any = _guessed(output, files) if layout is None else None
     name = str(guess.layout) if layout is None else layout
-    # A layout of one's own may print: stdout is for what the command itself says.
+    # A custom layout may print, but stdout is reserved for the output of the command.
     with output.warnings(), redirect_stdout(sys.stderr):
         data = converted(
             files,
@@ -341,7 +354,7 @@ def convert(
             progress=output.shows_progress,
         )
     said = None if guess is None else {"layout": guess.layout, "reasons": guess.reasons}
-    tell_dataset(output, data.published, more={"guess": said})
+    print_dataset(output, data.published, more={"guess": said})
 
 
 def _guessed(output: Output, files: list[str]) -> Any:
@@ -353,8 +366,8 @@ def _guessed(output: Output, files: list[str]) -> Any:
     if guess.layout is None:
         raise ValueError(
             f"no layout fits {found[0]}: give one with --layout (one of "
-            f"{', '.join(known_layouts())}, or one of your own); replaykit inspect {found[0]} "
-            "says why each of them does not"
+            f"{', '.join(known_layouts())}, or a custom one); replaykit inspect {found[0]} "
+            "gives the reason for each of them"
         )
     if not output.as_json:
         tied = [reason for reason in guess.reasons[3:] if reason.startswith(TIE)]
@@ -371,7 +384,7 @@ Token = Annotated[
     typer.Option(
         "--token",
         envvar="HF_TOKEN",
-        help="Of the Hub, best given as HF_TOKEN; by default that of `hf auth login`.",
+        help="Token of the Hub; better set HF_TOKEN; default the token of `hf auth login`.",
         show_default=False,
     ),
 ]
@@ -385,22 +398,22 @@ def push(
         str | None,
         typer.Option(
             "--license",
-            help="As the Hub abbreviates it, such as cc-by-4.0; by default that of the source.",
+            help="License in the Hub's notation, such as cc-by-4.0; default the source's license.",
             show_default=False,
         ),
     ] = None,
     tag: Annotated[
-        list[str] | None, typer.Option("--tag", help="A tag of the card; may come again.")
+        list[str] | None, typer.Option("--tag", help="A tag of the card; may be repeated.")
     ] = None,
     private: Annotated[
         bool,
         typer.Option("--private", help="Make a new repository private.", show_default=False),
     ] = False,
     branch: Annotated[
-        str | None, typer.Option("--branch", help="Instead of main.", show_default=False)
+        str | None, typer.Option("--branch", help="Branch; default main.", show_default=False)
     ] = None,
     message: Annotated[
-        str | None, typer.Option("--message", help="Of the commit.", show_default=False)
+        str | None, typer.Option("--message", help="Commit message.", show_default=False)
     ] = None,
     token: Token = None,
     json: Json = False,
@@ -418,7 +431,7 @@ def push(
 
     output: Output = context.obj
     output.when_interrupted = (
-        "nothing was committed; the same command uploads only what is not there yet"
+        "nothing was committed; the same command uploads only the missing files"
     )
     with output.warnings(), output.working("pushing"):
         url = pushed(
@@ -434,7 +447,7 @@ def push(
     if output.as_json:
         output.document({"path": str(path), "repository": repo, "url": url})
         return
-    output.tell_warnings()
+    output.print_warnings()
     output.console.print(Text.assemble(("pushed: ", "bold green"), plain(url)), soft_wrap=True)
 
 
@@ -443,13 +456,13 @@ def pull(
     repo: Annotated[str, typer.Argument(help="owner/name on the Hub.", show_default=False)],
     revision: Annotated[
         str | None,
-        typer.Option("--revision", help="Branch, tag or commit; main.", show_default=False),
+        typer.Option("--revision", help="Branch, tag or commit; default main.", show_default=False),
     ] = None,
     root: Annotated[
         Path | None,
         typer.Option(
             "--root",
-            help="Folder of pulled data sets, instead of ~/.cache/replaykit/pulled.",
+            help="Folder of pulled data sets; default ~/.cache/replaykit/pulled.",
             show_default=False,
         ),
     ] = None,
@@ -457,7 +470,7 @@ def pull(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Fetch a data set that was pushed to a Hub, at one commit, and verify every file.
+    """Fetch a pushed data set from a Hub, at one commit, and verify every file.
 
     [bold]Examples[/bold]
 
@@ -469,11 +482,217 @@ def pull(
 
     output: Output = context.obj
     output.when_interrupted = (
-        "whole files that were fetched are kept, and the same command fetches the others; one of "
-        "more than 10 MiB that was cut goes on where it ended; nothing was published"
+        "complete files are kept, and the same command fetches the others; an interrupted file of "
+        "more than 10 MiB continues where it ended; nothing was published"
     )
     with output.warnings():
         data = pulled(
             repo, revision=revision, root=root, progress=output.shows_progress, token=token
         )
-    tell_dataset(output, data.published, repo)
+    print_dataset(output, data.published, repo)
+
+
+def inspect(
+    context: typer.Context,
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="A data set, a checkpoint, a buffer's folder, an H5 file or a folder of H5 files.",
+            show_default=False,
+        ),
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", help="Write an HTML page with plots to this file.", show_default=False
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option("--layout", help="Layout of H5 files; default a guess.", show_default=False),
+    ] = None,
+    episodes: Annotated[int, typer.Option(min=0, help="Number of episodes to list.")] = 10,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Compute statistics over all rows, also of large data.",
+            show_default=False,
+        ),
+    ] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show a path's keys, shapes, dtypes, statistics, episodes and warnings.
+
+    [bold]Examples[/bold]
+
+      replaykit inspect demo.hdf5
+
+      replaykit inspect data/lift --html lift.html
+
+      replaykit inspect checkpoint --json
+    """
+    from replaykit.inspection.validation import MOST_BYTES, opened
+
+    output: Output = context.obj
+    output.when_interrupted = "nothing was changed, and no page was written"
+    most = None if exact else MOST_BYTES
+    with (
+        output.warnings(),
+        output.working("reading"),
+        opened(path, layout=layout, most_bytes=most) as (facts, table),
+    ):
+        if html is not None:
+            from replaykit.inspection.page import write_page
+
+            write_page(html, facts, table)
+    if output.as_json:
+        record = facts.to_json(episodes=episodes)
+        output.document({**record, "html": None if html is None else str(html)})
+        return
+    _print(output, facts, episodes)
+    if html is not None:
+        output.console.print(Text(f"page: {plain(html)}", "bold green"), soft_wrap=True)
+
+
+def _print(output: Output, facts: Any, episodes: int) -> None:
+    console = output.console
+    rows = "" if facts.rows is None else f", {facts.rows:,} rows"
+    console.print(
+        Text.assemble((plain(facts.path), "bold"), f": {facts.kind}{rows}, {size(facts.nbytes)}"),
+        soft_wrap=True,
+    )
+    for name, value in facts.about.items():
+        console.print(Text.assemble((f"  {name}: ", "dim"), plain(value)), soft_wrap=True)
+    if facts.guess is not None:
+        _print_guess(console, facts.guess)
+    if facts.keys:
+        console.print()
+        console.print(_keys(facts.keys))
+    if facts.episodes is not None:
+        console.print()
+        _print_episodes(console, facts.episodes, episodes)
+    for text in facts.warnings:
+        console.print(Text.assemble(("warning: ", "bold yellow"), plain(text)), soft_wrap=True)
+
+
+def _print_guess(console: Any, guess: Any) -> None:
+    name = guess.layout or "none fits"
+    console.print(Text.assemble(("  layout: ", "dim"), (name, "bold green")))
+    for reason in guess.reasons:
+        console.print(Text(f"    {plain(reason)}", "dim"), soft_wrap=True)
+    if guess.layout is None:
+        for other, why in guess.refused.items():
+            console.print(Text(f"    not {other}: {plain(why)}", "dim"), soft_wrap=True)
+
+
+def _keys(keys: Any) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("key", overflow="fold")
+    table.add_column("dtype")
+    for name in ("shape", "rows", "min", "mean", "max", "std", "NaN"):
+        table.add_column(name, justify="right")
+    for key in keys:
+        shape = "x".join(map(str, key.shape)) or "-"
+        found = key.statistics
+        if found is None:
+            note = Text(plain(key.note or ""), "dim")
+            table.add_row(plain(key.key), key.dtype, shape, f"{key.rows:,}", note)
+            continue
+        sampled = key.looked_at < key.rows
+        numbers = [number(found.get(name)) for name in ("min", "mean", "max", "std")]
+        nan = Text(f"{found['nan']:,}", "red" if found["nan"] else "dim")
+        name = f"{key.key} (of {key.looked_at:,} rows)" if sampled else key.key
+        table.add_row(plain(name), key.dtype, shape, f"{key.rows:,}", *numbers, nan)
+    return table
+
+
+def number(value: Any) -> str:
+    """Return a number as text with four significant digits."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return f"{value:.4g}"
+
+
+def _print_episodes(console: Any, episodes: Any, most: int) -> None:
+    from replaykit.inspection.facts import counted
+
+    summary = episodes.summary()
+    ends = ", ".join(f"{count:,} {end}" for end, count in summary["ends"].items())
+    console.print(Text.assemble((counted(summary["count"], "episode"), "bold"), f": {ends}"))
+    spreads = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "min", "median", "mean", "max", "sum"):
+        spreads.add_column(name, justify="left" if not name else "right")
+    for name in ("lengths", "returns"):
+        spread = summary[name]
+        if spread is not None:
+            values = (spread.min, spread.median, spread.mean, spread.max, spread.total)
+            spreads.add_row(name, *(number(value) for value in values))
+    console.print(spreads)
+    records = episodes.records(most)
+    if not records:
+        return
+    table = Table("episode", "rows", "return", "end", "where", box=None, pad_edge=False)
+    for place, record in enumerate(records):
+        table.add_row(
+            str(place),
+            f"{record['length']:,}",
+            number(record["return"]),
+            record["end"],
+            Text(plain(record["name"] or ""), "dim"),
+        )
+    console.print(table)
+    if len(episodes) > most:
+        console.print(Text(f"... {len(episodes) - most:,} more", "dim"))
+
+
+def validate(
+    context: typer.Context,
+    path: Annotated[
+        Path,
+        typer.Argument(help="A data set, a checkpoint, or a buffer's folder.", show_default=False),
+    ],
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Verify all checksums, and check that the files agree. Errors give exit code 1.
+
+    Of a data set, the command checks sizes, checksums, ids, returns, and the episode table against
+    the flags. It also checks that each row's next observation is the observation of the next row.
+    Of a checkpoint, it checks every file of every version. Of a buffer made with recover=True, it
+    checks the files and the committed state.
+
+    [bold]Examples[/bold]
+
+      replaykit validate data/lift
+
+      replaykit validate checkpoint --json
+    """
+    from replaykit.inspection.validation import validate as validated
+
+    output: Output = context.obj
+    with output.warnings(), output.progress("checking") as advance:
+        findings = validated(path, advance)
+    wrong = [found for found in findings if not found.ok and not found.is_warning]
+    if output.as_json:
+        output.document({"path": str(path), "ok": not wrong, "findings": findings})
+        return 1 if wrong else 0
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column("")
+    table.add_column("")
+    table.add_column("", overflow="fold")
+    for found in findings:
+        mark = Text("ok", "green")
+        if not found.ok:
+            mark = Text("warning", "yellow") if found.is_warning else Text("wrong", "bold red")
+        table.add_row(mark, found.check, plain(found.text))
+    output.console.print(table)
+    verdict = f"{len(wrong)} wrong" if wrong else "all right"
+    colour = "bold red" if wrong else "bold green"
+    output.console.print(Text.assemble(f"{plain(path)}: ", (verdict, colour)), soft_wrap=True)
+    return 1 if wrong else 0

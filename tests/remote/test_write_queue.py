@@ -19,7 +19,7 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
 
 
-def outbox() -> WriteQueue:
+def write_queue() -> WriteQueue:
     """One whose writes all fail, with what was written."""
 
     def call(name: str, data: Any, keywords: Any) -> Any:
@@ -28,21 +28,21 @@ def outbox() -> WriteQueue:
     return WriteQueue(lambda counts, rows: None, call, actor=object())
 
 
-def test_each_error_that_nobody_asked_for_is_raised_once() -> None:
+def test_each_unread_error_is_raised_once() -> None:
     """In the order of the writes, one by whatever call comes next."""
-    box = outbox()
+    box = write_queue()
     for number in range(3):
         box.put("add", number, {})
     box.put("add", 3, {}).seen = True  # somebody has asked
     for number in range(3):
         with pytest.raises(ValueError, match=f"write {number}"):
-            box.settle()
-    box.settle()
+            box.flush()
+    box.flush()
 
 
-def test_errors_are_told_to_one_thread_each() -> None:
+def test_each_error_is_raised_in_one_thread_only() -> None:
     """Of many threads that look at once, none is told of the error of another."""
-    box, told = outbox(), []
+    box, told = write_queue(), []
     for number in range(MOST_UNDER_WAY):
         box.put("add", number, {})
     start = threading.Barrier(4)
@@ -51,7 +51,7 @@ def test_errors_are_told_to_one_thread_each() -> None:
         start.wait()
         for _ in range(MOST_UNDER_WAY):
             try:
-                box.settle()
+                box.flush()
             except ValueError as error:
                 told.append(str(error))
 
@@ -63,9 +63,9 @@ def test_errors_are_told_to_one_thread_each() -> None:
     assert sorted(told) == sorted(f"write {number}" for number in range(MOST_UNDER_WAY))
 
 
-def test_all_errors_are_told_at_the_end() -> None:
+def test_closing_reports_all_unread_errors() -> None:
     """The first, with the others in its text, each kind of them once."""
-    box = outbox()
+    box = write_queue()
     for number in (0, 1, 1, 1):
         box.put("add", number, {})
     failed, unanswered = leave_all(None, box.actor)
@@ -87,7 +87,7 @@ def test_all_errors_are_told_at_the_end() -> None:
     assert str(many).endswith("ValueError: 4; and 4 others")
 
 
-def test_what_is_under_way_is_known_after_its_handle_has_gone(
+def test_pending_writes_outlive_their_handle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Until it has been answered; then it is let go, whether or not anybody asks."""
@@ -101,15 +101,15 @@ def test_what_is_under_way_is_known_after_its_handle_has_gone(
     assert 1 <= largest <= 6
     assert leave_all(None, actor) == ([], 0)
     assert len(module._PENDING) <= here
-    failing_box = outbox()
+    failing_box = write_queue()
     failing_box.actor = actor
     failing_box.put("add", 0, {})
-    failing_box.look()
+    failing_box.poll()
     del failing_box
     assert [str(error) for error in leave_all(None, actor)[0]] == ["write 0"]
 
 
-def test_writes_that_are_lost_with_the_actor_are_told_when_it_is_closed() -> None:
+def test_closing_reports_writes_lost_with_the_actor() -> None:
     def lost() -> Any:
         raise Ray.exceptions.RayActorError("killed")
 
@@ -120,10 +120,10 @@ def test_writes_that_are_lost_with_the_actor_are_told_when_it_is_closed() -> Non
     assert unanswered == 0
 
 
-def test_what_is_lost_when_the_program_ends_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_exit_warns_of_lost_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PENDING", {})
     monkeypatch.setattr(module, "_AT_EXIT_SECONDS", 0.0)
-    box = outbox()
+    box = write_queue()
     box.put("add", 7, {})
     silent = WriteQueue(lambda counts, rows: None, lambda *_: no_answer)
     silent.put("add", 0, {})
@@ -132,7 +132,9 @@ def test_what_is_lost_when_the_program_ends_is_warned_of(monkeypatch: pytest.Mon
     assert not module._PENDING
 
 
-def test_who_waits_for_an_answer_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_an_answer_does_not_block_other_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Another thread asks for the same with a timeout of its own; both get one value."""
     come, asked = threading.Event(), threading.Event()
 
