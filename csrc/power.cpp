@@ -22,7 +22,7 @@ constexpr double kInvLn2 = 1.4426950408889634;
 constexpr double kLn2 = 0.69314718055994529;
 constexpr double kSplit = 134217729.0;           // 2^27 + 1
 constexpr double kRound = 6755399441055744.0;    // 1.5 * 2^52: adding it rounds to an integer
-constexpr double kMostExponent = 2000.0;         // above the exponents of all doubles
+constexpr double kMostExponent = 2000.0;         // beyond all exponents of doubles, up and down
 
 inline double two_to(std::int64_t k) {
   const std::int64_t bits = (k + 1023) << 52;

@@ -88,8 +88,8 @@ def fresh_strided(
 ) -> list[torch.Tensor]:
     """Return tensors over given memory that autograd treats as independent.
 
-    Views would share one version counter. After a change of one view, autograd would refuse results
-    that were computed from another view.
+    Views would share one version counter. After a change of one view, autograd would refuse to
+    differentiate results that were computed from another view.
 
     Args:
         parts: for each tensor the position of its memory, the shape, the strides, and the offset of
@@ -209,8 +209,8 @@ def shared_bytes(nbytes: int) -> torch.Tensor:
 def memory_users(tensor: torch.Tensor) -> int | None:
     """Return a count of the objects that hold the tensor's memory.
 
-    It counts views, arrays and references to the memory itself. The result is None if this version
-    of torch does not report the count.
+    The count includes views, arrays and references to the memory itself. The result is None if this
+    version of torch does not report the count.
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
     memory = tensor.untyped_storage()
@@ -256,9 +256,10 @@ _skip_frames = _skipped_frames()
 class Uncompiled:
     """Keep torch.compile from tracing the methods of this package's subclasses.
 
-    A compiled function may call such a method, read a property or iterate. Its graph then breaks
-    there, and the call runs uncompiled. ``torch.compiler.disable`` does the same with a wrapper
-    around every call. This class marks the functions themselves, so a call has no extra cost.
+    A compiled function may call such a method, read a property or iterate. In such a place, the
+    graph of the compiled function breaks, and the call runs uncompiled. ``torch.compiler.disable``
+    does the same with a wrapper around every call. This class marks the functions themselves, so a
+    call has no extra cost.
 
     Methods that are defined in other packages are not changed.
     """

@@ -41,7 +41,7 @@ def transition(
         reward, next_observation, terminated, truncated: the results of ``env.step``. At the end of
             an episode, ``next_observation`` is its last observation, not the first observation of
             the next episode.
-        batch_size: number of rows, or their shape. The shape of every argument then begins with it.
+        batch_size: number of rows, or their shape. The shape of every argument must begin with it.
             By default the arguments are one row of any shape.
 
     Returns:

@@ -63,7 +63,10 @@ class NotEnoughData(RuntimeError):
 
 
 class RateLimiterTimeout(TimeoutError):
-    """A write or sample waited too long for the other side; nothing has changed."""
+    """A write waited too long for samples, or a sample for writes.
+
+    Nothing has changed.
+    """
 
 
 class StaleAddress(LookupError):

@@ -235,23 +235,23 @@ _core = native.core()
 deferred: Any
 """A context that records signals of the main thread, and handles them at its end.
 
-It may be nested, and costs a microsecond. In other threads it does nothing."""
+The context may be nested, and costs a microsecond. In other threads, the context does nothing."""
 
 allowed: Any
 """A context within ``deferred`` that handles signals on arrival.
 
-It is for waits in system calls, where an error leaves nothing half done."""
+Use this context for waits in system calls, where an error leaves nothing half done."""
 
 shielded: Any
 """A context within ``deferred`` in which ``check`` and waits handle no signals.
 
-It is for rollbacks.
+Use this context for rollbacks, which must not be interrupted.
 """
 
 check: Callable[[], None]
 """Handle the recorded signals; raise KeyboardInterrupt after Ctrl-C.
 
-Call it where an error leaves nothing half done."""
+Call this function only where an error leaves nothing half done."""
 
 Lock: Any
 """A lock like ``threading.RLock`` that defers signals in the main thread.

@@ -37,7 +37,7 @@ class Entry(NamedTuple):
     Attributes:
         name: name of the class, function or constant.
         kind: category of the name. Names of one kind form one table in the docs.
-        module: the module that holds it, below ``replaykit``.
+        module: path of the module that defines the name, below ``replaykit``.
         law: for a sampler that shards can use, the law that divides its draws among the shards. It
             is a key of ``replaykit.sharding.shard_config.LAWS``.
         single_rows: True for a sampler that draws any number of single rows at once. An ensemble
@@ -215,7 +215,10 @@ ROOMS: Final = (
     "replaykit.transforms",
     "replaykit.writers",
 )
-"""Packages whose public names all come from `ENTRIES`; each has a generated stub."""
+"""Packages whose public names all come from `ENTRIES`.
+
+Each package has a generated stub.
+"""
 
 _BY_NAME: Final = {entry.name: entry for entry in ENTRIES}
 
@@ -232,7 +235,10 @@ MOVED: Final = {
     "replaykit.storages.StorageEnsemble": "replaykit.StorageEnsemble",
     "replaykit.writers.WriterEnsemble": "replaykit.WriterEnsemble",
 }
-"""New full names by old names, which warn and work for one more release."""
+"""New full names by old name.
+
+The old names still work for one more release, with a warning.
+"""
 
 
 def of_kind(kind: str) -> list[Entry]:

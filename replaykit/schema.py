@@ -159,8 +159,8 @@ class Schema:
         """Return the schema with missing leaves of another tree, marked as added.
 
         Raises:
-            SchemaError: a new leaf is in a container with fixed fields or below a tensor. Also if
-                it lacks the batch dimensions of the TensorDict that will hold it.
+            SchemaError: a new leaf is in a container with fixed fields or below a tensor. Or a new
+                leaf lacks the batch dimensions of the TensorDict that will hold it.
         """
         merged = _merged(self.root, root, ())
         return self if merged is self.root else Schema(merged)
@@ -273,8 +273,9 @@ def split_leaves(
     Args:
         data: a batch, a list with one element per row, or one row if ``single``.
         ndim: number of batch dimensions of the storage, including time.
-        single: ``data`` has no time dimension, and a time dimension of size 1 is added.
-        time_dim: the time dimension of the data. It is swapped with dimension 0.
+        single: True if ``data`` is one row without a time dimension. A time dimension of size 1 is
+            then added.
+        time_dim: the time dimension of the data. The time dimension is swapped with dimension 0.
         optional: paths that are dropped if the schema does not have them.
         schema: the storage's schema, if it is already fixed. Numbers take its dtypes.
 

@@ -477,7 +477,7 @@ def assembler(
 ) -> Callable[[Sequence[torch.Tensor], torch.Size, torch.device | None], Any]:
     """Return a function that builds containers from leaves in the order of ``paths``.
 
-    This call does all work that does not depend on the leaves.
+    ``assembler`` does all work that does not depend on the leaves, so the function is fast.
     """
     places = {path: place for place, path in enumerate(paths)}
     if isinstance(root, Leaf):
@@ -546,9 +546,9 @@ def map_tensors(
 ) -> Any:
     """Return the container with ``function`` applied to every tensor.
 
-    ``function`` must not change shapes. Other values than tensors and containers of tensors are not
-    copied. Lazy stacks, whose rows are separate objects, stay lazy stacks. ``device`` is the device
-    of the new tensors.
+    ``function`` must not change shapes. Values that are neither tensors nor containers of tensors
+    are not copied. Lazy stacks, whose rows are separate objects, stay lazy stacks. ``device`` is
+    the device of the new tensors.
     """
     if isinstance(data, torch.Tensor):
         return function(data)

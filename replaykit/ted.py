@@ -43,8 +43,9 @@ def end_flags(keys: Container[Key]) -> tuple[Key, ...]:
     """Return the keys that are flags which end an episode with their row.
 
     They are ``done``, ``truncated`` and ``terminated`` under ``next``. If none of these is among
-    the keys, the flags at the root are returned. They then describe the step of their row. If there
-    are flags under ``next``, a flag at the root describes the observation, and ends no episode.
+    the keys, the flags at the root are returned. Without flags under ``next``, flags at the root
+    describe the step of their row. If there are flags under ``next``, a flag at the root describes
+    the observation, and ends no episode.
 
     Example:
         >>> from replaykit.ted import end_flags

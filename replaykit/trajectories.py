@@ -163,8 +163,8 @@ def pad_collate(
             n]`` of trajectories of one length.
         pad_value: the value after the end of a trajectory. A number applies to every key except
             bools and flags, which are padded with ``False`` (0). Flags are ``done``, ``terminated``
-            and ``truncated``, also under ``next``. A dict has a number per key; keys not in it are
-            padded with 0.
+            and ``truncated``, also under ``next``. A dict has a number per key. Keys that are not
+            in the dict are padded with 0.
         pad_to: the padded length ``T``; None for the longest length.
         multiple_of: ``T`` is the longest length rounded up to a multiple of this.
         layout: "padded", or "jagged" for nested tensors without padding.
@@ -396,8 +396,8 @@ def split_trajectories(
 ) -> Any:
     """Split flat rows ``[N]`` into padded trajectories ``[E, T]``.
 
-    A row ends its trajectory if one of its flags is set, or the next row has another id. The last
-    row also ends its trajectory. ``replaykit.datasets`` returns data sets in this form with
+    A row ends its trajectory if one of its flags is set, if the next row has another id, or if it
+    is the last row. ``replaykit.datasets`` returns data sets in this form with
     ``split_trajs=True``.
 
     Args:

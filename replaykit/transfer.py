@@ -53,9 +53,9 @@ class View(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of one memory, uint8 ``[n]``, starting at its byte ``first``.
+    """Bytes of one tensor memory, uint8 ``[n]``, from byte ``first`` of the memory on.
 
-    They contain the tensors at positions ``numbers`` in a list.
+    The bytes contain the tensors whose positions in a list of tensors are ``numbers``.
     """
 
     raw: torch.Tensor
@@ -101,7 +101,11 @@ class Packing:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is dense, not empty, and without gradients."""
+    """Return whether the bytes of the tensor represent it completely.
+
+    A plain tensor is dense, not empty, and without gradients. It is neither of a subclass, nor a
+    lazy conjugate or negative.
+    """
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -143,7 +147,7 @@ def view_in(tensor: torch.Tensor, shift: int) -> View:
     """Return the view of a tensor in a copy of its memory.
 
     Args:
-        shift: the number of bytes by which the copy's offset of the values is larger.
+        shift: the count of bytes to add to the offset of the values in the memory.
     """
     offset = int(tensor.storage_offset()) + shift // tensor.dtype.itemsize
     return View(tensor.dtype, tensor.shape, tensor.stride(), offset)
@@ -294,7 +298,7 @@ class Engine(Protocol):
     """A protocol of objects that copy blocks to a device in a separate stream.
 
     Copies run one after the other. The engine returns an *event* for each copy. The event happens
-    at the end of the copy.
+    when the copy has ended.
     """
 
     device: torch.device
@@ -385,8 +389,8 @@ class Staging:
 
     Args:
         engine: the engine that makes the copies.
-        slots: number of buffers. Each takes the memory of the largest batch, or up to twice as
-            much.
+        slots: number of buffers. Each buffer takes as much memory as the largest batch, or up to
+            twice as much.
     """
 
     def __init__(self, engine: Engine, slots: int) -> None:

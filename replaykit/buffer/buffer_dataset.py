@@ -60,7 +60,8 @@ class MemberFacts:
         priority_key: the key under which the member reads priorities.
         width: number of coordinates in an index.
         weights: dtype of ``priority_weight``.
-        single: whether the member draws single rows, in any number. If False, it draws windows.
+        single: True if the member draws single rows, as many as requested. False if it draws
+            windows.
         ordered: whether a transform needs the batches in the order of delivery.
     """
 
@@ -95,11 +96,11 @@ class BufferHandle(Uncompiled, ABC):
     """A handle of a buffer that makes its batches in other processes.
 
     Loaders request streams of batches, and each stream is drawn with a separate generator. These
-    requests do not affect the handle's own draws. New rows and priorities count from the next batch
-    on.
+    requests do not affect the handle's own draws. New rows and priorities have an effect from the
+    next batch on.
 
     Ensembles request parts of their batches, and each part is drawn with a seed. The handle sends a
-    request at once if it need not wait to do so.
+    request immediately, unless it would have to wait to send it.
     """
 
     @property
@@ -182,7 +183,7 @@ class Parcel:
 
     Pickling copies the tensors once, into one block of shared memory that only the receiver uses.
     Without the block, each tensor would be a file that the receiver has to open. Containers and
-    other objects are pickled separately. The same holds for tensors with more content than their
+    other objects are pickled outside this block. So are tensors that have more content than their
     bytes.
 
     Cost: one copy of the batch in the sender, and none in the receiver.
@@ -231,7 +232,7 @@ def _opened(pickled: bytes, block: torch.Tensor, views: Sequence[View]) -> Any:
 
 @dataclass(frozen=True)
 class Reader:
-    """The parts of a read-only buffer for a spawned process. It reads the same rows."""
+    """The parts of a read-only buffer that a spawned process makes over the same rows."""
 
     rows: Any
     sampler: Sampler
@@ -318,9 +319,9 @@ class BufferDataset(IterableDataset):
 
     Workers read the rows without a copy of the storage. Forked workers support any storage, and see
     the rows that were stored when they started. Spawned workers open the files of a
-    ``LazyMemmapStorage`` or a data set. With ``shared=True`` both kinds also see later writes. If
-    the buffer is a handle of Ray actors, spawned workers request batches from the actors. These
-    batches include later writes.
+    ``LazyMemmapStorage`` or a data set. With ``shared=True`` both kinds of workers also see later
+    writes. If the buffer is a handle of Ray actors, spawned workers request batches from the
+    actors. These batches include later writes.
 
     Args:
         buffer: a ReplayBuffer, a data set, or a handle of a buffer in actors. A buffer that workers
@@ -407,14 +408,14 @@ class BufferDataset(IterableDataset):
 
     @property
     def epoch(self) -> int:
-        """Number of the pass, or of the streams, that the next iteration draws."""
+        """The number that identifies the pass, or the streams, of the next iteration."""
         return int(self._at[_EPOCH])
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the pass, or the streams, of the next iteration, also in workers.
 
         Args:
-            epoch: number of the pass, or of the streams.
+            epoch: the number that identifies the pass, or the streams.
             start: number of batches to skip, which this rank has already received.
 
         Raises:
@@ -643,7 +644,7 @@ def check_loaded(buffer: Any) -> None:
 
 
 def stream_seed(*numbers: int) -> int:
-    """Return a seed that depends on every bit of the numbers."""
+    """Return a seed that depends on every bit of the given numbers."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -106,7 +106,7 @@ def generator_state(generator: torch.Generator | None) -> dict[str, Any] | None:
 def prepared_state(buffer: BufferCore) -> list[dict[str, Any]]:
     """Return the undelivered draws without their rows. The caller holds the lock.
 
-    Their rows are read again, both in this buffer and after a load.
+    Both this buffer and a buffer that loads the state read the rows of these draws again.
     """
     return [draw_state(drawn, buffer._storage) for drawn in buffer._made_again()]
 
@@ -144,8 +144,8 @@ class CheckedState:
     Attributes:
         state: the state itself.
         sampler: the state in the form that the sampler loads.
-        writer: the writer's state, including episode ends that are visible only in dropped rows.
-        generator, prepared: the generator, and the prefetched draws.
+        writer: the writer's state, including begins of kept episodes that only dropped rows show.
+        generator, prepared: the checked generator, and the checked prefetched draws.
         target: the destination of the rows, in the storage's own form.
         rows: the slots of the rows to keep; None if all rows keep their slots.
     """
@@ -341,7 +341,7 @@ def _load_generator(buffer: BufferCore, saved: torch.Generator | None) -> None:
 
 
 def continue_draws(prepared: list[Drawn], storage: Storage) -> None:
-    """Renumber the writes of saved draws for the storage that loaded them."""
+    """Convert ``written`` of saved draws to row ids of the storage that loaded them."""
     for drawn in prepared:
         drawn.written += storage.ledger.next_position
 
@@ -374,7 +374,7 @@ def check_rows(prepared: list[Drawn], state: BufferState) -> None:
 def checked_prepared(saved: object) -> list[Drawn]:
     """Return saved draws; ValueError if they are invalid.
 
-    They count writes from the save on.
+    ``written`` of each draw is counted from the storage's next row id at the save.
     """
     if not isinstance(saved, list):
         raise ValueError(f"expected a list of prepared draws, got {saved!r}")
@@ -384,7 +384,7 @@ def checked_prepared(saved: object) -> list[Drawn]:
 def checked_draw(record: object) -> Drawn:
     """Return a saved draw; ValueError if it is invalid.
 
-    It counts writes from the save on.
+    ``written`` of the draw is counted from the storage's next row id at the save.
     """
     fields = record if isinstance(record, Mapping) else {}
     index, anchors, ran_out = fields.get("index"), fields.get("anchors"), fields.get("ran_out")

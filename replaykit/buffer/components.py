@@ -113,12 +113,13 @@ class Components(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Replace the sampler; return the previous one.
 
-        The new sampler can draw all stored rows at once.
+        The new sampler can immediately draw all stored rows.
 
         Raises:
             TypeError: ``sampler`` is not a Sampler.
             ValueError: the sampler has ``drop_last`` but no batch size is known, or another buffer
-                uses it. Also for slices with a writer that does not keep the order of rows.
+                uses it. Also if the sampler draws slices, but the writer does not keep the order of
+                rows.
             RuntimeError: the buffer is shared.
 
         Example:

@@ -64,9 +64,11 @@ PrioritizedT = TypeVar("PrioritizedT", bound=Sampler, default=PrioritizedSampler
 
 
 class LockedStorage:
-    """A lock of a buffer's current storage, even while ``set_storage`` replaces it.
+    """A context manager that holds the lock of a buffer's current storage.
 
-    This is a class because a generator takes ten times as long as the lock itself.
+    If ``set_storage`` replaces the storage during the wait for the lock, the wait continues for the
+    lock of the new storage. This is a class, because a context manager made from a generator takes
+    ten times as long as the lock itself.
     """
 
     __slots__ = ("_buffer", "_lock", "_patient", "_wait_for_draws")
@@ -509,8 +511,9 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
         ``sample_blocked_s`` are the total seconds that calls have waited for it. In a shared buffer
         all four cover all processes.
 
-        The method also works before initialization, and changes nothing. If a function makes the
-        storage, capacity and utilization are missing until it has done so. Cost: O(1).
+        The method also works before initialization, and changes nothing. If the storage was given
+        as a function, capacity and utilization are missing until the function has made the storage.
+        Cost: O(1).
 
         Example:
             >>> import torch

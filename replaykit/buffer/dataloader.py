@@ -20,8 +20,8 @@ class BufferLoader(DataLoader[DataT]):
     """A ``DataLoader`` that counts the batches it delivers.
 
     ``rb.dataloader`` returns it. Every iteration is a new epoch, with another pass or other
-    streams. Only one iteration can run. If it stops early, the next iteration starts the next
-    epoch, unless ``load_state_dict`` sets another point.
+    streams. Only one iteration can run. If an iteration stops early, the next iteration starts the
+    next epoch, unless ``load_state_dict`` sets another point.
 
     Attributes:
         epoch: number of the current iteration, or of the next one between iterations.
@@ -163,8 +163,8 @@ class Loading(Sampling[DataT, StorageT, SamplerT, WriterT]):
             TypeError, ValueError: as for `BufferDataset` and ``DataLoader``. Also if workers cannot
                 read the rows; the error gives the reason.
             RuntimeError: no batch size is given, or spawned workers would have to copy the rows.
-                The iteration raises it if rows are written meanwhile, with ``workers`` but without
-                ``shared=True``.
+                With ``workers`` but without ``shared=True``, the iteration raises the same error if
+                rows are written meanwhile.
 
         Example:
             >>> import torch

@@ -37,7 +37,7 @@ def random_state(generator: torch.Generator | None) -> torch.Tensor:
 
 
 def unchanged_since(generator: torch.Generator | None, origin: Origin) -> bool:
-    """Return whether the generator is unused since the draw."""
+    """Return whether the generator has not been used since the draw."""
     after = origin.random_after
     return after is not None and torch.equal(random_state(generator), after)
 
@@ -65,9 +65,9 @@ class Lent:
     Attributes:
         generator: source of randomness; None for the buffer's generator.
         collate: replaces the buffer's ``collate_fn``; None to use the ``collate_fn``.
-        records_random: record the generator's state before transforms, because the draw may be
-            kept.
-        draw: an earlier draw. It is read if its rows are still stored.
+        records_random: record the generator's state before transforms. This is needed for a draw
+            that may be kept.
+        draw: an earlier draw to read in place of a new draw, if its rows are still stored.
         generations: always put generations into the info. False treats them as in the buffer's own
             draws.
         numbered: put ``index`` into the rows for transforms, as in the buffer's own draws.

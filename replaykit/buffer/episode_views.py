@@ -318,32 +318,32 @@ class Episodes(EpisodeLookup):
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Numbers of stored rows."""
+        """Count of stored rows of each episode."""
         return _own(self._facts.length)
 
     @property
     def reasons(self) -> torch.Tensor:
-        """Reasons why the episodes have no further row, each an ``EndReason``."""
+        """Reason why each episode has no further row, an ``EndReason``."""
         return _own(self._facts.reason)
 
     @property
     def heads(self) -> torch.Tensor:
-        """Beginnings of the stored parts, each a ``Head``."""
+        """Kind of beginning of each episode's stored part, a ``Head``."""
         return _own(self._facts.head)
 
     @property
     def lanes(self) -> torch.Tensor:
-        """Numbers of the lanes; 0 for a storage without lanes."""
+        """Lane of each episode, numbered from 0; 0 for a storage without lanes."""
         return _own(self._facts.lane)
 
     @property
     def begins(self) -> torch.Tensor:
-        """Row ids of the first rows, even if they are overwritten."""
+        """Row id of each episode's first row, even if that row is overwritten."""
         return _own(self._facts.begin)
 
     @property
     def starts(self) -> torch.Tensor:
-        """Index of the first stored rows; ``[J, ndim]`` for storages with lanes."""
+        """Index of each episode's first stored row; ``[J, ndim]`` with lanes."""
         return self._index(self._facts.element.copy())
 
     @property
@@ -493,7 +493,7 @@ class Episode(Uncompiled):
 
     @property
     def lane(self) -> int:
-        """Number of the lane; 0 for a storage without lanes."""
+        """The episode's lane, numbered from 0; 0 for a storage without lanes."""
         return int(self._only._facts.lane[0])
 
     @property
@@ -508,7 +508,7 @@ class Episode(Uncompiled):
 
     @property
     def evicted(self) -> int:
-        """Number of first rows that new rows have replaced."""
+        """Count of the episode's first rows that new rows have replaced."""
         return int(self._only._facts.evicted[0])
 
     @property
@@ -602,7 +602,7 @@ class Streams(Writing[DataT, StorageT, SamplerT, WriterT]):
             return Episodes(storage)
 
     def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
-        """End the open episodes without a flag.
+        """End the open episodes, although no flag marks their end.
 
         Rows that are written next belong to new episodes, which begin in the middle. Before the
         cut, the buffer stores the rows that transforms hold back, as ``flush`` does, in all lanes.

@@ -48,8 +48,8 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         raw arrays and JSON, without pickle.
 
         The checkpoint holds the buffer as of the instant of the call. Other threads can sample and
-        write meanwhile. They wait at most for copies of 8 MiB. A writer also waits while unsaved
-        rows are copied that it is about to overwrite.
+        write meanwhile. They wait at most while 8 MiB are copied. A writer that is about to
+        overwrite unsaved rows also waits until these rows are copied.
 
         Args:
             path: the directory. It is created with its parents. If it holds a checkpoint, it is
@@ -64,17 +64,19 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 Other files in the directory are not changed.
             OSError: a file operation failed; the error names the file.
 
-        Cost: the first save makes one pass over the bytes of the stored rows. Later saves may write
-        fewer rows, if their directory is that of one of this buffer's last four saves. Such a save
-        writes only the rows and priorities written since, in chunks of 1/4096 of the capacity. It
-        writes all rows if code outside the buffer may have changed them. For a TensorStorage this
-        is so while a view of rows (``rb[a:b]``) exists, and for one save after that. Rows of lists,
-        and rows that pass through a hook, are always written.
+        Cost: the first save makes one pass over the bytes of the stored rows. A later save may
+        write fewer rows, if one of this buffer's last four saves has written to the same directory.
+        It then writes only the rows and priorities that were written since that save, in chunks of
+        1/4096 of the capacity. It writes all rows if code outside the buffer may have changed them.
+        For a TensorStorage this is always so. For other storages it is so while a view of rows
+        (``rb[a:b]``) exists, and for one save after that. Rows of lists, and rows that pass through
+        a hook, are always written.
 
-        With ``shared=True`` the directory may be that of one of the last sixteen saves by any
-        process. A save then writes the rows that any process has written since. It first copies
-        these rows in memory, while writers wait. A first save therefore needs memory for all stored
-        rows and priorities. It frees that memory in steps of about 64 MiB as it writes.
+        With ``shared=True`` it is enough that one of the last sixteen saves by any process has
+        written to the directory. A save then writes the rows that any process has written since
+        that save. It first copies these rows in memory, while writers wait. A first save therefore
+        needs memory for all stored rows and priorities. It frees that memory in steps of about 64
+        MiB as it writes.
 
         Example:
             >>> import tempfile, torch
@@ -155,8 +157,8 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         prefetched draws are dropped. A prioritized sampler uses the saved priorities, or 1 for each
         row if none were saved. A UserWarning reports the choice.
 
-        The load ends open episodes. The first write or ``flush`` stores the rows that transforms
-        held back, cut short.
+        The load ends open episodes. The first write or ``flush`` after the load stores the rows
+        that transforms held back. These rows are cut short, so that none of them spans the restart.
 
         Args:
             path: the directory.
@@ -167,8 +169,8 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 copy-on-write, so later writes change pages in memory and never reach the files. The
                 files may be replaced or removed meanwhile, but must not be truncated or written to.
                 The storage must be a LazyTensorStorage on the CPU, without load hooks and never
-                written to. Its ``dedup_next`` and ``lane_key`` must equal the saved ones. With its
-                capacity every row must keep its slot.
+                written to. Its ``dedup_next`` and ``lane_key`` must equal the saved ones. Its
+                capacity must let every row keep its slot.
             verify: read every file and compare its checksum. None verifies only without ``mmap``.
                 File sizes and the checksum of the manifest are always compared.
 
@@ -286,7 +288,8 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     def state_dict(self) -> dict[str, Any]:
         """Return a dictionary with copies of everything that ``dumps`` saves.
 
-        Later writes do not change the dictionary, and its changes do not affect the buffer.
+        Later writes do not change the dictionary, and changes of the dictionary do not affect the
+        buffer.
 
         Raises:
             TypeError: rows are pytrees other than TensorDicts and tensors.

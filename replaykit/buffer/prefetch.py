@@ -53,7 +53,7 @@ class Drawn:
     """A draw: the index, its info, whether it ended a pass, and the rows read.
 
     Attributes:
-        anchors: the index as the sampler drew it, before the sample unit.
+        anchors: the index that the sampler drew, before the sample unit changed it.
         collate, stack_dim: settings of the storage that the rows were read from.
         sampler: the sampler that made the draw.
         fetched: the neighbouring rows that transforms have read.
@@ -63,8 +63,9 @@ class Drawn:
             needs it.
         fresh: the rows were read for this draw alone, and are delivered unchanged.
         arrival: the batch is on its way to a device.
-        late: the batch is made from the rows at delivery.
-        begun: an unfinished read. Code waits for it before it uses the rows.
+        late: the batch is not made in advance, but from the rows at delivery.
+        begun: a read of the rows that may be unfinished. Code waits for this read before it uses
+            the rows.
         numbered: the rows contain ``index`` for transforms.
     """
 
@@ -138,15 +139,16 @@ class _Source(Protocol):
 class Prefetcher:
     """A queue of ``depth`` requested batches.
 
-    Draws are made one after the other, in the order of requests. They therefore equal the draws of
-    a buffer without prefetch at the time of each request. The work after a draw runs in parallel.
-    If a draw fails or ends a pass, the next draw waits until that batch is delivered.
+    Draws are made one after the other, in the order of requests. Each draw therefore equals the
+    draw of a buffer without prefetch at the time of the request. The work after a draw runs in
+    parallel. If a draw fails or ends a pass, the next draw waits until the batch of that draw is
+    delivered.
 
     A thread that changes the buffer first waits for the draws that it has requested
     (``wait_for_draws``). The order of calls in the program thus determines the draws that see the
     change.
 
-    A draw may take less time than its handover to a thread. The caller then makes it at once,
+    A draw may take less time than its handover to a thread. The caller then makes the draw itself,
     unless another thread holds the turn or the lock (``_draws_at_once``). The order and the draws
     stay the same.
 

@@ -43,13 +43,13 @@ class ReplayBuffer(
         storage: a storage, or a function that makes it. Default: ``ListStorage(1000)``.
         sampler: a sampler, or a function that makes it. Default: ``RandomSampler()``.
         writer: a writer, or a function that makes it. Default: ``RoundRobinWriter()``.
-        sample_unit: the law that turns a drawn row into rows. Default: ``Transition()``, which
-            returns the drawn row alone.
+        sample_unit: the law that turns a drawn row into the rows of a batch. Default:
+            ``Transition()``, which returns the drawn row alone.
         collate_fn: a function that combines the rows that were read. Transforms receive its result.
             By default, rows of tensor storages are unchanged and rows of lists are stacked.
         pin_memory: pin the CPU tensors of a batch if there is a CUDA device.
         device: device of batches after the transforms; None for the storage's device. A batch is
-            copied to a CUDA device asynchronously, through a ring of pinned buffers.
+            copied to a CUDA device asynchronously, in one copy, through a ring of pinned buffers.
         prefetch: number of batches that threads prepare in advance; needs ``batch_size``. See
             ``docs/overlap.md``.
         transform: a callable, an object with ``forward`` or ``inv``, or a Compose of them.
@@ -80,8 +80,9 @@ class ReplayBuffer(
     All methods may be called from any thread. A read never returns a half-written row.
 
     For type checkers, a batch is a TensorDict. ``storage``, ``sampler`` and ``writer`` have the
-    types of the arguments; in an annotation ``ReplayBuffer`` they may be any. For other rows,
-    annotate the type of a batch: ``rb: ReplayBuffer[torch.Tensor] = ReplayBuffer(...)``.
+    types of the arguments; with the plain annotation ``ReplayBuffer`` they may have any type. For
+    other rows, annotate the type of a batch:
+    ``rb: ReplayBuffer[torch.Tensor] = ReplayBuffer(...)``.
 
     Example:
         >>> import torch
@@ -120,7 +121,8 @@ class ReplayBuffer(
 class TensorDictReplayBuffer(ReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
     """A ReplayBuffer whose ``rb[...]`` carries ``index``, as samples do.
 
-    Code for TensorDicts uses this name. All other behaviour is that of the base class.
+    TorchRL has this class for rows that are TensorDicts. All other behaviour is that of the base
+    class.
 
     Example:
         >>> from replaykit import TensorDictReplayBuffer
@@ -281,7 +283,8 @@ class TensorDictPrioritizedReplayBuffer(
 ):
     """A PrioritizedReplayBuffer whose ``rb[...]`` carries ``index``, as samples do.
 
-    Code for TensorDicts uses this name. Everything else is as in PrioritizedReplayBuffer.
+    TorchRL has this class for rows that are TensorDicts. Everything else is as in
+    PrioritizedReplayBuffer.
 
     Args:
         alpha, beta, eps, reduction, max_priority_within_buffer, weight_norm, stratified: options of

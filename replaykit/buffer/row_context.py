@@ -187,10 +187,10 @@ def fetch_all(
     episodes: EpisodeIndex | None = None,
     rows: Any = None,
 ) -> Prepared:
-    """Read the rows around an index that a chain's history transforms need.
+    """Read those rows around an index that a chain's history transforms need.
 
     Args:
-        rows: the batch in separate memory, if no code uses it before the chain; else None.
+        rows: the batch in separate memory, if the chain is the first code that uses it; else None.
 
     Raises:
         RuntimeError: the storage does not record where episodes end.

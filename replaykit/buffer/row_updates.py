@@ -45,7 +45,8 @@ class ConditionalUpdateResult(TensorClass):
         version_rejected: bool ``[K]``, True if the row was live but its stored version was newer;
             None without versions.
 
-    A row with neither is stale. Its slot has been overwritten, or was never written.
+    A row that is neither updated nor rejected is stale. Its slot has been overwritten, or was never
+    written.
 
     Example:
         >>> import torch
@@ -104,12 +105,13 @@ class Conditional(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 in the layout of written data, ``[*lanes, T, *F]``. ``index`` must then be the index
                 that ``extend`` returned for that data.
             version_key, version: given together or not at all. ``version`` is an int, or one int
-                per row. A live row is patched only if it is at least the version stored under the
-                key. The patch stores the new version.
+                per row. A live row is patched only if its ``version`` is at least the stored
+                version under ``version_key``. The patch stores the new version.
             require_newer: patch only if ``version`` is larger than the stored one.
 
-        If a row occurs several times, the last values count. With versions, the values with the
-        highest version count; of several, the last. A patch does not advance the generation.
+        If a row occurs several times, its last values are stored. With versions, the values with
+        the highest version are stored. If several values have this version, the last of them are
+        stored. A patch does not advance the generation.
 
         Raises:
             RuntimeError: the writer does not track generations, the storage is a list, or nothing

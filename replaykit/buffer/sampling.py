@@ -282,7 +282,7 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Return whether ``sample`` would succeed now without waiting.
 
-        The call draws and changes nothing.
+        The call draws nothing and changes nothing.
 
         Raises:
             RuntimeError: no batch size is given.

@@ -24,7 +24,7 @@ _taken = threading.local()
 
 
 def new_lock() -> threading.Lock:
-    """Return a lock. A fork waits for its release, at most half a second."""
+    """Return a lock. A fork waits for the lock's release, but at most half a second."""
     _register()
     lock = threading.Lock()
     _locks.add(lock)
@@ -57,7 +57,7 @@ Neither raises."""
 class Outcome:
     """The result of a task, for one waiting caller.
 
-    Its lock costs a quarter as much as a ``Future``.
+    Its lock costs a quarter of the time of a ``Future``.
     """
 
     __slots__ = ("_error", "_ready", "_value")
@@ -92,9 +92,9 @@ class ThreadPool:
     wakes without work. If no thread has the turn, a caller may run the tasks that it has queued
     with ``leave``.
 
-    The threads are daemons, because they wait for ever. They are joined before the interpreter
-    ends, because torch must not run then. From then on ``ending`` is True, and tasks that have not
-    begun will never run.
+    The threads are daemons, because they wait for tasks for ever. They are joined before the
+    interpreter ends, because torch must not run then. From then on ``ending`` is True, and tasks
+    that have not begun will never run.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -128,7 +128,8 @@ class ThreadPool:
         """Run the queued tasks in this thread while no other thread has the turn.
 
         Args:
-            wait: wait for the thread that has the turn. Then no task remains in the queue.
+            wait: True to wait for the turn if another thread has it. After such a call, no task
+                remains in the queue.
 
         Returns:
             The second parts of the tasks, which may run in parallel. Call ``hand_over`` to give the

@@ -40,10 +40,10 @@ def read_torchrl(
     and the priorities of a PrioritizedSampler.
 
     The episode index is computed from the columns. TorchRL saves powers of the priorities, from
-    which the raw priorities are computed. Probabilities are equal up to the precision of these
-    numbers. With ``alpha=0`` all powers are 1, so each row gets the largest priority. TorchRL's
-    TensorDictReplayBuffer stores a column ``index``. It is not read, because every sample has its
-    own.
+    which the raw priorities are computed. The probabilities equal those of TorchRL up to the
+    precision of the saved powers. With ``alpha=0`` all powers are 1, so each row gets the largest
+    priority. TorchRL's TensorDictReplayBuffer stores a column ``index``. This column is not read,
+    because every sample has a separate ``index``.
 
     Generations, prefetched batches (``prefetch.pkl``) and the rest of a pass (of
     SamplerWithoutReplacement and others) are not read. Nor is the state of transforms
@@ -64,9 +64,9 @@ def read_torchrl(
         FileNotFoundError: there is no checkpoint of TorchRL.
         CheckpointError: a file is missing, is a link, or contradicts another file in size or
             content. The error names it.
-        ValueError: the checkpoint has parts that cannot be read; the error names them. These are
-            entries other than tensors, nested tensors, tensorclasses, lists, other writers, and
-            other samplers if ``sampler`` is not given.
+        ValueError: the checkpoint has parts that cannot be read; the error names them. These parts
+            are nested tensors, tensorclasses, lists, and all other entries that are not plain
+            tensors. Also other writers, and other samplers if ``sampler`` is not given.
         TypeError: both ``storage`` and ``scratch_dir`` are given.
 
     TorchRL's directories have no checksums and are overwritten in place. After an interrupted save,

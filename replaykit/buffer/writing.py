@@ -52,8 +52,9 @@ class Writing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             TypeError: the storage cannot hold a value.
             RateLimiterTimeout: as for ``extend``; a TimeoutError.
 
-        If the first row is a TensorDict with batch dimensions, a UserWarning is issued, because
-        such a row is usually a batch by mistake. Storages for rows of several shapes do not warn.
+        If the first row is a TensorDict with batch dimensions, a UserWarning is issued. Such a row
+        is usually a batch that was meant for ``extend``. Storages for rows of several shapes do not
+        warn.
 
         If the call raises, nothing has changed, unless a custom sampler or transform raises after
         the rows are stored. Cost: O(1).
@@ -89,8 +90,8 @@ class Writing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         Args:
             data: a TensorDict, tensorclass, tensor or pytree with rows along dimension 0; for
                 ``ndim > 1``, of shape ``[*lanes, T]``. Also a list with one element per row, each
-                as for ``add``. A list costs one Python step per row. A tuple is a pytree, except
-                that its elements are the rows for list storages.
+                as for ``add``. A list costs one Python step per row. A tuple is a pytree. For list
+                storages, however, its elements are the rows.
             update_priority: if False, ignore the priorities under ``priority_key`` in the data. The
                 rows then get the sampler's default priority.
             timeout: maximum seconds to wait until the buffer's rate limiter admits the rows. With 0
@@ -98,7 +99,7 @@ class Writing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
 
         Returns:
             The slot of each row, int64 ``[B]``. For ``ndim > 1`` the shape is ``[T * prod(lanes),
-            ndim]``, with time first. The entry is -1 if the writer refused the row.
+            ndim]``, with time first. The slot is -1 for a row that the writer refused.
 
         Raises:
             SchemaError: keys, shapes or dtypes differ from the first write; a ValueError.

@@ -307,7 +307,7 @@ class _NoRecordError(CheckpointError):
 
 
 def version_of(manifest: Mapping[str, Any]) -> int:
-    """Return the number of a checkpoint in its directory, from 1 on."""
+    """Return the version number of a checkpoint in its directory, counted from 1."""
     return int(manifest.get("version", 1))
 
 

@@ -57,7 +57,7 @@ class Snapshot:
         document: plain JSON values for the head of the manifest.
         lock: the lock of the tracked tensors, which the caller holds.
         base: the latest checkpoint of the directory, whose chunks the save can reuse. With None, a
-            copy at once includes all chunks.
+            snapshot that copies chunks at once copies all of them.
 
     Attributes:
         encoded, head: ``parts`` and ``document`` as JSON.
@@ -103,8 +103,9 @@ class Snapshot:
     def extends(self, base: Base) -> bool:
         """Return whether a save of the snapshot can build on a checkpoint.
 
-        The checkpoint must not have a later state of the same tensors. If chunks were copied at
-        once, it must be the ``base`` of the snapshot.
+        The checkpoint must not have a later state of the same tensors. If the snapshot
+        copied chunks when it was made, the checkpoint must be the ``base`` of the snapshot, unless
+        that base has no save.
         """
         if self.again is not None and self.again.base.save not in (None, base.save):
             return False

@@ -273,7 +273,7 @@ class ChunkWriter:
     Args:
         folder: the directory for the files.
         token: the part of the file names that is unique to this save.
-        limit: bytes from which on a file is full.
+        limit: the size in bytes at which a file is full.
         wrote: function that is called after each write, with the file and the number of written
             bytes.
 
@@ -336,7 +336,7 @@ class ChunkWriter:
 
         Args:
             blocks: function that returns the bytes of the rows ``start..stop``, in order.
-            first: number of the first row.
+            first: position of the first row in the tensor.
             granule: rows between two successive multiples of this number stay in one file.
             paged: whether offsets in files equal the offsets in the tensor, modulo a page.
         """
@@ -486,11 +486,11 @@ def naming(file: Path) -> Iterator[None]:
 
 
 def chunk_bytes(total: int) -> int:
-    """Return the bytes from which on a file is full.
+    """Return the size in bytes at which a file is full.
 
-    The result is an eighth of all bytes, but from 64 to 256 MiB, or more if there would be too many
-    files. Disks read long files faster than short files. A mapped file keeps a descriptor open, and
-    a process commonly has 1024.
+    The result is an eighth of all bytes, but at least 64 MiB and at most 256 MiB. It is larger if
+    there would be too many files otherwise. Disks read long files faster than short files. A mapped
+    file keeps a descriptor open, and a process commonly has at most 1024 descriptors.
     """
     return max(_CHUNK_BYTES, min(total // 8, _LARGE_CHUNK_BYTES), -(-total // _MOST_FILES))
 

@@ -35,8 +35,8 @@ class FrozenRows:
     """The rows of some tensors as of one instant, while writers continue to write.
 
     Attributes:
-        at: the number of the save. Chunks written up to the instant have this number or a smaller
-            number.
+        at: the sequence number of the save. Chunks that were last written before the instant have
+            this number or a smaller number.
         rows: the number of rows at that instant.
         names: the names of the tensors.
         row_bytes: bytes of a row, by tensor.
@@ -168,7 +168,8 @@ class FrozenRows:
 def blank(rows: torch.Tensor, padding: int) -> None:
     """Set the last ``padding`` bytes of rows, uint8 ``[*batch, n]``, to zero.
 
-    It masks whole words, because an operation on a few bytes of every row takes five times as long.
+    The function masks whole words, because an operation on a few bytes of every row takes five
+    times as long.
     """
     width = rows.shape[-1]
     size = next(size for size in (8, 4, 2, 1) if width % size == 0)
@@ -226,7 +227,8 @@ class RowsAtSave:
     """The rows that a save wrote, of all tensors that share a Changes object.
 
     Attributes:
-        at: the number of the save, which includes all changes up to this number.
+        at: the sequence number of the save. It includes all changes with this number or a smaller
+            number.
         records: by key, the record of the manifest with dtype, shape and pieces.
     """
 
@@ -237,8 +239,9 @@ class RowsAtSave:
 class Changes:
     """A record of the last write to each chunk of rows.
 
-    Saves have rising numbers. Every chunk has the number of the first save after its last write.
-    The object is not thread-safe, so callers hold the lock that guards the rows.
+    Saves have rising sequence numbers. Every chunk is marked with the number of the first save
+    after its last write. The object is not thread-safe, so callers hold the lock that guards the
+    rows.
 
     Attributes:
         reads: the gathers that run without the lock, for which each write waits; None if there are
@@ -251,8 +254,9 @@ class Changes:
             if no caller can get a view.
         packed: keys of leaves that are saved as a part of the tensor ``RECORDS``.
 
-    Cost: under a microsecond per write, and the time to mark chunks. There are at most 4096 chunks
-    of 8 bytes each. While a save is in progress, the first write to a chunk copies it.
+    Cost: under a microsecond per write, and the time to mark chunks. There are at most 4096 chunks,
+    and the mark of each takes 8 bytes. While a save is in progress, the first write to a chunk
+    copies it.
 
     Example:
         >>> from replaykit.checkpoint.dirty_chunks import Changes
@@ -291,11 +295,11 @@ class Changes:
 
     @property
     def now(self) -> int:
-        """The number of the next save, with which a write marks its chunks."""
+        """The sequence number of the next save. A write marks its chunks with it."""
         return int(self._clock[0])
 
     def versions(self, key: Hashable) -> np.ndarray[Any, Any]:
-        """Return a copy of the numbers of all chunks, int64 ``[chunks]``."""
+        """Return a copy of the marks of all chunks, int64 ``[chunks]``."""
         keyed = self._keyed.get(key)
         return self._written.copy() if keyed is None else np.maximum(self._written, keyed)
 
@@ -342,10 +346,10 @@ class Changes:
             self._touch(np.unique(chunks) if self._frozen else chunks, keys)
 
     def wrote_later(self, rows: torch.Tensor) -> None:
-        """Mark rows ``[K]`` later, which were just written or will be written soon.
+        """Mark rows ``[K]`` that were just written or will be written soon.
 
-        The marks are made at the next save at the latest. While a save is in progress, call this
-        before the write.
+        The marks are made later, but at the next save at the latest. While a save is in progress,
+        call this before the write.
         """
         if self._frozen or not rows.is_cpu:
             self.wrote_at(rows)

@@ -81,7 +81,7 @@ class RowChunks:
         return RowChunks([view(piece) for piece in self.pieces])
 
     def border(self, row: int) -> int:
-        """Return the number of the first row after the piece that holds a row."""
+        """Return the position of the first row after the piece that holds a given row."""
         number = bisect_right(self.starts, row) - 1
         return self.starts[number] + len(self.pieces[number])
 
@@ -432,7 +432,7 @@ Made = TypeVar("Made", covariant=True)
 class ReadLater(Generic[Made]):
     """An object that is made from saved arrays at first use.
 
-    So to open a checkpoint reads none of these arrays.
+    A checkpoint can therefore be opened without a read of these arrays.
 
     Args:
         make: function that makes the object from the arrays. It raises ValueError if they

@@ -48,7 +48,7 @@ class SharedChanges(Changes):
     A writer marks the chunks with the number of the next save before it changes a row. A killed
     writer may thus have marked too many chunks, but never too few. Saves by one process are known
     to the other processes, because the table holds the random names of saves. Manifests also hold
-    these names. A checkpoint of another buffer or run is thus unknown.
+    these names. The name in a checkpoint of another buffer or run is not in the table.
 
     Args:
         cells: int64 ``[SharedChanges.length]`` in shared memory, zeros at first.
@@ -56,8 +56,8 @@ class SharedChanges(Changes):
             size.
         keys: keys of tensors with separate marks. A write to any other tensor marks all tensors.
         views: the record of processes with views; None if no caller can get a view.
-        pending_changes: function that returns whether an unmarked change may still be rolled back.
-            A save at such an instant is not remembered.
+        pending_changes: function that returns whether a change may still be rolled back. A rollback
+            marks no chunks, so a save at such an instant is not remembered.
 
     The caller of every method holds the lock that these processes share.
 
@@ -104,7 +104,7 @@ class SharedChanges(Changes):
     def wrote_rising(self, rows: Array) -> None:
         """Mark rising rows, int64 ``[K]``.
 
-        In most calls all of them are in one chunk, which is fast.
+        In most calls all rows are in one chunk, and such a call is fast.
         """
         if not len(rows):
             return

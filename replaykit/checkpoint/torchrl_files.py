@@ -272,7 +272,10 @@ def _first(stored: Any, length: int) -> Any:
 def _layout(
     count: int, cursor: int, batch: tuple[int, ...], ndim: int | None, folder: Path
 ) -> tuple[int, int]:
-    """Return the number of dimensions that count as rows, and the size of the first."""
+    """Return the number of dimensions that count as rows, and the length of the first.
+
+    The length is the number of rows of dimension 0 that are stored.
+    """
     for dims in range(1, len(batch) + 1) if ndim is None else [ndim]:
         length, rest = divmod(count, max(math.prod(batch[1:dims]), 1))
         slots = batch[0]

@@ -76,7 +76,8 @@ class Output:
 
     Attributes:
         as_json: True to print one JSON document on stdout, and nothing else.
-        when_interrupted: the message after an interrupt, with the state and the way to continue.
+        when_interrupted: the message after an interrupt: the state of the work, and the way to
+            continue it.
         warned: the warnings so far.
     """
 

@@ -70,7 +70,7 @@ def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:
 
 
 def unstorable(key: Sequence[str]) -> str | None:
-    """Return why a key cannot be a name on disk; ``None`` if it can be one.
+    """Return the reason why a key cannot be a name on disk, or ``None``.
 
     Example:
         >>> from replaykit.datasets.column_files import unstorable
@@ -102,8 +102,8 @@ class ColumnSpec:
 class ColumnOutput:
     """A column that is written from front to back, with a running checksum.
 
-    Nothing is buffered in memory. The file is open only while a block is written. So a table may
-    have more columns than a process may have open files.
+    Nothing is buffered in memory. The file is open only while a block is written. So the count of
+    columns may exceed the limit of open files of the process.
     """
 
     def __init__(self, path: Path | None, spec: ColumnSpec, batch: tuple[int, ...]) -> None:
@@ -183,8 +183,8 @@ class ColumnOutput:
     def skip(self, entries: int) -> None:
         """Leave the next entries zero.
 
-        New files contain zeros, so only the checksum changes. If an earlier conversion may have
-        written the entries (``is_new`` is False), zeros are written.
+        A new file already contains zeros, so the call only updates the checksum. If an earlier
+        conversion may have written the entries (``is_new`` is False), the call writes zeros.
         """
         left = entries * self.spec.entry_bytes
         if self._written + left > self._stop:
@@ -225,7 +225,7 @@ class ColumnOutput:
         return found.reshape(count, size)
 
     def finish(self) -> int:
-        """Leave the remaining entries zero, and return their number."""
+        """Leave the remaining entries zero, and return their count."""
         self.skip(left := (self._stop - self._written) // max(1, self.spec.entry_bytes))
         return left
 
@@ -306,8 +306,8 @@ def create_columns(
 ) -> dict[Key, ColumnOutput]:
     """Make a directory of zero columns that ``TensorDict.load_memmap`` can read.
 
-    The disk blocks of the files are reserved. Cost: a few system calls for each column, whatever
-    its length.
+    The function reserves the disk blocks of the files. Cost: a few system calls for each column,
+    whatever its length.
 
     Args:
         directory: the directory of the columns.
@@ -422,7 +422,10 @@ EPISODE_FIELDS: Final[Mapping[str, tuple[npt.DTypeLike, str]]] = {
     "return": (np.float64, "sum of the rewards, NaN without rewards"),
     "digest": (np.uint8, "16 bytes of the SHA-256 of observations and actions"),
 }
-"""Columns of the table: dtype and meaning. ``digest`` is ``[E, 16]``, all others ``[E]``."""
+"""Columns of the episode table, each with its dtype and meaning.
+
+``digest`` has the shape ``[E, 16]``, and all other columns have the shape ``[E]``.
+"""
 
 
 def write_episode_table(

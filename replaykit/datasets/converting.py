@@ -66,9 +66,9 @@ def convert(
 ) -> CorpusExperienceReplay:
     """Convert H5 files into a data set of transitions, and open it.
 
-    All files are scanned before the first row is written. The result appears at ``dest`` completely
-    or not at all. An existing data set at ``dest`` is opened unchanged if it has these files,
-    layout and policies.
+    The call scans all files before it writes the first row. The result appears at ``dest``
+    completely or not at all. An existing data set at ``dest`` is opened unchanged if it has these
+    files, layout and policies.
 
     An interrupted or killed call leaves a hidden directory next to ``dest``. Repeating the same
     call continues the conversion, also within a long file. The result has the same bytes as that of
@@ -99,17 +99,18 @@ def convert(
         OSError: a file cannot be read, or the disk has too little room. The message names the file.
             Before a download, the disk must have room for the files and as much again for the
             columns. The room for the columns is not checked if policies may make them smaller.
-        RuntimeError: without ``force``, ``dest`` holds anything but this data set. With ``force``,
-            ``dest`` holds files that are not part of a data set; such files are never removed.
+        RuntimeError: without ``force``, ``dest`` holds another data set or other files. With
+            ``force``, ``dest`` holds files that are not part of a data set; such files are never
+            removed.
         ImportError: h5py is not installed.
 
     Warns:
         UserWarning: keys were left out, episodes were skipped, or values are unusual. A call gives
             at most one warning. ``published.manifest.report`` of the result has the details.
 
-    Cost: every value is read once for the checksum of its file, and once for the conversion. It is
-    written once for each column that contains it. Memory: some blocks of 16 MiB for each worker,
-    and about 100 bytes for each episode.
+    Cost: every value is read once for the checksum of its file, and once for the conversion. Every
+    value is also written once for each column that contains it. Memory: a few blocks of 16 MiB for
+    each worker, and about 100 bytes for each episode.
 
     Example:
         >>> import tempfile, h5py, numpy as np
@@ -180,9 +181,9 @@ def local_sources(
 
     Args:
         files: the files; see `Files`.
-        natural: order numbers in the names by their value.
-        threads: number of files that are read at once.
-        checked: whether to refuse files that are not HDF5.
+        natural: True to order numbers in file names by value, so that 9 comes before 10.
+        threads: count of files that are read in parallel.
+        checked: True to raise an error for files that are not HDF5.
         target: the directory of the columns. Its free space is checked before a download.
 
     Raises:

@@ -62,10 +62,10 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
         collate_fn, pin_memory, prefetch, transform: as for ReplayBuffer.
         split_trajs: make one row per episode, padded with zeros to the longest episode. The keys
             ``mask`` and ``traj_ids`` are added.
-        split: the part of the episodes to serve. It is a name that the corpus defines, such as
+        split: the part of the episodes to serve. It can be a name that the corpus defines, such as
             robomimic's ``"train"``, or a range of positions, such as ``"0:100"``. Or it is a range
-            of percentages of all episodes in a random order, such as ``"0%:80%"``. A seed for the
-            order may follow, as in ``"0%:80%@7"``.
+            of percentages, such as ``"0%:80%"``, of all episodes in a random order. The seed of
+            that order may follow, as in ``"0%:80%@7"``.
         episodes: the episodes to serve: positions in ``episode_table``, a slice of it, or a
             function that maps the table to bool ``[E]``. With ``split``, only episodes that both
             arguments choose are served.
@@ -79,8 +79,8 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
 
     Raises:
         ValueError: the id or the value of ``download`` is unknown, or ``workers`` is below 1. Or
-            ``split`` or ``episodes`` name unknown episodes, or choose none. Or the policies name a
-            key or dtype that no file has.
+            ``split`` or ``episodes`` names unknown episodes, or chooses no episode. Or the policies
+            name a key or dtype that no file has.
         TypeError: a keyword is unknown, or ``policies`` or ``layout`` has a wrong type.
         FileNotFoundError: the data set does not exist, and ``download`` is False.
         RuntimeError: the folder holds something that is not a complete data set, or a data set made
@@ -281,7 +281,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
         Raises:
             FileNotFoundError: the folder does not exist.
             RuntimeError: the folder holds files that are not part of a data set. The message names
-                one.
+                one of these files.
         """
         remove_published(self.data_path)
 

@@ -33,7 +33,10 @@ __all__ = [
 ]
 
 LEAST_SHARED: Final = 1 << 22
-"""Least number of bytes for which it is cheaper to join two checksums than to compute one."""
+"""Smallest size in bytes for which joining two checksums saves time.
+
+Below this size, computing one checksum over the bytes is faster.
+"""
 _BLOCK_BYTES: Final = 1 << 20
 _POLYNOMIAL: Final = 0xEDB88320
 
@@ -179,18 +182,20 @@ class Manifest:
     Attributes:
         rows: size of the first batch dimension.
         batch: all batch dimensions: ``(N,)``, or ``(E, T)`` for split trajectories.
-        episodes: the number of episodes.
+        episodes: the count of episodes.
         arrays: the columns.
         episode_arrays: the columns of the episode table.
         group_file: the text file with the names of the episodes' groups.
         converter: name and version of the rules that made the rows.
-        identity: the identity of the data set, which is compared with the caller's request.
+        identity: JSON values that identify the data set. They are compared with the identity that a
+            caller requests.
         source: the origin of the rows, and the source files with size and SHA-256.
         report: decisions, warnings, and the keys and episodes that were left out. Programs do not
             read it.
         options: the options of the conversion.
-        finals: the values of the last row of each episode, ``[E, ...]``, for columns under ``next``
-            that are not stored because they repeat the following row.
+        finals: for some columns under ``next``, the values of the last row of each episode, ``[E,
+            ...]``. All other values of these columns repeat the following row, so they are not
+            stored.
         made: time and version of the conversion, and the time stamps of the source files. Only
             these entries differ between two conversions of the same files.
     """
@@ -229,7 +234,7 @@ class Manifest:
     def content_id(self) -> str:
         """Return a digest of the manifest without ``made``.
 
-        Two conversions of the same files have the same digest.
+        The digests of two conversions of the same files are equal.
         """
         content = {name: value for name, value in self._json().items() if name != "made"}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -242,7 +247,11 @@ class Manifest:
         return text + f',\n "crc32": "{zlib.crc32(text):08x}"\n}}\n'.encode()
 
     def is_text(self, text: bytes) -> bool:
-        """Return whether a text matches its checksum. Texts of old versions have no checksum."""
+        """Return whether the text of a manifest matches the checksum at its end.
+
+        Manifests of old versions have no checksum. Such a text is accepted if all its entries are
+        known.
+        """
         found = _CHECKSUM.search(text)
         if found is None:
             return set(json.loads(text)) <= {*self._json(), "finals"}
@@ -300,7 +309,10 @@ class Manifest:
 
 
 def provenance() -> dict[str, Any]:
-    """Return the time and versions of a conversion as JSON values."""
+    """Return the time and versions of a conversion as JSON values.
+
+    The values contain no information about the machine.
+    """
     return {
         "library": "replaykit",
         "version": __version__,

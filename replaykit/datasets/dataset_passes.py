@@ -78,17 +78,18 @@ def ensure_split(
     The split form has the batch size ``[E, T]``, with one entry for each episode. Each episode is
     padded with zeros and ``False`` to the length of the longest. The key ``mask``, bool ``[E, T]``,
     is true on the rows of the episode. The key ``traj_ids``, int64 ``[E, T]``, contains the
-    position of the episode. The split data set is published like the flat data set: completely or
-    not at all, and once for all processes. The flat data set does not change.
+    position of the episode. Like the flat data set, the split data set appears completely or not at
+    all. Processes that request it at once share one call that makes it. The flat data set does not
+    change.
 
     Args:
         flat: directory of the published flat data set.
         target: directory of the split data set.
-        force: make the split data set again.
+        force: True to make the split data set again even if it is up to date.
         progress: show a progress bar; by default only on a terminal.
-        identity: entries that the identities of both data sets must have. A split form of another
-            version of the flat data set is made again.
-        options: ``block_bytes`` bounds the memory.
+        identity: entries that the identities of both data sets must have. If the split form was
+            made from another version of the flat data set, it is made again.
+        options: ``block_bytes`` is the size of one block in memory.
 
     Raises:
         FileNotFoundError: there is no flat data set.

@@ -53,7 +53,10 @@ __all__ = [
 
 
 class Refused(Exception):
-    """An answer that another attempt would not change. The text gives the reason."""
+    """An answer of a server after which another attempt would not help.
+
+    The text gives the reason.
+    """
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class WebSubject:
         return seconds_to_wait(dict(error.headers)) if isinstance(error, HTTPError) else None
 
     def explain(self, error: Exception) -> Exception:
-        """Return the exception to raise. Its message has the failure and the remedy."""
+        """Return the exception to raise, whose message has the failure and the remedy."""
         if isinstance(error, HTTPError):
             return self._explain_status(error)
         if isinstance(error, Refused):
@@ -192,7 +195,7 @@ class DownloadCache:
         return entry.with_name(f"{entry.name}.part")
 
     def known(self, file: WebFile) -> tuple[int | None, str | None]:
-        """Return the given size and SHA-256 of a file, or those stored after its download."""
+        """Return the size and SHA-256 of a file, given or stored after its download."""
         stored = _read_json(_beside(self.entry(file)))
         size, sha256 = file.size, file.sha256
         if sha256 is None and _is_sha256(stored.get("sha256")):
@@ -252,8 +255,8 @@ class DownloadCache:
         """Return the number of reusable bytes, and the validator of their version.
 
         With a known checksum, all received bytes are reusable, because the checksum detects wrong
-        bytes. Otherwise the server must have sent a validator (ETag or date), which the next
-        request compares.
+        bytes. Without a checksum, the server must have sent a validator (ETag or date). The next
+        request compares this validator.
         """
         part = self.part(file)
         try:
@@ -405,10 +408,10 @@ def fetch_files(
     retry: Retry = Retry(),  # noqa: B008 - frozen
     target: Path | None = None,
 ) -> list[Path]:
-    """Return the local paths of files, in their order; see `download`.
+    """Return the local paths of files, in the given order; see `download`.
 
     The call returns all files or raises an error. Complete files stay in the cache for the next
-    call. With ``target``, the disk of the converted columns must have room as well.
+    call. With ``target``, the disk of the converted columns must also have enough room.
     """
     if max_workers < 1:
         raise ValueError(f"max_workers: expected at least 1, got {max_workers}")

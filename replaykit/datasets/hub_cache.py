@@ -83,7 +83,7 @@ def _is_transient(error: Exception) -> bool:
 def refusal(error: Exception, subject: Subject) -> Exception | None:
     """Return the exception for an error, or None.
 
-    The result is None unless a repository or revision is missing, or access is refused.
+    The result is None if no repository or revision is missing, and access is not refused.
     """
     from huggingface_hub import errors as hub
 
@@ -201,8 +201,9 @@ class HubFile:
         path: the path in the repository, with ``/`` between parts.
         size: the size in bytes.
         sha256: the SHA-256 of the content, 64 hexadecimal digits. It is known for files in LFS.
-        blob_id: git's id, 40 hexadecimal digits. Without ``sha256``, it is the id of the content.
-            With ``sha256``, it is the id of the LFS pointer, and does not identify the content.
+        blob_id: git's id, 40 hexadecimal digits. Without ``sha256``, ``blob_id`` identifies the
+            content. With ``sha256``, it is the id of the LFS pointer, and does not identify the
+            content.
 
     Raises:
         ValueError: the path leaves the repository, the size is negative, or a hash is malformed.
@@ -346,7 +347,7 @@ def cache_root() -> Path:
 def write_marker(path: Path, text: str) -> None:
     """Write a text for later offline calls, completely or not at all.
 
-    Errors are ignored, because the files of a read-only cache are usable without the text.
+    Errors are ignored, because a read-only cache is usable without the text.
     """
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     with suppress(OSError):
@@ -382,7 +383,7 @@ class HubCache:
     def blob(self, file: HubFile) -> Path | None:
         """Return the path of a file's content, or None without a hash.
 
-        All commits share the content.
+        All commits share the stored content.
         """
         return self.root / self._folder / "blobs" / file.etag if file.etag else None
 
@@ -423,8 +424,8 @@ class HubCache:
     def discard(self, file: HubFile) -> None:
         """Remove a file's entry and its content, so that the client fetches it again.
 
-        The client trusts every file with the right name, so it would always return a damaged file.
-        The method follows links, but removes nothing outside the cache.
+        The client trusts every file with the right name. Therefore it would return a damaged file
+        forever. The method follows links, but removes nothing outside the cache.
         """
         for start in (self.entry(file), self.blob(file)):
             if start is not None:
@@ -462,8 +463,8 @@ class HubCache:
         """Check that the missing bytes fit on the disk, before anything is written.
 
         Raises:
-            OSError: the disk has too little room (``ENOSPC``). The message has the numbers and the
-                remedy.
+            OSError: the disk has too little room (``ENOSPC``). The message has the needed and the
+                free bytes, and the remedy.
         """
         needed = self.missing_bytes(files)
         existing = self.root

@@ -77,12 +77,13 @@ class HubParts:
 
         Args:
             file: a file for which `resumes` is True.
-            begin: is called with the number of bytes that are in the cache already.
-            bar_class: the class of the progress bar, which counts the other bytes.
+            begin: function that is called with the count of bytes that are in the cache already.
+            bar_class: the class of the progress bar, which counts the bytes that are received now.
 
         Returns:
-            The problem of the received content, which is then removed. None if the content is
-            right. Also None if the server has another file, which is left to the client.
+            The problem of the received content. Content with a problem is removed. The result is
+            None if the content is right. It is also None if the server has another file, which the
+            client must fetch.
 
         Raises:
             Cancelled: the fetch was cancelled.
@@ -264,7 +265,7 @@ def fetch(
     at the listing's commit. A file that fails verification is removed from the cache and fetched
     again, at most twice. The call returns all files or raises an error. Complete files stay in the
     cache for the next call. An interrupted download continues if the file has more than 10 MiB;
-    otherwise it begins again. Incomplete files that the client would never use are removed.
+    otherwise it begins again. Incomplete files that the client would never continue are removed.
 
     Args:
         listing: the result of `list_files`, or a listing from stored JSON.
@@ -285,9 +286,9 @@ def fetch(
             than 50 GB and ``hf_xet`` is not installed.
         ValueError: ``max_workers`` is below 1.
 
-    Cost: every file is read once for its hash. A file above 10 MiB that was received is read twice.
-    ``max_workers`` files are read at once. Memory: blocks of 1 MiB and the client's blocks of 10
-    MiB per worker.
+    Cost: every file is read once for its hash. A file above 10 MiB that this call has received is
+    read twice. ``max_workers`` files are read at once. Memory: blocks of 1 MiB and the client's
+    blocks of 10 MiB per worker.
     """
     if max_workers < 1:
         raise ValueError(f"max_workers: expected at least 1, got {max_workers}")

@@ -181,8 +181,8 @@ def push(
     The data set is first read completely and checked. One commit adds its files and a card. The
     same commit removes files of the earlier version that the data set no longer has. Other files of
     the local directory are not uploaded. The text of a card that replaykit did not write is kept.
-    The commit is tagged with the format version. A repeated call after an interruption does not
-    upload files again.
+    The commit is tagged with the format version. If a call was interrupted, a repeated call does
+    not upload the same files again.
 
     Args:
         path: directory of a data set that `convert` or a corpus class has made.
@@ -385,8 +385,8 @@ def pull(
 ) -> CorpusExperienceReplay[SamplerT]:
     """Open a data set of a Hub repository, after fetching it if it is not local.
 
-    The revision is resolved to a commit. Every file is fetched at that commit, and verified by the
-    Hub's hashes and the manifest's checksums. The data set appears in
+    The revision is resolved to a commit. Every file is fetched at that commit. It is verified by
+    the Hub's hash and by the manifest's checksum. The data set appears in
     ``<root>/<owner>/<name>/<commit>``, completely or not at all. Its bytes equal the pushed bytes.
     Each commit has a separate folder, so an open data set never changes.
 

@@ -45,8 +45,8 @@ def chosen_episodes(
     Args:
         published: the data set.
         split: a name that the corpus defines, such as ``"train"``, or a range of positions, such as
-            ``"0:100"``. Or a range of percentages of all episodes in a random order, such as
-            ``"0%:80%"``. A seed for the order may follow, as in ``"0%:80%@7"``.
+            ``"0:100"``. Or a range of percentages, such as ``"0%:80%"``, of all episodes in a
+            random order. The seed of that order may follow, as in ``"0%:80%@7"``.
         episodes: see `Episodes`.
 
     Raises:
@@ -126,8 +126,10 @@ def _mask(positions: torch.Tensor, count: int, name: str) -> torch.Tensor:
 
 
 def rows_of(published: Published, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the runs of rows of episodes: first rows and lengths, int64 ``[R]`` each. Consecutive
-    episodes make one run.
+    """Return the runs of rows of episodes.
+
+    The result is the first row and the length of each run, int64 ``[R]`` each. Consecutive episodes
+    make one run.
     """
     if len(published.manifest.batch) > 1:
         starts, lengths = positions, torch.ones_like(positions)
@@ -181,7 +183,7 @@ class MappedStorage(TensorStorage):
     """The rows of a published data set, mapped copy-on-write.
 
     Opening the storage reads no data. Edits are visible in this process only, and never reach the
-    disk. A pickled copy of a storage without edits maps the same files.
+    disk. If a storage without edits is pickled, the copy maps the same files.
 
     Args:
         published: the opened data set.
@@ -303,8 +305,8 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
         batch_size: default number of rows of a sample.
         split: the part of the episodes to serve. It is a name that the corpus defines, such as
             robomimic's ``"train"``, or a range of positions, such as ``"0:100"``. Or it is a range
-            of percentages of all episodes in a random order, such as ``"0%:80%"``. A seed for the
-            order may follow, as in ``"0%:80%@7"``.
+            of percentages, such as ``"0%:80%"``, of all episodes in a random order. The seed of
+            that order may follow, as in ``"0%:80%@7"``.
         episodes: the episodes to serve: positions in the episode table, a slice of it, or a
             function that maps the table to bool ``[E]``. With ``split``, only episodes that both
             arguments choose are served.
@@ -316,7 +318,7 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
     Raises:
         FileNotFoundError: the path does not exist.
         RuntimeError: the path is not a complete data set. The message has the remedy.
-        ValueError: ``split`` or ``episodes`` name unknown episodes, or choose none.
+        ValueError: ``split`` or ``episodes`` names unknown episodes, or chooses no episode.
 
     Opening a data set maps the columns without reading them. Chosen episodes are served in the
     order of the data set, without a copy. If the episodes are not consecutive, ``data[2:5]`` and
@@ -403,12 +405,12 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
                 does all work.
             chunksize: number of rows in one piece of work. By default, the rows are divided into
                 equal pieces of at most 64 MiB of the source.
-            num_chunks: number of pieces. It excludes ``chunksize``.
-            pool: a pool of processes to use instead of new ones.
+            num_chunks: number of pieces. It cannot be given together with ``chunksize``.
+            pool: a pool of processes to use instead of new processes.
             generator: draws the seed for torch's CPU generator in ``fn``. None uses the generator
                 of this data set or, without one, the global generator. Each row has a separate
-                seed, so pieces and workers do not change the results. The caller's global generator
-                is used for this draw only.
+                seed, so the results do not depend on pieces and workers. The caller's global
+                generator is used for this draw only.
             max_tasks_per_child: number of pieces after which a worker is replaced.
             worker_threads: torch threads in each worker.
             index_with_generator: make the pieces one by one, instead of all at the start.
@@ -431,8 +433,8 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
             OSError: the disk has too little room.
 
         An error in ``fn`` is raised to the caller, and ``dest`` stays empty. The source does not
-        change. New workers always end with this process, even if it is killed. A worker copies
-        blocks of 1 MiB of the source, or of one row.
+        change. New workers always end with this process, even if it is killed. A worker copies the
+        source in blocks of 1 MiB, or of one row if a row is larger.
         """
         return preprocess_rows(
             self.storage,

@@ -119,9 +119,9 @@ class Published:
         columns: the stored columns by key, ``[*batch, ...]``. They are private to the process, and
             edits never reach the disk.
         episodes: the episode table, a TensorDict ``[E]``; see `EPISODE_FIELDS`.
-        finals: the values of the last row of each episode, ``[E, ...]``, for columns under ``next``
-            that are not stored. The other values of these columns come from the following rows; see
-            `following`.
+        finals: for columns under ``next`` that are not stored, the values of the last row of each
+            episode, ``[E, ...]``. All other values of these columns come from the following rows;
+            see `following`.
     """
 
     path: Path
@@ -141,9 +141,9 @@ class Published:
         return torch.Size(self.manifest.batch)
 
     def tensordict(self) -> TensorDict:
-        """Return the columns as one TensorDict; nested ones have the same batch size.
+        """Return all columns as a TensorDict with nested TensorDicts of one batch size.
 
-        Stored columns are not copied: the result contains the tensors of `columns`. Columns that
+        Stored columns are not copied, so the result contains the tensors of `columns`. Columns that
         are not stored are built in memory.
         """
         data = TensorDict({}, batch_size=self.batch_size)
@@ -400,23 +400,23 @@ def ensure_published(
 ) -> Published:
     """Open the data set at a path, after building it if there is none.
 
-    If several processes or threads call this function for one path, one of them builds. The others
-    wait, and then open the result.
+    If several processes or threads call this function for one path, one of them builds the data
+    set. The others wait, and then open it.
 
     Args:
         path: the directory of the data set.
         build: fills the empty directory that it receives, and returns the manifest or its text. An
             error in ``build`` is raised to the caller, and the path does not change.
-        force: build even if the path holds a complete or damaged data set. The new data set
+        force: True to build even if the path holds a complete or damaged data set. The new data set
             replaces the old one in one step when it is complete. After an error, the old data set
             stays.
         identity: as for `open_published`.
         is_current: returns whether the existing data set is up to date. If it is outdated, it is
             built again as with ``force``.
         prepare: called before ``build``, and before files are created or removed for it.
-        goes_on: if True, ``build`` can continue an interrupted build. It may then receive the
-            directory of an earlier call, which contains the file `UNFINISHED_NAME`. If ``build`` is
-            interrupted while that file exists, the directory stays for the next call.
+        goes_on: if True, ``build`` can continue an interrupted build. ``build`` may then receive
+            the directory of an earlier call, which contains the file `UNFINISHED_NAME`. If
+            ``build`` is interrupted while that file exists, the directory stays for the next call.
 
     Raises:
         RuntimeError: the path holds files that are not part of a data set. Or, without ``force``,
@@ -448,7 +448,7 @@ def publish(
     unfinished: Path | None = None,
     goes_on: bool = False,
 ) -> Published:
-    """Build in a private directory under the lock, then move it to the target.
+    """Build a data set in a private directory, then move the directory to the target.
 
     Args:
         target: the directory of the result.
@@ -580,7 +580,7 @@ def recover(target: Path, *, keeps: bool = False) -> Path | None:
 
     Args:
         target: the directory of the data set.
-        keeps: keep and return one unfinished directory that can be continued, if there is one.
+        keeps: True to keep one unfinished directory that can be continued, and return it.
     """
     retired = siblings(target, _RETIRED)
     if retired and not os.path.lexists(target):

@@ -43,7 +43,7 @@ class WebFiles:
 
     Attributes:
         files: the files.
-        natural: compare numbers in the names as numbers.
+        natural: True to order numbers in file names by value, so that 9 comes before 10.
     """
 
     files: tuple[WebFile, ...]
@@ -64,7 +64,7 @@ class WebFiles:
         """Fetch and verify the files.
 
         Args:
-            target: the directory of the columns, to check its free space as well.
+            target: the directory of the columns, to check the free space of its disk as well.
 
         Raises:
             FileNotFoundError, PermissionError, DownloadError, OSError: as in `download`.
@@ -84,7 +84,7 @@ class WebFiles:
         return Sources(found, self._origin(), self.natural)
 
     def listing(self) -> tuple[dict[str, Any], tuple[PlannedFile, ...], Path]:
-        """Return origin, files and cache. Unknown sizes are requested unless offline."""
+        """Return origin, files and cache; request unknown sizes unless offline."""
         cache = DownloadCache(default_downloads())
         sizes = [file.size for file in self.files] if is_offline() else sizes_of(self.files, cache)
         files = tuple(
@@ -115,7 +115,7 @@ class HubFiles:
         suffix: the end of the file names.
         ``beside``: the endings of the names of further files, which describe the files and are
             fetched with them.
-        natural: order numbers in the names by their value.
+        natural: True to order numbers in file names by value, so that 9 comes before 10.
     """
 
     repo_id: str
@@ -141,7 +141,7 @@ class HubFiles:
         stored listing names the files.
 
         Args:
-            target: the directory of the columns. Its free space is checked as well.
+            target: the directory of the columns. The free space of its disk is checked as well.
 
         Raises:
             FileNotFoundError, PermissionError, DownloadError, OSError, ImportError: as in

@@ -65,7 +65,7 @@ class Sources:
     Attributes:
         files: the files, sorted by name. The position of a file is the ``seed`` of its rows.
         origin: JSON values for the manifest, such as repository and commit.
-        natural: order numbers in the names by their value.
+        natural: True to order numbers in file names by value, so that 9 comes before 10.
     """
 
     files: tuple[SourceFile, ...]
@@ -121,7 +121,7 @@ class Sources:
         return cls(tuple(files), {"kind": "local"} if origin is None else origin, natural)
 
     def check(self) -> None:
-        """Check that files are given, and that each has its size (rules V02, V05).
+        """Check that files are given, and that no size has changed (rules V02, V05).
 
         Raises:
             CorpusError: there is no file, or a file has another size.
@@ -265,7 +265,7 @@ class Remote(Protocol):
         """Fetch and verify the files.
 
         Args:
-            target: the directory of the columns. Its free space is checked as well.
+            target: the directory of the columns. The free space of its disk is checked as well.
 
         Raises:
             FileNotFoundError, PermissionError, DownloadError, OSError: the files cannot be
@@ -289,8 +289,9 @@ def free_bytes(path: Path) -> int:
 def room_needed_at(target: Path, *, may_shrink: bool, force: bool = False) -> Path | None:
     """Return the directory that needs as much room as the source files, or ``None``.
 
-    ``None`` means that the needed room is not known. The columns may be smaller than the files or
-    exist already, or an interrupted conversion may have reserved some of the space.
+    ``None`` means that the needed room is not known. This is the case if the columns may be smaller
+    than the files, or may exist already. It is also the case if an interrupted conversion may have
+    reserved some of the space.
     """
     is_there = target.exists() and not force
     return None if may_shrink or is_there or siblings(target, "tmp") else target
@@ -300,7 +301,7 @@ def require_room_for_columns(cache: Path, missing: int, target: Path, nbytes: in
     """Check before a download that the columns will probably fit on the disk.
 
     Columns are at least as large as uncompressed files, because most observations are stored twice:
-    before a step and after it. The conversion checks the exact size later.
+    before one step and after another. The conversion checks the exact size later.
 
     Args:
         cache: the folder of the fetched files.
@@ -309,8 +310,8 @@ def require_room_for_columns(cache: Path, missing: int, target: Path, nbytes: in
         nbytes: total size of the files, in bytes.
 
     Raises:
-        OSError: the disk is too small (``ENOSPC``). The message has the numbers and the remedy. The
-            error is never raised if ``missing`` is zero.
+        OSError: the disk is too small (``ENOSPC``). The message has the needed and the free bytes,
+            and the remedy. The error is never raised if ``missing`` is zero.
     """
     if not missing:
         return

@@ -80,7 +80,7 @@ class Requested(Protocol):
         """Return the wait in seconds that the server requests, or None."""
 
     def explain(self, error: Exception) -> Exception:
-        """Return the exception to raise. Its message has the failure and the remedy."""
+        """Return the exception to raise, whose message has the failure and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ def collect(items: Callable[[], Iterable[T]], stall_s: float) -> list[T]:
 
 
 class Meter:
-    """The counts of received files and bytes of one fetch, under one lock.
+    """The counts of received files and bytes of one fetch, guarded by one lock.
 
     ``failure`` is the error that the progress function has raised. It ends the fetch.
     """
@@ -296,7 +296,7 @@ class Meter:
         self._lock = threading.Lock()
 
     def add(self, file: Received, nbytes: int) -> None:
-        """Count received bytes of a file. The number is negative if the client begins again."""
+        """Count received bytes of a file; a negative count takes bytes back."""
         with self._lock:
             self._received[file.path] = self._received.get(file.path, 0) + nbytes
             self._report_locked()
@@ -411,8 +411,9 @@ def target_lock(target: Path) -> Iterator[None]:
     """Wait for the lock of a target, and hold it while the block runs.
 
     The lock is a file next to the target. The kernel unlocks it when its holder dies, so a dead
-    process never blocks another process. The file is not removed. Otherwise two waiting processes
-    could lock two files of the same name. A wait is logged in one line.
+    process never blocks another process. The lock file is never removed. Otherwise, two waiting
+    processes could lock two different files of the same name. If the function has to wait, it logs
+    one line.
     """
     from filelock import Timeout
 
@@ -433,10 +434,10 @@ def target_lock(target: Path) -> Iterator[None]:
 
 @contextmanager
 def target_lock_if_free(target: Path) -> Iterator[bool]:
-    """Hold the lock of a target while the block runs, if it is free, without waiting.
+    """Try to hold the lock of a target while the block runs; do not wait.
 
-    The function yields whether the lock is held. The lock is not held if no lock file can be
-    created, as on a read-only disk.
+    The function yields True if the lock was free and is held, otherwise False. The lock is not held
+    if no lock file can be created, as on a read-only disk.
     """
     from filelock import Timeout
 
@@ -463,7 +464,9 @@ _STEP_S: Final = 0.1
 
 @contextmanager
 def cancellable_lock(path: Path, cancel: Event) -> Iterator[None]:
-    """Wait for the lock of a file to fetch, unless ``cancel`` is set, and hold it.
+    """Wait for the lock of a file to fetch, and hold it while the block runs.
+
+    The wait ends if ``cancel`` is set.
 
     Raises:
         Cancelled: ``cancel`` was set before the lock was free.

@@ -47,7 +47,7 @@ Function and result must be picklable.
 """
 
 POLL: Final = 1.0
-"""Seconds between checks for deaths that no descriptor signals."""
+"""Seconds between checks for deaths that no file descriptor signals."""
 GRACE: Final = 10.0
 """Seconds that a worker has to end before it is killed."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -106,7 +106,7 @@ class Worker:
         return death_of(self.process.exitcode)
 
     def is_gone(self) -> bool:
-        """Return whether the process has ended, and then close the connection."""
+        """Return whether the process has ended; if so, close the connection."""
         if self.process.is_alive():
             return False
         self.connection.close()
@@ -140,8 +140,8 @@ def end_workers(workers: Sequence[Worker]) -> None:
 def interrupts_held_back() -> Iterator[None]:
     """Delay an interrupt (SIGINT) until the end of the block.
 
-    Python's hooks around a fork discard a KeyboardInterrupt. Without the delay, this process would
-    ignore the interrupt.
+    Python's hooks around a fork discard a KeyboardInterrupt. So without the delay, an interrupt
+    during a fork would be lost.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -160,7 +160,7 @@ def interrupts_held_back() -> Iterator[None]:
 def heard(group: Sequence[Worker]) -> list[Worker]:
     """Return the workers that answered or died, after waiting for the first of them.
 
-    At least one worker of the group must have a piece.
+    At least one of the given workers must have a piece.
     """
     while True:
         wait([part for w in group for part in (w.connection, w.process.sentinel)], POLL)
@@ -295,10 +295,10 @@ def run_in_processes(
         count: the number of processes.
         threads: torch threads in each worker.
         start_method: the start method of `multiprocessing`; None for the default.
-        max_tasks: number of pieces after which a worker is replaced.
+        max_tasks: count of pieces after which a new process replaces a worker.
 
     Raises:
-        RuntimeError: a worker died; names the signal or exit code.
+        RuntimeError: a worker died. The message names the signal or exit code.
 
     An error in ``job`` is raised to the caller, with the worker's traceback as its cause.
     """
@@ -341,7 +341,7 @@ def pool_size(pool: Any) -> int | None:
 
     Raises:
         TypeError: ``pool`` is not a pool of processes. Threads would share torch's global
-            generator. Their order would change the results and the caller's random numbers.
+            generator, so their order would change the results and the caller's random numbers.
     """
     if isinstance(pool, ThreadPool) or not hasattr(pool, "apply_async"):
         raise TypeError(
@@ -390,8 +390,9 @@ class WorkerPool:
         job: the function for a piece.
         pieces: the queue of pieces.
         count: the greatest number of workers.
-        ahead: the greatest number of pieces that workers have or whose results the caller has not
-            taken yet. It is at least ``count``. By default there is no limit.
+        ahead: the greatest count of pieces under way. A piece is under way from the time a worker
+            gets it until the caller takes its result. ``ahead`` is at least ``count``. By default
+            there is no limit.
     """
 
     def __init__(
@@ -440,8 +441,8 @@ class WorkerPool:
     def take(self, piece: Piece | None = None) -> Piece | None:
         """Return the next piece, or a given piece, for the caller to process.
 
-        No worker gets the returned piece. The result is ``None`` if a worker has the piece already,
-        or if none is left.
+        No worker gets the returned piece. The result is ``None`` if a worker has the given piece
+        already, or if no piece is left.
         """
         with self._lock:
             if not self._todo or (piece is not None and piece not in self._todo):

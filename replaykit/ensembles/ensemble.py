@@ -476,7 +476,7 @@ class ReplayBufferEnsemble(
             neighbouring rows.
         batch_size: default number of rows of a batch.
         collate_fn: a function that makes a batch of a list of K samples, one per part. By default
-            tensors are stacked, and all samples must have the same keys.
+            tensors are stacked, and all samples must have equal keys, shapes and dtypes.
         collate_fns: one function or None per member. A function replaces the member's own
             ``collate_fn``.
         p: relative weights of the members. With ``"size"``, a weight is the number of rows of the
@@ -511,9 +511,10 @@ class ReplayBufferEnsemble(
 
     Samples carry ``("index", "index")`` and ``("index", "buffer_ids")``. If a member is an
     ensemble, ``("index", "inner_ids")`` names the member of that ensemble, and so on. All batches
-    have the same info keys. If a member's sampler does not return a key of another member, its rows
-    get default values. These are 1 for ``priority_weight`` and True for masks. Such a row is its
-    own anchor, and a sequence of length 1. Windows are numbered from 0 in each part.
+    have the same info keys. If a member's sampler does not return a key of another member, the
+    member's rows get a default value for that key. The default is 1 for ``priority_weight`` and
+    True for masks. Such a row is its own anchor, and a sequence of length 1. Windows are numbered
+    from 0 in each part.
 
     A member that draws without replacement starts another pass at the end of a pass. An iteration
     ends after the batch with which every member that can be chosen has ended a pass. If such a

@@ -138,8 +138,8 @@ def requests(sampler: Sampler, unit: SampleUnit | None, times: int, rows: int) -
     """Return the number of rows to request from a member in each draw.
 
     A sampler that draws any number of single rows draws all rows in one draw. A sampler of windows,
-    or a custom sampler, makes one draw per part, because its windows may depend on the number of
-    rows.
+    or a custom sampler, makes one draw per part, because its windows may depend on the count of
+    requested rows.
     """
     entry = entry_of(type(sampler))
     single = entry is not None and entry.single_rows and (unit is None or type(unit) is Transition)
@@ -247,10 +247,10 @@ def multinomial(weights: Array | None, draws: int, count: int, generator: Any) -
 def exact(weights: Array | None, draws: int, count: int, generator: Any) -> Array:
     """Draw each member ``draws * weight / sum`` times, rounded down or up.
 
-    Rounding down leaves some draws, which systematic sampling distributes. It places points at
-    equal distances on the cumulative remainders, from one uniform random offset. The member at each
-    point gets a draw. On average, each member is thus drawn in proportion to its weight. Without
-    remaining draws, no random number is used.
+    Rounding down leaves some draws over, which systematic sampling distributes. This method places
+    points at equal distances on the cumulative sum of the remainders, from one uniform random
+    offset. The member at each point gets one of the remaining draws. On average, each member is
+    thus drawn in proportion to its weight. Without remaining draws, no random number is used.
 
     Returns:
         Numbers of members in ascending order, int64 ``[draws]``.

@@ -53,8 +53,8 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
     def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:
         """Save the ensemble and all its members into one directory, or change nothing.
 
-        The result is a checkpoint like that of a buffer. It holds all members as of one instant.
-        Unedited rows of a data set are not saved. The checkpoint only identifies them.
+        The result is a checkpoint like that of a buffer. It holds all local members as of one
+        instant. Unedited rows of a data set are not saved. The checkpoint only identifies them.
 
         Args:
             path: the directory. It is created with its parents. If it holds a checkpoint, it is

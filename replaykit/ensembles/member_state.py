@@ -159,7 +159,7 @@ def saved_draws(ensemble: EnsembleCore, drawn: EnsembleDrawn) -> dict[str, Any]:
 
 
 def checked_draws(ensemble: EnsembleCore, record: object) -> EnsembleDrawn:
-    """Return a saved draw; ValueError if it is not that of such an ensemble."""
+    """Return a saved draw; ValueError if such an ensemble cannot have saved it."""
     fields = record if isinstance(record, Mapping) else {}
     members, parts = fields.get("members"), fields.get("parts")
     numbers = [fields.get("rows"), fields.get("size")]

@@ -27,7 +27,7 @@ _SEEDS = 2**62
 
 
 class Member:
-    """A member of an ensemble that wraps a handle of a remote buffer.
+    """A wrapper of a remote buffer's handle, as a member of an ensemble.
 
     Its samples are drawn with seeds from the generator of the ensemble. This does not affect the
     buffer's own draws. An undelivered draw has therefore changed nothing in the buffer.
@@ -312,7 +312,7 @@ class KnownMember:
                 raise naming(error, number) from error
 
     def trust(self) -> None:
-        """Treat all members as ready; otherwise their draws raise errors."""
+        """Treat all members as ready. The draw of a member that is not ready then raises."""
         self._readiness = {
             number: readiness._replace(ready=True) for number, readiness in self._readiness.items()
         }

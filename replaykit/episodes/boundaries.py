@@ -31,8 +31,8 @@ __all__ = [
 class CutMarks:
     """The rows after which streams were cut, each with ``SEVERED`` or ``RESTORED``.
 
-    A mark identifies its row by ``row id * lanes + lane``. This number does not change when the row
-    moves. Marks are few, one per restart and one per ``cut()``.
+    A mark is the number ``row id * lanes + lane`` of its row. This number does not change when the
+    row moves to another slot. There are few marks: one per restart and one per call of ``cut()``.
 
     Example:
         >>> import numpy as np
@@ -64,7 +64,7 @@ class CutMarks:
         return bool(gone.any())
 
     def among(self, low: int, high: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return the numbers in ``[low, high)``, ascending, and their codes."""
+        """Return the marks in ``[low, high)``, ascending, and their codes."""
         start, stop = np.searchsorted(self.numbers, [low, high])
         return self.numbers[start:stop], self.codes[start:stop]
 
@@ -174,7 +174,7 @@ class BoundaryRule:
     Attributes:
         flags: keys of flags. A row ends an episode if any of its flags is set. Keys that are not
             stored are ignored. None: ``done``, ``truncated`` and ``terminated`` under ``next``. If
-            none of these is stored under ``next``, the flags at the root are used (`end_flags`).
+            no such flag is stored under ``next``, the flags at the root are used (`end_flags`).
         ids: keys of ids. An episode ends before a row of the same stream with another id. None: the
             stored keys among ``("collector", "traj_ids")``, ``episode`` and ``seed``.
         strict: whether to raise an error for data without any of these columns.
@@ -231,7 +231,7 @@ class BoundColumns:
     Attributes:
         flags, ids: keys of the columns.
         init: the key ``is_init``, or None.
-        paths: all keys. After an edit of one of these columns the index must be rebuilt.
+        paths: all keys. If one of these columns is edited, the index must be rebuilt.
     """
 
     def __init__(
@@ -321,7 +321,7 @@ def seams(
     lanes: int,
     upcoming: int,
 ) -> tuple[Array, Array, bool]:
-    """Find the stored rows after which a stream was cut or other rows are missing.
+    """Find the stored rows after which a stream was cut or rows are missing.
 
     Args:
         marks: marks of cuts.
@@ -329,14 +329,14 @@ def seams(
         oldest: the first row id.
         length: number of rows.
         upcoming: row id of the next write. The next row continues the streams of the last row only
-            if its row id is one more.
+            if its row id is the next number.
 
     Returns:
-        Three values: the numbers of the rows, int64 ``[n]``, ascending; the codes of their ends,
-            uint8 ``[n, lanes]``, 0 in lanes that continue; and whether the rows and the next row
-            have consecutive row ids.
+        Three values: the indices of the rows in ring order, int64 ``[n]``, ascending; the codes of
+            their ends, uint8 ``[n, lanes]``, 0 in lanes that continue; and whether the rows and the
+            next row have consecutive row ids.
 
-    Cost: O(marks) for rows in order, else a pass over the row ids.
+    Cost: O(marks) if row ids are consecutive, otherwise a pass over the row ids.
     """
     if positions is None:
         severed = np.zeros(0, np.int64)

@@ -87,7 +87,7 @@ NOT_INIT: Final = 0x20
 
 HEAD_SHIFT: Final = 3
 LINK_SHIFT: Final = 5
-"""A link is ``target << 5 | head << 3 | code``; see ``ring``."""
+"""Shift of the target in a link: ``target << 5 | head << 3 | code``; see ``ring``."""
 
 
 Array = np.ndarray[Any, Any]
@@ -101,7 +101,7 @@ class Found(NamedTuple):
         base: time of the first row that windows of the episode may use.
         rows: number of rows that windows of the episode may use, from ``base`` on.
         count: number of windows of the episode.
-        rest: number of the window among the windows of its episode.
+        rest: index of the window among the windows of its episode.
     """
 
     lane: Array
@@ -141,8 +141,8 @@ class Needs:
         past: number of rows before the row. A row with fewer earlier rows can be drawn if the reset
             of its episode is stored, because padding then completes its history.
         open_future: number of rows after the row while its episode is open.
-        closed: whether the row's episode must have ended.
-        intact: whether the row's episode must be stored from its reset on.
+        closed: True if the row's episode must have ended.
+        intact: True if the row's episode must be stored from its reset on.
 
     Example:
         >>> from replaykit.episodes import Needs
@@ -173,7 +173,7 @@ class Needs:
 
     @cached_property
     def single(self) -> CountLaw:
-        """The law for draws of single rows with these needs."""
+        """The `CountLaw` for draws of single rows with these needs."""
         return CountLaw.strict(1).needing(self)
 
 
@@ -195,12 +195,12 @@ class CountLaw:
         least: smallest m for the first formula.
         add: ``1 - T`` plus the number of rows by which windows of T rows may extend beyond both
             ends.
-        below: number of windows of a shorter episode, 0 or 1.
+        below: number of windows of an episode with ``1 <= m < least``, 0 or 1.
         past: number of stored rows that a window needs before its first row.
         open_future: number of stored rows that a window needs after its last row while its episode
             is open.
-        closed: whether only episodes that have ended have windows.
-        intact: whether only episodes that are stored from their reset on have windows.
+        closed: True if only episodes that have ended have windows.
+        intact: True if only episodes that are stored from their reset on have windows.
 
     Example:
         >>> from replaykit.episodes import CountLaw
@@ -240,8 +240,8 @@ class CountLaw:
             is_open: whether the episodes are open, bool ``[J]``.
 
         Returns:
-            For each episode, the number of windows, the number of rows that windows may use, and
-            the number of excluded rows before these.
+            For each episode, the count of windows, the count of rows that windows may use, and the
+            count of excluded rows before them.
         """
         skip = np.where(reset, 0, self.past)
         rows = stored - skip
@@ -260,7 +260,7 @@ class CountLaw:
         return count, rows, skip
 
     def needing(self, needs: Needs) -> CountLaw:
-        """Return the law with the needs of transforms added."""
+        """Return the law that also satisfies the needs of transforms."""
         return replace(
             self,
             past=needs.past,

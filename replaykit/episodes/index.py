@@ -35,7 +35,7 @@ _EVICTED, _RESET = int(Head.EVICTED), int(Head.RESET)
 
 
 class RingWrites:
-    """The part of `EpisodeIndex` that follows writes. Its data are in ``_ring``."""
+    """The part of `EpisodeIndex` that follows writes, with its data in ``_ring``."""
 
     def __init__(self, storage: RowSource, rule: BoundaryRule, *, before: int = 0) -> None:
         columns = storage.require()
@@ -257,8 +257,8 @@ class RingWrites:
     def first(self) -> tuple[int, Any, Any]:
         """Return the row id of the oldest row, and the beginnings of its episodes.
 
-        A beginning is a row id, or -1 if the episode begins with the oldest row, and a ``Head``;
-        ``[lanes]`` each. Storages in files call this after every write.
+        A beginning consists of a row id and a ``Head``, ``[lanes]`` each. The row id is -1 if the
+        episode begins with the oldest row. Storages in files call this after every write.
         """
         self.sync()
         ring = self._ring
@@ -274,7 +274,7 @@ class RingWrites:
     def state(self, kept: torch.Tensor | None = None) -> dict[str, Any]:
         """Return the part of the index that cannot be derived from the rows.
 
-        It consists of the beginnings of episodes whose first rows are not stored.
+        This part consists of the beginnings of episodes whose first rows are not stored.
 
         Args:
             kept: slots of the stored rows to save, int64 ``[K]``; None for all rows.
@@ -303,9 +303,9 @@ class EpisodeIndex(RingWrites):
     """The beginnings and ends of all episodes of a column storage, and their reasons.
 
     An *element*, int64, is the address of a row. It is the slot, or ``slot * lanes + lane`` in a
-    storage with lanes. The *time* of a row is its number in its lane. No time is used twice.
-    ``time_and_lane`` and ``element`` convert between elements and times. Arguments must belong to
-    stored rows, which is not checked. The caller must hold the lock of the storage.
+    storage with lanes. The *time* of a row is its sequence number in its lane. No time is used
+    twice. ``time_and_lane`` and ``element`` convert between elements and times. Arguments must
+    belong to stored rows, which is not checked. The caller must hold the lock of the storage.
 
     Every write calls ``sync`` for its rows, at a cost proportional to their number. If rows were
     moved or edited, or were written without ``sync``, the next call of ``sync`` rebuilds the index.
@@ -314,7 +314,8 @@ class EpisodeIndex(RingWrites):
     Args:
         storage: the storage, which must have rows.
         rule: the columns that end episodes.
-        before: number of rows, just written, that ``sync`` or ``append_rows`` will index.
+        before: count of the newest rows that are not indexed yet, because ``sync`` or
+            ``append_rows`` will index them.
 
     Raises:
         KeyError: as ``BoundaryRule.bind`` does.
@@ -375,7 +376,7 @@ class EpisodeIndex(RingWrites):
         return self._ring.around(element)
 
     def rows(self, law: CountLaw, number: Array) -> Array:
-        """Return elements of single rows by number, by ``find`` and ``element``."""
+        """Return the elements of single rows, given their numbers among the drawable rows."""
         return self._ring.pick(law, WINDOWS, number)
 
     def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
@@ -385,8 +386,8 @@ class EpisodeIndex(RingWrites):
     def ended_among(self, newest: int) -> tuple[Array, Array, Array]:
         """Return the ends of episodes among the ``newest`` stored rows of every lane.
 
-        An end is a row that terminated or was truncated. The arrays are time, lane and
-        ``EndReason``, int64 ``[m]``. Cost: O(newest).
+        An end is a row that terminated or was truncated. The result has three arrays: time, lane
+        and ``EndReason``, int64 ``[m]`` each. Cost: O(newest).
         """
         lo, hi = self._ring.lo, self._ring.hi
         time = np.repeat(np.arange(max(lo, hi - newest), hi), self.lanes)
@@ -410,8 +411,8 @@ class EpisodeIndex(RingWrites):
     def streams(self, time: Array, lane: Array) -> tuple[Array, Array]:
         """Return first and last time of the unbroken part of a stream around each row.
 
-        Such a part may contain several episodes. It ends at the write seam, at missing rows and at
-        restarts.
+        An unbroken part may contain several episodes. It ends at the write seam, at missing rows
+        and at restarts.
         """
         return between(self._ring.severed(), *self.bounds(lane), time, lane)
 
@@ -444,7 +445,7 @@ class EpisodeIndex(RingWrites):
         return self._ring.total(law, kind)
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
-        """Look up windows by number. They are in the order of lanes, then of time."""
+        """Look up windows by number, which counts in the order of lanes, then of time."""
         return self._ring.find(law, kind, number)
 
     def slices(self, law: CountLaw, number: Array, length: int) -> tuple[Array, Array]:
@@ -479,7 +480,7 @@ class EpisodeIndex(RingWrites):
         return self._ring.table()
 
     def longest(self) -> int:
-        """Return the number of stored rows of the longest episode. Cost: O(episodes)."""
+        """Return the count of stored rows of the longest episode. Cost: O(episodes)."""
         return self._ring.longest()
 
     @property
@@ -489,7 +490,7 @@ class EpisodeIndex(RingWrites):
 
     @property
     def numbering(self) -> int:
-        """A number that changes when lanes are added or removed, so that numbers change."""
+        """A number that changes when lanes are added or removed, which renumbers them."""
         return 0
 
     def stored_rows(self) -> int:
@@ -538,4 +539,4 @@ class StaticEpisodes(EpisodeIndex):
         """Do nothing, because the given ends are valid until the next write."""
 
     def append_rows(self, rows: Any) -> None:
-        """Do nothing, for the same reason as ``sync``."""
+        """Do nothing, because the given ends are valid until the next write."""

@@ -127,7 +127,7 @@ class StreamWrites(EpisodeIndex):
         self._edited = True
 
     def append(self, count: int) -> None:
-        """Follow a write of ``count`` rows at the cursor; index them now or later."""
+        """Follow a write of ``count`` rows at the cursor; index these rows now or later."""
         behind = self._storage.ledger.next_position - self._noted
         if behind >= _BEHIND or self.slots < _LEAST or not self._noted:
             self.sync()
@@ -324,7 +324,7 @@ class StreamWrites(EpisodeIndex):
         streams.version += 1
 
     def first(self) -> tuple[int, Any, Any]:
-        """Return no beginnings. ``state`` has the beginnings of streams."""
+        """Return no beginnings, because ``state`` has the beginnings of all streams."""
         return -1, [], []
 
     def state(self, kept: torch.Tensor | None = None) -> dict[str, Any]:
@@ -348,7 +348,7 @@ class InterleavedIndex(StreamWrites):
     other streams are between them in the ring. When the last row of a stream is lost, the index
     forgets the stream. If the stream is written again, it begins with a reset.
 
-    Cost: a write takes O(rows written + streams among them), without a Python step per row.
+    Cost: a write takes O(rows written + streams of these rows), without a Python step per row.
     ``totals`` takes O(streams), and ``find`` takes O(K log episodes).
     Memory: 24 bytes per row, and the memory of episodes and streams.
 
@@ -369,9 +369,9 @@ class InterleavedIndex(StreamWrites):
         return self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
 
     def sizes(self, keys: Array | None = None) -> Array:
-        """Return the number of stored rows of every stream, or of the streams ``keys``.
+        """Return the count of stored rows of every stream, or of the streams ``keys``.
 
-        ``stream_keys`` describes keys. The number is 0 for a stream without stored rows.
+        ``stream_keys`` describes keys. The count is 0 for a stream without stored rows.
         """
         streams = self._streams
         lane = streams.lane
@@ -383,12 +383,15 @@ class InterleavedIndex(StreamWrites):
         return found
 
     def nth(self, keys: Array, number: Array) -> Array:
-        """Return slots of streams' rows by key and number; the oldest row has number 0."""
+        """Return slots of rows, given stream keys and the rows' indices, oldest row first."""
         record = self._streams.records(keys)
         return self._streams.slot(self._streams.lane.lo[record] + number, record)
 
     def oldest(self) -> int:
-        """Return the lowest stored row id. Some rows must be stored. Cost: O(streams)."""
+        """Return the lowest stored row id. Cost: O(streams).
+
+        At least one row must be stored.
+        """
         streams = self._streams
         slots = streams.slot(streams.lane.lo[streams.order], streams.order)
         return int(self._positions(slots).min())
@@ -471,18 +474,18 @@ class InterleavedIndex(StreamWrites):
         return np.stack([time, lane, *self.episodes_at(time, lane)])
 
     def rows(self, law: CountLaw, number: Array) -> Array:
-        """Return elements of single rows by number, by ``find`` and ``element``."""
+        """Return the elements of single rows, given their numbers among the drawable rows."""
         found = self.find(law, WINDOWS, number)
         return self.element(found.base + found.rest, found.lane)
 
     def ended_among(self, newest: int) -> tuple[Array, Array, Array]:
         """Return the ends of episodes among the ``newest`` stored rows.
 
-        An end is a row that terminated or was truncated. The arrays are time, lane and
-        ``EndReason``, int64 ``[m]``.
+        An end is a row that terminated or was truncated. The result has three arrays: time, lane
+        and ``EndReason``, int64 ``[m]`` each.
 
-        Cost: O(newest). If rows are written by stream, and ``newest`` exceeds the last write, the
-        cost is O(rows).
+        Cost: O(newest). If a writer chooses slots by stream, and ``newest`` exceeds the rows of the
+        last write, the cost is O(rows).
         """
         ledger, streams = self._storage.ledger, self._streams
         slots = np.arange(ledger.length)
@@ -520,8 +523,8 @@ class InterleavedIndex(StreamWrites):
     def streams(self, time: Array, lane: Array) -> tuple[Array, Array]:
         """Return first and last time of the unbroken part of a stream around each row.
 
-        Such a part may contain several episodes. It ends at the write seam, at missing rows and at
-        restarts.
+        An unbroken part may contain several episodes. It ends at the write seam, at missing rows
+        and at restarts.
         """
         lo, hi = self.bounds(lane)
         first, last = lo.copy(), hi - 1
@@ -544,8 +547,8 @@ class InterleavedIndex(StreamWrites):
         """Return the row ids of rows.
 
         For stored rows and for the first row of an episode, the result is exact. For other
-        overwritten rows it is a lower bound, because the number of rows of other streams between
-        them is unknown.
+        overwritten rows, the result is a lower bound. The count of rows of other streams between
+        overwritten rows is unknown.
         """
         streams = self._streams
         lo = self.bounds(lane)[0]
@@ -571,7 +574,7 @@ class InterleavedIndex(StreamWrites):
         return int(self.totals(law, kind).sum())
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
-        """Look up windows by number. They are in the order of lanes, then of time."""
+        """Look up windows by number, which counts in the order of lanes, then of time."""
         return Windows(*self._streams.sums(law, kind).find(number))
 
     def slices(self, law: CountLaw, number: Array, length: int) -> tuple[Array, Array]:

@@ -14,7 +14,7 @@ _FIRST = 64
 
 
 def spread(start: Array, count: Array) -> Array:
-    """Return consecutive runs of ``count[i]`` numbers, each from ``start[i]`` on.
+    """Return joined runs of ``count[i]`` consecutive numbers from ``start[i]`` on.
 
     Example:
         >>> import numpy as np
@@ -29,8 +29,8 @@ def spread(start: Array, count: Array) -> Array:
 class Records:
     """Numbered records with one column per field.
 
-    The column of a field is the attribute of that name. Released numbers are used again. The fields
-    of a new record have arbitrary values. Cost: O(1) per record, amortised.
+    The column of a field is the attribute with the field's name. New records get released numbers
+    first. The fields of a new record have arbitrary values. Cost: O(1) per record, amortised.
     """
 
     def __init__(self, fields: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class Records:
 class Rings:
     """Queues of integers, one per record, in one array.
 
-    The entries of a queue have ascending numbers ``lo <= i < hi``. Each queue has a piece of the
+    The entries of a queue are numbered from ``lo`` to ``hi - 1``. Each queue has a piece of the
     array whose length is a power of two. A queue that outgrows its piece gets a larger piece. When
     the array is full, all pieces move to a new array. At least a quarter of the array's entries are
     in use. Cost: O(1) per entry, amortised.
@@ -89,7 +89,7 @@ class Rings:
         return np.asarray(self._pool[self._base[which] + (number & self._mask[which])], np.int64)
 
     def put(self, which: Array, number: Array, value: Array) -> None:
-        """Set the entries ``number`` of the queues ``which``; ``reserve`` makes room."""
+        """Set the entries ``number`` of the queues ``which``, after ``reserve`` made room."""
         self._pool[self._base[which] + (number & self._mask[which])] = value
 
     def reserve(self, which: Array, need: Array, lo: Array, hi: Array, alive: Array) -> None:

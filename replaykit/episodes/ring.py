@@ -34,14 +34,14 @@ _FIRST = 1024
 class RingEpisodes:
     """The episodes among the rows ``lo <= time < hi`` of each of ``lanes`` lanes.
 
-    The *time* of a row is its number in its lane, int64. No time is used twice. The slot of a row
-    is ``time % slots``. Each row has a link. The first row of an episode links to the newest row of
-    the episode, and every other row links back to the first row. When the first row is overwritten,
-    its data move to an entry of the lane. Episodes that have ended are also listed in the order of
-    their ends.
+    The *time* of a row is its sequence number in its lane, int64. No time is used twice. The slot
+    of a row is ``time % slots``. Each row has a link. The first row of an episode links to the
+    newest row of the episode, and every other row links back to the first row. When the first row
+    is overwritten, the data in its link move to an entry of its lane. Episodes that have ended are
+    also listed in the order of their ends.
 
-    Cost: O(rows) to append. A look-up reads two links. After a write this class sums the numbers of
-    windows again, in O(episodes). The compiled core updates them instead.
+    Cost: O(rows) to append. A look-up reads two links. After a write, this class sums the window
+    counts of all episodes again, in O(episodes). The compiled core updates its sums instead.
     Memory: 8 bytes per row and 32 bytes per episode.
 
     Example:
@@ -151,8 +151,8 @@ class RingEpisodes:
 
         Args:
             codes: uint8 ``[n, lanes]``, including the codes of the cuts.
-            after: int64 ``[m]``, numbers of new rows.
-            ends: uint8 ``[m, lanes]``, not 0 in lanes that are cut.
+            after: int64 ``[m]``, indices of rows among the new rows.
+            ends: uint8 ``[m, lanes]``, the code of the cut, or 0 in lanes that are not cut.
         """
         first = self.hi
         self.append(codes)
@@ -162,7 +162,7 @@ class RingEpisodes:
     def close(self, lanes: Array, code: int) -> None:
         """End the open episodes of lanes (bool ``[lanes]``) at their newest rows.
 
-        The codes ``SEVERED`` and ``RESTORED`` also cut the streams there.
+        With the codes ``SEVERED`` and ``RESTORED``, the streams are also cut after these rows.
         """
         if self.hi == self.lo:
             return
@@ -221,7 +221,7 @@ class RingEpisodes:
     # -- one row --------------------------------------------------------------------------------
 
     def first(self) -> tuple[int, int]:
-        """Return begin and head of the oldest row's episode, in a ring of one lane."""
+        """Return begin and head of the oldest row's episode; the ring must have one lane."""
         begin, _, _, head = self.lookup(np.array([self.lo]), np.zeros(1, np.int64))
         return int(begin[0]), int(head[0])
 
@@ -282,14 +282,14 @@ class RingEpisodes:
     def head_begin(self) -> Array:
         """Time at which the oldest row's episode began, int64 ``[lanes]``.
 
-        It is -1 in lanes where that first row is stored.
+        The time is -1 in lanes in which the first row of this episode is stored.
         """
         return self._head_begin.copy()
 
     def append_columns(
         self, bound: Any, columns: Any, first: int, until: int, ends: Any = None
     ) -> bool:
-        """Append rows directly from their columns. If False, use ``append`` instead."""
+        """Return False, because only the compiled core can append directly from columns."""
         return False
 
     def forget_ids(self) -> None:
@@ -301,7 +301,7 @@ class RingEpisodes:
         return self._last_ids
 
     def set_last_ids(self, ids: Array) -> None:
-        """Set the ids of the newest row. The caller compares ids."""
+        """Set the ids of the newest row. Only the caller compares ids of rows."""
         self._last_ids = ids.copy()
 
     def severed(self) -> Array:
@@ -353,7 +353,7 @@ class RingEpisodes:
         return found
 
     def totals(self, law: CountLaw, kind: int) -> Array:
-        """Return the numbers of windows, episodes or rows of lanes, int64 ``[lanes]``."""
+        """Return the counts of windows, episodes or rows of lanes, int64 ``[lanes]``."""
         sums, *_ = self._summed(law, kind)
         ends = np.searchsorted(self.table().lane, np.arange(self.lanes), side="right")
         upto = np.concatenate([[0], sums])[ends]
@@ -367,7 +367,8 @@ class RingEpisodes:
     def find(self, law: CountLaw, kind: int, number: Array) -> Found:
         """Look up windows, episodes or rows by number, int64 ``[K]``.
 
-        Numbers are in the order of lanes, and in each lane in the order of time.
+        Windows, episodes and rows are numbered in the order of lanes, and in each lane in the order
+        of time.
 
         Raises:
             IndexError: a number is not below the sum of ``totals``.
@@ -407,7 +408,7 @@ class RingEpisodes:
         return element.reshape(-1), np.repeat(np.arange(len(number)), length)
 
     def longest(self) -> int:
-        """Return the number of stored rows of the longest episode. Cost: O(episodes)."""
+        """Return the count of stored rows of the longest episode. Cost: O(episodes)."""
         table = self.table()
         return int((table.last - table.first).max()) + 1 if len(table.last) else 0
 

@@ -32,9 +32,9 @@ _TRUNCATED, _DONE, _TERMINAL, _INIT = range(4)
 class NativeRing:
     """The compiled core's ring of episodes, with the interface of ``RingEpisodes``.
 
-    After a write, ``totals`` and ``find`` take O(new episodes + lanes) for the eight laws used
-    last. Each look-up takes O(log episodes). Memory: 8 bytes per row, 8 per episode, and half a
-    byte per episode and law. The core checks all bounds before it reads memory.
+    After a write, ``totals`` and ``find`` first take O(new episodes + lanes), for the eight laws
+    that were used last. Each look-up then takes O(log episodes). Memory: 8 bytes per row, 8 per
+    episode, and half a byte per episode and law. The core checks all bounds before it reads memory.
 
     Raises:
         ValueError, TypeError: an array has the wrong length or dtype.
@@ -147,8 +147,8 @@ class NativeRing:
     def append_severed(self, codes: Array, after: Array, ends: Array) -> None:
         """Append codes of new rows, and cut streams after the rows ``after``.
 
-        ``RingEpisodes`` describes the arguments. For rows that the core can read,
-        ``append_columns`` is used instead.
+        ``RingEpisodes`` describes the arguments. If the core can read the columns, callers use
+        ``append_columns`` instead.
         """
         done = 0
         for row, own in zip(after.tolist(), ends, strict=True):
@@ -216,7 +216,7 @@ class NativeRing:
         return begin, last, code, head
 
     def first(self) -> tuple[int, int]:
-        """Return begin and head of the oldest row's episode, in a ring of one lane."""
+        """Return begin and head of the oldest row's episode; the ring must have one lane."""
         found: tuple[int, int] = self._core.first()
         return found
 
@@ -241,7 +241,7 @@ class NativeRing:
     def head_begin(self) -> Array:
         """Time at which the oldest row's episode began, int64 ``[lanes]``.
 
-        It is -1 in lanes where that first row is stored.
+        The time is -1 in lanes in which the first row of this episode is stored.
         """
         return self._per_lane()[1]
 
@@ -263,7 +263,7 @@ class NativeRing:
         return tuple.__new__(EpisodeTable, out)
 
     def totals(self, law: CountLaw, kind: int) -> Array:
-        """Return the numbers of windows, episodes or rows of lanes, int64 ``[lanes]``."""
+        """Return the counts of windows, episodes or rows of lanes, int64 ``[lanes]``."""
         out = np.empty((1, self.lanes), np.int64)
         self._totals(*law.key(), kind, out)
         return out[0]

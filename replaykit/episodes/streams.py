@@ -65,12 +65,12 @@ class StreamEpisodeRecords(Records):
 
 
 class StreamSums:
-    """The number of a law's windows, episodes or rows before each episode of a lane.
+    """The count of a law's windows, episodes or rows before each episode of a lane.
 
     Only differences between sums of the same lane are meaningful. The sums cover episodes that have
-    ended and whose first rows are stored, because these episodes do not change. At most two other
-    episodes per lane are counted on demand: the open episode, and the episode whose first rows were
-    overwritten.
+    ended and whose first rows are stored, because these episodes do not change. In each lane, at
+    most two other episodes are counted when they are needed: the open episode, and the episode
+    whose first rows were overwritten.
     """
 
     def __init__(self, law: CountLaw, kind: int, streams: StreamEpisodes) -> None:
@@ -171,11 +171,11 @@ class StreamSums:
         return found
 
     def totals(self) -> Array:
-        """Return the numbers of windows, episodes or rows by rank, int64 ``[lanes]``."""
+        """Return the counts of windows, episodes or rows by rank, int64 ``[lanes]``."""
         return np.diff(self._lanes()[0], prepend=0)
 
     def find(self, number: Array) -> Found:
-        """Look up windows by number. They are in the order of ranks, then of time."""
+        """Look up windows by number, which counts in the order of ranks, then of time."""
         streams = self._streams
         upto, head, ended, whole, before = self._lanes()
         rank = np.searchsorted(upto, number, side="right")
@@ -215,10 +215,11 @@ _ROWS = 1024
 class StreamEpisodes:
     """The episodes among the stored rows of interleaved streams.
 
-    Streams may write rows in any order. Each row has the key of its stream. The ring of ``slots``
-    overwrites the oldest row of all streams. A *lane* is the record of a stream that has stored
-    rows. It is dropped together with the last of these rows. The *rank* of a lane is its position
-    in the order of keys. The *time* of a row is its number in its lane.
+    Streams may write rows in any order. Each row has the key of its stream. All streams share one
+    ring of ``slots``. If the ring is full, a new row replaces the oldest row of all streams. Here a
+    *lane* is the record of one stream with stored rows. A lane is dropped when the last row of its
+    stream is overwritten. The *rank* of a lane is its position in the order of keys. The *time* of
+    a row is its sequence number in its lane.
 
     Memory: each row stores its episode and time in 8 bytes. Each lane stores the slots of its rows,
     in at most 16 bytes per row. An episode takes 34 bytes, and 8 more for each law in use. A lane
@@ -267,19 +268,19 @@ class StreamEpisodes:
         stops: Array | None = None,
         displaced: Array | None = None,
     ) -> None:
-        """Append new rows, at most as many as there are slots.
+        """Append new rows. Their count must not exceed the count of slots.
 
         Args:
             keys: keys of the rows' streams, ``[n]``.
             codes: uint8 ``[n]``, without the ends that ids cause.
             ids: uint8 ``[n, bytes]``.
             slots, positions: slots and row ids, int64 ``[n]``.
-            segments: number of each row's segment. Between consecutive rows of a lane in different
-                segments, the stream is cut.
+            segments: the number of the segment to which each row belongs. If consecutive rows of a
+                lane are in different segments, the stream is cut between them.
             stops: uint8 ``[n]``, the code of a cut after the row, or 0.
-            displaced: those of ``slots`` that had the oldest rows of their lanes; the other slots
-                were free. None: slots are in ring order, and a full ring overwrites the oldest rows
-                of all lanes.
+            displaced: the subset of ``slots`` that held the oldest rows of their lanes. All other
+                slots were free. None: slots are in ring order, and a full ring overwrites the
+                oldest rows of all lanes.
         """
         n = len(keys)
         if not n:
@@ -471,8 +472,8 @@ class StreamEpisodes:
     def close(self, lanes: Array, code: int) -> None:
         """End the open episodes of lanes at their newest rows.
 
-        ``lanes`` is a bool mask by rank. The codes ``SEVERED`` and ``RESTORED`` also cut the
-        streams there.
+        ``lanes`` is a bool mask by rank. With the codes ``SEVERED`` and ``RESTORED``, the streams
+        are also cut after these rows.
         """
         records = self.order[lanes]
         if code in (SEVERED, RESTORED):

@@ -43,8 +43,8 @@ class Finding:
     Attributes:
         check: a short name of the check.
         ok: whether the check passed.
-        text: the error, with its file or key. If the check passed, the amount of data.
-        is_warning: True if the check failed, but the data is stored as it was written.
+        text: the error, with its file or key. If the check passed, the amount of checked data.
+        is_warning: True if the check failed, but the data still counts as correct.
     """
 
     check: str
@@ -55,7 +55,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Spread:
-    """Five numbers that describe values. Without values, four are NaN and the total is 0.
+    """Five numbers that describe values.
+
+    Without values, ``total`` is 0 and the other four numbers are NaN.
 
     Example:
         >>> import numpy as np
@@ -97,7 +99,8 @@ class KeyFacts:
         rows: the number of rows.
         statistics: ``min``, ``max``, ``mean`` and ``std`` of all numbers that are not NaN, and the
             number of NaNs, ``nan``. ``None`` if the values are not numbers.
-        looked_at: the number of rows in the statistics. It equals ``rows`` if all rows were read.
+        looked_at: the count of rows that the statistics cover. It equals ``rows`` if all rows were
+            read.
         source: the source of the values, for a converted data set.
         note: a remark about the key.
     """
@@ -275,7 +278,7 @@ class Column(Protocol):
         """Return the rows ``start .. stop - 1``, ``[stop - start, *shape]``."""
 
     def episode(self, number: int, most: int) -> Array:
-        """Return the rows of an episode, or ``most`` of these rows at even intervals."""
+        """Return all rows of an episode, or ``most`` rows of it at even intervals."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +287,8 @@ class TensorColumn:
 
     Attributes:
         values: the tensor, ``[N, *shape]``, or ``[N, *lanes, *shape]``.
-        rows_of: a function that maps the number of an episode to its rows, int64 ``[n]``.
+        rows_of: a function that maps the number of an episode to the indices of its rows, int64
+            ``[n]``.
         lanes: the sizes of the lane dimensions.
     """
 
@@ -329,7 +333,7 @@ def _numpy(tensor: torch.Tensor) -> Array:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of data, with the roles of some columns.
+    """Columns of data, with the keys of the actions and the rewards.
 
     Attributes:
         columns: the columns by key, as in `KeyFacts`.
@@ -371,11 +375,14 @@ def is_image(shape: Sequence[int]) -> bool:
 
 
 def blocks(column: Column, most_bytes: int | None) -> Iterator[Array]:
-    """Yield all rows of a column in blocks, or runs of rows at even intervals.
+    """Yield the rows of a column in blocks.
+
+    If the column has more than ``most_bytes`` bytes, the blocks cover only runs of rows at even
+    intervals.
 
     Args:
         column: the column.
-        most_bytes: the limit of the bytes to read; ``None`` reads all.
+        most_bytes: the limit of the bytes to read; ``None`` reads all rows.
 
     Memory: about 1 MiB, or one row.
     """

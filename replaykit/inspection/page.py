@@ -124,7 +124,7 @@ def page_of(
     Args:
         facts: the information about the path.
         plots: the plots, in order.
-        hole_note: a text that names the searched data if it has no NaN; ``None`` otherwise.
+        hole_note: a text that names the data in which no NaN was found; ``None`` otherwise.
         strips: frames of episodes.
     """
     name = facts.path.rstrip("/").rpartition("/")[2] or facts.path
@@ -420,7 +420,9 @@ def write_page(target: Path, facts: Facts, table: Table) -> None:
 def make_page(facts: Facts, table: Table) -> str:
     """Return the page as one HTML text that embeds all images.
 
-    If the data is large, only rows at even intervals are read, and the page shows their number.
+    If the data is large, only rows at even intervals are read, and the page shows the count of
+    these rows.
+
     Cost: some tens of MiB and some seconds, whatever the size of the data.
 
     Args:

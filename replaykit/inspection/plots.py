@@ -224,9 +224,9 @@ def lines(numbers: Array, values: Array, label: str, ends: Sequence[str]) -> Cal
     """Return a function that draws a value for each episode, coloured by its end.
 
     Args:
-        numbers: the numbers of the episodes, ``[E]``.
-        values: the values, ``[E]``.
-        label: the label of the values.
+        numbers: the sequence numbers of the episodes, ``[E]``.
+        values: one value of each episode, ``[E]``.
+        label: the label of the axis of the values.
         ends: the reason why each episode ended.
     """
 
@@ -287,7 +287,7 @@ def grid_of(count: int) -> tuple[int, int]:
 
 
 def holes(shares: Array, keys: Sequence[str], episodes: Sequence[int]) -> Callable[[Any], None]:
-    """Return a function that draws the NaN shares of keys and episodes, ``[K, E]``."""
+    """Return a function that draws the share of NaN per key and episode, ``[K, E]``."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()

@@ -217,7 +217,7 @@ class H5Column:
         dtype: the dtype of the values.
         problem: the reason why the values are not numbers; ``None`` if they are.
         pieces: the datasets, in the order of files and names.
-        cuts: the episodes, if they are not the pieces.
+        cuts: the records of each episode; ``None`` if each piece is one episode.
         differs: the number of datasets that are left out because their shape or type differs.
     """
 
@@ -372,11 +372,12 @@ def opened_h5(
 ) -> Iterator[tuple[Facts, Table]]:
     """Open H5 files of one data set, and yield information about them and their table.
 
-    Keys are those of the files. Episodes, returns, ends and warnings come from a conversion into a
-    temporary directory. If the conversion is refused, another conversion leaves out the episodes
-    that break a rule. If the files have more than 256 MiB of values, only some keys are converted.
-    These are actions, rewards, flags and the keys that layouts compare. A warning reports either
-    case. With ``most_bytes=None`` all keys are converted. If no layout fits, there are no episodes.
+    The keys are paths in the files. Episodes, returns, ends and warnings come from a conversion
+    into a temporary directory. If the conversion is refused, another conversion leaves out the
+    episodes that break a rule. If the files have more than 256 MiB of values, only some keys are
+    converted. These are actions, rewards, flags and the keys that layouts compare. A warning
+    reports that episodes or keys were left out. With ``most_bytes=None`` all keys are converted. If
+    no layout fits, there are no episodes.
 
     Args:
         path: the file or folder that the caller gave.

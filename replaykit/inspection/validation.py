@@ -39,8 +39,8 @@ def kind_of(path: Path) -> str:
 
     Raises:
         FileNotFoundError: the path does not exist.
-        ValueError: a folder holds no such data. Or the path, or an H5 file in the folder, is a
-            pipe, a device or a socket.
+        ValueError: a folder holds no data of a known kind. Or the path, or an H5 file in the
+            folder, is a pipe, a device or a socket.
 
     Example:
         >>> from pathlib import Path
@@ -157,7 +157,7 @@ def ted_findings(published: Published, advance: Advance) -> list[Finding]:
     - V21: observations and rewards contain no NaN.
     - V22: the next observation of a row is the observation of the next row.
     - V30: the flags agree with each other.
-    - V31: the flags end the episodes of the table.
+    - V31: the flags mark the ends of the episodes in the table.
     - V32: the episodes cover all rows once.
     - V33: each pair of ids names one episode.
     - V36: no episode is stored twice.

@@ -143,7 +143,7 @@ class RateLimiter:
     # -- the law ------------------------------------------------------------------------------
 
     def may_insert(self, count: int, inserts: int, samples: int, size: int) -> bool:
-        """Return whether ``count`` rows may be written after these inserts and samples.
+        """Return whether ``count`` rows may be written after ``inserts`` and ``samples``.
 
         ``size`` is the number of rows that are stored now.
         """
@@ -170,9 +170,9 @@ class RateLimiter:
         return f"expected writes of at most {most} rows at once, got {count}"
 
     def counted(self, size: int) -> int:
-        """Return the number of ``size`` initial rows that count as inserted.
+        """Return how many of ``size`` initial rows count as inserted.
 
-        This is the number of rows that could have been written without a sample.
+        The result is at most the count of rows that a buffer can write before its first sample.
         """
         if self.may_insert(size, 0, 0, 0):
             return size

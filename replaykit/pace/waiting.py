@@ -26,7 +26,7 @@ __all__ = ["Counts", "LimiterQueue", "Seat", "SharedCounts", "Ticket"]
 
 
 class Seat(OpenFile):
-    """A number that no other live seat has.
+    """A number that no other live seat of the same folder has.
 
     The kernel releases the number of a process that dies. A forked child does not keep its parent's
     number, and takes another number.
@@ -83,12 +83,12 @@ class Seat(OpenFile):
 _WAITED, _PROCESSES, _BEFORE, _HEAD = 2, 4, 5, 8
 """Places of the numbers, most of them one for each side.
 
-They are: rows done, nanoseconds waited, the number of processes (one number), and rows done before
-the last reset. Then follow the rows under way in each process."""
+They are: rows done, nanoseconds waited, an upper bound of the number of processes (one number), and
+rows done before the last reset. Then follow the rows under way in each process."""
 
 
 class Counts:
-    """Numbers of completed and unfinished rows on each of the two sides.
+    """Counts of completed and unfinished rows, for inserts and for samples.
 
     Code that reads or changes them holds ``lock`` for a few instructions.
     """
@@ -209,10 +209,10 @@ _WORDS = (("insert", "samples"), ("sample", "inserts"))
 class LimiterQueue:
     """The counts of one buffer, and the calls that wait for them.
 
-    A call is admitted before it does any work. Until it ends, its rows count on its own side only.
-    A write depends on delivered samples, and a sample on stored rows. So the rule always holds for
-    completed inserts and samples, even if calls fail. Waiting calls have no order. Any call may
-    proceed if its rows fit.
+    A call is admitted before it does any work. Until the call ends, its rows count only for calls
+    of the same side, which are either writes or samples. A write depends on delivered samples only,
+    and a sample on stored rows only. So the rule always holds for completed inserts and samples,
+    even if calls fail. Waiting calls have no order. Any call may proceed if its rows fit.
 
     No lock is held during a wait. A thread that holds the lock of the storage may call all methods
     except ``admit``, whose argument ``size`` may take that lock.
@@ -365,7 +365,8 @@ class LimiterQueue:
     def end(self, side: int, count: int, done: int) -> None:
         """Remove ``count`` unfinished rows; count ``done`` rows as inserted or sampled.
 
-        The completed rows may be different rows, for which no call waited.
+        The completed rows may be other rows than the unfinished rows, and no call may have waited
+        for them.
         """
         counts = self._here()
         with counts.lock:
@@ -449,7 +450,7 @@ class LimiterQueue:
 
 
 class Ticket:
-    """The right of a call to insert or sample some rows; an unused right is returned."""
+    """The right of a call to insert or sample some rows. Unused parts are given back."""
 
     __slots__ = ("_count", "_pace", "_side", "_timeout")
 
@@ -468,7 +469,7 @@ class Ticket:
         self._count = count
 
     def used(self, done: int) -> None:
-        """Count ``done`` rows, and return the unused rest of the right."""
+        """Count ``done`` rows, and give back the unused rest of the right."""
         count, self._count = self._count, 0
         self._pace.end(self._side, count or 0, done)
 

@@ -38,10 +38,10 @@ _INT64, _FLOAT32, _FLOAT64 = torch.int64, torch.float32, torch.float64
 class SegmentTree(Uncompiled):
     """Base class of sum, min and max trees; it cannot be instantiated.
 
-    A tree is an array of ``capacity`` leaves, below nodes of eight children each. A leaf is the
-    identity of the operation until it is set. A node is always computed from its stored children,
-    in a fixed order. It is never adjusted by a difference. So the nodes depend only on the leaves,
-    and are bit for bit the same on every kernel.
+    A tree is an array of ``capacity`` leaves, below nodes of eight children each. Until a leaf is
+    set, it has the identity value of the operation (0, +inf or -inf). A node is always computed
+    from its stored children, in a fixed order. It is never updated by adding a difference.
+    Therefore the nodes depend only on the leaves, and are bit for bit the same on every kernel.
 
     Args:
         capacity: number of leaves, at least 1. It need not be a power of two.
@@ -56,7 +56,7 @@ class SegmentTree(Uncompiled):
     Every call on a tree takes its lock, so threads may share a tree. The update of a batch is
     atomic for other threads. An update that is refused changes nothing. On an accelerator, only
     ``leaves``, ``state_dict`` and calls that return a Python number wait for the device. If the
-    device refuses an update, the next of these calls raises the error.
+    device refuses an update, the next call that waits raises the error.
 
     Memory: 5.14 bytes per leaf for float32 sums and 9.14 for float64 sums; 4.57 and 9.14 bytes for
     minima and maxima.
@@ -129,8 +129,8 @@ class SegmentTree(Uncompiled):
     def native_view(self) -> Any:
         """The core's view of the tree, for calls that combine operations, or None.
 
-        It is None without the core. The caller must ensure that no other thread uses the tree at
-        the same time.
+        The view is None without the core. The caller must ensure that no other thread uses the tree
+        at the same time.
         """
         return self._view
 
@@ -224,7 +224,7 @@ class SegmentTree(Uncompiled):
             IndexError, ValueError: as ``update`` does.
             ValueError: ``count`` differs from the number of values.
 
-        Cost: O(count). Each node above these leaves is computed once.
+        Cost: O(count). Each node above the changed leaves is computed once.
 
         Example:
             >>> from replaykit.priorities import SumSegmentTree
@@ -276,8 +276,8 @@ class SegmentTree(Uncompiled):
     def rebuild(self) -> None:
         """Compute all nodes from the leaves again.
 
-        A node changes only if other code has written to the memory directly. Cost: O(capacity),
-        about 0.3 ms for a million leaves.
+        This call changes nodes only if other code has written to the memory directly. Cost:
+        O(capacity), about 0.3 ms for a million leaves.
         """
         with self._lock:
             (self._torch or self._view).rebuild()
@@ -450,7 +450,7 @@ class SegmentTree(Uncompiled):
 class MinSegmentTree(SegmentTree):
     """An array with fast minima of its ranges.
 
-    A leaf is +inf until it is set. It accepts all numbers, including infinity. NaN raises a
+    A leaf is +inf until it is set. The tree accepts all numbers, including infinity. NaN raises a
     ValueError. ``SegmentTree`` describes the properties of all trees.
 
     Example:
@@ -468,14 +468,14 @@ class MinSegmentTree(SegmentTree):
 
     @property
     def root(self) -> float:
-        """The minimum of all leaves. Waits for an accelerator. Cost: O(1)."""
+        """The minimum of all leaves. Access waits for an accelerator. Cost: O(1)."""
         return self._root()
 
 
 class MaxSegmentTree(SegmentTree):
     """An array with fast maxima of its ranges.
 
-    A leaf is -inf until it is set. It accepts all numbers, including infinity. NaN raises a
+    A leaf is -inf until it is set. The tree accepts all numbers, including infinity. NaN raises a
     ValueError. ``SegmentTree`` describes the properties of all trees.
 
     Example:
@@ -490,7 +490,7 @@ class MaxSegmentTree(SegmentTree):
 
     @property
     def root(self) -> float:
-        """The maximum of all leaves. Waits for an accelerator. Cost: O(1)."""
+        """The maximum of all leaves. Access waits for an accelerator. Cost: O(1)."""
         return self._root()
 
 
@@ -501,13 +501,13 @@ _NOTHING = "expected a positive weight to draw, got a tree whose weights are all
 class SumSegmentTree(SegmentTree):
     """An array of weights with fast sums of ranges and fast draws of slots.
 
-    Weights are finite and not negative. They are zero until they are set. A weight below the
+    Weights are finite and not negative. A weight is zero until it is set. A weight below the
     smallest normal number of ``dtype`` is stored as zero. A slot of weight zero is never found or
     drawn. Sums are always float64. ``SegmentTree`` describes the properties of all trees.
 
-    The search inverts the cumulative distribution (proportional prioritization, Schaul et al.,
-    arXiv 1511.05952, appendix B.2.1). The interval of a slot excludes its right end, so a value on
-    a boundary belongs to the next slot of positive weight.
+    Draws invert the cumulative distribution of the weights (proportional prioritization, Schaul et
+    al., arXiv 1511.05952, appendix B.2.1). The interval of a slot excludes its right end, so a
+    value on a boundary belongs to the next slot of positive weight.
 
     Example:
         >>> import torch
@@ -527,7 +527,7 @@ class SumSegmentTree(SegmentTree):
 
     @property
     def total(self) -> float:
-        """The sum of all weights. Waits for an accelerator. Cost: O(1)."""
+        """The sum of all weights. Access waits for an accelerator. Cost: O(1)."""
         return self._root()
 
     def total_tensor(self) -> torch.Tensor:
@@ -656,8 +656,8 @@ class SumSegmentTree(SegmentTree):
 
         Raises:
             ValueError: ``batch_size`` is negative.
-            EmptyDistributionError: all weights are zero; the generator has not advanced. On an
-                accelerator, the result is index -1 and weight 0 instead.
+            EmptyDistributionError: all weights are zero. The state of the generator is then
+                unchanged. On an accelerator, the result is index -1 and weight 0 instead.
 
         Cost: O(B log8 capacity). The same uniform numbers give the same slots on every kernel.
         """

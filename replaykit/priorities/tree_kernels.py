@@ -40,8 +40,8 @@ def chosen_kernel(device: torch.device) -> str:
     """Return the name of the kernel for a tree on a device.
 
     The environment variable ``REPLAYKIT_TREE`` (``avx512``, ``portable`` or ``torch``) overrides
-    the choice for the CPU. The function raises RuntimeError if it names a kernel that this machine
-    cannot use.
+    the choice for the CPU. The function raises RuntimeError if the variable names a kernel that
+    this machine cannot use.
     """
     if device.type != "cpu":
         return "torch"
@@ -118,7 +118,7 @@ class TorchKernel:
     # -- refusing ---------------------------------------------------------------------------------
 
     def synchronise(self) -> None:
-        """Raise the error that an earlier call on an accelerator deferred, once."""
+        """Raise the deferred error of an earlier call on an accelerator, only once."""
         if self._deferred:
             refusal = self._refused.tolist()
             if refusal[0]:
@@ -164,7 +164,7 @@ class TorchKernel:
     # -- writing ----------------------------------------------------------------------------------
 
     def update(self, index: torch.Tensor, value: torch.Tensor | float) -> None:
-        """Set all given leaves, or none; the last of several equal indices counts."""
+        """Set all given leaves, or none; of equal indices, the last value counts."""
         if index.numel() == 0:
             return
         if not isinstance(value, torch.Tensor):

@@ -74,9 +74,9 @@ def allocate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate ``[levels.leaves]`` leaves and ``[levels.entries]`` entries together.
 
-    Both start on a cache line of 64 bytes. Their contents are undefined. Large trees on the CPU
-    request huge pages. Without huge pages, every step of a descent may also miss the processor's
-    TLB.
+    Leaves and entries both start on a cache line of 64 bytes. Their contents are undefined. Large
+    trees on the CPU request huge pages. Without huge pages, every step down the tree may also miss
+    the processor's TLB.
     """
     first = -(-levels.leaves * leaf.itemsize // _LINE) * _LINE
     size = first + levels.entries * inner.itemsize
@@ -143,7 +143,7 @@ class Sum:
         return torch.where(leaf < torch.finfo(self.leaf).tiny, 0.0, leaf)
 
     def combine(self, children: torch.Tensor) -> torch.Tensor:
-        """Combine children ``[..., 8]`` into parents ``[...]`` by halving."""
+        """Combine children ``[..., 8]`` into parents ``[...]``, one half plus the other."""
         eight = children.to(torch.float64)
         four = eight[..., :4] + eight[..., 4:]
         two = four[..., :2] + four[..., 2:]
@@ -189,7 +189,7 @@ class Extreme:
 
 
 Operation: TypeAlias = Sum | Extreme
-"""The computation of leaves and nodes from values. ``name`` is the native kernel's name."""
+"""The computation of leaves and nodes; ``name`` is its name in the native kernel."""
 
 
 def operation_of(name: str, leaf: torch.dtype, capacity: int) -> Operation:

@@ -118,9 +118,9 @@ listed). Then follow the number of bytes after these numbers, and a checksum.
 class Journal:
     """Old rows of arrays, saved before an operation that is not committed yet.
 
-    The operation has a number. Entries are appended to a mapped file, and are valid once they are
-    whole. Only entries of the current operation are valid. A commit increases the number, and so
-    drops all entries.
+    Each operation has a sequence number. Entries are appended to a mapped file. An entry is valid
+    if it is whole and belongs to the current operation. A commit increases the sequence number, and
+    so drops all entries.
 
     Args:
         file: the file of the journal.
@@ -158,10 +158,10 @@ class Journal:
         """Journal the present values of rows of an array.
 
         Args:
-            sequence: number of the operation.
+            sequence: sequence number of the operation.
             target: number of the array.
             rows: the array, uint8 ``[N, bytes]``.
-            at: numbers of the rows, int64 ``[K]``, or a range with step 1.
+            at: positions of the rows, int64 ``[K]``, or a range with step 1.
 
         Raises:
             OSError: there is no room. Nothing has changed, and the caller must not overwrite the
@@ -228,11 +228,11 @@ class Journal:
 
     @property
     def sequence(self) -> int:
-        """Number of the latest operation with entries; 0 if there is none."""
+        """Sequence number of the latest operation with entries; 0 if there is none."""
         return self._head[_SEQUENCE]
 
     def used(self, sequence: int) -> int:
-        """Return the bytes of an operation's entries, as a point for ``undo``."""
+        """Return the size of an operation's entries in bytes, as ``since`` for ``undo``."""
         head = self._head
         return head[_USED] if head[_SEQUENCE] == sequence else 0
 
@@ -333,9 +333,9 @@ _NONE = 0
 class States:
     """A vector of int64 numbers on disk, with room for the next vector.
 
-    A vector is called a state, and states have rising numbers. Two files take turns. The number of
-    a state is stored last. This store of 8 bytes commits the state, and all changes that were
-    journaled under that number.
+    A vector is called a state, and states have rising sequence numbers. Two files take turns. The
+    sequence number of a state is stored last. This store of 8 bytes commits the state, and all
+    changes that were journaled under that sequence number.
 
     Args:
         folder: the folder of the files.
@@ -368,7 +368,7 @@ class States:
 
     @property
     def sequence(self) -> int:
-        """Number of the latest state; 0 if there is none.
+        """Sequence number of the latest state; 0 if there is none.
 
         It is always read from the files. So if an exception interrupts a commit, this process and
         other processes agree whether the commit took effect.
@@ -420,10 +420,11 @@ class States:
         return self._numbers[turn][_HEAD:stop]
 
     def first(self, known: int) -> tuple[int, int, int, int] | None:
-        """Return the latest state's number and first three numbers, without a lock.
+        """Return the latest state's sequence number and first three values, without a lock.
 
-        The state must have at least three numbers, and the caller has read state ``known``. All
-        four numbers are in one cache line, to save transfers from another processor.
+        The state must have at least three values. ``known`` is the sequence number of a state that
+        the caller has read. All four numbers are in one cache line, to save transfers from another
+        processor.
 
         Returns:
             The four numbers, or None if a commit was overwriting them.
@@ -437,7 +438,7 @@ class States:
         return found if head[_NUMBER] == sequence != _NONE else None
 
     def glance(self) -> tuple[int, Array] | None:
-        """Return the number and a copy of the latest state, without a lock.
+        """Return the sequence number and a copy of the latest state, without a lock.
 
         Returns:
             None if a commit was overwriting the state, or if its file has grown.
@@ -451,7 +452,7 @@ class States:
         return (sequence, numbers) if self._heads[turn][_NUMBER] == sequence else None
 
     def commit(self, numbers: Array, more: Sequence[int] = ()) -> int:
-        """Commit int64 numbers as the new state, followed by ``more``.
+        """Commit int64 ``numbers``, followed by ``more``, as the new state.
 
         Returns:
             The number of the state.

@@ -83,8 +83,9 @@ _held: weakref.WeakSet[OpenFile] | None = None
 class Exclusive(OpenFile):
     """An exclusive lock on a file, held as long as the object lives.
 
-    The kernel releases the lock when the process dies. A forked child does not hold the lock. Its
-    exit does not release the lock, and the lock ends with this process even if the child lives.
+    The kernel releases the lock when the process dies. A forked child does not hold the lock. The
+    exit of the child does not release the lock. The lock ends with this process, even if the child
+    lives.
 
     Args:
         path: the file, which is made if it does not exist.
@@ -158,7 +159,8 @@ def one_thread_in_children() -> None:
 
     The other threads of OpenMP do not exist after a fork. The child's first operation that is large
     enough for several threads, even an operation of this package, would wait for them forever.
-    Workers of torch's DataLoader also begin with one thread. A child may set another number.
+    Workers of torch's DataLoader also begin with one thread. A child may set another number of
+    threads.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_begin_alone)
@@ -288,7 +290,7 @@ class SharedLock(OpenFile, CommitLock):
         return self._acquire(blocking, timeout, _PAUSES)
 
     def acquire_patiently(self) -> bool:
-        """Acquire the lock, with rare tries if this process takes it all the time.
+        """Acquire the lock, but try rarely if this process has released it recently.
 
         This is for threads that can wait while other threads work.
         """

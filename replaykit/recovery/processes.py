@@ -21,7 +21,7 @@ MEMBERS = "members"
 
 
 class ProcessRegistry(OpenFile):
-    """The entry of this process in the registry of a folder's users, while it lives.
+    """The entry of this process among the processes that use a folder.
 
     The entry is a lock, which the kernel releases when the process dies. A forked child inherits
     the open file, and counts as a user until it calls ``drop``. So files that the child will open
@@ -230,7 +230,7 @@ _EVERYTHING = (1 << _BITS) - 1
 
 
 class ChangeLog:
-    """A ring with the numbers of changed elements, for processes that follow later.
+    """A ring that lists which elements changed, for processes that follow later.
 
     The caller stores the count of all logged numbers, and commits it with its other state. Logged
     numbers after that count are ignored.

@@ -373,7 +373,7 @@ class RecoveryFolder:
         """Set the rows ``at`` of a table to ``values``, ``[K]``.
 
         Args:
-            fresh: whether no committed state uses the old values. If so, they are not journaled.
+            fresh: True if no committed state uses the old values. They are not journaled then.
         """
         commits, known = self._commits, self._tables.get(number)
         if commits is not None and known is not None and not fresh and type(at) is not range:
@@ -394,7 +394,7 @@ class RecoveryFolder:
             cells[at] = values
 
     def journaled(self) -> tuple[int, int]:
-        """Return the number of the next state, and the bytes journaled for it."""
+        """Return the next state's sequence number, and the bytes journaled for it."""
         if self._commits is not None:
             found: tuple[int, int] = self._commits.journaled()
             return found

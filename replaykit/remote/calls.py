@@ -89,7 +89,7 @@ class Forwarding:
     Args:
         actor: the handle of a `Host` actor.
         cls: class of the buffer.
-        devices: whether the actor accepts tensors on accelerators. Otherwise they are sent as CPU
+        devices: whether the actor accepts tensors on accelerators. If False, they are sent as CPU
             tensors.
         paced: whether the buffer has a rate limiter. Calls that may wait then run in separate
             threads of the actor.
@@ -160,8 +160,8 @@ class Forwarding:
         """Call ``function(buffer, *args, **keywords)`` in the actor; return its result.
 
         Use this method to combine several calls, or to read from objects that cannot be sent. For
-        example, call ``rb.run(lambda buffer: buffer.episodes.lengths)``. Other calls wait until the
-        function has returned.
+        example, call ``rb.run(lambda buffer: buffer.episodes.lengths)``. All other calls wait until
+        the function has returned.
         """
         self._before("run")
         packed = [self._packed(arg) for arg in args]

@@ -29,10 +29,10 @@ Sent = Message | bytes
 """The type of an answer. Small answers are sealed into bytes."""
 
 TOGETHER = (4, 2)
-"""The numbers of batches that one call may request.
+"""The counts of batches that one call may request.
 
-The methods are ``sample_4``, ``sample_2``, ``step_4`` and ``step_2``. Each number has a separate
-method since Ray needs it as ``num_returns``.
+The methods are ``sample_4``, ``sample_2``, ``step_4`` and ``step_2``. Each count has a separate
+method, because Ray needs the count as ``num_returns``.
 """
 
 _COPIED_AT_ONCE = ("add", "extend")
@@ -105,9 +105,9 @@ def _telling(method: Callable[_P, _R]) -> Callable[_P, _R]:
 class Host:
     """The object in the actor, which holds one buffer and answers messages.
 
-    The messages have the format of `wire_format`. The constructor makes the buffer, also when Ray
-    restarts the actor. If that fails, the first call raises the error, so that the caller gets an
-    error of the same type.
+    The messages have the format of `wire_format`. The constructor makes the buffer. Ray also calls
+    the constructor when it restarts the actor. If making the buffer fails, the first call raises
+    the error, so that the caller gets an error of the same type.
 
     Args:
         cls: class of the buffer.
@@ -140,8 +140,8 @@ class Host:
     def check_ahead(self) -> None:
         """Raise ValueError if batches must not be requested ahead.
 
-        This is the case if the sampler uses rows up. Rows in batches that no caller receives would
-        then be lost.
+        They must not be requested ahead if the sampler uses rows up, because rows in batches that
+        no caller receives would be lost.
         """
         sampler = self._buffer.sampler
         if getattr(sampler, "consumes", False):
@@ -154,7 +154,7 @@ class Host:
     def check_loader(self) -> None:
         """Raise an error if loaders cannot draw independently of the buffer.
 
-        The error is a TypeError or a ValueError.
+        The type of the error is TypeError or ValueError.
         """
         check_loaded(self._buffer)
         sampler = self._buffer.sampler
@@ -169,7 +169,7 @@ class Host:
     def draw(self, size: int, seed: int) -> Message:
         """Return a batch drawn with a seed.
 
-        The buffer's other draws do not change.
+        The call does not change the results of the buffer's other draws.
         """
         lent = Lent(torch.Generator().manual_seed(seed), numbered=True)
 
@@ -264,9 +264,9 @@ class Host:
 
         Args:
             client: name of the client.
-            number: number of passes whose end the client has received. Requests that the client
-                sent before it received an end have a lower number. They draw nothing from the next
-                pass.
+            number: count of passes whose end the client has received. A request that the client
+                sent before it received the end of a pass has a lower number. Such a request draws
+                nothing from the next pass.
             ahead: whether the batch is requested ahead.
         """
         if self._passes.get(client, 0) > number:

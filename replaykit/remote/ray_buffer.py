@@ -40,15 +40,16 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
     as ``sampler`` do not reach the actor.
 
     On the node of the actor, the tensors of a large batch are copied once, into Ray's object store.
-    They stay there as long as any of them is in use. Small tensors are part of the answer. Tensors
-    on accelerators are sent as CPU tensors unless the actor has a GPU. Gradients are not sent.
+    These tensors stay in the store as long as any of them is in use. Small tensors are part of the
+    answer. Tensors on accelerators are sent as CPU tensors unless the actor has a GPU. Gradients
+    are not sent.
 
     Raises:
         ActorLost (a RuntimeError): the actor has ended.
         ValueError: ``prefetch`` is used with a sampler that uses rows up. The constructor and every
             sample raise this error.
-        Calls also raise the errors of the buffer. The cause of such an error is its traceback in
-            the actor.
+        Calls also raise the errors of the buffer. The ``__cause__`` of such an error has the
+            traceback in the actor.
 
     Cost: one round trip for each call that waits. With ``prefetch`` and ``write_rows``, several
     calls share a round trip.
@@ -149,15 +150,16 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
         """Send one row to be stored; do not wait.
 
         Returns:
-            A future with the result or error of ``add``. If the caller does not ask for it, the
-            next write, ``flush`` or ``close`` raises the error.
+            A future with the result or error of ``add``. If the caller does not ask the future for
+            its result, the next write, ``flush`` or ``close`` raises the error.
         """
         return self._write_queue.put("add", data, keywords)
 
     def extend_async(self, data: Any, **keywords: Any) -> RemoteResult:
         """Send a batch to be stored, like ``add_async``; do not wait.
 
-        Only if more than 16 messages are unanswered, the call waits for the oldest one.
+        If more than 16 messages are unanswered, the call waits for the answer to the oldest
+        message.
         """
         return self._write_queue.put("extend", data, keywords)
 
@@ -265,8 +267,8 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
     ) -> RemoteResult:
         """Request a batch without waiting for it.
 
-        Use ``await`` or ``result()`` to get the batch. With ``prefetch`` it is a batch under way,
-        as for ``sample``.
+        Use ``await`` or ``result()`` to get the batch. With ``prefetch``, the result is a batch
+        under way, as for ``sample``.
 
         Example::
 
@@ -303,8 +305,8 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
     def next(self) -> DataT | None:
         """Return the next batch of the buffer's iteration, or None at its end.
 
-        All handles share one iteration. After its end, the iteration starts again. With
-        ``prefetch``, more batches of the same pass are under way.
+        All handles share one iteration. After the iteration has ended, the next call starts it
+        again. With ``prefetch``, more batches of the same pass are under way.
         """
         self._write_queue.send()
         steps = self._steps
@@ -464,9 +466,9 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
         Args:
             prefetch: maximum number of batches to request ahead. If batches are small, one message
                 requests two batches with a ``prefetch`` of at least 4, and four batches with at
-                least 8. A batch can miss the writes and updates during up to ``prefetch`` calls.
+                least 8. A batch can miss the writes and updates of the last ``prefetch`` calls.
                 ``empty``, loads and changes of components drop the batches under way of the calling
-                handle. Other handles still return their batches with old rows.
+                handle. Other handles still return their prefetched batches, which have old rows.
             write_rows: number of rows up to which smaller writes are combined into one message.
                 ``add`` and ``extend`` then do not wait, and return futures like ``add_async``. Any
                 other call of the handle first sends the pending rows.
@@ -509,8 +511,9 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
         """End the actor after all writes of handles in this process are stored.
 
         Calls of other processes that are under way are lost, and raise ActorLost. Ray continues to
-        run. Later calls raise RuntimeError, but closing again does nothing. The process of the
-        actor takes a moment to end. Until then, it may still use the files of its storage.
+        run. Later calls of the buffer raise RuntimeError, but closing it again does nothing. The
+        process of the actor takes a moment to end. Until the process has ended, it may still use
+        the files of its storage.
 
         Raises:
             Exception: the error of a write whose result was not asked for, or ActorLost. If there

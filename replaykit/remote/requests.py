@@ -56,8 +56,9 @@ def fetch(ref: Any, timeout: float | None = None) -> Any:
 
     Raises:
         ActorLost: the actor or Ray has ended.
-        TimeoutError: no value is available within that many seconds.
-        Exception: the error of the call in the actor. Its cause is the traceback in the actor.
+        TimeoutError: no value is available within ``timeout`` seconds.
+        Exception: the error of the call in the actor. The ``__cause__`` of the error has the
+            traceback in the actor.
     """
     ray = running_ray()
     try:
@@ -71,7 +72,8 @@ def running_ray() -> Any:
     """Return the module ``ray``.
 
     Raises:
-        ActorLost: Ray is no longer running. A call would start Ray again without the old actors.
+        ActorLost: Ray is no longer running. Without this error, the call would start Ray again,
+            without the old actors.
     """
     ray = ray_module()
     if not ray.is_initialized():
@@ -262,7 +264,7 @@ class RemoteResult:
         """Return the result of the call.
 
         Raises:
-            TimeoutError: no result is available within that many seconds.
+            TimeoutError: no result is available within ``timeout`` seconds.
             Errors of the call itself are raised as well.
         """
         return self._picked(self._reply.get(timeout))
@@ -298,7 +300,7 @@ def _depth() -> int:
 
 
 def joined_texts(errors: Sequence[Exception]) -> str:
-    """Return the joined texts of errors; equal texts appear once, with their count."""
+    """Return the joined texts of errors; equal texts appear once, with a count."""
     counts = Counter(f"{type(error).__name__}: {error}" for error in errors)
     texts = [text if count == 1 else f"{text} ({count} times)" for text, count in counts.items()]
     more = len(texts) - _MOST_ERRORS
@@ -331,15 +333,16 @@ class RequestQueue:
     Args:
         request: function that sends a message to request the given number of batches. It returns a
             reply for each batch.
-        depth: maximum number of requests under way. With 0, a request is sent when it is needed.
+        depth: maximum number of requests under way. With 0, a request is sent only when a caller
+            needs a batch.
         late: the error type for an answer that has not arrived in time.
         any_order: True to return the oldest answer that has arrived, even if older requests are
-            unanswered. Requests that wait in the actor for a rate limiter continue there in any
-            order. If a caller waited for the oldest request, it could block forever. The necessary
-            rows may be written only after the caller has used a newer batch.
+            unanswered. If requests wait in the actor for a rate limiter, they continue in any
+            order. A caller that waits for the oldest request could then block forever. The rows for
+            that request may be written only after the caller has used a newer batch.
         together: number of batches that one message requests after batches have proved small. Up to
-            ``together - 1`` fewer requests are then under way. A batch that a caller waits for has
-            always been requested already.
+            ``together - 1`` fewer requests are then under way. A caller never waits for a batch
+            that was not requested yet.
     """
 
     def __init__(
@@ -384,8 +387,8 @@ class RequestQueue:
         """Return the next batch; see `Taken` for the treatment of failed requests.
 
         Raises:
-            TimeoutError: no batch has arrived within that many seconds; the type is ``late``. The
-                request stays under way.
+            TimeoutError: no batch has arrived within ``timeout`` seconds. The type of the error is
+                ``late``. The request stays under way.
             Exception: the error of a request that was sent after the start of this call.
         """
         taken = self.take()
@@ -443,9 +446,9 @@ class RequestQueue:
 class Taken:
     """The answer to a request sent in advance, with the methods of a `Reply`.
 
-    A failed request may have been sent too early. It is then replaced by the next request, and
-    finally by a request that is sent after the take. Only the error of that final request is
-    raised. So all drawn batches are returned, even if other requests failed.
+    A request may fail because it was sent too early. A failed request is replaced by the next
+    request, and finally by a request that is sent after the take. Only the error of that final
+    request is raised. So all drawn batches are returned, even if other requests failed.
 
     Attributes:
         entry: the request that currently provides the answer.

@@ -86,7 +86,7 @@ PLAIN, COLUMNS, PICKLED, SELF = range(4)
 """The kinds of messages.
 
 The kinds have this order. PLAIN is a plain value. COLUMNS is a tensor or a TensorDict of tensors.
-PICKLED is any other value, pickled without its tensors. SELF names the object whose method was
+PICKLED is any other value, pickled without its tensors. SELF means the object whose method was
 called.
 """
 
@@ -134,9 +134,9 @@ ITSELF = _Itself()
 def pack(value: Any) -> Message:
     """Return a message that `unpack` converts back into the value.
 
-    Only small pieces are copied, and tensors that are a small part of their memory. The message
-    shares memory with all other tensors, so send or pickle it before they change. Gradients are not
-    sent. Tensors on other devices are copied to the CPU.
+    The function copies small pieces, and tensors that are a small part of their memory. The message
+    shares memory with all other tensors, so send or pickle the message before these tensors change.
+    Gradients are not sent. Tensors on other devices are copied to the CPU.
 
     Raises:
         TypeError, pickle.PicklingError: the value cannot be pickled.
@@ -156,8 +156,8 @@ def unpack(message: Message | bytes, *, own: bool = False, devices: bool = False
 
     Args:
         message: a result of `pack`, sealed or not.
-        own: True to copy that memory first. Arguments of a call are in memory that Ray frees when
-            the call has returned. So values that an actor may store must be copied.
+        own: True to copy the memory of the message first. Arguments of a call are in memory that
+            Ray frees when the call has returned. So values that an actor may store must be copied.
         devices: True to put tensors on their original devices, if there is an accelerator.
             Otherwise they are on the CPU.
     """

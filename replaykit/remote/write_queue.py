@@ -21,7 +21,7 @@ __all__ = ["WriteQueue", "leave_all"]
 MOST_UNDER_WAY = 16
 """The maximum number of unanswered messages.
 
-A further write waits for the oldest one.
+A further write waits for the answer to the oldest message.
 """
 
 _AT_EXIT_SECONDS = 5.0
@@ -31,9 +31,9 @@ _AT_EXIT_SECONDS = 5.0
 class WriteQueue:
     """A queue that sends writes in their order.
 
-    With ``rows`` above 1, smaller writes wait until their rows reach that number, or for
-    ``seconds``. They are then sent as one message. If a write has another layout, or is not a plain
-    TensorDict, the waiting writes are sent before it. ``put`` copies the rows.
+    With ``rows`` above 1, smaller writes wait until they have ``rows`` rows in total, or for
+    ``seconds``. The queue then sends them as one message. If a write has another layout, or is not
+    a plain TensorDict, the waiting writes are sent before it. ``put`` copies the rows.
 
     ``_lock`` guards the unsent rows, the order of messages, and the errors to raise. No thread
     holds it while it waits for an answer.
@@ -72,8 +72,8 @@ class WriteQueue:
         """Put a write into the queue; return its future result.
 
         Raises:
-            Exception: the error of an earlier write whose result no caller asked for. The new write
-                is not put into the queue then.
+            Exception: the error of an earlier write whose result no caller asked for. If this error
+                is raised, the new write is not put into the queue.
         """
         self._raise_failed()
         with self._lock:
@@ -145,7 +145,7 @@ class WriteQueue:
         self._raise_failed()
 
     def leave(self, until: float | None = None) -> tuple[list[Exception], int]:
-        """Send the unsent rows, wait for all answers, and drop missing answers.
+        """Send the unsent rows, wait for all answers, and give up on missing answers.
 
         Args:
             until: time of ``time.monotonic()`` at which the wait ends, or None to wait without a
@@ -239,7 +239,7 @@ class WriteResult(RemoteResult):
     """The future result of a write, the index of its rows.
 
     Attributes:
-        position: number of the write in its message, or None if it is the only write.
+        position: index of the write in its message, or None if it is the only write.
         seen: whether a caller has asked for the result, and so received any error.
     """
 

@@ -33,11 +33,11 @@ class LiveSlots:
     """Slots ``0..length-1``, each either live or queued to be written again.
 
     Live slots fill the front of one array in any order, so a draw only chooses positions in it.
-    When a live slot is removed, the last live slot moves to its position. The queue is an array
-    too.
-    Its entries are numbered, and the numbers grow for ever. Each slot stores the number of its
-    entry.
-    If a slot was written after its entry was queued, the numbers differ, and the entry is stale.
+    When a live slot is removed, the last live slot moves to its position.
+
+    The queue is another array. Each of its entries has a sequence number, and these numbers grow
+    for ever. Each slot stores the sequence number of its entry. If a slot was written after its
+    entry was queued, the two sequence numbers differ, and the entry is stale.
 
     Cost: O(K) for K slots, amortised.
     Memory: 28 bytes per slot, up to twice that while the number of slots grows, and up to 16 bytes
@@ -73,7 +73,7 @@ class LiveSlots:
         return self._live[places]
 
     def use(self, slots: Array, most: int) -> None:
-        """Count one draw of each of these distinct live slots; ``most`` is the limit."""
+        """Count one draw of these distinct live slots; ``most`` is the limit per slot."""
         self._uses[slots] += 1
         gone = slots[self._uses[slots] >= most]
         if not len(gone):
@@ -227,9 +227,9 @@ class ConsumingSampler(Sampler):
     No row occurs twice in a batch. After ``max_sample_count`` draws, a row is used up and its slot
     is free. The buffer writes new rows to free slots first, in the order in which they became free.
 
-    The ``len`` of the buffer is the number of rows that can still be drawn. A batch cannot be
-    larger. ``ran_out`` becomes True with the batch that uses up the last row, and iteration over
-    the buffer ends there.
+    The ``len`` of the buffer is the number of rows that can still be drawn. A batch cannot have
+    more rows than that. ``ran_out`` becomes True with the batch that uses up the last row, and
+    iteration over the buffer ends there.
 
     The buffer needs a list or tensor storage with ``ndim=1``, and a RoundRobinWriter. It cannot use
     ``prefetch``, ``shared``, a ``Sequence``, or transforms that read neighbouring rows, because

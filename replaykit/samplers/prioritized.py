@@ -68,7 +68,8 @@ class PrioritizedSampler(WithPriorities):
             at least 1.
         device: device of the priorities; None for the storage's device.
         weight_norm: the row to which weights are relative. "global": the least likely eligible row
-            in the storage. "batch": the least likely row of the batch, which saves a tree.
+            in the storage. "batch": the least likely row of the batch; one tree fewer is needed
+            then.
         stratified: if True, make one draw from each of B equal parts of the sum. The expected
             number of draws of each row stays the same, with less variance. The index of a batch is
             in ascending order.
@@ -170,10 +171,10 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
     """Draws windows of rows of one episode by the priority of their start.
 
     A window starts with row i with probability ``v_i / sum v``, ``v_i = (p_i + eps) ** alpha``. The
-    sum covers only the rows with which a window may start. Such a row is followed by enough rows of
-    its episode for L in all. Fewer are enough with ``strict_length=False``, a right span, or
-    padding. The neighbours that the buffer's transforms need must be stored, too. Other rows keep
-    their priorities, which have an effect as soon as a window may start there. No draw changes a
+    sum covers only the rows with which a window may start. From such a row on, its episode has at
+    least L rows. Fewer rows are enough with ``strict_length=False``, a right span, or padding. The
+    neighbours that the buffer's transforms need must be stored, too. Other rows keep their
+    priorities, which have an effect as soon as a window may start there. No draw changes a
     priority.
 
     All rows of a window have the ``priority_weight`` of its start, ``(v_i / min v) ** -beta``. The
@@ -204,12 +205,12 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
         short, align, pad_value: the form of padded windows, as in ``SliceSampler``.
         unit: the rows whose priorities ``update_tensordict_priority`` sets. "step": every row of a
             sample gets a separate priority. "slice": the start of a window gets the largest
-            priority of its rows. Other rows keep their priorities. A sample then has the start of
-            each window in ``anchor_index`` and ``anchor_generation``.
+            priority of its rows. Other rows keep their priorities. A sample with "slice" has the
+            start of each window in ``anchor_index`` and ``anchor_generation``.
         draw: "iid": independent draws. "stratified": one draw from each of K equal parts of the
             sum, as with ``stratified=True``. "without_replacement": no start occurs twice in a
             batch. Each draw is then from the starts that are left.
-        allow_short: for draws without replacement: return fewer windows if fewer starts have
+        allow_short: for draws without replacement: return fewer windows if too few starts have
             weight.
         recent: ``(ratio, steps)``: draw ``ceil(ratio * K)`` slices from the newest ``steps``
             windows of every lane. These slices come first in the batch. This applies only if

@@ -407,7 +407,7 @@ class WithPriorities(RecoverableSampler):
         return flat, self._weights(table, value), None
 
     def _weights(self, table: PriorityTable, value: torch.Tensor) -> torch.Tensor:
-        """Return ``priority_weight`` of a batch with these ``v``, ``[B]``."""
+        """Return ``priority_weight`` of a batch with these ``v``, float64 ``[B]``."""
         smallest = table.smallest() if self.weight_norm == "global" else value.amin()
         return importance_weights(value, smallest, self._beta, self.dtype)
 

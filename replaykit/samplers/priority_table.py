@@ -91,7 +91,7 @@ class Watches:
 
 
 class WatchedTable:
-    """The changes of priorities, for a part that stores a second copy of them."""
+    """The changes of priorities, for a part that stores a copy of the priorities."""
 
     def __init__(self) -> None:
         self._table: PriorityTable | None = None
@@ -306,7 +306,7 @@ class PriorityTable:
             self.set((fresh < 0).nonzero()[:, 0] + start, default, top)
 
     def leave_out_of_largest(self, index: torch.Tensor) -> None:
-        """Remove the rows below ``length`` from ``largest``. The caller sets them next."""
+        """Leave stored rows of ``index`` out of ``largest``. The caller sets them next."""
         if self._most is not None and self.length:
             self._most.update(index[index < self.length], float("-inf"))
 

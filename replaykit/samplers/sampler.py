@@ -40,8 +40,8 @@ def made_of_saved(
 
     Args:
         names: the entries of the state, with the dtypes that each may have.
-        make: function that makes the object from the arrays, ``[K]`` each. The arrays belong to it.
-            It raises ValueError if they contradict each other.
+        make: function that makes the object from the arrays, ``[K]`` each. The arrays then belong
+            to that object. It raises ValueError if they contradict each other.
         label: a noun for the object, for the error message of a later read.
         optional: treat missing entries as empty.
 
@@ -288,8 +288,8 @@ class Sampler(Uncompiled, ABC):
     def moved(self, rows: torch.Tensor, storage: Storage) -> None:
         """Follow a move of the rows from slots ``rows`` to slots ``0, 1, ...``.
 
-        The buffer calls this after ``load_state_dict`` if its capacity differs from the saved
-        capacity. In that case rows have moved or were dropped.
+        The buffer calls this after ``load_state_dict`` if the buffer's capacity differs from the
+        saved capacity. In that case rows have moved or were dropped.
         """
 
     # -- priorities ---------------------------------------------------------------------------

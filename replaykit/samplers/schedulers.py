@@ -249,8 +249,8 @@ class LinearScheduler(ParameterScheduler):
     """Moves the attribute linearly to ``final_value``, and keeps exactly that value.
 
     Args:
-        final_value: value after ``num_steps`` steps. For weights, give values that sum to 1,
-            because the normalized weights change linearly.
+        final_value: value after ``num_steps`` steps. An ensemble normalizes its weights ``p``, so
+            final weights should sum to 1, too.
         num_steps: number of steps, at least 1.
 
     Raises:
@@ -283,7 +283,7 @@ class LinearScheduler(ParameterScheduler):
 
 
 class StepScheduler(ParameterScheduler):
-    """Multiplies the attribute by ``gamma``, or adds it, every ``n_steps`` steps.
+    """Multiplies an attribute by ``gamma``, or adds ``gamma``, at regular steps.
 
     Args:
         gamma: the factor or summand. If the attribute consists of several numbers, ``gamma`` may

@@ -44,8 +44,8 @@ class EpisodeOrder:
     def after(self, time: Array, lane: Array) -> Array:
         """Return the first episode of each lane whose windows begin after a time.
 
-        If a lane has no such episode, the result is the end of the lane's numbers. Cost: O(log E)
-        array lookups, each for all K lanes.
+        If a lane has no such episode, the result is the number after the lane's last episode. Cost:
+        O(log E) array lookups, each for all K lanes.
         """
         high = self.ends[lane].copy()
         low = high - self.per_lane[lane]

@@ -353,7 +353,7 @@ def checked_recent(recent: Any, draw: str) -> Recency | None:
 
 
 class RecentPriorities:
-    """The newest ``steps`` windows of every lane, to draw by priority of starts.
+    """The newest ``steps`` windows of every lane, drawn by their starts' priorities.
 
     Cost: O(steps * lanes) for a batch. After a write, also one search per window.
     """

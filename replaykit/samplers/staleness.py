@@ -64,8 +64,8 @@ class StalenessAwareSampler(Sampler):
     ``max_staleness`` are not drawn. Samples carry ``staleness``, float32 ``[B]``.
 
     If enough rows can be drawn, no row occurs twice in a batch. Each draw is then from the rows
-    that are left, by the same weights. If a batch is larger than the number of these rows, its rows
-    are drawn independently.
+    that are left, by the same weights. If a batch has more rows than can be drawn, its rows are
+    drawn independently.
 
     The sampler does not notice values that are written through views of the column
     (``rb.storage.column``).
@@ -87,8 +87,8 @@ class StalenessAwareSampler(Sampler):
 
     Cost: a draw takes O(B log V) for V versions. After a change of the versions or of
     ``consumer_version`` it also takes O(V). The first draw after K rows were appended, or patched
-    by ``update_if_present``, also takes O(K log K). For patches this holds for at most 64 patches
-    between two draws, with no more rows than the capacity.
+    by ``update_if_present``, also takes O(K log K). Between two draws, this holds for at most 64
+    patches, which together have no more rows than the capacity.
     A draw takes O(N) in three cases: a batch has more than a quarter of the rows that can be drawn,
     few rows have nearly all of the weight, or transforms read neighbouring rows. The first draw
     also takes O(N) after other edits of the column, a load or ``set_storage``.

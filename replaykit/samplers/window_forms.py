@@ -465,7 +465,7 @@ class WindowForm:
             padding.
         short: the treatment of shorter episodes if ``pad`` is given: one of ``SHORTS``.
         align: the side of the real rows in padded windows.
-        repeat: whether short windows are padded without ``pad``.
+        repeat: True to pad short windows although ``pad`` is not given.
     """
 
     span: tuple[int | bool, int | bool] = (False, False)

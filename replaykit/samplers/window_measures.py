@@ -213,8 +213,8 @@ class PerTrajectory(Anchors):
 class PerTransition(Anchors):
     """Episodes have weights by their rows; their windows are equally likely.
 
-    ``P(a) = n_j / sum n * 1 / w_j`` for a window of episode j with n_j rows and w_j windows. Only
-    episodes that have a window count.
+    ``P(a) = n_j / sum n * 1 / w_j`` for a window of episode j with n_j rows and w_j windows.
+    Episodes without a window are left out.
     """
 
     def at(self, point: Array) -> Windows:

@@ -138,19 +138,19 @@ class Sampled(Streamed, Generic[DataT]):
             ValueError: the batch size is not an int of at least 1, or the rate limiter can never
                 admit so many rows.
             RateLimiterTimeout (a TimeoutError): the rate limiter has not admitted the sample in
-                time, because too few rows were written. Nothing has changed then.
+                time, because too few rows were written. After this error, nothing has changed.
             TimeoutError: all shards have died, and none has been restarted in time.
 
         While no other client writes or updates priorities, draws are exact. The probabilities P(i)
         and the ``priority_weight`` then equal those of a single large buffer. Otherwise, the client
-        draws shards by the masses in their last replies, at most ``max_age`` seconds old. The
-        weights then correct for the probabilities that the draw really used; see
-        ``docs/sharding.md``. With ``prefetch``, earlier calls have already requested batches of the
-        default size.
+        draws shards by the masses in their last replies, at most ``max_age`` seconds old. In that
+        case, the weights correct for the probabilities that the draw really used; see
+        ``docs/sharding.md``. With ``prefetch``, a batch of the default size was already requested
+        by an earlier call.
 
         Cost: one message to each shard, all in parallel, and one copy of the batch. A rate limiter
-        adds two messages. The first is sent in parallel with the others, and the call does not wait
-        for the second.
+        adds two messages. The first message is sent in parallel with the messages to the shards.
+        The call does not wait for the second message.
 
         Example:
             >>> import torch
@@ -214,10 +214,10 @@ class Sampled(Streamed, Generic[DataT]):
             A future with the result or error of ``sample``. Use ``await`` or ``result()`` to get
             it. With ``prefetch`` the future holds the oldest batch under way.
 
-        If the known masses of the shards are older than ``max_age``, the call waits for new ones.
+        If the known masses of the shards are older than ``max_age``, the call waits for new masses.
         With a rate limiter, ``result(timeout)`` also waits for the limiter. The limiter counts a
-        batch when it is delivered. The client requests a batch as soon as it knows of enough stored
-        rows.
+        batch when it is delivered. The client sends the request for a batch as soon as it knows
+        that enough rows are stored.
 
         Example:
             >>> import torch

@@ -157,7 +157,7 @@ class Patched(Routed):
 
         Raises:
             ValueError: the patch has the ``shard_key``, but rows cannot move to other shards.
-            TimeoutError: a shard has not answered; its part may have been written.
+            TimeoutError: a shard has not answered. The values of its rows may have been written.
             The errors of ``ReplayBuffer.update_if_present`` are raised before any row has changed.
 
         A reader sees all updates of a shard or none, but the shards may be updated at different
@@ -242,7 +242,7 @@ class Streamed(Patched):
     def flush(self) -> torch.Tensor:
         """Store the rows that the shards' transforms hold back.
 
-        Transforms treat the rows so far as complete; see ``ReplayBuffer.flush``.
+        Transforms treat the rows that they hold back as complete; see ``ReplayBuffer.flush``.
 
         Returns:
             The index of each row, int64 ``[K]``, ordered by shard.
@@ -251,7 +251,7 @@ class Streamed(Patched):
             TimeoutError: a shard has died and was not restarted, or does not answer.
 
         A rate limiter counts these rows, but does not delay them. The call waits for all earlier
-        writes of this handle, even for those that the rate limiter delays. Cost: one message to
+        writes of this handle, even for writes that the rate limiter delays. Cost: one message to
         each shard.
 
         Example:
@@ -276,15 +276,15 @@ class Streamed(Patched):
     def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
         """End all open episodes without a flag.
 
-        Rows that are written later belong to other episodes. The oldest steps of these episodes are
-        missing. See ``ReplayBuffer.cut``.
+        Rows that are written later belong to other episodes. These episodes count as if their
+        oldest steps were missing. See ``ReplayBuffer.cut``.
 
         Args:
-            lane: values of the column ``lane_key``. They name the streams to cut, in whichever
-                shards these are. None cuts all streams.
+            lane: values of the column ``lane_key``. These values name the streams to cut, which may
+                be in any shards. None cuts all streams.
 
         Raises:
-            IndexError: a stream has no stored rows; no stream is cut then.
+            IndexError: a stream has no stored rows. After this error, no stream was cut.
             TimeoutError: a shard has died and was not restarted, or does not answer.
 
         Like ``flush``, the call first stores the rows that transforms hold back. Cost: one message

@@ -39,8 +39,8 @@ class Writes:
     """The writes of one client, numbered and sent in parts. Thread-safe.
 
     If a shard dies before it has answered, the client sends the part again to the successor of the
-    shard. The number of the write stays the same. So a successor that has restored the part from a
-    checkpoint does not write it twice.
+    shard. The sequence number of the write stays the same. Therefore a successor that has restored
+    the part from a checkpoint does not write it twice.
     """
 
     def __init__(self, members: ShardMembers) -> None:
@@ -163,10 +163,10 @@ class ShardWriteQueue:
 
         Args:
             until: the time at which to give up, or None to wait without a limit.
-            held_up: whether to wait for writes that a rate limiter delays.
+            held_up: True to wait also for writes that a rate limiter delays.
 
         Raises:
-            RateLimiterTimeout: some writes are not done at that time.
+            RateLimiterTimeout: some writes are not done at the time ``until``.
             Exception: the error of a write whose result was not asked for. It is raised only once.
         """
         with self._lock:
@@ -243,8 +243,8 @@ class ClientSettings:
     """The settings that all clients of one sharded buffer share.
 
     Attributes:
-        sampler: a sampler with the settings of the shards' samplers. Each client has a copy, and
-            draws with its ``alpha`` and ``beta``.
+        sampler: a sampler with the settings of the shards' samplers. Each client has a copy of this
+            sampler, and draws with the ``alpha`` and ``beta`` of the copy.
         transformed: whether inverse transforms change rows before they are stored.
         tracked: whether writers track generations.
     """
@@ -335,7 +335,7 @@ class Routed:
 
         Raises:
             SchemaError (a ValueError): keys, shapes or dtypes differ from those in the first write
-                of any client. They are compared before any transform changes the rows.
+                of any client. The comparison is made before any transform changes the rows.
             ValueError: priorities are NaN, negative or infinite.
             KeyError, TypeError: there is no column of integers under ``shard_key``.
             RateLimiterTimeout (a TimeoutError): the rate limiter has not admitted the rows in time,
@@ -346,8 +346,8 @@ class Routed:
         After any of these errors except the last, nothing has changed. If a transform or the disk
         of one shard raises an error, the other shards have stored their parts of the batch. Within
         a shard, a reader sees all rows of the batch or none, but shards may store their parts at
-        different times. When the call returns, the rows are committed. They stay stored until they
-        are overwritten, or their loss is reported.
+        different times. When the call returns, the rows are committed. The rows stay stored until
+        they are overwritten, or until their loss is reported.
 
         Cost: one message to each shard, all in parallel. A rate limiter adds one message before
         them, and one more message for which the call does not wait.
@@ -378,13 +378,14 @@ class Routed:
 
         Raises:
             The errors of ``extend`` are raised for rows that are refused. The error of an earlier
-            write is raised if its result was not asked for. This batch is not written then.
+            write is raised if its result was not asked for. In both cases, this batch is not
+                written.
 
         Writes of one handle are stored in order. Other writes, updates, saves and ``close`` wait
-        for the asynchronous writes of the handle. They raise the errors of writes whose results
-        were not asked for. Samples do not wait. If more than 16 writes are under way, the call
-        waits for the oldest one. Writes that are still under way when the process ends may be lost;
-        ``flush`` waits for them.
+        for the asynchronous writes of the handle. These calls raise the errors of writes whose
+        results were not asked for. Samples do not wait. If more than 16 writes are under way, the
+        call waits for the oldest write. Writes that are still under way when the process ends may
+        be lost; ``flush`` waits for them.
 
         With a rate limiter, each asynchronous write waits without a time limit until the limiter
         admits its rows. The writes keep their order. Calls that do not write rows do not wait for

@@ -30,8 +30,8 @@ class ShardMembers:
     Args:
         shards: the shards and their incarnations when the client was made.
         supervisor: restarts the shards.
-        on_loss: function called with a ``ShardLoss``, in the thread that notices the loss. None
-            shows a warning instead.
+        on_loss: function called with a ``ShardLoss``, in the thread that notices the loss. With
+            None, a warning is shown instead.
         timeout: seconds to wait for a shard.
     """
 
@@ -113,7 +113,7 @@ class ShardMembers:
     def refresh(self, terms: Terms | None, max_age: float) -> None:
         """Ask live shards for facts that are missing or older than ``max_age`` seconds.
 
-        Facts with a mass in other terms count as missing.
+        Facts also count as missing if their mass was measured in other `Terms`.
         """
         self.present()
         old = self.table.old(terms, max_age)
@@ -146,7 +146,7 @@ class ShardMembers:
         """Wait until one of these shards is live.
 
         Raises:
-            TimeoutError: no shard is live at the time ``until``.
+            TimeoutError: no shard has become live until the time ``until``.
         """
         while not any(self.table.is_there(shard) for shard in shards):
             if time.monotonic() >= until:
@@ -250,8 +250,8 @@ class Tickets:
 class ShardTicket:
     """The right of a call to insert or sample some rows.
 
-    A ticket is a context manager. On exit, the right ends and the keeper receives the client's
-    counts of the rows in the shards.
+    A ticket is a context manager. On exit, the right ends, and the keeper receives the row counts
+    of the shards that the client knows.
 
     Attributes:
         keeper: the counter that gives the right.

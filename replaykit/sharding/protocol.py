@@ -80,8 +80,8 @@ class ShardFacts:
         written: number of rows written since the first incarnation of the shard was made.
         capacity: maximum number of rows.
         terms: the terms of the mass, or None if the mass was not measured.
-        mass: the weight with which a draw chooses this shard. It is an int number of rows, windows
-            or episodes, or the float sum of ``v``.
+        mass: the weight with which a draw chooses this shard. The mass is an int count of rows,
+            windows or episodes, or the float sum of ``v``.
         smallest: the smallest positive ``v`` of a stored row. It is infinite without priorities.
         most: the largest raw priority ever set, at least 1. It is the default priority of new rows.
         version: a number that grows with every change of the shard.
@@ -106,8 +106,9 @@ class ShardLoss:
     Attributes:
         shard: the number of the shard.
         incarnation: the number of times that the shard had been restarted before.
-        first, stop: the range ``[first, stop)`` of the row ids of the lost rows, in the write order
-            of the shard. The shard had acknowledged these rows to their writers.
+        first, stop: the row ids of the lost rows are in the range ``[first, stop)``. Row ids count
+            in the write order of the shard. The shard had acknowledged these rows to the clients
+            that wrote them.
         rows: number of lost rows that would still be stored if the shard had not died.
         restored: number of rows restored from the shard's checkpoint, or 0 without a checkpoint.
 
@@ -153,8 +154,8 @@ class Losses:
     """The acknowledged rows that were lost with shards. Not thread-safe.
 
     A client that notices a death reports the last acknowledgement that it received from the shard.
-    Other clients may have received later acknowledgements. They report these when they notice the
-    death. So a loss may grow until every client that wrote rows has noticed the death.
+    Other clients may have received later acknowledgements, and report them when they notice the
+    death. Therefore a loss may grow until every client that wrote rows has noticed the death.
     """
 
     def __init__(self) -> None:
@@ -205,8 +206,9 @@ class GlobalIndex:
     empty buffer stores its first rows under 0, 1, 2, ..., as a single buffer does.
 
     The generation of an index combines the generation of the slot with the incarnation of the
-    shard, in the bits above. A restarted shard writes the slots of lost rows again, with the same
-    generations of the slots. The incarnation distinguishes the new rows from the lost ones.
+    shard, in the bits above. A restarted shard writes the slots of lost rows again, and their
+    generations in these slots repeat. The incarnation distinguishes the new rows from the lost
+    rows.
 
     Example:
         >>> import torch

@@ -308,7 +308,7 @@ class InTurn:
         """Accept any rows."""
 
     def route(self, leaves: Mapping[Path, torch.Tensor], count: int, there: Sequence[int]) -> Array:
-        """Return the shard of each row, int64 ``[count]``; ``there``: the live shards."""
+        """Return the shard of each row, int64 ``[count]``; ``there`` has the live shards."""
         with self._lock:
             first, self.dealt = self.dealt, self.dealt + count
         number = (first + np.arange(count)) % self.num_shards
@@ -380,12 +380,13 @@ def load_share(
     """Fill a new buffer with the rows and priorities that now belong to a shard.
 
     Without a shard key, rows are assigned to shards in turn, in the order of the first assignment.
-    With a shard key, the saved shards are read one after the other, each in write order. So streams
-    keep their order. Streams are cut between the rows of two saved shards.
+    With a shard key, the saved shards are read one after the other, each in write order. Therefore
+    the rows of a stream keep their order. Streams are cut at each change from one saved shard to
+    another.
 
     Returns:
-        The number of rows that belong to the shard, and how many of them did not fit. The oldest
-        rows are dropped.
+        The count of rows that belong to the shard, and the count of these rows that did not fit. If
+        rows do not fit, the oldest rows are dropped.
 
     Raises:
         CheckpointError: a saved shard is damaged. Each saved shard is verified by one of the
@@ -421,7 +422,8 @@ def load_share(
 def check_sampler(buffer: ReplayBuffer, path: str) -> None:
     """Raise ValueError if a shard was saved with a sampler of another kind.
 
-    A single buffer would continue with a new sampler state, but all shards have to agree.
+    A single buffer would continue with a new sampler state, but all shards must have the same kind
+    of sampler.
     """
     with Checkpoint(path) as saved:
         state = saved.part("sampler", mapped=("_priorities",))

@@ -280,7 +280,7 @@ class ShardRecipe:
 
     Attributes:
         terms: the terms of masses until a client asks for other terms. With None, no mass is
-            measured until then.
+            measured until a client asks for terms.
         timeout: seconds after which a client has finished a call or given up.
     """
 
@@ -397,7 +397,7 @@ def check_common(said: Mapping[str, Any]) -> None:
 def checked_own(said: object) -> tuple[int, list[Any]]:
     """Return the entries ``before`` and ``writes`` of a shard's own checkpoint.
 
-    ``before`` is the number of rows that were written before row id 0 of the shard's ledger.
+    ``before`` is the count of rows that were written before row id 0 of the shard's ledger.
     ``writes`` are the writes under way.
 
     Raises:

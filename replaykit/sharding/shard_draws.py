@@ -53,9 +53,10 @@ class ShardTable:
         """Store facts, unless newer facts are known.
 
         Returns:
-            The numbers of rows written and stored if these facts correct the numbers of a death,
-            otherwise None. This happens if an answer is read after the death of its sender was
-            noticed, and counts more written rows than ``lost`` returned.
+            The counts of rows written and stored, if these facts correct the counts recorded for a
+            death; otherwise None. Facts correct these counts if they come from an answer that was
+            read after the death of its sender was noticed. They must also count more written rows
+            than ``lost`` returned.
         """
         with self._lock:
             known = self._facts[shard]
@@ -71,7 +72,7 @@ class ShardTable:
             return None
 
     def lost(self, shard: int, incarnation: int) -> tuple[int, int] | None:
-        """Record a death; return the known numbers of rows written and stored.
+        """Record a death; return the known counts of rows written and stored.
 
         The result is None if the death was already known.
         """
@@ -178,9 +179,9 @@ class Draws:
     """The draws of one client.
 
     To draw like a single buffer, the client draws a shard by its mass, and that shard draws a row.
-    The client sends a request to every shard, even to shards without draws in the batch. Their
-    answers keep the table up to date. Importance weights also need the smallest ``v`` of all
-    shards.
+    The client sends a request to every shard, even to shards without draws in the batch. The
+    answers keep the table of masses up to date. Importance weights also need the smallest ``v`` of
+    all shards.
 
     If a shard has died or has no eligible rows left, its draws are repeated among the other shards.
     So the batch has the distribution of the remaining rows.
@@ -217,8 +218,8 @@ class Draws:
     def begun(self, batch_size: int, *, patient: bool = True) -> Pending:
         """Request a batch from the shards; return the pending batch.
 
-        ``patient``: whether to wait until the masses of all shards are known and one is positive.
-        Otherwise, if they are not known, ``Pending.get`` sends the request later.
+        ``patient`` is True to wait until the masses of all shards are known and at least one is
+        positive. If it is False and a mass is not known, ``Pending.get`` sends the request later.
         """
         client = self._client
         terms = client._law.terms(batch_size)
@@ -358,13 +359,14 @@ class Pending:
     def get(self, within: float | None = None) -> tuple[Any, dict[Any, Any]]:
         """Wait for the batch; return its rows and the information about them.
 
-        This method may return only once.
+        After this method has returned, do not call it again.
 
         Args:
             within: seconds to wait for an answer, or None for the timeout of the client.
 
         Raises:
-            ShardSilent: a shard has not answered. The next call continues with the answers so far.
+            ShardSilent: a shard has not answered. The next call continues with the answers received
+                so far.
             Other errors are the same as those of ``ShardedClient.sample``.
         """
         client = self._draws._client
@@ -478,7 +480,7 @@ class ShardRequests:
     def undo(self, first: PendingBatch, last: PendingBatch) -> None:
         """Roll back the random numbers of consecutive batches.
 
-        If other numbers were drawn since, this does nothing.
+        If other random numbers were drawn since, the call does nothing.
         """
         random = self._random()
         if torch.equal(random.get_state(), last.after):
@@ -522,7 +524,7 @@ class ShardedResult:
     def done(self) -> bool:
         """Return whether ``result`` would return without waiting.
 
-        It may still wait if a shard has died.
+        If a shard has died, ``result`` may still wait.
         """
         return self._known or self._come()
 

@@ -43,8 +43,8 @@ class ShardCounts(NamedTuple):
 class PaceKeeper(Protocol):
     """The counter for all clients of a sharded buffer, which admits their calls.
 
-    The argument ``reports`` has the caller's counts of the shards. Rows in them that were not
-    counted before are counted as inserted.
+    The argument ``reports`` has the counts of the shards that the caller knows. If they include
+    rows that were not counted before, these rows are counted as inserted.
     """
 
     limiter: RateLimiter
@@ -100,10 +100,10 @@ class _Counted:
 class ShardsPace:
     """The insert and sample counts of a sharded buffer. Thread-safe.
 
-    No method waits. Inserts are computed from the written rows that shards report, not from the
-    calls of writers. So each row counts exactly once, even if answers arrive twice, late, out of
-    order or through another client. A row counts even if its writer dies before it can report the
-    row.
+    No method waits. Inserts are computed from the counts of written rows that shards report, not
+    from the calls of writers. Therefore each row counts exactly once, even if answers arrive twice,
+    late, out of order or through another client. A row counts even if its writer dies before it can
+    report the row.
 
     Args:
         limiter: the rate limiter to apply.
@@ -143,7 +143,7 @@ class ShardsPace:
             return self.pace.may(side, count, self.size())
 
     def ended(self, side: int, count: int, sampled: int, reports: Iterable[ShardCounts]) -> None:
-        """End the right to ``count`` rows; count new rows and ``sampled`` samples."""
+        """End the right to ``count`` rows; count the new rows, and ``sampled`` samples."""
         with self._lock:
             written = self._learned(reports)
             if side == INSERT:
@@ -190,7 +190,8 @@ class ShardsPace:
         """Replace the counts of a dead shard by the counts of its successor.
 
         If the remaining rows are too few for sampling, the limiter starts to count again with these
-        rows. Otherwise it would delay writes until the lost rows are sampled.
+        rows. Without this restart of the counts, the limiter would delay writes until the lost rows
+        are sampled.
         """
         with self._lock:
             old = self._shards[shard]
@@ -257,7 +258,7 @@ class LocalPace(ShardsPace):
 MOST_CALLS = 10_000
 """Maximum number of concurrent calls in the supervisor.
 
-The supervisor answers other calls only while fewer calls than this are waiting.
+The supervisor can answer a further call only while fewer than ``MOST_CALLS`` calls are waiting.
 """
 
 _ASK_AGAIN_S = 5.0
@@ -281,7 +282,7 @@ def answer_of(ref: Any, within: float) -> Any:
     """Return the answer of the supervisor.
 
     Raises:
-        TimeoutError: the supervisor does not answer within that many seconds.
+        TimeoutError: the supervisor does not answer within ``within`` seconds.
         RuntimeError: the supervisor has ended.
     """
     import ray
@@ -341,10 +342,10 @@ class Paced:
             self._notify()
 
     async def pace_stay(self, client: str) -> None:
-        """Return when the client has left.
+        """Wait until the client has left.
 
-        The client's process owns the reference to the result. If that process dies, waiting for the
-        reference raises an error.
+        The client's process owns the reference to the result. If that process dies, the wait of
+        `pace_watch` for the reference raises an error.
         """
         await self._staying.setdefault(client, asyncio.Event()).wait()
 

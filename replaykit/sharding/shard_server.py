@@ -37,9 +37,9 @@ class Stamp(NamedTuple):
     """The write to which a message belongs.
 
     Attributes:
-        client, number: the client, and the number of the write among the client's writes.
+        client, number: the client, and the sequence number of the write among the client's writes.
         shards: bit mask in which bit s is set if shard s has a part of the write.
-        done: a number such that all writes of this client with lower numbers have ended.
+        done: all writes of this client with sequence numbers below ``done`` have ended.
     """
 
     client: str
@@ -90,8 +90,8 @@ class Barrier:
 
     The gate delays new writes while all shards freeze their rows for a save. A batch can have parts
     in several shards. If any part was written before the freeze, all shards admit the other parts.
-    Otherwise all parts wait. After the admitted parts have arrived, the shards hold the rows that a
-    single buffer would hold between two writes.
+    If no part was written before the freeze, all parts wait. After the admitted parts have arrived,
+    every batch is in the shards completely or not at all.
 
     A client sends a part again if the answer was lost with a connection or a shard. The shard then
     gives the same answer, even after a restart from a checkpoint.
@@ -155,7 +155,7 @@ class Barrier:
     def frozen(self) -> bool:
         """True while new writes have to wait.
 
-        They wait at most for the seconds given to ``freeze``.
+        New writes wait at most for the seconds given to ``freeze``.
         """
         return self._token is not None and time.monotonic() < self._until
 
@@ -263,7 +263,7 @@ class SavedShard:
     # -- facts --------------------------------------------------------------------------------
 
     def facts(self, terms: Terms | None = None) -> ShardFacts:
-        """Return the state of the shard, with its mass in these terms or the last terms."""
+        """Return the state of the shard; the mass is in the given terms or the last terms."""
         with self.buffer._locked() as storage:
             terms = self._terms if terms is None else terms
             mass: float = 0
@@ -311,8 +311,8 @@ class SavedShard:
         """Save the shard if the interval has passed, or if it was emptied.
 
         An emptied shard is saved since a restart would otherwise restore the removed rows. Errors
-        such as a full disk are logged. The previous save then stays valid, and the next attempt
-        follows after another interval.
+        such as a full disk are logged. After an error, the previous save stays valid. The next
+        attempt follows after another interval.
         """
         if self.recipe.checkpoint_dir is None:
             return
@@ -427,7 +427,7 @@ class SavedShard:
                 number.
 
         Returns:
-            The number of rows read, and how many of them did not fit.
+            The count of rows read, and the count of these rows that did not fit.
         """
         buffer = self.recipe.make()
         if as_they_lie:
@@ -604,9 +604,8 @@ class ShardHolder(SavedShard):
     ) -> ShardPart:
         """Draw ``count`` times.
 
-        If the mass is not positive, return no rows; with ``anyway``, draw nevertheless.
-        ``generations``: whether to return generations that neither the writer nor the sampler
-        needs.
+        If the mass is not positive, return no rows, unless ``anyway`` is True. With
+        ``generations``, return generations even if neither the writer nor the sampler needs them.
         """
         with self.buffer._locked() as storage:
             facts = self.facts(terms)

@@ -115,7 +115,8 @@ class ShardedClient(ShardLoader[DataT]):
         """The sampler with the settings of this client's draws.
 
         The attributes ``alpha`` and ``beta`` may be set. The next draw sends a new ``alpha`` to the
-        shards. The shards use it for all clients until a draw of another client changes it.
+        shards. The shards use this ``alpha`` for all clients until a draw of another client changes
+        it.
         """
         return self._sampler
 
@@ -257,7 +258,7 @@ class ShardedClient(ShardLoader[DataT]):
     def dropped_updates(self) -> int:
         """The number of entries that this client's updates skipped.
 
-        Their rows were overwritten or lost.
+        An entry is skipped if its row was overwritten or lost.
         """
         return self._updates.dropped
 
@@ -336,10 +337,10 @@ class ShardedClient(ShardLoader[DataT]):
     def loads(self, path: Any) -> None:
         """Load a checkpoint of a sharded buffer with any number of shards.
 
-        With the same number of shards, every row keeps its index. Otherwise the rows are assigned
-        to the shards again, in turn or by key. They keep their priorities. Episodes stay whole, and
-        no window crosses a write seam. If not all rows fit, a UserWarning reports the number of
-        dropped rows.
+        With the same number of shards, every row keeps its index. With another number, the rows are
+        assigned to the shards again, in turn or by key. The rows keep their priorities. Episodes
+        stay whole, and no window crosses from the rows of one saved shard to the rows of another.
+        If not all rows fit, a UserWarning reports the number of dropped rows.
 
         Each shard reads its share in blocks. When all shards have read their shares, they drop
         their old rows.
@@ -357,7 +358,7 @@ class ShardedClient(ShardLoader[DataT]):
         """Return a copy of the state of all shards as of one instant.
 
         The dictionary has the same content as a checkpoint of ``dumps``. Unlike ``dumps``, this
-        method copies all rows to the calling process.
+        method copies all rows into the calling process.
 
         Raises:
             RuntimeError: a shard died, or a client died after writing only some parts of a batch.
@@ -471,8 +472,8 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
         checkpoint_interval: seconds between two saves of a shard.
         on_loss: function called with a ``ShardLoss`` after the restart of a shard. None shows a
             ShardLossWarning instead.
-        max_age: seconds for which a client uses a known mass of a shard. The client always knows
-            its own changes. With 0 it requests the masses before every draw.
+        max_age: seconds for which a client uses a known mass of a shard. Changes that the client
+            itself makes are known at once. With 0 it requests the masses before every draw.
         timeout: seconds to wait for an answer, or for the restart of a shard. The constructor waits
             this long for the start of all shards, but at least three minutes.
         backend: ``"ray"`` for one actor per shard, or ``"local"`` for all shards in this process,
@@ -609,7 +610,8 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
     def close(self) -> None:
         """Finish the writes under way, and end all shards.
 
-        The checkpoints of the shards stay. Closing a buffer again does nothing.
+        The rows of the shards are lost, but their checkpoints stay. Closing a buffer again does
+        nothing.
 
         Raises:
             Exception: the error of a write whose result was not asked for.

@@ -46,7 +46,7 @@ __all__ = [
 WRITES = frozenset({"extend", "update", "patch", "empty", "flush", "cut"})
 """The methods that wait while shards are frozen.
 
-Their first argument is the stamp.
+The first argument of these methods is the `Stamp` of the write.
 """
 
 
@@ -94,7 +94,7 @@ class Supervisor(Protocol):
     def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
         """Report the death of a shard; do not wait.
 
-        ``written`` and ``rows``: the numbers of rows written and stored, as far as the client
+        ``written`` and ``rows`` are the counts of rows written and stored, as far as the client
         knows.
         """
 
@@ -238,7 +238,7 @@ class LocalSupervisor:
 DEFAULT_SHARD_CONFIG: dict[str, Any] = {"num_cpus": 0.1, "num_gpus": 0}
 """The default resources of a shard.
 
-They are small because a shard waits most of the time.
+The resources are small because a shard waits most of the time.
 """
 
 _SLOW = frozenset({"begin_save", "finish_save", "prepare_load", "prepare_state", "commit_load"})

@@ -217,9 +217,9 @@ class ColumnStorage(ColumnReads):
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write rows at slots: one row at an int, a batch at any other index.
 
-        A batch for all stored rows adds the columns that the storage lacks. A slice without an end
-        selects slots up to the capacity. But if the batch has as many rows as the storage, the
-        slice ends after the stored rows.
+        A batch that covers all stored rows also adds the columns that the storage lacks. A slice
+        without an end selects slots up to the capacity. But if the batch has as many rows as are
+        stored, the slice ends after the stored rows.
 
         ``set_cursor=True`` writes new rows, and the last row of the batch becomes the newest.
         ``False`` replaces stored rows, and keeps length, cursor, row ids and generations. If

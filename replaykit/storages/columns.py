@@ -39,7 +39,7 @@ class Columns:
 
     Args:
         tensors: the leaves that are not in records, ``[slots, *lanes, *F]``.
-        layout: the offset of each other leaf in a record.
+        layout: the offset in a record of each leaf that is not in ``tensors``.
         records: uint8 ``[slots, *lanes, stride]``.
         mapped: whether rows are in mapped files, whose pages may have to be read from disk.
         changes: the record of changes of other columns over the same memory; None for a new record.
@@ -50,7 +50,7 @@ class Columns:
         order: the paths, in the order in which leaves are gathered.
         frames: an object that copies rows with the rows before them; None if only ``gather_keys``
             can copy them.
-        moves: the number of times that the memory was found at new addresses.
+        moves: the count of times that the memory was found at new addresses.
         changes: the record of the last write to each row. Every write notifies it first.
     """
 
@@ -341,7 +341,7 @@ class Columns:
             row_kernels.copy_rows(target, values)
 
     def lies_as(self, packed: PackedLeaves | None) -> bool:
-        """Return whether rows with these records, or without records, have this layout."""
+        """Return whether ``packed`` records have this layout; None stands for no records."""
         if packed is None or self.records is None:
             return packed is None and self.records is None
         return packed.lie_as(self.layout)
@@ -455,9 +455,9 @@ class ScatteredColumns(Columns):
         starts, lengths: int64 ``[R]``, the first row of each run in ``columns``, and the run's
             number of rows.
 
-    Cost: 16 bytes per run. A read costs as much as a read of ``columns``, and for each row a binary
-    search among the runs. The results are always in new memory, even of methods that return views
-    in other columns.
+    Cost: 16 bytes per run. A read costs as much as a read of ``columns``, plus a binary search
+    among the runs for each row. All results are in new memory, also from methods that return views
+    for other columns.
     """
 
     @torch.inference_mode(False)  # tensors of that mode cannot be changed outside it
@@ -491,7 +491,7 @@ class ScatteredColumns(Columns):
         return self._alone[path]
 
     def column(self, path: Path, stop: int) -> torch.Tensor:
-        """Return the first ``stop`` rows of one leaf, copied unless it is in one tensor."""
+        """Return the first ``stop`` rows of a leaf, copied unless it is one tensor already."""
         if path in self._alone:
             return self._alone[path][:stop]
         return self._all.gather_keys([path], self._lying(arange(stop)))[path]

@@ -73,14 +73,15 @@ Column = torch.Tensor | RowChunks
 class LinkedColumn:
     """A column that takes each row from a row of ``source`` or from separate values.
 
-    It has the shape of ``source``. The other row is the next row in the ring, or the row at the
-    distance in ``steps``. The column can be read like a tensor: it has ``len``, ``shape``,
-    ``dtype`` and ``device``. An index is an int, a forward slice or int64 ``[K]``, and copies only
-    its rows.
+    It has the shape of ``source``. The row of ``source`` is by default the next row in the ring.
+    With ``steps``, it is the row at the given distance. The column can be read like a tensor: it
+    has ``len``, ``shape``, ``dtype`` and ``device``. An index is an int, a forward slice or int64
+    ``[K]``, and copies only its rows.
 
     Args:
-        source: the column of the other rows, ``[n, *lanes, *F]``.
-        elements: the elements ``row * lanes + lane`` with separate values, rising int64 ``[K]``.
+        source: the column from which rows are taken, ``[n, *lanes, *F]``.
+        elements: the elements (``row * lanes + lane``) that have separate values, rising int64
+            ``[K]``.
         values: the values of these elements, ``[K, *F]``.
         lanes: sizes of the dimensions after time.
         steps: distances to the other rows, int32 or int64 ``[n]``, with ``0 <= row + steps[row] <
@@ -259,8 +260,8 @@ class Group:
     def to_state(self, *, tracked: bool = False) -> dict[str, Any]:
         """Return plain values and tensors: the columns, or their offsets in ``records``.
 
-        A save sets ``tracked``. It then writes only the changed rows of tensors whose changes are
-        recorded.
+        A save sets ``tracked``, so that it writes only the changed rows of tensors whose changes
+        are recorded.
         """
         changes, packed = self.changes if tracked else None, self.packed
         columns = self.plain_columns()
@@ -303,8 +304,8 @@ class Content:
             in one group. The rows of a group keep their order.
         plain: rows of lists that are neither tensors nor containers of tensors, in their order.
         check: function that raises an error if the rows are damaged, for storages with
-            ``checks_before_load``. Such a storage calls it after the rows are read, and before they
-            count.
+            ``checks_before_load``. Such a storage calls the function after it has read the rows,
+            and before it counts them as stored.
         ledger: the ledger with the write order of the rows; None if the rows are in write order.
     """
 

@@ -34,7 +34,8 @@ class Compared:
     """Rows that will be written at the cursor, compared with the rows before them.
 
     Attributes:
-        nexts: the counterparts ``[n, *F]`` of all elements of the rows.
+        nexts: the counterparts ``[n, *F]`` of all elements of the rows, which are leaves under
+            ``next``.
         inside: bool, one per element except those of the last time slot. True if the next row of
             the batch differs from the element's next observation. None if the batch has one time
             slot.
@@ -56,7 +57,7 @@ class DedupColumns(DedupRows):
     the row before.
 
     Cost of a write: the cost of a dense write, and one more pass over the leaves in pairs. Without
-    the core, it is some forty operations on small tensors.
+    the core, a write also takes some forty operations on small tensors.
     """
 
     def __init__(self, pairs: Pairs, rows: Columns, grow: Grow, links: Links | None = None) -> None:
@@ -117,7 +118,7 @@ class DedupColumns(DedupRows):
 
         Args:
             kept: the journal of the entries.
-            there: whether the files exist. The caller calls ``reread`` then.
+            there: True if the files exist already. The caller must then call ``reread``.
 
         Raises:
             CheckpointError: an existing file is missing; the error names it.
@@ -248,7 +249,8 @@ class DedupColumns(DedupRows):
         These rows become the newest. The next rows at the cursor follow them in time.
 
         Args:
-            matched: whether the rows have addresses, in the order of the schema.
+            matched: True if ``rows`` is a `MatchedRows`, which has the memory addresses of its
+                leaves in the order of the schema.
         """
         if matched and not skipped and self._write_native(first, rows):  # type: ignore[arg-type]
             return

@@ -256,8 +256,10 @@ class NativeDedup:
     def write(self, addresses: Sequence[int], count: int, first: int, newest: int) -> bool:
         """Write the rows compared last from slot ``first`` on, as followers of ``newest``.
 
-        Return False if they may be views of the columns. Raises: MemoryError, OSError: no room for
-        overflow entries; nothing has changed then.
+        Return False if the rows may be views of the columns.
+
+        Raises:
+            MemoryError, OSError: no room for overflow entries; nothing has changed then.
         """
         if self._rows.overlap(addresses, count, self._leaf_sizes):
             return False
@@ -294,7 +296,7 @@ class NativeDedup:
     def write_streams(self, addresses: Sequence[int], batch: Batch, slots: torch.Tensor) -> bool:
         """Write the rows compared last to distinct slots.
 
-        Return False if they may be views of the columns.
+        Return False if the rows may be views of the columns.
 
         Raises:
             The same errors as ``write``.

@@ -259,9 +259,9 @@ class DedupJournal:
     rows of streams are not journaled, because ``DedupColumns.reread`` derives them.
 
     An operation may overwrite an entry that it has just released. The core does so without a call
-    to this journal. Writes of the core therefore journal entries when they release them, but
-    operations of torch do not. After an operation of torch, the core must not write until the next
-    commit (see ``loose``).
+    to this journal. The entries that a write of the core releases are therefore journaled at their
+    release. Entries that an operation of torch releases are not. After such an operation, the core
+    must not write until the next commit (see ``loose``).
 
     Args:
         recovery: the Recovery object of the storage, which journals and commits.

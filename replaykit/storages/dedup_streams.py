@@ -131,7 +131,9 @@ class StreamColumns(DedupColumns):
         The result is kept for the next write, which must write the same rows.
 
         Args:
-            matched: whether the rows have addresses, in the order of the schema. Raises:
+            matched: True if the rows have addresses, in the order of the schema.
+
+        Raises:
             ValueError: a row continues an episode, but differs from the next observation of the
                 row before.
         """
@@ -204,7 +206,10 @@ class StreamColumns(DedupColumns):
         return False
 
     def continues_from(self, streams: set[Any], keys: Array) -> None:
-        """Expect that the next rows of ``streams`` and ``keys`` continue the stored rows."""
+        """Require that the next rows of these streams continue the stored rows.
+
+        ``streams`` and ``keys`` both hold keys of streams. ``keys`` are added to ``streams``.
+        """
         streams.update(keys.tolist())
         self._continuing = streams
 
@@ -222,7 +227,7 @@ class StreamColumns(DedupColumns):
         The next rows of the streams must continue these rows.
 
         Args:
-            matched: the rows have addresses, in the order of the schema.
+            matched: True if the rows have addresses, in the order of the schema.
         """
         if not len(slots):
             return
@@ -390,8 +395,8 @@ class StreamColumns(DedupColumns):
     def link(self, steps: Sequence[MappedRows]) -> None:
         """Adopt the distances of stored rows to the next rows of their streams, ``[n]``.
 
-        See ``Links.set_distances_later``. New rows will not follow the stored rows. That would need
-        the newest row of each stream, and thus a read of all keys.
+        See ``Links.set_distances_later``. New rows will not follow the stored rows. For that, the
+        newest row of each stream would be needed, and thus a read of all keys.
         """
         self.links.set_distances_later(steps)
 

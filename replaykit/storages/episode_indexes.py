@@ -67,9 +67,9 @@ class EpisodeIndexes:
     def marks(self) -> CutMarks:
         """The marks of cut streams.
 
-        Cost: none, with two exceptions. These are the first uses after a load of interleaved
-        streams, and after rows with a table of row ids were opened in place. A pass over all rows
-        then finds the newest rows.
+        Cost: none, except at the first use after two events. One event is a load of interleaved
+        streams. The other is that rows with a table of row ids were opened in place. Such a first
+        use makes a pass over all rows to find the newest rows.
         """
         self._end_what_was_open()
         return self._marks
@@ -124,8 +124,8 @@ class EpisodeIndexes:
     def append(self, rows: Rows) -> None:
         """Index committed rows that were written at the cursor.
 
-        If there are more rows than slots, some rows were never stored. They are read from the
-        batch.
+        If the batch has more rows than the storage has slots, some rows were never stored. The
+        indexes read those rows from the batch.
         """
         self._end_what_was_open()
         main = self._main
@@ -145,7 +145,7 @@ class EpisodeIndexes:
     def placed(self, rows: Rows, slots: Array, displacing: Array, turn: Array) -> None:
         """Index committed rows that were written by stream.
 
-        The indexes have all other rows. See ``InterleavedIndex.placed``.
+        The indexes already have all other rows. See ``InterleavedIndex.placed``.
         """
         for index in self._live():
             assert isinstance(index, InterleavedIndex)
@@ -266,9 +266,9 @@ class EpisodeIndexes:
         }
 
     def first_known(self) -> tuple[int, Any, Any] | None:
-        """Return the oldest row's id, and place and kind of the first episodes' begins.
+        """Return the oldest row id, and where and how the first episodes begin.
 
-        Return None if ``known`` has more than this and the marks.
+        Return None if ``known`` has more than these values and the marks.
         """
         main = self._main
         if type(main) is not EpisodeIndex:
@@ -424,9 +424,9 @@ class EpisodeIndexes:
 def heads_of(state: dict[str, Any], schema: Schema) -> dict[str, Any] | None:
     """Return the begins of the first episodes in a checked state.
 
-    In states without ``root_flags``, flags at the root ended no episode. If such flags end episodes
-    of this schema, an episode may have begun later than in the state. If its first row is not
-    stored, the episode counts as joined in its middle.
+    In states without ``root_flags``, flags at the root of a row did not end episodes. If such flags
+    end episodes of this schema, an episode may have begun later than the state says. If its first
+    row is not stored, the episode counts as joined in its middle.
     """
     heads: dict[str, Any] | None = state["heads"]
     flags = end_flags(schema.leaves)

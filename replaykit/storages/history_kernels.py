@@ -34,7 +34,8 @@ class Before(NamedTuple):
     Attributes:
         element: the stored rows, as elements.
         time: the times of the rows.
-        begin: for each row, the time of the first row to copy. ``lowest`` replaces a lower value.
+        begin: for each row, the time of the first row to copy. A value below ``lowest`` is replaced
+            by ``lowest``.
         lowest: the lowest time of any row to copy.
     """
 
@@ -66,8 +67,8 @@ class _Plan(NamedTuple):
 class Frames:
     """Rows and the rows before them, copied out of columns in one step.
 
-    A frame is the value of a leaf in one row. If its row precedes the first row to copy, the frame
-    is copied from the first row, or is zeros.
+    A frame is the value of a leaf in one row. If the row of a frame precedes the first row to copy,
+    the frame is a copy of that first row, or zeros.
 
     Args:
         columns: the columns, on the CPU and not in mapped files.
@@ -232,7 +233,8 @@ class StepsPlan(NamedTuple):
         flag: a leaf to read at the last step, or None.
         taken: the leaves of the batch that are replaced by the values at the last step.
         gamma: the discount of one step.
-        discounts: the discounts after 1, 2, ... steps. Their number is the largest number of steps.
+        discounts: the discounts after 1, 2, ... steps. There is one discount for each step, up to
+            the largest number of steps.
     """
 
     reward: Path
@@ -262,7 +264,7 @@ class Led(NamedTuple):
 
 
 class StepsAhead:
-    """A plan with the addresses of the leaves that it reads, valid until they move."""
+    """A plan with the addresses of its leaves, valid until the leaves move in memory."""
 
     @classmethod
     def over(cls, rows: NativeRows, plan: StepsPlan) -> StepsAhead | None:
@@ -320,10 +322,13 @@ class StepsAhead:
         return models
 
     def lead(self, batch: Any, element: Array, time: Array, last: Array) -> Led | None:
-        """Sum from elements ``[B]`` on, and overwrite ``StepsPlan.taken`` in a batch.
+        """Sum the rewards from each row on, and overwrite ``StepsPlan.taken`` in a batch.
+
+        The leaves ``StepsPlan.taken`` of the batch get their values at the last step.
 
         Args:
             batch: a copy of these rows, which is changed in place.
+            element: the rows to start from, int64 ``[B]``.
             time: the times of the rows, int64 ``[B]``.
             last: the times of the last rows of their episodes, int64 ``[B]``.
 

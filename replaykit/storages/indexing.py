@@ -149,7 +149,7 @@ def unravel_index(flat: torch.Tensor, lanes: torch.Size) -> torch.Tensor:
 
 
 def selected_elements(index: Any, shape: torch.Size, strides: Sequence[int]) -> torch.Tensor:
-    """Return the numbers of the elements that a valid index selects, in their shape.
+    """Return the elements that a valid index selects, in the shape of the selection.
 
     Args:
         shape, strides: shape and strides of the grid of elements; the strides count elements.
@@ -493,8 +493,8 @@ class Neighbours:
     """Neighbours of the elements of a write.
 
     Attributes:
-        inside: pairs of places. The first are of written elements, and the second of their
-            followers, which are also written.
+        inside: pairs of places. The first item of a pair has places of written elements. The second
+            item has the places of their followers, which are also written.
         outside: places of written elements whose follower is stored but not written, int64 ``[n]``.
         before: stored elements that are not written, but whose follower is written, int64 ``[m]``.
         after_before: places of the followers of ``before``.
@@ -515,8 +515,8 @@ def neighbours(
         cells: the distance from an element to its follower, which is the number of lanes.
         total: number of elements of the ring.
         stored: elements below this number hold a row before the write.
-        at_cursor: whether the last elements become the newest rows. The oldest rows come after them
-            in the ring, but then are not their followers.
+        at_cursor: True if the last elements become the newest rows. In the ring, the oldest rows
+            come after the newest rows, but are not their followers.
 
     Cost: O(K) for consecutive elements of the ring, else O(K log K).
 

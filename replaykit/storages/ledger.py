@@ -237,11 +237,11 @@ class Ledger(Tables):
     after ``clear`` or ``restore``. A generation counts the writes of a slot, from 0. A slot and its
     generation identify one row for ever.
 
-    As long as all rows are written at the cursor, both follow from the counters and need no memory.
-    The first write to another slot makes a table of row ids and a table of generations. The first
-    ``clear`` makes a table of generations. A table takes 8 bytes per slot. Tables of a checkpoint
-    that was opened in place are read and checked on first use. That use raises CheckpointError if
-    they contradict the counters.
+    As long as all rows are written at the cursor, row ids and generations follow from the counters
+    and need no memory. The first write to another slot makes a table of row ids and a table of
+    generations. The first ``clear`` makes a table of generations. A table takes 8 bytes per slot.
+    Tables of a checkpoint that was opened in place are read and checked on first use. That use
+    raises CheckpointError if they contradict the counters.
 
     Stored rows always occupy slots ``0..length-1``. Not thread-safe: the storage's lock guards it.
     """

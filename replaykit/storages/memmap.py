@@ -450,7 +450,7 @@ class ColumnFile(NamedTuple):
 
     Attributes:
         path: the file.
-        offset: byte of the first value.
+        offset: position of the first value in the file, in bytes.
         dtype: dtype of the values.
         shape: shape of the column, ``[slots, *lanes, *F]``.
         strides: bytes from one value to the next along each dimension.

@@ -188,7 +188,7 @@ def format_bytes(count: int) -> str:
 
 
 class ColumnMemory:
-    """The memory behind tensors, which code with a view may move by a resize.
+    """The memory of tensors, which moves if code with a view resizes a tensor.
 
     Args:
         tensors: all tensors through which the memory is used, each once.

@@ -101,7 +101,7 @@ def checked_mismatch(on_mismatch: object) -> Mismatch:
 
 
 def pairs_of(schema: Schema, keys: bool | tuple[Key, ...]) -> Pairs:
-    """Return the leaves of rows of a schema that are stored once.
+    """Return the pairs of leaves of a schema whose values are stored once.
 
     Raises:
         ValueError: a key is a flag, or does not occur at the root and under ``next`` with one shape
@@ -283,7 +283,7 @@ class Links:
         """Compute the table of previous rows again.
 
         Returns:
-            A number of slots. Only slots below it may have links.
+            A bound for slots. Only slots below this bound may have links.
 
         Raises:
             ValueError: a link leads outside the slots, or a slot follows two slots.
@@ -447,8 +447,8 @@ class StreamTails:
         rows, key: the columns, and the path of the key.
         dtype: the dtype of the keys.
 
-    Cost: a dict entry for each written stream. There are at most 1024 entries, or twice as many as
-    stored streams.
+    Cost: a dict entry for each written stream. The count of entries is at most 1024, or at most
+    twice the count of stored streams if that is more.
     """
 
     def __init__(self, links: Links, rows: Columns, key: Path, dtype: np.dtype[Any]) -> None:
@@ -533,7 +533,8 @@ def mismatch(
         severed: rows after which an episode ends without a flag, bool ``[n]``.
 
     Returns:
-        The path of the counterpart, and the number of the row; None if all rows agree.
+        The path of the counterpart, and the position of the row among the ``n`` rows; None if all
+        rows agree.
 
     Cost: one pass over the paired leaves. Flags and ids are read only if rows differ.
     """

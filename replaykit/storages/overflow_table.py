@@ -72,7 +72,7 @@ class Memory:
         entries: number of entries of the table.
         stack: address of the list of entries, int64 ``[entries]``, in which the free entries come
             first.
-        free: address of the number of free entries, int64.
+        free: address of the count of free entries, int64.
     """
 
     map: int
@@ -109,9 +109,9 @@ class OverflowTable:
         device: device of the map and the table.
         grow: function that allocates memory for the table.
 
-    Cost: 4 bytes per element for the map, or 8 from 2**31 elements on. Its pages are allocated only
-    when rows are written. There are at most twice as many entries as were ever in use at the same
-    time. The map of a checkpoint that was opened in place is read at its first use.
+    Cost: 4 bytes per element for the map, or 8 from 2**31 elements on. The pages of the map are
+    allocated only when rows are written. There are at most twice as many entries as were ever in
+    use at the same time. The map of a checkpoint that was opened in place is read at its first use.
     """
 
     @torch.inference_mode(False)  # tensors made in that mode cannot be changed outside of it
@@ -199,7 +199,7 @@ class OverflowTable:
     def patch(
         self, elements: torch.Tensor, leaves: dict[Path, torch.Tensor]
     ) -> dict[Path, torch.Tensor]:
-        """Return leaves ``[B, *F]``, with the values of entries if elements have them.
+        """Return leaves ``[B, *F]``, with the entries' values for elements with an entry.
 
         On the CPU the leaves change in place. On another device this makes new leaves, because a
         search for elements with an entry would wait for the device.
@@ -229,8 +229,8 @@ class OverflowTable:
     def plan(self, returned: torch.Tensor, count: int) -> Change:
         """Plan a change that releases entries ``[R]`` and then uses ``count`` entries.
 
-        This allocates memory if too few entries are free, and changes nothing else. ``commit`` can
-        then not fail.
+        This allocates memory if too few entries are free, and changes nothing else. A later
+        ``commit`` of the plan therefore cannot fail.
         """
         back = len(returned)
         short = count - back
@@ -314,7 +314,7 @@ class OverflowTable:
             table: the new table; None keeps the present table.
 
         Returns:
-            A number of elements. Only elements below it may have an entry.
+            A bound for elements. Only elements below this bound may have an entry.
 
         Raises:
             ValueError: the map names an entry outside the table, or one entry twice.

@@ -58,8 +58,9 @@ class RecordLayout:
     """The offset of each small leaf in a record of ``stride`` bytes.
 
     Leaves of one dtype are neighbours, and wider dtypes come first. So every leaf is aligned, and
-    padding is only at the end. It is at most 5 %, or less than one value of the widest dtype. A
-    block of records is split with one view and one split per dtype.
+    padding is only at the end. The padding is at most 5 % of the leaves' bytes, or else less than
+    one value of the widest dtype. A block of records is split with one view and one split per
+    dtype.
 
     Attributes:
         offsets: first byte of each leaf.

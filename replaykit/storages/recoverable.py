@@ -62,7 +62,7 @@ class Committing:
 
     Args:
         storage: the storage.
-        home: the recovery folder next to its files.
+        home: the recovery folder next to the storage's files.
     """
 
     shared = False
@@ -313,7 +313,7 @@ class Recovery(Committing):
 
     Args:
         storage: the storage.
-        home: the recovery folder next to its files.
+        home: the recovery folder next to the storage's files.
     """
 
     # -- opening ------------------------------------------------------------------------------
@@ -540,7 +540,8 @@ class Recovery(Committing):
     def poll(self, *, whole: bool = False) -> None:
         """Poll other processes before the caller reads the number of rows.
 
-        The caller need not hold the lock. It sets ``whole`` if it will also read other state.
+        The caller need not hold the lock. The caller sets ``whole`` if it will also read other
+        state.
         """
 
     def new_lock(self) -> Any:

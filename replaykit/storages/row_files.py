@@ -214,10 +214,11 @@ def map_file(
 
     Args:
         file: the file.
-        create: whether to make the file, or to cut or extend it to size, and to reserve its blocks.
+        create: True to make the file, or resize an existing one, and reserve its blocks. False to
+            map an existing file as it is.
         private: whether to map copy-on-write, so that changes stay in this process.
-        in_memory: whether the file is in memory. With ``create``, it is then in large pages if the
-            system has them.
+        in_memory: True if the file is in memory. With ``create``, such a file uses large pages if
+            the system has them.
 
     Raises:
         OSError: the disk has too little room, or the file cannot be opened; the error names it.

@@ -60,7 +60,7 @@ def picked(rows: Any, kept: torch.Tensor | slice) -> torch.Tensor:
 def picked_views(rows: Any, kept: torch.Tensor | slice) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the rows that ``picked`` returns, in contiguous parts.
 
-    Each item is the number of rows before the part, and the part. A slice is not copied.
+    Each item is a pair: the count of rows before the part, and the part. A slice is not copied.
     """
     if isinstance(kept, slice) and isinstance(rows, RowChunks):
         for first, view in rows.views(kept.start, kept.stop):

@@ -147,21 +147,21 @@ class LazyTensorStorage(TensorStorage):
         ndim: number of leading dimensions that count as rows. Dimension 0 is time, and the others
             are lanes.
         dedup_next: store observations once. A read then takes ``("next", key)`` of a row from
-            ``key`` of the following row, with ``lane_key`` the following row of the same stream. If
-            the following row has other values, an overflow row stores the next observation. This
-            happens for the last row of an episode, for the newest row, and for rows edited or
-            placed by hand. A list names the root keys. ``True`` selects every key that occurs at
-            the root and under ``next`` with one shape and dtype, except ``reward`` and flags. Every
-            read returns the same bits as without this option. But views of these keys
-            (``storage[a:b]``, ``rb[i]``, ``column``) become copies. If observations are most of a
-            row, the rows take half the memory. ``False`` costs nothing.
+            ``key`` of the following row. With ``lane_key``, that is the following row of the same
+            stream. If the following row has other values, an overflow row stores the next
+            observation. This happens for the last row of an episode, for the newest row, and for
+            rows edited or placed by hand. A list names the root keys. ``True`` selects every key
+            that occurs at the root and under ``next`` with one shape and dtype, except ``reward``
+            and flags. Every read returns the same bits as without this option. But views of these
+            keys (``storage[a:b]``, ``rb[i]``, ``column``) become copies. If observations are most
+            of a row, the rows take half the memory. ``False`` costs nothing.
         on_mismatch: the reaction to a row that continues an episode, but whose observation differs
             from the next observation of the row before. ``"error"`` refuses the batch, and
             ``"dense"`` stores both observations. A row continues an episode under three conditions.
             No flag under ``next`` of the row before is set, no id column of ``ted.EPISODE_KEYS``
-            changes, and no ``cut`` comes between. After ``write_at``, an edit of these keys,
-            ``empty`` or a load, the first row is not checked; with ``lane_key``, the first row of
-            each stream.
+            changes, and no ``cut`` comes between. The first row after ``write_at``, an edit of
+            these keys, ``empty`` or a load is not checked. With ``lane_key``, this holds for the
+            first row of each stream. Rows placed by hand are never checked.
         lane_key: the column that names the stream of a row, such as the id of an environment or a
             trajectory. Use it if rows of several environments arrive one by one in any order. The
             rows of one stream then follow each other, even if rows of other streams are written

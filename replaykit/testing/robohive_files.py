@@ -157,7 +157,7 @@ class RoboHiveWriter:
                 traces.
             rewards, done, time: ``[T]``, one value per state.
             env_infos: nested mapping of arrays ``[T, ...]``. A leaf is ``None`` if the environment
-                does not have the value. It is stored as float16 NaN, as in RoboHive.
+                does not have the value. ``None`` is stored as float16 NaN, as in RoboHive.
             name: name of the group; by default ``Trial<k>`` for the ``k``-th trial of the file.
             tail: True to append a row of NaN to ``actions``.
             extra: nested mapping of further arrays of the trial, stored next to ``actions``.

@@ -39,7 +39,7 @@ _LAID_OUT_MASK: Final[Key] = ("mask",)
 
 
 class ValueTransform(Transform):
-    """A transform that maps values one by one and needs no other rows."""
+    """A transform that maps each value separately and needs no other rows."""
 
     stage = "value"
 
@@ -50,7 +50,8 @@ def real_rows(data: Any) -> torch.Tensor | None:
     The mask has the shape of the batch. The function reads it from ``validity_mask`` and
     ``("collector", "mask")``. In batches of two or more dimensions it also reads ``mask``, the key
     of padded trajectories. A mask is bool and has the batch size, with or without one more
-    dimension of size 1. Any other tensor under these keys is a column of the user, and is ignored.
+    dimension of size 1. The function ignores any other tensor under these keys, because it is a
+    column of the user.
     """
     keys = _MASK_KEYS if data.batch_dims < 2 else (*_MASK_KEYS, _LAID_OUT_MASK)
     real: torch.Tensor | None = None
@@ -66,7 +67,7 @@ def real_rows(data: Any) -> torch.Tensor | None:
 
 
 def keep_padding(real: torch.Tensor | None, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Return ``new`` on real rows and ``old`` on padding, in the dtype of ``new``."""
+    """Return ``new`` at real rows and ``old`` at padding, in the dtype of ``new``."""
     if real is None:
         return new
     over_features = real.reshape(*real.shape, *[1] * (new.ndim - real.ndim))
@@ -123,7 +124,7 @@ def as_number(name: str, value: Any, *, finite: bool = False) -> float:
 def set_all(data: Any, values: Mapping[Path, torch.Tensor]) -> None:
     """Set leaves of a batch ``[B]``, each ``[B, *F]`` on the device of the batch.
 
-    In a batch of plain TensorDicts this takes a tenth of the time of ``data.set``.
+    In a batch of plain TensorDicts, this call takes a tenth of the time of ``data.set``.
     """
     groups: dict[Path, dict[str, torch.Tensor]] = {}
     for path, value in values.items():
@@ -165,7 +166,7 @@ def set_real(
 ) -> None:
     """Set leaves of a batch ``[B]`` at its real rows.
 
-    Padding keeps its values. In a new leaf, padding gets zeros.
+    Padding rows keep their values. In a new leaf, padding rows get zeros.
 
     Args:
         mask: bool ``[B]``, False at padding; None: no row is padding.
@@ -206,7 +207,8 @@ Array = np.ndarray[Any, Any]
 def rows_ahead(around: Surroundings, ended: Array | None = None) -> Array:
     """Return the number of rows of the same window and episode that follow each row.
 
-    The result is int64 ``[B]``. Padding has 0. It also ends the run of rows before it.
+    The result is int64 ``[B]``. Padding rows have 0. A padding row also ends the run of rows before
+    it.
 
     Args:
         ended: bool ``[B]``, True at rows that end a run in addition to the ends of episodes.
@@ -239,9 +241,10 @@ def rows_ahead(around: Surroundings, ended: Array | None = None) -> Array:
 def nearest_real(around: Surroundings) -> Array:
     """Return the batch index of the real row nearest to each row, int64 ``[B]``.
 
-    For a real row, this is its own index. For padding, it is the index of the last real row before
-    it in its window. If there is none, it is the index of the first real row after it. In a window
-    without real rows, it is the row's own index.
+    For a real row, the result is the row's own index. For a padding row, the result is the index of
+    the last real row before it in its window. If no real row is before it, the result is the index
+    of the first real row after it. In a window without real rows, the result is the row's own
+    index.
     """
     own = np.arange(len(around))
     if around.mask is None or around.mask.all():
@@ -258,7 +261,7 @@ def nearest_real(around: Surroundings) -> Array:
 def last_real(around: Surroundings) -> Array:
     """Return the batch index of the last real row of each row's window, int64 ``[B]``.
 
-    In a window without real rows, the result for each row is its own index.
+    In a window without real rows, the result for each row is the row's own index.
     """
     count = len(around)
     own = np.arange(count)
@@ -274,7 +277,7 @@ def last_real(around: Surroundings) -> Array:
 
 
 def require(data: Any, key: Key) -> Any:
-    """Return the value of a key. If it is absent, raise a KeyError with all keys."""
+    """Return the value of a key; if it is absent, raise KeyError with all keys."""
     value = lookup(data, key)
     if value is None:
         known = (format_key(unravel(known)) for known in data.keys(True, True))

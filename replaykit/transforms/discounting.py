@@ -55,7 +55,7 @@ def one_step_key(reward_key: Path) -> Path:
 def summable(reward: torch.Tensor) -> torch.Tensor:
     """Return rewards in the dtype of their discounted sum.
 
-    Floating rewards keep their dtype. Others become torch's default dtype.
+    Floating rewards keep their dtype. Other rewards are converted to torch's default dtype.
     """
     return reward if reward.dtype.is_floating_point else reward.to(torch.get_default_dtype())
 
@@ -64,7 +64,7 @@ def is_set(flag: torch.Tensor, rows: int) -> torch.Tensor:
     """Return a bool mask of the rows in which a flag is set.
 
     The mask has the first ``rows`` dimensions of the flag. A flag of several numbers is set if any
-    of them is not zero.
+    of these numbers is not zero.
     """
     found = flag if flag.dtype is torch.bool else flag != 0
     if found.ndim == rows:
@@ -93,7 +93,8 @@ def discounted_sums(
         ahead: int64 ``[T, *lanes]``, the largest number of later rows that each sum includes.
         n: the largest number of rewards in a sum; None: no limit except ``ahead``.
 
-    Cost: ``log2(n)`` passes over the rewards. The passes join sums of 1, 2, 4, ... rows.
+    Cost: ``log2(n)`` passes over the rewards. Each pass doubles the length of the sums: 1, 2, 4,
+    ... rows.
     """
     longest = int(ahead.max()) + 1 if ahead.numel() else 1
     left = longest if n is None else min(n, longest)
@@ -125,11 +126,12 @@ def _joined(
 
 
 def discounted_returns(values: Array, stops: Array, gamma: float) -> Array:
-    """Add to each row the discounted values of the rows after it, up to the next stop.
+    """Add to each row the discounted values of later rows, up to the next stop.
 
     Args:
         values: float64 ``[n, *F]``; changed in place and returned.
-        stops: bool ``[n]``, True at the last row of a sum. It must be True at the last row of all.
+        stops: bool ``[n]``, True at the last row of a sum. ``stops`` must be True at the very last
+            row.
 
     Cost: O(n log m) with m rows between two stops. Every pass doubles the number of rows in a sum.
 
@@ -155,20 +157,20 @@ class Bootstrap(HistoryTransform):
 
     The mask is bool ``[B, 1]``. It is False at rows where ``boundary`` is set, because the episode
     terminated there. It is True at time limits, at cuts and at the newest row of an episode, even
-    if ``done`` is set. ``NStep`` writes the same key; this transform is for one-step losses. If
-    ``("next", "terminated")`` is not stored, the mask is False at the rows that terminated
-    according to the episode index.
+    if ``done`` is set. ``NStep`` also writes ``"bootstrap"``, so use this transform for one-step
+    losses only. If ``("next", "terminated")`` is not stored, the mask is False at the rows that
+    terminated according to the episode index.
 
     Args:
         boundary: the flag that ends bootstrapping, for example a separate flag for a lost life.
-        per_window: give all rows of a window the value at its last real row. This is False only if
-            the window reaches the end of an episode that terminated.
+        per_window: give all rows of a window the value at its last real row. This value is False
+            only if the window reaches the end of an episode that terminated.
 
     Raises:
         TypeError: ``boundary`` is not a key.
         KeyError: on read, a custom ``boundary`` is absent.
 
-    Cost: one pass over the flag.
+    Cost: one pass over the column ``boundary``.
 
     Example:
         >>> import torch

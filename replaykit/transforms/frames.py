@@ -68,12 +68,12 @@ def contiguous_stacks(
     like: torch.Tensor,
     how: StackFrames,
 ) -> torch.Tensor:
-    """Return the ``next_stack`` of contiguous frames, without the first ``skip``.
+    """Return ``next_stack`` of contiguous frames, without the first ``skip`` frames.
 
     Args:
         frames: ``k - 1 + skip`` frames, as ``Surroundings.stacks`` returns them.
-        features: ``F``.
-        like: a contiguous stack in the memory layout of the frames.
+        features: the shape ``F`` of one frame.
+        like: a contiguous stack with the shape and memory layout of the result.
     """
     count = how.k - 1 + skip
     # Another transform may have replaced the next frame by one of other dtype, shape or device.
@@ -175,7 +175,7 @@ class FrameStream:
         return made
 
     def reset(self) -> None:
-        """Forget all frames, so that an episode begins in every lane with the next step."""
+        """Forget all frames, so that the next step begins an episode in every lane."""
         self._frames = {}
 
     def _taken(self, key: Path, frame: torch.Tensor, begins: torch.Tensor | None) -> torch.Tensor:
@@ -234,11 +234,11 @@ class StackFrames(HistoryTransform):
     stack.
 
     If ``("next", key)`` is stored, it becomes a stack of the last ``k - 1`` frames of the row and
-    its next frame. So it never has a frame of the following episode. After ``NStep`` it becomes the
-    stack of the row that ``next`` comes from.
+    its next frame. So this stack never has a frame of the following episode. After ``NStep``, it is
+    the next stack of the row that ``next`` comes from.
 
-    A row is not drawn if part of its history was overwritten or never stored. In ``rb[...]`` the
-    episode of such a row begins with its first stored row.
+    A row is not drawn if part of its history was overwritten or never stored. ``rb[...]`` still
+    returns such a row. It treats the first stored row as the beginning of the episode.
 
     Args:
         keys: a list of keys, outside of ``next``.
@@ -256,7 +256,7 @@ class StackFrames(HistoryTransform):
         TypeError: ``keys`` is not a list of keys, or ``k`` or ``dim`` not an int.
         KeyError: on read, a key is absent.
 
-    Cost: a read of ``k`` frames per row, of these keys only, and a copy of ``k`` more frames for
+    Cost: for each row, a read of ``k`` frames of these keys, and a copy of ``k`` more frames for
     ``next``.
 
     Example:
@@ -420,7 +420,7 @@ class StackFrames(HistoryTransform):
         return FrameStream(self)
 
     def tiled(self, bound: torch.Tensor) -> torch.Tensor:
-        """Return the bound of a stack for a bound ``[*F]`` of a frame.
+        """Return the bound of a stack, given the bound ``[*F]`` of a frame.
 
         Raises:
             ValueError: ``dim`` is out of range.
@@ -453,7 +453,7 @@ _ALL: Path = ("previous_step",)
 
 
 class PreviousStep(HistoryTransform):
-    """A transform that adds values of the row before, such as its action and reward.
+    """A transform that adds values of the previous row, such as its action and reward.
 
     Values come from the same episode. The new key is the old key without ``next``, and with the
     prefix ``previous_`` in its last part. So ``"action"`` becomes ``"previous_action"``, and
@@ -461,9 +461,9 @@ class PreviousStep(HistoryTransform):
     is ``init``.
 
     ``("next", "previous_...")`` has the row's own values, because they precede the next state.
-    After ``NStep`` it has the values of the row that ``next`` comes from. All values are read from
-    the storage. So even the first row of a window in the middle of an episode has real values.
-    After ``HindsightGoal`` the values are relabelled.
+    After ``NStep``, this key has the values of the row that ``next`` comes from. All values are
+    read from the storage. So even the first row of a window in the middle of an episode has real
+    values. After ``HindsightGoal``, the values have the new goals and rewards.
 
     Args:
         keys: a list of keys.
@@ -475,8 +475,8 @@ class PreviousStep(HistoryTransform):
         num_actions: with ``concat``, the number of one-hot columns of an action that is stored as
             one integer.
 
-    A row is not drawn if the row before it was overwritten; in ``rb[...]`` it gets ``init``.
-    Padding has zeros.
+    A row is not drawn if the row before it was overwritten. ``rb[...]`` returns such a row with
+    ``init``. Padding rows have zeros.
 
     Raises:
         ValueError: ``keys`` is empty or two keys get the same name, ``init`` is not finite, or
@@ -620,11 +620,11 @@ class PreviousStep(HistoryTransform):
 
 
 class StepCount(HistoryTransform):
-    """A transform that adds the number of earlier steps of the episode.
+    """A transform that adds the count of earlier steps of the episode.
 
-    The number is int64 ``[B, 1]``. The count includes the first rows of the episode even if they
-    were overwritten. If the buffer got a stream only from the middle of an episode on, the count
-    begins there. Padding has 0.
+    The count is int64 ``[B, 1]``. It includes the first rows of the episode even if these rows were
+    overwritten. If the buffer received only the later part of an episode, the count begins with
+    that part. Padding rows have 0.
 
     Args:
         key: key of the count.

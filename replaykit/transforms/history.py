@@ -26,7 +26,7 @@ class Around:
     """Rows that a transform has read in addition to the rows of a batch.
 
     Attributes:
-        time: times of the rows, int64 ``[B, *k]``; entries ``[b]`` belong to row b of the batch.
+        time: times of the rows, int64 ``[B, *k]``. ``time[b]`` belongs to row b of the batch.
         lane: lanes of the rows, in the same shape. ``[B, 1, ...]`` is enough until a transform
             relabels the rows.
         leaves: the stored leaves by key, ``[B, *k, *F]`` each.
@@ -55,23 +55,24 @@ class Surroundings(ABC):
     Attributes:
         time, lane: time and lane of the rows.
         first, last: times of the first stored row and of the newest row of the rows' episodes.
-        begin: times at which the rows' episodes began. They are below ``first`` if the first row is
-            not stored.
+        begin: times at which the rows' episodes began. A time is below ``first`` if the first row
+            of the episode is no longer stored.
         head, reason: the ways in which the episodes begin (``Head``) and end (``EndReason``).
-        window: number of the window that a row belongs to; without windows, the number of the row.
+        window: index of the window that a row belongs to. Without windows, the index of the row in
+            the batch.
         alone: True if there are no windows.
         mask: bool, True at real rows; None if all rows are real.
-        generator: the source of randomness; None: torch's global generator.
-        keys: the stored keys of a row.
+        generator: the source of random numbers; None: torch's global generator.
+        keys: all stored keys of a row.
         next_time: times of the rows from which ``next`` of the batch comes; None: the rows of the
             batch. If a transform reads ``next`` from a later row, its ``fetch`` sets this attribute
             for the transforms after it.
         next_made: the transforms that create leaves under ``next`` that are not stored.
         root: the structure of a row, as ``structure.build`` expects it. Its leaves can be fetched.
-        later: the transforms after the current transform, if that one edits episodes.
+        later: the transforms after the current transform, if the current transform edits episodes.
         rows: the batch, if the current transform may overwrite its leaves in ``fetch``, else None.
-            A transform may do so if it is the first of its chain and no other object refers to the
-            rows.
+            The current transform may do so if it is the first of its chain, and no other object
+            refers to the rows.
 
     Example:
         ``HistoryTransform`` has an example. Its methods receive a ``Surroundings``.
@@ -130,25 +131,26 @@ class Surroundings(ABC):
     def column(self, key: Path) -> torch.Tensor | None:
         """Return all slots of one stored leaf, ``[slots, *F]``, or None.
 
-        After None, the caller must ``fetch`` the rows instead. The row of a time is in slot
-        ``time % slots``. The tensor is valid only while ``fetch`` of a transform runs.
+        If the result is None, the caller must ``fetch`` the rows instead. The row of a time is in
+        slot ``time % slots``. The tensor is valid only while ``fetch`` of a transform runs.
         """
         return None
 
     def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
         """Return discounted sums of a stored leaf, or None.
 
-        After None, the caller must ``fetch`` the rows and sum them. The leaf has one number per
-        row. Each sum covers the stored values of the row and of the ``steps`` rows after it in its
-        episode. ``steps`` is int64 ``[B]``. Only ``fetch`` of a transform may call this.
+        If the result is None, the caller must ``fetch`` the rows and sum the values. The leaf has
+        one number per row. Each sum covers the stored values of the row and of the ``steps`` rows
+        after it in its episode. ``steps`` is int64 ``[B]``. Only ``fetch`` of a transform may call
+        this.
         """
         return None
 
     def lead(self, plan: StepsPlan) -> Led | None:
-        """Sum over several steps, and overwrite leaves of ``rows`` by the last step's.
+        """Sum rewards over several steps, and fill ``rows`` with leaves of the last step.
 
-        Only ``fetch`` of a transform may call this. If the result is None, nothing has changed. The
-        caller must then use ``discounted`` and ``fetch`` instead.
+        Only ``fetch`` of a transform may call this. A None result means that nothing has changed.
+        The caller must then use ``discounted`` and ``fetch`` instead.
         """
         return None
 
@@ -166,8 +168,9 @@ class Surroundings(ABC):
             flat: join rows along the first feature dimension, if there is one.
 
         Returns:
-            For each key, one leaf and ``F``. The leaf is ``[B, count, *F]``, or with ``flat``
-            ``[B, count * F[0], *F[1:]]``. After None, the caller must ``fetch`` the rows instead.
+            For each key, one leaf and ``F``. The leaf is ``[B, count, *F]``, or with ``flat`` ``[B,
+            count * F[0], *F[1:]]``. If the result is None, the caller must ``fetch`` the rows
+            instead.
         """
         return None
 
@@ -188,7 +191,7 @@ class Surroundings(ABC):
 
         Returns:
             Two leaves ``[B, *F]`` for each key, or with ``joined`` two leaves ``[B, A]`` for all
-            keys. After None, the caller must ``fetch`` the rows instead.
+            keys. If the result is None, the caller must ``fetch`` the rows instead.
         """
         return None
 
@@ -204,7 +207,7 @@ class Surroundings(ABC):
 
     @abstractmethod
     def any_rows(self, number: Array) -> tuple[Array, Array]:
-        """Return time and lane of stored rows by their number, in ``[0, stored())``."""
+        """Return time and lane of stored rows, given their numbers in ``[0, stored())``."""
 
     @abstractmethod
     def stored(self) -> int:
@@ -229,17 +232,17 @@ class Surroundings(ABC):
 class HistoryTransform(Transform, ABC):
     """A transform on read that needs rows of the episode that the batch does not have.
 
-    A history transform works in two steps. ``fetch`` reads other rows while the batch is read, with
-    the lock of the storage held. ``apply`` changes the batch without the lock. Stored rows never
-    change. ``needs`` declares the neighbouring rows that the transform needs. Samplers do not draw
-    a row if one of them is not stored.
+    A history transform works in two steps. ``fetch`` reads other rows together with the batch,
+    while the lock of the storage is held. ``apply`` changes the batch later, without the lock.
+    Stored rows never change. ``needs`` declares the neighbouring rows that the transform needs.
+    Samplers do not draw a row if one of them is not stored.
 
     Attributes:
         needs: the neighbours of a row that must be stored.
         changes: keys that the transform writes.
-        relabels: whether the transform also changes the rows that later transforms fetch.
+        relabels: True if the transform also changes the rows that later transforms fetch.
         relabel_keys: keys that the transform needs to change these rows.
-        edits_episodes: whether later transforms read the episodes of ``surroundings`` instead of
+        edits_episodes: True if later transforms read the episodes of ``surroundings`` instead of
             the stored episodes.
 
     Example:
@@ -274,7 +277,7 @@ class HistoryTransform(Transform, ABC):
     def forward(self, data: Any) -> Any:
         """Raise RuntimeError, because only a buffer can read rows outside of the batch.
 
-        Subclasses that can work on a batch alone override this.
+        A subclass that needs only the batch may override this method.
         """
         raise RuntimeError(
             f"{type(self).__name__} reads the rows around those of a batch: pass it to a "
@@ -297,7 +300,7 @@ class HistoryTransform(Transform, ABC):
     ) -> dict[Path, torch.Tensor]:
         """Change rows ``[B, *k, *F]`` that a later transform has read.
 
-        The method makes the same change as ``apply`` makes in the batch. Rows ``[b]`` belong to row
+        The method changes these rows as ``apply`` changes the batch. Element ``[b]`` belongs to row
         b of the batch.
         """
         return leaves

@@ -49,20 +49,21 @@ class NStepWriting(Transform):
     ``NStep(..., when="write")`` creates this transform. Stored rows have the same values under the
     same keys as ``NStep`` computes on read. So a row can be stored only after the ``n - 1`` rows
     after it, or the end of its episode, have been written. Until then the transform holds the row
-    back. It holds back at most ``n - 1`` rows per lane. With several lanes it holds back a time
-    step until the step is complete in all lanes. Checkpoints include these rows. The results do not
-    depend on the split of a stream into calls.
+    back. The transform holds back at most ``n - 1`` rows per lane. With several lanes, it holds
+    back a time step until the rows of this step are complete in all lanes. Checkpoints include
+    these rows. The results do not depend on the split of a stream into calls.
 
     ``ReplayBuffer.flush()`` stores the rows held back. Their sums are cut short, as at the newest
-    row of an episode. This ends the stream. ``ReplayBuffer.cut()`` does the same. The first write
-    after ``loads`` or ``load_state_dict`` also does so, because no sum crosses a restart.
-    ``ReplayBuffer.empty()`` drops the rows held back.
+    row of an episode. The call also ends the stream, so sums do not continue with later rows.
+    ``ReplayBuffer.cut()`` does the same. So does the first write after ``loads`` or
+    ``load_state_dict``, because no sum crosses a restart. ``ReplayBuffer.empty()`` drops the rows
+    held back.
 
     An episode ends at a row with ``done``, ``terminated`` or ``truncated`` under ``next``, and
     between rows with different trajectory ids (``("collector", "traj_ids")``, ``episode``,
-    ``seed``). Several stored rows carry the flags of the episode's last row. So to sample slices,
-    sum on read instead. ``rb[i] = rows`` also passes through this transform; do not replace rows
-    that way.
+    ``seed``). Several stored rows carry the flags of the episode's last row. Therefore, use
+    ``when="read"`` if you sample slices. Do not replace rows by ``rb[i] = rows``, because those
+    rows also pass through this transform.
 
     Args:
         n: largest number of steps.
@@ -72,7 +73,7 @@ class NStepWriting(Transform):
 
     Raises:
         ValueError: ``n`` is below 1, or ``gamma`` is outside ``[0, 1]``; on write, rows do not fit
-            those held back, or ``time_dim`` is not a dimension of them.
+            the rows held back, or ``time_dim`` is not a dimension of the rows.
         TypeError: an argument is not a key or a number; on write, the data is not a TensorDict.
         KeyError: on write, the reward is absent. After an error on write nothing has changed.
 
@@ -116,7 +117,7 @@ class NStepWriting(Transform):
 
     @torch.no_grad()
     def inv(self, data: Any) -> Any:
-        """Return the rows that are now complete, in the order of time; None if none are."""
+        """Return the rows that are now complete, in the order of time, or None."""
         if not is_tensordict(data):
             raise TypeError(f"expected a TensorDict with rewards, got {type(data).__name__}")
         dim = self._time_of(data)
@@ -214,7 +215,7 @@ class NStepWriting(Transform):
         return {"held": None if self._held is None else self._held.clone()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load rows held back. Raises ValueError for the state of another transform."""
+        """Load rows held back; raise ValueError for the state of another transform."""
         if not isinstance(state_dict, dict) or "held" not in state_dict:
             raise ValueError(f"expected a state with the key 'held', got {state_dict!r}")
         held = state_dict["held"]
@@ -312,15 +313,15 @@ class NStep(HistoryTransform):
     A target is then ``reward + discount * bootstrap * value(next)``. This formula also holds at
     time limits, at cuts and at the newest row of an open episode. No sum crosses the end of an
     episode, a cut, a restart, or the write seam of a ring. If a reward has several numbers, each is
-    summed separately. Floating rewards keep their dtype. Other rewards become torch's default
-    dtype.
+    summed separately. Floating rewards keep their dtype. Other rewards are converted to torch's
+    default dtype.
 
     If ``("next", "terminated")`` is not stored, the transform finds the rows that terminated in the
     episode index.
 
-    In a chain, put this transform before ``StackFrames`` and ``PreviousStep``. They then use the
-    rows from which its ``next`` comes. Put it after ``HindsightGoal``, to use the new rewards and
-    flags.
+    In a chain, put this transform before ``StackFrames`` and ``PreviousStep``. Those transforms
+    then use the rows that ``next`` comes from. Put this transform after ``HindsightGoal``, so that
+    it sums the new rewards and uses the new flags.
 
     Args:
         n: largest number of steps; with ``per_step``, None for no limit.
@@ -338,13 +339,13 @@ class NStep(HistoryTransform):
 
     Raises:
         ValueError: ``n`` is below 1, ``gamma`` is outside ``[0, 1]``, ``on_open`` or ``when`` is
-            unknown, or they cannot be combined; on read, an earlier transform has made leaves under
-            ``next``, or with ``per_step`` rows of a window do not follow each other.
+            unknown, or arguments cannot be combined; on read, an earlier transform has made leaves
+            under ``next``, or with ``per_step`` rows of a window do not follow each other.
         TypeError: an argument is not a key or a number.
         KeyError: on read, the reward is absent.
 
-    Cost: a read of ``n`` rewards and one ``next`` per row. With ``per_step``, ``log2(T)`` passes
-    over the rewards of the batch, without a read.
+    Cost: for each row, a read of ``n`` rewards and one ``next``. With ``per_step``, nothing is
+    read, and the sums take ``log2(T)`` passes over the rewards of the batch.
 
     Example:
         >>> import torch

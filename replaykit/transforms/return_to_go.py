@@ -45,38 +45,40 @@ class ReturnToGo(Transform):
     stored rewards change, returns are not recomputed. After a ``TrajectoryTransform``, reading a
     batch gives the returns of the edited episodes.
 
-    Returns have the shape of the rewards and their floating dtype, or torch's default dtype for
-    integers. ``return_valid`` is bool ``[N, 1]``. Sums are computed in float64.
+    Returns have the shape of the rewards. They have the floating dtype of the rewards, or torch's
+    default dtype for integer rewards. ``return_valid`` is bool ``[N, 1]``. Sums are computed in
+    float64.
 
     Args:
         gamma: discount, in [0, 1].
         reward_clip: ``(min, max)``, the range to which rewards are clipped before they are summed.
-            Pass it here even if another transform clips on read.
+            Pass the range here even if another transform clips rewards on read.
         default: value for rows that have no return yet. If returns are used as lower bounds, choose
             a default below all possible returns, or use ``return_valid``.
         boundary: key of a flag that ends sums. The sum of a row with this flag is its own reward.
-            The next row starts a new sum. Use it for signals that do not end an episode, such as
-            the loss of a life.
+            The next row starts a new sum. Use ``boundary`` for signals that do not end an episode,
+            such as the loss of a life.
         on_truncated: "default": rows of truncated episodes keep the default. "bootstrap": their
             sums have the additional term ``gamma^(n-t) * V``. V is the value of the state after the
             last row.
         key: key of the returns.
-        value: the source of V, with "bootstrap". It is a stored key, read at the last row; or a
-            function of a TensorDict ``[k]`` with ``next`` of the last rows. V has the shape of the
-            rewards, ``[k, *F]``. The buffer calls the function with its lock held.
+        value: the source of V, with "bootstrap". It is a stored key, which is read at the last row.
+            Or it is a function of a TensorDict ``[k]`` that contains ``next`` of the last rows of k
+            episodes. V has the shape of the rewards, ``[k, *F]``. The buffer calls the function
+            with its lock held.
         reward: key of the rewards, ``[*F]`` per row; each number is summed separately.
 
     Raises:
         TypeError: an argument is not a number or a key; on write, data is not a TensorDict.
-        ValueError: ``gamma`` is outside [0, 1]; ``reward_clip`` has min above max;
-            ``on_truncated`` is unknown; "bootstrap" without ``value``, or ``value`` without it;
-            values differ from rewards in shape.
+        ValueError: ``gamma`` is outside [0, 1]; ``reward_clip`` has min above max; ``on_truncated``
+            is unknown; "bootstrap" is given without ``value``, or ``value`` without "bootstrap";
+            values and rewards differ in shape.
         KeyError: on write, rewards, a ``boundary`` other than the default one, or the key of
             ``value`` is absent.
         RuntimeError: on write, the storage has no episode index.
 
-    Cost: a check of each written row. The end of an episode of n rows takes O(n log n). Several
-    episodes are computed together.
+    Cost: a check of each written row. When an episode of n rows ends, its returns take O(n log n).
+    Episodes that end in the same write are computed together.
 
     Example:
         >>> import torch

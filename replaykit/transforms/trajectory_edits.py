@@ -34,8 +34,8 @@ class EditedEpisodes(Surroundings):
         leaves: leaves by key, ``[n, *F]`` each, episode after episode.
         counts: int64 ``[E]``, the number of rows of each episode.
         missing: int64 ``[E]``, the number of earlier rows of each episode that are not stored.
-        reason, head: int64 ``[E]``, the ways in which the episodes end and begin.
-        generator: the source of randomness.
+        reason, head: int64 ``[E]``, the ``EndReason`` and the ``Head`` of each episode.
+        generator: the source of random numbers.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EditedEpisodes(Surroundings):
     def lie_at(
         self, time: Array, lane: Array, window: Array, mask: Array | None, alone: bool
     ) -> None:
-        """Set time, lane and window of the rows of the batch; int64 ``[B]``."""
+        """Set time, lane and window of the rows of the batch, int64 ``[B]`` each."""
         self.time, self.lane = time, lane
         self.first = self.missing[lane]
         self.last = self.first + self.counts[lane] - 1
@@ -121,7 +121,7 @@ def _flags(leaves: dict[Path, torch.Tensor]) -> dict[Key, Array]:
 
 
 def check_flags(leaves: dict[Path, torch.Tensor], rows: Array) -> None:
-    """Check the flags of episodes with these numbers of rows.
+    """Check the flags of episodes with these counts of rows.
 
     Raises:
         TypeError: a flag is not bool.
@@ -158,7 +158,8 @@ def _refuse(wrong: Array, rows: Array, starts: Array, expected: str) -> None:
 def end_reasons(leaves: dict[Path, torch.Tensor], rows: Array, before: Array) -> Array:
     """Return the ``EndReason`` of episodes from the flags of their last rows.
 
-    An episode without flags is open if its reason ``before`` was open. Otherwise it is cut.
+    An episode without flags stays open if its reason ``before`` the edit was open. Otherwise the
+    result is a cut.
     """
     flags = _flags(leaves)
     at = np.cumsum(rows) - 1
@@ -230,8 +231,8 @@ class TrajectoryTransform(HistoryTransform):
 
     Args:
         fn: function of a TensorDict ``[n]`` with all stored keys, in separate memory. It returns a
-            TensorDict ``[n']``, n' >= 1. The buffer calls it without a lock; with ``prefetch``, in
-            threads.
+            TensorDict ``[n']``, n' >= 1. The buffer calls ``fn`` without holding a lock. With
+            ``prefetch``, it calls ``fn`` in prefetch threads.
         allow_open: whether rows of open episodes can be drawn and edited.
         allow_headless: whether rows of episodes whose first rows are not stored can be drawn and
             edited.
@@ -243,8 +244,8 @@ class TrajectoryTransform(HistoryTransform):
             ``("next", "done")`` is not ``terminated | truncated``; an episode ends before its last
             row.
 
-    If an episode cannot be drawn, ``rb[...]`` returns its rows as they are stored. The buffer's
-    generator is the source of randomness.
+    If an episode cannot be drawn, ``rb[...]`` returns its rows as they are stored. All random
+    numbers come from the buffer's generator.
 
     Cost: one read of all rows of the batch's distinct episodes, and one call per episode.
 
@@ -385,7 +386,10 @@ class TrajectoryTransform(HistoryTransform):
 
 
 def _seed(generator: torch.Generator | None) -> int:
-    """Draw a seed for later transforms, which draw in a fixed order without the lock."""
+    """Draw a seed for the random numbers that later transforms draw without the lock.
+
+    The seed itself is drawn with the lock held, in the order of draws.
+    """
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(_LARGEST_SEED, (), generator=generator, device=device))
 

@@ -84,10 +84,10 @@ class Compose(Transform):
 
     Args:
         transforms: callables, or objects with ``forward`` or ``inv``.
-        order: treatment of a transform that comes before a transform of an earlier ``stage``. The
-            second transform reads stored values, so it would mix them with transformed values.
-            "strict": raise an error. "auto": sort transforms by stage, and keep the order within a
-            stage.
+        order: treatment of a transform that is placed before a transform of an earlier ``stage``.
+            The later transform reads stored values, so it would mix stored values with transformed
+            values. "strict": raise an error. "auto": sort transforms by stage, and keep the order
+            within a stage.
 
     Raises:
         RuntimeError: a transform is not callable and has neither ``forward`` nor ``inv``.
@@ -119,7 +119,7 @@ class Compose(Transform):
         self.insert(len(self), transform, invert=invert)
 
     def insert(self, index: int, transform: Any, *, invert: bool = False) -> None:
-        """Add a transform before position ``index``; negative from the end.
+        """Add a transform before position ``index``; negative ones count from the end.
 
         Raises:
             RuntimeError: as ``append`` does.
@@ -138,8 +138,8 @@ class Compose(Transform):
         """Apply all transforms, first to last.
 
         Args:
-            history: a function of the buffer. It is called instead of each transform that reads
-                other rows, with position, transform and batch.
+            history: a function of the buffer. For each transform that reads other rows, the chain
+                calls this function instead, with position, transform and batch.
 
         Raises:
             TypeError: a transform returned None.
@@ -218,8 +218,8 @@ class Compose(Transform):
     def flush(self) -> Iterator[Any]:
         """Yield the rows that transforms hold back, ready to be stored.
 
-        The method ``flush`` of a transform returns its rows. They then pass through ``inv`` of the
-        transforms before it.
+        The method ``flush`` of a transform returns the rows that it holds back. These rows then
+        pass through ``inv`` of the transforms before it.
         """
         for position in reversed(range(len(self._entries))):
             entry = self._entries[position]

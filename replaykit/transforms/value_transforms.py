@@ -1,4 +1,4 @@
-"""Change dtypes, images and rewards when a batch is read."""
+"""Change dtypes, images, rewards and keys when a batch is read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Cast(ValueTransform):
     """A transform that casts columns to another dtype on read.
 
     Bools and flags (``done``, ``terminated``, ``truncated``, also under ``next``) are never cast.
-    If a key names an entry with several columns, the transform skips them.
+    If a key names an entry with several columns, the transform skips the bools and flags below it.
 
     Args:
         dtype: new dtype of the columns. ``Tensor.to`` converts the values, so floats lose their
@@ -53,11 +53,12 @@ class Cast(ValueTransform):
     Raises:
         TypeError: ``dtype`` is not a dtype, or ``keys`` not a list of keys; on read, the data has
             no keys.
-        ValueError: ``dtype`` is ``torch.bool``, ``keys`` is empty, or a key is that of a flag; on
-            read, a key is that of a bool column.
+        ValueError: ``dtype`` is ``torch.bool``, ``keys`` is empty, or a key names a flag; on read,
+            a key names a bool column.
         KeyError: on read, a key is absent, also under ``next``.
 
-    Cost: one pass over each column of another dtype; the other columns cost nothing.
+    Cost: one pass over each column that has another dtype. Columns that already have ``dtype`` cost
+    nothing.
 
     Example:
         >>> import torch
@@ -142,14 +143,14 @@ class ImageScale(ValueTransform):
         keys: a list of keys of images, uint8 ``[*batch, *F]``; keys under ``next`` are listed
             separately. None: ``observation``, and ``("next", "observation")`` if it is present.
 
-    The result is float32. Padding keeps its values. It is marked by ``validity_mask``,
+    The result is float32. Padding rows keep their values. Padding is marked by ``validity_mask``,
     ``("collector", "mask")`` or the ``mask`` of padded trajectories.
 
     Raises:
         TypeError: a bound is not a number, or ``keys`` not a list of keys; on read, images are not
             uint8; on write, images are neither uint8 nor floats.
         ValueError: ``min`` is not below ``max``, a bound is infinite, or ``keys`` is empty; a key
-            is not that of a tensor, such as a nested observation without ``keys``; on write, floats
+            does not name a tensor, such as a nested observation without ``keys``; on write, floats
             are outside the range.
         KeyError: a key is absent.
 
@@ -282,10 +283,10 @@ class RewardClip(_RewardTransform):
         max: largest reward after clipping; an infinite bound clips nothing.
         key: key of the column, ``[*batch, *F]``.
 
-    Shape and floating dtypes do not change. An integer dtype stays if both bounds are whole and the
-    dtype has a number between them. Otherwise it becomes torch's default dtype. NaN stays NaN.
-    Padding keeps its values. It is marked by ``validity_mask``, ``("collector", "mask")`` or the
-    ``mask`` of padded trajectories.
+    Shape and floating dtypes do not change. An integer dtype does not change if both bounds are
+    whole and the dtype has a number between them. Otherwise rewards are converted to torch's
+    default dtype. NaN stays NaN. Padding rows keep their values. Padding is marked by
+    ``validity_mask``, ``("collector", "mask")`` or the ``mask`` of padded trajectories.
 
     Raises:
         TypeError: a bound is not a number; on read, the column is bool or complex.
@@ -331,9 +332,9 @@ class RewardScale(_RewardTransform):
         shift: number that is added after scaling.
         key: key of the column, ``[*batch, *F]``.
 
-    Shape and floating dtypes do not change; integers become torch's default dtype. Padding keeps
-    its values. It is marked by ``validity_mask``, ``("collector", "mask")`` or the ``mask`` of
-    padded trajectories.
+    Shape and floating dtypes do not change; integers are converted to torch's default dtype.
+    Padding rows keep their values. Padding is marked by ``validity_mask``, ``("collector",
+    "mask")`` or the ``mask`` of padded trajectories.
 
     Raises:
         TypeError: an argument is not a number; on read, the column is bool or complex.
@@ -374,9 +375,9 @@ class RewardShift(_RewardTransform):
         shift: the number to add.
         key: key of the column, ``[*batch, *F]``.
 
-    Shape and floating dtypes do not change; integers become torch's default dtype. Padding keeps
-    its values. It is marked by ``validity_mask``, ``("collector", "mask")`` or the ``mask`` of
-    padded trajectories.
+    Shape and floating dtypes do not change; integers are converted to torch's default dtype.
+    Padding rows keep their values. Padding is marked by ``validity_mask``, ``("collector",
+    "mask")`` or the ``mask`` of padded trajectories.
 
     Raises:
         TypeError: ``shift`` is not a number; on read, the column is bool or complex.
@@ -414,8 +415,8 @@ class RewardMap(_RewardTransform):
             ``[n, *F]``. It must not change its argument.
         key: key of the column.
 
-    Padding keeps its values. It is marked by ``validity_mask``, ``("collector", "mask")`` or the
-    ``mask`` of padded trajectories.
+    Padding rows keep their values. Padding is marked by ``validity_mask``, ``("collector",
+    "mask")`` or the ``mask`` of padded trajectories.
 
     Raises:
         TypeError: ``fn`` is not callable; on read, it does not return a tensor, or the column is
@@ -423,8 +424,8 @@ class RewardMap(_RewardTransform):
         ValueError: on read, it returns another shape.
         KeyError: on read, the column is absent.
 
-    Cost: the cost of the function. With padding, rows are also selected, which waits for an
-    accelerator.
+    Cost: the cost of the function. If the batch has padding, the transform also selects the real
+    rows, which waits for an accelerator.
 
     Example:
         >>> import torch
@@ -502,7 +503,7 @@ class SelectTransform(Transform):
         self.keys = [unravel(key) for key in keys]
 
     def forward(self, data: Any) -> Any:
-        """Return a TensorDict of only these keys. Raises KeyError if one is absent."""
+        """Return a TensorDict of only these keys; raise KeyError if one is absent."""
         for key in self.keys:
             require(data, key)
         return data.select(*self.keys)
@@ -515,7 +516,7 @@ class RenameTransform(Transform):
     """A transform that renames keys on read.
 
     Raises:
-        ValueError: the numbers of old and new names differ.
+        ValueError: the counts of old and new names differ.
         KeyError: on read, a key is absent.
 
     Example:
@@ -594,7 +595,7 @@ class CatTensors(Transform):
 class KeepRaw(Transform):
     """A transform that copies stored values to other keys before they change.
 
-    The transform belongs to the stage "raw". So it comes before every transform that changes these
+    The transform belongs to the stage "raw". So put it before every transform that changes these
     keys.
 
     Args:

@@ -28,10 +28,10 @@ Array = np.ndarray[Any, Any]
 class TensorDictMaxValueWriter(Writer):
     """A writer that keeps the ``max_size`` rows of largest rank.
 
-    While there is room, the writer appends rows. After that, a new row replaces the row of smallest
-    rank if the new rank is strictly larger. Among equal ranks the older row stays. Writing a batch
-    gives the same result as writing its rows one by one. Ranks are compared in float64, so integers
-    beyond 2^53 are rounded.
+    While there is room, the writer appends rows. When the storage is full, a new row replaces the
+    row of smallest rank if the new rank is strictly larger. Among equal ranks the older row stays.
+    Writing a batch gives the same result as writing its rows one by one. Ranks are compared in
+    float64, so integers beyond 2^53 are rounded.
 
     Args:
         rank_key: key of the rank; rows may be whole trajectories.
@@ -95,7 +95,7 @@ class TensorDictMaxValueWriter(Writer):
         return rows
 
     def write(self, rows: Any) -> torch.Tensor:
-        """Store rows of sufficient rank; return slots, -1 for rows that were not stored."""
+        """Store rows of sufficient rank; return slots, with -1 for rows not stored."""
         count, storage = len(rows), self.storage
         if not count:
             return self._no_rows()
@@ -208,7 +208,10 @@ class TensorDictMaxValueWriter(Writer):
         self._heap = self._ranks_then = None
 
     def survivors(self, capacity: int, state: dict[str, Any]) -> torch.Tensor:
-        """Return the slots of the rows of largest rank, with older rows before equal ones."""
+        """Return the slots of the rows of largest rank, oldest first.
+
+        Among rows of equal rank, the older rows are returned.
+        """
         ledger = ledger_of(state)
         order = ledger.write_order()
         best = torch.argsort(_ranks_of(state)[order], descending=True, stable=True)[:capacity]

@@ -1,4 +1,4 @@
-"""Write rows into a ring, or refuse to write into a data set."""
+"""Write rows into one ring or into a ring per stream, or refuse to write into a data set."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class RoundRobinWriter(Writer):
     Cursor, length, row ids and generations change together, after the rows are copied.
 
     Args:
-        track_generations: whether samples carry ``index_generation``, int64 ``[B]``. It is the
-            number of times that the slot was written before. Index and generation identify one row
-            for ever.
+        track_generations: whether samples carry ``index_generation``, int64 ``[B]``. The generation
+            is the count of earlier writes to the slot. Index and generation together identify one
+            row for ever.
 
     Example:
         >>> import torch
@@ -70,13 +70,13 @@ class RoundRobinWriter(Writer):
 
         Args:
             free: distinct slots below the length, int64 ``[K]``, whose rows may be replaced. There
-                are at most as many as new rows.
+                are at most as many of these slots as new rows.
 
         Returns:
             The slot of each row, int64 ``[B]``.
 
-        Cost: the same as ``write``, but O(capacity) for the first call. From then on, row ids and
-        generations take 16 bytes per slot.
+        Cost: the same as ``write``, but O(capacity) for the first call. After the first call, row
+        ids and generations take 16 bytes of memory per slot.
         """
         count, storage = len(rows), self.storage
         if not len(free):
@@ -101,8 +101,8 @@ class RoundRobinWriter(Writer):
 
         Raises:
             IndexError: a slot is outside the capacity.
-            RuntimeError: a lower slot would stay without a row.
-            ValueError: the numbers of rows and slots differ.
+            RuntimeError: a slot below the given slots would stay without a row.
+            ValueError: the counts of rows and slots differ.
             SchemaError: the rows do not fit the schema.
         """
         storage = self.storage
@@ -201,10 +201,11 @@ class LaneWriter(Writer):
     The storage must have a ``lane_key``. A new row takes a free slot until its stream has
     ``length`` rows. After that, it replaces the oldest row of its stream. A write may have any
     number of rows of any streams, in any order. Other streams do not change. If a write has more
-    than ``length`` rows of a stream, the last ``length`` rows stay. A stream stays until ``empty``.
+    than ``length`` rows of a stream, only the last ``length`` rows are kept. The rows of a stream
+    stay stored until ``empty``.
 
     A stream may already have more than ``length`` rows when the writer starts to write to the
-    storage. Such a stream keeps its number of rows.
+    storage. Such a stream keeps its count of rows.
 
     Args:
         length: number of rows of each stream.
@@ -360,8 +361,8 @@ class LaneWriter(Writer):
     def survivors(self, capacity: int, state: dict[str, Any]) -> torch.Tensor:
         """Return the slots of the newest ``length`` rows of every stream.
 
-        If these rows exceed ``capacity``, return as many rows per stream as fit. If even one row
-        per stream does not fit, return the newest rows of all streams.
+        If the count of these rows exceeds ``capacity``, return fewer rows per stream, as many as
+        fit. If even one row per stream does not fit, return the newest rows of all streams.
         """
         order = ledger_of(state).write_order()
         lanes = _streams_of(state)[order].numpy()

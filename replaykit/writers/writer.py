@@ -29,7 +29,7 @@ class Writer(Uncompiled, ABC):
     """The base class of writers, which choose slots, fill them and commit the rows.
 
     A custom writer implements ``write``. Cursor, length, row ids and generations belong to the
-    storage. The writer only counts the rows that it wrote.
+    storage. The writer itself only counts the rows that it has written.
 
     Attributes:
         tracks_generations: whether samples carry ``index_generation``.
@@ -48,7 +48,7 @@ class Writer(Uncompiled, ABC):
     """Writers of one kind can load each other's state. Each custom class is a separate kind."""
 
     mapped_entries: tuple[str, ...] = ("_ledger",)
-    """Entries of a saved state that may be MappedRows, which the writer reads when needed."""
+    """Entries of a saved state that may be MappedRows, read when they are needed."""
 
     tracks_generations = False
 
@@ -163,7 +163,7 @@ class Writer(Uncompiled, ABC):
         raise RuntimeError(f"{type(self).__name__} chooses the slots of its rows itself")
 
     def write_reusing(self, rows: Any, free: torch.Tensor) -> torch.Tensor:
-        """Store prepared rows in free slots first, and the others as ``write`` does.
+        """Store prepared rows in free slots first, and the other rows as ``write`` does.
 
         Raises:
             RuntimeError: this writer chooses its slots itself.
@@ -173,8 +173,8 @@ class Writer(Uncompiled, ABC):
     def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
         """Cut streams: end their open episodes without a flag.
 
-        The next rows belong to another episode, which counts as stored from its middle on. No
-        window, n-step sum, stack of frames or relabelling crosses the cut.
+        The next rows belong to another episode, which is treated as if its first rows were not
+        stored. No window, n-step sum, stack of frames or relabelling crosses the cut.
 
         Args:
             lane: the number of a lane, or several numbers; None for all lanes. In a storage with
@@ -271,7 +271,7 @@ class Writer(Uncompiled, ABC):
             self.restore(state_dict, None)
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Save the writer's state into a new directory, completely or not at all."""
+        """Save the writer's state into a separate directory, completely or not at all."""
         save_checkpoint(path, {"writer": self.state_dict()}, {"writer": type(self).__name__})
 
     def loads(self, path: str | os.PathLike[str]) -> None:

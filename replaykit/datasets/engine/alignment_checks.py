@@ -105,7 +105,7 @@ def check_blanks(
     reader: StretchReader,
     bad: Collection[int],
 ) -> None:
-    """Check that rows with only zeros are zero in the source (rule V28).
+    """Check that rows that contain only zeros are also zero in the source (rule V28).
 
     Args:
         stretch: the stretch that contains the rows, which were all written.
@@ -117,9 +117,9 @@ def check_blanks(
     Raises:
         RuntimeError: the source has other values for such a row, which is a fault of this engine.
 
-    Cost: the actions are read back. In rows with zero actions, the other columns are also read,
-    from the narrowest on. Memory: a block of 1 MiB, or a block of the source if a row has only
-    zeros.
+    Cost: the actions are read back. For rows with zero actions, the other columns are also read, in
+    the order of their width, narrowest first. Memory: a block of 1 MiB. If a row has only zeros, a
+    block of the source is also in memory.
     """
     filled = [
         (leaf, target)
@@ -223,9 +223,9 @@ def check_successor(
         stored: the values that were stored from ``row`` on.
         columns: the column files.
         judge: receives the episodes that break the rule.
-        tails: the last next observation of the preceding part of the same arrays, by key. When it
-            was checked, the row after it was not written yet. The call replaces the values of
-            ``tails``.
+        tails: by key, the last next observation of the preceding part of the same arrays. The call
+            compares it now, because the row after it had not been written before. The call then
+            replaces it by the last next observation of this part.
     """
     column = columns.get(target.key[1:])
     if (

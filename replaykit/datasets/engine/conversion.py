@@ -55,7 +55,10 @@ from replaykit.ted import Key
 __all__ = ["FLAT_FORM", "ConvertOptions", "ensure_dataset", "full_identity", "stamps_of"]
 
 FLAT_FORM: Final = {"form": None}
-"""The ``None`` entry excludes split data sets of the same files, which have a form."""
+"""The identity entry of flat data sets.
+
+It excludes split data sets of the same files, because their identity has a ``form``.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ class ConvertOptions:
 
     Attributes:
         block_bytes: number of bytes of one leaf in one read. HDF5 decompresses whole chunks, so a
-            larger chunk takes additional memory. A chunk of more than 160 MiB is decompressed again
-            for every block of it.
+            chunk larger than ``block_bytes`` takes additional memory. A chunk of more than 160 MiB
+            is decompressed again for every block that is read from it.
         policies: the treatment of unusual keys, dtypes and episodes.
         workers: number of processes that convert files in parallel. Each process needs memory for
             its blocks. The result does not depend on this number.
@@ -102,9 +105,9 @@ def ensure_dataset(
     """Open the data set at a path, after converting it if there is none.
 
     Processes that request the same path at once share one conversion. After an interruption, the
-    next call continues with the unfinished files. It continues a long file at the last milestone.
-    The result appears completely or not at all. With ``force``, the old data set stays until the
-    new data set is complete.
+    next call continues with the unfinished files. It continues a long file after the last milestone
+    that was recorded for this file. The result appears completely or not at all. With ``force``,
+    the old data set stays until the new data set is complete.
 
     Args:
         target: directory of the data set.
@@ -192,7 +195,7 @@ def _check_apart(target: str | Path, sources: Sources) -> None:
 
 
 def full_identity(layout: Layout, identity: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the identity in the form of the manifest, with the layout and its version."""
+    """Return the identity as the manifest stores it, with the layout and its version."""
     return {
         **({} if identity is None else identity),
         "layout": layout.name,
@@ -409,7 +412,7 @@ def _arrays(
 def stamps_of(files: Iterable[tuple[Path, str]], layout: Layout) -> dict[str, list[int]]:
     """Return size and modification time of files and their descriptions, by name.
 
-    Files with equal stamps count as equal. No file is read.
+    If all stamps are equal, the files count as unchanged. No file is read.
     """
     found = {}
     for path, name in files:

@@ -103,10 +103,11 @@ def summary(report: Mapping[str, Any], notes: RuleFindings) -> str | None:
 def lines_of(report: Mapping[str, Any]) -> list[str]:
     """Return the lines of a report, one for each kind of finding.
 
-    A line has the number of findings of its kind, and the complete first finding. It also has the
-    names of some further findings, with the words in which their texts differ. The report itself
-    contains all findings. Findings are of one kind if their texts differ only in locations, shapes
-    and numbers. Skipped episodes are of one kind if they break the same rule. Cost: O(findings).
+    A line contains the count of findings of its kind, and the full text of the first finding. For
+    some further findings, it adds their names and the words in which their texts differ. The report
+    itself contains all findings. Findings are of one kind if their texts differ only in locations,
+    shapes and numbers. Skipped episodes are of one kind if they break the same rule. Cost:
+    O(findings).
 
     Args:
         report: the report of a manifest. In a manifest of an earlier version, entries may be

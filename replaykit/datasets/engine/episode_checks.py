@@ -27,7 +27,9 @@ def is_image(leaf: PlannedLeaf) -> bool:
 
 
 class FrameChecks:
-    """A check of the images of one leaf, for one episode after another (rule V26).
+    """A check that the images of a leaf change within each episode (rule V26).
+
+    The caller passes the images of one episode after another.
 
     Cost: usually only the first two images of an episode are compared. If these are equal, all
     images are compared.
@@ -60,25 +62,25 @@ class FrameChecks:
 
 
 NEVER: Final = int(np.iinfo(np.int64).max)
-"""The number that replaces the first record if an end is never set."""
+"""The first record in `StretchChecks.ends` of an end that is never set."""
 _SHORT_ROWS: Final = 32
 """Greatest length of episodes whose rewards are summed together, in rows."""
 
 
 class StretchChecks:
-    """The checks of the episodes of one stretch, for one block of one leaf after another.
+    """The checks of the episodes of one stretch, block by block of each leaf.
 
     Args:
         stretch: the episodes.
         judge: decides about episodes that break a rule.
-        outcomes: offsets by the layout's position of each field of ends: row ``t`` takes record
-            ``t + outcomes[field]``.
+        outcomes: an offset for each field of ends, by its position in the layout. Row ``t`` takes
+            record ``t + outcomes[field]``.
 
     Attributes:
         reward: the sum of the rewards of each episode.
-        ends: two arrays over the episodes for each field, by the same position. The first array has
-            the first record at which the end is set, or `NEVER`. The second array has whether the
-            end is set at the record of the last row.
+        ends: for each field of ends, by its position in the layout, two arrays with one value per
+            episode. The first array has the first record at which the end is set, or `NEVER`. The
+            second array is True if the end is set at the record that the last row takes.
     """
 
     def __init__(self, stretch: Stretch, judge: Judge, outcomes: Mapping[int, int]) -> None:
@@ -96,7 +98,10 @@ class StretchChecks:
     def check(
         self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: Runs | None
     ) -> None:
-        """Check one block of a leaf by the leaf's role. ``runs`` are the stored records."""
+        """Check one block of a leaf according to the role of the leaf.
+
+        ``runs`` has the records of the block that are stored in rows.
+        """
         if leaf.role == "observation":
             self._require_finite(leaf, start, block, "V21", None)
             if is_image(leaf) and not leaf.is_successor:
@@ -305,10 +310,10 @@ class EndFlags:
             stretch: the episodes.
             checks: the checks of the episodes, after all blocks.
             last: the last record of each required field, ``[E, ...]``, if each span is one episode.
-            condemn: called with the position in the stretch of an episode that breaks a rule, and
-                the error.
+            condemn: called for each episode that breaks a rule, with its position in the stretch
+                and the error.
 
-        ``done`` is False for condemned episodes.
+        For an episode that breaks a rule, ``done`` is False.
         """
         count = len(stretch.at)
         found = {name: np.zeros(count, np.bool_) for name in DEFAULT_DONE_KEYS}

@@ -45,8 +45,9 @@ class EpisodeRef(NamedTuple):
         number: the number of the episode in its file.
         base: the first record of the episode in these arrays.
         records: number of records of the episode in these arrays; ``None`` for all.
-        terminated: whether the episode terminated; ``None`` if the finder does not find this out.
-        part: position of the file in which the episode begins, if several files are read as one.
+        terminated: True if the episode terminated; ``None`` if the finder cannot determine it.
+        part: if several files are read as one, the position of the file in which the episode
+            begins.
     """
 
     group: str
@@ -111,16 +112,17 @@ class EpisodeRefs:
 
 @dataclass
 class FoundEpisodes:
-    """The result of a finder: episodes in order, and other entries with reasons.
+    """The result of a finder: episodes in order, and entries that are not episodes.
 
-    ``odd`` has rule, text and location of the findings that do not stop the conversion.
+    ``strangers`` has the entries that are not episodes, each with the reason. ``odd`` has the rule,
+    text and location of each finding that does not stop the conversion.
     """
 
     episodes: EpisodeRefs = field(default_factory=lambda: EpisodeRefs(np.zeros(0, np.int64)))
     strangers: list[tuple[str, str]] = field(default_factory=list)
     odd: list[tuple[str, str, Location]] = field(default_factory=list)
     numbering: str | None = None
-    """A text about the numbering, if episodes do not have the numbers in their names."""
+    """A text about the numbering, or None if episodes have the numbers in their names."""
 
 
 class Finder(Protocol):
@@ -140,9 +142,9 @@ class Finder(Protocol):
 class Groups:
     """A finder for files with a group for each episode, in natural order of the names.
 
-    An episode has the number in its name. If a name has no number, or two names have the same
-    number, all episodes of the file are numbered by their order. An empty group ``below`` is
-    allowed. A file with other entries but without an episode belongs to another layout.
+    The number of an episode is the number in the name of its group. If a name has no number, or two
+    names have the same number, all episodes of the file are numbered in order. An empty group
+    ``below`` is allowed. A file that has other entries but no episode belongs to another layout.
 
     Args:
         prefix: the text before the number in a name, such as ``"demo_"``.
@@ -282,8 +284,8 @@ class WholeFile:
 class Segments:
     """A finder that cuts flat arrays of the root after every record with an end.
 
-    The ends are the fields of a layout with the roles ``terminated`` and ``truncated``. The records
-    after the last end are also an episode. Cost: these fields are read once, in blocks.
+    The ends are the fields of a layout with the roles ``terminated`` and ``truncated``. Records
+    after the last end form one more episode. Cost: these fields are read once, in blocks.
 
     Args:
         ``beside``: known entries of the root that are not arrays of rows, and are ignored.

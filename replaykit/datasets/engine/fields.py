@@ -161,8 +161,9 @@ Role = Literal["observation", "action", "reward", "terminated", "truncated", "ti
 
 - ``observation``, ``reward``: must be finite (V21).
 - ``action``: stored actions must be finite (V20).
-- ``terminated``, ``truncated``: a number that is not zero after the end of the episode.
-`Layout.flags` converts it to flags. - ``time``: should increase strictly (V27).
+- ``terminated``, ``truncated``: a number. A value other than zero marks the end of the episode.
+  `Layout.flags` converts the values to flags.
+- ``time``: should increase strictly (V27).
 - ``info``: stored without checks.
 """
 
@@ -191,7 +192,7 @@ class Alignment:
 
     Attributes:
         name: the name in the manifest.
-        extra: number of states minus number of records of the clock. It is 1 if the state after the
+        extra: count of states minus count of records of the clock. It is 1 if the state after the
             last action is stored with the other states, else 0.
         action: row ``t`` takes action ``t + action``.
         outcome: row ``t`` takes outcome ``t + outcome``.
@@ -209,17 +210,23 @@ class Alignment:
 
 
 STATE_RECORDS: Final = Alignment("state-records", outcome=1)
-"""A record has a state, its reward and flags, and the action chosen in it: T - 1 rows."""
+"""T records make T - 1 rows.
+
+A record has a state, its reward and flags, and the action that was chosen in this state.
+"""
 FINAL_STATE: Final = Alignment("final-state", extra=1)
-"""There are T actions and outcomes, and T + 1 states: T rows."""
+"""T actions, T outcomes and T + 1 states make T rows."""
 STEPS: Final = Alignment("steps")
 """A record is a step, with a state, its action and its outcome.
 
-With a successor there are T rows. Without a successor, the state after the last step is unknown.
-That row is dropped or marked; see `Policies`.
+If the state after each step is recorded, T records make T rows. Otherwise, the state after the last
+step is unknown, so the last row is dropped or marked; see `Policies`.
 """
 ARRIVALS: Final = Alignment("arrivals", action=1, outcome=1)
-"""A record has a state, and the action that led to it with its outcome: T - 1 rows."""
+"""T records make T - 1 rows.
+
+A record has a state, the action that led to this state, and the outcome of that action.
+"""
 
 ALIGNMENTS: Final = {rule.name: rule for rule in (STATE_RECORDS, FINAL_STATE, STEPS, ARRIVALS)}
 """The known alignments, by name."""
@@ -246,18 +253,20 @@ class Field:
             below that group, and appends their paths to the keys. ``"/"`` takes all datasets that
             no earlier field takes. The values of several paths are joined to one vector per record.
         role: see `Role`.
-        before: the key for the state before a step, or for the action; ``None`` for no such column.
-        after: the key for the state after a step, or for the outcome; ``None`` for no such column.
+        before: the key of the column for the state before a step, or for the action. ``None`` for
+            no column.
+        after: the key of the column for the state after a step, or for the outcome. ``None`` for no
+            column.
         column: True to store a scalar per record as ``[N, 1]`` instead of ``[N]``. Rewards and the
             flags of the engine are always ``[N, 1]``.
-        required: True if every episode must have the dataset, with one shape and dtype. A leaf of
-            an optional field is left out if some episode lacks it, or declares it differently.
+        required: True if every episode must have the dataset, with one shape and dtype. If the
+            field is optional, a leaf that some episode lacks or declares differently is left out.
         nested: True if the source may also be a group. The field then takes all datasets below it.
-        moment: the moment that the values describe, if it does not follow from the role; see
+        moment: the moment that the values describe, if the role does not determine it; see
             `Moment`.
-        shift: number of records by which the field is later than in the alignment.
-        held: for fields of ends, True if the end may also be set before the last row. It is ignored
-            there.
+        shift: count of records to add to the record that the alignment assigns to a row.
+        held: for fields of ends, True if the end may also be set before the last row. At those
+            rows, the set end is ignored.
         dtype: NumPy name of the stored dtype, if it differs from the dtype of the source.
             ``"bool"`` stores whether a value is not zero.
         more: number of records of its datasets minus number of records of the clock, if it differs
@@ -345,7 +354,7 @@ class Field:
         )
 
     def extra(self, alignment: Alignment) -> int:
-        """Return the number of records of the datasets minus those of the clock."""
+        """Return the count of records of the datasets minus the count of the clock."""
         if self.more is not None:
             return self.more
         return alignment.extra if self.describes == "state" else 0
@@ -353,7 +362,7 @@ class Field:
     def end_offset(self, alignment: Alignment) -> int:
         """Return ``k`` such that record ``t + k`` has the end flag of row ``t``.
 
-        For states, it is the record of the state after the step.
+        If the field describes states, record ``t + k`` is the state after the step of row ``t``.
         """
         return self._offset(alignment) + (self.describes == "state")
 

@@ -59,8 +59,8 @@ def open_h5(path: Path, *, is_verified: bool = False) -> Iterator[H5File]:
 
     Args:
         path: the file.
-        is_verified: True if the bytes are known to equal those of the source. Messages then do not
-            advise to fetch the file again.
+        is_verified: True if the bytes are known to equal those of the source. Error messages then
+            do not advise the user to fetch the file again.
 
     Raises:
         ImportError: h5py is not installed.
@@ -88,7 +88,7 @@ def open_h5(path: Path, *, is_verified: bool = False) -> Iterator[H5File]:
 class H5Member:
     """An entry of a group. If it is a group, ``children`` are its sorted entries.
 
-    Soft and external links are not followed. Such a link never counts as a group.
+    Soft and external links are not followed. A soft or external link never counts as a group.
     """
 
     name: str
@@ -102,7 +102,8 @@ class H5Leaf:
     """The declaration of a dataset in a file.
 
     ``dtype`` is the native NumPy dtype. ``problem`` is the reason why the values cannot be a column
-    of numbers, or ``None``. Such values are text, compounds, or in another file.
+    of numbers, or ``None``. For example, the values are text or compounds, or are stored in another
+    file.
     """
 
     path: str
@@ -119,7 +120,7 @@ class H5File:
     Attributes:
         path: the path of the file.
         parts: the files that are read as this file; empty for a single file.
-        listed: the known results of `leaves`, by group.
+        listed: the results of `leaves` that were computed earlier, by group.
     """
 
     parts: tuple[SourcePart, ...] = ()
@@ -179,7 +180,7 @@ class H5File:
         """Return all datasets below a group, with paths relative to the group.
 
         Links out of the file become leaves with a ``problem``. Cost: every dataset is opened once.
-        Only values that will be held are read; see `hold`.
+        The only values that are read are the values to store in ``held``; see `hold`.
 
         Args:
             group: the group; ``""`` for the root.
@@ -349,8 +350,8 @@ class H5File:
         """Return the values of a dataset of fixed-length or variable-length text.
 
         Raises:
-            CorpusError: the values cannot be read. Or all texts that this file has returned so far
-                take more memory than `MOST_TEXT_BYTES`.
+            CorpusError: the values cannot be read. Or the texts that this method has returned for
+                this file take more memory than `MOST_TEXT_BYTES` in total.
         """
         import h5py
 
@@ -374,10 +375,10 @@ class H5File:
             return tuple(map(int, self._dataset(dataset)[0].shape))
 
     def stripe(self, dataset: str) -> tuple[int, int]:
-        """Return the number of entries in one stripe of chunks, and the bytes of the chunks.
+        """Return the count of entries in one stripe of chunks, and the size of the chunks.
 
-        A stripe is all chunks with the same first index. The bytes include the parts of chunks
-        beyond the edges of the dataset. Without chunks, a stripe is one entry.
+        A stripe is all chunks with the same first index. The size, in bytes, includes the parts of
+        chunks beyond the edges of the dataset. Without chunks, a stripe is one entry.
         """
         import h5py
 

@@ -118,7 +118,7 @@ FAULTS: Final = (
 class naming:
     """A context manager that adds the file and the location in it to HDF5 errors.
 
-    It is a class because a generator would be slower, and it is entered for every array.
+    The context is entered for every array. It is a class because a generator would be slower.
     """
 
     __slots__ = ("_is_verified", "_path", "_where")
@@ -183,7 +183,7 @@ def links_of(node: Any) -> Iterator[tuple[bytes, str | None]]:
 
 
 def link_problem(node: Any, name: bytes) -> str | None:
-    """Return why an entry of a group is not followed, or ``None``.
+    """Return the reason why an entry of a group is not followed, or ``None``.
 
     The result is ``None`` if the entry is followed or does not exist.
     """
@@ -229,9 +229,9 @@ _NUMBERS: Final = frozenset(
 
 
 class Types:
-    """The types of a file, each of which is converted once.
+    """The dtypes of a file's datasets. Each HDF5 type is converted once.
 
-    Getting a dtype from HDF5 takes several times as long as reading a small array.
+    Converting an HDF5 type to a dtype takes several times as long as reading a small array.
     """
 
     def __init__(self) -> None:
@@ -309,13 +309,13 @@ _REMEDY: Final = "rewrite the file with smaller chunks, for example by h5repack"
 
 
 def storage_of(node: Any) -> tuple[str | None, int]:
-    """Return why a dataset must not be read, and the inflation limit of its chunks.
+    """Return the reason not to read a dataset, and the inflation limit of its chunks.
 
     Args:
         node: the low-level dataset.
 
     Returns:
-        The reason or ``None``, and the most bytes that one stored byte of a chunk inflates to.
+        The reason or ``None``, and the largest count of bytes that one stored byte can inflate to.
 
     Cost: some microseconds. No value is read, and no other file is opened.
     """
@@ -370,8 +370,8 @@ class ChunkChecks:
             start, stop: the records ``start .. stop - 1``.
 
         Raises:
-            CorpusError: a chunk would take more memory than `MOST_CHUNK_BYTES`. Or its size cannot
-                be bounded without inflating it.
+            CorpusError: a chunk would take more memory than `MOST_CHUNK_BYTES`. Or the inflated
+                size of the chunk cannot be bounded without inflating it.
 
         Cost: microseconds if the stored bytes are too few to exceed the limit. Otherwise the sizes
         of all chunks are read once. Chunks that could exceed the limit are inflated piece by piece.

@@ -29,7 +29,10 @@ __all__ = [
 ]
 
 LEAST_BYTES: Final = 1 << 15
-"""Size of an array below which it costs more to find out its storage than it saves."""
+"""Smallest size in bytes of an array that `inflate` should read.
+
+For a smaller array, finding out its storage takes more time than `inflate` saves.
+"""
 _LEAST_CHUNK_BYTES: Final = 1 << 11
 """Size of a chunk below which it takes longer to fetch than to inflate."""
 _ZLIB_FORMAT: Final = 15
@@ -181,7 +184,8 @@ class HeldValues:
     ) -> npt.NDArray[Any] | None:
         """Return memory for the values of a dataset; ``None`` if they should not be held.
 
-        Only `put` reserves the memory. Without `put`, the next call may return the same memory.
+        The memory is only reserved by a later call of `put`. Without that call, the next call of
+        this method may return the same memory.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         if not 0 < nbytes <= min(self._left - _ENTRY_BYTES - _ALIGNED, _MOST_BYTES):
@@ -235,7 +239,7 @@ class Held:
 MOST_TEXT_BYTES: Final = 1 << 30
 """Greatest number of bytes for the texts or variable-length values of one read."""
 OBJECT_BYTES: Final = 128
-"""Bytes of each variable-length value as a Python object, without its content."""
+"""Bytes of a variable-length value as a Python object, without its content."""
 _PIECE_BYTES: Final = 16 << 20
 """Bytes of variable-length values that HDF5 reads at once."""
 _MOST_LENGTH: Final = (1 << 32) - 1
@@ -271,8 +275,7 @@ def pieces_of(node: Any, start: int, stop: int) -> list[tuple[int, int]]:
         CorpusError: the values take more memory than `MOST_TEXT_BYTES`, or are references of
             another kind.
 
-    Cost: the references are read, which have 16 bytes for each value. Referenced values are not
-    read.
+    Cost: the references are read, at 16 bytes for each value. The referenced values are not read.
     """
     shape = node.shape
     if shape:
@@ -295,9 +298,9 @@ def pieces_of(node: Any, start: int, stop: int) -> list[tuple[int, int]]:
 def attribute_problem(attribute: Any) -> str | None:
     """Return why the values of an attribute must not be read, or ``None``.
 
-    The references of an attribute cannot be read as plain bytes, so the lengths of the values are
-    not known. Several values are read only if they stay within the bound even if each is as long as
-    the whole file.
+    The lengths of the values are not known, because the references of an attribute cannot be read
+    as plain bytes. An attribute with several values is only read if its size would stay within the
+    bound even if each value were as long as the file.
 
     Args:
         attribute: the low-level attribute.

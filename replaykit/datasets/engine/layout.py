@@ -44,7 +44,7 @@ ALWAYS: Final[tuple[Key, ...]] = (
 def key_problems(fields: Iterable[Field]) -> Iterator[str]:
     """Yield the conflicts between the keys of fields.
 
-    The keys below a group depend on the file, and are checked by `column_specs`.
+    Keys of datasets below a group depend on the file. `column_specs` checks these keys.
     """
     seen: list[tuple[Key, Field]] = []
     for entry in fields:
@@ -94,7 +94,8 @@ class SourceFacts:
     Attributes:
         source_seed: the seed with which the episode was recorded, or -1.
         success: 1 if the task was solved, 0 if not, and -1 if the source does not record it.
-        terminated: whether the episode terminated, if the arrays do not contain this.
+        terminated: True if the episode terminated. It is only set if the arrays do not contain this
+            information.
     """
 
     source_seed: int = -1
@@ -116,7 +117,8 @@ class SourceWindow:
         records: number of records of the episode.
         location: the episode, for messages.
         notes: collects findings that do not stop the conversion.
-        memory: memory of the layout, shared by all episodes of one file.
+        memory: a dict in which the layout may store information for the following episodes of the
+            same file.
     """
 
     arrays: Mapping[str, npt.NDArray[Any]]
@@ -171,8 +173,8 @@ class Layout:
 
     Attributes:
         name: the name of the layout in messages and manifests.
-        version: the version of the rules. It increases with every change, so that older conversions
-            are recognized.
+        version: the version of the rules. It increases with every change, so that the engine
+            recognizes older conversions.
         episodes: the finder of the episodes in a file: `Groups`, `WholeFile` or `Segments`.
         alignment: the records that a row takes; one of `ALIGNMENTS` or a custom `Alignment`.
         clock: the source path whose length is the number of records of an episode.
@@ -184,17 +186,17 @@ class Layout:
         about: a group, and names of its attributes that describe the whole file. The manifest
             contains the attributes that exist.
         counters: attributes of the group in ``about`` that count the ``"episodes"`` or
-            ``"records"`` of the file. They may be outdated if episodes were removed. A wrong count
-            is reported and not used (rule V15).
+            ``"records"`` of the file. A count may be outdated if episodes were removed. The engine
+            reports a wrong count, and does not use it (rule V15).
         bounds: smallest and largest allowed value of actions, by source path (rule V25).
         decoders: the decoders of datasets, by source path: `Images`, `Text` or `Preceded`.
         natural_files: True to order numbers in the names of files by their value, so that
             ``episode_9`` comes before ``episode_10``.
-        copies: the treatment of episodes with the observations and actions of an earlier episode,
-            if `Policies` leaves it to the layout.
+        copies: the treatment of episodes whose observations and actions equal those of an earlier
+            episode. It applies if `Policies` leaves the choice to the layout.
         joined: True if an episode in flat arrays may continue in the next file; see `goes_on`.
-        chunks: the group with numbered subgroups that each hold a part of the flat arrays. It is
-            used for files whose root does not have the arrays.
+        chunks: the group with numbered subgroups that each hold a part of the flat arrays. The
+            group is used for files whose root does not have the arrays.
 
     Example:
         A corpus whose files hold a group for each episode, with one more frame than actions:
@@ -280,7 +282,7 @@ class Layout:
 
     @cached_property
     def lost(self) -> int:
-        """The number of records of the clock minus the number of rows, per episode."""
+        """The count of records of the clock minus the count of rows, for each episode."""
         return max(self._lost(is_after=True), self._lost(is_after=False))
 
     @cached_property
@@ -352,7 +354,7 @@ class Layout:
     def goes_on(self, file: H5File, location: Location) -> bool:
         """Return whether a file begins inside the last episode of the file before it.
 
-        The engine calls it only if ``joined``.
+        The engine calls this method only if ``joined`` is True.
         """
         return False
 
@@ -390,7 +392,7 @@ class Layout:
         return ()
 
     def totals(self, location: Location) -> dict[str, int]:
-        """Return the recorded numbers of ``episodes`` and ``records`` of a file."""
+        """Return the recorded counts of ``episodes`` and ``records`` of a file."""
         return {}
 
     def flags(
@@ -401,7 +403,7 @@ class Layout:
         location: Location,
         notes: RuleFindings,
     ) -> Flags:
-        """Return why an episode ended, with at least one flag set.
+        """Return the flags of an episode's last row, at least one of which is set.
 
         Args:
             ends: the summaries of the fields of ends, by source. If several fields take the same
@@ -447,7 +449,7 @@ class Layout:
         return {}
 
     def splits(self, file: H5File, location: Location) -> dict[str, list[str]]:
-        """Return the named parts of a file, as groups of episodes by name."""
+        """Return the named parts of a file: for each name, the groups of its episodes."""
         return {}
 
     def hint(self, path: str, shape: tuple[int, ...]) -> str | None:
@@ -462,7 +464,7 @@ class Layout:
 def rules_digest(layout: Layout) -> str:
     """Return a digest of the attributes of a layout.
 
-    The digest also detects a change of a layout without a new version.
+    The digest also changes if the attributes change without a new ``version``.
     """
     # The default repr of an object contains an address, which differs between processes.
     said = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(layout))

@@ -84,8 +84,8 @@ class Location:
     """A location in a corpus, whose text names file, group, key and record.
 
     ``name`` is the path of the file in the corpus, which does not depend on the machine. If several
-    files are read as one, ``parts`` lists them. The text then names the file that contains the
-    record.
+    files are read as one, ``parts`` lists them. The text of the location then names the file that
+    contains the record.
     """
 
     file: Path
@@ -98,7 +98,7 @@ class Location:
     def at(
         self, *, group: str | None = None, key: str | None = None, record: int | None = None
     ) -> Location:
-        """Return a location inside this one."""
+        """Return a location inside this location."""
         return Location(
             self.file, self.name, group or self.group, key or self.key, record, self.parts
         )
@@ -132,7 +132,7 @@ class Location:
 class RuleFinding:
     """A finding that does not stop the conversion, with its count and first location.
 
-    A quiet finding is only in the manifest. Other findings are also in the warning.
+    A quiet finding is reported only in the manifest. Other findings are also part of the warning.
 
     Attributes:
         name: the part of ``text`` that differs between findings of one kind, such as the path of a

@@ -61,7 +61,7 @@ class SourceEpisode(NamedTuple):
         is_open: True if the state after the last row was not recorded.
         is_whole: True if the arrays contain only this episode.
         facts: the information that does not come from the arrays.
-        within: the first record of the file in these arrays, if several files are read as one.
+        within: if several files are read as one, the first record of the file in the joined arrays.
     """
 
     file: int
@@ -339,10 +339,10 @@ class PlannedLeaf:
         dtype: the dtype of the source.
         stored: the dtype of the columns.
         targets: the columns.
-        extra: number of records minus number of records of the clock.
-        is_per_episode: True if it has one value for all records of an episode.
-        is_padded: True if some episodes lack it.
-        is_successor: True if it has the states after the steps.
+        extra: count of records of the leaf minus count of records of the clock.
+        is_per_episode: True if the leaf has one value for all records of an episode.
+        is_padded: True if some episodes lack the leaf, so that their rows are padded.
+        is_successor: True if the leaf has the states after the steps.
         decoder: converts the values of the dataset to numbers; ``None`` if they are numbers.
         bounds: smallest and largest value, each a number or one number for each value of a record.
         field: position of the field in the layout.
@@ -367,7 +367,7 @@ class PlannedLeaf:
     def is_unwanted(self) -> bool:
         """True if the leaf fills no column and is not needed otherwise.
 
-        The episode table needs ends and rewards. Layouts need the last action to find out how an
+        The episode table needs ends and rewards. Layouts need the last action to determine how an
         episode ended.
         """
         needed = ("terminated", "truncated", "reward", "action")
@@ -402,8 +402,8 @@ class Plan:
 
     ``layout`` is the layout that the files resolved to. ``splits`` has the positions of episodes by
     name. ``about`` has the descriptions in the files. ``units`` has the files that are read as one.
-    ``held`` has values that were read already. Memory: 58 bytes for each episode, and about 50
-    bytes for each group.
+    ``held`` has values of small datasets that were read during the scan. Memory: 58 bytes for each
+    episode, and about 50 bytes for each group.
     """
 
     layout: Layout
@@ -431,7 +431,7 @@ class Plan:
 
     @property
     def detects_copies(self) -> bool:
-        """True if copies of episodes can be recognized by equal content.
+        """True if copies of episodes can be recognized by their equal content.
 
         The value is False if all observations of the layout are left out.
         """
@@ -442,7 +442,7 @@ class Plan:
 
     @property
     def has_unrecorded(self) -> bool:
-        """True if the next observation of any row was not recorded."""
+        """True if the next observation of at least one row was not recorded."""
         return bool(self.episodes.column("is_open").any())
 
 
@@ -523,7 +523,7 @@ _DIGITS: Final = "0123456789"
 
 
 def check_plan(plan: Plan, sources: Sources) -> None:
-    """Check the rows of every episode against its layout, and the order of groups.
+    """Check the count of rows of every episode, and the order of the groups.
 
     Cost: O(E), about 0.5 us for each group.
 

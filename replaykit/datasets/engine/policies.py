@@ -61,9 +61,9 @@ class Policies:
         missing: keys that some episodes lack. ``"layout"`` raises an error if the layout requires
             the key, and otherwise drops the key and reports it. ``"error"`` always raises an error.
             ``"drop"`` drops the key and reports it, unless it is the action, the reward or an end.
-            ``"pad"`` stores zeros. A bool ``[N]`` below ``"present"`` then marks the values. An
-            observation without a next observation in any file, or the reverse, is also an error.
-            With ``"drop"`` and ``"pad"``, it is kept and reported.
+            ``"pad"`` stores zeros. A bool ``[N]`` below ``"present"`` then marks the values. If no
+            file has the next observation of an observation, or the reverse, this is an error, too.
+            With ``"drop"`` and ``"pad"``, the unpaired key is kept and reported instead.
         extra: datasets without a field in the layout. ``"drop"`` drops and reports them.
             ``"error"`` refuses the file.
         casts: the dtypes to store, by NumPy dtype of the source, such as ``{"float64":
@@ -76,28 +76,29 @@ class Policies:
             first column, and lists the other name in the manifest.
         repeated: columns under ``next`` that repeat values of the following row, such as next
             observations. ``"once"`` stores only the values of the last row of each episode, which
-            halves the size of observations. Reading a row adds the other values, so rows are the
-            same. `TensorDict.load_memmap` of the directory does not add them.
+            halves the size of observations. Reading a row through this package adds the other
+            values, so the rows do not change. `TensorDict.load_memmap` of the directory does not
+            add these values.
         include: the keys to keep, with all keys below them; ``None`` for all keys. Flags,
             ``episode`` and ``seed`` are always kept.
         exclude: keys to leave out, with all keys below them.
         unrecorded: the last step of an episode if the state after it was not recorded.
-            ``"terminated"`` keeps the step if the episode terminated there, because the state is
-            then not needed. ``"drop"`` never keeps the step, and ``"keep"`` always keeps it. In a
-            kept step, the next observation repeats the observation, and ``("next", "observed")`` is
-            False.
-        copies: episodes with the observations and actions of an earlier episode. ``"layout"`` uses
-            the choice of the layout. ``"keep"`` keeps and reports them. ``"drop"`` leaves them out
-            and reports them. ``"error"`` raises an error. If all observations are left out, copies
-            cannot be recognized. None is then reported, and ``"drop"`` and ``"error"`` raise an
-            error.
+            ``"terminated"`` keeps the step if the episode terminated there, because a target then
+            does not need the next state. ``"drop"`` never keeps the step, and ``"keep"`` always
+            keeps it. In a kept step, the next observation repeats the observation, and ``("next",
+            "observed")`` is False.
+        copies: episodes whose observations and actions equal those of an earlier episode.
+            ``"layout"`` uses the choice of the layout. ``"keep"`` keeps and reports them.
+            ``"drop"`` leaves them out and reports them. ``"error"`` raises an error. If all
+            observations are left out, copies cannot be recognized. No copy is then reported, and
+            ``"drop"`` and ``"error"`` raise an error.
         on_invalid: episodes that break a rule. ``"error"`` stops at the first such episode.
             ``"skip"`` leaves out and reports such episodes, and files that cannot be read.
             ``"keep"`` keeps and reports values that break a rule. Episodes that cannot become rows
             are still errors.
-        strict: True to raise an error instead of any warning. The error comes after all files are
-            read, and contains all warnings. Nothing is published. Steps whose next state was not
-            recorded are dropped, unless ``unrecorded`` is ``"keep"``.
+        strict: True to raise an error instead of any warning. The error is raised after all files
+            are read, and contains all warnings. Nothing is published. Steps whose next state was
+            not recorded are dropped, unless ``unrecorded`` is ``"keep"``.
 
     Raises:
         ValueError: a value or dtype is unknown, or an excluded key is always kept.

@@ -78,8 +78,8 @@ class FilePart:
 class Unfinished:
     """The record of an unfinished conversion, in its directory.
 
-    The constructor reads the record, and leaves out damaged parts. There is no record before the
-    first file is finished or has a milestone. A single short file has no record.
+    The constructor reads the record, and leaves out damaged parts. No record is written before the
+    first file is finished or has a milestone. The conversion of a single short file has no record.
 
     Args:
         directory: the directory of the unfinished data set.
@@ -127,17 +127,17 @@ class Unfinished:
 
     @property
     def without(self) -> dict[str, str]:
-        """Sources of fields that the conversion had left out, with the reasons."""
+        """Sources of fields that the interrupted conversion left out, with the reasons."""
         return dict(self._head.get("without", {}))
 
     @property
     def excluded(self) -> Excluded:
-        """Episodes that the conversion had left out, with the reasons."""
+        """Episodes that the interrupted conversion left out, with the reasons."""
         found = self._head.get("excluded", ())
         return {(file, group, base): why for file, group, base, why in found}
 
     def is_of(self, plan: Plan) -> bool:
-        """Return whether there are finished files or milestones of this plan."""
+        """Return whether the record has finished files or milestones of this plan."""
         is_begun = bool(self._places or self._marks)
         return is_begun and self._head["plan"] == _plan_digest(plan)
 
@@ -154,7 +154,7 @@ class Unfinished:
         }
 
     def go_on(self, columns: Mapping[Key, ColumnOutput], plan: Plan) -> None:
-        """Drop files from the record whose rows differ from it, to write them again.
+        """Drop files whose rows differ from the record, so that they are written again.
 
         Args:
             columns: the columns, with the rows that were written to them.
@@ -196,10 +196,12 @@ class Unfinished:
         return found
 
     def mark(self, index: int, found: Milestone) -> None:
-        """Append a milestone of a file, unless JSON cannot hold the layout's memory.
+        """Append a milestone of a file.
+
+        Nothing is appended if JSON cannot represent the layout's memory.
 
         Raises:
-            OSError: no space is left; names the file.
+            OSError: no space is left. The message names the file.
         """
         if not self._is_kept:
             return
@@ -291,7 +293,7 @@ def conversion_digest(
 ) -> str:
     """Return a digest of all inputs that determine the rows of a conversion.
 
-    The digest does not need a scan.
+    The digest can be computed before the files are scanned.
 
     Args:
         sources: the files, with their hashes.

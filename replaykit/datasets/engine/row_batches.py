@@ -78,12 +78,12 @@ class EpisodeRows:
 
     @cached_property
     def stops(self) -> Index:
-        """The record after the last record of the clock."""
+        """For each episode, the record after its last record of the clock."""
         return self.bases + self.records
 
     @cached_property
     def finals(self) -> Index:
-        """The last row."""
+        """The last row of each episode."""
         return self.starts + self.rows - 1
 
     def at_record(self, record: int) -> int:
@@ -99,7 +99,7 @@ class Stretch:
     """Consecutive spans of one file that have the same leaves.
 
     Each further span begins ``room`` records after the end of the preceding span's clock. Leaves
-    that are longer than the clock use this room. In other leaves the room is zero.
+    that are longer than the clock use this room. In other leaves the records of this room are zero.
 
     Attributes:
         spans: one span, a part of a span, or several short spans.
@@ -171,12 +171,13 @@ def stretches(
     plan: Plan, spans: Iterable[EpisodeSpan], witnesses: Sequence[PlannedLeaf], block_bytes: int,
     location: Location,
 ) -> Iterator[Stretch]:  # fmt: skip
-    """Yield the spans of one file, with short spans batched and large spans in parts.
+    """Yield the stretches of one file: batches of short spans, parts of large spans.
 
     Args:
         plan: the plan of the data set.
         spans: the spans of one file, in order.
-        witnesses: leaves that are compared with each other, and are therefore in memory together.
+        witnesses: leaves that the layout compares with each other. Their records are in memory at
+            the same time.
         block_bytes: number of bytes that the witnesses may take.
         location: the file.
     """
@@ -235,11 +236,12 @@ _TOGETHER: Final = 1 << 16
 
 @dataclass(frozen=True)
 class Runs:
-    """Ranges of rows with their records: ``counts[i]`` rows from ``rows[i]`` on.
+    """Ranges of rows with their records.
 
-    The rows take as many records from ``records[i]`` on. There are no gaps between the rows of
-    consecutive runs, and records never decrease. Rows are counted from the first row of the table.
-    Records are counted from the first record of the stretch.
+    Run ``i`` has ``counts[i]`` rows, from row ``rows[i]`` on. These rows take ``counts[i]``
+    records, from record ``records[i]`` on. There are no gaps between the rows of consecutive runs,
+    and records never decrease. Rows are counted from the first row of the table. Records are
+    counted from the first record of the stretch.
     """
 
     rows: Index
@@ -310,7 +312,10 @@ class Runs:
         return found
 
     def mark(self, marks: npt.NDArray[np.bool_], start: int) -> None:
-        """Set the marks of all records of the runs. The first mark belongs to ``start``."""
+        """Set the marks of all records of the runs.
+
+        ``marks[0]`` belongs to the record ``start``.
+        """
         begins = (self.records - start).tolist()
         for begin, count in zip(begins, self.counts.tolist(), strict=True):
             marks[begin : begin + count] = True
@@ -323,11 +328,11 @@ Put = Callable[[Key, int, npt.NDArray[Any]], None]
 def store_flag(
     stretch: Stretch, key: Key, rows: npt.NDArray[np.int64], *, is_set: bool, block: int, put: Put
 ) -> None:
-    """Write a flag that is ``is_set`` at some rows, and the opposite at all other rows.
+    """Write a flag that is ``is_set`` at some rows, and the opposite at all others.
 
     Args:
         rows: the rows at which the flag is ``is_set``.
-        block: number of rows that are written at a time.
+        block: number of rows in one write.
     """
     stop = stretch.start + stretch.rows
     for begin in range(stretch.start, stop, block):
@@ -373,8 +378,9 @@ class StretchReader:
         file: the file that contains the stretch.
         stretch: the arrays.
         block_bytes: number of bytes of one leaf in one read.
-        give_up: called with the position of an unreadable span in a stretch of several spans, and
-            the error. If it returns, the records of the span are zero from then on.
+        give_up: called as ``give_up(position, error)`` if one of several spans cannot be read.
+            ``position`` is the position of that span in the stretch. If the call returns, the
+            records of the span are zero from then on.
     """
 
     def __init__(
@@ -459,8 +465,8 @@ class StretchReader:
 
         HDF5 decompresses whole chunks. A stripe of chunks that is larger than a block is still read
         in blocks. HDF5 keeps a stripe of up to 160 MiB decompressed during these reads. A larger
-        stripe is decompressed again for every block, which takes time. A single chunk of that size
-        always takes memory for its decompressed bytes.
+        stripe is decompressed again for every block, which takes time. HDF5 decompresses a chunk as
+        a whole, so a very large chunk always takes memory for all its bytes.
         """
         stretch, begin = self._stretch, 0
         if leaf.path in loaded:

@@ -50,7 +50,7 @@ class Storing:
         stretch: the stretch that contains the rows.
         columns: the column files, which have been written up to the first row of the stretch.
         statistics: the statistics of the columns, which are updated.
-        judge: receives the episodes with values that do not fit.
+        judge: decides about episodes whose values do not fit the columns.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Storing:
     def put(self, key: Key, row: int, entries: npt.NDArray[Any]) -> None:
         """Write rows of a column, and read some of them back.
 
-        These are the first row, the last row and one row of each episode.
+        The rows read back are the first row, the last row and one row of each episode.
         """
         self._write(key, row, entries, None)
         self._statistics[key].add(entries)
@@ -204,7 +204,7 @@ _DIGEST_BYTES: Final = 16
 
 
 def empty_table(count: int) -> dict[str, npt.NDArray[Any]]:
-    """Return zero columns of the episode table for the values found during writing."""
+    """Return zeros for the columns of the episode table that writing fills."""
     found: dict[str, npt.NDArray[Any]] = {
         name: np.zeros(count, EPISODE_FIELDS[name][0])
         for name in ("terminated", "truncated", "return")
@@ -217,7 +217,7 @@ class RowWriter:
     """A writer of the spans of one file, and of the table of their episodes.
 
     Memory: one block of one leaf, one block of all witnesses together, and the checks of the
-    episodes of a stretch. Memory does not depend on the length of episodes.
+    episodes of a stretch. The memory does not depend on the length of episodes.
 
     Args:
         plan: the plan of the data set.
@@ -282,9 +282,10 @@ class RowWriter:
         """Write the episodes of all spans of a file.
 
         Args:
-            memory: the memory of the layout; see `SourceWindow`.
+            memory: the dict for `SourceWindow.memory` of all episodes of the file.
             done: position of the episode up to which everything was already written.
-            reached: called with the position of an episode when all columns are written up to it.
+            reached: called with the position of an episode when all columns are written up to that
+                episode.
 
         Raises:
             CorpusError: an episode breaks a rule. The message names file, group, key and record.

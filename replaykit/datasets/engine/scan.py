@@ -46,7 +46,7 @@ Excluded = Mapping[tuple[int, str, int], str]
 
 
 def gives_no_row(records: int) -> str:
-    """Return why an episode that is too short is left out (rule V37)."""
+    """Return the reason to leave out an episode that is too short (rule V37)."""
     return f"it has {records} record{'s' * (records != 1)}, so it gives no row [V37]"
 
 
@@ -59,7 +59,7 @@ def flat_episodes(
     excluded: Excluded,
     row: int,
 ) -> tuple[dict[str, npt.NDArray[Any]], list[Skipped]]:
-    """Return the columns of the episodes that give rows, and the other episodes.
+    """Return columns of the episodes that give rows, and a list of the other episodes.
 
     Args:
         refs: the episodes, with first records, lengths and the reasons for their ends.

@@ -28,15 +28,15 @@ def require_pairs(
     notes: RuleFindings,
     location: Location,
 ) -> None:
-    """Check that each state has its successor, and the reverse (rule V12).
+    """Check that each state has a successor, and each successor a state (rule V12).
 
-    Otherwise a row would have a key only before or only after the step. If missing keys are dropped
-    or padded, the unpaired key stays and is reported.
+    Without this check, rows could have a key only before or only after the step. If the policies
+    drop or pad missing keys, the unpaired key is kept and reported.
 
     Args:
         fields: the fields of the layout.
         leaves: the leaves that become columns.
-        policies: the wanted keys, and the treatment of missing ones.
+        policies: the keys to store, and the treatment of missing keys.
         notes: collects the finding.
         location: the first episode.
 
@@ -143,7 +143,7 @@ class SchemaUnion:
     def check_lengths(self, leaves: Mapping[str, H5Leaf], location: Location) -> int:
         """Check the lengths of all leaves of fields, and return the length of the clock.
 
-        An optional leaf may also be a single value, which then holds for all records.
+        An optional leaf may also be a single value, which is then used for all records.
 
         Raises:
             CorpusError: a leaf breaks one of the rules V10 to V12.
@@ -220,8 +220,7 @@ class SchemaUnion:
         """Return the fields that take a leaf.
 
         These are the first field that covers the leaf, other fields of the same source, and fields
-        that name the leaf. The result is cached, because it is needed for every leaf of every
-        episode.
+        that name the leaf. The result is cached, because every leaf of every episode needs it.
         """
         if path not in self._fields:
             found: dict[_Use, Field] = {}

@@ -230,8 +230,8 @@ def units_of(
     """Return the positions of the files that are opened together.
 
     Files are opened separately, unless the layout allows episodes to continue in the next file.
-    Then a file that continues the last episode of the preceding file is joined to that file. In
-    this case, each file is opened once more, and its first record is read.
+    Then a file that continues the last episode of the preceding file is joined to that file. For
+    such layouts, each file is opened once more, and its first record is read.
 
     Args:
         sources: the files.
@@ -284,7 +284,7 @@ class Listing:
     Attributes:
         leaves: the result of `H5File.leaves` for each group.
         attributes: the attributes of each group that `Layout.seen_attributes` names.
-        held: values that were read at the same time.
+        held: values that were read together with the declarations.
     """
 
     leaves: dict[str, list[H5Leaf]]
@@ -300,17 +300,19 @@ _AHEAD: Final = 2
 def listings(
     sources: Sources, layout: Layout, workers: int, room: int
 ) -> Generator[Listing, None, None]:
-    """Yield a listing of each file, in order, which is empty if it would save no time.
+    """Yield a listing of each file, in order.
 
-    The listing is also empty if no worker has begun the file when the caller needs it. The caller
-    then lists the file itself. Errors of a file are not reported here. They make its listing
-    incomplete, and the scan finds them.
+    A listing is empty if listing the file in advance would save no time.
+
+    A listing is also empty if no worker has begun the file when the caller needs it. The caller
+    then lists the file itself. An error of a file is not reported here. It makes the listing
+    incomplete, and the scan later reports the error.
 
     Args:
         sources: the files.
         layout: the declaration of the corpus.
         workers: number of processes that read declarations, including this one.
-        room: number of bytes for values of each file that are read at the same time.
+        room: count of bytes for the values that are read together with the declarations of a file.
     """
     files = sources.files
     if workers < 2 or len(files) < 2 or isinstance(layout.episodes, (Segments, WholeFile)):

@@ -36,8 +36,9 @@ class Statistics:
 
     NaNs are counted separately, and infinities count as numbers. For complex numbers, only the NaNs
     are counted. The mean and the sum of squared distances from the mean are updated block by block.
-    So they neither overflow nor lose digits if the values are far from zero. Only the last digits
-    of the result depend on the blocks. Blocks do not depend on the number of workers.
+    Therefore these values neither overflow nor lose digits if the numbers are far from zero. Only
+    the last digits of the result depend on the blocks. The blocks do not depend on the number of
+    workers.
 
     Example:
         >>> import numpy as np
@@ -134,7 +135,7 @@ _VALUE = "value"
 
 @dataclass(frozen=True)
 class Milestone:
-    """The results of a file with some of its episodes written.
+    """The progress of the conversion of one file, and its results so far.
 
     Attributes:
         first, stop: the episodes ``first .. stop - 1`` of the plan were written since the preceding
@@ -145,8 +146,8 @@ class Milestone:
         notes: the findings so far.
         bad: the episodes to leave out so far, with the reasons.
         tails: as in `RowWriter.tails`.
-        memory: the memory of the layout.
-        table: the lines of the episodes.
+        memory: the information that the layout has stored in ``SourceWindow.memory`` for the file.
+        table: the lines of the new episodes in the episode table.
     """
 
     first: int
@@ -199,7 +200,7 @@ class Milestone:
         )
 
     def after(self, earlier: Milestone) -> Milestone:
-        """Return this milestone with the lines of an earlier milestone in front."""
+        """Return this milestone with the table lines of an earlier milestone in front."""
         table = {
             name: np.concatenate([earlier.table[name], lines]) for name, lines in self.table.items()
         }

@@ -58,8 +58,8 @@ class WrittenFile:
 
     Attributes:
         table: the episode table.
-        statistics: of each column.
-        facts: the facts found in each file.
+        statistics: the statistics of each column.
+        facts: the result of `Layout.file_facts` for each file.
         bad: the reasons to leave out episodes, by position.
     """
 
@@ -86,7 +86,7 @@ def write_files(
     Args:
         plan: the plan of the data set.
         sources: the files.
-        columns: the column files of `column_specs`, which only contain the rows of finished files.
+        columns: the column files of `column_specs`, which contain only the rows of finished files.
         block_bytes: number of bytes of one leaf in one read of a worker.
         on_invalid: as in `Policies`.
         workers: number of processes that write, including this process. Each writes one file after
@@ -346,7 +346,7 @@ def without_episodes(
     after: Plan,
     kept: Index,
 ) -> tuple[dict[Key, ColumnOutput], WrittenFile]:
-    """Remove the episodes that are not kept, and return the columns and results.
+    """Remove the episodes that are not kept; return the remaining columns and results.
 
     Args:
         directory: the directory of the unfinished data set.
@@ -355,7 +355,7 @@ def without_episodes(
         before, after: the plans with and without the episodes.
         kept: the result of `unchanged_episodes`.
 
-    Cost: the rows after the first removed episode are moved. All columns are read once for their
+    Cost: all rows after the first removed episode are moved. All columns are read once for their
     checksums and statistics. Memory: a block of 1 MiB.
 
     Raises:
@@ -440,14 +440,16 @@ def condense(
         plan: the plan of its rows.
         columns: the columns. Removed columns are deleted from this mapping.
         policies: the caller's decisions.
-        notes: collects the constant columns that stay because the manifest cannot hold their value.
+        notes: collects the constant columns that are kept because the manifest cannot hold their
+            value.
         location: the first file.
 
     Returns:
         The key of each removed column, with its value or the key of the equal column, as JSON
         values.
 
-    Cost: constant columns, and columns with equal checksums, are read once.
+    Cost: each constant column, and each column whose checksum equals that of another column, is
+    read once.
     """
     removed: list[dict[str, Any]] = []
     infos = [target.key for leaf in plan.leaves if leaf.role == "info" for target in leaf.targets]

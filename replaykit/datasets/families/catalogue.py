@@ -84,11 +84,12 @@ class D4RLExperienceReplay(_OwnFiles[SamplerT]):
     given with ``source``, under any id.
 
     Next observations come from ``next_observations`` if the release has this array. They come from
-    the simulator's state if it was logged one step late (AntMaze v0). Episodes of these files end
-    at the resets of the environment, independently of the flags. Episodes of other files end at the
-    flags. If such an episode terminated, its last step is kept, with ``("next", "observed")``
-    False. Otherwise its last step is dropped. Rows have ``observation``, ``action``, ``info``, ids
-    and flags; all other keys are under ``next``. See `D4RLLayout`.
+    the simulator's state if it was logged one step late (AntMaze v0). If next observations come
+    from either source, episodes end at the resets of the environment, independently of the flags.
+    In all other files, episodes end at the flags. If an episode that ends at a flag terminated, its
+    last step is kept, with ``("next", "observed")`` False. Otherwise its last step is dropped. Rows
+    have ``observation``, ``action``, ``info``, ids and flags; all other keys are under ``next``.
+    See `D4RLLayout`.
 
     Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Fu et al., "D4RL:
     Datasets for Deep Data-Driven Reinforcement Learning", 2020; data CC BY 4.0.
@@ -170,8 +171,8 @@ class RobomimicExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     """Transitions of robomimic's simulated and robosuite's raw demonstrations.
 
     Ids have the form ``task/kind/name``. Data sets with the name ``demo`` hold simulator states
-    only. ``split`` accepts the filters of the files, such as ``"train"``. Users must render image
-    files themselves, and give them with ``source``, under any id. Ids of the form
+    only. ``split`` accepts the filters of the files, such as ``"train"``. Image files must be
+    rendered by the user, and given with ``source``, under any id. Ids of the form
     ``v0.1/task/kind/name`` name the files of the first release, with images, on the authors'
     server. See `RobomimicLayout`.
 

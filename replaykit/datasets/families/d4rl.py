@@ -30,14 +30,15 @@ class Resets(Segments):
     """A finder that cuts flat steps at the visible resets of the environment.
 
     A flag without a reset is not an end, and is reported (rule V39). A reset without any flag in
-    the episode is also not an end. The rows may then be in a wrong order, which rule V22 refuses.
+    the episode is also not an end. In such a file, the rows may be in a wrong order, which rule V22
+    refuses.
     Cost: if the flags are in doubt, observations and next states are read as well.
 
     Attributes:
         arrived: the arrays that hold the state after a step, concatenated in this order. Empty if
-            that state was not recorded.
+            the state after a step was not recorded.
         flags_early: True if flags may precede the reset by some steps. If False, a reset is an end
-            only if it is flagged.
+            only if a flag is set at the same step.
         trusted: True to use the flags unchanged if the file does not show resets.
 
     Example:

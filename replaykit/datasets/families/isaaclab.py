@@ -30,8 +30,8 @@ class IsaacLabLayout(Layout):
     """Layout of demonstrations of Isaac Lab and Isaac Lab Mimic.
 
     T records make T rows if the attribute ``success`` is true, and otherwise T - 1 rows. The
-    observation after the last action was not recorded, so the last of T rows is marked. There are
-    no rewards.
+    observation after the last action was not recorded, so the last of T rows is marked. The files
+    have no rewards.
     """
 
     name: str = "isaaclab"

@@ -40,7 +40,7 @@ class Sidecar:
         self.content: dict[str, Any] = found
 
     def facts(self, *names: str) -> dict[str, Any]:
-        """Return name and hash of the file, and the named plain values."""
+        """Return name and hash of the file, and the values of the named entries."""
         known = {name: self.content.get(name) for name in names}
         return {
             "described_by": {"name": self.path.name, "sha256": self.sha256},
@@ -177,7 +177,10 @@ class MinariLayout(Layout):
         return (path.with_name(_METADATA),)
 
     def totals(self, location: Location) -> dict[str, int]:
-        """Return the counts of the metadata. After an interrupted write the file has less."""
+        """Return the counts in the metadata.
+
+        After an interrupted write, the file has fewer episodes or records than these counts.
+        """
         said = _metadata(location).content
         known = {"episodes": said.get("total_episodes"), "records": said.get("total_steps")}
         for name, count in known.items():

@@ -102,9 +102,9 @@ _RAW: Final = Groups("demo_", below="data", having=("states",), noun="demonstrat
 
 
 def first_entries(file: H5File, below: str) -> dict[str, bool] | None:
-    """Return the entries of the first subgroup, each with whether it is a group.
+    """Return the entries of the first subgroup, each with True if it is a group.
 
-    The result is ``None`` if there is no such group.
+    The result is ``None`` if there is no subgroup.
     """
     if not file.has_group(below):
         return None
@@ -134,10 +134,10 @@ def libero_signs(file: H5File, below: str) -> list[str]:
 class RobomimicLayout(Layout):
     """Layout of demonstrations of robomimic and MimicGen.
 
-    An episode is a group. ``dones`` marks success and does not end the episode. It stays set for
-    some steps, and is never set in a demonstration that failed. ``dones`` becomes ``("next",
-    "success")``. The episode terminated if ``dones`` is set at the last step. Filters below
-    ``mask`` are splits.
+    An episode is a group. ``dones`` marks success and does not end the episode. After success,
+    ``dones`` stays set for some steps. It is never set in a demonstration that failed. ``dones``
+    becomes ``("next", "success")``. The episode terminated if ``dones`` is set at the last step.
+    Filters below ``mask`` are splits.
     """
 
     name: str = "robomimic"
