@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaykit import mapping
+from replaykit import filesystem
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import open_published, remove_published, verify_published
@@ -101,7 +101,7 @@ def test_limit_on_open_files_is_named_with_the_file_and_the_remedy(tmp_path, lef
                 with pytest.raises(OSError, match="Too many open files") as caught:
                     calls[name]()
                 message = str(caught.value)
-                assert f"may have {most:,} open at once" in message, name
+                assert f"may have {most:,} files open at once" in message, name
                 assert "ulimit -n" in message
                 assert str(tmp_path / ("other" if name == "convert" else "data")) in message
     finally:
@@ -179,7 +179,7 @@ atexit.register(late)
 
 
 def test_python_maps_files_without_the_system_call(tmp_path, monkeypatch):
-    monkeypatch.setattr(mapping, "_SYSTEM", None)
+    monkeypatch.setattr(filesystem, "_SYSTEM", None)
     tensor = mapped(tmp_path / "x", b"abc")
     tensor[0] = 0
     assert tensor.tolist() == [0, 98, 99]
@@ -236,7 +236,7 @@ def test_a_span_that_a_file_does_not_have_is_an_error(tmp_path):
 
 
 def test_spans_need_the_systems_call(monkeypatch):
-    monkeypatch.setattr(mapping, "_SYSTEM", None)
-    assert not mapping.can_map_spans()
+    monkeypatch.setattr(filesystem, "_SYSTEM", None)
+    assert not filesystem.can_map_spans()
     with pytest.raises(NotImplementedError, match="64-bit POSIX"):
         map_spans(1, [])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from replaykit import LazyTensorStorage, ReplayBuffer, mapping
+from replaykit import LazyTensorStorage, ReplayBuffer, filesystem
 from replaykit.filesystem import LARGE_PAGE, map_common
 from replaykit.native import HAS_CORE, join_pages
 
@@ -30,7 +30,7 @@ def test_changes_reach_the_file_and_all_its_mappings(
     tmp_path: Path, nbytes: int, system: bool, monkeypatch: pytest.MonkeyPatch
 ):
     if not system:
-        monkeypatch.setattr(mapping, "_SYSTEM", None)
+        monkeypatch.setattr(filesystem, "_SYSTEM", None)
     first, second = common(tmp_path / "x", nbytes), common(tmp_path / "x", nbytes)
     first[0], first[-1] = 5, 6
     assert (second[0], second[-1]) == (5, 6)

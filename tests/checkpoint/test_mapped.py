@@ -32,7 +32,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
     TensorStorage,
     Writer,
-    mapping,
+    filesystem,
 )
 from replaykit.checkpoint import MappedCheckpoint, MappedRows, ReadLater, save_checkpoint
 from replaykit.errors import CheckpointError
@@ -133,9 +133,9 @@ def test_column_of_many_files_is_mapped_as_one_unread_tensor(
     buffer = filled()
     buffer.dumps(tmp_path)
     read = []
-    into = mapping._read_into
+    into = filesystem._read_into
     monkeypatch.setattr(
-        mapping, "_read_into", lambda view, *place: read.append(len(view)) or into(view, *place)
+        filesystem, "_read_into", lambda view, *place: read.append(len(view)) or into(view, *place)
     )
     with MappedCheckpoint(tmp_path) as saved:
         state = saved.part("storage", mapped=["groups"])
@@ -455,7 +455,7 @@ def test_mapped_load_without_system_support_raises_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     filled().dumps(tmp_path)
-    monkeypatch.setattr(mapping, "_SYSTEM", None)
+    monkeypatch.setattr(filesystem, "_SYSTEM", None)
     buffer = make()
     with pytest.raises(NotImplementedError, match="mmap=True on a 64-bit POSIX system"):
         buffer.loads(tmp_path, mmap=True)
@@ -468,7 +468,7 @@ def test_failed_mapping_raises_an_error_and_changes_nothing(
     filled("prioritized").dumps(tmp_path)
     buffer = make("prioritized")
     buffer.sampler.alpha = 0.9
-    map_, calls = mapping._map, []
+    map_, calls = filesystem._map, []
 
     def refuse(address: Any, *arguments: Any) -> int:
         calls.extend([] if address is None else [address])  # of pieces of columns
@@ -476,7 +476,7 @@ def test_failed_mapping_raises_an_error_and_changes_nothing(
             raise OSError(12, "Cannot allocate memory")
         return map_(address, *arguments)
 
-    monkeypatch.setattr(mapping, "_map", refuse)
+    monkeypatch.setattr(filesystem, "_map", refuse)
     with pytest.raises(OSError, match=r"cannot map .*Cannot allocate") as caught:
         buffer.loads(tmp_path, mmap=True)
     assert caught.value.filename == str(tmp_path)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from replaykit.datasets import Policies, convert
-from replaykit.datasets.engine import finding, row_batches
+from replaykit.datasets.engine import episode_finders, row_batches
 from replaykit.datasets.engine import plan as episodes_module
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.engine.episode_finders import EpisodeRef, EpisodeRefs, Groups
@@ -105,7 +105,7 @@ def test_rows_do_not_depend_on_how_a_file_is_cut(
     made(path, tmp_path / "whole", 1 << 20)
     monkeypatch.setattr(row_batches, "_EPISODES", episodes)
     monkeypatch.setattr(row_batches, "_CACHED_BYTES", block)
-    monkeypatch.setattr(finding, "_TOGETHER", 3)
+    monkeypatch.setattr(episode_finders, "_TOGETHER", 3)
     monkeypatch.setattr(episodes_module, "_TOGETHER", 4)
     made(path, tmp_path / "cut", block)
     assert content(tmp_path / "whole") == content(tmp_path / "cut")
