@@ -115,7 +115,7 @@ void random_programs() {
       const std::int64_t kind = below(random, 8);
       if (kind < 3) {
         const std::int64_t used = commits->used(number + 1);
-        if (!commits->note(first, until)) {
+        if (!commits->journal(first, until)) {
           REQUIRE(commits->used(number + 1) == used);
           continue;
         }
@@ -213,8 +213,8 @@ void what_does_not_fit() {
   Commits commits = files.opened();
   constexpr std::int64_t least = std::numeric_limits<std::int64_t>::min();
   constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
-  REQUIRE(refused([&] { commits.note(-1, 2); }) && refused([&] { commits.note(2, 2); }));
-  REQUIRE(refused([&] { commits.note(0, 5); }) && refused([&] { commits.size(least, most); }));
+  REQUIRE(refused([&] { commits.journal(-1, 2); }) && refused([&] { commits.journal(2, 2); }));
+  REQUIRE(refused([&] { commits.journal(0, 5); }) && refused([&] { commits.size(least, most); }));
   REQUIRE(refused([&] { commits.size(0, most); }));
   const Numbers wrong = {-1};
   REQUIRE(refused([&] { commits.put(8, files.table.data(), 1, strided(wrong), strided(wrong), 1); }));
@@ -232,7 +232,7 @@ int note_past_the_end(std::int64_t ahead) {
   Numbers journal(64), even(8), odd(8);
   const std::vector<std::uint8_t> rows(static_cast<std::size_t>(16));
   Commits commits(view(journal), view(even), view(odd), {{1, rows.data(), 2 + ahead, 8}});
-  return commits.note(1, 2 + ahead) ? 0 : 1;
+  return commits.journal(1, 2 + ahead) ? 0 : 1;
 }
 
 }  // namespace
