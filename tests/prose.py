@@ -203,6 +203,8 @@ def module_texts(path: Path) -> Iterator[tuple[str, Text]]:
         elif isinstance(node, ast.keyword) and node.arg == "help":
             for text in _strings(path, node.value):
                 yield "help texts", text
+    for text in _messages(path, tree):
+        yield "messages", text
 
 
 def _docstrings(path: Path, node: ast.AST, name: str) -> Iterator[tuple[str, Text]]:
@@ -271,6 +273,26 @@ def _strings(path: Path, node: ast.AST) -> Iterator[Text]:
     else:
         for child in ast.iter_child_nodes(node):
             yield from _strings(path, child)
+
+
+def _messages(path: Path, tree: ast.AST) -> Iterator[Text]:
+    """Yield other strings of three words or more: texts that errors, warnings or tables use later.
+
+    They may be parts of sentences, so none is an opening.
+    """
+    counted = {
+        id(each)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise)
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        or (isinstance(node, ast.keyword) and node.arg == "help")
+        for each in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Constant, ast.JoinedStr)) and id(node) not in counted:
+            for text in _strings(path, node):
+                if len(text.text.split()) >= 3:
+                    yield text._replace(text=f"it: {text.text}")
 
 
 def names_of_tests(path: Path) -> Iterator[Text]:

@@ -100,6 +100,10 @@ class A:
     def _g(self):
         """Anew, ``reset``."""
         return field(help="anew", x="anew")
+
+    def _h(self):
+        why = "it was written anew"
+        warn(f"{self} is anew: " + why)
 '''
     assert module(source) == [
         "private docstrings 1",
@@ -111,6 +115,8 @@ class A:
         "error texts 16",
         "error texts 16",
         "help texts 20",
+        "messages 23",
+        "messages 24",
     ]
 
 

@@ -237,13 +237,11 @@ def load_rows(buffer: BufferCore, checked: CheckedState) -> None:
         storage.load_content(content, checked.target, checked.rows)
 
 
-def finish_taking(
-    buffer: BufferCore, checked: CheckedState, *, elsewhere: Sequence[Drawn] = ()
-) -> None:
+def finish_taking(buffer: BufferCore, checked: CheckedState, *, held: Sequence[Drawn] = ()) -> None:
     """Load the rest of a state, which cannot fail. The caller holds the lock.
 
     Args:
-        ``elsewhere``: saved draws that an ensemble holds. If their rows have moved, the sampler
+        ``held``: saved draws that an ensemble holds. If their rows have moved, the sampler
             rolls these draws back.
     """
     storage, sampler, rows = buffer._storage, buffer._sampler, checked.rows
@@ -251,12 +249,12 @@ def finish_taking(
     buffer._withdraw_prefetched()
     buffer._pass_ended, buffer._restarted = False, True
     buffer._writer.restore(checked.writer, rows)
-    continue_draws([*prepared, *elsewhere], storage)
+    continue_draws([*prepared, *held], storage)
     _load_generator(buffer, checked.generator)
     # Prefetched draws are delivered first. If rows have moved, or the batch size has changed, the
     # sampler rolls these draws back. A pass then still returns each row once.
     sizes = {drawn.size for drawn in prepared if not drawn.ran_out}
-    back: list[Drawn] = [] if rows is None else list(elsewhere)
+    back: list[Drawn] = [] if rows is None else list(held)
     if rows is None and buffer._batch_size is not None and sizes <= {buffer._batch_size}:
         buffer._pending = deque(prepared)
     else:

@@ -136,7 +136,7 @@ def check_mappable(storage: Storage) -> None:
     elif str(storage.device).partition(":")[0] not in ("auto", "cpu"):
         why = f"got one on {storage.device}"
     elif storage.load_hooks:
-        why = "got load hooks, which change what was read"
+        why = "got load hooks, which change the rows that were read"
     else:
         return
     raise ValueError(

@@ -102,7 +102,7 @@ def _by_family(records: list[dict[str, Any]]) -> Table:
         known = [each["bytes"] for each in ids if each["bytes"] is not None]
         count = f"{len(ids):,}{'+' * record['other_ids']}" if ids else "any"
         here = sum(each["path"] is not None for each in ids)
-        example = ids[0]["name"] if ids else f"{record['family']}:<name of your own>"
+        example = ids[0]["name"] if ids else f"{record['family']}:<your name>"
         table.add_row(
             record["family"],
             count,

@@ -196,7 +196,7 @@ class DownloadCache:
 
     def known(self, file: WebFile) -> tuple[int | None, str | None]:
         """Return the size and SHA-256 of a file, given or stored after its download."""
-        stored = _read_json(_beside(self.entry(file)))
+        stored = _read_json(_record_of(self.entry(file)))
         size, sha256 = file.size, file.sha256
         if sha256 is None and _is_sha256(stored.get("sha256")):
             sha256 = stored["sha256"]
@@ -233,7 +233,7 @@ class DownloadCache:
                     problem = str(error).removeprefix(f"{part}: ")
             if problem is None:
                 known = {"size": part.stat().st_size, "sha256": sha256_of(part), "url": file.url}
-                _write_json(_beside(entry), known)
+                _write_json(_record_of(entry), known)
         if problem is None:
             part.replace(entry)
         self.forget_part(file)
@@ -243,13 +243,13 @@ class DownloadCache:
         """Remove a cached file, but never a file outside the cache."""
         entry = self.entry(file)
         entry.unlink(missing_ok=True)
-        _beside(entry).unlink(missing_ok=True)
+        _record_of(entry).unlink(missing_ok=True)
 
     def forget_part(self, file: WebFile) -> None:
         """Remove the received bytes of a file."""
         part = self.part(file)
         part.unlink(missing_ok=True)
-        _beside(part).unlink(missing_ok=True)
+        _record_of(part).unlink(missing_ok=True)
 
     def resumable(self, file: WebFile) -> tuple[int, str | None]:
         """Return the number of reusable bytes, and the validator of their version.
@@ -265,14 +265,14 @@ class DownloadCache:
             return 0, None
         if file.sha256 is not None:
             return length, None
-        mark = _read_json(_beside(part)).get("mark")
+        mark = _read_json(_record_of(part)).get("mark")
         return (length, mark) if isinstance(mark, str) and mark else (0, None)
 
     def store_validators(self, file: WebFile, etag: str | None, modified: str | None) -> None:
         """Store the validator of a version before its bytes arrive."""
         # Versions with equal weak validators may differ in bytes.
         mark = etag if etag and not etag.startswith("W/") else modified
-        _write_json(_beside(self.part(file)), {"mark": mark, "url": file.url})
+        _write_json(_record_of(self.part(file)), {"mark": mark, "url": file.url})
 
     def prepare(self, file: WebFile) -> None:
         """Make the folder of a file."""
@@ -311,7 +311,7 @@ def _difference(path: Path, size: int | None, sha256: str | None) -> str | None:
     return None
 
 
-def _beside(path: Path) -> Path:
+def _record_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
 
 

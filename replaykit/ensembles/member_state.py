@@ -322,7 +322,7 @@ def _check_identity(own: Any, saved: Any) -> None:
 class _Entry:
     buffer: ReplayBuffer
     checked: CheckedState
-    elsewhere: list[Drawn] = field(default_factory=list)
+    held: list[Drawn] = field(default_factory=list)
 
 
 class MemberLoad:
@@ -338,10 +338,10 @@ class MemberLoad:
         self, draws: Sequence[tuple[EnsembleCore, EnsembleDrawn, torch.Generator | None]]
     ) -> None:
         self._entries: list[_Entry] = []
-        self._elsewhere: dict[int, list[tuple[Drawn, torch.Generator | None]]] = {}
+        self._held: dict[int, list[tuple[Drawn, torch.Generator | None]]] = {}
         for ensemble, drawn, generator in draws:
             for buffer, one in leaves_of(ensemble, drawn):
-                self._elsewhere.setdefault(id(buffer), []).append((one, generator))
+                self._held.setdefault(id(buffer), []).append((one, generator))
 
     def check(
         self, name: str, buffer: ReplayBuffer, state_of: Callable[[str, ReplayBuffer], BufferState]
@@ -354,14 +354,14 @@ class MemberLoad:
         try:
             state = state_of(name, buffer)
             checked = check_state(buffer, state, stacklevel=8)
-            elsewhere = self._elsewhere.get(id(buffer), [])
-            check_rows([one for one, _ in elsewhere], state)
-            for one, generator in elsewhere:
+            held = self._held.get(id(buffer), [])
+            check_rows([one for one, _ in held], state)
+            for one, generator in held:
                 if generator is not None:
                     check_random([one], generator)
         except (ValueError, TypeError) as error:
             raise naming_member(error, name) from error
-        self._entries.append(_Entry(buffer, checked, [one for one, _ in elsewhere]))
+        self._entries.append(_Entry(buffer, checked, [one for one, _ in held]))
 
     def apply(self) -> None:
         """Load all states. If one load fails, restore the old states of all buffers."""
@@ -382,7 +382,7 @@ class MemberLoad:
                     back()
                 raise
         for entry in self._entries:
-            finish_taking(entry.buffer, entry.checked, elsewhere=entry.elsewhere)
+            finish_taking(entry.buffer, entry.checked, held=entry.held)
 
     def deliverable(self, ensemble: EnsembleCore, drawn: EnsembleDrawn) -> bool:
         """Return whether the rows of a saved draw have kept their slots.

@@ -383,9 +383,9 @@ def why_not_mapped(
                 if not why and not linked and content.rows < slots:
                     why = _why_not_ended(column, content)
             elif root is not None:
-                why = "which lies in every row there, and not once (dedup_next)"
+                why = "which is stored in every row there, and not once (dedup_next)"
             elif path not in packed and not isinstance(column, MappedRows):
-                why = "which lies elsewhere"
+                why = "which is not in one of the mapped files"
             if why:
                 return path, why
     return None

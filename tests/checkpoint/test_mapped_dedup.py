@@ -361,7 +361,7 @@ def test_mapped_load_into_a_larger_capacity_equals_a_plain_load(kind: str, tmp_p
     [
         ("ring", "ring", {"dedup_next": False}, "was stored once"),
         ("ring", "some keys", {}, "state.*was stored once"),
-        ("some keys", "ring", {}, "state.*which lies in every row there"),
+        ("some keys", "ring", {}, "state.*which is stored in every row there"),
         ("ring", "streams", {}, "another lane_key"),
         ("streams", "ring", {}, "another lane_key"),
         ("ring", "ring", {"slots": 100}, "the saved capacity"),
@@ -385,7 +385,7 @@ def test_a_dense_checkpoint_is_refused_by_a_storage_that_stores_once(tmp_path: P
     filled = make("ring", dedup_next=False)
     filled.extend(rows("ring", 0, 150))
     filled.dumps(tmp_path)
-    with pytest.raises(ValueError, match="which lies in every row there"):
+    with pytest.raises(ValueError, match="which is stored in every row there"):
         make("ring").loads(tmp_path, mmap=True)
 
 

@@ -158,7 +158,7 @@ def test_trial_that_is_a_link_is_called_one(tmp_path, convert, write):
     path = write(tmp_path / "a.h5", make_trial(3))
     with h5py.File(path, "a") as file:
         file["Trial1"] = h5py.SoftLink("/Trial0")
-    with pytest.warns(UserWarning, match="Trial1: it is a link by name, .*copy what it leads to"):
+    with pytest.warns(UserWarning, match="Trial1: it is a link by name, .*copy its target"):
         assert convert(tmp_path / "data", path).rows == 2
 
 

@@ -194,7 +194,7 @@ class Groups:
             lacking = [repr(name) for name in self.having if name not in member.children]
             name = f"{above}{member.name}"
             if member.is_link:
-                why = "it is a link by name, and such links are not followed: copy what it leads to"
+                why = "it is a link by name, and such links are not followed: copy its target"
                 found.strangers.append((name, why))
             elif member.name in self.beside:
                 continue

@@ -113,7 +113,8 @@ class D4RLExperienceReplay(_OwnFiles[SamplerT]):
         ),
         "from_env": Replaced(
             (False,),
-            "rows always have what env.get_dataset() gives, every step and the infos; leave it out",
+            "rows always have the values of env.get_dataset(), every step and the infos; leave "
+            "it out",
         ),
         "use_truncated_as_done": Replaced(
             (True,),
