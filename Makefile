@@ -5,6 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+DOCS_STAMP := $(VENV)/.installed-docs
 NEWEST := .venv-newest
 NEWEST_STAMP := $(NEWEST)/.installed
 NEWEST_PIP := $(NEWEST)/bin/python -m pip --disable-pip-version-check --quiet
@@ -29,7 +30,7 @@ CORE := tests/storages tests/samplers tests/writers tests/transforms tests/traje
     state_dict torchrl_ways writing written_content) \
   --ignore=tests/storages/test_native_threads.py --ignore=tests/storages/test_memmap_removal.py
 
-.PHONY: demo test test-newest test-programs test-torch test-long lint format bench clean
+.PHONY: demo docs test test-newest test-programs test-torch test-long lint format bench clean
 
 demo: $(STAMP)
 	$(PY) examples/demo.py $(if $(DATA),--data "$(DATA)")
@@ -71,6 +72,10 @@ format: $(STAMP)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
+# The documentation site, with warnings as errors. Its first page is docs/_build/index.html.
+docs: $(DOCS_STAMP)
+	$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build
+
 bench: $(BENCH_STAMP)
 	$(PY) -m benchmarks
 
@@ -81,6 +86,10 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) repla
 	  || { echo "replaykit needs Python 3.10 or newer; set PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt -e '.[test,examples,ray,cli]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	@$(PIP) install -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(BENCH_STAMP): $(STAMP)

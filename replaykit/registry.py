@@ -144,7 +144,7 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("RayReplayBuffer", "remote", "remote"),
     Entry("RayReplayBufferClient", "remote", "remote"),
     Entry("RemoteResult", "remote", "remote"),
-    Entry("DEFAULT_REMOTE_CLASS_CONFIG", "constant", "remote"),
+    Entry("DEFAULT_REMOTE_CLASS_CONFIG", "constant", "_ray"),
     Entry("ShardedReplayBuffer", "shards", "sharding"),
     Entry("ShardedClient", "shards", "sharding"),
     Entry("ShardedResult", "shards", "sharding"),

@@ -225,7 +225,7 @@ class Editing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
 
         Raises:
             IndexError: more rows are given than are stored.
-            SchemaError, RuntimeError: as for ``rb[...] = ``.
+            SchemaError, RuntimeError: as for ``rb[...] = data``.
 
         Example:
             >>> import torch

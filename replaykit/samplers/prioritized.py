@@ -191,12 +191,12 @@ class PrioritizedSliceSampler(Sliced, WithPriorities):
     without ``recent``, and newer windows have smaller weights.
 
     Args:
-        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, weight_norm,
-            device: as in ``PrioritizedSampler``.
+        max_capacity, alpha, beta, eps, dtype: as in ``PrioritizedSampler``.
+        reduction, max_priority_within_buffer, weight_norm, device: as in ``PrioritizedSampler``.
         num_slices, slice_len: exactly one of the two. Windows in a batch of B rows have length
             ``L = slice_len`` or ``L = B // num_slices``. There are ``K = B // L`` windows.
-        end_key, end_keys, traj_key, ends, trajectories, truncated_key, init_key, strict_length,
-            pad_output: as in ``SliceSampler``.
+        end_key, end_keys, traj_key, ends, trajectories: as in ``SliceSampler``.
+        truncated_key, init_key, strict_length, pad_output: as in ``SliceSampler``.
         span: whether windows may extend beyond the end of an episode and are then shorter. A span
             before the start of an episode is ignored with a UserWarning, because windows start with
             the drawn row.

@@ -131,7 +131,7 @@ class Sequence(SampleUnit):
 
     @property
     def width(self) -> int:
-        """Number of rows of a window: ``burn_in + length + bootstrap``."""
+        """Number of rows of a window, ``burn_in + length + bootstrap``."""
         return len(self._offsets)
 
     def check(self, storage: Storage, sampler: Sampler) -> None:

@@ -61,8 +61,9 @@ class SliceSamplerWithoutReplacement(Sliced):
     Args:
         drop_last: if True, skip a last batch that would have fewer slices.
         shuffle: if ``False``, draw episodes in the order in which they were written, lane by lane.
-        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, truncated_key,
-            init_key, strict_length, flat, compile, use_gpu: as in SliceSampler.
+        num_slices, slice_len, end_key, end_keys, traj_key, ends: as in SliceSampler.
+        trajectories, truncated_key, init_key, strict_length: as in SliceSampler.
+        flat, compile, use_gpu: as in SliceSampler.
         replacement: no effect.
 
     Raises:
@@ -384,8 +385,9 @@ class SliceSampler(Sliced):
         cache_values, compile, use_gpu: no effect; the sampler is fast without them.
 
     Attributes:
-        num_slices, slice_len, end_key, end_keys, traj_key, span, strict_length, pad_output,
-            truncated_key, init_key, cache_values: the arguments, read-only.
+        num_slices, slice_len, end_key, end_keys, traj_key, span: the arguments, read-only.
+        strict_length, pad_output, truncated_key: the arguments, read-only.
+        init_key, cache_values: the arguments, read-only.
 
     Raises:
         TypeError, ValueError, RuntimeError: arguments are invalid or exclude each other.

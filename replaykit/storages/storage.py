@@ -77,8 +77,6 @@ class Storage(SavedRows, Uncompiled, ABC):
             are lanes.
         ledger: the counts, row ids and generations of the rows. All buffers over this storage share
             it.
-        lock: the re-entrant lock that is held during every write, draw and read. Signals wait while
-            the main thread holds it. Ctrl-C therefore never leaves a change half done.
 
     Example:
         >>> import torch
@@ -114,7 +112,10 @@ class Storage(SavedRows, Uncompiled, ABC):
 
     @property
     def lock(self) -> Any:
-        """The re-entrant lock that guards the rows and the ledger.
+        """The re-entrant lock that is held during every write, draw and read.
+
+        Signals wait while the main thread holds it. Ctrl-C therefore never leaves a change half
+        done.
 
         A forked process has a separate lock. The thread that held the lock at the fork does not
         exist in the forked process, so it could never release the lock.
