@@ -1,5 +1,8 @@
 # Written by `python -m tests.generated` from replaykit/registry.py.
 
+from replaykit._ray import (
+    DEFAULT_REMOTE_CLASS_CONFIG,
+)
 from replaykit._version import (
     __version__,
 )
@@ -55,7 +58,6 @@ from replaykit.priorities import (
     SumSegmentTree,
 )
 from replaykit.remote import (
-    DEFAULT_REMOTE_CLASS_CONFIG,
     RayReplayBuffer,
     RayReplayBufferClient,
     RemoteResult,

@@ -204,10 +204,20 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("plan", "conversion", "datasets.families.catalogue"),
     Entry("pull", "conversion", "datasets.hub_sharing"),
     Entry("push", "conversion", "datasets.hub_sharing"),
+    # Adapters
+    Entry("SB3ReplayBuffer", "adapter", "adapters.sb3"),
+    Entry("SB3HerReplayBuffer", "adapter", "adapters.sb3"),
+    Entry("RecordReplay", "adapter", "adapters.recording"),
+    Entry("record", "adapter", "adapters.recording"),
+    Entry("open_recording", "adapter", "adapters.recording_folder"),
+    Entry("to_minari", "adapter", "adapters.exporting"),
+    Entry("to_d3rlpy", "adapter", "adapters.exporting"),
+    Entry("to_robomimic", "adapter", "adapters.exporting"),
 )
 
 ROOMS: Final = (
     "replaykit",
+    "replaykit.adapters",
     "replaykit.datasets",
     "replaykit.datasets.families",
     "replaykit.samplers",
@@ -226,6 +236,7 @@ _EXPORTED_BY: Final = {
     "conversion": ("replaykit.datasets",),
     "layout": ("replaykit.datasets.families",),
     "layout class": ("replaykit.datasets.families",),
+    "adapter": ("replaykit.adapters",),
 }
 """Packages that export a kind. The default is ``replaykit`` and the module's package."""
 

@@ -16,6 +16,7 @@ SNAPSHOT = Path(__file__).with_name("public_api.txt")
 
 MODULES = (
     "replaykit",
+    "replaykit.adapters",
     "replaykit.checkpoint",
     "replaykit.datasets",
     "replaykit.datasets.families",

@@ -16,6 +16,7 @@ ABOVE_ONE_ANOTHER = [
     {"testing"},
     {"cli"},
     {"inspection"},
+    {"adapters"},
     {"sharding"},
     {"datasets", "remote"},
     {"ensembles"},

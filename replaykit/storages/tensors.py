@@ -342,6 +342,17 @@ class LazyTensorStorage(TensorStorage):
 
     kept_beside = old_name("kept_beside", "overflow_rows")
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, or of files, that all slots take; 0 before the first write.
+
+        The number includes free slots, and the tables of observations that are stored once. It
+        does not include the tables of samplers and of episodes.
+        """
+        with self.lock:  # the first call reads overflow rows that are still in files
+            columns = self._columns
+            return 0 if columns is None else columns.nbytes()
+
     @torch.inference_mode(False)  # tensors made in that mode cannot be changed outside of it
     def map_content(self, content: Content, slots: int) -> None:
         """Map checked rows of a checkpoint copy-on-write, without reading them.

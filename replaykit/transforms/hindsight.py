@@ -373,6 +373,7 @@ class HindsightGoal(HistoryTransform):
         (tensor([4., 4., 4., 4.]), tensor([-1., -1., -1., 0.]))
     """
 
+    stage = "relabel"
     relabels = True
 
     def __init__(

@@ -23,6 +23,7 @@ from replaykit import (
     RewardScale,
     SampleUnit,
     SliceSampler,
+    StackFrames,
     Transition,
     native,
 )
@@ -658,3 +659,12 @@ def test_goals_written_over_a_batch_are_seen_by_later_transforms(
     for batch, expected in zip(fast, batches(), strict=True):
         for key in expected.keys(True, True):
             assert torch.equal(batch[key], expected[key]), key
+
+
+@pytest.mark.parametrize("other", [NStep(3, gamma=1.0), StackFrames(["observation"], 2)])
+def test_goals_are_replaced_before_rows_are_summed_or_stacked(other: HistoryTransform) -> None:
+    with pytest.raises(ValueError, match="before") as caught:
+        Compose(other, HindsightGoal())
+    assert "HindsightGoal" in str(caught.value)
+    chain = Compose(other, HindsightGoal(), order="auto")
+    assert [type(each) for each in chain] == [HindsightGoal, type(other)]

@@ -1,0 +1,8 @@
+"""Connections to other libraries: Stable-Baselines3, Gymnasium, Minari, d3rlpy, robomimic.
+
+Each name is imported at its first use, so the room needs none of these libraries by itself.
+"""
+
+from replaykit.registry import room
+
+__all__, __getattr__, __dir__ = room(__name__)

@@ -1,0 +1,29 @@
+# Written by `python -m tests.generated` from replaykit/registry.py.
+
+from replaykit.adapters.exporting import (
+    to_d3rlpy,
+    to_minari,
+    to_robomimic,
+)
+from replaykit.adapters.recording import (
+    RecordReplay,
+    record,
+)
+from replaykit.adapters.recording_folder import (
+    open_recording,
+)
+from replaykit.adapters.sb3 import (
+    SB3HerReplayBuffer,
+    SB3ReplayBuffer,
+)
+
+__all__ = [
+    "RecordReplay",
+    "SB3HerReplayBuffer",
+    "SB3ReplayBuffer",
+    "open_recording",
+    "record",
+    "to_d3rlpy",
+    "to_minari",
+    "to_robomimic",
+]

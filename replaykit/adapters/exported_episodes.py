@@ -1,0 +1,295 @@
+"""Episodes of a buffer as NumPy arrays, checked for exports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from replaykit.buffer import ReplayBuffer
+from replaykit.errors import SchemaError
+from replaykit.ted import Key, format_key
+
+Array = np.ndarray[Any, Any]
+Values = Array | dict[str, "Values"]
+"""An array, or arrays by the parts of a key."""
+
+OBSERVATION: Final = ("observation",)
+ACTION: Final = ("action",)
+REWARD: Final = ("next", "reward")
+INFO: Final = ("info",)
+SEED: Final = ("source_seed",)
+
+
+class ExportedRows:
+    """The rows of one episode as arrays ``[T, *F]``, by key."""
+
+    def __init__(self, arrays: dict[Key, Array], flags: tuple[Key | None, Key | None]) -> None:
+        self.arrays = arrays
+        self.count = len(arrays[REWARD])
+        self.rewards = arrays[REWARD].reshape(-1)
+        # `done` alone shows terminations.
+        none = np.zeros(self.count, bool)
+        terminated, truncated = (none if key is None else arrays[key].reshape(-1) for key in flags)
+        self.terminated, self.truncated = terminated, truncated
+
+    def values(self, key: Key) -> Array:
+        return self.arrays[key]
+
+    def nested(self, root: Key) -> Values:
+        """Return the values at or below a key."""
+        return nested_values(
+            {key[len(root) :]: self.arrays[key] for key in self.arrays if is_below(key, root)}
+        )
+
+    def shaped(self, key: Key, shape: tuple[int, ...]) -> Array:
+        """Return values in the shape of their space, ``[T, *shape]``."""
+        return self.arrays[key].reshape((self.count, *shape))
+
+    def with_last(self, key: Key, shape: tuple[int, ...]) -> Array:
+        """Return the observations and the last next observation, ``[T + 1, *shape]``."""
+        after = self.arrays[next_key(key)][-1:]
+        return np.concatenate([self.arrays[key], after]).reshape((self.count + 1, *shape))
+
+    def info(self, key: Key) -> Array:
+        """Return T + 1 values of an info; the first is that of the reset."""
+        values = self.arrays[key]
+        before = self.arrays.get(key[1:])
+        first = np.zeros_like(values[:1]) if before is None else before[:1]
+        found = np.concatenate([first, values])
+        return found.reshape(-1) if found.shape[1:] == (1,) else found
+
+
+def next_key(key: Key) -> Key:
+    return ("next", *key)
+
+
+def is_below(key: Key, root: Key) -> bool:
+    return key[: len(root)] == root
+
+
+def nested_values(values: Mapping[Key, Array]) -> Values:
+    """Return values by nested names; the array itself for the empty key."""
+    if tuple(values) == ((),):
+        return values[()]
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        at = found
+        for name in key[:-1]:
+            at = at.setdefault(name, {})
+        at[key[-1]] = value
+    return found
+
+
+def in_order_of_keys(values: Values) -> Any:
+    """Return an array, or a tuple of all arrays ordered by key."""
+    if not isinstance(values, dict):
+        return values
+    found: list[Array] = []
+    for name in sorted(values):
+        part = in_order_of_keys(values[name])
+        found += part if isinstance(part, tuple) else (part,)
+    return tuple(found)
+
+
+def check_follows(rows: ExportedRows, number: int) -> None:
+    """Raise ValueError unless each next observation is the observation of the following row."""
+    for key, values in rows.arrays.items():
+        if key[:1] != OBSERVATION:
+            continue
+        before, after = values[1:], rows.arrays[next_key(key)][:-1]
+        if before.tobytes() != after.tobytes():  # NaN equals NaN, and -0.0 differs from 0.0
+            row = first_difference(before, after)
+            raise ValueError(
+                f"key {format_key(('next', *key))}: in episode {number}, the next observation of "
+                f"row {row} is not the observation of row {row + 1}; the target stores each "
+                "observation once and cannot keep both"
+            )
+
+
+def first_difference(first: Array, second: Array) -> int:
+    """Return the first row in which the bytes of two arrays differ."""
+    found = [
+        np.ascontiguousarray(each).view(np.uint8).reshape(len(each), -1) for each in (first, second)
+    ]
+    return int(np.flatnonzero((found[0] != found[1]).any(axis=1))[0])
+
+
+class ExportSource:
+    """The episodes of a buffer, checked for the keys that an export needs.
+
+    Args:
+        data: the buffer.
+        target: the name of the target, for messages.
+
+    Raises:
+        TypeError: ``data`` is not a buffer with episodes.
+        ValueError: there is no episode.
+        KeyError: a key is missing.
+        SchemaError: a column has a shape that no target can store.
+    """
+
+    def __init__(self, data: Any, target: str) -> None:
+        self._target = target
+        if not isinstance(data, ReplayBuffer):
+            raise TypeError(
+                f"expected data as a ReplayBuffer or a data set, got {type(data).__name__}"
+            )
+        self._episodes = data.episodes
+        if not len(self._episodes):
+            raise ValueError(f"expected data with at least one episode for {target}, got no rows")
+        schema = data.storage.schema
+        assert schema is not None
+        self.leaves = schema.leaves
+        table = getattr(data, "episode_table", None)
+        # A cut or an edit of flags may have changed the episodes of a data set.
+        if table is not None and len(table) != len(self._episodes):
+            table = None
+        self._seeds = None if table is None else table.get("source_seed", None)
+        self._flags = self._found_flags()
+        self._keys = self._wanted()
+
+    def _found_flags(self) -> tuple[Key | None, Key | None]:
+        """Return the keys of terminations and truncations; `done` alone means terminations."""
+        terminated: Key | None = ("next", "terminated")
+        truncated: Key | None = ("next", "truncated")
+        if terminated not in self.leaves:
+            if truncated in self.leaves or ("next", "done") not in self.leaves:
+                raise self._missing(("next", "terminated"))
+            terminated = ("next", "done")
+        if truncated not in self.leaves:
+            truncated = None
+        for key in (terminated, truncated, REWARD):
+            if key is None:
+                continue
+            if key not in self.leaves:
+                raise self._missing(key)
+            shape = self.leaves[key].shape
+            if shape.numel() != 1:
+                raise SchemaError(
+                    f"key {format_key(key)}: expected one value per row for {self._target}, got "
+                    f"the shape {list(shape)}; open a data set without split_trajs"
+                )
+        return terminated, truncated
+
+    def _wanted(self) -> list[Key]:
+        for root in (OBSERVATION, ACTION):
+            if not self.below(root):
+                raise self._missing(root)
+        for key in self.below(OBSERVATION):
+            after = ("next", *key)
+            if after not in self.leaves:
+                raise self._missing(after)
+            if self.leaves[after] != self.leaves[key]:
+                raise SchemaError(
+                    f"key {format_key(after)}: expected {self.leaves[key]}, as for "
+                    f"{format_key(key)}, got {self.leaves[after]}"
+                )
+        roots = (OBSERVATION, ("next", *OBSERVATION), ACTION, INFO, ("next", *INFO))
+        single = {REWARD, ("next", "success"), ("state",), SEED, *self._flags}
+        return [
+            key
+            for key in self.leaves
+            if key in single or any(is_below(key, root) for root in roots)
+        ]
+
+    def _missing(self, key: Key) -> KeyError:
+        known = ", ".join(map(format_key, self.leaves))
+        return KeyError(
+            f"key {format_key(key)}: expected such a column for {self._target}, got only {known}"
+        )
+
+    def __len__(self) -> int:
+        return len(self._episodes)
+
+    def below(self, root: Key) -> list[Key]:
+        """Return the keys of the leaves at or below a key."""
+        return [key for key in self.leaves if is_below(key, root)]
+
+    def seed_of(self, number: int, rows: ExportedRows) -> int | None:
+        """Return the seed of the reset of an episode; None if it is unknown."""
+        seeds = rows.arrays.get(SEED) if self._seeds is None else self._seeds[number].numpy()
+        if seeds is None or seeds.size == 0 or seeds.dtype.kind not in "iu":
+            return None
+        seed = int(seeds.flat[0])
+        return seed if seed >= 0 else None
+
+    def only_leaf(self, key: Key) -> Any:
+        """Return the layout of a column.
+
+        Raises:
+            SchemaError: the key has parts.
+        """
+        found = self.below(key)
+        if found != [key]:
+            raise SchemaError(
+                f"key {format_key(key)}: expected one array for {self._target}, got the parts "
+                f"{', '.join(map(format_key, found))}"
+            )
+        return self.leaves[key]
+
+    def check_space(self, key: Key, space: Any) -> None:
+        """Raise SchemaError unless the columns below a key have the shapes of a space."""
+        parts = self.parts(space, key)
+        if parts is not None:
+            for _, part, below in parts:
+                self.check_space(below, part)
+            return
+        shape = getattr(space, "shape", None)
+        if shape is None:
+            raise SchemaError(
+                f"key {format_key(key)}: expected a space with a fixed shape, got "
+                f"{type(space).__name__}"
+            )
+        if key not in self.leaves:
+            raise self._missing(key)
+        leaf = self.leaves[key].shape
+        # A value without dimensions has one of size 1 in a row.
+        if tuple(leaf) != (tuple(shape) or (1,)) and not (tuple(shape) == () and not leaf):
+            raise SchemaError(
+                f"key {format_key(key)}: expected the shape {list(shape)} of its space, got "
+                f"{list(leaf)}"
+            )
+
+    def parts(self, space: Any, key: Key) -> list[tuple[str, Any, Key]] | None:
+        """Return name, space and key of each part of a Dict or Tuple; None for other spaces.
+
+        A part of a Tuple has its number as a key, or ``_index_`` and the number, as in data sets
+        that were converted from Minari.
+        """
+        kind = kind_of_space(space)
+        if kind == "Dict":
+            return [(name, part, (*key, name)) for name, part in space.spaces.items()]
+        if kind != "Tuple":
+            return None
+        found = []
+        for number, part in enumerate(space.spaces):
+            below = (*key, f"_index_{number}")
+            if not self.below(below):
+                below = (*key, str(number))
+            found.append((str(number), part, below))
+        return found
+
+    def episodes(self) -> Iterable[tuple[int, ExportedRows]]:
+        """Yield position and rows of each episode; one episode is in memory at a time."""
+        for number, episode in enumerate(self._episodes):
+            rows = episode.rows()
+            yield (
+                number,
+                ExportedRows({key: as_array(rows.get(key)) for key in self._keys}, self._flags),
+            )
+
+
+def as_array(values: torch.Tensor) -> Array:
+    return np.ascontiguousarray(values.cpu().numpy())
+
+
+def kind_of_space(space: Any) -> str:
+    from gymnasium import spaces
+
+    for kind in (spaces.Dict, spaces.Tuple):
+        if isinstance(space, kind):
+            return kind.__name__
+    return type(space).__name__
