@@ -30,7 +30,7 @@ CORE := tests/storages tests/samplers tests/writers tests/transforms tests/traje
     state_dict torchrl_ways writing written_content) \
   --ignore=tests/storages/test_native_threads.py --ignore=tests/storages/test_memmap_removal.py
 
-.PHONY: demo docs test test-newest test-programs test-torch test-long lint format bench clean
+.PHONY: demo docs examples test test-newest test-programs test-torch test-long lint format bench clean
 
 demo: $(STAMP)
 	$(PY) examples/demo.py $(if $(DATA),--data "$(DATA)")
@@ -40,7 +40,7 @@ test: $(STAMP)
 
 # Tests that compile, package or run whole programs: the core under sanitizers, the wheels, the
 # demo, all benchmarks, and comparisons of the package with the core and without it.
-test-programs: $(STAMP)
+test-programs: $(DOCS_STAMP)
 	$(PY) -m pytest $(PARALLEL) -m "programs and not long" tests
 
 # The same suite with the Python counterpart of the compiled core. It leaves out tests that kill
@@ -76,6 +76,15 @@ format: $(STAMP)
 docs: $(DOCS_STAMP)
 	$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build
 
+# All programs of `examples/` that learn, each against its goal; about half an hour on two processors.
+PROGRAMS := dqn_prioritized sac_hindsight roboset_offline memory_agent callbacks_trainer \
+  recurrent_r2d2 ppo_drain atari_frames
+
+examples: $(STAMP)
+	@failed=; for program in $(PROGRAMS); do \
+	  $(PY) examples/$$program.py || failed="$$failed $$program"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
 bench: $(BENCH_STAMP)
 	$(PY) -m benchmarks
 
@@ -104,4 +113,5 @@ $(NEWEST_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) build dist demo-output example-output \
+	  docs/_build docs/benchmarks docs/datasets docs/figures docs/reference .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,6 +8,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import benchmark_plots
+import datasets_pages
 import figures
 import reference
 
@@ -17,11 +19,19 @@ project = "replaykit"
 author = "the replaykit authors"
 release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+copybutton_exclude = ".linenos, .gp, .go"
 exclude_patterns = ["_build"]
 
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+# No mathematics, because its script would come from another site.
+myst_enable_extensions = ["colon_fence"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signatures have them
@@ -44,4 +54,6 @@ def setup(app: Any) -> None:
 
 def _write(app: Any) -> None:
     reference.write(Path(app.srcdir) / "reference")
+    benchmark_plots.write(Path(app.srcdir) / "benchmarks")
+    datasets_pages.write(Path(app.srcdir) / "datasets")
     figures.write(Path(app.srcdir) / "figures")

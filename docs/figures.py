@@ -26,8 +26,16 @@ class Drawing:
         self._parts: list[str] = []
 
     def box(
-        self, x: float, y: float, text: str, *, width: float = 112, height: float = 40,
-        stroke: str = INK, fill: str = PAGE, dashed: bool = False,
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        width: float = 112,
+        height: float = 40,
+        stroke: str = INK,
+        fill: str = PAGE,
+        dashed: bool = False,
     ) -> None:
         """Draw a box with text in its middle; a line break starts another line."""
         dash = ' stroke-dasharray="4 3"' if dashed else ""
@@ -41,7 +49,13 @@ class Drawing:
             self.text(x + width / 2, down, line)
 
     def text(
-        self, x: float, y: float, text: str, *, fill: str = INK, anchor: str = "middle",
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        fill: str = INK,
+        anchor: str = "middle",
         mono: bool = False,
     ) -> None:
         """Draw one line of text, centred on a height."""
@@ -107,13 +121,25 @@ def way_of_data() -> Drawing:
 
 
 def _rows(
-    out: Drawing, x: float, y: float, values: Sequence[str], *, fills: Sequence[str] = (),
+    out: Drawing,
+    x: float,
+    y: float,
+    values: Sequence[str],
+    *,
+    fills: Sequence[str] = (),
     dashed: Sequence[int] = (),
 ) -> None:
     for number, value in enumerate(values):
         fill = fills[number] if number < len(fills) else PAGE
-        out.box(x + number * CELL, y, value, width=CELL - 4, height=32, fill=fill,
-                dashed=number in dashed)
+        out.box(
+            x + number * CELL,
+            y,
+            value,
+            width=CELL - 4,
+            height=32,
+            fill=fill,
+            dashed=number in dashed,
+        )
 
 
 def ring() -> Drawing:
@@ -130,8 +156,9 @@ def ring() -> Drawing:
     seam = left + 3 * CELL - 2
     out.line(seam, 40, seam, 134, stroke=WARM)
     out.text(seam, 150, "write seam: newest row | oldest row", fill=WARM)
-    out.text(20, 176, "An index and its generation name one row for ever.", anchor="start",
-             fill=FAINT)
+    out.text(
+        20, 176, "An index and its generation name one row for ever.", anchor="start", fill=FAINT
+    )
     return out
 
 
@@ -148,8 +175,13 @@ def windows() -> Drawing:
         y = 96 + row * 12
         out.line(left + start * CELL, y, left + (start + 3) * CELL - 4, y, stroke=ACCENT)
     out.text(480, 114, "4 starts are eligible", anchor="start", fill=ACCENT)
-    out.text(20, 168, "No window crosses an end. Rows c0 and c1 are too few for a slice of 3.",
-             anchor="start", fill=FAINT)
+    out.text(
+        20,
+        168,
+        "No window crosses an end. Rows c0 and c1 are too few for a slice of 3.",
+        anchor="start",
+        fill=FAINT,
+    )
     return out
 
 
@@ -169,8 +201,13 @@ def padding() -> Drawing:
             out.text(220, y + 16, "the episode is never drawn", anchor="start", fill=FAINT)
         else:
             _rows(out, 220, y, values, dashed=(3, 4))
-    out.text(20, 164, "Dashed rows are padding: validity_mask is False there.", anchor="start",
-             fill=FAINT)
+    out.text(
+        20,
+        164,
+        "Dashed rows are padding: validity_mask is False there.",
+        anchor="start",
+        fill=FAINT,
+    )
     return out
 
 
@@ -188,8 +225,13 @@ def dedup() -> Drawing:
         out.arrow([(x, 112), (x, 96), (x + CELL, 96), (x + CELL, 76)], stroke=ACCENT)
     _rows(out, left, 112, ["", "", "", "o4", "", "p2"], dashed=(0, 1, 2, 4))
     out.text(left + 6 * CELL + 8, 128, "overflow rows: ends only", anchor="start", fill=FAINT)
-    out.text(20, 176, "Only the last observation of an episode needs memory for itself.",
-             anchor="start", fill=FAINT)
+    out.text(
+        20,
+        176,
+        "Only the last observation of an episode needs memory for itself.",
+        anchor="start",
+        fill=FAINT,
+    )
     return out
 
 
@@ -200,8 +242,14 @@ def checkpoint() -> Drawing:
     out.box(20, 130, "manifest 2", width=120, stroke=ACCENT)
     for number in range(5):
         old = number < 4
-        out.box(230 + number * 80, 80, f"chunk {number}", width=70, height=34,
-                stroke=INK if old else ACCENT)
+        out.box(
+            230 + number * 80,
+            80,
+            f"chunk {number}",
+            width=70,
+            height=34,
+            stroke=INK if old else ACCENT,
+        )
         x = 265 + number * 80
         if old:
             out.line(140, 50, x, 80)
@@ -209,8 +257,13 @@ def checkpoint() -> Drawing:
             out.line(140, 150, x, 114, stroke=ACCENT)
     out.box(310, 150, "chunk 1, changed", width=130, height=34, stroke=ACCENT)
     out.line(140, 150, 310, 166, stroke=ACCENT)
-    out.text(20, 200, "A save writes changed chunks, then replaces one manifest.", anchor="start",
-             fill=FAINT)
+    out.text(
+        20,
+        200,
+        "A save writes changed chunks, then replaces one manifest.",
+        anchor="start",
+        fill=FAINT,
+    )
     return out
 
 
@@ -223,8 +276,13 @@ def shards() -> Drawing:
         out.box(330, y, f"shard {number}", width=100, height=36)
         out.arrow([(120, 110), (330, y + 18)])
         out.text(445, y + 18, f"mass {mass} of 100", anchor="start", fill=FAINT)
-    out.text(20, 210, "One number per shard is enough to draw as from one big buffer.",
-             anchor="start", fill=FAINT)
+    out.text(
+        20,
+        210,
+        "One number per shard is enough to draw as from one big buffer.",
+        anchor="start",
+        fill=FAINT,
+    )
     return out
 
 

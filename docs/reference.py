@@ -21,6 +21,7 @@ _PAGES: Final = {
     "ensembles": ("Ensembles", ("ensemble",)),
     "processes": ("Buffers in other processes", ("remote", "shards")),
     "environments": ("Environments", ("environment",)),
+    "adapters": ("Adapters", ("adapter",)),
     "trees": ("Segment trees", ("segment tree",)),
     "data_sets": ("Data sets", ("data set", "family", "conversion")),
     "layouts": ("Layouts of corpora", ("layout class", "layout")),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from replaykit import registry
 from replaykit.registry import Entry
+from tests.rooms import pages
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,7 +25,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     """Yield the path of every generated file, and the text that it should hold."""
     for package in registry.ROOMS:
         yield ROOT.joinpath(*package.split("."), "__init__.pyi"), stub(package)
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    for page in [ROOT / "README.md", *pages()]:
         text = page.read_text("utf-8")
         if "<!-- table:" in text:
             yield page, with_tables(text)

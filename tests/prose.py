@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from tests.public_api import MODULES
 from tests.rooms import CORE, PACKAGE, ROOT, core_files, modules
+from tests.rooms import pages as site_pages
 
 EXCEPTIONS = Path(__file__).with_name("prose_exceptions.json")
 Counts = dict[str, dict[str, int]]
@@ -324,7 +325,7 @@ def core_comments(path: Path) -> Iterator[Text]:
 
 def texts() -> Iterator[tuple[str, Text]]:
     """Yield all prose with the names of its rooms."""
-    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [*sorted(ROOT.glob("*.md")), *site_pages()]
     for path in pages:
         for text in page(path):
             yield str(path.relative_to(ROOT)), text

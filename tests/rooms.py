@@ -9,6 +9,9 @@ PACKAGE = ROOT / "replaykit"
 CORE = "csrc"
 COMMAND = "replaykit_command"
 
+SITE_FOLDERS = {"_build", "benchmarks", "datasets", "figures", "reference"}
+"""Folders of ``docs`` that ``make docs`` writes; git ignores them."""
+
 APART = ("datasets/engine", "datasets/families")
 """Folders inside a room that count as rooms."""
 
@@ -33,3 +36,11 @@ def core_files() -> list[Path]:
     """Return the sources of the compiled core, sorted."""
     folder = ROOT / CORE
     return sorted(path for path in folder.rglob("*") if path.suffix in (".h", ".cpp"))
+
+
+def pages() -> list[Path]:
+    """Return the pages of the documentation that are written by hand, sorted."""
+    docs = ROOT / "docs"
+    return sorted(
+        page for page in docs.rglob("*.md") if page.relative_to(docs).parts[0] not in SITE_FOLDERS
+    )
