@@ -30,7 +30,7 @@ CORE := tests/storages tests/samplers tests/writers tests/transforms tests/traje
     state_dict torchrl_ways writing written_content) \
   --ignore=tests/storages/test_native_threads.py --ignore=tests/storages/test_memmap_removal.py
 
-.PHONY: demo docs examples test test-newest test-programs test-torch test-long lint format bench clean
+.PHONY: demo docs docs-links examples test test-newest test-programs test-torch test-long lint format bench clean
 
 demo: $(STAMP)
 	$(PY) examples/demo.py $(if $(DATA),--data "$(DATA)")
@@ -51,7 +51,7 @@ test-torch: $(STAMP)
 	  --ignore=tests/remote --ignore=tests/sharding/test_actors.py \
 	  $(SLOWEST)
 
-test-long: $(STAMP)
+test-long: $(DOCS_STAMP)
 	$(PY) -m pytest $(PARALLEL)
 
 # The core of the suite with the newest tensordict that pip offers. All other packages have the
@@ -76,7 +76,11 @@ format: $(STAMP)
 docs: $(DOCS_STAMP)
 	$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build
 
-# All programs of `examples/` that learn, each against its goal; about half an hour on two processors.
+# Links to other sites; needs the network.
+docs-links: $(DOCS_STAMP)
+	$(PY) -m sphinx -q --keep-going -b linkcheck docs docs/_build/links
+
+# All programs of `examples/` that learn, each against its goal; about four minutes on two processors.
 PROGRAMS := dqn_prioritized sac_hindsight roboset_offline memory_agent callbacks_trainer \
   recurrent_r2d2 ppo_drain atari_frames
 

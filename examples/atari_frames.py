@@ -177,7 +177,7 @@ def plot(curve: list[tuple[int, float]], once: float, dense: float, path: Path) 
     left.set_xlabel(f"steps of {ENVIRONMENTS} games, one update each")
     bars = right.bar(["frames once", "two stacks"], [once / 1e6, dense / 1e6])
     right.bar_label(bars, fmt="%.0f MB")
-    right.set(title=f"memory for {CAPACITY} rows", ylabel="MB")
+    right.set(title=f"memory for {CAPACITY} rows", ylabel="MB", ylim=(0, 1.1 * dense / 1e6))
     figure.savefig(path, dpi=120)
 
 
@@ -223,7 +223,8 @@ def main(arguments: list[str] | None = None) -> int:
                 mean = evaluate(target, TRIALS, 1_000_000 + step, deadline)
                 curve.append((step, mean))
                 bar.set_postfix(greedy=f"{mean:.2f}")
-                if mean >= GOAL:  # which chose this network, so other episodes must confirm it
+                if mean >= GOAL:
+                    # This evaluation chose the network, so other episodes must confirm it.
                     mean = evaluate(target, FINAL_TRIALS, 2_000_000 + step, deadline)
             if mean >= GOAL or time.monotonic() > deadline:
                 break

@@ -173,7 +173,8 @@ def train(name: str, steps_limit: int, seed: int, stop: bool, deadline: float) -
                 curve.steps.append(step)
                 curve.returns.append(mean)
                 bar.set_postfix(greedy=f"{mean:.0f}")
-                if mean >= GOAL:  # which chose this network, so other episodes must confirm it
+                if mean >= GOAL:
+                    # This evaluation chose the network, so other episodes must confirm it.
                     mean = evaluate(target, FINAL_TRIALS, 2_000_000 + step * TRIALS, deadline)
             if (stop and mean >= GOAL) or time.monotonic() > deadline:
                 break

@@ -186,9 +186,10 @@ def train(memory: bool, seed: int, deadline: float) -> Course:
         if update % PUBLISH_EVERY == 0:
             acting.load_state_dict(agent.state_dict())
         if not course.killed_at and (update >= UPDATES / 2 or time.monotonic() > half):
+            course.killed_at = update
+            course.rows_at_kill = buffer.write_count if collectors[0].is_alive() else 0
             collectors[0].kill()
             collectors[0].join()
-            course.killed_at, course.rows_at_kill = update, buffer.write_count
         late = time.monotonic() > deadline
         if late or update % EVALUATE_EVERY == 0:
             course.updates.append(update)
@@ -233,6 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
         good &= 0 < course.rows_at_kill < course.rows_at_end
     last, best = courses["with memory"].returns[-1], max(courses["without memory"].returns)
     good &= last >= WITH and best <= WITHOUT
+    good &= courses["with memory"].updates == courses["without memory"].updates
     options.output.mkdir(parents=True, exist_ok=True)
     plot(options.output / "memory_agent.png", courses)
     print(

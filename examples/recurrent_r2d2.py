@@ -109,7 +109,7 @@ class Collector:
         torch.set_num_threads(1)
         self.draw = np.random.default_rng([seed, number])
         lanes = number * ENVIRONMENTS + np.arange(ENVIRONMENTS)
-        # Each environment explores with a probability of its own, from 0.4 to 0.004.
+        # Each environment explores with another probability, from 0.4 to 0.004.
         self.random = 0.4 ** (1 + 5 * lanes / (COLLECTORS * ENVIRONMENTS - 1))
         self.steps = VectorSteps(make_envs(ENVIRONMENTS), first_lane=int(lanes[0]))
         self.steps.reset(seed=seed + int(lanes[0]))
@@ -185,14 +185,14 @@ def train(buffer: Any, collectors: list[Any], seed: int, deadline: float) -> lis
     torch.manual_seed(seed)
     agent = Agent()
     target, optimizer = copy.deepcopy(agent), torch.optim.Adam(agent.parameters(), RATE)
-    batches, client = buffer.client(prefetch=2), buffer.client()
+    client = buffer.client()  # a handle that can be pickled
     curve, count = [], 0
     for number in tqdm(range(ROUNDS + 1), unit="round", mininterval=0.5):
         weights, steps = ray.put(agent.state_dict()), STEPS if number else FIRST_STEPS
         playing = [each.play.remote(client, weights, steps) for each in collectors]
         for _ in range(UPDATES if number else 0):
             if time.monotonic() < deadline:
-                learn(agent, target, optimizer, batches)
+                learn(agent, target, optimizer, buffer)
         left = max(0.0, deadline - time.monotonic())
         ready, late = ray.wait(playing, num_returns=COLLECTORS, timeout=left)
         if late:

@@ -44,7 +44,7 @@ MAZE = """
     #######
 """
 """S: the start. Dots: the cells of goals. o: free cells without goals, because they are near."""
-STRIDE, RADIUS, TIME_LIMIT = 0.5, 0.3, 100
+STRIDE, RADIUS, TIME_LIMIT = 0.5, 0.15, 80
 """Longest move along an axis and radius of a goal, in cells, and most steps of an episode."""
 ENVIRONMENTS, CAPACITY, BATCH_SIZE, RELABELLED = 8, 100_000, 256, 0.8
 GAMMA, RATE, AVERAGING, ENTROPY = 0.98, 2e-3, 0.03, -2.0

@@ -19,7 +19,7 @@ from tests.rooms import ROOT
 
 pytestmark = [pytest.mark.programs, pytest.mark.timeout(280)]
 
-SECONDS = 12
+SECONDS = 15
 START_S = 120
 """Time for imports, for processes that start and end, and for other tests on the machine."""
 
@@ -48,6 +48,8 @@ def test_a_program_fits_on_a_few_screens(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_short_run_ends_in_time_with_a_verdict_and_a_plot(name: str, tmp_path: Path) -> None:
+    if name == "recurrent_r2d2":
+        pytest.importorskip("ray", reason="needs the extra ray")
     program = str(ROOT / "examples" / f"{name}.py")
     begin = time.monotonic()
     done = subprocess.run(

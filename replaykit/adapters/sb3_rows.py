@@ -1,7 +1,7 @@
 """Rows, slots and draws in the order of Stable-Baselines3.
 
-`SB3Ring` numbers slots. `GlobalNumpySampler` and `RewardsAhead` make batches. `SB3Step` holds the rows
-of one write.
+`SB3Ring` numbers slots. `GlobalNumpySampler` and `RewardsAhead` make batches. `SB3Step` holds the
+rows of one write.
 """
 
 from __future__ import annotations

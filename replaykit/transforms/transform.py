@@ -18,8 +18,8 @@ class Transform:
 
     Attributes:
         stage: position of the transform in a chain. The order is "raw" (copies stored values),
-            "episode" (edits whole episodes), "relabel" (replaces goals), "history" (reads other rows
-            of the episode), "value" (maps values one by one). None: any position.
+            "episode" (edits whole episodes), "relabel" (replaces goals), "history" (reads other
+            rows of the episode), "value" (maps values one by one). None: any position.
         ordered: whether batches must pass the transform in the order of delivery. With
             ``prefetch``, such a transform runs at delivery, not in prefetch threads. None: True if
             the transform has a ``state_dict``, unless it is a ``torch.nn.Module`` in evaluation

@@ -1,4 +1,4 @@
-"""Exports to Minari, d3rlpy and robomimic, read back by each library and by replaykit."""
+"""Exports, read back by Minari, d3rlpy, h5py and replaykit."""
 
 from __future__ import annotations
 
