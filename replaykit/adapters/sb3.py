@@ -104,9 +104,11 @@ class SB3ReplayBuffer(sb3_buffers.ReplayBuffer):
         handle_timeout_termination: whether a time limit (``infos["TimeLimit.truncated"]``) does not
             count as a terminal state.
         n_steps: largest number of rewards in a return.
-        gamma: discount of one step, for ``n_steps > 1``. Give it the value of the algorithm.
-        prioritized: draw rows by priority. Samples are then `PrioritizedSamples`.
-        alpha, beta: exponents of the priorities and of the importance weights.
+        gamma: discount of one step. ``n_steps > 1`` requires it, with the value of the algorithm.
+        prioritized: draw rows by priority. Samples are then `PrioritizedSamples`. Only a ``train``
+            method that calls `update_priority` changes priorities.
+        alpha, beta: exponents of the priorities and of the importance weights, for
+            ``prioritized=True``. ``None`` means 0.6 and 0.4.
         dedup_next: store each observation once, instead of once as the observation of a row and
             once as the next observation of the row before. Samples do not change.
         frame_stack: number of frames that a ``VecFrameStack`` stacks along the first axis of the
@@ -149,10 +151,10 @@ class SB3ReplayBuffer(sb3_buffers.ReplayBuffer):
         handle_timeout_termination: bool = True,
         *,
         n_steps: int = 1,
-        gamma: float = 0.99,
+        gamma: float | None = None,
         prioritized: bool = False,
-        alpha: float = 0.6,
-        beta: float = 0.4,
+        alpha: float | None = None,
+        beta: float | None = None,
         dedup_next: bool = False,
         frame_stack: int = 1,
         storage: str | os.PathLike[str] = "memory",
@@ -176,13 +178,25 @@ class SB3ReplayBuffer(sb3_buffers.ReplayBuffer):
         for name, count in (("n_steps", n_steps), ("frame_stack", frame_stack)):
             if type(count) is not int or count < 1:
                 raise ValueError(f"{name}: expected an int of at least 1, got {count!r}")
-        if not 0 <= gamma <= 1:
+        if gamma is None and n_steps > 1:
+            raise ValueError(
+                f"gamma: expected the discount of the algorithm with n_steps={n_steps}, got None; "
+                f"pass replay_buffer_kwargs={{'n_steps': {n_steps}, 'gamma': ...}}"
+            )
+        if gamma is not None and not 0 <= gamma <= 1:
             raise ValueError(f"gamma: expected a discount in [0, 1], got {gamma!r}")
+        for name, exponent in (("alpha", alpha), ("beta", beta)):
+            if exponent is not None and not prioritized:
+                raise ValueError(
+                    f"{name}: expected None without prioritized=True, got {exponent!r}; pass "
+                    "replay_buffer_kwargs={'prioritized': True} as well"
+                )
         if recover and storage == "memory":
             raise ValueError(
                 "recover=True: expected storage= with the folder of the rows, got 'memory'"
             )
-        self.n_steps, self.gamma, self.prioritized = n_steps, gamma, prioritized
+        self.n_steps, self.prioritized = n_steps, prioritized
+        self.gamma = 1.0 if gamma is None else gamma  # a single reward is not discounted
         self._frame = self._frame_size(frame_stack)
         action = self._maybe_cast_dtype(action_space.dtype), self.action_dim
         self._step = SB3Step(observation_space, self.obs_shape, action, n_envs, self._frame)
@@ -192,7 +206,9 @@ class SB3ReplayBuffer(sb3_buffers.ReplayBuffer):
         self._ring = SB3Ring(self.buffer_size, n_envs, older)
         sampler: Sampler = GlobalNumpySampler(self._ring)
         if prioritized:
-            sampler = PrioritizedSampler(alpha=alpha, beta=beta)
+            sampler = PrioritizedSampler(
+                alpha=0.6 if alpha is None else alpha, beta=0.4 if beta is None else beta
+            )
         transforms: list[Any] = [RewardsAhead(n_steps)] if n_steps > 1 else []
         if older:
             transforms.append(StackFrames(["observation"], frame_stack, pad="zero"))
@@ -447,9 +463,10 @@ class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
     ``env.compute_reward`` gives the rewards for them.
 
     Args:
-        buffer_size, observation_space, action_space, device, n_envs, optimize_memory_usage,
-            handle_timeout_termination, dedup_next, storage, recover: as for `SB3ReplayBuffer`. The
-            observation space is a ``Dict`` with ``achieved_goal`` and ``desired_goal``.
+        buffer_size, action_space, device, n_envs: as for `SB3ReplayBuffer`.
+        optimize_memory_usage, handle_timeout_termination: as for `SB3ReplayBuffer`.
+        dedup_next, storage, recover: as for `SB3ReplayBuffer`.
+        observation_space: a ``Dict`` with ``achieved_goal`` and ``desired_goal``.
         env: the environment that computes rewards; algorithms pass it.
         n_sampled_goal: number of rows with new goals for each row with its own goal.
         goal_selection_strategy: the row that a new goal comes from: ``"future"``, ``"final"`` or

@@ -106,6 +106,8 @@ def _raise(error: OSError) -> None:
 
 FORCE: Final = 'download="force" (force=True of convert, --force of the command)'
 _REMEDY: Final = f"remove it, or replace it with {FORCE}"
+_CONVERSION: Final = ("layout", "layout_version", "policies", "rules")
+"""The entries of an identity that depend on the layout and the policies, not on the source."""
 _RETRIES: Final = 10
 
 
@@ -516,13 +518,20 @@ def _existing(target: Path, identity: Mapping[str, Any] | None) -> Published | N
 
 
 def _check_identity(found: Published, identity: Mapping[str, Any] | None) -> None:
-    for name, wanted in (identity or {}).items():
-        there = found.manifest.identity.get(name)
-        if there != wanted:
+    there, wanted = found.manifest.identity, identity or {}
+    differing = [name for name in wanted if there.get(name) != wanted[name]]
+    for name in differing:
+        if name not in _CONVERSION:
             raise RuntimeError(
-                f"{found.path} holds a data set whose {name} is {there!r}, but {wanted!r} was "
-                f"asked for; choose another path, or replace it with {FORCE}"
+                f"{found.path} holds a data set whose {name} is {there.get(name)!r}, but "
+                f"{wanted[name]!r} was asked for; choose another path, or replace it with {FORCE}"
             )
+    if differing:
+        raise RuntimeError(
+            f"{found.path} was converted with another layout or other policies; pass force=True "
+            f'to convert it again (download="force" of a class, --force of the command), or choose '
+            f"another path; these entries differ: {', '.join(differing)}"
+        )
 
 
 @contextmanager

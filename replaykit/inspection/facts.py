@@ -186,10 +186,10 @@ class Facts:
     """Information about the data at a path.
 
     Attributes:
-        kind: ``corpus``, ``checkpoint``, ``buffer``, ``H5 file`` or ``H5 folder``.
+        kind: ``corpus``, ``checkpoint``, ``recording``, ``buffer``, ``H5 file`` or ``H5 folder``.
         path: the path, as the caller gave it.
         rows: the number of rows of the table; ``None`` if it is not known.
-        nbytes: the total size of the files, in bytes.
+        nbytes: the total size of the files, in bytes. For a recording, the size of its rows.
         about: further information, by name.
         keys: the keys, in the order of the table.
         episodes: the episodes; ``None`` if they are not known.

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from replaykit.adapters.recording_folder import open_recording
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.buffer_state import BufferState, apply_state, saved_sampler
 from replaykit.buffer.episode_views import Episodes
@@ -38,9 +39,11 @@ from replaykit.writers import RoundRobinWriter
 __all__ = [
     "RECOVERY",
     "episodes_of",
+    "is_recording",
     "is_scratch",
     "keys_of",
     "opened_checkpoint",
+    "opened_recorded",
     "opened_scratch",
     "table_of",
 ]
@@ -136,6 +139,33 @@ def episodes_of(storage: LazyTensorStorage) -> tuple[Episodes | None, EpisodeFac
     reasons = np.where(last & (reasons == EndReason.CUT), EndReason.OPEN, reasons)
     ends = tuple(_ENDS[int(reason)] for reason in reasons)
     return episodes, EpisodeFacts(episodes.lengths.numpy(), ends, returns)
+
+
+def is_recording(path: Path) -> bool:
+    """Return whether a directory is a recording of `record` or `RecordReplay`."""
+    if not (path / "recording.json").is_file():
+        return False
+    return (path / "committed.json").is_file() or any(path.glob("rows-*"))
+
+
+@contextmanager
+def opened_recorded(path: Path, most_bytes: int | None) -> Iterator[tuple[Facts, Table]]:
+    """Open a recording with `open_recording`, and yield information about it and its table.
+
+    Other processes may record to it at the same time.
+
+    Raises:
+        CheckpointError: a file is missing or damaged. The message names it.
+        RuntimeError: no episode has ended yet.
+    """
+    storage = open_recording(path).storage
+    content = storage.content()
+    episodes, facts = episodes_of(storage)
+    table = table_of(content, episodes)
+    nbytes = sum(values.nbytes for values in content.groups[0].leaves.values())
+    about = {"opened by": "replaykit.adapters.open_recording"}
+    keys = keys_of(table, most_bytes)
+    yield Facts("recording", str(path), len(storage), nbytes, about, keys, facts), table
 
 
 RECOVERY: Final = "%recovery"

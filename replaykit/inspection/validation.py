@@ -24,7 +24,13 @@ from replaykit.datasets.sources import h5_below, require_plain
 from replaykit.errors import CheckpointError
 from replaykit.inspection.facts import Facts, Finding, Table, counted
 from replaykit.inspection.source_facts import corpus_facts, opened_h5
-from replaykit.inspection.stored_facts import is_scratch, opened_checkpoint, opened_scratch
+from replaykit.inspection.stored_facts import (
+    is_recording,
+    is_scratch,
+    opened_checkpoint,
+    opened_recorded,
+    opened_scratch,
+)
 from replaykit.native import crc32
 from replaykit.ted import Key
 
@@ -59,13 +65,15 @@ def kind_of(path: Path) -> str:
         return "corpus"
     if said == CHECKPOINT or (path / "manifest.json").exists():
         return "checkpoint"
+    if is_recording(path):
+        return "recording"
     if is_scratch(path):
         return "buffer"
     if h5_files(path):
         return "H5 folder"
     raise ValueError(
-        f"expected a converted data set, a checkpoint, a buffer's directory, or H5 files, got "
-        f"{path}, which holds none of them"
+        f"expected a converted data set, a checkpoint, a recording, a buffer's directory, or H5 "
+        f"files, got {path}, which holds none of them"
     )
 
 
@@ -100,8 +108,8 @@ def opened(
     """Open the data at a path, and yield information about it and a table.
 
     Args:
-        path: a converted data set, a checkpoint, the directory of a memory-mapped buffer, an H5
-            file, or a folder of H5 files.
+        path: a converted data set, a checkpoint, a recording, the directory of a memory-mapped
+            buffer, an H5 file, or a folder of H5 files.
         layout: the name of the layout of H5 files. ``None`` guesses the layout.
         most_bytes: number of bytes of each key that are read for statistics, from rows at even
             intervals. ``None`` reads all rows. Stored statistics are returned without reading rows.
@@ -130,6 +138,9 @@ def opened(
         yield corpus_facts(path)
     elif kind == "checkpoint":
         with opened_checkpoint(path, most_bytes) as found:
+            yield found
+    elif kind == "recording":
+        with opened_recorded(path, most_bytes) as found:
             yield found
     elif kind == "buffer":
         with opened_scratch(path, most_bytes) as found:
@@ -427,7 +438,7 @@ _META_NAME: Final = "meta.json"
 
 
 def validate(path: Path, advance: Advance | None = None) -> list[Finding]:
-    """Check a converted data set, a checkpoint, or a buffer on disk.
+    """Check a converted data set, a checkpoint, a recording, or a buffer on disk.
 
     Args:
         path: the directory.
@@ -440,6 +451,7 @@ def validate(path: Path, advance: Advance | None = None) -> list[Finding]:
     Raises:
         FileNotFoundError: the path does not exist.
         ValueError: the path is none of these.
+        RuntimeError: no episode of the recording has ended yet.
 
     Cost: every file is read once. Flags, ids, rewards and observations of a data set are read
     twice. Memory: a few MiB.
@@ -462,6 +474,8 @@ def validate(path: Path, advance: Advance | None = None) -> list[Finding]:
         return _corpus(path, report)
     if kind == "checkpoint":
         return _checkpoint(path, report)
+    if kind == "recording":
+        return _recording(path, report)
     if kind == "buffer":
         return _buffer(path, report)
     raise ValueError(
@@ -621,6 +635,29 @@ def crc32_of(file: Path, advance: Advance) -> int:
             found = crc32(block, found)
             advance(len(block))
     return found
+
+
+# -- recordings --------------------------------------------------------------------------------
+
+
+def _recording(path: Path, advance: Advance) -> list[Finding]:
+    """Check the files, and the flags against the episode numbers. No checksums are stored."""
+    try:
+        with opened_recorded(path, 0) as (facts, table):
+            advance(facts.nbytes)
+            assert facts.rows is not None
+            assert facts.episodes is not None
+            found = [Finding("files and committed state", True, f"{facts.rows:,} rows")]
+            numbers = table.columns["episode"].read(0, facts.rows)
+            count = counted(len(facts.episodes), "episode")
+            lengths, ends = facts.episodes.lengths, set(facts.episodes.ends)
+            is_ended = ends <= {"terminated", "truncated"}
+            if is_ended and np.array_equal(numbers, np.repeat(np.arange(len(lengths)), lengths)):
+                return [*found, Finding("flags and episode numbers", True, count)]
+            text = f"the flags give {count}: one has no end, or the key 'episode' differs"
+            return [*found, Finding("flags and episode numbers", False, text)]
+    except CheckpointError as error:
+        return [Finding("files and committed state", False, str(error))]
 
 
 # -- buffers -----------------------------------------------------------------------------------

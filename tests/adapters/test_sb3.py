@@ -525,7 +525,7 @@ def frames(envs: int, count: int, episode: int) -> Iterator[Step]:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_n_step_stacks_equal(steps: int) -> None:
     space = spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    options: Any = {"device": "cpu", "n_envs": 2, "n_steps": steps}
+    options: Any = {"device": "cpu", "n_envs": 2, "n_steps": steps, "gamma": 0.99}
     expected = NStepReplayBuffer(24, space, spaces.Discrete(2), **options)
     found = SB3ReplayBuffer(
         24, space, spaces.Discrete(2), **options, frame_stack=4, dedup_next=True
@@ -606,7 +606,7 @@ class PrioritizedDQN(DQN):
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("envs", [1, 3])
 def test_a_subclass_of_dqn_trains_by_priority(envs: int, steps: int) -> None:
-    kwargs = {"prioritized": True, "n_steps": steps}
+    kwargs = {"prioritized": True, "n_steps": steps, "gamma": 0.99}
     model, _ = trained(
         *(PrioritizedDQN, "CartPole-v1", envs, 300),
         replay_buffer_class=SB3ReplayBuffer,
@@ -738,7 +738,9 @@ def test_another_number_of_environments_is_refused(tmp_path: Path) -> None:
         SB3ReplayBuffer(12, space, BOX, **files, n_envs=3)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"storage": "rows"}, {"n_steps": 3, "dedup_next": True}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"storage": "rows"}, {"n_steps": 3, "gamma": 0.9, "dedup_next": True}]
+)
 def test_replay_buffers_are_saved_and_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kwargs: dict[str, Any]
 ) -> None:
@@ -814,12 +816,23 @@ def test_a_loaded_hindsight_buffer_ends_its_open_episode(tmp_path: Path) -> None
         ({"n_steps": 0}, "n_steps: expected an int of at least 1, got 0"),
         ({"frame_stack": 1.5}, "frame_stack: expected an int of at least 1, got 1.5"),
         ({"gamma": 1.5}, r"gamma: expected a discount in \[0, 1\], got 1.5"),
+        ({"n_steps": 3}, "gamma: expected the discount of the algorithm with n_steps=3, got None"),
+        ({"alpha": 0.6}, "alpha: expected None without prioritized=True, got 0.6"),
+        ({"beta": 0.0}, "beta: expected None without prioritized=True, got 0.0"),
         ({"recover": True}, "expected storage= with the folder of the rows, got 'memory'"),
     ],
 )
-def test_arguments_are_checked(kwargs: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SB3ReplayBuffer(8, OBSERVATIONS["vector"], BOX, device="cpu", **kwargs)
+
+
+def test_prioritized_exponents_have_defaults() -> None:
+    given = OBSERVATIONS["vector"], BOX
+    sampler: Any = SB3ReplayBuffer(8, *given, prioritized=True).rb.sampler
+    assert (sampler.alpha, sampler.beta) == (0.6, 0.4)
+    sampler = SB3ReplayBuffer(8, *given, prioritized=True, alpha=0.0, beta=1.0).rb.sampler
+    assert (sampler.alpha, sampler.beta) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -336,10 +336,11 @@ def test_same_files_layout_and_policies_are_converted_once(tmp_path):
     first = run(tmp_path, path)
     made = first.published.manifest.made
     assert run(tmp_path, path).published.manifest.made == made
-    with pytest.raises(RuntimeError, match="whose policies is"):
+    with pytest.raises(RuntimeError, match=r"other policies; pass force=True.*differ: policies$"):
         run(tmp_path, path, casts={"float64": "float32"})
     held = (*ARM.fields, Field("fallen", "terminated", held=True, required=False))
-    with pytest.raises(RuntimeError, match="whose rules is"):  # of the same name and version
+    # The layout has the same name and version.
+    with pytest.raises(RuntimeError, match=r"with another layout or other .*differ: rules$"):
         convert(path, replace(ARM, fields=held), tmp_path / "data")
     write(path, 5)
     with pytest.raises(RuntimeError, match="whose files is"):

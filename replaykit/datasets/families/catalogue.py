@@ -172,10 +172,10 @@ class RobomimicExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     """Transitions of robomimic's simulated and robosuite's raw demonstrations.
 
     Ids have the form ``task/kind/name``. Data sets with the name ``demo`` hold simulator states
-    only. ``split`` accepts the filters of the files, such as ``"train"``. Image files must be
-    rendered by the user, and given with ``source``, under any id. Ids of the form
-    ``v0.1/task/kind/name`` name the files of the first release, with images, on the authors'
-    server. See `RobomimicLayout`.
+    only. ``split`` accepts the filters of the files, such as ``"train"``. Image files are not
+    downloaded. Render them with robomimic, then pass the path as ``source``; the id may be any
+    name. Ids of the form ``v0.1/task/kind/name`` name the files of the first release, with images,
+    on the authors' server. See `RobomimicLayout`.
 
     See BaseDatasetExperienceReplay for arguments, errors and methods. Source: Mandlekar et al.,
     "What Matters in Learning from Offline Human Demonstrations for Robot Manipulation", 2021; MIT.
