@@ -264,3 +264,34 @@ def test_measuring_reads_the_files_below_a_folder(
 def test_a_folder_without_h5_files_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="expected H5 files below it, found none"):
         pages.measure(tmp_path)
+
+
+@pytest.mark.filterwarnings("default::UserWarning")  # columns that a conversion leaves out
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("roboset", "robohive/fk1_random_policy_trace.h5"),
+        ("d4rl", "d4rl/hopper_medium-v2.hdf5"),
+        ("minari", "minari_generated/cartpole/random-v0/data/main_data.hdf5"),
+        ("robomimic", "robomimic/robomimic_ph_lift_low_dim.hdf5"),
+        ("maniskill", "maniskill/rlboilerplate_trajectory.h5"),
+    ],
+)
+def test_snippet_reads_a_real_file(
+    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part of the snippet that reads local files runs as it stands on the page."""
+    path = _shared(name)
+    snippet = pages.snippet(family)
+    own = next(line for line in snippet.splitlines() if line.startswith("own = "))
+    source = tmp_path / own.partition('source="')[2].partition('"')[0]
+    source.symlink_to(path)
+    for extra in path.parent.glob("*.json"):  # descriptions that belong next to the file
+        stem = source.stem if extra.stem == path.stem else extra.stem
+        (tmp_path / f"{stem}.json").symlink_to(extra)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    names: dict[str, Any] = {}
+    exec(compile(snippet.splitlines()[0] + "\n" + own, f"page of {family}", "exec"), names)
+    assert len(names["own"].sample()) == 256
