@@ -44,11 +44,14 @@ test-programs: $(DOCS_STAMP)
 	$(PY) -m pytest $(PARALLEL) -m "programs and not long" tests
 
 # The same suite with the Python counterpart of the compiled core. It leaves out tests that kill
-# processes, convert corpora or need Ray, because these do not depend on the core.
+# processes, convert corpora, need Ray or other libraries, or run pages, because these do not depend
+# on the core.
 test-torch: $(STAMP)
 	REPLAYKIT_NATIVE=0 $(PY) -m pytest $(PARALLEL) -m "not long and not programs" --ignore=tests/crash \
 	  --ignore=tests/benchmarks --ignore=tests/datasets --ignore=tests/inspection --ignore=tests/cli \
-	  --ignore=tests/remote --ignore=tests/sharding/test_actors.py \
+	  --ignore=tests/remote --ignore=tests/sharding/test_actors.py --ignore=tests/adapters \
+	  --ignore=tests/test_docs.py --ignore=tests/test_datasets_pages.py \
+	  --ignore=tests/test_benchmark_plots.py --ignore=tests/test_project_files.py \
 	  $(SLOWEST)
 
 test-long: $(DOCS_STAMP)

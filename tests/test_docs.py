@@ -86,6 +86,7 @@ def test_an_example_runs(
     code = compile(blocks(page)[number], f"{page}, example {number}", "exec")
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     names: dict[str, object] = {}
+    torch.set_num_threads(1)  # small networks are slow with several, if other tests run too
     try:
         exec(code, names)
     finally:
@@ -126,9 +127,10 @@ def test_make_targets_and_files_that_pages_name_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", ["docs/buffer.md", "CHANGELOG.md"])
 def test_names_of_classes_exist(page: str) -> None:
+    import replaykit.adapters
     import replaykit.datasets
 
-    known = set(dir(replaykit)) | set(dir(replaykit.datasets))
+    known = {*dir(replaykit), *dir(replaykit.datasets), *dir(replaykit.adapters)}
     named = re.findall(
         r"`(\w+(?:Storage|Sampler|Writer|ReplayBuffer|ExperienceReplay))\b", text_of(page)
     )
