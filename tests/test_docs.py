@@ -36,18 +36,16 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
 
 
-def _marks(page: str, block: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Return the marks of a block: those of guides that start processes take long."""
-    slow = page.split("/")[1:2] in (["guides"], ["coming_from"]) and re.search(
-        r"__main__|RayReplayBuffer\(|ShardedReplayBuffer\(|workers=", block
-    )
-    return (pytest.mark.programs,) if slow else ()
+def _marks(page: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of a page's blocks: those of guides are whole programs."""
+    whole = page.startswith(("docs/guides/", "docs/coming_from/"))
+    return (pytest.mark.programs,) if whole else ()
 
 
 EXAMPLES = [
-    pytest.param(page, number, marks=_marks(page, block))
+    pytest.param(page, number, marks=_marks(page))
     for page in PAGES
-    for number, block in enumerate(blocks(page))
+    for number in range(len(blocks(page)))
 ]
 
 
