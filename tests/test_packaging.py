@@ -260,7 +260,12 @@ def test_seven_packages_are_needed_and_each_has_a_floor(wheel: Wheel) -> None:
         "fast",
         "cli",
         "test",
+        "sb3",
+        "gymnasium",
+        "minari",
+        "d3rlpy",
         "bench",
+        "docs",
         "examples",
     ]
     requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
