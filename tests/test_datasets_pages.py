@@ -45,7 +45,6 @@ FAMILIES = sorted(families())
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("matplotlib", reason="plots need the extra cli, examples or docs")
     folder = tmp_path_factory.mktemp("pages") / "datasets"
     pages.write(folder)
     return folder
@@ -144,7 +143,6 @@ def test_writing_again_changes_no_file(written: Path) -> None:
 def test_a_plot_is_reproducible_and_in_the_colours_of_the_page(
     family: str, entry: dict[str, Any]
 ) -> None:
-    pytest.importorskip("matplotlib", reason="plots need the extra cli, examples or docs")
     svg = pages.plot(entry, family)
     assert svg == pages.plot(entry, family)
     root = ElementTree.fromstring(svg)
@@ -159,7 +157,6 @@ def test_a_plot_is_reproducible_and_in_the_colours_of_the_page(
 
 
 def test_many_episodes_become_a_histogram() -> None:
-    pytest.importorskip("matplotlib", reason="plots need the extra cli, examples or docs")
     entry = {"file": "a.h5", "lengths": [1, 2, 3] * 40, "returns": None, "actions": None}
     svg = pages.plot(entry, "many")
     assert ">episodes<" in svg

@@ -48,8 +48,6 @@ def test_a_program_fits_on_a_few_screens(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_short_run_ends_in_time_with_a_verdict_and_a_plot(name: str, tmp_path: Path) -> None:
-    if name == "recurrent_r2d2":
-        pytest.importorskip("ray", reason="needs the extra ray")
     program = str(ROOT / "examples" / f"{name}.py")
     begin = time.monotonic()
     done = subprocess.run(

@@ -200,7 +200,8 @@ def test_workflows_name_existing_targets_and_files(path: Path) -> None:
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflows_name_no_secret_no_host_and_no_machine(path: Path) -> None:
     text = path.read_text("utf-8")
-    assert not re.search(r"secrets\.|://|index-url|pypi|/home/|/root/|/work/|/tmp/", text)
+    assert not re.search(r"secrets\.|://|index-url", text)
+    assert not re.search(r"(?<![\w.})])/[a-z]+/", text)  # a path from the root of a machine
 
 
 def test_checks_run_on_the_oldest_python_and_a_new_one() -> None:

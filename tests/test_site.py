@@ -42,7 +42,6 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built from a copy of the pages, so that tests write nothing into ``docs``."""
-    pytest.importorskip("furo", reason="needs the extra docs")
     folder = tmp_path_factory.mktemp("site")
     names = ["docs", "benchmarks/RESULTS.md", "README.md", "CHANGELOG.md", "CITATION.cff"]
     for name in [*names, "CONTRIBUTING.md", "SECURITY.md", "examples"]:

@@ -355,7 +355,7 @@ class RecordingFolder:
 def _release(buffer: ReplayBuffer[Any, Any, Any, Any] | None) -> None:
     """Release the lock of the rows now, even if a traceback keeps the buffer alive."""
     if buffer is not None:
-        buffer.storage.recovery.home._lock.drop()
+        buffer.storage.recovery.home.close()
 
 
 def _draft_of(name: str) -> str:

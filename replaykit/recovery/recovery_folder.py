@@ -163,6 +163,11 @@ class RecoveryFolder:
         self._commits: Any = None
         """The core's commits, used while no file has to grow; see ``_pass_addresses``."""
 
+    def close(self) -> None:
+        """Release the lock of the folder, so that another storage can open it."""
+        if self._lock is not None:
+            self._lock.drop()
+
     # -- manifest -----------------------------------------------------------------------------
 
     def manifest(self) -> dict[str, Any] | None:

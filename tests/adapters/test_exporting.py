@@ -15,6 +15,7 @@ from typing import Any
 
 import gymnasium
 import h5py
+import minari
 import numpy as np
 import pytest
 import torch
@@ -40,8 +41,6 @@ from replaykit.adapters import (
 from replaykit.datasets import CorpusExperienceReplay, convert
 from replaykit.datasets.families import MINARI, ROBOMIMIC
 from replaykit.errors import SchemaError
-
-minari = pytest.importorskip("minari")
 
 SHARED = Path(__file__).parents[3] / "shared/data"
 SHA256 = {
