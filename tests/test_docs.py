@@ -36,16 +36,17 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
 
 
-def _marks(page: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Return the marks of a page's blocks: those of guides are whole programs."""
+def _marks(page: str, block: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of a block. Those of guides and those that start processes are programs."""
     whole = page.startswith(("docs/guides/", "docs/coming_from/"))
-    return (pytest.mark.programs,) if whole else ()
+    starts = "__main__" in block or "RayReplayBuffer(" in block
+    return (pytest.mark.programs,) if whole or starts else ()
 
 
 EXAMPLES = [
-    pytest.param(page, number, marks=_marks(page))
+    pytest.param(page, number, marks=_marks(page, block))
     for page in PAGES
-    for number in range(len(blocks(page)))
+    for number, block in enumerate(blocks(page))
 ]
 
 

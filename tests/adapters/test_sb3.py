@@ -274,6 +274,7 @@ TRAININGS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("envs", [1, 3])
 @pytest.mark.parametrize("name", TRAININGS)
 def test_training_equals_to_the_bit(name: str, envs: int) -> None:
@@ -286,6 +287,7 @@ def test_training_equals_to_the_bit(name: str, envs: int) -> None:
     assert_same_training(found, expected)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("name", TRAININGS)
 def test_n_step_training_equals_to_the_bit(name: str) -> None:
     kind, env, steps, options = TRAININGS[name]

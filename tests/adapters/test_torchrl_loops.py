@@ -23,7 +23,10 @@ UPDATES = 5
 Make = Callable[..., Any]
 Program = Callable[[Make, bool], list[float]]
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TorchRL's own
+pytestmark = [
+    pytest.mark.programs,
+    pytest.mark.filterwarnings("ignore"),  # TorchRL's own
+]
 
 
 @pytest.fixture(autouse=True)
