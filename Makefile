@@ -30,7 +30,7 @@ CORE := tests/storages tests/samplers tests/writers tests/transforms tests/traje
     state_dict torchrl_ways writing written_content) \
   --ignore=tests/storages/test_native_threads.py --ignore=tests/storages/test_memmap_removal.py
 
-.PHONY: demo docs docs-links examples test test-newest test-programs test-torch test-long lint format bench clean
+.PHONY: demo docs docs-links examples wheel test test-newest test-programs test-long lint format bench clean
 
 demo: $(STAMP)
 	$(PY) examples/demo.py $(if $(DATA),--data "$(DATA)")
@@ -39,20 +39,9 @@ test: $(STAMP)
 	$(PY) -m pytest $(PARALLEL) -m "not long and not programs" $(SLOWEST)
 
 # Tests that compile, package or run whole programs: the core under sanitizers, the wheels, the
-# demo, all benchmarks, and comparisons of the package with the core and without it.
+# demo, all benchmarks.
 test-programs: $(DOCS_STAMP)
 	$(PY) -m pytest $(PARALLEL) -m "programs and not long" tests
-
-# The same suite with the Python counterpart of the compiled core. It leaves out tests that kill
-# processes, convert corpora, need Ray or other libraries, or run pages, because these do not depend
-# on the core.
-test-torch: $(STAMP)
-	REPLAYKIT_NATIVE=0 $(PY) -m pytest $(PARALLEL) -m "not long and not programs" --ignore=tests/crash \
-	  --ignore=tests/benchmarks --ignore=tests/datasets --ignore=tests/inspection --ignore=tests/cli \
-	  --ignore=tests/remote --ignore=tests/sharding/test_actors.py --ignore=tests/adapters \
-	  --ignore=tests/test_docs.py --ignore=tests/test_datasets_pages.py \
-	  --ignore=tests/test_benchmark_plots.py --ignore=tests/test_project_files.py \
-	  $(SLOWEST)
 
 test-long: $(DOCS_STAMP)
 	$(PY) -m pytest $(PARALLEL)
@@ -91,6 +80,10 @@ examples: $(STAMP)
 	@failed=; for program in $(PROGRAMS); do \
 	  $(PY) examples/$$program.py || failed="$$failed $$program"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+# A wheel in `dist/`, which is installed without a compiler.
+wheel: $(STAMP)
+	$(PY) -m pip --disable-pip-version-check wheel . --no-deps --wheel-dir dist
 
 bench: $(BENCH_STAMP)
 	$(PY) -m benchmarks

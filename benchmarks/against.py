@@ -104,7 +104,7 @@ class Side:
         folder = ROOT if self._package is None else self._package
         if not Path(found["file"]).resolve().is_relative_to(folder.resolve()):
             raise Mismatch(f"{self.name}: expected replaykit in {folder}, got {found['file']}")
-        return f"replaykit {found['version']}, {found['core']}"
+        return f"replaykit {found['version']}"
 
     def close(self) -> None:
         """End the process, if there is one."""

@@ -93,8 +93,6 @@ def _gather_times(table: np.ndarray, rounds: int) -> dict[str, dict[int, float]]
         for nbytes in ROW_BYTES:
             rows = table.nbytes // nbytes
             gather = make(torch.from_numpy(table).view(torch.uint8), rows, nbytes)
-            if gather is None:
-                continue
             spent = []
             for _ in range(rounds):
                 index = torch.randint(rows, (BATCH,))
@@ -105,24 +103,17 @@ def _gather_times(table: np.ndarray, rounds: int) -> dict[str, dict[int, float]]
     return found
 
 
-def _index_select(
-    table: torch.Tensor, rows: int, nbytes: int
-) -> Callable[[torch.Tensor], object] | None:
+def _index_select(table: torch.Tensor, rows: int, nbytes: int) -> Callable[[torch.Tensor], object]:
     # Words as wide as they can be: a row of 28224 bytes is one of 3528 numbers.
     source = table[: rows * nbytes].view(torch.int64).view(rows, nbytes // 8)
     target = torch.empty(BATCH, nbytes // 8, dtype=torch.int64)
     return lambda index: torch.index_select(source, 0, index, out=target)
 
 
-def _core_gather(
-    table: torch.Tensor, rows: int, nbytes: int
-) -> Callable[[torch.Tensor], object] | None:
+def _core_gather(table: torch.Tensor, rows: int, nbytes: int) -> Callable[[torch.Tensor], object]:
     from replaykit import native
 
-    kind = getattr(getattr(native, "_core", None), "Table", None)
-    if kind is None:
-        return None
-    core = kind([table.data_ptr()], [nbytes], [nbytes], rows)
+    core = native.Table([table.data_ptr()], [nbytes], [nbytes], rows)
     target = torch.empty(BATCH, nbytes, dtype=torch.uint8)
     to, strides, threads = [target.data_ptr()], [nbytes], torch.get_num_threads()
 
@@ -155,8 +146,6 @@ def calibrate(scratch: Path, *, threads: int = 2, quick: bool = False) -> Calibr
         "lines": f"{LOADS} loads, best of {TRIES}; over at most {largest >> 20} MiB",
         "latency of one load": "not measured: needs a compiled chain of loads",
     }
-    if "core" not in rows:
-        notes["core"] = "this build has no gather of its own"
     disk, reason = measure_disk(scratch, (1 << 27) if quick else (1 << 30))
     notes["disk"] = reason
     return Calibration(fingerprint(), copy, read, lines, rows, disk, notes)

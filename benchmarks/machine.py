@@ -65,7 +65,6 @@ def _version(package: str) -> str:
 def describe() -> dict[str, Any]:
     """Returns all that is worth knowing beside the figures."""
     import replaykit
-    from replaykit.native import HAS_CORE, WHY_NOT
 
     return {
         **fingerprint(),
@@ -74,7 +73,6 @@ def describe() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "kernel": platform.release(),
         "replaykit": replaykit.__version__,
-        "core": "yes" if HAS_CORE else f"no: {WHY_NOT}",
         **{name: _version(name) for name in ("tensordict", "torchrl", "cpprb")},
     }
 

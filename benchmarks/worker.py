@@ -45,13 +45,7 @@ class Worker:
         """Return which package this is."""
         import replaykit
 
-        try:
-            from replaykit import native
-
-            core = "with its core" if native.HAS_CORE else f"without its core: {native.WHY_NOT}"
-        except (ImportError, AttributeError):
-            core = "it does not say whether with a core"
-        return {"file": str(replaykit.__file__), "version": replaykit.__version__, "core": core}
+        return {"file": str(replaykit.__file__), "version": replaykit.__version__}
 
     def titles(self, work: str) -> list[str]:
         """Return the titles of a work whose contenders take turns."""

@@ -1,6 +1,6 @@
 // The minimum, the maximum, the mean, and the sum of squared distances from the mean of an array.
 //
-// The results have the same bits on every processor, and in replaykit/native/fallback.py, which
+// The results have the same bits on every processor, and in tests/native/reference.py, which
 // takes the same steps in NumPy. Number i is added as float64 to lane i % 16, in order. All 16
 // lanes start at zero. Then the upper half of the lanes is added to the lower half until one lane
 // is left. Numbers of one byte are added as integers, which is exact.

@@ -1,6 +1,6 @@
 // Computes x ** y by additions, multiplications and one division, in a fixed order. The results
 // have the same bits on every processor, at every position of an array, and in
-// replaykit/native/fallback.py, which takes the same steps in NumPy. Math libraries give different
+// tests/native/reference.py, which takes the same steps in NumPy. Math libraries give different
 // powers on different machines, and in the body and the tail of an array. A run that is resumed on
 // another machine would then draw other batches.
 //

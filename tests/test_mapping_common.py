@@ -11,7 +11,7 @@ import torch
 
 from replaykit import LazyTensorStorage, ReplayBuffer, filesystem
 from replaykit.filesystem import LARGE_PAGE, map_common
-from replaykit.native import HAS_CORE, join_pages
+from replaykit.native import join_pages
 
 SIZES = [10_000, LARGE_PAGE, 3 * LARGE_PAGE + 777]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
@@ -73,7 +73,6 @@ def test_failing_common_mapping_raises_the_error_of_the_system(tmp_path: Path):
 
 @needs_memory
 @needs_proc
-@pytest.mark.skipif(not HAS_CORE, reason="asks the system through the core")
 def test_shared_rows_lie_in_large_pages_where_the_system_has_them():
     """Linux from 6.1 on joins them on request; other systems leave them as they are."""
     rb = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=4, shared=True)

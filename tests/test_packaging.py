@@ -1,7 +1,7 @@
-"""What the wheels hold, with the compiled core and without it, and that they work as installed.
+"""What the wheel holds, and that it works as installed, without a compiler.
 
-Each kind of wheel is built once, from a copy of the sources, also where several workers of xdist
-share this file. The checkout is only read.
+The wheel is built once, from a copy of the sources, also where several workers of xdist share this
+file. The checkout is only read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import Parser
@@ -34,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = [
     "CMakeLists.txt",
     "LICENSE",
+    "Makefile",
     "README.md",
     "constraints.txt",
     "pyproject.toml",
@@ -45,7 +45,6 @@ SOURCES = [
     "replaykit_command",
     "tests",
 ]
-SETTINGS = {"core": [], "plain": ["-C", "cmake.define.REPLAYKIT_CORE=OFF"]}
 
 
 # -- building -------------------------------------------------------------------------------------
@@ -55,7 +54,6 @@ SETTINGS = {"core": [], "plain": ["-C", "cmake.define.REPLAYKIT_CORE=OFF"]}
 class Wheel:
     """A built wheel."""
 
-    kind: str
     folder: Path
 
     @property
@@ -69,12 +67,8 @@ class Wheel:
 
     @property
     def file(self) -> Path:
-        (file,) = (self.folder / "wheels").iterdir()
+        (file,) = (self.source / "dist").iterdir()
         return file
-
-    @property
-    def has_core(self) -> bool:
-        return self.kind == "core"
 
     @property
     def names(self) -> list[str]:
@@ -106,22 +100,23 @@ def _run(command: list[str], folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-def _isolation(source: Path) -> list[str]:
+def _isolation(source: Path) -> dict[str, str]:
     """Builds with what is installed, if that is all a build needs; isolation has to fetch it.
 
     What the backend asks for beyond itself is a CMake and a Ninja, where the machine has none.
     """
     if not all(importlib.util.find_spec(name) for name in ("scikit_build_core", "nanobind")):
-        return []
+        return {}
     hook = (
         "import json; from scikit_build_core.build import get_requires_for_build_wheel as ask; "
         "print(json.dumps(ask({})))"
     )
     missing = json.loads(_run([sys.executable, "-c", hook], source).splitlines()[-1])
-    return [] if missing else ["--no-build-isolation"]
+    # pip reads this variable the other way round: 0 turns isolation off.
+    return {} if missing else {"PIP_NO_BUILD_ISOLATION": "0"}
 
 
-def _build(kind: str, folder: Path) -> None:
+def _build(folder: Path) -> None:
     source = folder / "source"
     source.mkdir(parents=True)
     # A core that an editable installation left in the checkout must not be taken for a built one.
@@ -132,39 +127,26 @@ def _build(kind: str, folder: Path) -> None:
             shutil.copytree(path, source / name, ignore=ignore)
         else:
             shutil.copy2(path, source / name)
-    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", *_isolation(source)]
-    command += [*SETTINGS[kind], "--wheel-dir", str(folder / "wheels")]
-    _run(command, source, PIP_CONSTRAINT=str(source / "constraints.txt"))
-    wheel = Wheel(kind, folder)
+    # With this interpreter, whose environment is set up, instead of a new one.
+    command = ["make", "wheel", f"PY={sys.executable}", "STAMP="]
+    _run(command, source, PIP_CONSTRAINT=str(source / "constraints.txt"), **_isolation(source))
+    wheel = Wheel(folder)
     with ZipFile(wheel.file) as archive:
         archive.extractall(wheel.unpacked)
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Wheel]:
-    """Gives the wheel of a kind; the first worker that asks builds it, others wait for that."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
+    """The wheel; the first worker that asks builds it, others wait for that."""
     # The parent belongs to this run alone, and is the same for all its workers.
     base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    made: dict[str, Wheel] = {}
-
-    def get(kind: str) -> Wheel:
-        if kind not in made:
-            folder = shared / f"wheel-{kind}"
-            with FileLock(f"{folder}.lock"):
-                if not (folder / "done").exists():
-                    shutil.rmtree(folder, ignore_errors=True)  # a build that failed
-                    _build(kind, folder)
-                    (folder / "done").touch()
-            made[kind] = Wheel(kind, folder)
-        return made[kind]
-
-    return get
-
-
-@pytest.fixture(params=SETTINGS)
-def wheel(request: pytest.FixtureRequest, built: Callable[[str], Wheel]) -> Wheel:
-    return built(request.param)
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # a build that failed
+            _build(folder)
+            (folder / "done").touch()
+    return Wheel(folder)
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -177,9 +159,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Wheel) -> None:
     tables = {path.relative_to(source).as_posix() for path in source.glob("replaykit/**/*.tsv")}
     stubs = {path.relative_to(source).as_posix() for path in source.glob("replaykit/**/*.pyi")}
     assert "replaykit/__init__.pyi" in stubs
-    expected = modules | tables | stubs | {"replaykit/py.typed"}
-    if wheel.has_core:
-        expected |= {"replaykit/native/_core.pyi"}
+    expected = modules | tables | stubs | {"replaykit/py.typed", "replaykit/native/_core.pyi"}
     about = [name for name in wheel.names if ".dist-info/" in name]
     binaries = {path.relative_to(wheel.unpacked).as_posix() for path in wheel.binaries}
     assert {name for name in wheel.names if not name.endswith("/")} == (
@@ -198,17 +178,12 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Wheel) -> None:
     assert licence.read_bytes() == (source / "LICENSE").read_bytes()
 
 
-def test_wheel_contains_the_core_only_if_built_with_it(wheel: Wheel) -> None:
-    found = [path.relative_to(wheel.unpacked).as_posix() for path in wheel.binaries]
-    if wheel.has_core:
-        (name,) = found
-        assert re.fullmatch(r"replaykit/native/_core\.[\w.-]*so", name)
-    else:
-        assert found == []
+def test_wheel_contains_the_core(wheel: Wheel) -> None:
+    (found,) = (path.relative_to(wheel.unpacked).as_posix() for path in wheel.binaries)
+    assert re.fullmatch(r"replaykit/native/_core\.[\w.-]*so", found)
 
 
 def test_wheel_tag_names_the_platform(wheel: Wheel) -> None:
-    """Without the core as well: the backend chooses the tag before CMake leaves the core out."""
     information = wheel.information("WHEEL")
     (tag,) = information.get_all("Tag", [])
     assert wheel.file.name.endswith(f"-{tag}.whl")
@@ -295,13 +270,13 @@ def _needed(path: Path) -> set[str]:
     return set(re.findall(r"\(NEEDED\).*\[(.+)\]", text))
 
 
-def test_the_core_links_no_torch(built: Callable[[str], Wheel]) -> None:
+def test_the_core_links_no_torch(wheel: Wheel) -> None:
     """One wheel serves every version of torch."""
     if sys.platform != "linux":
         pytest.skip("reads ELF files")
     if shutil.which("readelf") is None:
         pytest.skip("needs readelf, of binutils")
-    (core,) = built("core").binaries
+    (core,) = wheel.binaries
     bare = {name.split(".so")[0] for name in _needed(core)}
     assert "libc" in bare
     # `ld-linux` is the loader.
@@ -361,38 +336,28 @@ kept += [other.extend(rows(5, [4.0, 3.0, 3.0])).tolist(), other[:]["id"].tolist(
 print(json.dumps({
     "file": replaykit.__file__,
     "version": replaykit.__version__,
-    "core": native.HAS_CORE,
-    "core_version": native._core.__version__ if native.HAS_CORE else None,
-    "why_not": native.WHY_NOT,
+    "core_version": native.core.__version__,
     "results": {"slots": slots, "sampled": sampled, "again": again, "kept": kept},
 }))
 """
 
 
-def _use(wheel: Wheel, folder: Path) -> Any:
-    """Runs a program on the unpacked wheel, without the editable installation's import hooks."""
+def test_wheel_is_installed_and_works_without_a_compiler(wheel: Wheel, tmp_path: Path) -> None:
+    installed, empty = tmp_path / "installed", tmp_path / "no-programs"
+    empty.mkdir()
+    bare = {"PATH": str(empty), "CC": "", "CXX": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    assert shutil.which("c++", path=bare["PATH"]) is None
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index"]
+    _run([*pip, "--target", str(installed), str(wheel.file)], tmp_path, **bare)
+    # Without the import hooks of the editable installation.
     others = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
     program = [sys.executable, "-S", "-W", "error", "-c", _USE]
-    argument = json.dumps([str(wheel.unpacked), *others])
-    environment = {"PYTHONPATH": "", "REPLAYKIT_NATIVE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return json.loads(_run([*program, argument], folder, **environment).splitlines()[-1])
-
-
-def test_wheels_with_and_without_the_core_give_equal_results(
-    built: Callable[[str], Wheel], tmp_path: Path
-) -> None:
-    used = {kind: _use(built(kind), tmp_path) for kind in SETTINGS}
-    for kind, seen in used.items():
-        wheel = built(kind)
-        assert wheel.unpacked in Path(seen["file"]).parents
-        assert seen["version"] == wheel.information("METADATA")["Version"]
-        assert seen["core"] is wheel.has_core
-        assert seen["core_version"] == (seen["version"] if wheel.has_core else None)
-    assert used["core"]["why_not"] is None
-    assert used["plain"]["why_not"] == "this installation was built without it"
-    assert used["core"]["results"] == used["plain"]["results"]
-
-    results = used["core"]["results"]
+    argument = json.dumps([str(installed), *others])
+    said = _run([*program, argument], tmp_path, PYTHONPATH="", **bare)
+    used = json.loads(said.splitlines()[-1])
+    assert installed in Path(used["file"]).parents
+    assert used["version"] == used["core_version"] == wheel.information("METADATA")["Version"]
+    results = used["results"]
     assert results["slots"] == [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 0, 1, 2]]
     assert set(results["sampled"]) <= set(range(3, 13))
     assert results["again"][0] == results["again"][1]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contender import Contender, Subject, Unavailable, expect
+from benchmarks.contender import Contender, Subject, expect
 from benchmarks.harness import Times, ready, take_turns
 from benchmarks.laws import expect_frequencies
 from benchmarks.limits import tree_limit
@@ -109,10 +109,7 @@ class BinaryTree(Tree):
 
     def __init__(self, leaves: int) -> None:
         super().__init__(leaves)
-        kind = getattr(getattr(native, "_core", None), "BinaryTree", None)
-        if kind is None:
-            raise Unavailable("this core has no binary tree to compare with")
-        self.tree = kind(leaves)
+        self.tree = native.core.BinaryTree(leaves)
 
     def load(self, weights: torch.Tensor) -> None:
         self._update(torch.arange(self.leaves), weights)

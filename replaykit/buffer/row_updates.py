@@ -373,9 +373,6 @@ def _best(handles: torch.Tensor, rank: torch.Tensor, among: torch.Tensor) -> tor
     return best
 
 
-_core = native.core()
-
-
 class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     """``update_priority``, ``update_tensordict_priority``."""
 
@@ -635,11 +632,10 @@ def _checks_itself(sampler: Sampler) -> bool:
 def _all_plain(value: torch.Tensor) -> bool:
     """Return whether all numbers ``[K]`` are finite and not negative."""
     if (
-        _core is not None
-        and (value.dtype is torch.float32 or value.dtype is torch.float64)
+        (value.dtype is torch.float32 or value.dtype is torch.float64)
         and value.is_cpu
         and value.is_contiguous()
         and not value.is_neg()
     ):
-        return _core.all_plain(value.data_ptr(), len(value), value.dtype is torch.float64)
+        return native.core.all_plain(value.data_ptr(), len(value), value.dtype is torch.float64)
     return bool(((value >= 0) & value.isfinite()).all())

@@ -18,7 +18,7 @@ from replaykit.episodes.episode_laws import (
     Found,
     Head,
 )
-from replaykit.episodes.ring_kernels import new_ring
+from replaykit.episodes.ring import RingEpisodes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +44,7 @@ class RingWrites:
         self._storage, self._columns = storage, columns
         self.lanes = columns.lanes.numel()
         self.slots = columns.slots
-        self._ring = new_ring(self.slots, self.lanes)
+        self._ring = RingEpisodes(self.slots, self.lanes)
         self._lane_numbers = np.arange(self.lanes)
         # The row id of the next row to index, and the ledger's count of changes at that time.
         ledger = storage.ledger
@@ -138,7 +138,7 @@ class RingWrites:
         self._append_with_ends(first, until, None)
 
     def _append_with_ends(self, first: int, until: int, ends: tuple[Array, Array] | None) -> None:
-        """Index stored rows, with ends as for ``NativeRing.append_columns``."""
+        """Index stored rows, with ends as for ``RingEpisodes.append_columns``."""
         columns = self._columns
         if self._ring.append_columns(self.bound, columns, first, until, ends):
             return
@@ -212,7 +212,7 @@ class RingWrites:
     def _begin_ring(self, start: int, begin: Array | None, head: Array) -> None:
         self.rebuilt += 1
         self._versions += self._ring.version + 1
-        self._ring = new_ring(self.slots, self.lanes, start=start, begin=begin, head=head)
+        self._ring = RingEpisodes(self.slots, self.lanes, start=start, begin=begin, head=head)
 
     def _head_after_clear(self) -> Array:
         """Return the ``Head`` of the first episodes after the storage was cleared."""
@@ -520,7 +520,7 @@ class StaticEpisodes(EpisodeIndex):
         self._storage, self._columns = storage, columns
         self.lanes, self.slots = 1, columns.slots
         start = ledger.cursor if ledger.length == self.slots and ledger.in_order else 0
-        self._ring = new_ring(self.slots, 1, start=start)
+        self._ring = RingEpisodes(self.slots, 1, start=start)
         codes = np.where(ends.numpy(), SWITCHED, CONTINUES).astype(np.uint8)
         self._ring.append(np.roll(codes, -start)[:, None])
         self._noted, self._changes = ledger.next_position, ledger.changes

@@ -1,56 +1,63 @@
-"""Index the episodes of a ring of rows in NumPy, with one stream per lane."""
+"""Keep the episodes of a ring of rows, with one stream per lane, in the compiled core."""
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import torch
 
-from replaykit.episodes.episode_laws import (
-    CODE_BITS,
-    EPISODES,
-    HEAD_SHIFT,
-    LINK_SHIFT,
-    NOT_INIT,
-    RESTORED,
-    ROWS,
-    SEVERED,
-    WINDOWS,
-    CountLaw,
-    EpisodeTable,
-    Found,
-    Head,
-)
+from replaykit import native
+from replaykit.episodes.episode_laws import CountLaw, EpisodeTable, Found
+from replaykit.native import row_stride
+from replaykit.structure import Path
+
+if TYPE_CHECKING:
+    from replaykit.episodes.boundaries import BoundColumns
 
 __all__ = ["RingEpisodes"]
 
 Array = np.ndarray[Any, Any]
 
-_FIRST = 1024
+_FLAGS: Final = frozenset(
+    [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+)
+_SIGNED_ZERO: Final = frozenset([torch.float16, torch.bfloat16, torch.float32, torch.float64])
+"""Dtypes with a negative zero, which has a set bit although the flag is not set."""
+
+_TRUNCATED, _DONE, _TERMINAL, _INIT = range(4)
 
 
 class RingEpisodes:
     """The episodes among the rows ``lo <= time < hi`` of each of ``lanes`` lanes.
 
     The *time* of a row is its sequence number in its lane, int64. No time is used twice. The slot
-    of a row is ``time % slots``. Each row has a link. The first row of an episode links to the
-    newest row of the episode, and every other row links back to the first row. When the first row
-    is overwritten, the data in its link move to an entry of its lane. Episodes that have ended are
-    also listed in the order of their ends.
+    of a row is ``time % slots``.
 
-    Cost: O(rows) to append. A look-up reads two links. After a write, this class sums the window
-    counts of all episodes again, in O(episodes). The compiled core updates its sums instead.
-    Memory: 8 bytes per row and 32 bytes per episode.
+    Args:
+        start: the time of the first row.
+        begin: int64 ``[lanes]``, the time at which the episode of a lane's first row began; -1 if
+            the episode begins with that row.
+        head: int64 ``[lanes]``, the ``Head`` of each lane's first episode; None for ``Head.RESET``.
+
+    After a write, ``totals`` and ``find`` first take O(new episodes + lanes), for the eight laws
+    that were used last. Each look-up then takes O(log episodes). Memory: 8 bytes per row, 8 per
+    episode, and half a byte per episode and law. The core checks all bounds before it reads memory.
+
+    Raises:
+        ValueError, TypeError: an array has the wrong length or dtype.
+        IndexError: a row is not stored, or a number is too large.
 
     Example:
         >>> import numpy as np
+        >>> from replaykit.episodes.episode_laws import WINDOWS, CountLaw
         >>> from replaykit.episodes import RingEpisodes
-        >>> ring = RingEpisodes(slots=4)
-        >>> ring.append(np.array([[0], [1], [0], [0], [0]], np.uint8))
-        >>> ring.lo, ring.hi, ring.table().first.tolist(), ring.table().last.tolist()
-        (1, 5, [1, 2], [1, 4])
+        >>> ring = RingEpisodes(slots=8)
+        >>> ring.append(np.array([[0], [0], [1], [0], [0]], np.uint8))
+        >>> ring.totals(CountLaw.strict(2), WINDOWS).tolist()
+        [3]
+        >>> ring.find(CountLaw.strict(2), WINDOWS, np.array([2])).base.tolist()
+        [3]
     """
 
     def __init__(
@@ -62,221 +69,183 @@ class RingEpisodes:
         begin: Array | None = None,
         head: Array | None = None,
     ) -> None:
-        """Start without rows at time ``start``.
+        self._core = made = native.core.Episodes(
+            slots,
+            lanes,
+            start,
+            None if begin is None else np.asarray(begin, np.int64),
+            None if head is None else np.asarray(head, np.int64),
+        )
+        self._new_columns = native.core.EpisodeColumns
+        self.slots, self.lanes = slots, lanes
+        # Every write and draw calls these methods. Storing them here saves a look-up per call.
+        self.append = made.append
+        self.close = made.close
+        self.forget_ids = made.forget_ids
+        self.longest = made.longest
+        self.nbytes = made.nbytes
+        self._find, self._totals, self._lookup = made.find, made.totals, made.lookup
+        self._append_run = made.append_columns
+        self._around, self._pick, self._total = made.around, made.pick, made.total
+        self._slices = made.slices
+        # The columns of the indexed rows. `_source` is None if the core cannot read them.
+        self._bound: BoundColumns | None = None
+        self._columns: Any = None
+        self._source: Any = None
+        self._watched: list[tuple[torch.Tensor, int]] = []
+
+    @property
+    def lo(self) -> int:
+        """Time of the oldest row."""
+        return self._core.lo
+
+    @property
+    def hi(self) -> int:
+        """Time of the next row."""
+        return self._core.hi
+
+    @property
+    def version(self) -> int:
+        """A number that changes with every change."""
+        return self._core.version
+
+    # -- rows read from their columns -------------------------------------------------------------
+
+    def append_columns(
+        self,
+        bound: BoundColumns,
+        columns: Any,
+        first: int,
+        until: int,
+        ends: tuple[Array, Array] | None = None,
+    ) -> bool:
+        """Append the rows in slots ``[first, until)`` of ``columns``, with their ids.
 
         Args:
-            begin: int64 ``[lanes]``, the time at which the episode of a lane's first row began; -1
-                if the episode begins with that row.
-            head: int64 ``[lanes]``, the ``Head`` of each lane's first episode; None for
-                ``Head.RESET``.
+            ends: the cuts without a flag, as slots, int64 ``[n]``, ascending, and codes, uint8
+                ``[n, lanes]``. A code is ``SEVERED``, ``RESTORED``, or 0 in lanes that continue.
+
+        Returns:
+            True if the rows were appended. False if the caller must use ``append``, because the
+            columns are on another device, are not contiguous, or have a dtype that the core does
+            not read.
+
+        Raises:
+            IndexError: a slot does not exist.
+            ValueError: a code is unknown.
+            RuntimeError: the memory of the columns was released.
         """
-        self.slots, self.lanes = slots, lanes
-        self.lo = self.hi = start
-        self.version = 0
-        self._severed: deque[tuple[int, int]] = deque()  # (time, lane), in the order of time
-        self._last_ids: Array | None = None
-        self._link = np.zeros((0, lanes), np.int64)
-        fresh = np.full(lanes, -1, np.int64)
-        self._open = fresh.copy() if begin is None else np.asarray(begin, np.int64).copy()
-        self._next_head = (
-            np.full(lanes, int(Head.RESET)) if head is None else np.asarray(head, np.int64).copy()
-        )
-        self._open_head = np.full(lanes, int(Head.RESET))
-        self._head_begin = np.where(self._open < start, self._open, -1)
-        self._head_last = np.full(lanes, start - 1, np.int64)
-        # Ended episodes, sorted by (last, lane). The rows are last, lane, begin and head.
-        self._log = np.zeros((4, _FIRST), np.int64)
-        self._logged = 0
-        self._dropped = 0
-        self._table: tuple[int, EpisodeTable] | None = None
-        self._sums: dict[Any, tuple[int, Any]] = {}
-
-    # -- writing ------------------------------------------------------------------------------
-
-    def append(self, codes: Array) -> None:
-        """Append the codes of new rows, uint8 ``[n, lanes]``."""
-        n = len(codes)
-        if not n:
-            return
-        hi, lanes = self.hi, np.arange(self.lanes)
-        times = hi + np.arange(n, dtype=np.int64)
-        end = (codes & CODE_BITS).astype(np.int64)
-        ended = end != 0
-        starts = np.empty(ended.shape, bool)
-        starts[0] = self._open < 0
-        starts[1:] = ended[:-1]
-        begin = np.where(starts, times[:, None], -1)
-        begin[0] = np.where(starts[0], hi, self._open)
-        np.maximum.accumulate(begin, axis=0, out=begin)
-        last = np.where(ended, times[:, None], hi + n - 1)
-        last = np.minimum.accumulate(last[::-1], axis=0)[::-1]
-        head = np.full(end.shape, int(Head.RESET))
-        head[1:][end[:-1] == SEVERED] = int(Head.CUT)
-        head[0] = self._next_head
-        head[(codes & NOT_INIT) != 0] = int(Head.CUT)
-        link = np.where(starts, last, begin) << LINK_SHIFT
-        link |= np.where(starts, head, 0) << HEAD_SHIFT
-        link |= end
-        lo = max(self.lo, hi + n - self.slots)
-        if lo > self.lo:
-            self._evict(lo, begin, last)
-        was_open = self._open.copy()
-        self._reserve(hi + n - lo, hi)
-        stored = slice(max(0, n - self.slots), None)
-        self._link[times[stored] % self.slots] = link[stored]
-        # If rows continue an episode, update its first row, or the entry of its lane.
-        on = ~starts[0]
-        kept = on & (was_open >= lo)
-        if kept.any():
-            at = (was_open[kept] % self.slots, lanes[kept])
-            low = self._link[at] & ((1 << LINK_SHIFT) - 1)
-            self._link[at] = (last[0][kept] << LINK_SHIFT) | low
-        headless = on & (self._head_begin == was_open) & (self._head_begin >= 0)
-        self._head_last[headless] = last[0][headless]
-        row, lane = np.nonzero(ended)
-        if len(row):
-            began = begin[row, lane]
-            inside = np.maximum(began - hi, 0)
-            kinds = np.where(began < hi, self._open_head[lane], head[inside, lane])
-            self._close(hi + row, lane, began, kinds, lo)
-        self._open = np.where(ended[-1], -1, begin[-1])
-        newest = np.maximum(begin[-1] - hi, 0)
-        self._open_head = np.where(begin[-1] < hi, self._open_head, head[newest, lanes])
-        self._next_head = np.where(end[-1] == SEVERED, int(Head.CUT), int(Head.RESET))
-        self.lo, self.hi = lo, hi + n
-        self.version += 1
+        if columns is not self._columns or bound is not self._bound:
+            self._read_addresses(bound, columns)
+        for tensor, address in self._watched:
+            if tensor.data_ptr() != address:
+                columns.refresh_addresses()
+                self._read_addresses(bound, columns)
+                break
+        if self._source is None:
+            return False
+        if ends is None:
+            self._append_run(self._source, first, until)
+        else:
+            self._core.append_ending(self._source, first, until, *ends)
+        return True
 
     def append_severed(self, codes: Array, after: Array, ends: Array) -> None:
         """Append codes of new rows, and cut streams after the rows ``after``.
+
+        If the core can read the columns, callers use ``append_columns`` instead.
 
         Args:
             codes: uint8 ``[n, lanes]``, including the codes of the cuts.
             after: int64 ``[m]``, indices of rows among the new rows.
             ends: uint8 ``[m, lanes]``, the code of the cut, or 0 in lanes that are not cut.
         """
-        first = self.hi
-        self.append(codes)
-        row, lane = np.nonzero(ends)
-        self._severed.extend(zip((first + after[row]).tolist(), lane.tolist(), strict=True))
+        done = 0
+        for row, own in zip(after.tolist(), ends, strict=True):
+            self.append(codes[done : row + 1])
+            done = row + 1
+            for code in np.unique(own[own > 0]).tolist():
+                self.close(own == code, code)
+        self.append(codes[done:])
 
-    def close(self, lanes: Array, code: int) -> None:
-        """End the open episodes of lanes (bool ``[lanes]``) at their newest rows.
+    def _read_addresses(self, bound: BoundColumns, columns: Any) -> None:
+        self._bound, self._columns = bound, columns
+        self._source = self._as_source(bound, columns)
+        memory = {}
+        if self._source is not None:
+            for path in bound.paths:  # leaves of a record share memory, which is watched once
+                tensor = columns[path]
+                memory[tensor.untyped_storage().data_ptr()] = tensor
+        self._watched = [(tensor, tensor.data_ptr()) for tensor in memory.values()]
 
-        With the codes ``SEVERED`` and ``RESTORED``, the streams are also cut after these rows.
-        """
-        if self.hi == self.lo:
-            return
-        if code in (SEVERED, RESTORED):
-            newest = self.hi - 1
-            known = set(takewhile(lambda one: one[0] == newest, reversed(self._severed)))
-            severed = [(newest, lane) for lane in np.nonzero(lanes)[0].tolist()]
-            self._severed.extend(one for one in severed if one not in known)
-            self._forget_severed()
-        self.version += 1
-        lane = np.nonzero(lanes & (self._open >= 0))[0]
-        if not len(lane):
-            return
-        self._link[(self.hi - 1) % self.slots, lane] |= code
-        last = np.full(len(lane), self.hi - 1)
-        self._close(last, lane, self._open[lane], self._open_head[lane], self.lo)
-        self._open[lane] = -1
-        self._next_head[lane] = int(Head.CUT if code == SEVERED else Head.RESET)
+    def _as_source(self, bound: BoundColumns, columns: Any) -> Any:
+        plain_done = _DONE if bound.terminal is None else _TRUNCATED
+        roles: list[tuple[Path, int]] = [
+            (path, _TRUNCATED if path[-1] == "truncated" else plain_done) for path in bound.flags
+        ]
+        if bound.terminal is not None:
+            roles.append((bound.terminal, _TERMINAL))
+        if bound.init is not None:
+            roles.append((bound.init, _INIT))
+        ndim = columns.ndim
+        flags, ids = [], []
+        for path, role in roles:
+            tensor = columns[path]
+            stride, values = _cells(tensor, ndim)
+            is_float = tensor.dtype in _SIGNED_ZERO
+            if stride is None or not (is_float or tensor.dtype in _FLAGS):
+                return None
+            size = tensor.dtype.itemsize
+            flags.append((tensor.data_ptr(), stride, values, size, is_float, role))
+        for path in bound.ids:
+            tensor = columns[path]
+            stride, values = _cells(tensor, ndim)
+            if stride is None:
+                return None
+            ids.append((tensor.data_ptr(), stride, values * tensor.dtype.itemsize))
+        return self._new_columns(flags, ids, columns.slots, self.lanes)
 
-    def _evict(self, lo: int, begin: Array, last: Array) -> None:
-        """Move an episode's data to its lane when its first row is overwritten."""
-        lanes = np.arange(self.lanes)
-        if lo < self.hi:
-            began, ends, _, _ = self.lookup(np.full(self.lanes, lo), lanes)
-        else:
-            began, ends = begin[lo - self.hi], last[lo - self.hi]
-        self._head_begin = np.where(began < lo, began, -1)
-        self._head_last = np.where(began < lo, ends, -1)
+    def last_ids(self) -> Array | None:
+        """Return the ids of the newest row, uint8 ``[lanes, bytes]``, or None."""
+        found = self._core.last_ids()
+        if found is None:
+            return None
+        return np.frombuffer(found, np.uint8).reshape(self.lanes, len(found) // self.lanes)
 
-    def _reserve(self, rows: int, hi: int) -> None:
-        # Until the ring wraps for the first time, the number of used slots grows.
-        need = self.slots if hi % self.slots + rows > self.slots else hi % self.slots + rows
-        need = min(self.slots, max(need, rows))
-        if need > len(self._link):
-            grown = np.zeros((min(self.slots, max(need, 2 * len(self._link), _FIRST)), self.lanes))
-            link = grown.astype(np.int64)
-            link[: len(self._link)] = self._link
-            self._link = link
+    def set_last_ids(self, ids: Array) -> None:
+        """Set the ids of the newest row after ``append``."""
+        self._core.set_last_ids(ids.tobytes())
 
-    def _close(self, last: Array, lane: Array, begin: Array, head: Array, lo: int) -> None:
-        alive = last >= lo
-        last, lane, begin, head = last[alive], lane[alive], begin[alive], head[alive]
-        first = self._dropped
-        self._dropped = int(np.searchsorted(self._log[0, : self._logged], lo))
-        self._dropped = max(self._dropped, first)
-        need = self._logged + len(last)
-        if need > self._log.shape[1]:
-            kept = self._log[:, self._dropped : self._logged]
-            log = np.zeros((4, max(_FIRST, 2 * (kept.shape[1] + len(last)))), np.int64)
-            log[:, : kept.shape[1]] = kept
-            self._log, self._logged, self._dropped = log, kept.shape[1], 0
-            need = self._logged + len(last)
-        self._log[:, self._logged : need] = last, lane, begin, head
-        self._logged = need
+    # -- one row ----------------------------------------------------------------------------------
 
-    # -- one row --------------------------------------------------------------------------------
+    def lookup(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
+        """Return begin, last, code of the last row, and head of stored rows' episodes."""
+        out = np.empty((4, len(time)), np.int64)
+        self._lookup(time, lane, out)
+        begin, last, code, head = out
+        return begin, last, code, head
 
     def first(self) -> tuple[int, int]:
         """Return begin and head of the oldest row's episode; the ring must have one lane."""
-        begin, _, _, head = self.lookup(np.array([self.lo]), np.zeros(1, np.int64))
-        return int(begin[0]), int(head[0])
-
-    def lookup(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
-        """Return begin, last, code of the last row, and head of stored rows' episodes.
-
-        Raises:
-            IndexError: a row is not stored.
-        """
-        self._check(time, lane)
-        link = self._link[time % self.slots, lane]
-        target = link >> LINK_SHIFT
-        is_first = target >= time
-        begin = np.where(is_first, time, target)
-        evicted = begin < self.lo
-        at_begin = self._link[np.where(evicted, time, begin) % self.slots, lane]
-        last = np.where(evicted, self._head_last[lane], at_begin >> LINK_SHIFT)
-        code = self._link[last % self.slots, lane] & CODE_BITS
-        head = np.where(evicted, int(Head.EVICTED), (at_begin >> HEAD_SHIFT) & 3)
-        return begin, last, code, head
-
-    def _check(self, time: Array, lane: Array) -> None:
-        if len(time) != len(lane):
-            raise ValueError(f"expected {len(time)} entries in `lane`, got {len(lane)}")
-        stored = (time >= self.lo) & (time < self.hi) & (lane >= 0) & (lane < self.lanes)
-        if not stored.all():
-            at = int(np.argmin(stored))
-            raise IndexError(
-                f"expected times in [{self.lo}, {self.hi}) of lanes in [0, {self.lanes}), "
-                f"got time {time[at]} of lane {lane[at]}"
-            )
+        found: tuple[int, int] = self._core.first()
+        return found
 
     def around(self, element: Array) -> Array:
         """Return time, lane, begin, last, code, head of elements, int64 ``[6, K]``."""
-        slot, lane = np.divmod(element, self.lanes)
-        newest = self.hi - 1
-        time = newest - (newest - slot) % self.slots
-        wrong = (slot < 0) | (slot >= self.slots) | (time < self.lo)
-        if wrong.any():
-            raise IndexError(f"expected elements of stored rows, got {element[wrong][0]}")
-        return np.stack([time, lane, *self.lookup(time, lane)])
+        out = np.empty((6, len(element)), np.int64)
+        self._around(element, out)
+        return out
 
     def codes(self, time: Array, lane: Array) -> Array:
-        """Return the codes of stored rows.
-
-        Raises:
-            IndexError: a row is not stored.
-        """
-        self._check(time, lane)
-        return self._link[time % self.slots, lane] & CODE_BITS
+        """Return the codes of stored rows."""
+        out = np.empty((1, len(time)), np.int64)
+        self._core.codes(time, lane, out)
+        return out[0]
 
     @property
     def open_lanes(self) -> Array:
         """True in lanes whose newest episode may continue, bool ``[lanes]``."""
-        return (self._open >= 0) & (self.hi > self.lo)
+        return self._per_lane()[0] != 0
 
     @property
     def head_begin(self) -> Array:
@@ -284,134 +253,65 @@ class RingEpisodes:
 
         The time is -1 in lanes in which the first row of this episode is stored.
         """
-        return self._head_begin.copy()
+        return self._per_lane()[1]
 
-    def append_columns(
-        self, bound: Any, columns: Any, first: int, until: int, ends: Any = None
-    ) -> bool:
-        """Return False, because only the compiled core can append directly from columns."""
-        return False
-
-    def forget_ids(self) -> None:
-        """Forget the ids of the newest row, so that the next row's ids end no episode."""
-        self._last_ids = None
-
-    def last_ids(self) -> Array | None:
-        """Return the ids of the newest row, uint8 ``[lanes, bytes]``, or None."""
-        return self._last_ids
-
-    def set_last_ids(self, ids: Array) -> None:
-        """Set the ids of the newest row. Only the caller compares ids of rows."""
-        self._last_ids = ids.copy()
+    def _per_lane(self) -> Array:
+        out = np.empty((2, self.lanes), np.int64)
+        self._core.per_lane(out)
+        return out
 
     def severed(self) -> Array:
         """Return time and lane of the rows after which streams are cut, int64 ``[m, 2]``."""
-        self._forget_severed()
-        return np.array(self._severed, np.int64).reshape(-1, 2)
+        return np.array(self._core.severed(), np.int64).reshape(-1, 2)
 
-    def _forget_severed(self) -> None:
-        while self._severed and self._severed[0][0] < self.lo:
-            self._severed.popleft()
-
-    # -- all episodes ---------------------------------------------------------------------------
+    # -- all episodes -----------------------------------------------------------------------------
 
     def table(self) -> EpisodeTable:
         """Return all stored episodes. Cost: O(episodes)."""
-        if self._table is not None and self._table[0] == self.version:
-            return self._table[1]
-        start = int(np.searchsorted(self._log[0, : self._logged], self.lo))
-        last, lane, begin, head = self._log[:, start : self._logged]
-        at = np.nonzero(self.open_lanes)[0]
-        last = np.concatenate([last, np.full(len(at), self.hi - 1)])
-        lane = np.concatenate([lane, at])
-        begin = np.concatenate([begin, self._open[at]])
-        head = np.concatenate([head, self._open_head[at]])
-        order = np.argsort(lane, kind="stable")
-        last, lane, begin, head = last[order], lane[order], begin[order], head[order]
-        head = np.where(begin < self.lo, int(Head.EVICTED), head)
-        code = self.codes(last, lane) if len(last) else last
-        table = EpisodeTable(lane, begin, np.maximum(begin, self.lo), last, code, head)
-        self._table = self.version, table
-        return table
-
-    def _summed(self, law: CountLaw, kind: int) -> tuple[Array, Array, Array, Array]:
-        known = self._sums.get((law, kind))
-        if known is not None and known[0] == self.version:
-            return known[1]
-        table = self.table()
-        stored = table.last - table.first + 1
-        count, rows, skip = law.counts(stored, table.head == int(Head.RESET), table.code == 0)
-        mass = count
-        if kind == EPISODES:
-            mass = (count > 0).astype(np.int64)
-        elif kind == ROWS:
-            mass = np.where(count > 0, stored, 0)
-        found = (np.cumsum(mass), count, rows, table.first + skip)
-        if len(self._sums) > 16:
-            self._sums.clear()
-        self._sums[(law, kind)] = self.version, found
-        return found
+        out = np.empty((6, self._core.count()), np.int64)
+        self._core.table(out)
+        return tuple.__new__(EpisodeTable, out)
 
     def totals(self, law: CountLaw, kind: int) -> Array:
         """Return the counts of windows, episodes or rows of lanes, int64 ``[lanes]``."""
-        sums, *_ = self._summed(law, kind)
-        ends = np.searchsorted(self.table().lane, np.arange(self.lanes), side="right")
-        upto = np.concatenate([[0], sums])[ends]
-        return np.diff(upto, prepend=0)
+        out = np.empty((1, self.lanes), np.int64)
+        self._totals(*law.key(), kind, out)
+        return out[0]
 
     def total(self, law: CountLaw, kind: int) -> int:
         """Return the sum of ``totals``."""
-        sums, *_ = self._summed(law, kind)
-        return int(sums[-1]) if len(sums) else 0
+        return self._total(*law.key(), kind)
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Found:
-        """Look up windows, episodes or rows by number, int64 ``[K]``.
-
-        Windows, episodes and rows are numbered in the order of lanes, and in each lane in the order
-        of time.
-
-        Raises:
-            IndexError: a number is not below the sum of ``totals``.
-        """
-        sums, count, rows, base = self._summed(law, kind)
-        total = int(sums[-1]) if len(sums) else 0
-        wrong = (number < 0) | (number >= total)
-        if wrong.any():
-            got = number[np.argmax(wrong)]
-            raise IndexError(f"expected numbers in [0, {total}), got {got}")
-        at = np.searchsorted(sums, number, side="right")
-        before = np.where(at > 0, sums[at - 1], 0)
-        return Found(self.table().lane[at], base[at], rows[at], count[at], number - before)
+        """Look up windows, episodes or rows by number, int64 ``[K]``."""
+        out = np.empty((5, len(number)), np.int64)
+        self._find(*law.key(), kind, number, out)
+        return tuple.__new__(Found, out)
 
     def pick(self, law: CountLaw, kind: int, number: Array) -> Array:
         """Return the elements of single rows by number, found by ``find``."""
-        found = self.find(law, kind, number)
-        return (found.base + found.rest) % self.slots * self.lanes + found.lane
+        out = np.empty((1, len(number)), np.int64)
+        self._pick(*law.key(), kind, number, out)
+        return out[0]
 
     def slices(self, law: CountLaw, number: Array, length: int) -> tuple[Array, Array]:
         """Return elements of windows of ``length`` rows by number, window after window.
 
         The second array has the position of each element's window in ``number``.
         """
-        if not 1 <= length <= self.slots:
-            raise ValueError(f"expected windows of 1 to {self.slots} rows, got {length}")
-        found = self.find(law, WINDOWS, number)
-        short = np.nonzero(length > found.rows - found.rest)[0]
-        if len(short):
-            total = int(self.totals(law, WINDOWS).sum())
-            raise IndexError(
-                f"expected numbers in [0, {total}) of windows of {length} rows, got "
-                f"{number[short[0]]}"
-            )
-        first = (found.base + found.rest)[:, None]
-        element = (first + np.arange(length)) % self.slots * self.lanes + found.lane[:, None]
-        return element.reshape(-1), np.repeat(np.arange(len(number)), length)
+        rows = len(number) * length
+        element, window = np.empty(rows, np.int64), np.empty(rows, np.int64)
+        self._slices(*law.key(), number, length, element, window)
+        return element, window
 
-    def longest(self) -> int:
-        """Return the count of stored rows of the longest episode. Cost: O(episodes)."""
-        table = self.table()
-        return int((table.last - table.first).max()) + 1 if len(table.last) else 0
 
-    def nbytes(self) -> int:
-        """Return the size of the index in bytes."""
-        return int(self._link.nbytes + self._log.nbytes)
+def _cells(tensor: torch.Tensor, ndim: int) -> tuple[int | None, int]:
+    """Return the row stride of a column in bytes, and its count of numbers per row.
+
+    The stride is None if the core cannot read the column.
+    """
+    values = tensor.shape[ndim:].numel()
+    plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    if tensor.device.type != "cpu" or not plain:
+        return None, values
+    return row_stride(tensor, ndim), values

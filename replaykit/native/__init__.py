@@ -1,7 +1,4 @@
-"""Functions of the compiled core, with replacements in Python.
-
-The environment variable ``REPLAYKIT_NATIVE=0`` turns the core off. A build with
-``-C cmake.define.REPLAYKIT_CORE=OFF`` omits it. Results are the same either way.
+"""The Python interface of the compiled core.
 
 Example:
     >>> import numpy as np
@@ -16,96 +13,68 @@ Example:
 from __future__ import annotations
 
 import importlib
-import os
-import warnings
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from replaykit.native import fallback
+import torch
 
 __all__ = [
-    "HAS_CORE",
-    "WHY_NOT",
-    "BinaryTree",
-    "Followed",
-    "Linked",
+    "MOST_MOMENTS",
+    "Moments",
     "RankHeap",
     "Table",
     "ask_for_large_pages",
     "core",
     "crc32",
     "join_pages",
-    "join_rows",
     "moments",
     "power",
+    "row_stride",
 ]
 
 
-def _load() -> tuple[Any, str | None]:
-    if os.environ.get("REPLAYKIT_NATIVE", "1").strip().lower() in ("0", "false", "off", "no"):
-        return None, "the environment variable REPLAYKIT_NATIVE turns it off"
+def _load() -> Any:
     name = "replaykit.native._core"
     try:
-        core = importlib.import_module(name)
+        return importlib.import_module(name)
     except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == name:
-            return None, "this installation was built without it"
-        # A core that exists and does not load is a broken installation, not a choice.
-        warnings.warn(
-            f"the compiled core cannot be loaded, so the slower Python code is used: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None, str(error)
-    return core, None
+        raise ImportError(
+            f"expected the compiled core of replaykit, which cannot be loaded: {error}. Install a "
+            "wheel of replaykit for this platform, or build it with a compiler for C++17.",
+            name=name,
+        ) from error
 
 
-_core, WHY_NOT = _load()
+core: Any = _load()
+"""The compiled core."""
 
-HAS_CORE: bool = _core is not None
-"""True if the compiled core is in use; otherwise ``WHY_NOT`` gives the reason."""
+RankHeap: Any = core.RankHeap
+"""The slots of a storage that holds only the rows of largest rank.
 
-if TYPE_CHECKING:
-    RankHeap = fallback.RankHeap
-else:
-    RankHeap = fallback.RankHeap if _core is None else _core.RankHeap
+A new row replaces the row of the smallest rank, among equals the youngest. Ranks must not be NaN.
+"""
 
-join_rows: Any = None if _core is None else _core.join_rows
-"""Concatenate rows of two arrays, by address; in the core only."""
+Table: Any = core.Table
+"""Gather and scatter rows by address."""
 
-Table: Any = None if _core is None else _core.Table
-"""Gather and scatter rows by address; without the core, torch does the same."""
+ask_for_large_pages: Any = core.ask_for_large_pages
+"""Ask the kernel for large pages for fresh memory, by its address and size in bytes."""
 
-Followed: Any = None if _core is None else _core.Followed
-Linked: Any = None if _core is None else _core.Linked
-"""Rows that take next observations from the next row; in the core only."""
+join_pages: Any = core.join_pages
+"""Join the pages of a file in memory into large ones, by address and size in bytes.
 
-
-def ask_for_large_pages(address: int, nbytes: int) -> None:
-    """Ask the kernel for large pages for fresh memory; do nothing without the core."""
-    if _core is not None:
-        _core.ask_for_large_pages(address, nbytes)
-
-
-def join_pages(address: int, nbytes: int) -> None:
-    """Join the pages of a file in memory into large ones; do nothing without the core.
-
-    Cost: a copy of the pages.
-    """
-    if _core is not None:
-        _core.join_pages(address, nbytes)
-
+Cost: a copy of the pages.
+"""
 
 _LEAST_FOLDED = 1024
 
 
 def crc32(data: Any, value: int = 0) -> int:
-    """Return ``zlib.crc32(data, value)``, several times faster with the core.
+    """Return ``zlib.crc32(data, value)``, several times faster on most processors.
 
-    That is so on most processors. The interpreter lock is released meanwhile.
+    The interpreter lock is released meanwhile.
 
     Args:
         data: an object with a buffer of contiguous bytes.
@@ -117,30 +86,28 @@ def crc32(data: Any, value: int = 0) -> int:
         True
     """
     view = memoryview(data).cast("B")
-    if _core is None or not _core.has_fast_crc32 or len(view) < _LEAST_FOLDED:
+    if not core.has_fast_crc32 or len(view) < _LEAST_FOLDED:
         return zlib.crc32(view, value)
     whole = len(view) & ~15
-    found: int = _core.crc32(np.frombuffer(view[:whole], np.uint8), value)
+    found: int = core.crc32(np.frombuffer(view[:whole], np.uint8), value)
     return zlib.crc32(view[whole:], found)
 
 
-BinaryTree: Any = None if _core is None else _core.BinaryTree
-"""A binary sum tree with one query at a time, for benchmarks; in the core only."""
+MOST_MOMENTS = 1 << 16
+"""Most numbers of one call of ``moments``."""
+
+Moments = tuple[int, Any, Any, float, float]
+"""Count, least, largest, mean, and the sum of squared distances from the mean."""
 
 
-def core() -> Any:
-    """Return the compiled core or None, for packages that have a Python counterpart."""
-    return _core
-
-
-def moments(numbers: npt.NDArray[Any]) -> fallback.Moments:
+def moments(numbers: npt.NDArray[Any]) -> Moments:
     """Return count, least, largest, mean, and sum of squared distances from the mean.
 
-    NaNs are left out. The result has the same bits on every machine, with and without the core.
-    With the core, the interpreter lock is released for long arrays.
+    NaNs are left out. Without any numbers, the count is 0 and the rest means nothing. The result
+    has the same bits on every machine. The interpreter lock is released for long arrays.
 
     Args:
-        numbers: ``[n]``, n at most 65,536: integers, float32 or float64.
+        numbers: ``[n]``, n at most `MOST_MOMENTS`: integers, float32 or float64.
 
     Example:
         >>> import numpy as np
@@ -148,16 +115,14 @@ def moments(numbers: npt.NDArray[Any]) -> fallback.Moments:
         >>> moments(np.array([1, 3, 8], np.uint8))
         (3, 1, 8, 4.0, 26.0)
     """
-    if _core is None:
-        return fallback.moments(numbers)
-    found: fallback.Moments = _core.moments(np.ascontiguousarray(numbers))
+    found: Moments = core.moments(np.ascontiguousarray(numbers))
     return found
 
 
 def power(base: npt.NDArray[np.float64], exponent: float) -> npt.NDArray[np.float64]:
     """Return ``base ** exponent`` of finite numbers of at least 0.
 
-    0 to any power is 0. The result has the same bits on every machine, with and without the core.
+    0 to any power is 0, even to the power of 0. The result has the same bits on every machine.
 
     Example:
         >>> import numpy as np
@@ -165,8 +130,38 @@ def power(base: npt.NDArray[np.float64], exponent: float) -> npt.NDArray[np.floa
         >>> power(np.array([0.0, 4.0]), -0.5).tolist()
         [0.0, 0.5]
     """
-    if _core is None:
-        return fallback.power(base, exponent)
     found = np.array(base, dtype=np.float64, order="C").reshape(-1)
-    _core.power(found, exponent)
+    core.power(found, exponent)
     return found.reshape(base.shape)
+
+
+def row_stride(tensor: torch.Tensor, ndim: int) -> int | None:
+    """Return the bytes between elements of a column ``[slots, *lanes, *F]``.
+
+    ``[slots, *lanes]`` are its first ``ndim`` dimensions; elements are ordered by slot, then by
+    lane. The result is None if they are not equally far apart, or if the values of an element are
+    not contiguous.
+
+    Example:
+        >>> import torch
+        >>> from replaykit.native import row_stride
+        >>> column = torch.zeros(10, 4, 3, dtype=torch.float32)
+        >>> row_stride(column, 1), row_stride(column, 2), row_stride(column[..., :2], 1)
+        (48, 12, None)
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    step = 1
+    for size, stride in zip(reversed(shape[ndim:]), reversed(strides[ndim:]), strict=True):
+        if size > 1 and stride != step:
+            return None
+        step *= size
+    between, reach = tensor.dtype.itemsize * step, None
+    for size, stride in zip(reversed(shape[:ndim]), reversed(strides[:ndim]), strict=True):
+        if size == 1:
+            continue
+        if reach is None:
+            between = stride * tensor.dtype.itemsize
+        elif stride != reach:
+            return None
+        reach = stride * size
+    return between

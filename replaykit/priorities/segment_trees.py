@@ -129,8 +129,8 @@ class SegmentTree(Uncompiled):
     def native_view(self) -> Any:
         """The core's view of the tree, for calls that combine operations, or None.
 
-        The view is None without the core. The caller must ensure that no other thread uses the tree
-        at the same time.
+        The view is None for a tree in torch. The caller must ensure that no other thread uses the
+        tree at the same time.
         """
         return self._view
 

@@ -32,8 +32,7 @@ def available_kernels() -> list[str]:
         >>> available_kernels()[-1]
         'torch'
     """
-    core = native.core()
-    return [*([] if core is None else core.tree_kernels()), "torch"]
+    return [*native.core.tree_kernels(), "torch"]
 
 
 def chosen_kernel(device: torch.device) -> str:
@@ -65,7 +64,7 @@ def native_view(
     nodes: torch.Tensor,
 ) -> Any:
     """Return the compiled kernel for this memory, which the caller keeps alive."""
-    return native.core().SegmentTree(
+    return native.core.SegmentTree(
         operation.name,
         operation.leaf == torch.float64,
         name,

@@ -221,8 +221,6 @@ class GivenViews(OpenFile):
         return found
 
 
-_core = native.core()
-
 Array = np.ndarray[Any, Any]
 
 _BITS = 48
@@ -267,15 +265,7 @@ class ChangeLog:
             changes = [(table, None) for table in changed]
         for table, at in changes:
             found = np.array([_EVERYTHING]) if at is None else at
-            first = count % len(self._numbers)
-            until = first + len(found)
-            if _core is not None:
-                _core.log_elements(self._numbers, count, found, table << _BITS)
-            elif until <= len(self._numbers):
-                np.bitwise_or(found, table << _BITS, out=self._numbers[first:until])
-            else:
-                slots = np.arange(first, until) % len(self._numbers)
-                self._numbers[slots] = found | (table << _BITS)
+            native.core.log_elements(self._numbers, count, found, table << _BITS)
             count += len(found)
         return count
 

@@ -269,10 +269,10 @@ class RecoveryFolder:
 
     def _pass_addresses(self) -> None:
         """Pass the addresses of journal and states to the core; they change with growth."""
-        core = native.core()
-        if core is not None and not self.durable and sys.byteorder == "little":
+        if not self.durable and sys.byteorder == "little":
             even, odd = self.states.memory
-            self._commits = core.Commits(self.journal.memory, even, odd, list(self._rows.items()))
+            rows = list(self._rows.items())
+            self._commits = native.core.Commits(self.journal.memory, even, odd, rows)
 
     def check_table(self, number: int, dtype: Any, rows: int) -> None:
         """Raise CheckpointError, which names the file, if a table has too few rows."""

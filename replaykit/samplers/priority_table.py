@@ -19,8 +19,6 @@ from replaykit.storages.tensor_bytes import by_value, from_value
 
 __all__ = ["PriorityTable", "SetElements", "WatchedTable", "Watches"]
 
-_core = native.core()
-
 _PLAIN = (torch.float32, torch.float64)
 
 _NONE = np.zeros(0, np.int64)
@@ -136,9 +134,9 @@ class WatchedTable:
             return Changed(elements.cpu().numpy(), raw[elements].double().cpu().numpy(), *numbers)
         if len(index) == 1 and index[0].ndim == 1:
             at = index[0].numpy()
-            if _core is not None and raw.dtype in _PLAIN:
+            if raw.dtype in _PLAIN:
                 values = np.empty(len(at))
-                if _core.take_rising(at, raw.numpy(), values):
+                if native.core.take_rising(at, raw.numpy(), values):
                     return Changed(at, values, *numbers)
             if not (at[1:] > at[:-1]).all():
                 at = np.unique(at)

@@ -131,8 +131,7 @@ class Markers:
             return rows
         mask = info.get(MASK)
         # On the CPU the flags are NumPy arrays. With few rows, the cost is the number of calls.
-        core = None if mask is not None or not window.is_cpu else native.core()
-        if core is not None and self._by_core(core, rows, window, info):
+        if mask is None and window.is_cpu and self._by_core(rows, window, info):
             self._mark_first(rows, info, _array(window), None)
             return rows
         number = _array(window)
@@ -169,17 +168,19 @@ class Markers:
         If the rows contain the flags, these are changed in place, and ``info`` refers to them.
         """
         window = info[SEQUENCE_ID]
-        core = None if MASK in info or not window.is_cpu else native.core()
-        if core is not None and type(rows) is TensorDict and rows.batch_size == window.shape:
+        if (
+            MASK not in info
+            and window.is_cpu
+            and type(rows) is TensorDict
+            and rows.batch_size == window.shape
+        ):
             leaves = fields_of(rows)
             unmarked = self._init is None or lookup(rows, self._init) is None
-            if unmarked and self._in_place(core, leaves, window, info):
+            if unmarked and self._in_place(leaves, window, info):
                 return rows
         return self.complete(rows, info)
 
-    def _in_place(
-        self, core: Any, leaves: dict[str, Any], window: torch.Tensor, info: dict[Any, Any]
-    ) -> bool:
+    def _in_place(self, leaves: dict[str, Any], window: torch.Tensor, info: dict[Any, Any]) -> bool:
         if self._siblings is None:
             return False
         container, names = self._siblings
@@ -209,11 +210,11 @@ class Markers:
             else:
                 places += (leaf.data_ptr(), leaf.stride(0), 1)
             flags.append(leaf)
-        core.mark_own(places, (), window.data_ptr(), count)
+        native.core.mark_own(places, (), window.data_ptr(), count)
         info |= zip(self._keys, flags, strict=True)  # type: ignore[arg-type]
         return True
 
-    def _by_core(self, core: Any, rows: Any, window: torch.Tensor, info: dict[Any, Any]) -> bool:
+    def _by_core(self, rows: Any, window: torch.Tensor, info: dict[Any, Any]) -> bool:
         """Add the flags of rows by one call of the core.
 
         Return False if the core cannot read them.
@@ -244,7 +245,7 @@ class Markers:
         if model is None or model.shape[0] != 3 * count:
             model = self._model = torch.empty((3 * count, 1), dtype=torch.bool, device=_CPU)
         made = torch.empty_like(model)
-        core.mark_windows(flags, window.data_ptr(), count, made.data_ptr())
+        native.core.mark_windows(flags, window.data_ptr(), count, made.data_ptr())
         # The flags share memory, like the leaves of a batch, but have separate autograd versions.
         info |= zip(self._keys, torch.unsafe_split(made, count), strict=True)
         return True

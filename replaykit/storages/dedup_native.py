@@ -11,7 +11,7 @@ import torch
 
 from replaykit import native
 from replaykit.episodes.interleaved import stream_keys
-from replaykit.native.fallback import row_stride
+from replaykit.native import row_stride
 from replaykit.storages.columns import Columns
 from replaykit.storages.next_rows import Chains, Links, Pairs
 from replaykit.storages.overflow_table import OverflowTable
@@ -65,7 +65,7 @@ class NativeDedup:
         cls, pairs: Pairs, rows: Columns, overflow: OverflowTable, links: Links | None = None
     ) -> NativeDedup | None:
         """Return an object over the rows, or None if the core cannot copy them."""
-        if native.Followed is None or not rows.native:
+        if not rows.native:
             return None
         return cls(pairs, rows, overflow, links)
 
@@ -117,7 +117,7 @@ class NativeDedup:
         elements = self._rows.slots * self._cells
         memory, links = self._overflow.memory(), self._links
         linked = () if links is None else links.addresses()
-        kind = native.Followed if links is None else native.Linked
+        kind = native.core.Followed if links is None else native.core.Linked
         self._core = kind(
             [lies[path][0] for path in self._paths],
             [lies[path][1] for path in self._paths],

@@ -294,7 +294,7 @@ class StepsAhead:
             self._offsets = [layout.offsets[path] - start for path in plan.taken]
             self._first_bytes, self._stride = sizes[0], layout.stride
             self._strides = [layout.stride] * len(sizes)
-        self._core = native.core().StepsAhead(
+        self._core = native.core.StepsAhead(
             reward.data_ptr(),
             rows.strides[plan.reward],
             reward.dtype is torch.float64,

@@ -227,9 +227,6 @@ def _checked_table(
     return table
 
 
-_core = native.core()
-
-
 class Ledger(Tables):
     """The row ids and generations of a storage with ``slots`` slots, in int64.
 
@@ -298,10 +295,10 @@ class Ledger(Tables):
     def generations(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the generation of each of ``slots``; -1 if it was never written."""
         if self._generation_table is None:
-            if _core is not None and is_plain_index(slots):
+            if is_plain_index(slots):
                 found = torch.empty_like(slots)
                 count = slots.numel()
-                _core.generations(
+                native.core.generations(
                     slots.data_ptr(), count, self.next_position, self.slots, found.data_ptr()
                 )
                 return found
@@ -321,9 +318,9 @@ class Ledger(Tables):
         Each of ``slots`` must hold a row, and ``count`` is at most the number of slots of the
         ledger.
         """
-        if _core is not None and is_plain_index(slots):
+        if is_plain_index(slots):
             at, number = slots.data_ptr(), slots.numel()
-            return bool(_core.any_next(at, number, self.cursor, count, self.slots))
+            return bool(native.core.any_next(at, number, self.cursor, count, self.slots))
         return bool(((slots - self.cursor) % self.slots < count).any())
 
     @property

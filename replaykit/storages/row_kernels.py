@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from replaykit import native
-from replaykit.native.fallback import row_stride
+from replaykit.native import row_stride
 from replaykit.storages.history_kernels import StepsAhead, StepsPlan
 from replaykit.storages.indexing import check_range, unravel_index
 from replaykit.storages.records import RecordLayout, alone, plan_records
@@ -59,7 +59,7 @@ class NativeRows:
         The core needs columns on the CPU. The values of each row must be contiguous, and elements
         must be at equal distances.
         """
-        if native.Table is None or columns.device.type != "cpu":
+        if columns.device.type != "cpu":
             return None
         strides = [row_stride(tensor, columns.ndim) for tensor in columns.tensors.values()]
         if any(stride is None for stride in strides):
@@ -189,7 +189,7 @@ class NativeRows:
         self._owner.refresh_addresses()
         changes = self._owner.changes
         if changes.reads is None:
-            changes.reads = native.core().Reads()
+            changes.reads = native.core.Reads()
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
         count, layout = rows.shape[0], None if contiguous else self.batch_layout

@@ -78,8 +78,7 @@ def contiguous_stacks(
     count = how.k - 1 + skip
     # Another transform may have replaced the next frame by one of other dtype, shape or device.
     if (
-        native.join_rows is None
-        or type(following) is not torch.Tensor
+        type(following) is not torch.Tensor
         or following.dtype is not frames.dtype
         or not following.is_cpu
         or following.requires_grad
@@ -91,7 +90,7 @@ def contiguous_stacks(
         return next_stack(frames.view(-1, count, *features)[:, skip:], following, how)
     one = features.numel() * frames.dtype.itemsize
     stack = torch.empty_like(like)
-    native.join_rows(
+    native.core.join_rows(
         frames.data_ptr() + skip * one,
         count * one,
         (count - skip) * one,

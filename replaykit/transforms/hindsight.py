@@ -34,7 +34,6 @@ REACHED = 0.05
 """A goal is reached if the achieved goal is closer than this distance."""
 
 _NUMBERS = {torch.float32: np.float32, torch.float64: np.float64}
-_core = native.core()
 
 
 def distance_rewards(achieved: torch.Tensor, goal: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -71,8 +70,8 @@ def later_goals(
         column: the achieved goals, ``[slots, G]``; the row of a time is in slot ``time % slots``.
 
     Returns:
-        The chosen rows, bool ``[B]``, and goals ``[B, G]`` for all rows. None if the core is
-        missing or does not support the column. The core supports float32 and float64 on the CPU.
+        The chosen rows, bool ``[B]``, and goals ``[B, G]`` for all rows. None if the core
+        does not support the column. The core supports float32 and float64 on the CPU.
 
     Cost: one pass. For a batch of 256 rows, NumPy takes three times as long to choose the rows and
     then read them.
@@ -85,13 +84,11 @@ def later_goals(
         >>> found is None or (found[0].tolist(), found[1].tolist()) == ([False, True], [[0], [2]])
         True
     """
-    if _core is None:
-        return None
     memory = _memory(column)
     if memory is None:
         return None
     rows, goals = _empty(draws, column)
-    _core.later_goals(draws, low, last, p, *memory, rows, goals)
+    native.core.later_goals(draws, low, last, p, *memory, rows, goals)
     return rows, goals
 
 
@@ -113,8 +110,6 @@ def relabel_later(
         The result of ``later_goals``. If the core does not support the column or the batch, the
         result is None, and the batch is unchanged.
     """
-    if _core is None:
-        return None
     memory = _memory(column)
     found = None if memory is None else _branches(data, achieved, goal)
     if found is None or memory is None:
@@ -124,7 +119,7 @@ def relabel_later(
     if places is None:
         return None
     rows, goals = _empty(draws, column)
-    _core.relabel_later(
+    native.core.relabel_later(
         draws,
         low,
         last,
@@ -165,7 +160,7 @@ def relabel_batch(data: Any, rows: Array, fresh: torch.Tensor, achieved: str, go
         True if the batch was changed. False if the core does not support the batch, which is then
         unchanged.
     """
-    found = None if _core is None else _branches(data, achieved, goal)
+    found = _branches(data, achieved, goal)
     if found is None:
         return False
     data, after, leaves = found
@@ -218,15 +213,13 @@ def relabelled(
         achieved, goals, reward: keys of these leaves.
 
     Returns:
-        New leaves by key. None if the compiled core is missing or does not support the leaves. The
+        New leaves by key. None if the core does not support the leaves. The
         core supports float32 or float64 vectors on the CPU, with one reward of the same dtype per
         row.
 
     Cost: one pass. For a batch of 256 rows, the call takes a third of the time of the same work in
     torch.
     """
-    if _core is None:
-        return None
     new = _relabelled(rows, fresh, [leaves[key] for key in (achieved, *goals, reward)])
     return None if new is None else dict(zip((*goals, reward), new, strict=True))
 
@@ -244,7 +237,7 @@ def _relabelled(
     old = leaves[3]
     goal, next_goal = torch.empty_like(fresh), torch.empty_like(fresh)
     reward = torch.empty(old.shape, dtype=dtype, device="cpu")
-    _core.relabel(
+    native.core.relabel(
         dtype is torch.float64,
         rows,
         *shape,

@@ -23,7 +23,6 @@ from benchmarks.works.prioritized import PrioritizedReplaykit, Stepping
 from benchmarks.works.transitions import Sampling
 from benchmarks.works.trees import BinaryTree, Drawing, SumTree, Updating
 from benchmarks.works.writes import Writing
-from replaykit.native import HAS_CORE
 
 HERE = Calibration(
     host=fingerprint(),
@@ -203,8 +202,8 @@ def test_a_tree_that_does_other_work_is_refused(kind: Any) -> None:
 
 def test_binary_tree_passes_the_same_checks_or_is_named() -> None:
     found, absent = ready(Updating(SumTree, "ours", 999), [Updating(BinaryTree, "other", 999)])
-    assert list(found) == (["ours", "other"] if HAS_CORE else ["ours"])
-    assert absent == ({} if HAS_CORE else {"other": "this core has no binary tree to compare with"})
+    assert list(found) == ["ours", "other"]
+    assert absent == {}
 
 
 class Unweighted(PrioritizedReplaykit):

@@ -1,4 +1,4 @@
-"""Batches in one piece, batches by default, and batches without the core: the same rows."""
+"""Batches in one piece, batches by default, and batches gathered by torch: the same rows."""
 
 from __future__ import annotations
 
@@ -163,7 +163,11 @@ _PROGRAM = """
 import hashlib, json, sys, torch
 from tensordict import TensorDict
 import replaykit as rk
+from replaykit.storages.row_kernels import NativeRows
 from replaykit.structure import raw_bytes
+
+if sys.argv[1] == "torch":
+    NativeRows.over = classmethod(lambda cls, columns: None)
 
 def rows(start, count):
     ids = torch.arange(start, start + count)
@@ -208,23 +212,15 @@ for ndim in (2, 3):
     rb.extend(data.view(2, 12) if ndim == 2 else data.view(2, 2, 6))
     rb.extend(data.view(2, 12)[:, :2].clone() if ndim == 2 else data.view(2, 2, 6)[:, :, 1:3])
     result[f"lanes {ndim}"] = [told(rb.sample()) for _ in range(3)] + [told(rb[:])]
-print(json.dumps([rk.native.HAS_CORE, result]))
+print(json.dumps(result))
 """
 
 
 @pytest.mark.programs
-def test_without_the_core_the_same_seed_draws_the_same_bits(
-    run_python: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for native in ("1", "0"):
-        monkeypatch.setenv("REPLAYKIT_NATIVE", native)
-        done = run_python("import replaykit.native\n" + _PROGRAM)
-        found.append(json.loads(done.stdout))
-    (_, with_core), (without, by_torch) = found
-    assert not without
-    assert with_core.keys() == by_torch.keys()
-    for name, told in with_core.items():
-        assert by_torch[name] == told, name
+def test_core_and_torch_gather_the_same_bits(run_python: Any) -> None:
+    by_core, by_torch = (json.loads(run_python(_PROGRAM, by).stdout) for by in ("core", "torch"))
+    assert by_core.keys() == by_torch.keys()
+    for name, found in by_core.items():
+        assert by_torch[name] == found, name
     for name in ("lazy", "memmap", "wrapped"):
-        assert with_core[f"{name} True"] == with_core[f"{name} False"]
+        assert by_core[f"{name} True"] == by_core[f"{name} False"]

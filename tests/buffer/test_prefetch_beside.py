@@ -28,8 +28,6 @@ from replaykit import (
 
 ROWS, WIDE, BATCH = 120, 3000, 64
 
-pytestmark = pytest.mark.skipif(not native.HAS_CORE, reason="threads of the core")
-
 
 def rows(first: int, count: int = ROWS, shape: tuple[int, ...] = ()) -> TensorDict:
     """Rows of which every value says which they are."""
@@ -236,7 +234,7 @@ class Kept:
 
 
 def test_wait_ends_a_gather_and_releases_its_memory() -> None:
-    reads, to, kept = native.core().Reads(), torch.zeros(4, dtype=torch.int64), Kept()
+    reads, to, kept = native.core.Reads(), torch.zeros(4, dtype=torch.int64), Kept()
     watched = weakref.ref(kept)
     begun = _begun(reads, [9, 0, 3, 3], to, kept)
     del kept
@@ -266,7 +264,7 @@ def test_wait_ends_a_gather_and_releases_its_memory() -> None:
 def test_invalid_gathers_are_refused_before_they_begin(
     at: list[int], options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
-    reads, to = native.core().Reads(), torch.full((4,), -1)
+    reads, to = native.core.Reads(), torch.full((4,), -1)
     with pytest.raises(error, match=said):
         _begun(reads, at, to, **options)
     reads.wait()

@@ -22,8 +22,8 @@ from replaykit import (
     SamplerWithoutReplacement,
     Sequence,
     SliceSampler,
-    native,
 )
+from replaykit.storages.row_kernels import NativeRows
 
 ROWS = 50
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
@@ -223,13 +223,13 @@ def test_slow_draws_are_left_to_threads(
     rb.shutdown()
 
 
-@pytest.mark.parametrize("kind", ["mapped", "without the core"])
+@pytest.mark.parametrize("kind", ["mapped", "torch"])
 def test_large_batches_are_left_to_threads(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mapped = kind == "mapped"
     if not mapped:
-        monkeypatch.setattr(native, "Table", None)
+        monkeypatch.setattr(NativeRows, "over", classmethod(lambda cls, columns: None))
     storage = LazyMemmapStorage(4, scratch_dir=tmp_path) if mapped else LazyTensorStorage(4)
     rb = ReplayBuffer(storage=storage, batch_size=3, prefetch=1)
     rb.extend(torch.zeros(4, 40_000))

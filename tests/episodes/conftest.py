@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from replaykit import native
 from replaykit.episodes import index
-from replaykit.episodes.ring import RingEpisodes
+from tests.episodes.numpy_ring import NumpyRing
 
-KERNELS = [
-    "numpy",
-    pytest.param("core", marks=pytest.mark.skipif(not native.HAS_CORE, reason="no core")),
-]
+KERNELS = ["numpy", "core"]
 
 
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernel of all indexes that a test makes."""
     if request.param == "numpy":
-        monkeypatch.setattr(index, "new_ring", RingEpisodes)
+        monkeypatch.setattr(index, "RingEpisodes", NumpyRing)
     return request.param

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.episodes import CountLaw, EpisodeIndex, Head
 from replaykit.episodes.index import RingWrites
-from replaykit.episodes.ring_kernels import NativeRing
+from replaykit.episodes.ring import RingEpisodes
 
 LAWS = [CountLaw.strict(1), CountLaw.strict(3), CountLaw(1, 1, past=1, open_future=1)]
 
@@ -304,7 +304,7 @@ def test_rows_placed_all_over_are_noted_in_one_go(
             note(self, first, until, None)
 
     if not read and kernel == "core":  # columns that the core cannot read
-        monkeypatch.setattr(NativeRing, "append_columns", lambda *args: False)
+        monkeypatch.setattr(RingEpisodes, "append_columns", lambda *args: False)
     for seed in range(8):
         random = np.random.default_rng(seed)
         rb = ReplayBuffer(storage=LazyTensorStorage(40 * count, ndim=1 + len(lanes)))

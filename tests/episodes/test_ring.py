@@ -9,17 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaykit import native
 from replaykit.episodes import EPISODES, ROWS, WINDOWS, CountLaw, Head, RingEpisodes
 from replaykit.episodes.episode_laws import NOT_INIT, RESTORED, SEVERED, SWITCHED
-from replaykit.episodes.ring_kernels import NativeRing, new_ring
+from tests.episodes.numpy_ring import NumpyRing
 
 Array = np.ndarray[Any, Any]
 
-needs_core = pytest.mark.skipif(not native.HAS_CORE, reason="there is no compiled core")
 KERNELS = [
-    pytest.param(RingEpisodes, id="numpy"),
-    pytest.param(NativeRing, id="core", marks=needs_core),
+    pytest.param(NumpyRing, id="numpy"),
+    pytest.param(RingEpisodes, id="core"),
 ]
 
 
@@ -231,14 +229,13 @@ def random_codes(random: np.random.Generator, n: int, lanes: int, length: float)
     return codes
 
 
-@needs_core
 @pytest.mark.parametrize(("slots", "lanes", "length"), [
     (1000, 1, 1), (997, 1, 2.5), (30_000, 1, 6), (300, 7, 3), (5000, 3, 200), (64, 40, 1.5),
 ])  # fmt: skip
 def test_both_kernels_agree_over_long_runs(slots: int, lanes: int, length: float) -> None:
     """Thousands of episodes, whose sums wrap; laws asked for always, now and then, and once."""
     random = np.random.default_rng(slots)
-    rings = [RingEpisodes(slots, lanes), NativeRing(slots, lanes)]
+    rings = [NumpyRing(slots, lanes), RingEpisodes(slots, lanes)]
     for step in range(60):
         n = int(
             random.choice(
@@ -321,9 +318,8 @@ def test_numbers_beyond_the_last_window_are_refused(kernel: Any, number: int) ->
     assert not len(ring.find(CountLaw.strict(6), WINDOWS, np.zeros(0, np.int64)).base)
 
 
-@needs_core
 def test_the_core_refuses_arrays_that_it_cannot_read() -> None:
-    ring = NativeRing(5, 2)
+    ring = RingEpisodes(5, 2)
     with pytest.raises(TypeError, match="`codes` as a contiguous uint8 array of 2 dim"):
         ring.append(np.zeros((3, 2), np.int64))
     with pytest.raises(TypeError, match="`codes` as a contiguous uint8 array of 2 dim"):
@@ -346,17 +342,16 @@ def test_the_core_refuses_arrays_that_it_cannot_read() -> None:
     with pytest.raises(ValueError, match="at least 0"):
         ring.totals(CountLaw(1, 0, -1), WINDOWS)
     with pytest.raises(ValueError, match="at least one slot"):
-        NativeRing(0, 1)
+        RingEpisodes(0, 1)
     with pytest.raises(ValueError, match="begins before the start"):
-        NativeRing(3, 1, start=4, begin=np.array([4]))
+        RingEpisodes(3, 1, start=4, begin=np.array([4]))
     with pytest.raises(ValueError, match="expected 2 entries in `head`, got 1"):
-        NativeRing(3, 2, head=np.array([1]))
+        RingEpisodes(3, 2, head=np.array([1]))
     assert ring.hi == 3
 
 
-@needs_core
 def test_arrays_need_not_lie_in_one_piece() -> None:
-    ring = NativeRing(8, 2)
+    ring = RingEpisodes(8, 2)
     ring.append(np.zeros((6, 2), np.uint8))
     pairs = np.array([[0, 0], [3, 1], [5, 0]])
     begin, last, _, _ = ring.lookup(pairs[:, 0], pairs[:, 1])
@@ -364,24 +359,19 @@ def test_arrays_need_not_lie_in_one_piece() -> None:
     assert ring.find(CountLaw.strict(1), WINDOWS, np.arange(12)[::-3]).lane.tolist() == [1, 1, 0, 0]
 
 
-@needs_core
 def test_memory_comes_with_the_rows_and_stays_below_24_bytes_a_row() -> None:
     """Episodes of one row are the worst there is."""
-    ring = NativeRing(10**9, 1)
+    ring = RingEpisodes(10**9, 1)
     ring.append(np.zeros((1000, 1), np.uint8))
     assert ring.nbytes() < 20_000
-    ring = NativeRing(100_000, 1)
+    ring = RingEpisodes(100_000, 1)
     for _ in range(25):
         ring.append(np.ones((10_000, 1), np.uint8))
         ring.totals(CountLaw.strict(1), WINDOWS)
         ring.totals(CountLaw.strict(1), ROWS)
     assert ring.nbytes() < 18 * 100_000
-    ring = NativeRing(100_000, 1)
+    ring = RingEpisodes(100_000, 1)
     for _ in range(25):
         ring.append(np.array([[0]] * 199 + [[1]], np.uint8).repeat(10, 0))
         ring.totals(CountLaw.strict(1), WINDOWS)
     assert ring.nbytes() < 8.2 * 100_000
-
-
-def test_the_core_is_chosen_where_it_is_there() -> None:
-    assert type(new_ring(3, 1)) is (NativeRing if native.HAS_CORE else RingEpisodes)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, ReplayBuffer, native
+from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.episodes import EpisodeIndex, index
 
 
@@ -87,7 +87,6 @@ def test_flags_decide_if_an_episode_terminated_or_was_truncated(kernel: str) -> 
     assert ends(new_index({"x": done}, 6)) == [(0, 0, 5, 0)]
 
 
-@pytest.mark.skipif(not native.HAS_CORE, reason="there is no compiled core")
 @pytest.mark.parametrize(("done", "reads"), [
     (torch.zeros(4, 1, dtype=torch.bool), True),
     (torch.zeros(4, 2, dtype=torch.bfloat16), True),
@@ -97,7 +96,7 @@ def test_the_core_says_which_columns_it_cannot_read(done: torch.Tensor, reads: b
     """It reads all that are usual: else every write would go the long way, with the same result."""
     rb = ReplayBuffer(storage=LazyTensorStorage(4))
     rb.extend(TensorDict({"next": {"done": done}}, [4]))
-    columns, ring = rb.storage.require(), index.new_ring(4, 1)
+    columns, ring = rb.storage.require(), index.RingEpisodes(4, 1)
     bound = rb.storage.episodes.bound
     assert ring.append_columns(bound, columns, 0, 3) is reads
     assert ring.hi == 3 * reads

@@ -50,7 +50,7 @@ def test_threads_can_share_the_bytes():
 
 
 def test_core_refuses_lengths_that_are_no_multiple_of_16():
-    core = native.core()
+    core = native.core
     if core is None or not core.has_fast_crc32:
         pytest.skip("no core, or a processor without PCLMULQDQ")
     for length in (0, 48, 65, 1000):

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from replaykit import native
-from replaykit.native import fallback, moments
+from replaykit.native import MOST_MOMENTS, moments
+from tests.native import reference
 
 DTYPES = [
     "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
 ]  # fmt: skip
-LENGTHS = [1, 2, 15, 16, 17, 33, 1000, 5001, fallback.MOST]
+LENGTHS = [1, 2, 15, 16, 17, 33, 1000, 5001, MOST_MOMENTS]
 
 
 def _draw(dtype: str, count: int, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -40,21 +41,19 @@ def test_moments_equal_exact_sums(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_core_and_numpy_find_the_same_bits(dtype):
-    if not native.HAS_CORE:
-        pytest.skip("no core")
     for count in [*LENGTHS, 0]:
         values = _draw(dtype, count, count)
         if dtype.startswith("float"):
             values[::7] = np.nan
             values[3::11] = -0.0
-        ours, theirs = native.core().moments(values), fallback.moments(values)
+        ours, theirs = native.core.moments(values), reference.moments(values)
         assert ours[0] == theirs[0]
         if ours[0]:
             assert np.array(ours[1:], object).tolist() == np.array(theirs[1:], object).tolist()
             assert [type(part) for part in ours] == [type(part) for part in theirs]
 
 
-@pytest.mark.parametrize("found_by", [moments, fallback.moments])
+@pytest.mark.parametrize("found_by", [moments, reference.moments])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_moments_skip_nan_and_count_infinity(dtype, found_by):
     values = np.array([np.nan, 2.0, np.nan, -1.0, 5.0], dtype)
@@ -73,9 +72,7 @@ def test_moments_accept_strided_arrays():
 
 
 def test_core_refuses_too_many_values_and_complex_numbers():
-    if not native.HAS_CORE:
-        pytest.skip("no core")
     with pytest.raises(ValueError, match="65536"):
-        native.core().moments(np.zeros(fallback.MOST + 1, np.uint8))
+        native.core.moments(np.zeros(MOST_MOMENTS + 1, np.uint8))
     with pytest.raises(TypeError, match="expected integers"):
-        native.core().moments(np.zeros(3, np.complex64))
+        native.core.moments(np.zeros(3, np.complex64))

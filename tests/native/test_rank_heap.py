@@ -1,12 +1,10 @@
-"""Which slot the next record takes when only the largest ranks are kept: core and fallback."""
+"""Which slot the next record takes when only the largest ranks are kept: core and reference."""
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 from bisect import insort
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import replaykit.native as native
-from replaykit.native import fallback
+from tests.native import reference
 
-HEAPS = {"fallback": fallback.RankHeap}
-if native.HAS_CORE:
-    HEAPS["core"] = native.RankHeap
+HEAPS = {"reference": reference.RankHeap, "core": native.RankHeap}
 
 
 @pytest.fixture(params=HEAPS)
@@ -206,7 +202,6 @@ def test_a_refused_offer_changes_nothing(heap_class: Any) -> None:
     assert heap.next_age == 3
 
 
-@pytest.mark.skipif(not native.HAS_CORE, reason="checks that the core converts nothing silently")
 @pytest.mark.parametrize(
     ("ranks", "slots"),
     [
@@ -224,24 +219,7 @@ def test_the_core_takes_arrays_as_they_are_or_not_at_all(ranks: Any, slots: Any)
         native.RankHeap(2).offer(ranks, slots)
 
 
-# -- choosing -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", ["0", "false", " OFF ", "no"])
-def test_the_environment_turns_the_core_off(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("REPLAYKIT_NATIVE", value)
-    core, why = native._load()
-    assert core is None
-    assert "REPLAYKIT_NATIVE" in str(why)
-
-
-@pytest.mark.skipif(not native.HAS_CORE, reason="this installation was built without the core")
-@pytest.mark.parametrize("value", ["1", "", "yes"])
-def test_the_core_is_used_where_it_is_there(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("REPLAYKIT_NATIVE", value)
-    core, why = native._load()
-    assert core.RankHeap is native.RankHeap is not fallback.RankHeap
-    assert why is None
+# -- loading --------------------------------------------------------------------------------------
 
 
 class _Finder:
@@ -255,19 +233,6 @@ class _Finder:
             raise self.error
 
 
-def _without_core(monkeypatch: pytest.MonkeyPatch, error: ImportError) -> None:
-    monkeypatch.setenv("REPLAYKIT_NATIVE", "1")
-    monkeypatch.delattr(native, "_core", raising=False)
-    monkeypatch.delitem(sys.modules, "replaykit.native._core", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [_Finder(error), *sys.meta_path])
-
-
-def test_missing_core_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "replaykit.native._core"
-    _without_core(monkeypatch, ModuleNotFoundError(f"No module named {name!r}", name=name))
-    assert native._load() == (None, "this installation was built without it")
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -275,27 +240,10 @@ def test_missing_core_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
         ModuleNotFoundError("No module named 'something'", name="something"),
     ],
 )
-def test_core_that_fails_to_load_warns(monkeypatch: pytest.MonkeyPatch, error: ImportError) -> None:
-    _without_core(monkeypatch, error)
-    with pytest.warns(RuntimeWarning, match=r"cannot be loaded, .*: .*something"):
-        core, why = native._load()
-    assert core is None
-    assert why == str(error)
-
-
-@pytest.mark.programs
-def test_the_package_works_without_the_core(run_python: Any) -> None:
-    """A selection of the writers' and storages' tests, with the fallback in place of the core."""
-    tests = Path(__file__).parents[1]
-    selected = [tests / "writers" / "test_max_value.py", tests / "storages" / "test_lists.py"]
-    environment = {**os.environ, "REPLAYKIT_NATIVE": "0"}
-    program = f"""
-import sys, pytest
-from replaykit import native
-assert not native.HAS_CORE
-arguments = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly"]
-sys.exit(pytest.main([*arguments, *{[str(path) for path in selected]!r}]))
-"""
-    done = run_python(program, check=False, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert " passed" in done.stdout
+def test_core_that_fails_to_load_says_why(
+    monkeypatch: pytest.MonkeyPatch, error: ImportError
+) -> None:
+    monkeypatch.delitem(sys.modules, "replaykit.native._core")
+    monkeypatch.setattr(sys, "meta_path", [_Finder(error), *sys.meta_path])
+    with pytest.raises(ImportError, match=r"cannot be loaded: .*something.*Install a wheel"):
+        native._load()

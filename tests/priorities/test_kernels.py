@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -186,31 +185,10 @@ def test_a_kernel_that_this_processor_lacks_is_refused(monkeypatch: pytest.Monke
         SumSegmentTree(3)
 
 
-def test_torch_kernel_is_used_without_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_core", None)
-    monkeypatch.delenv("REPLAYKIT_TREE", raising=False)
-    assert available_kernels() == ["torch"]
-    assert SumSegmentTree(3).kernel == "torch"
-
-
-def test_the_environment_turns_the_core_off(run_python: Any) -> None:
-    program = """
-from replaykit import SumSegmentTree
-tree = SumSegmentTree(100)
-tree[5] = 2.0
-assert tree.kernel == "torch"
-assert tree.draw(3)[0].tolist() == [5, 5, 5]
-"""
-    environment = {**os.environ, "REPLAYKIT_NATIVE": "0"}
-    environment.pop("REPLAYKIT_TREE", None)
-    run_python(program, env=environment)
-
-
-@pytest.mark.skipif(not native.HAS_CORE, reason="this installation was built without the core")
 def test_the_yardstick_is_a_sum_tree() -> None:
     generator = torch.Generator().manual_seed(4)
     value = torch.randint(0, 50, (1000,), generator=generator).float()
-    binary, tree = native.BinaryTree(1000), SumSegmentTree(1000)
+    binary, tree = native.core.BinaryTree(1000), SumSegmentTree(1000)
     index = torch.arange(1000)
     binary.update(index.data_ptr(), value.data_ptr(), 1000)
     tree.update(index, value)

@@ -41,10 +41,9 @@ def test_every_level_covers_the_one_below(capacity: int) -> None:
     assert levels.entries <= levels.leaves / 7 + 8 * len(levels.counts)
 
 
-@pytest.mark.skipif(not native.HAS_CORE, reason="this installation was built without the core")
 @pytest.mark.parametrize("capacity", [*CAPACITIES, *LARGE])
 def test_core_and_python_compute_the_same_levels(capacity: int) -> None:
-    leaves, entries, counts, offsets = native.core().tree_levels(capacity)
+    leaves, entries, counts, offsets = native.core.tree_levels(capacity)
     levels = levels_of(capacity)
     assert (leaves, tuple(counts), tuple(offsets), entries) == levels[1:]
 
@@ -121,9 +120,8 @@ def test_invalid_tree_arguments_are_refused(kernel: str) -> None:
         SumSegmentTree(4, device="mps")
 
 
-@pytest.mark.skipif(not native.HAS_CORE, reason="this installation was built without the core")
 def test_core_refuses_invalid_tree_arguments() -> None:
-    make = native.core().SegmentTree
+    make = native.core.SegmentTree
     for arguments, message in (
         (("sum", False, "portable", 64, 64, 0), "a capacity of at least 1"),
         (("sum", False, "portable", 65, 64, 1), "aligned to 64"),

@@ -15,7 +15,6 @@ from replaykit import native
 from replaykit.recovery import RecoveryFolder, States
 
 Array = np.ndarray[Any, Any]
-needs_core = pytest.mark.skipif(not native.HAS_CORE, reason=f"no core: {native.WHY_NOT}")
 ROWS, WIDTHS = 40, (5, 24)
 
 
@@ -32,32 +31,22 @@ class Opened:
         self.open(fresh=True)
 
     def open(self, *, fresh: bool = False) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            if not self.compiled:
-                patch.setattr(native, "core", lambda: None)
-            self.home = RecoveryFolder(self.folder, **self.how)
-            self.home.open(self.rows, fresh=fresh)
+        self.home = RecoveryFolder(self.folder, **self.how)
+        if not self.compiled:
+            self.home._pass_addresses = lambda: None  # type: ignore[method-assign]
+        self.home.open(self.rows, fresh=fresh)
 
     def write(self, first: int, until: int, value: int) -> tuple[int, int]:
-        with pytest.MonkeyPatch.context() as patch:
-            if not self.compiled:
-                patch.setattr(native, "core", lambda: None)
-            noted = self.home.journal_file_rows(first, until)
+        noted = self.home.journal_file_rows(first, until)
         for cells in self.rows.values():
             cells[first:until] = value
         return noted
 
     def put(self, at: Array, values: Array) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            if not self.compiled:
-                patch.setattr(native, "core", lambda: None)
-            self.home.set(8, values, at)
+        self.home.set(8, values, at)
 
     def commit(self, numbers: Array, more: list[int]) -> int:
-        with pytest.MonkeyPatch.context() as patch:
-            if not self.compiled:
-                patch.setattr(native, "core", lambda: None)
-            return self.home.commit(numbers, more)
+        return self.home.commit(numbers, more)
 
     def files(self) -> dict[str, bytes]:
         folder = self.home.folder
@@ -85,7 +74,6 @@ change = st.one_of(
 )
 
 
-@needs_core
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(changes=st.lists(change, max_size=25))
 def test_core_commits_write_the_same_bytes_as_python(
@@ -128,7 +116,6 @@ def test_core_commits_write_the_same_bytes_as_python(
         assert np.array_equal(one, other)
 
 
-@needs_core
 def test_core_and_python_write_the_same_growing_journal(tmp_path: Path) -> None:
     homes = list(both(tmp_path, shared=True))
     for opened in homes:
@@ -142,7 +129,6 @@ def test_core_and_python_write_the_same_growing_journal(tmp_path: Path) -> None:
             assert cells.tobytes() == bytes(np.arange(ROWS * width, dtype=np.uint8))
 
 
-@needs_core
 def test_commit_sees_a_state_grown_by_another_process(tmp_path: Path) -> None:
     one = Opened(tmp_path / "home", compiled=True, shared=True)
     other = Opened.__new__(Opened)
@@ -161,7 +147,6 @@ def test_commit_sees_a_state_grown_by_another_process(tmp_path: Path) -> None:
     assert States(one.home.folder).sequence == 3
 
 
-@needs_core
 def test_durable_commits_do_not_use_the_core(tmp_path: Path) -> None:
     opened = Opened(tmp_path / "home", compiled=True, durable=True)
     assert opened.home._commits is None
@@ -169,7 +154,6 @@ def test_durable_commits_do_not_use_the_core(tmp_path: Path) -> None:
     assert opened.commit(np.array([4]), []) == 1
 
 
-@needs_core
 def test_absent_rows_and_elements_are_refused(tmp_path: Path) -> None:
     opened = Opened(tmp_path / "home", compiled=True, shared=True)
     before = opened.files()
@@ -187,7 +171,7 @@ def test_absent_rows_and_elements_are_refused(tmp_path: Path) -> None:
         opened.home._commits.put(8, cells, np.array([1.0]), cells[:1])
     assert not opened.home._commits.put(8, cells, np.array([1, 4]), cells[:2])
     assert opened.files() == before
-    core, place = native.core(), np.zeros(64, np.uint8)
+    core, place = native.core, np.zeros(64, np.uint8)
     with pytest.raises(ValueError, match="journal"):
         core.Commits(place[:56], place, place, [])
     with pytest.raises(ValueError, match="state"):
@@ -203,7 +187,6 @@ def test_absent_rows_and_elements_are_refused(tmp_path: Path) -> None:
     assert opened.files() == before
 
 
-@needs_core
 def test_core_does_not_note_into_a_damaged_journal(tmp_path: Path) -> None:
     opened = Opened(tmp_path / "home", compiled=True, shared=True)
     opened.write(0, 2, 1)
@@ -213,26 +196,24 @@ def test_core_does_not_note_into_a_damaged_journal(tmp_path: Path) -> None:
         assert not opened.home._commits.journal(0, 1)
 
 
-@needs_core
 @given(st.lists(st.integers(-1, 20), max_size=6), st.booleans())
 def test_take_rising_accepts_only_rising_indices(at: list[int], wide: bool) -> None:
     elements = np.arange(20, dtype=np.float64 if wide else np.float32) / 3
     out = np.full(len(at), -1.0)
     rise = all(0 <= one < 20 for one in at) and at == sorted(set(at))
-    assert native.core().take_rising(np.array(at, np.int64), elements, out) == rise
+    assert native.core.take_rising(np.array(at, np.int64), elements, out) == rise
     if rise:
         assert out.tolist() == elements[at].astype(np.float64).tolist()
 
 
-@needs_core
 @given(st.integers(0, 50), st.lists(st.integers(0, 2**40), max_size=16))
 def test_log_elements_wraps_around_the_ring(first: int, at: list[int]) -> None:
     ring, expected = np.full(16, -1), np.full(16, -1)
-    native.core().log_elements(ring, first, np.array(at, np.int64), 9 << 48)
+    native.core.log_elements(ring, first, np.array(at, np.int64), 9 << 48)
     for place, one in enumerate(at, first):
         expected[place % 16] = one | 9 << 48
     assert ring.tolist() == expected.tolist()
     with pytest.raises(ValueError, match="at most"):
-        native.core().log_elements(ring, 0, np.zeros(17, np.int64), 0)
+        native.core.log_elements(ring, 0, np.zeros(17, np.int64), 0)
     with pytest.raises(ValueError, match="at most"):
-        native.core().log_elements(ring, -1, np.zeros(1, np.int64), 0)
+        native.core.log_elements(ring, -1, np.zeros(1, np.int64), 0)

@@ -19,7 +19,6 @@ from replaykit import (
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
-    native,
 )
 
 NAN, INF = math.nan, math.inf
@@ -327,6 +326,4 @@ def test_no_python_step_per_record(prioritized: Any) -> None:
             sys.setprofile(None)
             gc.enable()
         calls[count] = seen
-    # Without the core, a level of a tree that is touched all over is combined another way.
-    slack = 0 if native.HAS_CORE else 50
-    assert abs(calls[16] - calls[1024]) <= slack
+    assert calls[16] == calls[1024]

@@ -213,15 +213,15 @@ print(json.dumps(out))
 
 @pytest.mark.programs
 @pytest.mark.pitfall("PR1")
-def test_with_and_without_the_compiled_core_the_batches_are_the_same(run_python: Any) -> None:
-    """PR1: where the core cannot be loaded, prioritized replay works all the same, to the bit."""
+def test_core_and_torch_draw_the_same_batches(run_python: Any) -> None:
+    """PR1: where torch keeps the tree, as on other devices, draws are the same, to the bit."""
     options = json.dumps(
         [{}, {"stratified": True}, {"weight_norm": "batch"}, {"max_priority_within_buffer": True}]
     )
     environment = {key: value for key, value in os.environ.items() if "REPLAYKIT" not in key}
-    with_core, without = (
-        run_python(_PROGRAM, options, env={**environment, "REPLAYKIT_NATIVE": native}).stdout
-        for native in ("1", "0")
+    by_core, by_torch = (
+        run_python(_PROGRAM, options, env={**environment, **tree}).stdout
+        for tree in ({}, {"REPLAYKIT_TREE": "torch"})
     )
-    assert with_core == without
-    assert len(json.loads(without)) == 36
+    assert by_core == by_torch
+    assert len(json.loads(by_torch)) == 36

@@ -15,8 +15,6 @@ from tensordict import TensorDict
 from replaykit import LaneWriter, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, native
 from replaykit.storages.dedup_native import NativeDedup
 
-CORE = pytest.mark.skipif(native.Followed is None, reason="needs the compiled core")
-
 
 def _steps(values: list[float], **columns: Any) -> TensorDict:
     """An episode through these observations, one row shorter than they are."""
@@ -105,7 +103,6 @@ def test_core_and_torch_store_equal_rows(
                 assert same_rows(want, storage.read(index, contiguous=contiguous))
 
 
-@CORE
 def test_the_core_is_used(calls: dict[str, int]) -> None:
     rb = _with(_steps([0, 1, 2]), 50)
     rb.extend(_steps([2, 3, 4]))
@@ -118,7 +115,6 @@ def test_the_core_is_used(calls: dict[str, int]) -> None:
     assert rb.storage.overflow_rows == 1
 
 
-@CORE
 def test_rows_in_files_are_written_by_the_core(calls: dict[str, int], tmp_path: Any) -> None:
     storage = LazyMemmapStorage(500, scratch_dir=tmp_path, dedup_next=True, on_mismatch="dense")
     rb = ReplayBuffer(storage=storage)
@@ -298,11 +294,10 @@ def _core(**changes: Any) -> Any:
         "stack": address["stack"],
         "free": address["free"],
     }
-    made = native.Followed(**{**arguments, **changes})
+    made = native.core.Followed(**{**arguments, **changes})
     return made, memory
 
 
-@CORE
 @pytest.mark.parametrize(
     "changes",
     [
@@ -326,7 +321,6 @@ def test_descriptions_that_do_not_fit_are_refused(changes: dict[str, Any]) -> No
         _core(**changes)
 
 
-@CORE
 def test_calls_that_do_not_fit_are_refused() -> None:
     core, memory = _core()
     batch = np.arange(3, dtype=np.int64)
@@ -363,7 +357,6 @@ def test_calls_that_do_not_fit_are_refused() -> None:
 # -- streams --------------------------------------------------------------------------------------
 
 
-@CORE
 @pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
 @pytest.mark.parametrize("length", [None, 20], ids=["ring", "by stream"])
 def test_the_core_is_used_for_streams(
@@ -419,10 +412,9 @@ def _linked(**changes: Any) -> tuple[Any, dict[str, Any]]:
         "entries": 2,
         **{name: address[name] for name in ("map", "stack", "free", "after", "before")},
     }
-    return native.Linked(**{**arguments, **changes}), {**memory, **steps}
+    return native.core.Linked(**{**arguments, **changes}), {**memory, **steps}
 
 
-@CORE
 def test_calls_for_streams_that_do_not_fit_are_refused() -> None:
     core, memory = _linked()
     batch = np.arange(3, dtype=np.int64)

@@ -17,8 +17,6 @@ from replaykit.storages.columns import Columns
 from replaykit.storages.history_kernels import Before, Frames
 from replaykit.storages.records import plan_records
 
-pytestmark = pytest.mark.skipif(not native.HAS_CORE, reason=str(native.WHY_NOT))
-
 SLOTS = 7
 LANES: dict[int, tuple[int, ...]] = {1: (), 2: (3,), 3: (2, 3)}
 SHAPES: list[tuple[int, ...]] = [(), (1,), (5,), (2, 3), (0,)]
@@ -183,7 +181,7 @@ def test_core_refuses_mismatched_arguments() -> None:
     with pytest.raises(TypeError, match="`element` as an int64 array"):
         table.frames(none.astype(np.int32), none, none, 0, 1, 1, False, [0], [8], 1)
     with pytest.raises(ValueError, match="of at least 0"):
-        native.join_rows(0, 0, -1, 0, 0, 1, 0, 0)
+        native.core.join_rows(0, 0, -1, 0, 0, 1, 0, 0)
 
 
 def test_buffers_provide_a_frame_reader() -> None:

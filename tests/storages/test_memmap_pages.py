@@ -12,11 +12,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, native
+from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from replaykit.storages.columns import Columns
 from replaykit.storages.row_kernels import _COLD_BATCHES
-
-pytestmark = pytest.mark.skipif(not native.HAS_CORE, reason=str(native.WHY_NOT))
 
 SLOTS = 2000
 _MADV_RANDOM, _MADV_DONTNEED = 1, 4

@@ -16,8 +16,6 @@ from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.storages.columns import Columns
 from replaykit.storages.records import plan_records
 
-pytestmark = pytest.mark.skipif(not native.HAS_CORE, reason=str(native.WHY_NOT))
-
 SOURCES = ["records", "columns", "lanes first", "expanded", "unfolded", "every other", "offset"]
 LANES: dict[int, tuple[int, ...]] = {1: (), 2: (3,), 3: (2, 3)}
 SLOTS = 11

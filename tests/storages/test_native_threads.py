@@ -11,12 +11,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import native
 from replaykit.schema import Schema, split_leaves
 from replaykit.storages.columns import Columns
-
-pytestmark = pytest.mark.skipif(not native.HAS_CORE, reason=str(native.WHY_NOT))
-
 
 WIDE = 3 * 2**20 // 4
 

@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, native
+from replaykit import LazyTensorStorage
 from replaykit.storages.columns import Columns
 from replaykit.storages.history_kernels import StepsPlan
-
-pytestmark = pytest.mark.skipif(not native.HAS_CORE, reason=str(native.WHY_NOT))
 
 TAKEN = (("next", "x"), ("next", "done"), ("next", "deep", "n"), ("other",))
 

@@ -28,7 +28,6 @@ from replaykit import (
     StackFrames,
     StepCount,
     Transform,
-    native,
 )
 from replaykit.samplers import Sampler
 from replaykit.storages.history_kernels import StepsAhead
@@ -146,7 +145,7 @@ def test_a_batch_that_is_overwritten_is_as_one_that_is_put_together(
         )
         buffer.extend(data)
         batch = buffer.sample()
-        assert len(led) == (own and native.HAS_CORE)
+        assert len(led) == own
         assert all(one is not None for one in led)
         expected = buffer[batch.pop("index")]
         assert set(batch.keys(True, True)) == set(expected.keys(True, True))

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.locations import RuleFinding, RuleFindings
-from replaykit.native import moments
-from replaykit.native.fallback import MOST
+from replaykit.native import MOST_MOMENTS, moments
 from replaykit.ted import Key
 
 __all__ = [
@@ -59,8 +58,8 @@ class Statistics:
     def add(self, block: npt.NDArray[Any]) -> None:
         """Add the numbers of a block, in O(values) time and less than 2 MiB of memory."""
         flat = block.reshape(-1)
-        for start in range(0, flat.size, MOST):
-            part = flat[start : start + MOST]
+        for start in range(0, flat.size, MOST_MOMENTS):
+            part = flat[start : start + MOST_MOMENTS]
             if part.dtype.kind == "c":
                 self.nan += int(np.count_nonzero(np.isnan(part)))
             else:

@@ -1,4 +1,4 @@
-"""Compute the results of the compiled core in Python and NumPy."""
+"""The results of the compiled core, computed in Python and NumPy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-__all__ = ["MOST", "Moments", "RankHeap", "moments", "power", "row_stride"]
+__all__ = ["MOST", "Moments", "RankHeap", "moments", "power"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -109,7 +108,7 @@ def moments(numbers: npt.NDArray[Any]) -> Moments:
 
     Example:
         >>> import numpy as np
-        >>> from replaykit.native.fallback import moments
+        >>> from tests.native.reference import moments
         >>> moments(np.array([1.0, np.nan, 3.0]))
         (2, 1.0, 3.0, 2.0, 2.0)
     """
@@ -161,7 +160,7 @@ def power(base: npt.NDArray[np.float64], exponent: float) -> npt.NDArray[np.floa
 
     Example:
         >>> import numpy as np
-        >>> from replaykit.native.fallback import power
+        >>> from tests.native.reference import power
         >>> power(np.array([0.0, 1.0, 9.0]), 0.5).tolist()
         [0.0, 1.0, 3.0]
     """
@@ -197,35 +196,3 @@ def power(base: npt.NDArray[np.float64], exponent: float) -> npt.NDArray[np.floa
         half = whole >> 1
         found = p * np.ldexp(1.0, half) * np.ldexp(1.0, whole - half)
     return np.where(positive, found, 0.0)
-
-
-def row_stride(tensor: torch.Tensor, ndim: int) -> int | None:
-    """Return the bytes between elements of a column ``[slots, *lanes, *F]``.
-
-    ``[slots, *lanes]`` are its first ``ndim`` dimensions; elements are ordered by slot, then by
-    lane. The result is None if they are not equally far apart, or if the values of an element are
-    not contiguous.
-
-    Example:
-        >>> import torch
-        >>> from replaykit.native.fallback import row_stride
-        >>> column = torch.zeros(10, 4, 3, dtype=torch.float32)
-        >>> row_stride(column, 1), row_stride(column, 2), row_stride(column[..., :2], 1)
-        (48, 12, None)
-    """
-    shape, strides = tensor.shape, tensor.stride()
-    step = 1
-    for size, stride in zip(reversed(shape[ndim:]), reversed(strides[ndim:]), strict=True):
-        if size > 1 and stride != step:
-            return None
-        step *= size
-    between, reach = tensor.dtype.itemsize * step, None
-    for size, stride in zip(reversed(shape[:ndim]), reversed(strides[:ndim]), strict=True):
-        if size == 1:
-            continue
-        if reach is None:
-            between = stride * tensor.dtype.itemsize
-        elif stride != reach:
-            return None
-        reach = stride * size
-    return between
