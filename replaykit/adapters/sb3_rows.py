@@ -105,6 +105,7 @@ class RewardsAhead(HistoryTransform):
     The buffer sums the rewards later, because a ``VecNormalize`` must first scale each of them.
     """
 
+    uses_random = False
     changes = frozenset({(REWARDS,), (STEPS,), TERMINATED, TRUNCATED})
 
     def __init__(self, n: int) -> None:

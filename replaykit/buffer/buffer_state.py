@@ -12,8 +12,7 @@ from typing import Any, TypeGuard, cast
 import torch
 
 from replaykit.buffer.component_checks import check_mapped_rows
-from replaykit.buffer.core import BufferCore
-from replaykit.buffer.drawing import put_back
+from replaykit.buffer.drawing import Drawing, put_back
 from replaykit.buffer.prefetch import Drawn
 from replaykit.buffer.sampling import check_batch_info
 from replaykit.pace import LimiterQueue
@@ -103,7 +102,7 @@ def generator_state(generator: torch.Generator | None) -> dict[str, Any] | None:
     return {"device": str(generator.device), "state": generator.get_state()}
 
 
-def prepared_state(buffer: BufferCore) -> list[dict[str, Any]]:
+def prepared_state(buffer: Drawing) -> list[dict[str, Any]]:
     """Return the undelivered draws without their rows. The caller holds the lock.
 
     Both this buffer and a buffer that loads the state read the rows of these draws again.
@@ -111,7 +110,7 @@ def prepared_state(buffer: BufferCore) -> list[dict[str, Any]]:
     return [draw_state(drawn, buffer._storage) for drawn in buffer._made_again()]
 
 
-def copied_draws(buffer: BufferCore) -> list[dict[str, Any]]:
+def copied_draws(buffer: Drawing) -> list[dict[str, Any]]:
     """Return the undelivered draws for a copy of the buffer.
 
     The copy reads the rows itself, and this buffer keeps its batches. The caller holds the lock.
@@ -159,7 +158,7 @@ class CheckedState:
     rows: torch.Tensor | None
 
 
-def apply_state(buffer: BufferCore, state: BufferState) -> None:
+def apply_state(buffer: Drawing, state: BufferState) -> None:
     """Load a saved state into a buffer, or change nothing. The caller holds the lock.
 
     Raises:
@@ -172,7 +171,7 @@ def apply_state(buffer: BufferCore, state: BufferState) -> None:
     finish_taking(buffer, checked)
 
 
-def check_state(buffer: BufferCore, state: BufferState, *, stacklevel: int) -> CheckedState:
+def check_state(buffer: Drawing, state: BufferState, *, stacklevel: int) -> CheckedState:
     """Check a saved state against a buffer; change nothing. The caller holds the lock.
 
     Args:
@@ -202,7 +201,7 @@ def check_state(buffer: BufferCore, state: BufferState, *, stacklevel: int) -> C
 
 
 @contextlib.contextmanager
-def parts_taken(buffer: BufferCore, checked: CheckedState) -> Iterator[None]:
+def parts_taken(buffer: Drawing, checked: CheckedState) -> Iterator[None]:
     """Load the states of transforms and sampler; on an error, restore the old states.
 
     An error inside the context also restores them. Both loads may run user code. The caller holds
@@ -223,7 +222,7 @@ def parts_taken(buffer: BufferCore, checked: CheckedState) -> Iterator[None]:
         raise
 
 
-def load_rows(buffer: BufferCore, checked: CheckedState) -> None:
+def load_rows(buffer: Drawing, checked: CheckedState) -> None:
     """Load the rows. The storage allocates memory before it changes anything."""
     storage, state = buffer._storage, checked.state
     if state.same_rows:
@@ -237,7 +236,7 @@ def load_rows(buffer: BufferCore, checked: CheckedState) -> None:
         storage.load_content(content, checked.target, checked.rows)
 
 
-def finish_taking(buffer: BufferCore, checked: CheckedState, *, held: Sequence[Drawn] = ()) -> None:
+def finish_taking(buffer: Drawing, checked: CheckedState, *, held: Sequence[Drawn] = ()) -> None:
     """Load the rest of a state, which cannot fail. The caller holds the lock.
 
     Args:
@@ -279,7 +278,7 @@ def _check_stored(sampler: Sampler, saved: Any, content: Content | None) -> None
 
 
 def _target_of_rows(
-    buffer: BufferCore, state: BufferState, stacklevel: int
+    buffer: Drawing, state: BufferState, stacklevel: int
 ) -> tuple[Any, torch.Tensor | None]:
     """Return the storage's target, and the slots to keep if rows must move."""
     storage, ledger = buffer._storage, state.writer["_ledger"]
@@ -323,7 +322,7 @@ def saved_generator(saved: Mapping[str, Any] | None) -> torch.Generator | None:
     return generator
 
 
-def _load_generator(buffer: BufferCore, saved: torch.Generator | None) -> None:
+def _load_generator(buffer: Drawing, saved: torch.Generator | None) -> None:
     """Set the user's generator to the saved state.
 
     A buffer without a generator gets a new generator. The same holds if its generator is on another

@@ -19,8 +19,8 @@ from replaykit.buffer.component_checks import (
     check_shareable,
     refuse_exchange,
 )
-from replaykit.buffer.core import BufferCore, DataT, SamplerT, StorageT, WriterT, check_order
-from replaykit.buffer.drawing import put_back
+from replaykit.buffer.core import DataT, SamplerT, StorageT, WriterT, check_order
+from replaykit.buffer.drawing import Drawing, put_back
 from replaykit.samplers import Sampler
 from replaykit.samplers.priority_rules import SavedPriorities
 from replaykit.storages import Storage
@@ -30,7 +30,7 @@ from replaykit.writers import Writer
 __all__ = ["Components", "of_another_kind", "restarted"]
 
 
-class Components(BufferCore[DataT, StorageT, SamplerT, WriterT]):
+class Components(Drawing[DataT, StorageT, SamplerT, WriterT]):
     """``set_storage``, ``set_sampler``, ``set_writer``, ``set_rng``, transforms.
 
     If the components cannot work together, a setter raises and keeps the old component.

@@ -23,7 +23,7 @@ from replaykit.buffer.component_checks import (
     check_transforms_of,
     consuming_sampler,
 )
-from replaykit.buffer.prefetch import Drawn, Prefetcher, PrefetchState
+from replaykit.buffer.prefetch import Drawn, Prefetcher
 from replaykit.keywords import Replaced, checked_keywords
 from replaykit.pace import INSERT, SAMPLE, LimiterQueue, RateLimiter, Ticket, checked_timeout
 from replaykit.samplers import PrioritizedSampler, RandomSampler, Sampler, SampleUnit, Transition
@@ -71,26 +71,24 @@ class LockedStorage:
     ten times as long as the lock itself.
     """
 
-    __slots__ = ("_buffer", "_lock", "_patient", "_wait_for_draws")
+    __slots__ = ("_buffer", "_lock", "_patient", "_settled")
 
-    def __init__(self, buffer: BufferCore, patient: bool, wait_for_draws: bool) -> None:
-        self._buffer, self._patient, self._wait_for_draws = buffer, patient, wait_for_draws
+    def __init__(self, buffer: BufferCore, patient: bool, settled: bool) -> None:
+        self._buffer, self._patient, self._settled = buffer, patient, settled
 
     def __enter__(self) -> Storage:
         buffer = self._buffer
-        if self._wait_for_draws and (buffer._prefetcher is not None or buffer._drawn_by):
-            buffer._wait_for_draws()
         while True:
-            storage = self._buffer._storage
+            storage = buffer._storage
             lock = self._lock = storage.lock
             if self._patient:
                 lock.acquire_patiently()
-            elif (ahead := self._buffer._prefetcher) is not None:
-                ahead.acquire(lock)
             else:
                 lock.acquire()
             try:
-                if storage is self._buffer._storage:
+                if storage is buffer._storage:
+                    if self._settled and buffer._prefetcher is not None:
+                        buffer._prefetcher.read_all()
                     return storage
             except BaseException:  # an interrupt
                 lock.release()
@@ -188,7 +186,7 @@ def rows_given(data: Any, ndim: int, *, single: bool) -> int:
     return math.prod(shape[:ndim]) if shape else 1
 
 
-class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
+class BufferCore(Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
     """A storage, a sampler, a writer and transforms, with their locks and generator.
 
     ``storage.lock`` guards everything that a draw or a write reads or changes: rows, ledger,
@@ -401,17 +399,16 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
             )
         return self._dim_extend
 
-    def _locked(self, *, patient: bool = False, wait_for_draws: bool = True) -> LockedStorage:
+    def _locked(self, *, patient: bool = False, settled: bool = True) -> LockedStorage:
         """Lock the current storage of the buffer; the context yields it.
 
         Args:
             patient: for a while, let processes that write without pause take the lock first.
-            wait_for_draws: wait for the prefetched draws that this thread has requested; False
-                while a batch is delivered.
+            settled: first read the rows of prefetched draws, because the caller may change them.
         """
         if not self._initialized:
             self._ready()
-        return LockedStorage(self, patient and self._shared, wait_for_draws)
+        return LockedStorage(self, patient and self._shared, settled)
 
     # -- description --------------------------------------------------------------------------
 
@@ -500,7 +497,7 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
         """
         self._ready()
         if self._sampler.consumes:
-            with self._locked() as storage:
+            with self._locked(settled=False) as storage:
                 return self._sampler.left(storage)
         return len(self._storage)
 
@@ -532,8 +529,7 @@ class BufferCore(PrefetchState, Pacing, Uncompiled, Generic[DataT, StorageT, Sam
         else:
             size, count = self._size(), self.write_count
             capacity = self._storage.max_size
-        queue = self._queue()
-        queued = 0 if queue is None else len(queue)
+        queued = 0 if self._prefetcher is None else len(self._prefetcher)
         room = {} if capacity is None else {"capacity": capacity, "utilization": size / capacity}
         return {
             "size": size,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from replaykit._compat import as_tensor
 from replaykit.buffer.core import BufferCore, DataT, SamplerT, StorageT, WriterT, checked_batch_size
-from replaykit.buffer.prefetch import Drawn, Origin
+from replaykit.buffer.prefetch import AheadBatch, Drawn, Origin, Outdated, Prefetcher
 from replaykit.buffer.row_context import fetch_all
 from replaykit.samplers import Sampler, Sequence, Transition
 from replaykit.samplers.window_measures import index_for
@@ -26,7 +28,6 @@ __all__ = [
     "random_state",
     "set_random_state",
     "show",
-    "shows",
     "unchanged_since",
 ]
 
@@ -150,8 +151,6 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             lock.leave_apart()
 
     def _draw_held(self, size: int, lent: Lent | None = None) -> Drawn:
-        if lent is None and self._prefetcher is not None:
-            self._wait_for_draws()  # draws that were requested before this one
         while True:
             storage = self._storage
             with storage.lock:
@@ -173,29 +172,21 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                     origin.random_after = random_state(self._generator)
                 return drawn
 
-    def _abandon(self, entry: Any, *, wait_for_draws: bool = True) -> None:
-        """Roll back the draw of a prefetched batch that will not be delivered.
-
-        Args:
-            wait_for_draws: wait for requested draws first. Callers pass False after an interrupt,
-                because these draws may wait for the interrupted batch.
-        """
-        with self._locked(wait_for_draws=wait_for_draws):
-            if self._prefetcher is not None:
-                self._prefetcher.forget(entry)
-            if entry.drawn is not None:
-                self._give_back(entry.drawn)
-
-    def _give_back(self, drawn: Drawn, *, wait_for_draws: bool = True) -> None:
+    def _give_back(self, drawn: Drawn) -> None:
         """Roll back a draw whose batch failed, so that it comes next."""
         origin = drawn.origin
-        with self._locked(wait_for_draws=wait_for_draws) as storage:
+        with self._locked(settled=False) as storage:
             if origin is None or origin.storage is not storage:
                 return
             if origin.sampler is not self._sampler:
                 return
             if self._untaken(drawn, origin, storage):
-                self._pending.extend([drawn.without_rows(), *self._withdraw_prefetched()])
+                again = drawn.without_rows()
+                if self._prefetcher is None:
+                    self._pending.appendleft(again)
+                else:
+                    again.origin = origin
+                    self._prefetcher.put_first(self._ahead_of(again))
 
     def _untaken(self, drawn: Drawn, origin: Origin, storage: Storage) -> bool:
         """Reset the sampler to its state before a draw, or keep the draw.
@@ -216,58 +207,140 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             set_random_state(self._generator, origin.random)
         return False
 
-    def _draw_ahead(self, entry: Any) -> Drawn | None:
-        """Draw for a prefetched batch; None if no caller waits for the batch any more."""
-        if self._prefetcher is not None:
-            self._prefetcher.give_way(self._storage.lock)
-        # This draw is next in the order of requests, so it does not wait.
-        with self._locked(wait_for_draws=False) as storage:
-            prefetcher, sampler = self._prefetcher, self._sampler
-            if prefetcher is None or not prefetcher.wanted(entry):
-                return None
-            entry.written = storage.ledger.next_position
-            # Users see the sampler as of the batch that was delivered last.
-            delivered = sampler._shown = sampler.ran_out
+    # -- prefetched draws -----------------------------------------------------------------------
+
+    def _queue(self) -> Prefetcher | None:
+        """Return the prefetcher. A forked process gets a new one with new threads."""
+        queue = self._prefetcher
+        if queue is not None and queue.process != os.getpid():
+            with self._locked(settled=False):
+                if self._prefetcher is queue:
+                    kept = [drawn.without_rows() for drawn in queue.pending()]
+                    self._pending.extendleft(reversed(kept))
+                    queue = self._prefetcher = Prefetcher(queue.depth, cast(Any, self))
+                return self._prefetcher
+        return queue
+
+    def _draw_queue(self, queue: Prefetcher, *, take: bool) -> AheadBatch | None:
+        """Draw until the queue is full; with ``take``, remove and return its next batch.
+
+        Raises:
+            RuntimeError: the buffer was shut down.
+        """
+        before = self._before_draws()
+        with self._locked(settled=False) as storage:
+            shown = self._sampler.ran_out
+            fresh = queue.top_up(queue.depth + take, lambda: self._draw_ahead(storage, before))
+            batch = queue.pop() if take else None
+            if batch is not None and batch.error is None:
+                batch.read(cast(Any, self))  # now, because later writes do not know of it
+            # Users see the sampler as of the batch that is delivered.
+            if batch is not None and batch.drawn is not None:
+                shown = batch.drawn.ran_out
+            show(self._sampler, shown)
+        queue.submit([one for one in fresh if one is not batch])
+        return batch
+
+    def _before_draws(self) -> Any:
+        """Return information that the next draws need, found without the lock."""
+        return None
+
+    def _draw_ahead(self, storage: Storage, before: Any) -> AheadBatch:
+        """Draw a batch for a later delivery. The caller holds the lock."""
+        sampler, written = self._sampler, storage.ledger.next_position
+        try:
             size = self._size_of(None)
-            try:
-                origin = Origin(storage, sampler, size, delivered)
-                drawn = self._drawn(storage, size, None, origin, begin=entry.here)
-                entry.drawn = drawn
-                drawn.late = entry.here or self._chain.ordered
-            finally:
-                show(sampler, delivered)
-                sampler._shown = None
-            return entry.drawn
+            origin = Origin(storage, sampler, size, sampler.ran_out)
+            drawn = self._chosen(storage, size, None, origin)[0]
+            at_once = self._reads_at_once()
+            if at_once or self._chain.uses_random:
+                self._read(drawn, storage, None, self._generator, at_once)
+                return AheadBatch(drawn, is_read=True, late=at_once or self._chain.ordered)
+        except Exception as error:
+            return AheadBatch(None, written, error=error)
+        return self._ahead_of(drawn)
+
+    def _ahead_of(self, drawn: Drawn) -> AheadBatch:
+        return AheadBatch(drawn, drawn.written, late=self._chain.ordered)
+
+    def _read_ahead(self, drawn: Drawn) -> None:
+        """Read the rows of a draw. The caller holds the lock.
+
+        Raises:
+            Outdated: another buffer has overwritten rows since the draw, which is rolled back.
+        """
+        storage = self._storage
+        if drawn.origin is None or drawn.origin.storage is not storage:
+            raise Outdated
+        if storage.ledger.next_position != drawn.written:
+            stored = as_tensor(storage.contains(drawn.index)).all()
+            if not stored or self._outdated(drawn, storage):
+                self._sampler.put_back([drawn.anchors], storage)
+                raise Outdated
+            if "index_generation" in drawn.info:
+                self._add_generations(drawn, storage)
+        self._read(drawn, storage, None, self._generator, begin=False)
+
+    def _reads_at_once(self) -> bool:
+        """Return whether a batch takes little longer than waking a thread."""
+        storage = self._storage
+        if not isinstance(storage, ColumnStorage) or type(storage).read is not ColumnStorage.read:
+            return False
+        if len(self._chain) or self._collate_fn is not None or self._target is not None:
+            return False
+        if self._pin_memory or type(self._sample_unit) is not Transition:
+            return False
+        return storage.reads_at_once(self._batch_size or 0)
+
+    def _feed(self) -> None:
+        """Read kept draws in threads. The caller holds the lock."""
+        if self._pending and not self._closed and (queue := self._queue()) is not None:
+            storage, shown = self._storage, self._sampler.ran_out
+            count = min(len(self._pending), queue.depth)
+            before = self._before_draws()
+            queue.submit(queue.top_up(count, lambda: self._draw_ahead(storage, before)))
+            show(self._sampler, shown)
+
+    def _made_again(self) -> list[Drawn]:
+        """Make prefetched batches again from the same draws; return the draws in order.
+
+        A state that is saved now contains the same draws. The caller holds the lock.
+        """
+        draws = self._withdraw_prefetched()
+        kept = self._readable(draws)
+        self._pending = deque(draws[:kept])
+        self._feed()
+        return draws[:kept]
+
+    def _withdraw_prefetched(self) -> list[Drawn]:
+        """Drop prefetched batches; return their draws in order.
+
+        The caller holds the lock.
+        """
+        queue = self._queue()
+        # Copies, because a thread may still make a batch from a draw and remove its rows.
+        drawn = [] if queue is None else [one.without_rows() for one in queue.clear()]
+        # The queue is filled from the kept draws, so the remaining kept draws come after it.
+        drawn = [*drawn, *self._pending]
+        self._pending.clear()
+        return drawn
+
+    # -- one draw -------------------------------------------------------------------------------
 
     def _drawn(
-        self,
-        storage: Storage,
-        size: int,
-        lent: Lent | None = None,
-        origin: Origin | None = None,
-        *,
-        begin: bool = False,
+        self, storage: Storage, size: int, lent: Lent | None = None, origin: Origin | None = None
     ) -> Drawn:
         """Draw, or take a kept draw, and read its rows; if reading fails, roll back.
 
         Args:
             origin: the state for the rollback; None for no rollback.
-            begin: let the read continue in the background.
         """
-        drawn, fresh, generator, theirs = None, False, self._generator, False
-        if lent is not None:
-            generator = generator if lent.generator is None else lent.generator
-            if lent.draw is not None:
-                drawn = self._still(lent.draw, storage)
-                theirs = drawn is not None
-        elif self._pending and size == self._batch_size:
-            drawn = self._next_pending(storage)
-        if drawn is None:
-            drawn = self._sampled(storage, self._sampler, size, generator)
-            fresh = drawn.index is drawn.anchors  # unless a sample unit has expanded them
-        drawn.origin = origin
+        drawn, theirs = self._chosen(storage, size, lent, origin)
+        generator = self._generator
+        if lent is not None and lent.generator is not None:
+            generator = lent.generator
         try:
-            self._read(drawn, storage, lent, generator, fresh, begin)
+            self._read(drawn, storage, lent, generator, begin=False)
         except BaseException:
             if origin is not None and not theirs:
                 if origin.random is not None:
@@ -277,25 +350,52 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             raise
         return drawn
 
+    def _chosen(
+        self, storage: Storage, size: int, lent: Lent | None, origin: Origin | None
+    ) -> tuple[Drawn, bool]:
+        """Draw, or take a kept draw, without reading its rows.
+
+        Returns:
+            The draw, and whether it is the kept draw of ``lent``.
+        """
+        drawn, generator, theirs = None, self._generator, False
+        if lent is not None:
+            generator = generator if lent.generator is None else lent.generator
+            if lent.draw is not None:
+                drawn = self._still(lent.draw, storage)
+                theirs = drawn is not None
+        elif self._pending and size == self._batch_size:
+            drawn = self._next_pending(storage)
+        if drawn is None:
+            drawn = self._sampled(storage, self._sampler, size, generator)
+            # A sample unit may have expanded the anchors, which have the generations.
+            fresh = drawn.index is drawn.anchors and "index_generation" in drawn.info
+        else:
+            fresh = False  # a kept draw gets the current generations of its slots
+        drawn.origin = origin
+        track = self._writer.tracks_generations or self._sampler.prioritized
+        if (track or (lent is not None and lent.generations)) and not fresh:
+            self._add_generations(drawn, storage)
+        return drawn, theirs
+
+    def _add_generations(self, drawn: Drawn, storage: Storage) -> None:
+        drawn.info["index_generation"] = _generations(storage, drawn.index)
+        if "anchor_index" in drawn.info:
+            drawn.info["anchor_generation"] = _generations(storage, drawn.info["anchor_index"])
+
     def _read(
         self,
         drawn: Drawn,
         storage: Storage,
         lent: Lent | None,
         generator: torch.Generator | None,
-        fresh: bool,
         begin: bool,
     ) -> None:
-        """Read the rows of a draw, and the rows around them that transforms need."""
-        # A kept draw gets the current generations of its slots.
-        has_generations = fresh and "index_generation" in drawn.info
-        track = self._writer.tracks_generations or self._sampler.prioritized
-        track = track or (lent is not None and lent.generations)
-        if track and not has_generations:
-            drawn.info["index_generation"] = _generations(storage, drawn.index)
-            if "anchor_index" in drawn.info:
-                anchors = drawn.info["anchor_index"]
-                drawn.info["anchor_generation"] = _generations(storage, anchors)
+        """Read the rows of a draw, and the rows around them that transforms need.
+
+        Args:
+            begin: let the read continue in the background.
+        """
         collate = self._collate_fn if lent is None or lent.collate is None else lent.collate
         own = collate is not None
         held = False
@@ -324,6 +424,7 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             rows = drawn.rows if held else None
             given = chain, storage, drawn.index, drawn.info, generator, known, rows
             records_random = self._prefetcher is not None if lent is None else lent.records_random
+            records_random = records_random and chain.uses_random
             if generator is None or (drawn.random is None and not records_random):
                 drawn.fetched = chain, fetch_all(*given)
             else:
@@ -432,14 +533,6 @@ def show(sampler: Sampler, ran_out: bool) -> None:
     """Set the visible ``ran_out``, unless a custom sampler computes it."""
     with contextlib.suppress(AttributeError):
         sampler.ran_out = ran_out
-
-
-def shows(sampler: Sampler, ran_out: bool) -> bool:
-    """Return whether users already see this value of ``ran_out``.
-
-    The lock is not needed, because changes by an unfinished draw are not visible.
-    """
-    return type(sampler).ran_out is Sampler.ran_out and sampler.ran_out == ran_out
 
 
 def _ended(sampler: Sampler) -> bool:

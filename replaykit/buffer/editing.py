@@ -17,12 +17,12 @@ from replaykit._compat import (
     is_tensordict,
 )
 from replaykit.buffer.core import (
-    BufferCore,
     DataT,
     SamplerT,
     StorageT,
     WriterT,
 )
+from replaykit.buffer.drawing import Drawing
 from replaykit.buffer.row_context import apply_all, fetch_all
 from replaykit.buffer.sampling import is_ragged, with_each
 from replaykit.schema import Schema
@@ -34,7 +34,7 @@ from replaykit.ted import RESERVED_KEYS, Key, format_key, unravel
 __all__ = ["Editing", "column_of", "is_key"]
 
 
-class Editing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
+class Editing(Drawing[DataT, StorageT, SamplerT, WriterT]):
     """``rb[...]``, ``set_``, ``set_at_``, ``update_``, reading and writing in physical order."""
 
     # -- reading ------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from replaykit.buffer.buffer_state import (
 )
 from replaykit.buffer.component_checks import check_mappable, uses_of
 from replaykit.buffer.components import of_another_kind, restarted
-from replaykit.buffer.core import BufferCore, DataT, SamplerT, StorageT, WriterT
+from replaykit.buffer.core import DataT, SamplerT, StorageT, WriterT
+from replaykit.buffer.drawing import Drawing
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot, save_snapshot
 from replaykit.errors import CheckpointError
@@ -37,7 +38,7 @@ from replaykit.storages.tensor_bytes import by_value, from_value
 __all__ = ["Saving"]
 
 
-class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
+class Saving(Drawing[DataT, StorageT, SamplerT, WriterT]):
     """``dumps``, ``loads``, ``state_dict``, ``load_state_dict``, hooks, pickling."""
 
     def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:
@@ -356,9 +357,7 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             self._ready()  # otherwise each process would make separate components
         if not self._initialized:
             generator = by_value(generator_state(self._generator))
-            state = {**self.__dict__, "_generator": generator, "_making": None, "_staging": None}
-            state.pop("_drawn_by", None)
-            return state
+            return {**self.__dict__, "_generator": generator, "_making": None, "_staging": None}
         spawning = multiprocessing.context.get_spawning_popen() is not None
         if spawning and not self._shared and self._writer.kind != "immutable":
             raise RuntimeError(
@@ -370,7 +369,6 @@ class Saving(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         with self._locked() as storage:
             state = dict(self.__dict__)
             state["_prefetcher"] = state["_making"] = state["_staging"] = None
-            state.pop("_drawn_by", None)  # ensembles of this process
             # Prefetch threads keep running while the rest is pickled. So the state that belongs to
             # the pickled draws is copied now.
             sampler = state["_sampler"] = copy.deepcopy(self._sampler, {id(storage): storage})

@@ -418,7 +418,7 @@ class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         elif dims > 1 and values.ndim == self._storage.ndim:
             # The value is in the layout of written data. The index from `extend` has time first.
             values = values.transpose(0, self.dim_extend).reshape(-1)
-        with self._locked() as storage:
+        with self._locked(settled=False) as storage:
             self._sampler.update_priority(index, values, storage=storage, generation=generation)
 
     def update_tensordict_priority(self, data: Any) -> None:
@@ -463,7 +463,7 @@ class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             generation = lookup(data, ("index_generation",))
             if not (_checks_itself(sampler) and _is_column(value) and value.shape == index.shape):
                 value = reduced_priority(value, index.shape[0], sampler, self._priority_key)
-            with self._locked() as storage:
+            with self._locked(settled=False) as storage:
                 try:
                     sampler.update_priority(index, value, storage=storage, generation=generation)
                 except ValueError:
@@ -473,7 +473,7 @@ class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             return
         if data.batch_dims == 0:
             data, value, index = data.unsqueeze(0), value.unsqueeze(0), index.unsqueeze(0)
-        with self._locked() as storage:
+        with self._locked(settled=False) as storage:
             # If rows are trajectories, their info is repeated over their inner dimensions.
             dim = storage.stack_dim if self._collate_fn is None else 0
             dim = min(dim if dim >= 0 else dim + data.batch_dims, data.batch_dims - 1)
@@ -501,7 +501,7 @@ class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 raise KeyError(f"expected {name} in the data; got none")
         if valid is None:  # slices without padding
             valid = torch.ones(len(anchor), dtype=torch.bool, device=anchor.device)
-        with self._locked() as storage:
+        with self._locked(settled=False) as storage:
             # Values that a learner computes for padding may be NaN.
             mask = valid.to(value.device).reshape(-1, *(1,) * (value.ndim - 1))
             value = reduced_priority(value.where(mask, 0), len(valid), sampler, key)

@@ -18,8 +18,8 @@ from replaykit._compat import (
     put_all,
 )
 from replaykit.buffer.core import DataT, SamplerT, StorageT, WriterT
-from replaykit.buffer.drawing import Drawing, show, shows
-from replaykit.buffer.prefetch import Drawn
+from replaykit.buffer.drawing import Drawing
+from replaykit.buffer.prefetch import AheadBatch, Drawn, Outdated, Prefetcher
 from replaykit.buffer.row_context import apply_all
 from replaykit.interrupts import allowed, check, deferred, shielded
 from replaykit.pace import SAMPLE
@@ -290,7 +290,7 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         size = self._size_of(batch_size)
         if self._pace is not None and not self._pace.may(SAMPLE, size, self._size()):
             return False
-        with self._locked() as storage:
+        with self._locked(settled=False) as storage:
             self._sampler.needs = self._needs
             if self._pending and not self._outdated(self._pending[0], storage):
                 return True
@@ -391,24 +391,49 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         """
         size = self._size_of(batch_size)
         queue = self._queue() if size == self._batch_size else None
-        made = None
         if queue is None:
-            drawn = self._draw(size)
+            drawn, made = self._draw(size), None
         else:
-            drawn, made = queue.next()
+            batch = self._next_ahead(queue)
+            drawn, made = batch.drawn, batch.made
         try:
             data, info = self._delivered(drawn, made, merge=merge, needed=needed)
             check()  # the last moment at which the batch can still be the next one
-        except BaseException as error:
+        except BaseException:
             with shielded:
-                self._give_back(drawn, wait_for_draws=isinstance(error, Exception))
+                self._give_back(drawn)
             raise
-        # A prefetch thread holds the lock while it reads. This thread waits for the lock only at
-        # the ends of passes.
-        if queue is not None and not shows(self._sampler, drawn.ran_out):
-            with self._locked(wait_for_draws=False):
-                show(self._sampler, drawn.ran_out)
+        if queue is not None and drawn.ran_out and not self._closed:
+            self._draw_queue(queue, take=False)  # the next pass
         return drawn, data, info
+
+    def _next_ahead(self, queue: Prefetcher) -> AheadBatch:
+        """Return the next batch of the queue, read and finished unless it is ``late``.
+
+        Raises:
+            Exception: any error that occurred while the batch was made. The next call tries the
+                same batch again.
+        """
+        while True:
+            batch = self._draw_queue(queue, take=True)
+            assert batch is not None
+            if batch.error is None:
+                try:
+                    batch.wait(self)
+                except BaseException:  # an interrupt
+                    with shielded:
+                        self._give_back(batch.drawn)
+                    raise
+            error = batch.error
+            if error is None:
+                return batch
+            if batch.drawn is not None and not isinstance(error, Outdated):
+                with shielded:
+                    self._give_back(batch.drawn)
+                raise error
+            # A failed draw is tried again if rows were written since.
+            if batch.drawn is None and self._written() == batch.written:
+                raise error
 
     def _delivered(
         self, drawn: Drawn, made: Any, *, merge: bool = True, needed: bool = True

@@ -11,7 +11,6 @@ from replaykit._compat import (
     TensorDictBase,
 )
 from replaykit.buffer.core import (
-    BufferCore,
     DataT,
     SamplerT,
     StorageT,
@@ -20,6 +19,7 @@ from replaykit.buffer.core import (
     rows_of,
     rows_stored,
 )
+from replaykit.buffer.drawing import Drawing
 from replaykit.buffer.row_updates import written_priorities
 from replaykit.interrupts import deferred
 from replaykit.pace import INSERT, Ticket
@@ -29,7 +29,7 @@ from replaykit.writers.writer import single_index
 __all__ = ["Writing"]
 
 
-class Writing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
+class Writing(Drawing[DataT, StorageT, SamplerT, WriterT]):
     """``add``, ``extend``, ``empty``."""
 
     def add(self, data: Any, *, timeout: float | None = None) -> int | torch.Tensor | None:

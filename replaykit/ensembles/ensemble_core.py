@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
@@ -142,19 +141,10 @@ class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterE
         self._sampler = cast(SamplerEnsemble, samplers)
         self._writer = cast(WriterEnsemble, writers)
         self._set_transforms(chain)
-        self._be_known_to_members()
         if self._prefetch_depth:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
         self._makers = (None, None, None, None, None)
         self._initialized = True
-
-    def _be_known_to_members(self) -> None:
-        """Register with the members, so that their writes wait for requested draws."""
-        for member in self._members:
-            if isinstance(member, Member):  # other handles may write to it
-                continue
-            living = [one for one in member._drawn_by if one() not in (None, self)]
-            member._drawn_by = (*living, weakref.ref(self))
 
     def _set_transforms(self, chain: Compose) -> None:
         if chain.spans_rows:

@@ -10,6 +10,7 @@ import torch
 from replaykit._compat import TensorDict
 from replaykit.buffer.core import DataT
 from replaykit.buffer.drawing import Lent, random_state, set_random_state, show
+from replaykit.buffer.prefetch import AheadBatch
 from replaykit.ensembles.batch_info import (
     IDS,
     INDEX,
@@ -282,32 +283,31 @@ class EnsembleDrawing(Asking[DataT]):
         except Exception as error:
             raise naming_member(error, member) from error
 
-    def _draws_at_once(self) -> bool:
-        return False  # members have separate locks, which other threads may hold
+    def _before_draws(self) -> KnownMember:
+        return self._known(self._size_of(None))
 
-    def _free_lock(self) -> Any:
-        return None
+    def _draw_ahead(self, storage: Any, before: Any) -> AheadBatch:
+        written = self._written()
+        try:
+            drawn = self._drawn_together(self._size_of(None), None, before)
+        except Exception as error:
+            return AheadBatch(None, written, error=error)
+        return AheadBatch(drawn, written, is_read=True, late=_is_ordered(self))
 
-    def _draw_ahead(self, entry: Any) -> Any:
-        known = self._known(self._size_of(None))
-        with self._locked():
-            prefetcher, sampler = self._prefetcher, self._sampler
-            if prefetcher is None or not prefetcher.wanted(entry):
-                return None
-            entry.written = self._written()
-            delivered = sampler.ran_out
-            try:
-                entry.drawn = drawn = self._drawn_together(self._size_of(None), None, known)
-                drawn.late = _is_ordered(self)
-            finally:
-                show(sampler, delivered)
-            return entry.drawn
+    def _ahead_of(self, drawn: Any) -> AheadBatch:
+        return AheadBatch(drawn, late=_is_ordered(self))
+
+    def _read_ahead(self, drawn: Any) -> None:
+        """Read the parts of a draw again, whose batch failed. The caller holds the lock."""
+        self._pending.appendleft(drawn)
+        fresh = self._drawn_together(drawn.size, None, KnownMember())
+        drawn.parts, drawn.checks = fresh.parts, fresh.checks
 
     def _written(self) -> int:
         return sum(member._written() for member in self._members)
 
-    def _give_back(self, drawn: Any, *, wait_for_draws: bool = True) -> None:
-        with self._locked(wait_for_draws=wait_for_draws):
+    def _give_back(self, drawn: Any) -> None:
+        with self._locked(settled=False):
             if drawn.lent:
                 # The ensemble that made the batch restores the generator.
                 for part in reversed(drawn.parts):
@@ -349,24 +349,23 @@ class EnsembleDrawing(Asking[DataT]):
     ) -> tuple[Any, Any, dict[Any, Any]]:
         size = self._size_of(batch_size)
         queue = self._queue() if size == self._batch_size else None
-        made = None
         if queue is None:
-            drawn = self._draw(size, until=until)
+            drawn, made = self._draw(size, until=until), None
         else:
-            drawn, made = queue.next()
+            batch = self._next_ahead(queue)
+            drawn, made = batch.drawn, batch.made
         try:
             drawn.wait_until(until)
             data, info = self._finish(drawn) if made is None else made
             if merge:
                 data = merged(data, info, needed)
             check()  # the last moment at which the batch can still be the next one
-        except BaseException as error:
+        except BaseException:
             with shielded:
-                self._give_back(drawn, wait_for_draws=isinstance(error, Exception))
+                self._give_back(drawn)
             raise
-        if queue is not None:
-            with self._locked(wait_for_draws=False):
-                show(self._sampler, drawn.ran_out)
+        if queue is not None and drawn.ran_out and not self._closed:
+            self._draw_queue(queue, take=False)  # the next pass
         return drawn, data, info
 
     def _finish(self, drawn: Any) -> tuple[Any, dict[Any, Any]]:

@@ -335,7 +335,6 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
         with members_locked(self):
             state = dict(self.__dict__)
             state["_prefetcher"] = state["_making"] = None
-            state["_drawn_by"] = ()
             state["_generator"] = by_value(generator_state(self._generator))
             queue = self._queue()
             ahead: list[Any] = [] if queue is None else queue.pending()
@@ -372,7 +371,6 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
             for buffer, one in leaves_of(self, draw):
                 continue_draws([one], buffer.storage)
         self._pending = deque(draws)  # type: ignore[arg-type]
-        self._be_known_to_members()
         if self._prefetch_depth and not self._closed:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
 

@@ -104,7 +104,6 @@ class PrioritizedSampler(WithPriorities):
     """
 
     kind = "prioritized"
-    prompt = True
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draw by priority; return the index and ``priority_weight`` ``[B]`` in ``dtype``.

@@ -352,7 +352,6 @@ class WithPriorities(RecoverableSampler):
     @beta.setter
     def beta(self, value: float) -> None:
         value = checked_number("beta", value)
-        self._wait_for_draws()
         self._beta = value
 
     @property
@@ -374,7 +373,6 @@ class WithPriorities(RecoverableSampler):
         """Return the lock of the priorities. Buffers hold it already."""
         if storage is None:
             return _NO_LOCK
-        self._wait_for_draws()
         return storage.lock
 
     # -- the table -----------------------------------------------------------------------------

@@ -127,13 +127,6 @@ class Sampler(Uncompiled, ABC):
     stateless = False
     """True if a draw changes no state, so that several buffers may share one sampler."""
 
-    prompt = False
-    """True if a draw takes only microseconds, so that prefetching draws saves nothing.
-
-    The buffer reads this attribute from the class itself, because a subclass may draw in another
-    way.
-    """
-
     passes = False
     """True if the sampler draws in passes, each of which ends with ``ran_out``."""
 
@@ -147,9 +140,6 @@ class Sampler(Uncompiled, ABC):
     """
 
     _owner: weakref.ref[Any] | None = None
-
-    _shown: bool | None = None
-    """The value of ``ran_out`` for the caller, while the buffer prefetches draws."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -171,15 +161,6 @@ class Sampler(Uncompiled, ABC):
     @owner.setter
     def owner(self, buffer: Any) -> None:
         self._owner = weakref.ref(buffer)
-
-    def _wait_for_draws(self) -> None:
-        """Wait until the buffer has made the prefetch draws that this thread requested.
-
-        A parameter that is set after this call affects only later draws.
-        """
-        wait = getattr(self.owner, "_wait_for_draws", None)
-        if wait is not None:
-            wait()
 
     # -- drawing ------------------------------------------------------------------------------
 
@@ -239,7 +220,7 @@ class Sampler(Uncompiled, ABC):
     @property
     def ran_out(self) -> bool:
         """True if the last batch ended a pass over the rows."""
-        return self._ran_out if self._shown is None else self._shown
+        return self._ran_out
 
     @ran_out.setter
     def ran_out(self, value: bool) -> None:

@@ -144,7 +144,6 @@ class ParameterScheduler(Uncompiled, ABC):
             if self.max_value is not None:
                 value = min(value, self.max_value)
         sampler = self.sampler
-        sampler._wait_for_draws()
         setattr(sampler, self.param_name, value)
         self.steps += 1
 

@@ -143,12 +143,10 @@ class StalenessAwareSampler(Sampler):
     @consumer_version.setter
     def consumer_version(self, value: int) -> None:
         value = _whole("consumer_version", value)
-        self._wait_for_draws()
         self._consumer_version = value
 
     def increment_consumer_version(self) -> None:
         """Add 1 to ``consumer_version``."""
-        self._wait_for_draws()
         self._consumer_version += 1
 
     @property

@@ -61,7 +61,6 @@ class SamplerWithoutReplacement(Sampler):
     """
 
     kind = "without_replacement"
-    prompt = True
     passes = True
     mapped_entries = ("_remaining",)
 
@@ -240,7 +239,6 @@ class RandomSampler(Sampler):
     """
 
     kind = "random"
-    prompt = True
     stateless = True
 
     @overload

@@ -127,7 +127,7 @@ class _Face(Priorities):
         self._priority_key = updates._client._priority_key
         self._collate_fn = None
 
-    def _locked(self, *, patient: bool = False, wait_for_draws: bool = True) -> Any:
+    def _locked(self, *, patient: bool = False, settled: bool = True) -> Any:
         return contextlib.nullcontext(SimpleNamespace(stack_dim=0, ndim=1))
 
 

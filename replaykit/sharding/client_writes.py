@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import threading
 import time
 import uuid
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from replaykit.buffer.row_updates import written_priorities
-from replaykit.buffer.thread_pool import ThreadPool
 from replaykit.errors import RateLimiterTimeout
 from replaykit.interrupts import deferred, shielded
 from replaykit.pace import INSERT
@@ -138,7 +136,7 @@ class ShardWriteQueue:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._under_way: deque[_Write] = deque()
-        self._pool: ThreadPool | None = None
+        self._thread: ThreadPoolExecutor | None = None
         self._held_up = False
 
     def put(self, deliver: Callable[[], Any], *, paced: bool = False) -> ShardedResult:
@@ -148,10 +146,13 @@ class ShardWriteQueue:
         """
         write = _Write(paced)
         with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPool(1, "replaykit-writes")
-                weakref.finalize(self, self._pool.dismiss).atexit = False
-            self._pool.give(functools.partial(_run, deliver, write))
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "replaykit-writes")
+            try:
+                self._thread.submit(_run, deliver, write)
+            except RuntimeError:  # no thread can be started
+                write.dropped = True
+                raise
             self._under_way.append(write)
             ahead = list(self._under_way)[:-_MOST]
         for other in ahead:
@@ -211,6 +212,7 @@ class _Write:
         self.value: Any = None
         self.error: BaseException | None = None
         self.asked = False
+        self.dropped = False  # its caller has got an error
 
     def get(self, within: float | None, held_up: float | None) -> Any:
         if self.paced and not self.done.wait(held_up):
@@ -227,6 +229,8 @@ class _Write:
 
 
 def _run(deliver: Callable[[], Any], write: _Write) -> None:
+    if write.dropped:
+        return
     try:
         write.value = deliver()
     except BaseException as error:

@@ -183,6 +183,8 @@ class Bootstrap(HistoryTransform):
         tensor([ True, False])
     """
 
+    uses_random = False
+
     def __init__(self, boundary: Any = TERMINATED, per_window: bool = False) -> None:
         self.boundary = unravel(boundary)
         self.per_window = bool(per_window)

@@ -269,6 +269,8 @@ class StackFrames(HistoryTransform):
         [[0, 0, 0], [0, 0, 1], [0, 1, 2], [3, 3, 3], [3, 3, 4]]
     """
 
+    uses_random = False
+
     def __init__(
         self, keys: Any, k: int, dim: int = 0, pad: str = "repeat", new_dim: bool = False
     ) -> None:
@@ -499,6 +501,7 @@ class PreviousStep(HistoryTransform):
         (tensor([0, 5, 0]), tensor([5, 6, 7]))
     """
 
+    uses_random = False
     needs = Needs(past=1)
 
     def __init__(
@@ -642,6 +645,8 @@ class StepCount(HistoryTransform):
         >>> rb[:]["step_count"].squeeze(-1)  # the newest row, then the one before it
         tensor([4, 3])
     """
+
+    uses_random = False
 
     def __init__(self, key: Any = "step_count") -> None:
         self.key = unravel(key)

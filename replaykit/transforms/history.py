@@ -244,6 +244,8 @@ class HistoryTransform(Transform, ABC):
         relabel_keys: keys that the transform needs to change these rows.
         edits_episodes: True if later transforms read the episodes of ``surroundings`` instead of
             the stored episodes.
+        uses_random: False if ``fetch`` never draws random numbers. Prefetch threads may then call
+            it, because its order does not matter.
 
     Example:
         This transform adds the change of the observation since the previous row:
@@ -273,6 +275,7 @@ class HistoryTransform(Transform, ABC):
     relabels = False
     relabel_keys: tuple[Path, ...] = ()
     edits_episodes = False
+    uses_random = True
 
     def forward(self, data: Any) -> Any:
         """Raise RuntimeError, because only a buffer can read rows outside of the batch.

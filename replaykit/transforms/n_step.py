@@ -362,6 +362,8 @@ class NStep(HistoryTransform):
         (tensor([0.1250, 0.2500, 0.5000, 0.5000]), tensor([False, False, False,  True]))
     """
 
+    uses_random = False
+
     @overload
     def __new__(cls, *args: Any, when: Literal["read"] = "read", **kwargs: Any) -> Self: ...
     @overload

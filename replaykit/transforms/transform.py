@@ -199,6 +199,11 @@ class Compose(Transform):
         return bool(self._readers)
 
     @property
+    def uses_random(self) -> bool:
+        """True if any of the transforms draws random numbers while it reads rows."""
+        return any(transform.uses_random for _, transform in self._readers)
+
+    @property
     def spans_rows(self) -> bool:
         """True if the result for a row may depend on other rows, on read or on write."""
         holds_back = any(

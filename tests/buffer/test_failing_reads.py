@@ -73,7 +73,8 @@ def test_unread_draw_is_delivered_next(sampler: Any, prefetch: int | None, same:
                 break
         same(plain.sample(), batch)
     failing.shutdown()
-    assert failed + failing.storage.fails >= 14  # of 15; one may not have been told yet
+    # Of 15; errors of batches that are drawn ahead are raised later.
+    assert failed + failing.storage.fails >= 15 - (prefetch or 0)
     assert failed >= 8
 
 

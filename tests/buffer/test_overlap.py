@@ -14,12 +14,18 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
+from replaykit import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+)
 
 SECONDS = (0.03, 0.03, 0.03, 0.1, 0.3, 1.0)
 """What a sample and a step take in each try."""
 
-TURNS = 12
+TURNS = 24
 
 
 class SlowRead(LazyTensorStorage):
@@ -76,43 +82,28 @@ def test_loop_takes_as_long_as_the_slower_of_sampling_and_learning(slow: str, sa
     raise AssertionError(ratios)
 
 
-def test_waiting_thread_gets_the_lock_before_the_next_draw(
-    eventually: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A write, or an update of priorities, waits for one batch to be read and not for two."""
-    # However late the system wakes who waits.
-    monkeypatch.setattr("replaykit.buffer.prefetch._MOST_SECONDS", 20)
-    order: list[str] = []
-    reading, go = threading.Semaphore(0), threading.Semaphore(0)
+def test_priority_updates_read_no_batch() -> None:
+    """Only what changes rows reads the batches that are drawn ahead."""
+    readers: list[str] = []
 
     class Watched(LazyTensorStorage):
         def read(self, index: torch.Tensor, **options: Any) -> Any:
-            reading.release()
-            assert go.acquire(timeout=60)
-            order.append("read")
+            readers.append(threading.current_thread().name)
             return super().read(index, **options)
 
+    buffer = ReplayBuffer(
+        storage=Watched(10),
+        sampler=PrioritizedSampler(alpha=0.7, beta=0.5),
+        batch_size=4,
+        prefetch=3,
+    )
+    buffer.extend(TensorDict({"id": torch.arange(10)}, [10]))
+    own = threading.current_thread().name
     for _ in range(20):
-        order.clear()
-        buffer = ReplayBuffer(storage=Watched(10), batch_size=4, prefetch=3)
-        buffer.extend(TensorDict({"id": torch.arange(10)}, [10]))
-
-        def write(buffer: ReplayBuffer = buffer) -> None:
-            with buffer._locked():
-                order.append("write")
-
-        consumer = threading.Thread(target=buffer.sample)
-        consumer.start()
-        assert reading.acquire(timeout=60)
-        writer = threading.Thread(target=write)
-        writer.start()
-        queue = buffer._prefetcher
-        assert queue is not None
-        assert eventually(lambda queue=queue: queue._waiting)
-        go.release(20)
-        for thread in (consumer, writer):
-            thread.join(60)
-        buffer.shutdown()
-        assert order.index("write") == 1
-        while go.acquire(blocking=False) or reading.acquire(blocking=False):
-            pass
+        batch = buffer.sample()
+        readers.clear()
+        buffer.update_priority(batch["index"], 1.0)
+        assert own not in readers
+        assert buffer.can_sample()
+        assert own not in readers
+    buffer.shutdown()

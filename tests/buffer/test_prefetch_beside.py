@@ -53,7 +53,7 @@ def made(
     )
     rb.extend(rows(0, shape=() if ndim == 1 else (2,)))
     if prefetch:
-        assert rb._draws_at_once()
+        assert rb._reads_at_once()
     return rb
 
 
@@ -116,7 +116,7 @@ def test_changes_wait_until_pending_reads_end(
     for threads in (False, True):
         with monkeypatch.context() as patch:
             if threads:
-                patch.setattr(ReplayBuffer, "_draws_at_once", lambda self: False)
+                patch.setattr(ReplayBuffer, "_reads_at_once", lambda self: False)
             rb, found = made() if not threads else _by_threads(), []
             for step in range(8):
                 found.append(rb.sample())

@@ -21,7 +21,6 @@ from replaykit import (
     Sampler,
     SamplerWithoutReplacement,
     Sequence,
-    SliceSampler,
 )
 from replaykit.storages.row_kernels import NativeRows
 
@@ -60,8 +59,7 @@ def test_prefetch_does_not_change_the_batches(depth: int, sampler: str, same: An
     for _ in range(30):
         same(direct.sample(), ahead.sample())
         assert direct.sampler.ran_out == ahead.sampler.ran_out
-    if not ahead.sampler.passes:  # what comes after a pass is drawn by threads
-        assert set(threads_of_it()) <= set(before)
+    assert set(threads_of_it()) <= set(before)
 
 
 def test_iterations_end_with_their_passes(same: Any) -> None:
@@ -80,7 +78,7 @@ def test_learning_loop_gets_the_same_batches_as_with_threads(
     for threads in (False, True):
         with monkeypatch.context() as patch:
             if threads:
-                patch.setattr(ReplayBuffer, "_draws_at_once", lambda self: False)
+                patch.setattr(ReplayBuffer, "_reads_at_once", lambda self: False)
             rb, found = made(PrioritizedSampler(ROWS, 0.7, 0.5)), []
             for step in range(15):
                 batch = rb.sample()
@@ -94,27 +92,6 @@ def test_learning_loop_gets_the_same_batches_as_with_threads(
         runs.append(found)
     for pair in zip(*runs, strict=True):
         same(*pair)
-
-
-def test_held_storage_lock_leaves_draws_to_threads(same: Any) -> None:
-    direct, ahead = (made(RandomSampler(), n) for n in (None, 2))
-    same(direct.sample(), ahead.sample())
-    held, go = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with ahead.storage.lock:
-            held.set()
-            assert go.wait(10)
-
-    other = threading.Thread(target=hold)
-    other.start()
-    assert held.wait(10)
-    same(direct.sample(), ahead.sample())  # it was ready: nobody is waited for
-    go.set()
-    other.join()
-    for _ in range(6):
-        same(direct.sample(), ahead.sample())
-    ahead.shutdown()
 
 
 def test_failed_draw_raises_at_its_batch_which_comes_again(
@@ -199,26 +176,17 @@ def test_forked_process_continues_with_the_prefetched_draws() -> None:
     assert bool((direct.sample()["index"] == ahead.sample()["index"]).all())
 
 
-class Subclass(RandomSampler):
-    """Who draws in another way may take his time."""
-
-
 @pytest.mark.parametrize(
-    ("sampler", "options"),
+    "options",
     [
-        (Subclass, {}),
-        (SliceSampler, {"sample_unit": None}),
-        (RandomSampler, {"collate_fn": lambda rows: rows}),
-        (RandomSampler, {"transform": lambda rows: rows}),
-        (RandomSampler, {"sample_unit": Sequence(length=2)}),
+        {"collate_fn": lambda rows: rows},
+        {"transform": lambda rows: rows},
+        {"sample_unit": Sequence(length=2)},
     ],
 )
-def test_slow_draws_are_left_to_threads(
-    sampler: Callable[..., Sampler], options: dict[str, Any]
-) -> None:
-    given = sampler(slice_len=2) if sampler is SliceSampler else sampler()
-    rb = made(given, **options)
-    assert not rb._draws_at_once()
+def test_slow_batches_are_left_to_threads(options: dict[str, Any]) -> None:
+    rb = made(RandomSampler(), **options)
+    assert not rb._reads_at_once()
     rb.sample()
     rb.shutdown()
 
@@ -233,6 +201,6 @@ def test_large_batches_are_left_to_threads(
     storage = LazyMemmapStorage(4, scratch_dir=tmp_path) if mapped else LazyTensorStorage(4)
     rb = ReplayBuffer(storage=storage, batch_size=3, prefetch=1)
     rb.extend(torch.zeros(4, 40_000))
-    assert not rb._draws_at_once()
+    assert not rb._reads_at_once()
     assert rb.sample().shape == (3, 40_000)
     rb.shutdown()

@@ -50,14 +50,14 @@ def made(sampler: Any, prefetch: int | None = 2, storage: Any = None) -> ReplayB
 
 
 def slowed(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Has draws that are made ahead begin when they like."""
-    pauses, draw = random.Random(seed), ahead.Prefetcher._draw
+    """Threads begin to read batches at random times."""
+    pauses, make = random.Random(seed), ahead._make
 
-    def later(self: Any, entry: Any) -> Any:
+    def later(*given: Any) -> None:
         time.sleep(pauses.choice([0, 0, 0.001, 0.004]))
-        return draw(self, entry)
+        make(*given)
 
-    monkeypatch.setattr(ahead.Prefetcher, "_draw", later)
+    monkeypatch.setattr(ahead, "_make", later)
 
 
 def learn(rb: ReplayBuffer, batch: Any, step: int) -> None:
@@ -174,31 +174,50 @@ def test_writes_to_ensemble_members_affect_later_draws(
         same(*pair)
 
 
-def test_other_threads_do_not_wait_for_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An actor's rows go in while the learner's draw has not begun."""
-    rb, may = made(PrioritizedSampler(ROWS, 0.7, 0.5)), threading.Event()
-    draw = ahead.Prefetcher._draw
-    monkeypatch.setattr(
-        ahead.Prefetcher, "_draw", lambda self, entry: (may.wait(20), draw(self, entry))[1]
-    )
-    learner = threading.Thread(target=rb.sample)
-    learner.start()
+def test_writes_do_not_wait_for_threads(monkeypatch: pytest.MonkeyPatch, same: Any) -> None:
+    """A write reads the batches that are drawn and not read; each has the rows as of its draw."""
+    may, make = threading.Event(), ahead._make
+    monkeypatch.setattr(ahead, "_make", lambda *given: (may.wait(20), make(*given)))
+    late, direct = (made(PrioritizedSampler(ROWS, 0.7, 0.5), depth) for depth in (2, None))
+    expected = [direct.sample() for _ in range(3)]
     try:
-        while not len(rb._prefetcher or ()):
-            time.sleep(0.001)
-        actor = threading.Thread(target=rb.extend, args=(rows(ROWS),))
-        actor.start()
-        actor.join(10)
-        assert not actor.is_alive()
+        same(expected[0], late.sample())
+        late.extend(rows(ROWS, ROWS))
+        late.update_priority(torch.arange(4), 2.0)
         assert not may.is_set()
     finally:
         may.set()
-        learner.join()
-        rb.shutdown()
+    for batch in expected[1:]:
+        same(batch, late.sample())
+    assert late.sample()["id"].min() >= ROWS
+    late.shutdown()
+
+
+def test_rows_that_another_buffer_overwrites_before_they_are_read_are_not_delivered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two buffers over a storage do not know of each other's draws."""
+    may, make = threading.Event(), ahead._make
+    monkeypatch.setattr(ahead, "_make", lambda *given: (may.wait(20), make(*given)))
+    storage = LazyTensorStorage(ROWS)
+    rb, other = (
+        made(PrioritizedSliceSampler(ROWS, 0.7, 0.5, slice_len=4), storage=storage),
+        ReplayBuffer(storage=storage),
+    )
+    rb.sample()
+    other.extend(rows(ROWS, ROWS // 2 + 2))  # cuts windows, and keeps others
+    may.set()
+    for _ in range(4):
+        batch = rb.sample()
+        assert bool((batch["id"].view(-1, 4).diff(dim=1) == 1).all())
+        stored = rb[batch["index"]]
+        assert torch.equal(stored["id"], batch["id"])
+        assert torch.equal(batch["index_generation"], batch["id"] // ROWS)
+    rb.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["memory", "recoverable"])
-def test_holder_of_the_lock_does_not_wait_for_draws(
+def test_holder_of_the_lock_may_write(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     slowed(monkeypatch, 4)
@@ -214,11 +233,9 @@ def test_holder_of_the_lock_does_not_wait_for_draws(
     rb.shutdown()
 
 
-def test_writes_after_shutdown_do_not_wait_for_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_after_shutdown_need_no_threads() -> None:
     rb = made(PrioritizedSampler(ROWS, 0.7, 0.5))
     rb.sample()
     rb.shutdown()
-    assert rb._prefetcher is not None
-    rb._prefetcher._draws_done = 0  # as if draws had been given up
     rb.extend(rows(ROWS))
     assert len(rb) == ROWS

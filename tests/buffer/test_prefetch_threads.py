@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -15,12 +13,12 @@ import torch
 
 from replaykit import (
     LazyTensorStorage,
+    ListStorage,
     RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
 )
-from replaykit.buffer.prefetch import Drawn, Prefetcher
 
 pytestmark = pytest.mark.usefixtures("by_threads")
 
@@ -69,89 +67,6 @@ for turn in range(3):
 """
 
 
-# -- two races, step by step ----------------------------------------------------------------------
-
-
-class Source:
-    """A buffer of which some draws, by number, end a pass."""
-
-    def __init__(self, *ending: int) -> None:
-        self.ending = ending
-        self.draws = 0
-        self.after_draw: dict[int, Callable[[], Any]] = {}
-        self.before_delivery = threading.Event()
-
-    def _draws_at_once(self) -> bool:
-        return False
-
-    def _draw_ahead(self, entry: Any) -> Drawn:
-        number, self.draws = self.draws, self.draws + 1
-        index = torch.tensor([number])
-        entry.drawn = Drawn(index, {}, number in self.ending, index)
-        self.after_draw.get(number, lambda: None)()
-        return entry.drawn
-
-    def _finish(self, drawn: Drawn) -> int:
-        assert self.before_delivery.wait(60)
-        return int(drawn.index)
-
-    def _written(self) -> int:
-        return 0
-
-
-def test_end_of_a_pass_during_clear_does_not_block_consumers(in_threads: Any):
-    source = Source(1)
-    source.before_delivery.set()
-    prefetcher = Prefetcher(2, source)
-    cleared = threading.Event()
-    # By the thread that drew, right after the draw.
-    source.after_draw[1] = lambda: (prefetcher.clear(), cleared.set())
-    assert prefetcher.next()[1] == 0
-    assert cleared.wait(60)
-    delivered: list[int] = []
-    in_threads(lambda: delivered.append(prefetcher.next()[1]), timeout=60)
-    assert delivered[0] > 1
-    prefetcher.shutdown()
-
-
-def test_next_pass_does_not_delay_waiters_for_the_end_of_a_pass(in_threads: Any, eventually: Any):
-    """The third draw ends another pass before the second consumer is awake again."""
-    drawn_again, third = threading.Event(), threading.Event()
-
-    tickets = itertools.count()
-
-    class Slow(Prefetcher):
-        def _draw(self, entry: Any) -> Any:
-            ticket = next(tickets)
-            assert ticket != 2 or third.wait(60)
-            try:
-                return super()._draw(entry)
-            finally:
-                if ticket == 2:
-                    drawn_again.set()
-
-        def _await_release(self, number: int) -> None:
-            source.before_delivery.set()
-            assert drawn_again.wait(60)
-            super()._await_release(number)
-
-    source = Source(0, 1)
-    prefetcher = Slow(2, source)
-    delivered: list[int] = []
-
-    def first() -> None:
-        delivered.append(prefetcher.next()[1])
-        third.set()
-
-    def second() -> None:
-        assert eventually(lambda: source.draws == 1)
-        delivered.append(prefetcher.next()[1])
-
-    in_threads(first, second, timeout=60)
-    assert delivered == [0, 1]
-    prefetcher.shutdown()
-
-
 # -- many threads ---------------------------------------------------------------------------------
 
 
@@ -183,7 +98,7 @@ def test_writers_continue_while_batches_are_prepared(kind: str, buffer_of: Any, 
 
 @pytest.mark.pitfall("TH8")
 def test_batches_are_made_in_parallel(buffer_of: Any):
-    together = threading.Barrier(3)
+    together = threading.Barrier(4)  # three threads and the caller
 
     def transform(data: Any) -> Any:
         together.wait(60)
@@ -249,12 +164,15 @@ def test_consumers_of_short_passes_never_hang(
 
 
 @pytest.mark.parametrize("started", [0, 1])
-def test_prefetch_without_new_threads_fails_or_uses_the_started_ones(
-    started: int, monkeypatch: pytest.MonkeyPatch, in_threads: Any
+def test_prefetch_without_new_threads_makes_batches_in_the_caller(
+    started: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without any the call fails and nobody waits for ever; with one of them batches come."""
     rb = ReplayBuffer(
-        storage=LazyTensorStorage(8), sampler=SamplerWithoutReplacement(), batch_size=2, prefetch=2
+        storage=LazyTensorStorage(8),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=2,
+        prefetch=2,
+        transform=lambda rows: rows,
     )
     rb.extend(torch.arange(8))
     left, start = [started], threading.Thread.start
@@ -266,45 +184,34 @@ def test_prefetch_without_new_threads_fails_or_uses_the_started_ones(
                 raise RuntimeError("can't start new thread")
         start(thread)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", limited)
-        if not started:
-            for _ in range(2):
-                with pytest.raises(RuntimeError, match="new thread"):
-                    rb.sample()
-        else:
-            rb.sample()
-    rows: list[int] = []
-    in_threads(lambda: rows.extend(torch.cat([rb.sample() for _ in range(4)]).tolist()), timeout=60)
-    assert len(set(rows[: 8 - 2 * started])) == 8 - 2 * started
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    for _ in range(3):
+        assert sorted(torch.cat([rb.sample() for _ in range(4)]).tolist()) == list(range(8))
     rb.shutdown()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_fork_waits_for_a_running_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child that has the numbers drawn but not the draw would go on with other batches."""
+def test_fork_waits_for_a_running_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the child the storage's lock would be held for ever."""
     rb = ReplayBuffer(
-        storage=LazyTensorStorage(1000),
+        storage=ListStorage(1000),
         batch_size=4,
         prefetch=1,
         generator=torch.Generator().manual_seed(0),
     )
     rb.extend(torch.arange(1000))
-    monkeypatch.setattr("replaykit.buffer.thread_pool._MOST_SECONDS", 60)
-    begun = threading.Semaphore(0)
-    sample = rb.sampler.sample
+    monkeypatch.setattr("replaykit.buffer.prefetch._MOST_SECONDS", 60)
+    begun, read = threading.Event(), rb.storage.get
 
     def slow(*given: Any) -> Any:
-        found = sample(*given)
-        begun.release()
-        time.sleep(0.3)
-        return found
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            time.sleep(0.3)
+        return read(*given)
 
-    cast(Any, rb.sampler).sample = slow
+    cast(Any, rb.storage).get = slow
     rb.sample()
-    rb.sample()  # two draws are delivered, and the next one is under way in its thread
-    for _ in range(3):
-        assert begun.acquire(timeout=60)
+    assert begun.wait(60)
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     process = context.Process(target=lambda: answers.put(rb.sample().tolist()))

@@ -144,12 +144,17 @@ def test_error_is_raised_by_result_or_next_write(gated: tuple[Any, Gate]) -> Non
 
 
 def test_queue_thread_finishes_queued_work_then_ends() -> None:
+    before = threading.enumerate()
     write_queue, done = ShardWriteQueue(), threading.Event()
     gate = threading.Event()
     assert write_queue.put(lambda: 5).result() == 5
     write_queue.put(gate.wait)
     write_queue.put(done.set)
-    thread = write_queue._pool._threads[0]  # type: ignore[union-attr]
+    [thread] = (
+        one
+        for one in threading.enumerate()
+        if one.name == "replaykit-writes_0" and one not in before
+    )
     assert thread.is_alive()
     del write_queue
     gc.collect()
