@@ -176,8 +176,8 @@ class Prefetcher:
     """The batches that are drawn ahead, in the order of delivery.
 
     ``sample`` draws, with the storage's lock held, the batch that will be delivered ``depth`` calls
-    later. So the order of draws is the order of calls. Threads read and finish the batches. A write first reads the draws that
-    are not read yet, so each batch has the rows as of its draw.
+    later. So the order of draws is the order of calls. Threads read and finish the batches. A write
+    first reads the draws that are not read yet, so each batch has the rows as of its draw.
 
     After a batch that ends a pass, or a failed draw, nothing is drawn until it is delivered.
 
