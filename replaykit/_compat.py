@@ -24,6 +24,7 @@ __all__ = [
     "LazyStackedTensorDict",
     "NonTensorData",
     "NonTensorStack",
+    "Template",
     "TensorDict",
     "TensorDictBase",
     "Uncompiled",
@@ -33,6 +34,7 @@ __all__ = [
     "dtype_by_name",
     "dtype_name",
     "fields_of",
+    "filled",
     "fresh_strided",
     "has_names",
     "holds_objects",
@@ -78,6 +80,33 @@ def new_tensordict(
     data._device = device
     data._tensordict = fields
     data._batch_size = batch_size
+    data._td_dim_names = None
+    return data
+
+
+Template = tuple[torch.Size, list[tuple[str, int, Any]]]
+"""The extra batch dimensions of a TensorDict, and its names with leaves or templates."""
+
+
+def filled(
+    template: Template,
+    leaves: Sequence[torch.Tensor],
+    batch: torch.Size,
+    device: torch.device | None,
+) -> TensorDict:
+    """Return nested TensorDicts over leaves, as ``new_tensordict`` does."""
+    extra, children = template
+    fields: dict[str, Any] = {}
+    for part, place, child in children:
+        fields[part] = leaves[place] if child is None else filled(child, leaves, batch, device)
+    if extra:
+        batch = batch + extra
+    if not _KNOWN_PARTS:
+        return TensorDict(fields, batch_size=batch, device=device)
+    data = TensorDict.__new__(TensorDict)
+    data._device = device
+    data._tensordict = fields
+    data._batch_size = batch
     data._td_dim_names = None
     return data
 

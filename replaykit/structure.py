@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,11 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import (
     LazyStackedTensorDict,
+    Template,
     TensorDict,
     dtype_by_name,
     dtype_name,
+    filled,
     is_non_tensor,
     is_tensordict,
     new_tensorclass,
@@ -487,17 +490,7 @@ def assembler(
             root, dict(zip(paths, leaves, strict=True)), batch, device
         )
     template = _template(root, (), places)
-
-    def assemble(
-        leaves: Sequence[torch.Tensor], batch: torch.Size, device: torch.device | None
-    ) -> Any:
-        return _filled(template, leaves, batch, device)
-
-    return assemble
-
-
-_Template = tuple[torch.Size, list[tuple[str, int, Any]]]
-"""The extra batch dimensions of a TensorDict, and its names with leaves or templates."""
+    return functools.partial(filled, template)
 
 
 def _plain(node: Node) -> bool:
@@ -507,7 +500,7 @@ def _plain(node: Node) -> bool:
     return node.kind == "tensordict" and all(_plain(child) for _, child in node.children)
 
 
-def _template(node: Branch, path: Path, places: Mapping[Path, int]) -> _Template:
+def _template(node: Branch, path: Path, places: Mapping[Path, int]) -> Template:
     children: list[tuple[str, int, Any]] = []
     for part, child in node.children:
         inner = (*path, part)
@@ -516,19 +509,6 @@ def _template(node: Branch, path: Path, places: Mapping[Path, int]) -> _Template
         else:
             children.append((part, -1, _template(child, inner, places)))
     return node.extra, children
-
-
-def _filled(
-    template: _Template,
-    leaves: Sequence[torch.Tensor],
-    batch: torch.Size,
-    device: torch.device | None,
-) -> TensorDict:
-    extra, children = template
-    fields: dict[str, Any] = {}
-    for part, place, child in children:
-        fields[part] = leaves[place] if child is None else _filled(child, leaves, batch, device)
-    return new_tensordict(fields, batch + extra if extra else batch, device)
 
 
 def contiguous(data: Any) -> Any:

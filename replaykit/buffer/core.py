@@ -25,7 +25,7 @@ from replaykit.buffer.component_checks import (
 )
 from replaykit.buffer.prefetch import Drawn, Prefetcher
 from replaykit.keywords import Replaced, checked_keywords
-from replaykit.pace import INSERT, SAMPLE, LimiterQueue, RateLimiter, Ticket, checked_timeout
+from replaykit.pace import INSERT, LimiterQueue, RateLimiter, Ticket, checked_timeout
 from replaykit.samplers import PrioritizedSampler, RandomSampler, Sampler, SampleUnit, Transition
 from replaykit.storages import ListStorage, Storage
 from replaykit.storages.save_hooks import check_no_checkpointer
@@ -123,11 +123,6 @@ class Pacing:
         self, timeout: float | None
     ) -> contextlib.AbstractContextManager[Ticket | None]:
         return self._ticket(INSERT, timeout)
-
-    def _sample_ticket(
-        self, timeout: float | None
-    ) -> contextlib.AbstractContextManager[Ticket | None]:
-        return self._ticket(SAMPLE, timeout)
 
     def _ticket(
         self, side: int, timeout: float | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import torch
 
 from replaykit._compat import as_tensor
 from replaykit.buffer.core import BufferCore, DataT, SamplerT, StorageT, WriterT, checked_batch_size
-from replaykit.buffer.prefetch import AheadBatch, Drawn, Origin, Outdated, Prefetcher
+from replaykit.buffer.prefetch import AheadBatch, Drawn, Outdated, Prefetcher
 from replaykit.buffer.row_context import fetch_all
 from replaykit.samplers import Sampler, Sequence, Transition
 from replaykit.samplers.window_measures import index_for
@@ -28,19 +29,12 @@ __all__ = [
     "random_state",
     "set_random_state",
     "show",
-    "unchanged_since",
 ]
 
 
 def random_state(generator: torch.Generator | None) -> torch.Tensor:
     """Return the state of a generator; None means torch's global generator."""
     return torch.get_rng_state() if generator is None else generator.get_state()
-
-
-def unchanged_since(generator: torch.Generator | None, origin: Origin) -> bool:
-    """Return whether the generator has not been used since the draw."""
-    after = origin.random_after
-    return after is not None and torch.equal(random_state(generator), after)
 
 
 def set_random_state(generator: torch.Generator | None, state: torch.Tensor | None) -> None:
@@ -82,15 +76,12 @@ class Lent:
     numbered: bool = False
 
 
-_LENT = -1
-"""The batch size in the origin of a draw with `Lent` options."""
-
-
 class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
     """The draws of a buffer, including prefetched, shared and repeated draws."""
 
     def _size_of(self, batch_size: int | None) -> int:
-        self._ready()
+        if not self._initialized:
+            self._ready()
         if self._closed:
             raise RuntimeError("this buffer was shut down")
         if batch_size is not None:
@@ -100,15 +91,6 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 "batch_size not specified: give it to the constructor or to sample()"
             )
         return self._batch_size
-
-    def _draw(self, size: int, lent: Lent | None = None) -> Drawn:
-        tries = _TRIES if self._shared and not self._sampler.reads_rows else 0
-        while tries:
-            drawn, again = self._draw_apart(size, lent)
-            if drawn is not None:
-                return drawn
-            tries = tries - 1 if again else 0
-        return self._draw_held(size, lent)
 
     def _draw_apart(self, size: int, lent: Lent | None = None) -> tuple[Drawn | None, bool]:
         """Draw while other processes write, then check the rows that were read.
@@ -127,84 +109,69 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             seen = sharing.glance()
             if seen is None:
                 return None, False
-            origin = Origin(storage, sampler, size if lent is None else _LENT, sampler.ran_out)
-            if origin.size != self._batch_size:
-                origin.random = random_state(self._generator)
             try:
-                drawn = self._drawn(storage, size, lent, origin)
+                drawn = self._drawn(storage, size, lent)
             except Exception:
                 if sharing.intact(seen, None):
                     raise
                 return None, True  # overwritten rows may have caused the error
             slots = None
-            if not self._chain.reads_around:
+            if not self._chain.readers:
                 slots = drawn.index[:, 0] if storage.ndim > 1 else drawn.index
             if not sharing.intact(seen, slots):
-                show(sampler, origin.ran_out)
+                show(sampler, drawn.was_out)
                 if type(sampler).put_back is not Sampler.put_back:
                     sampler.put_back([drawn.anchors], storage)
                 return None, True
-            if origin.size != self._batch_size:
-                origin.random_after = random_state(self._generator)
             return drawn, True
         finally:
             lock.leave_apart()
 
-    def _draw_held(self, size: int, lent: Lent | None = None) -> Drawn:
+    def _draw(self, size: int, lent: Lent | None = None) -> Drawn:
+        tries = _TRIES if self._shared and not self._sampler.reads_rows else 0
+        while tries:
+            drawn, again = self._draw_apart(size, lent)
+            if drawn is not None:
+                return drawn
+            tries = tries - 1 if again else 0
         while True:
             storage = self._storage
             with storage.lock:
                 if storage is not self._storage:  # replaced before the lock was taken
                     continue
-                origin = Origin(storage, self._sampler, size, self._sampler.ran_out)
-                if lent is not None:
-                    origin.size = _LENT
-                    # The owner of a lent generator restores it.
-                    own = lent.generator is None
-                    origin.random = random_state(self._generator) if own else None
-                    drawn = self._drawn(storage, size, lent, origin)
-                    origin.random_after = random_state(self._generator) if own else None
-                elif size == self._batch_size:
-                    drawn = self._drawn(storage, size, None, origin)
-                else:
-                    origin.random = random_state(self._generator)
-                    drawn = self._drawn(storage, size, None, origin)
-                    origin.random_after = random_state(self._generator)
-                return drawn
+                return self._drawn(storage, size, lent)
 
     def _give_back(self, drawn: Drawn) -> None:
         """Roll back a draw whose batch failed, so that it comes next."""
-        origin = drawn.origin
         with self._locked(settled=False) as storage:
-            if origin is None or origin.storage is not storage:
+            if drawn.home is not storage or drawn.drawer is not self._sampler:
                 return
-            if origin.sampler is not self._sampler:
-                return
-            if self._untaken(drawn, origin, storage):
+            if self._untaken(drawn, storage):
                 again = drawn.without_rows()
                 if self._prefetcher is None:
                     self._pending.appendleft(again)
                 else:
-                    again.origin = origin
+                    again.home, again.drawer, again.was_out = storage, drawn.drawer, drawn.was_out
                     self._prefetcher.put_first(self._ahead_of(again))
 
-    def _untaken(self, drawn: Drawn, origin: Origin, storage: Storage) -> bool:
+    def _untaken(self, drawn: Drawn, storage: Storage) -> bool:
         """Reset the sampler to its state before a draw, or keep the draw.
 
         Returns:
             True if the draw is to be kept. The caller holds the lock.
         """
-        show(self._sampler, origin.ran_out)
-        if self._sampler.consumes:  # a write may reuse the slots before the next draw
+        sampler, generator = self._sampler, self._generator
+        show(sampler, drawn.was_out)
+        if sampler.consumes:  # a write may reuse the slots before the next draw
             positions = storage.ledger.positions(drawn.anchors.cpu())
             unwritten = drawn.anchors[(positions < drawn.written).to(drawn.anchors.device)]
-            self._sampler.put_back([unwritten], storage)
-        elif origin.size == self._batch_size:
+            sampler.put_back([unwritten], storage)
+        elif drawn.kept:
             return True
-        elif type(self._sampler).put_back is not Sampler.put_back:
-            self._sampler.put_back([drawn.anchors], storage)
-        elif unchanged_since(self._generator, origin):
-            set_random_state(self._generator, origin.random)
+        elif type(sampler).put_back is not Sampler.put_back:
+            sampler.put_back([drawn.anchors], storage)
+        elif drawn.after is not None and torch.equal(random_state(generator), drawn.after):
+            set_random_state(generator, drawn.before)  # unused since the draw
         return False
 
     # -- prefetched draws -----------------------------------------------------------------------
@@ -247,11 +214,9 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
 
     def _draw_ahead(self, storage: Storage, before: Any) -> AheadBatch:
         """Draw a batch for a later delivery. The caller holds the lock."""
-        sampler, written = self._sampler, storage.ledger.next_position
+        written = storage.ledger.next_position
         try:
-            size = self._size_of(None)
-            origin = Origin(storage, sampler, size, sampler.ran_out)
-            drawn = self._chosen(storage, size, None, origin)[0]
+            drawn = self._chosen(storage, self._size_of(None), None)
             at_once = self._reads_at_once()
             if at_once or self._chain.uses_random:
                 self._read(drawn, storage, None, self._generator, at_once)
@@ -270,7 +235,7 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             Outdated: another buffer has overwritten rows since the draw, which is rolled back.
         """
         storage = self._storage
-        if drawn.origin is None or drawn.origin.storage is not storage:
+        if drawn.home is not storage:
             raise Outdated
         if storage.ledger.next_position != drawn.written:
             stored = as_tensor(storage.contains(drawn.index)).all()
@@ -286,7 +251,7 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         storage = self._storage
         if not isinstance(storage, ColumnStorage) or type(storage).read is not ColumnStorage.read:
             return False
-        if len(self._chain) or self._collate_fn is not None or self._target is not None:
+        if self._chain.entries or self._collate_fn is not None or self._target is not None:
             return False
         if self._pin_memory or type(self._sample_unit) is not Transition:
             return False
@@ -327,56 +292,54 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
 
     # -- one draw -------------------------------------------------------------------------------
 
-    def _drawn(
-        self, storage: Storage, size: int, lent: Lent | None = None, origin: Origin | None = None
-    ) -> Drawn:
-        """Draw, or take a kept draw, and read its rows; if reading fails, roll back.
-
-        Args:
-            origin: the state for the rollback; None for no rollback.
-        """
-        drawn, theirs = self._chosen(storage, size, lent, origin)
-        generator = self._generator
+    def _drawn(self, storage: Storage, size: int, lent: Lent | None = None) -> Drawn:
+        """Draw, or take a kept draw, and read its rows; if reading fails, roll back."""
+        drawn, generator = self._chosen(storage, size, lent), self._generator
         if lent is not None and lent.generator is not None:
             generator = lent.generator
         try:
             self._read(drawn, storage, lent, generator, begin=False)
         except BaseException:
-            if origin is not None and not theirs:
-                if origin.random is not None:
-                    origin.random_after = random_state(self._generator)
-                if self._untaken(drawn, origin, storage):
-                    self._pending.appendleft(drawn.without_rows())  # after prefetched batches
+            if drawn.before is not None:
+                drawn.after = random_state(self._generator)
+            if drawn.home is not None and self._untaken(drawn, storage):
+                self._pending.appendleft(drawn.without_rows())  # after prefetched batches
             raise
+        if drawn.before is not None:
+            drawn.after = random_state(self._generator)
         return drawn
 
-    def _chosen(
-        self, storage: Storage, size: int, lent: Lent | None, origin: Origin | None
-    ) -> tuple[Drawn, bool]:
-        """Draw, or take a kept draw, without reading its rows.
-
-        Returns:
-            The draw, and whether it is the kept draw of ``lent``.
-        """
-        drawn, generator, theirs = None, self._generator, False
-        if lent is not None:
-            generator = generator if lent.generator is None else lent.generator
-            if lent.draw is not None:
-                drawn = self._still(lent.draw, storage)
-                theirs = drawn is not None
-        elif self._pending and size == self._batch_size:
-            drawn = self._next_pending(storage)
+    def _chosen(self, storage: Storage, size: int, lent: Lent | None) -> Drawn:
+        """Draw, or take a kept draw, without reading its rows."""
+        drawn, generator, sampler = None, self._generator, self._sampler
+        before, was_out = None, sampler._ran_out
+        if type(sampler).ran_out is not Sampler.ran_out:  # a custom sampler computes it
+            was_out = sampler.ran_out
+        kept = lent is None and size == self._batch_size
+        if kept:
+            if self._pending:
+                drawn = self._next_pending(storage)
+        else:
+            if lent is None or lent.generator is None:  # the owner of a lent one restores it
+                before = random_state(generator)
+            if lent is not None:
+                generator = generator if lent.generator is None else lent.generator
+                if lent.draw is not None:
+                    drawn = self._still(lent.draw, storage)
         if drawn is None:
-            drawn = self._sampled(storage, self._sampler, size, generator)
+            drawn = self._sampled(storage, sampler, size, generator)
             # A sample unit may have expanded the anchors, which have the generations.
             fresh = drawn.index is drawn.anchors and "index_generation" in drawn.info
+            drawn.home = storage
         else:
             fresh = False  # a kept draw gets the current generations of its slots
-        drawn.origin = origin
-        track = self._writer.tracks_generations or self._sampler.prioritized
+            drawn.home = storage if lent is None else None
+        drawn.drawer, drawn.was_out = sampler, was_out
+        drawn.kept, drawn.before = kept, before
+        track = self._writer.tracks_generations or sampler.prioritized
         if (track or (lent is not None and lent.generations)) and not fresh:
             self._add_generations(drawn, storage)
-        return drawn, theirs
+        return drawn
 
     def _add_generations(self, drawn: Drawn, storage: Storage) -> None:
         drawn.info["index_generation"] = _generations(storage, drawn.index)
@@ -400,22 +363,26 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         own = collate is not None
         held = False
         # If a storage overrides `read`, every read calls it.
-        if isinstance(storage, ColumnStorage) and type(storage).read is ColumnStorage.read:
+        if type(storage).read is ColumnStorage.read:
+            columns: Any = storage
             # Transforms would use rows of an unfinished read, which is not allowed.
-            if begin and not len(self._chain):
-                drawn.rows, drawn.begun = storage.begin_held(drawn.index, self._contiguous)
+            if begin and not self._chain.entries:
+                drawn.rows, drawn.begun = columns.begin_held(drawn.index, self._contiguous)
             else:
-                drawn.rows = storage.read_held(drawn.index, self._contiguous)
+                drawn.rows = columns.read_held(drawn.index, self._contiguous)
             held = not own and type(storage).collate is Storage.collate
         else:
             drawn.rows = storage.read(drawn.index, own=own)
         # The sampler describes its own windows, not the windows of a sample unit.
-        if not (self._sampler.draws_windows and isinstance(self._sample_unit, Sequence)):
-            drawn.sampler = self._sampler
+        sampler = self._sampler
+        if not _describes_nothing(type(sampler)) and not (
+            sampler.draws_windows and isinstance(self._sample_unit, Sequence)
+        ):
+            drawn.sampler = sampler
         chain = self._chain
-        drawn.fresh = held and not len(chain)
+        drawn.fresh = held and not chain.entries
         drawn.numbered = self._reads_index and (lent is None or lent.numbered)
-        if chain.reads_around:
+        if chain.readers:
             known = self._sample_unit.episodes(storage) or self._sampler.episodes(storage)
             # No code may use or replace the rows before the first transform.
             held = held and type(self._sampler).complete is Sampler.complete
@@ -430,7 +397,8 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             else:
                 with self._random_of(drawn, generator):
                     drawn.fetched = chain, fetch_all(*given)
-        drawn.collate = storage.collate if collate is None else collate
+        # Rows of columns are collated already.
+        drawn.collate = collate if own or held else storage.collate
         drawn.stack_dim = 0 if own else storage.stack_dim
 
     def _sampled(
@@ -442,13 +410,17 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         anchors, info = sampler.sample(storage, size)
         if type(anchors) is not torch.Tensor or anchors.dtype is not torch.int64:
             anchors = _as_index(anchors, storage.ndim)
-        try:
-            index, info = self._sample_unit.expand(anchors, dict(info), storage)
-        except BaseException:
-            sampler.put_back([anchors], storage)
-            raise
-        drawn = Drawn(index, info, _ended(sampler), anchors, size=size)
-        drawn.written = storage.ledger.next_position
+        index, info, unit = anchors, dict(info), self._sample_unit
+        if type(unit) is not Transition:
+            try:
+                index, info = unit.expand(anchors, info, storage)
+            except BaseException:
+                sampler.put_back([anchors], storage)
+                raise
+        # The sampler's own mark, unless a custom sampler computes ``ran_out``.
+        plain = type(sampler).ran_out is Sampler.ran_out
+        drawn = Drawn(index, info, sampler._ran_out if plain else sampler.ran_out, anchors)
+        drawn.size, drawn.written = size, storage.ledger.next_position
         return drawn
 
     def _next_pending(self, storage: Storage) -> Drawn | None:
@@ -517,6 +489,13 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             generator.set_state(now)
 
 
+@functools.cache
+def _describes_nothing(kind: type[Sampler]) -> bool:
+    """Return whether samplers of a class leave the rows and the shape of batches as they are."""
+    names = ("complete", "complete_fresh", "shape_of")
+    return all(getattr(kind, name) is getattr(Sampler, name) for name in names)
+
+
 def put_back(draws: list[Drawn], sampler: Sampler, storage: Storage) -> None:
     """Roll back draws that will not be delivered, in the order of drawing.
 
@@ -533,12 +512,6 @@ def show(sampler: Sampler, ran_out: bool) -> None:
     """Set the visible ``ran_out``, unless a custom sampler computes it."""
     with contextlib.suppress(AttributeError):
         sampler.ran_out = ran_out
-
-
-def _ended(sampler: Sampler) -> bool:
-    """Return whether the newest draw ended a pass, independently of ``ran_out``."""
-    overridden = type(sampler).ran_out is not Sampler.ran_out
-    return sampler.ran_out if overridden else sampler._ran_out
 
 
 def _generations(storage: Storage, index: torch.Tensor) -> torch.Tensor:

@@ -18,26 +18,7 @@ import torch
 from replaykit.interrupts import acquire
 from replaykit.transfer import Arrival
 
-__all__ = ["AheadBatch", "Drawn", "Origin", "Outdated", "Prefetcher"]
-
-
-@dataclass(slots=True)
-class Origin:
-    """The storage and sampler of a draw, and the state before it, for a rollback.
-
-    Attributes:
-        size: the batch size that was requested.
-        ran_out: the sampler's ``ran_out`` before the draw.
-        random, random_after: states of the generator before and after the draw, if they may be
-            needed.
-    """
-
-    storage: Any
-    sampler: Any
-    size: int
-    ran_out: bool
-    random: torch.Tensor | None = None
-    random_after: torch.Tensor | None = None
+__all__ = ["AheadBatch", "Drawn", "Outdated", "Prefetcher"]
 
 
 @dataclass(slots=True)
@@ -50,6 +31,11 @@ class Drawn:
         sampler: the sampler that made the draw.
         fetched: the neighbouring rows that transforms have read.
         size: the batch size that was requested.
+        home: the storage of the draw; None if the draw is never rolled back.
+        drawer: the sampler of the draw.
+        was_out: the sampler's ``ran_out`` before the draw.
+        kept: whether the buffer keeps the draw if its batch fails, and delivers it next.
+        before, after: states of the generator before and after the draw, if they may be needed.
         written: the next row id of the storage at the draw.
         random: the state of the buffer's generator before transforms used it; None if no later read
             needs it.
@@ -67,7 +53,12 @@ class Drawn:
     rows: Any = None
     collate: Callable[[Any], Any] | None = None
     stack_dim: int = 0
-    origin: Origin | None = None
+    home: Any = None
+    drawer: Any = None
+    was_out: bool = False
+    kept: bool = True
+    before: torch.Tensor | None = None
+    after: torch.Tensor | None = None
     sampler: Any = None
     fetched: Any = None
     size: int = 0

@@ -402,8 +402,9 @@ class Priorities(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             >>> str(caught[0].message)
             'RandomSampler has no priorities; the update has no effect'
         """
-        self._ready()
-        if without_priorities(self._sampler, above=1):
+        if not self._initialized:
+            self._ready()
+        if not self._sampler.prioritized and without_priorities(self._sampler, above=1):
             return
         if priority is None and is_tensordict(index):
             self.update_tensordict_priority(index)

@@ -22,7 +22,7 @@ from replaykit.buffer.drawing import Drawing
 from replaykit.buffer.prefetch import AheadBatch, Drawn, Outdated, Prefetcher
 from replaykit.buffer.row_context import apply_all
 from replaykit.interrupts import allowed, check, deferred, shielded
-from replaykit.pace import SAMPLE
+from replaykit.pace import SAMPLE, checked_timeout
 from replaykit.structure import contiguous
 from replaykit.transfer import Arrival, Staging, engine_for, pin, to_device
 
@@ -31,6 +31,7 @@ __all__ = [
     "check_batch_info",
     "is_ragged",
     "merged",
+    "put_fresh",
     "shaped",
     "should_merge",
     "with_each",
@@ -98,6 +99,26 @@ def merged(data: Any, info: dict[Any, Any], dim: int, *, needed: bool = True) ->
     for key, value in found.items():
         data.set(key, _over_rows(value, data.batch_size, dim))
     return data
+
+
+def put_fresh(data: Any, info: dict[Any, Any]) -> bool:
+    """Put the info into rows that were just read, if it has one value per row; else return False.
+
+    Nothing is checked that a read guarantees.
+    """
+    if type(data) is not TensorDict:
+        return False
+    index = info["index"]
+    rows, device = index.shape[0], index.device
+    if data.batch_size != (rows,):  # each row is a trajectory
+        return False
+    for key, value in info.items():
+        if type(key) is not str or type(value) is not torch.Tensor:
+            return False
+        if value.shape[:1] != (rows,) or value.device != device:
+            return False
+    put_all(data, info)
+    return True
 
 
 def is_ragged(data: Any) -> bool:
@@ -275,7 +296,7 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
             >>> batch.shape, bool((batch["x"] == batch["index"] * 10).all())
             (torch.Size([3]), True)
         """
-        merge = should_merge(include_info)
+        merge = include_info is None or should_merge(include_info)
         _, data, info = self._in_turn(batch_size, timeout, merge=merge, needed=not return_info)
         return (data, info) if return_info else data
 
@@ -374,23 +395,27 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
     ) -> tuple[Drawn, Any, dict[Any, Any]]:
         """Return the next batch once the rate limiter admits it; count it at delivery."""
         size = self._size_of(batch_size)
-        with deferred, self._sample_ticket(timeout) as ticket:
-            if ticket is not None:
-                ticket.admit(size, self._size)
-            found = self._next(batch_size, merge=merge, needed=needed)
-            if ticket is not None:
-                ticket.used(min(size, len(found[0].anchors)))
+        if timeout is not None:
+            timeout = checked_timeout(timeout)
+        if self._pace is None:
+            with deferred:
+                return self._next(size, merge=merge, needed=needed)
+        with deferred, self._pace.ticket(SAMPLE, timeout) as ticket:
+            ticket.admit(size, self._size)
+            found = self._next(size, merge=merge, needed=needed)
+            ticket.used(min(size, len(found[0].anchors)))
         return found
 
     def _next(
-        self, batch_size: int | None, *, merge: bool = True, needed: bool = True
+        self, size: int, *, merge: bool = True, needed: bool = True
     ) -> tuple[Drawn, Any, dict[Any, Any]]:
         """Return a draw, its data and its info.
 
         If making the batch fails, the draw comes next again.
         """
-        size = self._size_of(batch_size)
-        queue = self._queue() if size == self._batch_size else None
+        queue = None
+        if self._prefetcher is not None and size == self._batch_size:
+            queue = self._queue()
         if queue is None:
             drawn, made = self._draw(size), None
         else:
@@ -446,14 +471,15 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         data, info = self._finish(drawn) if made is None else made
         if drawn.arrival is not None:
             drawn.arrival.order()  # in the thread that will use the batch
-        if merge:
+        if merge and not (drawn.fresh and self._target is None and put_fresh(data, info)):
             data = merged(data, info, drawn.stack_dim, needed=needed)
-        elif drawn.numbered and len(self._chain) and is_tensordict(data):
+        elif drawn.numbered and self._chain.entries and is_tensordict(data):
             data = data.exclude("index")
-        rows = drawn.index.shape[0]
-        shape = None if drawn.sampler is None else drawn.sampler.shape_of(rows)
-        if shape is not None and is_tensordict(data):
-            data = shaped(data, rows, shape)
+        if drawn.sampler is not None:
+            rows = drawn.index.shape[0]
+            shape = drawn.sampler.shape_of(rows)
+            if shape is not None and is_tensordict(data):
+                data = shaped(data, rows, shape)
         return data, info
 
     def _written(self) -> int:
@@ -470,7 +496,7 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         sampler = drawn.sampler
         if sampler is not None:
             data = (sampler.complete_fresh if drawn.fresh else sampler.complete)(data, info)
-        if len(self._chain) or self._collate_fn is not None:
+        if self._chain.entries or self._collate_fn is not None:
             with allowed:  # user code, which may take long
                 data = self._changed(drawn, data, info)
         elif drawn.collate is not None:
@@ -487,10 +513,10 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         """Collate and transform rows; remove markers from ``info`` that transforms change."""
         if drawn.collate is not None:
             data = drawn.collate(data)
-        if drawn.numbered and len(self._chain):
+        if drawn.numbered and self._chain.entries:
             data = merged(data, {"index": drawn.index}, drawn.stack_dim, needed=False)
         marked = len(info) > 1
-        if marked and len(self._chain):
+        if marked and self._chain.entries:
             data = with_masks(data, info)
         if drawn.fetched is not None:
             (chain, prepared), drawn.fetched = drawn.fetched, None
@@ -502,7 +528,7 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
                 }
                 data = with_markers(data, markers)
             data = apply_all(chain, data, prepared)
-        elif len(self._chain):
+        elif self._chain.entries:
             data = self._chain.forward(data)
         return data
 

@@ -289,7 +289,7 @@ class Changes:
         self._late = 0
         self._users: int | None = None  # references to the memory before a caller got a view
         self._exposed = False
-        self._frozen: list[FrozenRows] = []
+        self.frozen: list[FrozenRows] = []
         self._saves: dict[str, RowsAtSave] = {}
         self.reads: Any = None
 
@@ -343,7 +343,7 @@ class Changes:
         elif len(rows):
             chunks = rows.numpy() // self.chunk
             # Rows mostly rise, or are few. To mark a chunk twice costs nothing.
-            self._touch(np.unique(chunks) if self._frozen else chunks, keys)
+            self._touch(np.unique(chunks) if self.frozen else chunks, keys)
 
     def wrote_later(self, rows: torch.Tensor) -> None:
         """Mark rows ``[K]`` that were just written or will be written soon.
@@ -351,7 +351,7 @@ class Changes:
         The marks are made later, but at the next save at the latest. While a save is in progress,
         call this before the write.
         """
-        if self._frozen or not rows.is_cpu:
+        if self.frozen or not rows.is_cpu:
             self.wrote_at(rows)
             return
         self._later.append(rows.clone())  # the caller may change its rows
@@ -364,11 +364,6 @@ class Changes:
             rows = torch.cat([rows.reshape(-1) for rows in self._later])
             self._later, self._late = [], 0
             self.wrote_at(rows)
-
-    @property
-    def saving(self) -> bool:
-        """True while a save is in progress, so that marks must come before writes."""
-        return bool(self._frozen)
 
     def wrote_index(self, at: Any, stop: int, keys: Iterable[Hashable] | None = None) -> None:
         """Mark the rows that ``at`` selects among the first ``stop``, before their write.
@@ -396,9 +391,9 @@ class Changes:
             self.reads.wait()
         if keys is not None and self.packed:
             keys = {RECORDS if key in self.packed else key for key in keys}
-        if self._frozen:
+        if self.frozen:
             numbers = np.arange(len(self._written))[chunks]
-            for frozen in self._frozen:
+            for frozen in self.frozen:
                 frozen.copy_chunks(numbers, keys)
         if keys is None:
             self._written[chunks] = self._clock[0]
@@ -420,7 +415,7 @@ class Changes:
             self.reads.wait()
         if not self._exposed:
             # A save in progress will release its own views later, so a count now would be wrong.
-            self._users = None if self._frozen else self._count()
+            self._users = None if self.frozen else self._count()
             self._exposed = True
 
     def track(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -450,7 +445,7 @@ class Changes:
         if not self._exposed:
             return
         self._written[:] = self.now
-        if self._users is not None and not self._frozen:
+        if self._users is not None and not self.frozen:
             self._exposed = (self._count() or 0) - own > self._users
 
     # -- saving ---------------------------------------------------------------------------------
@@ -466,12 +461,12 @@ class Changes:
         self._add_late()
         frozen = FrozenRows(self, tensors, lock)
         self._clock[0] += 1
-        self._frozen.append(frozen)
+        self.frozen.append(frozen)
         return frozen
 
     def thaw(self, frozen: FrozenRows) -> None:
         """End a save. The caller holds the lock."""
-        self._frozen = [other for other in self._frozen if other is not frozen]
+        self.frozen = [other for other in self.frozen if other is not frozen]
 
     def saved(self, save: str) -> RowsAtSave | None:
         """Return the rows that a save wrote; None if it is not one of the last saves."""

@@ -94,12 +94,14 @@ class SegmentTree(Uncompiled):
         self._capacity = capacity
         self._lock = threading.Lock()
         # Exactly one of these two is set: a view in the compiled core, or the torch kernel.
-        self._view: Any = None
+        # The core's view of the tree, for calls that combine operations; None for a tree in torch.
+        # Its caller must ensure that no other thread uses the tree at the same time.
+        self.native_view: Any = None
         self._torch: TorchKernel | None = None
         if self._kernel_name == "torch":
             self._torch = TorchKernel(self._operation, self._levels, leaves, nodes)
         else:
-            self._view = native_view(
+            self.native_view = native_view(
                 self._kernel_name, self._operation, self._levels, leaves, nodes
             )
 
@@ -124,15 +126,6 @@ class SegmentTree(Uncompiled):
     def kernel(self) -> str:
         """The kernel's name: ``avx512``, ``portable`` or ``torch``. Results are the same."""
         return self._kernel_name
-
-    @property
-    def native_view(self) -> Any:
-        """The core's view of the tree, for calls that combine operations, or None.
-
-        The view is None for a tree in torch. The caller must ensure that no other thread uses the
-        tree at the same time.
-        """
-        return self._view
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +171,7 @@ class SegmentTree(Uncompiled):
         # Most calls pass two tensors that need no conversion. A few attributes show this. A tensor
         # of one entry may be stored with the opposite sign (a view of a conjugate).
         if (
-            self._view is not None
+            self.native_view is not None
             and type(index) is torch.Tensor
             and type(value) is torch.Tensor
             and index.dtype is _INT64
@@ -193,7 +186,7 @@ class SegmentTree(Uncompiled):
             and value.is_contiguous()
         ):
             with self._lock:
-                code = self._view.update(index.data_ptr(), value.data_ptr(), wide, count)
+                code = self.native_view.update(index.data_ptr(), value.data_ptr(), wide, count)
             if code != _TAKEN:
                 self._refuse(code, index, value)
             return
@@ -205,10 +198,10 @@ class SegmentTree(Uncompiled):
                 return
             at, count = index.data_ptr(), index.shape[0]
             if isinstance(value, float):
-                code = self._view.update_to(at, value, count)
+                code = self.native_view.update_to(at, value, count)
             else:
                 wide = value.dtype is _FLOAT64
-                code = self._view.update(at, value.data_ptr(), wide, count)
+                code = self.native_view.update(at, value.data_ptr(), wide, count)
         if code != _TAKEN:
             self._refuse(code, index, value)
 
@@ -248,10 +241,10 @@ class SegmentTree(Uncompiled):
                 self._torch.update_run(start, values, count)
                 return
             if isinstance(values, float):
-                code = self._view.update_run_to(start, values, count)
+                code = self.native_view.update_run_to(start, values, count)
             else:
                 wide = values.dtype is _FLOAT64
-                code = self._view.update_run(start, values.data_ptr(), wide, count)
+                code = self.native_view.update_run(start, values.data_ptr(), wide, count)
         if code != _TAKEN:
             self._refuse(code, None, values)
 
@@ -280,7 +273,7 @@ class SegmentTree(Uncompiled):
         O(capacity), about 0.3 ms for a million leaves.
         """
         with self._lock:
-            (self._torch or self._view).rebuild()
+            (self._torch or self.native_view).rebuild()
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if isinstance(index, slice):
@@ -368,10 +361,10 @@ class SegmentTree(Uncompiled):
         if not 0 <= start <= end <= self._capacity:
             refuse_range(self._capacity, start, end)
         with self._lock:
-            if self._view is not None:
+            if self.native_view is not None:
                 if end - start == self._capacity:
-                    return self._view.root()
-                return self._view.reduce_one(start, end)
+                    return self.native_view.root()
+                return self.native_view.reduce_one(start, end)
             assert self._torch is not None
             self._torch.synchronise()
             bounds = torch.tensor([[start], [end]], device=self._device)
@@ -389,14 +382,14 @@ class SegmentTree(Uncompiled):
             if self._torch is not None:
                 return self._torch.reduce(start, end)
             out = torch.empty(count, dtype=torch.float64, device="cpu")
-            code = self._view.reduce(start.data_ptr(), end.data_ptr(), count, out.data_ptr())
+            code = self.native_view.reduce(start.data_ptr(), end.data_ptr(), count, out.data_ptr())
         if code != _TAKEN:
             refuse_range(self._capacity, int(start[code]), int(end[code]), code)
         return out.to(self._operation.inner)
 
     def _root(self) -> float:
         with self._lock:
-            return float((self._torch or self._view).root())
+            return float((self._torch or self.native_view).root())
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -535,7 +528,7 @@ class SumSegmentTree(SegmentTree):
         with self._lock:
             if self._torch is not None:
                 return self._torch.root_tensor()
-            return torch.tensor(self._view.root(), dtype=_FLOAT64, device="cpu")
+            return torch.tensor(self.native_view.root(), dtype=_FLOAT64, device="cpu")
 
     @property
     def nonzero_count(self) -> int:
@@ -563,7 +556,7 @@ class SumSegmentTree(SegmentTree):
         Cost: O(K log8 capacity).
         """
         if (
-            self._view is not None
+            self.native_view is not None
             and type(value) is torch.Tensor
             and value.dtype is _FLOAT64
             and value.is_cpu
@@ -573,7 +566,7 @@ class SumSegmentTree(SegmentTree):
         ):
             index = torch.empty(count, dtype=_INT64, device="cpu")
             with self._lock:
-                code = self._view.find(value.data_ptr(), count, True, index.data_ptr(), 0)
+                code = self.native_view.find(value.data_ptr(), count, True, index.data_ptr(), 0)
             if code != _TAKEN:
                 self._refuse_value(code, value, True)
             return index
@@ -620,7 +613,7 @@ class SumSegmentTree(SegmentTree):
             torch.empty(count, dtype=_FLOAT64, device="cpu"),
         )
         with self._lock:
-            code = self._view.find(
+            code = self.native_view.find(
                 x.data_ptr(), count, limited, index.data_ptr(), weight.data_ptr()
             )
         if code != _TAKEN:
@@ -676,8 +669,8 @@ class SumSegmentTree(SegmentTree):
         # draws happen in the order in which the generator advances.
         index = torch.empty(batch_size, dtype=_INT64, device="cpu")
         with self._lock:
-            if batch_size and not self._view.root() > 0:
+            if batch_size and not self.native_view.root() > 0:
                 raise EmptyDistributionError(_NOTHING)
             weight = torch.rand(batch_size, dtype=_FLOAT64, generator=generator, device="cpu")
-            self._view.draw(weight.data_ptr(), batch_size, index.data_ptr(), stratified)
+            self.native_view.draw(weight.data_ptr(), batch_size, index.data_ptr(), stratified)
         return index, weight

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit.episodes import WINDOWS
+from replaykit.episodes import NOTHING, WINDOWS
 from replaykit.episodes.episode_laws import CONTINUES
 from replaykit.keywords import checked_keywords, named_after
 from replaykit.priorities import SumSegmentTree
@@ -113,8 +113,9 @@ class PrioritizedSampler(WithPriorities):
             NotEnoughData: no row is eligible for the buffer's transforms. This is a RuntimeError.
         """
         with storage.lock:
-            require_rows(storage)
-            if self.needs:
+            if not storage.ledger.length:
+                require_rows(storage)
+            if self.needs is not NOTHING and self.needs:
                 table, sums = self._among_eligible(storage)
             else:
                 table, sums = self._following(storage), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import multiprocessing.context
+import os
 import weakref
 from typing import Any
 
@@ -118,16 +119,22 @@ class StoredPriorities:
             law, torch.device(device), smallest=self._smallest, largest=self._within_buffer
         )
 
-    def known(self, storage: Storage | None) -> PriorityTable:
-        """Return the table without lost rows; create it on first use."""
-        table = self.table
+    def known(self, storage: Storage | None, count: int | None = None) -> PriorityTable:
+        """Return the table without lost rows; create it on first use.
+
+        Args:
+            count: the number of stored rows, if the caller knows it.
+        """
+        table = self._table if self._unread is None else self.table
         if table is None:
             table = self._table = self.new_table(storage, self.law)
-        table.renew_after_fork()
+        if table.process != os.getpid():
+            table.renew_after_fork()
         if storage is not None:
             table.limit = storage.max_size
-            if len(storage) < table.length:
-                table.truncate(len(storage))  # another buffer has emptied the shared storage
+            count = len(storage) if count is None else count
+            if count < table.length:
+                table.truncate(count)  # another buffer has emptied the shared storage
         return table
 
     def set_law(self, law: PriorityLaw) -> None:
@@ -379,9 +386,10 @@ class WithPriorities(RecoverableSampler):
 
     def _following(self, storage: Storage) -> PriorityTable:
         """Return the table, after giving the default to stored rows that it lacks."""
-        table = self._stored.known(storage)
-        if len(storage) > table.length:
-            table.cover(len(storage), self.default_priority)
+        count = len(storage)
+        table = self._stored.known(storage, count)
+        if count > table.length:
+            table.cover(count, self.default_priority)
         return table
 
     def _drawn(

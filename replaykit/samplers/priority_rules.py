@@ -322,8 +322,7 @@ def as_it_is(tensor: Any, dtype: torch.dtype, count: int) -> bool:
         type(tensor) is torch.Tensor
         and tensor.dtype is dtype
         and tensor.is_cpu
-        and tensor.dim() == 1
-        and tensor.numel() == count
+        and tensor.shape == (count,)
         and tensor.is_contiguous()
     )
 

@@ -57,17 +57,17 @@ class Watches:
     """All observers of a table, each with the rows set since its last read."""
 
     def __init__(self) -> None:
-        self._each: list[SetElements] = []
+        self.each: list[SetElements] = []
 
     @property
     def want_elements(self) -> bool:
         """True if an observer still tracks single rows."""
-        return any(not watch.everything for watch in self._each)
+        return any(not watch.everything for watch in self.each)
 
     def new(self) -> SetElements:
         """Add and return an observer, for which all rows count as set at first."""
         watch = SetElements()
-        self._each.append(watch)
+        self.each.append(watch)
         return watch
 
     def add(self, index: torch.Tensor, most: int) -> None:
@@ -76,7 +76,7 @@ class Watches:
         ``SetElements.add`` describes the arguments.
         """
         try:
-            for watch in self._each:
+            for watch in self.each:
                 watch.add(index, most)
         except BaseException:  # the priorities are already set
             self.all_changed()
@@ -84,7 +84,7 @@ class Watches:
 
     def all_changed(self) -> None:
         """Notify the observers that any row may have been set."""
-        for watch in self._each:
+        for watch in self.each:
             watch.everything = True
 
 
@@ -190,7 +190,7 @@ class PriorityTable:
         sums = SumSegmentTree(capacity, **options)
         least = MinSegmentTree(capacity, **options) if self._with[0] else None
         most = MaxSegmentTree(capacity, **options) if self._with[1] else None
-        self.capacity, self._process = capacity, os.getpid()
+        self.capacity, self.process = capacity, os.getpid()
         self._watches.all_changed()
         self._saved = Changes(capacity, raw.element_size())
         self._raw, self._sums, self._least, self._most = raw, sums, least, most
@@ -251,7 +251,7 @@ class PriorityTable:
         view = self._sums.native_view
         if view is None or type(index) is not torch.Tensor or ledger.length != self.length:
             return None
-        count, dtype = index.numel(), self.law.dtype
+        count, dtype = index.shape[0] if index.ndim else 0, self.law.dtype
         if not (
             count
             and as_it_is(index, torch.int64, count)
@@ -265,7 +265,7 @@ class PriorityTable:
             if not ledger.counted or not as_it_is(generation, torch.int64, count):
                 return None
             then = generation.data_ptr()
-        if self._saved.saving:  # a save needs the old values first, even if the core then refuses
+        if self._saved.frozen:  # a save needs the old values first, even if the core then refuses
             self._saved.wrote_at(index.clamp(0, self.length - 1))
         largest = view.set_priorities(
             None if self._least is None else self._least.native_view,
@@ -286,7 +286,8 @@ class PriorityTable:
         if largest < 0:
             return None
         self._saved.wrote_later(index)
-        self._watches.add(index, max(self.length, _FIRST))
+        if self._watches.each:
+            self._watches.add(index, max(self.length, _FIRST))
         return largest
 
     def cover(self, top: int, default: float) -> None:
@@ -348,7 +349,7 @@ class PriorityTable:
         At the fork, a thread of the parent may have held the locks of the trees, or may have been
         changing them. The child does not have that thread.
         """
-        if self._process != os.getpid():
+        if self.process != os.getpid():
             self._refill(self.priorities, self.capacity)
 
     def reserve(self, count: int) -> None:

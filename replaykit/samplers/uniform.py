@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from replaykit._compat import arange
 from replaykit.checkpoint import ReadLater, ReadOnce
-from replaykit.episodes import WINDOWS
+from replaykit.episodes import NOTHING, WINDOWS
 from replaykit.keywords import checked_keywords
 from replaykit.samplers.sampler import (
     Sampler,
@@ -257,9 +257,9 @@ class RandomSampler(Sampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draw each row independently from all rows; return the index and an empty info."""
-        count = require_rows(storage)
+        count = len(storage) or require_rows(storage)
         self._ran_out = False  # there is no pass; clear a flag that was set
-        if self.needs:
+        if self.needs is not NOTHING and self.needs:
             known = index_for(storage).total(self.needs.single, WINDOWS)
             if known < count:
                 records = eligible_records(storage, self.needs)

@@ -164,7 +164,8 @@ class ColumnReads(SequencedStorage):
         return torch.Size([self.ledger.length, *self.lanes])
 
     def __len__(self) -> int:
-        self.poll()
+        if self.recovery is not None:
+            self.recovery.poll()
         return self.ledger.length if self.ndim == 1 else self.ledger.length * self.lanes.numel()
 
     def __repr__(self) -> str:
@@ -234,7 +235,9 @@ class ColumnReads(SequencedStorage):
 
     def read_held(self, index: torch.Tensor, contiguous: bool) -> Any:
         """Read as ``read`` does. The caller holds the lock."""
-        columns = self.require()
+        columns = self._columns
+        if columns is None:
+            columns = self.require()
         if self.ndim > 1 and columns.device.type == "cpu":
             check_cells(index, self.visible_shape())
         return columns.read(index, self.ledger.length, contiguous=contiguous)

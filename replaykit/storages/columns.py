@@ -166,7 +166,10 @@ class Columns:
             IndexError: a slot is outside ``[0, length)``. Only an index on the CPU is checked,
                 because the check would wait for any other device.
         """
-        leaves = self._gather(index, length, contiguous)
+        if self._native is None or self.ndim > 1:
+            leaves = self._gather(index, length, contiguous)
+        else:
+            leaves = self._native.gather(index, length * self._cells, contiguous)
         return self._assemble(leaves, index.shape[:1], self.device)
 
     def begin_read(self, index: torch.Tensor, length: int, contiguous: bool) -> tuple[Any, Any]:

@@ -128,7 +128,7 @@ class Compose(Transform):
         _check_transform(transform)
         if not -len(self) <= index <= len(self):
             raise IndexError(f"expected a position in [0, {len(self)}], got {index}")
-        entries = self._entries.copy()
+        entries = self.entries.copy()
         entries.insert(index, _Entry(transform, invert))
         self._set_entries(_in_order(entries, self.order))
         if callable(getattr(transform, "eval", None)):
@@ -144,7 +144,7 @@ class Compose(Transform):
         Raises:
             TypeError: a transform returned None.
         """
-        for position, entry in enumerate(self._entries):
+        for position, entry in enumerate(self.entries):
             given = data
             if history is not None and entry.reads_around:
                 data = history(position, entry.transform, data)
@@ -156,19 +156,15 @@ class Compose(Transform):
 
     def _set_entries(self, entries: list[_Entry]) -> None:
         """Replace the entries, and precompute the properties that every batch needs."""
-        self._entries = entries
-        self._readers = [
+        self.entries = entries
+        # The transforms that read other rows, with their positions.
+        self.readers: list[tuple[int, Any]] = [
             (position, entry.transform)
             for position, entry in enumerate(entries)
             if entry.reads_around
         ]
-        changes = [getattr(one, "changes", ()) for _, one in self._readers]
+        changes = [getattr(one, "changes", ()) for _, one in self.readers]
         self._changes: frozenset[Any] = frozenset().union(*changes)
-
-    @property
-    def readers(self) -> list[tuple[int, Any]]:
-        """The transforms that read other rows, with their positions."""
-        return self._readers
 
     @property
     def changes(self) -> frozenset[Any]:
@@ -184,37 +180,37 @@ class Compose(Transform):
         names = ("check_rows", "written")
         return [
             entry.transform
-            for entry in self._entries
+            for entry in self.entries
             if all(callable(getattr(entry.transform, name, None)) for name in names)
         ]
 
     @property
     def ordered(self) -> bool:  # type: ignore[override]
         """True if batches must pass any of the transforms in the order of delivery."""
-        return any(_is_ordered(entry.transform) for entry in self._entries)
+        return any(_is_ordered(entry.transform) for entry in self.entries)
 
     @property
     def reads_around(self) -> bool:
         """True if any of the transforms reads rows outside of the batch."""
-        return bool(self._readers)
+        return bool(self.readers)
 
     @property
     def uses_random(self) -> bool:
         """True if any of the transforms draws random numbers while it reads rows."""
-        return any(transform.uses_random for _, transform in self._readers)
+        return any(transform.uses_random for _, transform in self.readers)
 
     @property
     def spans_rows(self) -> bool:
         """True if the result for a row may depend on other rows, on read or on write."""
         holds_back = any(
             not entry.invert and callable(getattr(entry.transform, "flush", None))
-            for entry in self._entries
+            for entry in self.entries
         )
         return self.reads_around or holds_back or bool(self.checking_writes)
 
     def inv(self, data: Any) -> Any:
         """Apply ``inv`` of all transforms, last to first; return None to write nothing."""
-        for entry in reversed(self._entries):
+        for entry in reversed(self.entries):
             if data is None:
                 return None
             data = entry.apply(data, reading=False)
@@ -226,13 +222,13 @@ class Compose(Transform):
         The method ``flush`` of a transform returns the rows that it holds back. These rows then
         pass through ``inv`` of the transforms before it.
         """
-        for position in reversed(range(len(self._entries))):
-            entry = self._entries[position]
+        for position in reversed(range(len(self.entries))):
+            entry = self.entries[position]
             flush = None if entry.invert else getattr(entry.transform, "flush", None)
             if not callable(flush):
                 continue
             data = flush()
-            for before in reversed(self._entries[:position]):
+            for before in reversed(self.entries[:position]):
                 if data is not None:
                     data = before.apply(data, reading=False)
             if data is not None:
@@ -245,23 +241,23 @@ class Compose(Transform):
                 transform.empty()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def __getitem__(self, index: Any) -> Any:
         """Return the transform at an int, or a chain of the transforms in a slice."""
         if not isinstance(index, slice):
-            return self._entries[index].transform
+            return self.entries[index].transform
         chain = Compose(order=self.order)
-        chain._set_entries(self._entries[index])
+        chain._set_entries(self.entries[index])
         return chain
 
     def __iter__(self) -> Iterator[Any]:
-        return (entry.transform for entry in self._entries)
+        return (entry.transform for entry in self.entries)
 
     def copy(self) -> Compose:
         """Return a chain of the same transforms."""
         chain = Compose(order=self.order)
-        chain._set_entries(list(self._entries))
+        chain._set_entries(list(self.entries))
         return chain
 
     def state_dict(self) -> dict[str, Any]:
@@ -294,7 +290,7 @@ class Compose(Transform):
 
     def __repr__(self) -> str:
         inside = ", ".join(
-            f"{entry.transform!r}{' (inverted)' if entry.invert else ''}" for entry in self._entries
+            f"{entry.transform!r}{' (inverted)' if entry.invert else ''}" for entry in self.entries
         )
         return f"Compose({inside})"
 

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, RateLimiter, ReplayBuffer
 from replaykit.errors import RateLimiterTimeout
+from replaykit.pace import SAMPLE
 from tests.storages.sharing import another
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -214,7 +215,7 @@ def test_unfinished_call_of_a_living_process_is_counted() -> None:
     other = another(rb)
     rb.extend(numbers(0, 5))
     assert other._pace is not None
-    with other._sample_ticket(None) as ticket:
+    with other._ticket(SAMPLE, None) as ticket:
         assert ticket is not None
         ticket.admit(4, lambda: 6)
         with pytest.raises(RateLimiterTimeout):

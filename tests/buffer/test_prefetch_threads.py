@@ -154,7 +154,7 @@ def test_consumers_of_short_passes_never_hang(
                 buffer.set_writer(RoundRobinWriter())
             elif number % 5 == 2:
                 buffer.append_transform(lambda td: td)
-                buffer.transform._entries.clear()
+                buffer.transform.entries.clear()
             elif number % 5 == 3:
                 buffer.set_sampler(SamplerWithoutReplacement() if number % 2 else RandomSampler())
             else:

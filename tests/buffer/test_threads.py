@@ -237,7 +237,7 @@ def _random_mix(
                 if not any(text in str(error) for text in documented):
                     raise
             if len(buffer.transform) > 5:
-                buffer.transform._entries.clear()
+                buffer.transform.entries.clear()
             done[number] += 1
 
     in_threads(*[lambda n=n: work(n) for n in range(8)], timeout=seconds + 60)
