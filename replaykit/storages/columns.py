@@ -11,6 +11,7 @@ from replaykit._compat import arange
 from replaykit.checkpoint.dirty_chunks import Changes
 from replaykit.schema import Schema
 from replaykit.storages import row_kernels
+from replaykit.storages.batch_memory import BatchMemory
 from replaykit.storages.history_kernels import Frames, StepsAhead, StepsPlan
 from replaykit.storages.indexing import (
     check_range,
@@ -50,6 +51,7 @@ class Columns:
         order: the paths, in the order in which leaves are gathered.
         frames: an object that copies rows with the rows before them; None if only ``gather_keys``
             can copy them.
+        batch_memory: the memory of large batches, which later batches reuse.
         moves: the count of times that the memory was found at new addresses.
         changes: the record of the last write to each row. Every write notifies it first.
     """
@@ -75,6 +77,7 @@ class Columns:
         self.layout = layout
         self.records = records
         self.advise = mapped
+        self.batch_memory = BatchMemory()
         self.moves = 0
         first = next(iter(self.tensors.values()))
         self.slots = first.shape[0]
@@ -210,6 +213,7 @@ class Columns:
             tensors = {path: self.tensors[path] for path in key}
             part = self.schema.part(key)
             found = Columns(part, tensors, self.ndim, mapped=self.advise, changes=self.changes)
+            found.batch_memory = self.batch_memory
             self._parts[key] = found
         return found
 
@@ -372,7 +376,8 @@ class Columns:
         return True
 
     def clear(self) -> None:
-        """Record the removal of all rows; the memory stays allocated."""
+        """Record the removal of all rows; their memory stays allocated."""
+        self.batch_memory.clear()
 
     def assign(
         self,

@@ -75,6 +75,7 @@ class DedupColumns(DedupRows):
         if self.journal is not None:
             self.journal.journal(range(self._stored * self._cells), _NO_NUMBERS)
         self._overflow.clear(self._stored * self._cells)
+        self.rows.batch_memory.clear()
         self._stored = 0
         self._newest = self.severed = None
 

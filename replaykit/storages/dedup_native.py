@@ -12,6 +12,7 @@ import torch
 from replaykit import native
 from replaykit.episodes.interleaved import stream_keys
 from replaykit.native import row_stride
+from replaykit.storages.batch_memory import REUSED_FROM
 from replaykit.storages.columns import Columns
 from replaykit.storages.next_rows import Chains, Links, Pairs
 from replaykit.storages.overflow_table import OverflowTable
@@ -188,7 +189,7 @@ class NativeDedup:
         leaves: list[torch.Tensor] = []
         base = 0
         if self._batch is not None:
-            block = self._batch.new_block(count)
+            block = self._batch.new_block(count, self._rows.batch_memory)
             base = block.data_ptr()
         wide = [self._fresh(path, count) for path in self._alone]
         lies = [leaf.data_ptr() for leaf in wide]
@@ -224,7 +225,10 @@ class NativeDedup:
         return found
 
     def _fresh(self, path: Path, count: int) -> torch.Tensor:
-        return torch.empty((count, *self._shapes[path]), dtype=self._dtypes[path], device=_CPU)
+        shape = (count, *self._shapes[path])
+        if count * self._sizes[path] >= REUSED_FROM:
+            return self._rows.batch_memory.new(shape, self._dtypes[path])
+        return torch.empty(shape, dtype=self._dtypes[path], device=_CPU)
 
     def _threads(self, count: int) -> int:
         return torch.get_num_threads() if count * self._row_bytes >= _THREADS_FROM else 1

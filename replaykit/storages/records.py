@@ -14,6 +14,7 @@ import torch
 from replaykit._compat import dtype_by_name, dtype_name
 from replaykit.checkpoint import RowChunks
 from replaykit.schema import Schema
+from replaykit.storages.batch_memory import REUSED_FROM, BatchMemory
 from replaykit.structure import Path
 
 __all__ = [
@@ -124,8 +125,13 @@ class RecordLayout:
             for path, offset in self.offsets.items()
         }
 
-    def new_block(self, rows: int) -> torch.Tensor:
-        """Return uninitialised records for ``split``, on the CPU."""
+    def new_block(self, rows: int, memory: BatchMemory) -> torch.Tensor:
+        """Return uninitialised records for ``split``, on the CPU.
+
+        Large blocks are in ``memory``, which reuses that of earlier batches.
+        """
+        if rows * self.stride >= REUSED_FROM:
+            return memory.new((rows, self._width), self._first)
         model = self._model  # another thread may replace it
         if model is not None and model.shape[0] == rows:
             return torch.empty_like(model)

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.schema import Schema, split_leaves
+from replaykit.storages.batch_memory import BatchMemory
 from replaykit.storages.records import WIDE_BYTES, RecordLayout, alone, plan_records
 from replaykit.structure import Branch, Leaf
 
@@ -98,7 +99,7 @@ def test_split_block_equals_its_views(
 ) -> None:
     layout = plan_records(schema_of(data.draw(layouts.filter(_has_records))))
     assert layout is not None
-    block = layout.new_block(rows)
+    block = layout.new_block(rows, BatchMemory())
     assert block.nbytes == rows * layout.stride
     raw = filled((rows, layout.stride), torch.uint8, 1)
     expected = layout.views(raw)
@@ -132,7 +133,7 @@ def test_views_of_records_with_lanes_are_where_one_writes_them(filled: Any) -> N
 def test_blocks_of_every_size_are_new_memory() -> None:
     layout = RecordLayout(schema_of(_reference_row()), [("observation",), ("done",)])
     for rows in (3, 3, 5000, 5000, 3):
-        first, second = layout.new_block(rows), layout.new_block(rows)
+        first, second = (layout.new_block(rows, BatchMemory()) for _ in range(2))
         assert len(first) == len(second) == rows
         assert first.data_ptr() != second.data_ptr()
 
