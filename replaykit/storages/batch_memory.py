@@ -15,7 +15,7 @@ __all__ = ["REUSED_FROM", "BatchMemory"]
 
 REUSED_FROM = 2**20
 """Bytes of a tensor from which on its memory is reused. The search for a block takes as long as
-copying 50 KiB, while new memory may cost five times as much as the copy into it."""
+copying 100 KiB, while new memory may cost five times as much as the copy into it."""
 
 _REUSED_TO = 2**27
 """Bytes of the largest tensor whose memory is reused. Larger ones are rarely batches, and too large
