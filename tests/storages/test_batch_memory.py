@@ -9,6 +9,7 @@ import os
 import pickle
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -421,6 +422,18 @@ def test_block_that_is_not_needed_is_freed() -> None:
     assert len(memory._blocks) < 9
 
 
+def test_allocation_frees_idle_blocks() -> None:
+    """Until they take at most as many bytes as the blocks in use, with the new one."""
+    memory = BatchMemory()
+    held = [memory.new((MIB,), torch.uint8) for _ in range(9)]
+    del held[2:]
+    memory.new((3 * MIB // 2,), torch.uint8)
+    tensor = memory.new((3 * MIB // 2,), torch.uint8)
+    sizes = sorted(block.nbytes for block in memory._blocks.values())
+    assert sizes == [MIB] * 3 + [3 * MIB // 2]  # one is in use, and two are idle
+    assert tensor.data_ptr() not in {one.data_ptr() for one in held}
+
+
 def test_kept_tensors_are_forgotten() -> None:
     memory = BatchMemory()
     kept = [memory.new((MIB,), torch.uint8) for _ in range(batch_memory._LATELY + 9)]
@@ -440,11 +453,41 @@ def test_other_versions_of_torch_allocate_every_tensor(monkeypatch: pytest.Monke
     batch_memory._counts_owners.cache_clear()
 
 
+def test_threads_never_get_the_same_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although other threads run between the search for a block and its use."""
+    memory, wrong, start = BatchMemory(), [], threading.Barrier(4)
+    is_idle = batch_memory._Block.is_idle
+
+    def slow(block: batch_memory._Block) -> bool:
+        found = is_idle(block)
+        time.sleep(1e-5)
+        return found
+
+    def use(value: int) -> None:
+        start.wait(60)
+        for _ in range(200):
+            tensor = memory.new((MIB,), torch.uint8)
+            tensor[:8] = value
+            time.sleep(1e-5)
+            if tensor[:8].tolist() != [value] * 8:
+                wrong.append(value)
+            del tensor
+
+    monkeypatch.setattr(batch_memory._Block, "is_idle", slow)
+    threads = [threading.Thread(target=use, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert memory.allocations < 400
+
+
 SIZES = [MIB, MIB + 64, 3 * MIB // 2]
 ACTIONS = ["new", "new", "drop", "view", "storage", "share", "clear"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     actions=st.lists(
         st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9), st.sampled_from(SIZES)),
@@ -478,11 +521,16 @@ def test_no_block_is_used_twice_at_once(actions: list[tuple[str, int, int]]) -> 
                 held.append((shared, shared.data_ptr(), value))
                 del shared
             del one
-        for one, _, value in held:
-            values = _bytes(one)
-            assert (values[:: 2**14] == value).all()
-            assert values[-1] == value
+        _check_values(held)
         assert sum(block.nbytes for block in memory._blocks.values()) <= 2 * in_use
+
+
+def _check_values(held: list[tuple[Any, int, int]]) -> None:
+    """Check what is held in a call of its own, so that no variable keeps a block in use."""
+    for one, _, value in held:
+        values = _bytes(one)
+        assert (values[:: 2**14] == value).all()
+        assert values[-1] == value
 
 
 def _bytes(held: Any) -> torch.Tensor:
