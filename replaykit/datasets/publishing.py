@@ -579,7 +579,19 @@ def _put(directory: Path, target: Path) -> None:
         os.rename(retired, target)
         raise
     sync_directory(parent)
-    remove_tree(retired)
+    _remove_retired(retired, target)
+
+
+def _remove_retired(retired: Path, target: Path) -> None:
+    """Remove an old version of the target.
+
+    The directory is renamed first. Otherwise a loss of power could leave a part of it under the
+    name from which `recover` restores.
+    """
+    doomed = private_path(target, _BUILDING)
+    os.rename(retired, doomed)
+    sync_directory(target.parent)
+    remove_tree(doomed)
 
 
 def recover(target: Path, *, keeps: bool = False) -> Path | None:
@@ -597,7 +609,9 @@ def recover(target: Path, *, keeps: bool = False) -> Path | None:
         sync_directory(target.parent)
     left = siblings(target, _BUILDING)
     kept = next((path for path in left if keeps and _is_unfinished(path)), None)
-    for path in (*retired, *left):
+    for path in retired:
+        _remove_retired(path, target)
+    for path in left:
         if path != kept:
             remove_tree(path)
     return kept

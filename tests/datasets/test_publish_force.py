@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,37 @@ def test_forced_replacement_keeps_columns_mapped_by_readers(
     new = convert(target, source, force=True)
     assert new.rows == 10
     assert old.columns["next", "reward"].flatten().tolist() == [1.0, 2, 3, 4, 5001, 5002]
+    assert names(target.parent) == [".data.lock", "data"]
+
+
+def test_old_version_is_renamed_durably_before_its_files_are_removed(
+    target, source, monkeypatch, convert, write_source, names
+):
+    """Otherwise a loss of power could leave a part of it, which `recover` would restore."""
+    listings: list[list[str]] = []
+    removed = []
+    sync, remove = publishing.sync_directory, publishing.remove_tree
+
+    def synced(directory: Path) -> None:
+        sync(directory)
+        if directory == target.parent:
+            listings.append(names(directory))
+
+    def removing(path: Path) -> None:
+        if path.exists():
+            removed.append(path.name)
+            assert not [name for name in listings[-1] if name.startswith(".data.old-")]
+        remove(path)
+
+    monkeypatch.setattr(publishing, "exchange", lambda *_: False)
+    monkeypatch.setattr(publishing, "sync_directory", synced)
+    monkeypatch.setattr(publishing, "remove_tree", removing)
+    write_source(source, 9, seed=2)
+    convert(target, source, force=True)
+    assert len(removed) == 1
+    shutil.copytree(target, private_path(target, "old"))  # as a killed replacement leaves it
+    assert open_published(target).rows == 10
+    assert len(removed) == 2
     assert names(target.parent) == [".data.lock", "data"]
 
 
