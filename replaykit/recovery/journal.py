@@ -221,6 +221,10 @@ class Journal:
         )
         head[_USED] = stop - _HEADER
 
+    def sync(self) -> None:
+        """Wait until the file is on disk."""
+        self._file.sync()
+
     @property
     def memory(self) -> Array:
         """The bytes of the file, uint8."""
@@ -383,6 +387,11 @@ class States:
         even, odd = self._files
         return even.bytes, odd.bytes
 
+    def sync(self) -> None:
+        """Wait until both files are on disk."""
+        for file in self._files:
+            file.sync()
+
     def _pass_addresses(self) -> None:
         # A memoryview reads a single number in a third of the time of an array.
         even, odd = (numbers.data for numbers in self._numbers)
@@ -393,11 +402,13 @@ class States:
         sequence, count = int(numbers[_NUMBER]), int(numbers[_COUNT])
         if sequence == _NONE:  # there is no state yet, or a commit was interrupted
             return
-        if sequence > 0 and sequence % 2 == turn and 0 <= count <= len(numbers) - _HEAD:
+        if sequence > 0 and sequence % 2 == turn and count >= 0:
             durable, values = int(numbers[_DURABLE]), numbers[_HEAD : _HEAD + count]
-            if numbers[_CHECKSUM] == _state_checksum(sequence, durable, values.data):
+            if len(values) == count and (
+                numbers[_CHECKSUM] == _state_checksum(sequence, durable, values.data)
+            ):
                 return
-            if durable:  # at the loss of power, only its number was on disk
+            if durable:  # at the loss of power, its number was on disk, and not all of the rest
                 numbers[_NUMBER] = _NONE
                 return
         raise ValueError(f"{self._files[turn].path} is damaged: its checksum does not match")

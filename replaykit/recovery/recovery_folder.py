@@ -182,7 +182,7 @@ class RecoveryFolder:
     def publish(self, content: Mapping[str, Any], *, version: int = 1) -> None:
         """Write the manifest in one step, after which the storage can be recovered.
 
-        If commits are durable, the files of the rows are synced first.
+        If commits are durable, all other files are synced first.
 
         Args:
             version: the oldest version of the format that has all parts of the content.
@@ -191,8 +191,12 @@ class RecoveryFolder:
             OSError: a write to the disk failed. There is no manifest then.
         """
         if self.durable:
+            # The first commit syncs neither the length of the journal nor that of the other state.
+            self.journal.sync()
+            self.states.sync()
             self._sync_rows()
-            for folder in {above for path in self._more for above in self._folders_of(path)}:
+            folders = {above for path in self._more for above in self._folders_of(path)}
+            for folder in {self.folder, *folders}:
                 sync_directory(folder)
         write_manifest(self.folder, content, version)
 
@@ -302,7 +306,9 @@ class RecoveryFolder:
         self._targets.update(targets)
         fresh = [file for file in files if file not in self._more]
         self._more = [*self._more, *fresh]
-        if self.durable:
+        if self.durable:  # the journal may name rows of the files before a commit syncs them
+            for file in self._more:
+                _sync_file(file)
             for folder in {above for file in fresh for above in self._folders_of(file)}:
                 sync_directory(folder)
 
@@ -365,11 +371,13 @@ class RecoveryFolder:
         known = self._tables.get(number)
         if known is None:
             file = MappedFile(self._table_file(number, width), rows * width)
-            if self.durable:
-                sync_directory(self.folder)
         else:
             file = known[0]
             file.grow(rows * width)
+        if self.durable:  # the journal may name the new rows before a commit syncs the table
+            file.sync()
+            if known is None:
+                sync_directory(self.folder)
         whole = len(file.bytes) // width * width
         cells = file.bytes[:whole].reshape(-1, width)
         self._tables[number], self._targets[number] = (file, cells), cells
@@ -458,8 +466,12 @@ class RecoveryFolder:
         for file, _ in self._tables.values():
             file.sync()
         for path in self._more:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            _sync_file(path)
+
+
+def _sync_file(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

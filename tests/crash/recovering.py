@@ -53,7 +53,7 @@ def rows_of(draw: random.Random, kind: str, first: int, count: int) -> TensorDic
     return rows.transpose(0, 1).contiguous() if lanes else rows
 
 
-def new_buffer(kind: str, folder: Path | None) -> ReplayBuffer:
+def new_buffer(kind: str, folder: Path | None, *, durable: bool = False) -> ReplayBuffer:
     """The buffer of a kind: in files that are recovered, or in memory."""
     options: dict[str, Any] = {"ndim": 2} if "lanes" in kind else {}
     if "streams" in kind or "rings" in kind:
@@ -67,7 +67,9 @@ def new_buffer(kind: str, folder: Path | None) -> ReplayBuffer:
     if folder is None:
         storage: Any = LazyTensorStorage(size, **options)
     else:
-        storage = LazyMemmapStorage(size, scratch_dir=folder, recover=True, **options)
+        storage = LazyMemmapStorage(
+            size, scratch_dir=folder, recover=True, durable=durable, **options
+        )
     return ReplayBuffer(
         storage=storage,
         sampler=PrioritizedSampler(alpha=0.7, beta=0.5),

@@ -38,6 +38,18 @@ def test_previous_state_is_used_after_a_torn_state(tmp_path: Path, damage: int) 
     assert (again.sequence, again.latest().tolist()) == (1, [1, 2, 3])
 
 
+def test_previous_state_is_used_if_the_new_length_of_a_file_was_lost(tmp_path: Path) -> None:
+    states = States(tmp_path, durable=True)
+    for number in (1, 2):
+        states.commit(np.array([number]))
+    states.commit(np.arange(1000))
+    os.truncate(tmp_path / "state-1.bin", 4096)
+    again = States(tmp_path, durable=True)
+    assert (again.sequence, again.latest().tolist()) == (2, [2])
+    again.commit(np.arange(1000))
+    assert States(tmp_path).latest().tolist() == list(range(1000))
+
+
 def test_a_lock_settles_once_and_is_given_back_if_that_fails() -> None:
     settled = []
     lock = CommitLock(lambda: settled.append(1) if len(settled) < 2 else 1 / 0)
