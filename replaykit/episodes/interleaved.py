@@ -248,9 +248,12 @@ class StreamWrites(EpisodeIndex):
                 displaced=order[:0] if ledger.by_stream else None,
             )
             done = until
-        if length and not ledger.by_stream and positions[-1] + 1 != ledger.next_position:
-            # Rows were placed, so the next row continues none of these streams.
-            self._streams.close(np.ones(self.lanes, np.bool_), SEVERED)
+        if length and not ledger.by_stream:
+            # The next row continues only streams of the last segment, and none of them if rows
+            # were placed elsewhere. A rebuild after that row would cut the same streams.
+            streams = self._streams
+            last = segments[-1] + (positions[-1] + 1 != ledger.next_position)
+            streams.close(streams.lane.segment[streams.order] != last, SEVERED)
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
         # True if the next write uses a free slot, or the slot of the oldest row in ring order.
         self._is_ring = ledger.length == slots or ledger.cursor == length

@@ -411,6 +411,12 @@ class ConsumingSampler(Sampler):
         make = functools.partial(LiveSlots.of, most=self._most)
         return made_of_saved(state, names, make, "counts of draws")
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.owner is not None:
+            self.left(self.owner.storage)  # follows a clear, which the copy could not detect
+        # The copied ledger does not continue the count of clears.
+        return {**super().__getstate__(), "_cleared": None}
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_sample_count={self._most})"
 

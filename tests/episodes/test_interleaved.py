@@ -491,6 +491,26 @@ def test_load_restores_the_beginnings_of_streams(tmp_path: Path) -> None:
     assert [one.evicted for one in buffer.episodes] == [1, 1]
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_row_placed_by_hand_splits_streams_also_if_episodes_are_read_before_next_row(
+    read: bool,
+) -> None:
+    """The row in slot 3 is the newest of stream 1, and another row follows it in the ring."""
+
+    def rows(envs: list[int]) -> TensorDict:
+        done = torch.zeros(len(envs), 1, dtype=torch.bool)
+        return TensorDict({"env": torch.tensor(envs), "next": {"done": done}}, [len(envs)])
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4, lane_key="env"))
+    buffer.extend(rows([0, 0, 0, 1, 2]))
+    buffer.storage.set([0], rows([2]))
+    if read:
+        assert len(buffer.episodes) == 3
+    buffer.extend(rows([1]))
+    shown = sorted(episode.index.tolist() for episode in buffer.episodes)
+    assert shown == [[0], [1], [2], [3]]
+
+
 def test_row_placed_by_hand_splits_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replaykit.episodes.interleaved._BLOCK", 3)
     buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 import pickle
@@ -288,6 +289,20 @@ def test_saved_buffer_continues_with_equal_draws(form: str, seed: int, tmp_path:
     rest = plan()
     assert step(again, rest) == step(rb, rest)
     assert rb.state_dict()["_consume_after_n_samples"] == 2
+
+
+@pytest.mark.parametrize("made", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
+def test_copy_after_empty_keeps_draw_counts(made: Any) -> None:
+    rb = consuming(2, 9, batch_size=4)
+    rb.extend(numbers(0, 4))
+    rb.empty()
+    rb.extend(numbers(4, 3))
+    rb.sample(3)
+    copied = made(rb)
+    assert len(copied) == 3
+    copied.sample(3)  # the second and last draw of each row
+    assert len(copied) == 0
+    assert len(rb) == 3
 
 
 @pytest.mark.parametrize("capacity", [7, 40])
