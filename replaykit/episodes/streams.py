@@ -350,7 +350,9 @@ class StreamEpisodes:
         self._episode_of[slot], self._number_of[slot] = owner, time.astype(np.uint32)
         lane.hi[records] += counts
         lane.stop[records] += begun
-        lane.newest[records] = position[newest]
+        # A row that was placed by hand may be newer than rows after it in ring order.
+        last = np.maximum.reduceat(position, starts)
+        lane.newest[records] = np.maximum(lane.newest[records], last)
         lane.open[records] = np.where(ended[newest], -1, owner[newest])
         lane.next_head[records] = np.where(end[newest] == SEVERED, int(Head.CUT), int(Head.RESET))
         self.stored += n - over

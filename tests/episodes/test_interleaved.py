@@ -511,6 +511,30 @@ def test_row_placed_by_hand_splits_streams_also_if_episodes_are_read_before_next
     assert shown == [[0], [1], [2], [3]]
 
 
+@pytest.mark.parametrize("ends", ["cut of the stream", "cut", "load"])
+def test_stream_is_cut_after_its_newest_row_if_that_was_placed_by_hand(ends: str) -> None:
+    """The older row of stream 2 follows the newer one in the ring."""
+
+    def rows(envs: list[int]) -> TensorDict:
+        done = torch.zeros(len(envs), 1, dtype=torch.bool)
+        return TensorDict({"env": torch.tensor(envs), "next": {"done": done}}, [len(envs)])
+
+    def made() -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyTensorStorage(9, lane_key="env"))
+
+    buffer = made()
+    buffer.extend(rows([1, 1, 1, 1, 0, 0, 1, 2]))
+    buffer.storage.set([3], rows([2]))
+    if ends == "load":
+        state, buffer = buffer.state_dict(), made()
+        buffer.load_state_dict(state)
+    else:
+        buffer.cut(2 if ends == "cut of the stream" else None)
+    buffer.extend(rows([2]))
+    shown = sorted(episode.index.tolist() for episode in buffer.episodes)
+    assert shown == [[0, 1, 2], [3], [4], [5], [6], [7]]
+
+
 def test_row_placed_by_hand_splits_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replaykit.episodes.interleaved._BLOCK", 3)
     buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))
