@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -276,10 +277,11 @@ def refusals_of(combination: Combination, at: str) -> list[str]:
     return [one.text for one in REFUSALS if one.at == at and one.applies(combination)]
 
 
-def accepted() -> list[Combination]:
+@functools.cache
+def accepted() -> tuple[Combination, ...]:
     """Return all combinations that work."""
-    return [
+    return tuple(
         combination
         for combination in combinations()
         if not refusals_of(combination, "make") and not refusals_of(combination, "sample")
-    ]
+    )

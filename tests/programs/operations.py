@@ -158,7 +158,6 @@ def place_rows(s: Session, rng: Random, chosen: list[int]) -> None:
     s.call(f"rb.storage.set({chosen}, rows {ids(rows)})", lambda rb: rb.storage.set(chosen, given))
     s.model.place_by_hand([t * lanes + lane for t in chosen for lane in range(lanes)], rows)
     s.model.cursor = (chosen[-1] + 1) % steps * lanes
-    s.placed = True
     s.advance_version()
 
 
@@ -336,6 +335,8 @@ def refused_edit(s: Session, rng: Random) -> None:
 
 @operation(2, writable)
 def empty(s: Session, rng: Random) -> None:
+    if s.combination.passes:
+        s.handle = s.buffer  # the pass of another process goes on, if as many rows come again
     count = rng.random() < 0.7
     s.call(f"rb.empty({count})", lambda rb: rb.empty(count))
     before = s.model.write_count
@@ -348,12 +349,11 @@ def empty(s: Session, rng: Random) -> None:
 
 @operation(3, lambda c: c.columns)
 def cut(s: Session, rng: Random) -> None:
-    if s.placed and s.model.streams:
-        return
     streams = sorted({s.model[slot].stream for slot in s.model.stored()})
     stream = rng.choice([None, *streams])
     s.call(f"rb.cut({'' if stream is None else stream})", lambda rb: rb.cut(stream))
     s.model.cut(stream)
+    s.model.changes += 1
 
 
 @operation(1, lambda c: not c.columns)
@@ -375,45 +375,27 @@ def refused_cut(s: Session, rng: Random) -> None:
 def update_priority(s: Session, rng: Random) -> None:
     """Set priorities by old handles, which may be those of rows that are gone."""
     if not s.kept or not len(s.model):
-        return None
+        return
     batch = rng.choice(s.kept)
-    if s.combination.sequences or s.combination.windows:
-        return update_by_slot(s, rng, batch)
     slots = flat_slots(batch["index"], s.combination.lanes)
     generations = batch["index_generation"].tolist()
     base = rng.randrange(24)
     priorities = [(base + slot) % 24 / 8 for slot in slots]
-    if rng.random() < 0.5:
-        s.call(
-            f"rb.update_priority({slots}, {priorities}, generation={generations})",
-            lambda rb: rb.update_priority(
-                batch["index"], torch.tensor(priorities), generation=batch["index_generation"]
-            ),
-        )
-    else:
+    single = not s.combination.sequences and not s.combination.windows
+    if single and rng.random() < 0.5:
         data = batch.clone()
         data["td_error"] = torch.tensor(priorities)
         s.call(
             f"rb.update_tensordict_priority(batch {slots} {generations}, {priorities})",
             lambda rb: rb.update_tensordict_priority(data),
         )
-    for slot, priority, generation in zip(slots, priorities, generations, strict=True):
-        s.model.set_priority(slot, priority, generation)
-    return None
-
-
-def update_by_slot(s: Session, rng: Random, batch: Any) -> None:
-    """Set priorities of single rows of a batch of windows, with their generations."""
-    slots = flat_slots(batch["index"], s.combination.lanes)
-    generations = batch["index_generation"].tolist()
-    base = rng.randrange(24)
-    priorities = [(base + slot) % 24 / 8 for slot in slots]
-    s.call(
-        f"rb.update_priority({slots}, {priorities}, generation={generations})",
-        lambda rb: rb.update_priority(
-            batch["index"], torch.tensor(priorities), generation=batch["index_generation"]
-        ),
-    )
+    else:
+        s.call(
+            f"rb.update_priority({slots}, {priorities}, generation={generations})",
+            lambda rb: rb.update_priority(
+                batch["index"], torch.tensor(priorities), generation=batch["index_generation"]
+            ),
+        )
     for slot, priority, generation in zip(slots, priorities, generations, strict=True):
         s.model.set_priority(slot, priority, generation)
 
@@ -552,6 +534,8 @@ def save(s: Session, rng: Random) -> None:
     """Save into a folder, a new one or that of the last save, or into a dictionary."""
     if not s.saves_allowed:
         return
+    if s.combination.passes:
+        s.handle = s.buffer  # whose pass is saved
     form = rng.choice(["dumps", "dumps again", "state_dict"])
     states: list[Any] = []
     if form == "dumps again" and s.saves and not isinstance(s.saves[-1].states[0], dict):

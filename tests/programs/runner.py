@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import traceback
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +48,9 @@ class Difference:
         return f"{head}\n{lines}\n  {self.error}\n{self.trace}"
 
 
-def make_program(seed: int, length: int, combinations: list[Combination] | None = None) -> Program:
+def make_program(
+    seed: int, length: int, combinations: Sequence[Combination] | None = None
+) -> Program:
     """Return the program of a seed.
 
     Consecutive seeds take the combinations in turn, in an order that mixes them.
@@ -122,7 +125,9 @@ def shrink(difference: Difference) -> Difference:
     return best
 
 
-def run_seed(seed: int, length: int, combinations: list[Combination] | None = None) -> str | None:
+def run_seed(
+    seed: int, length: int, combinations: Sequence[Combination] | None = None
+) -> str | None:
     """Run the program of a seed; return the shortest failing program as text, or None."""
     found = run(make_program(seed, length, combinations))
     return None if found is None else str(shrink(found))

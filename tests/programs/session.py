@@ -37,8 +37,8 @@ class Draw:
     """A batch that was requested and not delivered yet."""
 
     models: list[Model]
-    """The model as of the draw. After a save also as of the save: rows are read again, and a draw
-    that has lost rows is made again. Empty for a draw that a load brought back."""
+    """The model as of the draw. After a save also as of the save and of later requests: rows are
+    read again, and a draw that has lost rows is made again. Empty for a draw of a loaded save."""
     consumer_version: int
     twin_batch: Any = None
     ended: bool = False
@@ -89,8 +89,6 @@ class Session:
         self.consumer_version = 0
         self.lines: list[str] = []
         self.count = 0
-        self.placed = False
-        """Whether rows were placed by hand, after which a cut of one stream may miss its end."""
         if c.storage == "tensor":
             self._begin_full()
 
@@ -195,6 +193,9 @@ class Session:
 
     def next_batch(self, line: str) -> None:
         """Take the next batch of the buffer's size, and check it."""
+        for draw in self.queue:
+            if len(draw.models) > 1:
+                draw.models.append(self.model.frozen())
         self._draw_ahead(self.combination.prefetch + 1)
         draw = self.queue.popleft()
         self._draw_ahead(self.combination.prefetch)
@@ -230,7 +231,7 @@ class Session:
             return
         if len(draw.models) == 1:
             self.kept = [*self.kept[-3:], batch]
-        models = draw.models if len(draw.models) == 1 else [*draw.models, self.model]
+        models = draw.models
         failed: AssertionError | None = None
         for drawn, stored in itertools.combinations_with_replacement(models, 2):
             passes = copy.deepcopy(self.passes)

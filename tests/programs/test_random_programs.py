@@ -24,7 +24,7 @@ from tests.programs.runner import Program, make_program, run, run_seed, shrink
 from tests.programs.session import Session
 from tests.rooms import ROOT
 
-BLOCKS, PROGRAMS, OPERATIONS_EACH = 10, 30, 30
+BLOCKS, PROGRAMS, OPERATIONS_EACH = 10, 30, 25
 
 
 @pytest.fixture(autouse=True)
