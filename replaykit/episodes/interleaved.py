@@ -250,7 +250,7 @@ class StreamWrites(EpisodeIndex):
             done = until
         if length and not ledger.by_stream:
             # The next row continues only streams of the last segment, and none of them if rows
-            # were placed elsewhere. A rebuild after that row would cut the same streams.
+            # were placed in other slots. A rebuild after that row would cut the same streams.
             streams = self._streams
             last = segments[-1] + (positions[-1] + 1 != ledger.next_position)
             streams.close(streams.lane.segment[streams.order] != last, SEVERED)
