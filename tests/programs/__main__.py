@@ -5,33 +5,25 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
-import gc
 import multiprocessing
 import sys
 import time
 from collections.abc import Iterator
 
-import torch
-
-from tests.programs.runner import run_seed
-
-
-def _start() -> None:
-    torch.set_num_threads(1)
-    gc.freeze()  # opening recoverable files collects garbage, which is slow with all modules
+from tests.programs.runner import prepare_process, run_seed
 
 
 def _results(seeds: range, jobs: int, length: int) -> Iterator[str | None]:
     """Yield the difference of each program, or None."""
     run = functools.partial(run_seed, length=length)
     if jobs == 1:
-        _start()
+        prepare_process()
         yield from map(run, seeds)
         return
     # Programs start threads and fork, so each worker begins in a fresh process.
     context = multiprocessing.get_context("spawn")
     # Processes of a pool cannot have children, which programs with shared buffers start.
-    with concurrent.futures.ProcessPoolExecutor(jobs, context, _start) as pool:
+    with concurrent.futures.ProcessPoolExecutor(jobs, context, prepare_process) as pool:
         yield from pool.map(run, seeds, chunksize=8)
 
 

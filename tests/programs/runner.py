@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
 import tempfile
@@ -10,6 +11,8 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from tests.programs.combinations import Combination, accepted
 from tests.programs.operations import OPERATIONS, names_for, place_rows
@@ -22,6 +25,17 @@ FULL_CHECKS = 0.12
 
 Step = tuple[str, int]
 """The name of an operation, and the seed of its random numbers."""
+
+
+def prepare_process() -> None:
+    """Make programs fast in this process.
+
+    Small batches are not worth more threads. Recoverable files collect garbage when they are
+    opened, which takes 100 ms with all modules.
+    """
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass

@@ -20,7 +20,7 @@ import torch
 from tests.programs.combinations import Combination, accepted, combinations, refusals_of
 from tests.programs.operations import OPERATIONS, names_for
 from tests.programs.rows import make_values, to_tensordict
-from tests.programs.runner import Program, make_program, run, run_seed, shrink
+from tests.programs.runner import Program, make_program, prepare_process, run, run_seed, shrink
 from tests.programs.session import Session
 from tests.rooms import ROOT
 
@@ -29,11 +29,9 @@ BLOCKS, PROGRAMS, OPERATIONS_EACH = 10, 30, 25
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small batches are not worth more threads, and a full collection takes 100 ms."""
+    """Prepare the process for programs, and undo that for other tests."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
+    prepare_process()
     yield
     gc.unfreeze()
     torch.set_num_threads(threads)
