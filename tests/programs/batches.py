@@ -157,7 +157,7 @@ class BatchCheck:
         check_rows(found, rows, without=FLAGS if unknown else ())
         if self.combination.sampler == "slice pass":
             episodes = [episode for episode in model.episodes() if len(episode) >= SLICE]
-            of = [model.changes, episodes]
+            of = [model.placements, episodes]
             left = len(passes.left) if passes.left and passes.of == of else len(episodes)
             assert count == min(size // SLICE, left), f"{count} slices, {left} left"
             taken = [tuple(e) for window in windows for e in episodes if window[0] in e]

@@ -83,8 +83,8 @@ class Model:
     """Streams, and row ids after which they were cut."""
     highest_priority: float = 1.0
     dropped_updates: int = 0
-    changes: int = 0
-    """The number of written rows, cuts, and edits with flags. They end a pass over episodes."""
+    placements: int = 0
+    """The number of written rows, with those placed by hand. A write ends a pass over episodes."""
     free: list[int] = field(default_factory=list)
     """Slots of rows that are used up, in the order in which they became free."""
 
@@ -181,7 +181,7 @@ class Model:
         self.newest[stream] = self.next_number
         self.next_number += 1
         self.write_count += 1
-        self.changes += 1
+        self.placements += 1
 
     def place_by_hand(self, slots: Iterable[int], rows: Iterable[Values]) -> None:
         """Write rows into slots that the program chooses. The writer does not count them."""
@@ -190,12 +190,11 @@ class Model:
             self.place(slot, values)
         self.write_count = count
 
-    # -- other changes ---------------------------------------------------------------------------
+    # -- other changes -----------------------------------------------------------------------------
 
     def edit(self, slot: int, values: Values) -> None:
         """Change values of a stored row, which stays the same row."""
         self[slot].values = {**self[slot].values, **values}
-        self.changes += "done" in values
 
     def clear(self) -> None:
         """Remove all rows. A removed row's slot and generation never name a row again."""
