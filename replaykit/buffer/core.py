@@ -25,7 +25,7 @@ from replaykit.buffer.component_checks import (
 )
 from replaykit.buffer.prefetch import Drawn, Prefetcher
 from replaykit.keywords import Replaced, checked_keywords
-from replaykit.pace import INSERT, LimiterQueue, RateLimiter, Ticket, checked_timeout
+from replaykit.pace import LimiterQueue, RateLimiter, Ticket
 from replaykit.samplers import PrioritizedSampler, RandomSampler, Sampler, SampleUnit, Transition
 from replaykit.storages import ListStorage, Storage
 from replaykit.storages.save_hooks import check_no_checkpointer
@@ -118,18 +118,6 @@ class Pacing:
             return None
         self._rate_limiter.check_capacity(storage.max_size)
         return LimiterQueue(self._rate_limiter, storage.recovery.home.folder if shared else None)
-
-    def _insert_ticket(
-        self, timeout: float | None
-    ) -> contextlib.AbstractContextManager[Ticket | None]:
-        return self._ticket(INSERT, timeout)
-
-    def _ticket(
-        self, side: int, timeout: float | None
-    ) -> contextlib.AbstractContextManager[Ticket | None]:
-        if timeout is not None:
-            timeout = checked_timeout(timeout)
-        return _FREE if self._pace is None else self._pace.ticket(side, timeout)
 
     def _pace_stats(self) -> dict[str, Any]:
         if self._rate_limiter is None:

@@ -589,9 +589,7 @@ def written_priorities(
 
 
 def _found(data: Any, key: Key) -> torch.Tensor | None:
-    if not (is_tensordict(data) or is_tensorclass(data)):
-        return None
-    value = data.get(key, None)
+    value = lookup(data, key)
     return value if isinstance(value, torch.Tensor) else None
 
 

@@ -22,7 +22,7 @@ from replaykit.buffer.core import (
 from replaykit.buffer.drawing import Drawing
 from replaykit.buffer.row_updates import written_priorities
 from replaykit.interrupts import deferred
-from replaykit.pace import INSERT, Ticket
+from replaykit.pace import INSERT, Ticket, checked_timeout
 from replaykit.storages import Storage
 from replaykit.writers.writer import single_index
 
@@ -66,17 +66,19 @@ class Writing(Drawing[DataT, StorageT, SamplerT, WriterT]):
             >>> rb.add(torch.tensor(5.0)), rb.add(torch.tensor(6.0)), rb.add(torch.tensor(7.0))
             (0, 1, 0)
         """
-        single = not len(self.transform)
+        if not self._initialized:
+            self._ready()
+        single = not self._chain.entries
         if not self._writer.write_count:
             _warn_of_batch(data, self._storage)
         if not single:
             # Transforms receive a batch of one row, as in extend.
             data = self.storage.batch_of_one(data, self.dim_extend)
-        with deferred, self._insert_ticket(timeout) as ticket:
-            index = self._brought_in(data, ticket, single=single)
-        if index.ndim == 1 and len(index) != 1:
-            return index if len(index) else None
-        return single_index(index) if len(index) else None
+        index = self._in_time(data, timeout, single, None)
+        count = index.shape[0]
+        if index.ndim == 1 and count != 1:
+            return index if count else None
+        return single_index(index) if count else None
 
     def extend(
         self,
@@ -124,9 +126,21 @@ class Writing(Drawing[DataT, StorageT, SamplerT, WriterT]):
             Traceback (most recent call last):
             replaykit.errors.SchemaError: key 'x': expected float32 [], got nothing; key 'y': ...
         """
-        self._ready()
-        with deferred, self._insert_ticket(timeout) as ticket:
-            return self._brought_in(data, ticket, update_priority=update_priority)
+        if not self._initialized:
+            self._ready()
+        return self._in_time(data, timeout, False, update_priority)
+
+    def _in_time(
+        self, data: Any, timeout: float | None, single: bool, update_priority: bool | None
+    ) -> torch.Tensor:
+        """Store a batch once the rate limiter admits it."""
+        if timeout is not None:
+            timeout = checked_timeout(timeout)
+        if self._pace is None:
+            with deferred:
+                return self._brought_in(data, None, single=single, update_priority=update_priority)
+        with deferred, self._pace.ticket(INSERT, timeout) as ticket:
+            return self._brought_in(data, ticket, single=single, update_priority=update_priority)
 
     def _brought_in(
         self,
@@ -137,7 +151,7 @@ class Writing(Drawing[DataT, StorageT, SamplerT, WriterT]):
         update_priority: bool | None = None,
     ) -> torch.Tensor:
         """Store the transformed rows of a batch. Rows held back before a load come first."""
-        chained = len(self.transform) > 0
+        chained = self._chain.entries
         if chained and ticket is not None:
             # Transforms may hold rows back, so they must not receive rows that are refused later.
             ticket.admit(rows_given(data, self._storage.ndim, single=single), self._size)
@@ -192,7 +206,8 @@ class Writing(Drawing[DataT, StorageT, SamplerT, WriterT]):
         ticket: Ticket | None = None,
     ) -> torch.Tensor:
         rows = self._writer.prepare(data, single=single, optional=(self._priority_key,))
-        if not len(rows):
+        count = len(rows)
+        if not count:
             return self._nothing()
         for transform in self._listening:
             transform.check_rows(self._storage, rows)
@@ -200,37 +215,51 @@ class Writing(Drawing[DataT, StorageT, SamplerT, WriterT]):
             data,
             self._priority_key,
             self._sampler,
-            len(rows),
+            count,
             wanted=update_priority,
             single=single,
-            time_dim=self.dim_extend,
+            time_dim=self._dim_extend or 0,
             ndim=self._storage.ndim,
         )
         if ticket is not None and not ticket.admitted:
             ticket.admit(rows_of(rows), self._size)
+        if not self._shared and self._prefetcher is None:
+            storage = self._storage
+            with storage.lock:
+                if storage is self._storage:  # not exchanged during the wait
+                    return self._write(storage, rows, count, single, priorities, ticket)
         with self._locked(patient=True) as storage:
-            if self._sampler.consumes:
-                free = self._sampler.free(storage, len(rows))
-                index = self._writer.write_reusing(rows, free)
+            return self._write(storage, rows, count, single, priorities, ticket)
+
+    def _write(
+        self,
+        storage: Storage,
+        rows: Any,
+        count: int,
+        single: bool,
+        priorities: torch.Tensor | None,
+        ticket: Ticket | None,
+    ) -> torch.Tensor:
+        """Write prepared rows, and inform the other components. The caller holds the lock."""
+        sampler = self._sampler
+        if sampler.consumes:
+            index = self._writer.write_reusing(rows, sampler.free(storage, count))
+        else:
+            index = self._writer.write(rows)
+        if single:
+            sampler.add(index)
+        else:
+            sampler.extend(index)
+        if sampler.prioritized:
+            if priorities is None:
+                sampler.mark_update(index, storage=storage)
             else:
-                index = self._writer.write(rows)
-            if single:
-                self._sampler.add(index)
-            else:
-                self._sampler.extend(index)
-            if self._sampler.prioritized:
-                if priorities is None:
-                    self._sampler.mark_update(index, storage=storage)
-                else:
-                    self._sampler.update_priority(index, priorities, storage=storage)
-            if self._listening:
-                for transform in self._listening:
-                    transform.written(storage)
-            storage.notify(index, source=self)
-            if self._pace is not None:
-                (self._pace.ticket(INSERT, None) if ticket is None else ticket).used(
-                    rows_stored(index)
-                )
+                sampler.update_priority(index, priorities, storage=storage)
+        for transform in self._listening:
+            transform.written(storage)
+        storage.notify(index, source=self)
+        if self._pace is not None:
+            (self._pace.ticket(INSERT, None) if ticket is None else ticket).used(rows_stored(index))
         return index
 
     def _nothing(self) -> torch.Tensor:

@@ -70,7 +70,7 @@ class StoredPriorities:
     ) -> None:
         law.check(0.0, 1.0)
         self.law, self.most = law, 1.0
-        self._device, self._smallest, self._within_buffer = device, smallest, within_buffer
+        self._device, self._smallest, self.within_buffer = device, smallest, within_buffer
         self._table: PriorityTable | None = None
         self._unread: torch.Tensor | None = None
         self._where = ""
@@ -106,7 +106,7 @@ class StoredPriorities:
         It is 1 before any priority was set.
         """
         table = self.table
-        if not self._within_buffer:
+        if not self.within_buffer:
             return self.most
         return 1.0 if table is None else table.largest()
 
@@ -116,7 +116,7 @@ class StoredPriorities:
         if device is None:
             device = "cpu" if storage is None else storage.device
         return PriorityTable(
-            law, torch.device(device), smallest=self._smallest, largest=self._within_buffer
+            law, torch.device(device), smallest=self._smallest, largest=self.within_buffer
         )
 
     def known(self, storage: Storage | None, count: int | None = None) -> PriorityTable:
@@ -475,9 +475,18 @@ class WithPriorities(RecoverableSampler):
             IndexError: an index other than -1 is outside the stored rows.
             TypeError: the index does not consist of integers.
         """
-        storage = self._home(storage)
-        with self._lock_of(storage):
-            table = self._stored.known(storage)
+        if storage is None:
+            storage = self._home(None)
+        stored = self._stored
+        with _NO_LOCK if storage is None else storage.lock:
+            table = stored.known(storage)
+            if (
+                storage is not None
+                and storage.ndim == 1
+                and not stored.within_buffer
+                and table.set_same(index, stored.most, storage.ledger.length)
+            ):
+                return
             elements = as_elements(index, torch.Size() if storage is None else storage.lanes)
             limit = self.max_capacity or _UNKNOWN
             kept, top = stored_elements(elements, limit if storage is None else len(storage))

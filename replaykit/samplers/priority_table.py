@@ -179,6 +179,7 @@ class PriorityTable:
         self.length = 0
         self._with = (smallest, largest)
         self._models = _outputs(0, law.dtype)
+        self._same: tuple[float, torch.Tensor] | None = None
         self._watches = Watches()
         self._allocate(1)
 
@@ -289,6 +290,53 @@ class PriorityTable:
         if self._watches.each:
             self._watches.add(index, max(self.length, _FIRST))
         return largest
+
+    def set_same(self, index: Any, priority: float, top: int) -> bool:
+        """Give rows one priority in one call of the core, and cover the rows below ``top``.
+
+        Args:
+            index: slots below ``top``, int64 ``[K]``, contiguous on the CPU.
+            priority: an allowed priority.
+
+        Returns:
+            False if the index has another form, or the core refuses it. Nothing has changed then.
+        """
+        view = self._sums.native_view
+        if view is None or type(index) is not torch.Tensor or index.ndim != 1 or self._saved.frozen:
+            return False
+        count, dtype = index.shape[0], self.law.dtype
+        if not count or not as_it_is(index, torch.int64, count):
+            return False
+        if top > self.capacity:
+            self.reserve(top)
+        view, same = self._sums.native_view, self._same  # another thread may replace them
+        if same is None or same[0] != priority or same[1].shape[0] != count:
+            full = torch.full((count,), priority, dtype=dtype, device="cpu")
+            same = self._same = priority, full
+        done = view.set_priorities(
+            None if self._least is None else self._least.native_view,
+            None if self._most is None else self._most.native_view,
+            self._raw.data_ptr(),
+            dtype is torch.float64,
+            index.data_ptr(),
+            same[1].data_ptr(),
+            0,
+            count,
+            top,
+            0,
+            1,
+            self.law.eps,
+            self.law.alpha,
+            self.law.most,
+        )
+        if done < 0:
+            return False
+        self._saved.wrote_later(index)
+        if self._watches.each:
+            self._watches.add(index, max(top, _FIRST))
+        if top > self.length:
+            self.cover(top, priority)
+        return True
 
     def cover(self, top: int, default: float) -> None:
         """Count the rows below ``top`` as stored; give unset rows the default."""
@@ -525,6 +573,7 @@ class PriorityTable:
         raw = from_value(state["raw"])
         self.__dict__.update({name: value for name, value in state.items() if name != "raw"})
         self._models, self._watches = _outputs(0, self.law.dtype), Watches()
+        self._same = None
         self.load(raw)
 
 

@@ -63,7 +63,7 @@ class SequencedStorage(Storage):
             )
 
     def commit(self, rows: Rows) -> None:
-        self.ledger.advance(len(rows))
+        self.ledger.advance(rows.batch[0])
         self.indexes.append(rows)
 
     def commit_by_stream(self, rows: Rows, slots: torch.Tensor, displacing: Any, turn: Any) -> None:

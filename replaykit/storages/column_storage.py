@@ -56,8 +56,8 @@ class ColumnStorage(ColumnReads):
         if self._columns is None:
             self.poll()  # another process may have fixed keys and shapes
         matcher = self._matcher
-        if matcher is not None and not time_dim and len(optional) <= 1:
-            known = matcher.rows(data, single=single, optional=next(iter(optional), None))
+        if matcher is not None and not time_dim:
+            known = matcher.rows(data, single=single, optional=optional)
             if known is not None:
                 return known
         rows = split_leaves(
@@ -85,6 +85,8 @@ class ColumnStorage(ColumnReads):
             )
 
     def accept(self, rows: Rows) -> None:
+        if type(rows) is MatchedRows and rows.matcher is self._matcher:
+            return
         # Since `prepare`, another thread may have made the first write or added a column.
         if self._columns is not None and self._columns.schema.added:
             rows.complete(self._columns.schema)
@@ -101,22 +103,23 @@ class ColumnStorage(ColumnReads):
         self.require().scatter(slots, rows.leaves, kept)
 
     def write_ring(self, first: int, rows: Rows, skipped: int) -> None:
-        large = self.lane_key is not None and 2 * len(rows) > self.ledger.slots
+        count = rows.batch[0]
+        large = self.lane_key is not None and 2 * count > self.ledger.slots
         if large or self.indexes.stale:
             self._before_overwrite()
         if self.recovery is not None:
-            self.recovery.journal_ring(first + skipped, len(rows) - skipped)
+            self.recovery.journal_ring(first + skipped, count - skipped)
         # A subclass that overrides `write` expects all writes to go through it. Addresses are in
         # the order of the matcher's schema, so rows prepared for another storage cannot use them.
         if type(self).write is ColumnStorage.write:
-            columns = self.require()
-            matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
+            columns = self.require() if self._columns is None else self._columns
+            matched = type(rows) is MatchedRows and rows.matcher is self._matcher
             if isinstance(columns, DedupColumns):
                 columns.write_ring(first, rows, skipped, matched=matched)
                 return
             if matched and columns.scatter_ring(
                 (first + skipped) % columns.slots,
-                len(rows),
+                count,
                 rows.addresses,  # type: ignore[attr-defined]
                 skipped,
             ):

@@ -367,7 +367,7 @@ class Columns:
         if self._native is None or self._overlapping:
             return False
         self.refresh_addresses()
-        if self.overlap(addresses, count, self._native.leaf_sizes):
+        if self._memory.overlap(addresses, count, self._native.leaf_sizes):
             return False
         self.changes.wrote(first % self.slots, count - skipped)
         self._native.scatter_ring(

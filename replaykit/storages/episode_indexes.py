@@ -47,6 +47,7 @@ class EpisodeIndexes:
         # were stored by other means than a write.
         self.stale = True
         self._main: EpisodeIndex | None = None
+        self._has_others = False
         self._others: weakref.WeakValueDictionary[BoundaryRule, EpisodeIndex] = (
             weakref.WeakValueDictionary()
         )
@@ -114,6 +115,7 @@ class EpisodeIndexes:
                 self._main = found
             else:
                 self._others[rule] = found
+                self._has_others = True
         else:
             found.sync()
         if not self._is_read and rule.flags is None and rule.ids is None:
@@ -127,20 +129,20 @@ class EpisodeIndexes:
         If the batch has more rows than the storage has slots, some rows were never stored. The
         indexes read those rows from the batch.
         """
-        self._end_what_was_open()
-        main = self._main
+        if self._restoring is not None or self._restarted:
+            self._end_what_was_open()
+        main, count = self._main, rows.batch[0]
         if main is None:
             if not self._is_indexed():
                 return
-            main = self._main = self._made(_DEFAULT, before=len(rows))
-        if len(rows) > self.storage.ledger.slots:
+            main = self._main = self._made(_DEFAULT, before=count)
+        if count > main.slots:
             for index in self._live():
                 index.append_rows(rows)
             return
-        main.append(len(rows))
-        if self._others:
-            for index in list(self._others.values()):
-                index.append(len(rows))
+        main.append(count)
+        for index in tuple(self._others.values()) if self._has_others else ():
+            index.append(count)
 
     def placed(self, rows: Rows, slots: Array, displacing: Array, turn: Array) -> None:
         """Index committed rows that were written by stream.

@@ -263,7 +263,7 @@ class Ledger(Tables):
 
     def next_slots(self, count: int) -> torch.Tensor:
         """Return the slots of the next ``count`` rows in write order: int64 ``[count]``."""
-        slots = arange(self.cursor, self.cursor + count)
+        slots = torch.arange(self.cursor, self.cursor + count, device="cpu")
         return slots if self.cursor + count <= self.slots else slots % self.slots
 
     def write_order(self) -> torch.Tensor:
@@ -350,14 +350,14 @@ class Ledger(Tables):
     def advance(self, count: int) -> None:
         """Commit ``count`` rows written at the cursor; only the last ``slots`` are stored."""
         after = self.next_position + count
-        if not self.counted:
+        if self._generation_table is not None:
             assert self._generations is not None
             laps, rest = divmod(count, self.slots)
             self._touch(None if laps else self.next_slots(rest))
             self._grow_generations(min(self.slots, self.cursor + count))
             self._generations += laps
             self._generations[self.next_slots(rest)] += 1
-        if not self.in_order:
+        if self._position_table is not None:
             assert self._positions is not None
             kept = min(count, self.slots)
             last = (arange(kept) + self.cursor + count - kept) % self.slots
@@ -368,8 +368,10 @@ class Ledger(Tables):
             self.next_position = after
             self._positions[last] = arange(kept) + after - kept
         # The length is not length + count, because placed rows may be in slots after the cursor.
-        self.length = max(self.length, min(self.slots, self.cursor + count))
-        self.cursor = (self.cursor + count) % self.slots
+        until = self.cursor + count
+        if until > self.length:
+            self.length = until if until < self.slots else self.slots
+        self.cursor = until % self.slots
         self.next_position = after
         self.by_stream = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -33,23 +34,24 @@ class Matcher:
     def __init__(self, schema: Schema) -> None:
         self.root = schema.root
         self.paths = list(schema.leaves)
+        self._zeros = [0] * len(self.paths)
         self._templates: dict[tuple[bool, torch.Size], _Template | None] = {}
 
-    def rows(self, data: Any, *, single: bool, optional: Path | None = None) -> Rows | None:
+    def rows(self, data: Any, *, single: bool, optional: Collection[Path] = ()) -> Rows | None:
         """Return the rows, with the address of each leaf's first value.
 
         Return None if the rows may not fit.
 
         Args:
             data: a batch ``[B]``, or one row if ``single`` is set.
-            optional: a path that the data may have, although the schema lacks it.
+            optional: at most one path that the data may have, although the schema lacks it.
         """
         try:
             return self._matched(data, single, optional)
         except RuntimeError:  # such a tensor has no strides or no address
             return None
 
-    def _matched(self, data: Any, single: bool, optional: Path | None) -> Rows | None:
+    def _matched(self, data: Any, single: bool, optional: Collection[Path]) -> Rows | None:
         if type(data) is not TensorDict:
             return None
         batch = data.batch_size
@@ -61,11 +63,16 @@ class Matcher:
             return None
         rows, branches = template
         leaves: list[Any] = self.paths.copy()  # each path is replaced by its leaf
-        addresses = [0] * len(leaves)
+        addresses = self._zeros.copy()
         containers: list[dict[str, Any]] = []
         for parent, part, size, checks, width in branches:
-            inner = data if parent < 0 else containers[parent].get(part)
-            if type(inner) is not TensorDict or inner.batch_size != size:
+            inner, found = data, batch
+            if parent >= 0:
+                inner = containers[parent].get(part)
+                if type(inner) is not TensorDict:
+                    return None
+                found = inner.batch_size
+            if found != size:
                 return None
             fields = fields_of(inner)
             if len(fields) != width and (
@@ -81,7 +88,7 @@ class Matcher:
                     or leaf.requires_grad
                     or not leaf.is_cpu
                     or not leaf.is_contiguous()
-                    or (lazy and (leaf.is_neg() or leaf.is_conj()))
+                    or (lazy and (leaf.is_neg() or (dtype.is_complex and leaf.is_conj())))
                 ):
                     return None
                 leaves[place] = leaf
@@ -94,11 +101,11 @@ class Matcher:
             return None
         return MatchedRows(self, leaves, rows, addresses, single)
 
-    def _spare(self, fields: dict[str, Any], optional: Path | None) -> bool:
+    def _spare(self, fields: dict[str, Any], optional: Collection[Path]) -> bool:
         """Return whether the only additional field is the optional field."""
-        if optional is None or len(optional) != 1 or optional in self.paths:
-            return False
-        return optional[0] in fields
+        for path in optional:
+            return len(path) == 1 and path not in self.paths and path[0] in fields
+        return False
 
     def _compile(self, single: bool, batch: torch.Size) -> _Template | None:
         """Return each container's checks for a batch shape; None if no data can match."""

@@ -51,17 +51,21 @@ class RoundRobinWriter(Writer):
 
     def write(self, rows: Any) -> torch.Tensor:
         """Store rows at the cursor; return their slots, int64 ``[B]`` (``[B, ndim]``)."""
-        count, storage = len(rows), self.storage
+        count, storage = len(rows), self.storage if self._storage is None else self._storage
         if not count:
             return self._no_rows()
         storage.check_order(rows)
         storage.accept(rows)
         ledger = storage.ledger
         slots = ledger.next_slots(count)
-        storage.write_ring(ledger.cursor, rows, max(0, count - ledger.slots))
+        skipped = count - ledger.slots if count > ledger.slots else 0
+        storage.write_ring(ledger.cursor, rows, skipped)
         storage.commit(rows)
-        self._count(count)
-        return full_index(slots, storage)
+        if storage.ndim > 1:
+            self._count(count)
+            return full_index(slots, storage)
+        self._write_count += count
+        return slots
 
     def write_reusing(self, rows: Any, free: torch.Tensor) -> torch.Tensor:
         """Store new rows in free slots first, and the remaining rows at the cursor.

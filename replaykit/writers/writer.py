@@ -146,7 +146,8 @@ class Writer(Uncompiled, ABC):
 
     def prepare(self, data: Any, *, single: bool = False, optional: Collection[Path] = ()) -> Any:
         """Return checked rows for ``write``; raise the storage's error if they do not fit."""
-        return self.storage.prepare(data, single=single, time_dim=self.time_dim, optional=optional)
+        storage = self.storage if self._storage is None else self._storage
+        return storage.prepare(data, single=single, time_dim=self.time_dim, optional=optional)
 
     def _write_and_notify(self, rows: Any) -> torch.Tensor:
         with self.storage.lock:

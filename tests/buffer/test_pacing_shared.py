@@ -215,8 +215,7 @@ def test_unfinished_call_of_a_living_process_is_counted() -> None:
     other = another(rb)
     rb.extend(numbers(0, 5))
     assert other._pace is not None
-    with other._ticket(SAMPLE, None) as ticket:
-        assert ticket is not None
+    with other._pace.ticket(SAMPLE, None) as ticket:
         ticket.admit(4, lambda: 6)
         with pytest.raises(RateLimiterTimeout):
             rb.sample(3, timeout=0.3)
