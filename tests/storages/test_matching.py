@@ -201,7 +201,7 @@ def _check(changes: Any, count: int | None, optional: Any, known: bool) -> None:
         except (RuntimeError, KeyError, TypeError, AttributeError, IndexError):
             return  # the changes do not go together
     before = _snapshot(data)
-    found = matcher.rows(data, single=single, optional=optional)
+    found = matcher.rows(data, single=single, optional=(optional,))
     if found is not None:
         rows = split_leaves(data, 1, single=single, optional=(optional,), schema=schema)
         schema.check(rows.root)
@@ -255,7 +255,7 @@ def test_the_usual_rows_are_recognised_and_others_are_not(
     for seed in (1, 2):  # by a template made just now, and by one kept
         data = _good(None if single else COUNT, seed)
         CHANGES[name](data, path)
-        assert (matcher.rows(data, single=single, optional=PRIORITY) is not None) == accepted
+        assert (matcher.rows(data, single=single, optional=(PRIORITY,)) is not None) == accepted
 
 
 @pytest.mark.parametrize("nested", [True, False])
