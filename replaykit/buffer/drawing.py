@@ -217,13 +217,16 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         written = storage.ledger.next_position
         try:
             drawn = self._chosen(storage, self._size_of(None), None)
-            at_once = self._reads_at_once()
-            if at_once or self._chain.uses_random:
-                self._read(drawn, storage, None, self._generator, at_once)
-                return AheadBatch(drawn, is_read=True, late=at_once or self._chain.ordered)
         except Exception as error:
             return AheadBatch(None, written, error=error)
-        return self._ahead_of(drawn)
+        batch, at_once = self._ahead_of(drawn), self._reads_at_once()
+        if at_once or self._chain.uses_random:
+            batch.is_read, batch.late = True, at_once or self._chain.ordered
+            try:
+                self._read(drawn, storage, None, self._generator, at_once)
+            except Exception as error:
+                batch.error = error
+        return batch
 
     def _ahead_of(self, drawn: Drawn) -> AheadBatch:
         return AheadBatch(drawn, drawn.written, late=self._chain.ordered)

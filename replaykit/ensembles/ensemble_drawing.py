@@ -294,14 +294,10 @@ class EnsembleDrawing(Asking[DataT]):
             return AheadBatch(None, written, error=error)
         return AheadBatch(drawn, written, is_read=True, late=_is_ordered(self))
 
-    def _ahead_of(self, drawn: Any) -> AheadBatch:
-        return AheadBatch(drawn, late=_is_ordered(self))
-
-    def _read_ahead(self, drawn: Any) -> None:
-        """Read the parts of a draw again, whose batch failed. The caller holds the lock."""
-        self._pending.appendleft(drawn)
-        fresh = self._drawn_together(drawn.size, None, KnownMember())
-        drawn.parts, drawn.checks = fresh.parts, fresh.checks
+    def _feed(self) -> None:
+        # Remote members would have to answer while the lock is held. The next call reads the draws.
+        if not self._asks:
+            super()._feed()
 
     def _written(self) -> int:
         return sum(member._written() for member in self._members)

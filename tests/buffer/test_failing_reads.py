@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -76,6 +77,45 @@ def test_unread_draw_is_delivered_next(sampler: Any, prefetch: int | None, same:
     # Of 15; errors of batches that are drawn ahead are raised later.
     assert failed + failing.storage.fails >= 15 - (prefetch or 0)
     assert failed >= 8
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement])
+def test_failed_read_of_a_small_batch_loses_no_draw(
+    sampler: Any, monkeypatch: pytest.MonkeyPatch, same: Any
+) -> None:
+    """Callers read such batches at once, when they draw ahead."""
+    begin, calls = LazyTensorStorage.begin_held, itertools.count()
+
+    def fails(storage: Any, *given: Any) -> Any:
+        if next(calls) % 3 == 1:
+            raise OSError("the disk is gone")
+        return begin(storage, *given)
+
+    monkeypatch.setattr(LazyTensorStorage, "begin_held", fails)
+    made = [
+        ReplayBuffer(
+            storage=LazyTensorStorage(ROWS),
+            sampler=sampler(),
+            batch_size=4,
+            prefetch=depth,
+            generator=torch.Generator().manual_seed(3),
+        )
+        for depth in (2, None)
+    ]
+    for rb in made:
+        rb.extend(TensorDict({"id": torch.arange(ROWS)}, [ROWS]))
+    failing, plain = made
+    failed = 0
+    for _ in range(16):
+        while True:
+            try:
+                batch = failing.sample()
+                break
+            except OSError:
+                failed += 1
+        same(plain.sample(), batch)
+    assert failed >= 4
+    failing.shutdown()
 
 
 @pytest.mark.parametrize("uses", [1, 2])
