@@ -165,7 +165,7 @@ def new_buffer(slots: int) -> ReplayBuffer:
     return ReplayBuffer(storage=LazyTensorStorage(slots))
 
 
-def test_a_buffer_knows_its_episodes(kernel: str, tmp_path: Path) -> None:
+def test_a_buffer_knows_its_episodes(tmp_path: Path) -> None:
     """Writes of any size, flags, ids, cuts, edits, restarts and clears, in any order."""
 
     @settings(max_examples=100, deadline=None)
@@ -211,7 +211,7 @@ def test_a_buffer_knows_its_episodes(kernel: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lanes", [(2,), (2, 3)])
-def test_every_lane_is_a_separate_stream(kernel: str, lanes: tuple[int, ...]) -> None:
+def test_every_lane_is_a_separate_stream(lanes: tuple[int, ...]) -> None:
     count = int(np.prod(lanes))
 
     @settings(max_examples=30, deadline=None)
@@ -242,7 +242,7 @@ def test_every_lane_is_a_separate_stream(kernel: str, lanes: tuple[int, ...]) ->
     run()
 
 
-def test_rows_are_read_where_the_memory_is_now(kernel: str) -> None:
+def test_rows_are_read_where_the_memory_is_now() -> None:
     """Whoever holds a view may have the memory moved."""
     rb, model = new_buffer(50), Model(50)
     row = dict.fromkeys(("terminated", "truncated", "done", "episode"), 0) | {"is_init": 1}
@@ -257,7 +257,7 @@ def test_rows_are_read_where_the_memory_is_now(kernel: str) -> None:
         memory.resize_(memory.nbytes() + 2**20 * (step + 1))
 
 
-def test_rows_placed_by_hand_sever_the_streams_there(kernel: str) -> None:
+def test_rows_placed_by_hand_sever_the_streams_there() -> None:
     """What is next to a placed row is no neighbour of it; what came before it is not known."""
     rb = new_buffer(6)
     row = dict.fromkeys(("terminated", "truncated", "done", "episode"), 0) | {"is_init": 1}
@@ -283,7 +283,7 @@ def test_rows_placed_by_hand_sever_the_streams_there(kernel: str) -> None:
 @pytest.mark.parametrize("lanes", [(), (3,)])
 @pytest.mark.parametrize("read", [True, False])
 def test_rows_placed_all_over_are_noted_in_one_go(
-    kernel: str, lanes: tuple[int, ...], read: bool, monkeypatch: pytest.MonkeyPatch
+    lanes: tuple[int, ...], read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if every stream had been cut by itself after each row that another one follows."""
     count, note, calls = int(np.prod(lanes)), RingWrites._append_with_ends, []
@@ -303,7 +303,7 @@ def test_rows_placed_all_over_are_noted_in_one_go(
         if first < until:
             note(self, first, until, None)
 
-    if not read and kernel == "core":  # columns that the core cannot read
+    if not read:  # columns that the core cannot read
         monkeypatch.setattr(RingEpisodes, "append_columns", lambda *args: False)
     for seed in range(8):
         random = np.random.default_rng(seed)
@@ -353,7 +353,7 @@ def test_ids_are_compared_across_both_ways_of_noting_rows() -> None:
     assert (table.code.tolist(), np.diff(table.last).tolist()) == ([3, 0], [1])
 
 
-def test_index_version_only_increases(kernel: str) -> None:
+def test_index_version_only_increases() -> None:
     """Whoever keeps what it derived from an index goes by it: also where all rows are replaced."""
     rb = new_buffer(3)
     row = dict.fromkeys(("terminated", "truncated", "done", "episode"), 0) | {"is_init": 1}

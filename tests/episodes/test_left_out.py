@@ -135,7 +135,7 @@ SETTINGS = settings(
 @SETTINGS
 @given(data=st.data())
 def test_load_into_smaller_rings_and_lanes_keeps_episodes(
-    lanes: int, how: str, kernel: str, tmp_path: Path, data: st.DataObject
+    lanes: int, how: str, tmp_path: Path, data: st.DataObject
 ) -> None:
     small, large = sorted(data.draw(st.tuples(st.integers(1, 9), st.integers(2, 14))))
     small = min(small, large)
