@@ -128,12 +128,16 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             lock.leave_apart()
 
     def _draw(self, size: int, lent: Lent | None = None) -> Drawn:
+        """Draw and read, without the lock if rows are shared and no process disturbs it."""
         tries = _TRIES if self._shared and not self._sampler.reads_rows else 0
         while tries:
             drawn, again = self._draw_apart(size, lent)
             if drawn is not None:
                 return drawn
             tries = tries - 1 if again else 0
+        return self._draw_held(size, lent)
+
+    def _draw_held(self, size: int, lent: Lent | None = None) -> Drawn:
         while True:
             storage = self._storage
             with storage.lock:

@@ -110,7 +110,8 @@ class AheadBatch:
         error: BaseException | None = None,
         late: bool = False,
     ) -> None:
-        self.drawn, self.written, self.is_read = drawn, written, is_read
+        self.drawn, self.written = drawn, written
+        self.is_read = is_read or drawn is None
         self.error, self.late = error, late
         self.made: Any = None
         self._claim, self._done = threading.Lock(), threading.Lock()

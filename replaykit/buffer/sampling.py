@@ -417,7 +417,8 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         if self._prefetcher is not None and size == self._batch_size:
             queue = self._queue()
         if queue is None:
-            drawn, made = self._draw(size), None
+            drawn = self._draw(size) if self._shared else self._draw_held(size)
+            made = None
         else:
             batch = self._next_ahead(queue)
             drawn, made = batch.drawn, batch.made

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
+import torch
+
+from replaykit import LazyTensorStorage, RandomSampler, ReplayBuffer
 
 pytestmark = pytest.mark.usefixtures("by_threads")
 
@@ -135,3 +139,24 @@ def test_an_error_at_the_end_of_a_pass_does_not_stop_the_next(buffer_of: Any):
             with pytest.raises(ArithmeticError, match="row 9"):
                 buffer.sample()
         assert buffer.sample()["id"].tolist() == [8, 9]
+
+
+def test_calls_between_leave_the_error_of_a_failed_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(8), batch_size=2, prefetch=2, transform=lambda rows: rows
+    )
+    rb.extend(torch.arange(8))
+    sample, calls = RandomSampler.sample, itertools.count()
+
+    def fails(self: Any, storage: Any, size: int) -> Any:
+        if next(calls) == 1:
+            raise ValueError("not this time")
+        return sample(self, storage, size)
+
+    monkeypatch.setattr(RandomSampler, "sample", fails)
+    assert len(rb.sample()) == 2
+    assert rb[0] == 0  # reads what is drawn, as a write does
+    with pytest.raises(ValueError, match="not this time"):
+        rb.sample()
+    assert len(rb.sample()) == 2
+    rb.shutdown()

@@ -42,6 +42,7 @@ def check(found: dict[str, Any], count: int) -> None:
     assert min(found["converted"], found["refused"]) > 0.3 * count
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(1200)
 def test_a_thousand_mutated_files_are_converted_right_or_refused_by_name(folder):
     """Bytes flipped, files cut, datasets dropped, reshaped, retyped, values and links changed.

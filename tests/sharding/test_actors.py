@@ -43,6 +43,7 @@ def make(ray_cluster: Any) -> Iterator[Callable[..., ShardedReplayBuffer]]:
         one.close()
 
 
+@pytest.mark.programs
 def test_two_actors_are_one_buffer(
     make: Any, sharded: Any, ray_cluster: Any, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def rb(ray_cluster: Any) -> Iterator[ShardedReplayBuffer]:
         yield made
 
 
+@pytest.mark.programs
 def test_clients_in_other_processes_keep_each_others_pace(
     rb: ShardedReplayBuffer, ray_cluster: Any
 ) -> None:
