@@ -424,13 +424,13 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
             drawn, made = batch.drawn, batch.made
         try:
             data, info = self._delivered(drawn, made, merge=merge, needed=needed)
+            if queue is not None and drawn.ran_out and not self._closed:
+                self._draw_queue(queue, take=False)  # the next pass
             check()  # the last moment at which the batch can still be the next one
         except BaseException:
             with shielded:
                 self._give_back(drawn)
             raise
-        if queue is not None and drawn.ran_out and not self._closed:
-            self._draw_queue(queue, take=False)  # the next pass
         return drawn, data, info
 
     def _next_ahead(self, queue: Prefetcher) -> AheadBatch:

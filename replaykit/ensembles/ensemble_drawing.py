@@ -355,13 +355,13 @@ class EnsembleDrawing(Asking[DataT]):
             data, info = self._finish(drawn) if made is None else made
             if merge:
                 data = merged(data, info, needed)
+            if queue is not None and drawn.ran_out and not self._closed:
+                self._draw_queue(queue, take=False)  # the next pass
             check()  # the last moment at which the batch can still be the next one
         except BaseException:
             with shielded:
                 self._give_back(drawn)
             raise
-        if queue is not None and drawn.ran_out and not self._closed:
-            self._draw_queue(queue, take=False)  # the next pass
         return drawn, data, info
 
     def _finish(self, drawn: Any) -> tuple[Any, dict[Any, Any]]:

@@ -41,9 +41,7 @@ FLAGS = [
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 2)])
 @pytest.mark.parametrize("dtype", [*FLAGS, torch.complex64])
-def test_any_number_that_is_not_zero_sets_a_flag(
-    kernel: str, dtype: torch.dtype, shape: Any
-) -> None:
+def test_any_number_that_is_not_zero_sets_a_flag(dtype: torch.dtype, shape: Any) -> None:
     done = torch.zeros(8, *shape).to(dtype)
     flat = done.view(8, -1)
     flat[2, -1] = 1
@@ -62,7 +60,7 @@ def test_any_number_that_is_not_zero_sets_a_flag(
     "dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.complex64]
 )
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (0,)])
-def test_ids_are_compared_by_their_bytes(kernel: str, dtype: torch.dtype, shape: Any) -> None:
+def test_ids_are_compared_by_their_bytes(dtype: torch.dtype, shape: Any) -> None:
     ids = torch.zeros(9, *shape, dtype=dtype)
     if ids.numel():
         ids.view(9, -1)[3:, -1] = 1
@@ -74,7 +72,7 @@ def test_ids_are_compared_by_their_bytes(kernel: str, dtype: torch.dtype, shape:
     assert ends(index) == want
 
 
-def test_flags_decide_if_an_episode_terminated_or_was_truncated(kernel: str) -> None:
+def test_flags_decide_if_an_episode_terminated_or_was_truncated() -> None:
     """Without `terminated` a `done` is a termination unless `truncated` says otherwise."""
     done = torch.tensor([0, 1, 0, 1, 0, 0], dtype=torch.bool)
     truncated = torch.tensor([0, 1, 0, 0, 1, 0], dtype=torch.bool)
