@@ -94,7 +94,10 @@ def filled(
     batch: torch.Size,
     device: torch.device | None,
 ) -> TensorDict:
-    """Return nested TensorDicts over leaves, as ``new_tensordict`` does."""
+    """Return nested TensorDicts over leaves, as ``new_tensordict`` does.
+
+    It does not call ``new_tensordict``, because each sample would make a call per container.
+    """
     extra, children = template
     fields: dict[str, Any] = {}
     for part, place, child in children:

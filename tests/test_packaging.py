@@ -1,4 +1,4 @@
-"""What the wheel holds, and that it works as installed, without a compiler.
+"""The files and metadata of the wheel, and its use where no compiler is installed.
 
 The wheel is built once, from a copy of the sources, also where several workers of xdist share this
 file. The checkout is only read.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 from collections import deque
@@ -25,7 +24,7 @@ from replaykit.buffer.component_checks import (
 )
 from replaykit.buffer.prefetch import Drawn, Prefetcher
 from replaykit.keywords import Replaced, checked_keywords
-from replaykit.pace import LimiterQueue, RateLimiter, Ticket
+from replaykit.pace import LimiterQueue, RateLimiter
 from replaykit.samplers import PrioritizedSampler, RandomSampler, Sampler, SampleUnit, Transition
 from replaykit.storages import ListStorage, Storage
 from replaykit.storages.save_hooks import check_no_checkpointer
@@ -97,9 +96,6 @@ class LockedStorage:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-
-
-_FREE: contextlib.AbstractContextManager[Ticket | None] = contextlib.nullcontext()
 
 
 class Pacing:

@@ -233,7 +233,7 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         return batch
 
     def _ahead_of(self, drawn: Drawn) -> AheadBatch:
-        return AheadBatch(drawn, drawn.written, late=self._chain.ordered)
+        return AheadBatch(drawn, late=self._chain.ordered)
 
     def _read_ahead(self, drawn: Drawn) -> None:
         """Read the rows of a draw. The caller holds the lock.

@@ -28,11 +28,11 @@ class Drawn:
     Attributes:
         anchors: the index that the sampler drew, before the sample unit changed it.
         collate, stack_dim: settings of the storage that the rows were read from.
-        sampler: the sampler that made the draw.
+        sampler: the sampler that completes the rows; None if nothing is to be completed.
         fetched: the neighbouring rows that transforms have read.
         size: the batch size that was requested.
         home: the storage of the draw; None if the draw is never rolled back.
-        drawer: the sampler of the draw.
+        drawer: the sampler that made the draw.
         was_out: the sampler's ``ran_out`` before the draw.
         kept: whether the buffer keeps the draw if its batch fails, and delivers it next.
         before, after: states of the generator before and after the draw, if they may be needed.
@@ -89,11 +89,12 @@ class Outdated(Exception):
 class AheadBatch:
     """A batch that a caller has drawn. It is read and finished before its delivery.
 
-    A prefetch thread makes the batch, or the caller that wants it, whichever comes first.
+    The rows are read by a prefetch thread, by a write, or when the batch is taken from the queue,
+    whichever comes first. A prefetch thread finishes the batch, or the caller that has taken it.
 
     Args:
         drawn: the draw; None if it failed.
-        written: the storage's next row id at the draw.
+        written: the storage's next row id at a draw that failed.
         is_read: whether the rows of the draw are read already.
         error: the error of the draw, and later that of reading or finishing the batch.
         late: finish the batch at its delivery.
@@ -136,11 +137,8 @@ class AheadBatch:
         return self._claim.acquire(blocking=False)
 
     def make(self, source: _Source) -> None:
-        """Read and finish the batch; an exception becomes ``error``."""
+        """Finish the batch, whose rows are read; an exception becomes ``error``."""
         try:
-            if not self.is_read:
-                with source._locked(settled=False):
-                    self.read(source)
             if self.error is None and not self.late:
                 self.made = source._finish(self.drawn)
         except BaseException as error:
@@ -149,7 +147,7 @@ class AheadBatch:
             self._done.release()
 
     def wait(self, source: _Source) -> None:
-        """Make the batch, or wait until the thread that makes it is done."""
+        """Finish the batch, or wait until the thread that makes it is done."""
         if self.claim():
             self.make(source)
         else:
@@ -171,7 +169,7 @@ class Prefetcher:
     later. So the order of draws is the order of calls. Threads read and finish the batches. A write
     first reads the draws that are not read yet, so each batch has the rows as of its draw.
 
-    After a batch that ends a pass, or a failed draw, nothing is drawn until it is delivered.
+    After a batch that ends a pass, or a failed draw, nothing is drawn until it is taken.
 
     The threads hold no reference to the buffer and end with it. A forked process does not have
     them. ``process`` is the process in which they run. The storage's lock guards the queue.
@@ -204,13 +202,7 @@ class Prefetcher:
         return made
 
     def pop(self) -> AheadBatch:
-        """Remove and return the next batch.
-
-        Raises:
-            RuntimeError: another thread has shut the buffer down.
-        """
-        if not self._queue:
-            raise RuntimeError("this buffer was shut down")
+        """Remove and return the next batch."""
         return self._queue.popleft()
 
     def put_first(self, batch: AheadBatch) -> None:
@@ -218,7 +210,7 @@ class Prefetcher:
         self._queue.appendleft(batch)
 
     def submit(self, batches: list[AheadBatch]) -> None:
-        """Let threads make batches. The caller does not hold the storage's lock."""
+        """Let threads make batches."""
         for batch in batches:
             if batch.error is None and not (batch.late and batch.is_read):
                 try:
@@ -244,19 +236,24 @@ class Prefetcher:
         return undelivered
 
     def shutdown(self) -> None:
-        """Join the threads; later calls of ``top_up`` raise RuntimeError."""
+        """Join the threads; later calls of ``top_up`` raise RuntimeError.
+
+        Batches that no thread has begun are left to callers that wait for them.
+        """
         self._closed = True
-        self._queue.clear()
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)
 
 
 def _make(source: weakref.ref[_Source], reading: threading.Lock, batch: AheadBatch) -> None:
     buffer = source()
     if buffer is None or not batch.claim():
         return
-    if not batch.is_read:
-        with reading, buffer._locked(settled=False):
-            batch.read(buffer)
+    try:
+        if not batch.is_read:
+            with reading, buffer._locked(settled=False):
+                batch.read(buffer)
+    except BaseException as error:  # a caller may wait for the batch
+        batch.error = error
     batch.make(buffer)
 
 

@@ -377,6 +377,8 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
         queue = self._queue()
         if queue is not None:
             queue.shutdown()
+            with self._locked(settled=False):
+                queue.clear()
 
     def _used_up(self) -> bool:
         """Return whether rows are stored, but none can be drawn again."""

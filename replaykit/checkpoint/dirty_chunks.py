@@ -355,8 +355,8 @@ class Changes:
             self.wrote_at(rows)
             return
         self._later.append(rows.clone())  # the caller may change its rows
-        self._late += rows.numel()
-        if self._late > _MOST_LATE or len(self._later) > _MOST_LATE // 64:
+        self._late += 64 + rows.numel()  # a tensor costs more than its numbers
+        if self._late > _MOST_LATE:
             self._add_late()
 
     def _add_late(self) -> None:

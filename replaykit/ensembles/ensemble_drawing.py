@@ -292,7 +292,7 @@ class EnsembleDrawing(Asking[DataT]):
             drawn = self._drawn_together(self._size_of(None), None, before)
         except Exception as error:
             return AheadBatch(None, written, error=error)
-        return AheadBatch(drawn, written, is_read=True, late=_is_ordered(self))
+        return AheadBatch(drawn, is_read=True, late=_is_ordered(self))
 
     def _feed(self) -> None:
         # Remote members would have to answer while the lock is held. The next call reads the draws.

@@ -268,21 +268,8 @@ class PriorityTable:
             then = generation.data_ptr()
         if self._saved.frozen:  # a save needs the old values first, even if the core then refuses
             self._saved.wrote_at(index.clamp(0, self.length - 1))
-        largest = view.set_priorities(
-            None if self._least is None else self._least.native_view,
-            None if self._most is None else self._most.native_view,
-            self._raw.data_ptr(),
-            dtype is torch.float64,
-            index.data_ptr(),
-            priority.data_ptr(),
-            then,
-            count,
-            self.length,
-            ledger.next_position,
-            ledger.slots,
-            self.law.eps,
-            self.law.alpha,
-            self.law.most,
+        largest = self._set_in_core(
+            index, priority, then, self.length, ledger.next_position, ledger.slots
         )
         if largest < 0:
             return None
@@ -299,7 +286,8 @@ class PriorityTable:
             priority: an allowed priority.
 
         Returns:
-            False if the index has another form, or the core refuses it. Nothing has changed then.
+            False if the index has another form, or the core refuses it. No priority has changed
+            then.
         """
         view = self._sums.native_view
         if view is None or type(index) is not torch.Tensor or index.ndim != 1 or self._saved.frozen:
@@ -309,26 +297,11 @@ class PriorityTable:
             return False
         if top > self.capacity:
             self.reserve(top)
-        view, same = self._sums.native_view, self._same  # another thread may replace them
+        same = self._same  # another thread may replace it
         if same is None or same[0] != priority or same[1].shape[0] != count:
             full = torch.full((count,), priority, dtype=dtype, device="cpu")
             same = self._same = priority, full
-        done = view.set_priorities(
-            None if self._least is None else self._least.native_view,
-            None if self._most is None else self._most.native_view,
-            self._raw.data_ptr(),
-            dtype is torch.float64,
-            index.data_ptr(),
-            same[1].data_ptr(),
-            0,
-            count,
-            top,
-            0,
-            1,
-            self.law.eps,
-            self.law.alpha,
-            self.law.most,
-        )
+        done = self._set_in_core(index, same[1], 0, top, 0, 1)
         if done < 0:
             return False
         self._saved.wrote_later(index)
@@ -337,6 +310,42 @@ class PriorityTable:
         if top > self.length:
             self.cover(top, priority)
         return True
+
+    def _set_in_core(
+        self,
+        index: torch.Tensor,
+        priority: torch.Tensor,
+        then: int,
+        length: int,
+        written: int,
+        slots: int,
+    ) -> float:
+        """Set priorities in the trees and the table; return the largest, or -1 for a refusal.
+
+        Args:
+            index, priority: int64 ``[K]`` below ``length``, and ``[K]`` in the law's dtype, both
+                contiguous on the CPU.
+            then: the address of the generations of the slots; 0 for no check.
+            written, slots: the ledger's next row id and its number of slots.
+        """
+        law, least, most = self.law, self._least, self._most
+        found: float = self._sums.native_view.set_priorities(
+            None if least is None else least.native_view,
+            None if most is None else most.native_view,
+            self._raw.data_ptr(),
+            law.dtype is torch.float64,
+            index.data_ptr(),
+            priority.data_ptr(),
+            then,
+            index.shape[0],
+            length,
+            written,
+            slots,
+            law.eps,
+            law.alpha,
+            law.most,
+        )
+        return found
 
     def cover(self, top: int, default: float) -> None:
         """Count the rows below ``top`` as stored; give unset rows the default."""

@@ -47,7 +47,7 @@ class EpisodeIndexes:
         # were stored by other means than a write.
         self.stale = True
         self._main: EpisodeIndex | None = None
-        self._has_others = False
+        self._has_others = False  # asked at each write, where a length costs two calls
         self._others: weakref.WeakValueDictionary[BoundaryRule, EpisodeIndex] = (
             weakref.WeakValueDictionary()
         )

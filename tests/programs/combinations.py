@@ -88,7 +88,7 @@ class Combination:
 
     @property
     def columns(self) -> bool:
-        """Whether the storage has a schema and an index of episodes."""
+        """True if the storage has a schema and an index of episodes."""
         return self.storage not in ("list", "stack")
 
     @property

@@ -63,11 +63,11 @@ class Model:
     """The number of slots; with lanes, of all lanes."""
     lanes: int = 1
     streams: bool = False
-    """Whether the number under ``env`` names the stream of a row."""
+    """True if the number under ``env`` names the stream of a row."""
     ring: int | None = None
     """The number of rows of each stream, with a `LaneWriter`."""
     best: bool = False
-    """Whether the writer keeps the rows of largest rank."""
+    """True if the writer keeps the rows of largest rank."""
     uses: int | None = None
     """How often each row may be drawn, with a `ConsumingSampler`."""
 
@@ -331,7 +331,7 @@ class Pass:
 
     left: set[Any] | None = None
     of: Any = None
-    """What the pass began with; a pass with another number of rows is a new one."""
+    """The number of rows when the pass began. If it changes, a new pass begins."""
 
     def take(self, taken: Iterable[Any], everything: Callable[[], set[Any]], of: Any) -> bool:
         """Take a batch from the pass; return whether this ends the pass."""

@@ -60,12 +60,12 @@ def writable(c: Combination) -> bool:
 
 
 def viewable(c: Combination) -> bool:
-    """Whether slices are views of the stored rows, and no prefetched batch reads them later."""
+    """True if slices are views of the stored rows, and no prefetched batch reads them later."""
     return c.columns and not c.n_step and not c.prefetch
 
 
 def in_slice_pass(s: Session) -> bool:
-    """Whether a pass over episodes is under way. It is not documented which edits end it."""
+    """True during a pass over episodes. It is not documented which edits end it."""
     return s.combination.sampler == "slice pass" and bool(s.passes.left or s.queue)
 
 
@@ -116,15 +116,22 @@ def extend_with_priorities(s: Session, rng: Random) -> None:
     s.written(index, s.model.write(rows, priorities))
 
 
+def random_steps(s: Session, rng: Random) -> tuple[int, int]:
+    """Return the first of some stored steps and the one after the last; equal if none is stored."""
+    steps = len(s.model) // s.combination.lanes
+    if not steps:
+        return 0, 0
+    first = rng.randrange(steps)
+    return first, rng.randint(first + 1, steps)
+
+
 @operation(4, writable)
 def extend_by_view(s: Session, rng: Random) -> None:
     """Write rows that are views of stored rows."""
     lanes = s.combination.lanes
-    steps = len(s.model) // lanes
-    if not steps:
+    first, last = random_steps(s, rng)
+    if first == last:
         return
-    first = rng.randrange(steps)
-    last = rng.randint(first + 1, steps)
     rows = [dict(s.model[slot].values) for slot in range(first * lanes, last * lanes)]
 
     def act(rb: ReplayBuffer) -> Any:
@@ -277,11 +284,9 @@ def edit_column(s: Session, rng: Random) -> None:
 def edit_view(s: Session, rng: Random) -> None:
     """Write into a view of stored rows."""
     lanes = s.combination.lanes
-    steps = len(s.model) // lanes
-    if not steps:
+    first, last = random_steps(s, rng)
+    if first == last:
         return
-    first = rng.randrange(steps)
-    last = rng.randint(first + 1, steps)
     number = float(rng.randrange(500))
     slots = list(range(first * lanes, last * lanes))
     values = [{"wide": number + slot} for slot in slots]

@@ -49,7 +49,7 @@ class Program:
 
 @dataclass
 class Difference:
-    """What differed, and the lines of the program up to there."""
+    """The difference, and the lines of the program up to the operation that showed it."""
 
     program: Program
     lines: list[str]

@@ -42,7 +42,7 @@ class Draw:
     consumer_version: int
     twin_batch: Any = None
     ended: bool = False
-    """Whether the batch ends a pass. The next pass is drawn only after its delivery."""
+    """True if the batch ends a pass. The next pass is drawn only after it was taken."""
 
 
 @dataclass
