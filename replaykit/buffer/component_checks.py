@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from replaykit._compat import arange
+from replaykit.pace import RateLimiter
 from replaykit.samplers import ConsumingSampler, RandomSampler, Sampler, SampleUnit, Transition
 from replaykit.samplers.consuming import checked_uses
 from replaykit.storages import (
@@ -31,6 +32,7 @@ __all__ = [
     "check_shareable",
     "check_transforms",
     "check_transforms_of",
+    "common_parts",
     "consuming_sampler",
     "refuse_exchange",
     "uses_of",
@@ -196,6 +198,14 @@ def check_shareable(storage: Storage, writer: Writer, chain: Compose) -> None:
             "order is known to one process only"
         )
     check_transforms(chain)
+
+
+def common_parts(sampler: Sampler, limiter: RateLimiter | None) -> dict[str, bool]:
+    """Return the parts that buffers over shared rows must have in common."""
+    return {
+        "prioritized sampler": bool(sampler.prioritized),
+        "rate limiter": limiter is not None,
+    }
 
 
 def check_transforms(chain: Compose) -> None:

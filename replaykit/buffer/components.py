@@ -17,6 +17,7 @@ from replaykit.buffer.component_checks import (
     check_consuming,
     check_not_ahead,
     check_shareable,
+    common_parts,
     refuse_exchange,
 )
 from replaykit.buffer.core import DataT, SamplerT, StorageT, WriterT, check_order
@@ -217,7 +218,7 @@ class Components(Drawing[DataT, StorageT, SamplerT, WriterT]):
             unit, chain = self._sample_unit, self._chain
             check_consuming(sampler, storage, writer, unit, chain, prefetch=0, shared=True)
             check_shareable(storage, writer, chain)
-            storage.share()  # type: ignore[attr-defined]
+            storage.share(common_parts(sampler, self._rate_limiter))  # type: ignore[attr-defined]
             self._shared = True
             self._pace = self._new_pace(storage, shared=True)
             writer.register_storage(storage)

@@ -20,6 +20,7 @@ from replaykit.buffer.component_checks import (
     check_shareable,
     check_transforms,
     check_transforms_of,
+    common_parts,
     consuming_sampler,
 )
 from replaykit.buffer.prefetch import Drawn, Prefetcher
@@ -304,9 +305,11 @@ class BufferCore(Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]
             check_shareable(storage, writer, chain)
         if self._rate_limiter is not None:
             self._rate_limiter.check_capacity(storage.max_size)
+        joining = False
         self._claim(sampler, writer)
         if self._shared:
-            storage.share()  # type: ignore[attr-defined]
+            parts = common_parts(sampler, self._rate_limiter)
+            joining = storage.share(parts)  # type: ignore[attr-defined]
         self._pace = self._new_pace(storage, shared=self._shared)
         writer.register_storage(storage)
         sampler.generator = self._generator
@@ -319,7 +322,7 @@ class BufferCore(Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]
         storage.attach(cast(Any, self))
         self._makers = (None, None, None, None, None)
         if self._pace is not None:
-            self._pace.start_from(len(storage))
+            self._pace.start_from(len(storage), joining=joining)
         self._initialized = True
 
     def _set_transforms(self, chain: Compose) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import Self
 
 from replaykit._ray import actor_class
 from replaykit.buffer.components import Components
@@ -17,6 +20,7 @@ from replaykit.buffer.persistence import Saving
 from replaykit.buffer.row_updates import Conditional, Priorities
 from replaykit.keywords import Replaced, checked_keywords, named_after
 from replaykit.samplers import PrioritizedSampler
+from replaykit.storages.memmap import join_storage
 
 __all__ = [
     "PrioritizedReplayBuffer",
@@ -63,9 +67,9 @@ class ReplayBuffer(
         delayed_init: make the components only at first use.
         contiguous: make every tensor of a batch contiguous. By default small columns are strided
             views of one allocation, which is faster.
-        shared: let processes that receive the buffer, spawned or forked, write and sample the same
-            rows. Requires a LazyTensorStorage or LazyMemmapStorage, and a RoundRobinWriter. See
-            ``docs/sharing.md``.
+        shared: let processes that receive the buffer, spawned or forked, or that call ``join``,
+            write and sample the same rows. Requires a LazyTensorStorage or LazyMemmapStorage, and
+            a RoundRobinWriter. See ``docs/sharing.md``.
         compilable: no effect; accepted for compatibility with TorchRL. Compiled functions may call
             every method. The call breaks the graph and runs uncompiled. With ``fullgraph=True``,
             ``torch.compile`` raises an error.
@@ -102,6 +106,47 @@ class ReplayBuffer(
         ``shared=True`` the buffer itself can be sent.
         """
         return self
+
+    @classmethod
+    def join(cls, path: str | os.PathLike[str], **parts: Any) -> Self:
+        """Return a buffer over the rows that processes share in a folder.
+
+        The calling process need not be related to the process that made the buffer with
+        ``shared=True``. It may write, sample and set priorities like all others. If the storage has
+        ``recover=True``, the rows are also found after all processes have ended or were killed.
+
+        Args:
+            path: the ``scratch_dir`` of the buffer's storage.
+            parts: arguments of the constructor other than ``storage`` and ``shared``. The sampler
+                has priorities, and there is a rate limiter, if the other processes' buffers have.
+
+        Raises:
+            FileNotFoundError: no processes have shared rows in the folder.
+            ValueError: a part is not that of the other processes; the error names it.
+            RuntimeError: all processes have ended, and the storage has no ``recover=True``.
+            RuntimeError: a process recovers the rows without ``shared=True``.
+            CheckpointError: a file in the folder is damaged.
+
+        Cost: the files are mapped, not read. An index of episodes or priorities reads its columns
+        at its first use.
+
+        Example:
+            >>> import tempfile
+            >>> import torch
+            >>> from replaykit import LazyMemmapStorage, ReplayBuffer
+            >>> folder = tempfile.mkdtemp()
+            >>> storage = LazyMemmapStorage(10, scratch_dir=folder, recover=True)
+            >>> rb = ReplayBuffer(storage=storage, shared=True)
+            >>> _ = rb.extend({"x": torch.arange(3)})
+            >>> other = ReplayBuffer.join(folder)  # also in another process
+            >>> other[:]["x"].tolist()
+            [0, 1, 2]
+        """
+        for name in ("storage", "shared"):
+            if name in parts:
+                raise TypeError(f"join() finds the {name} in the folder; got {name}=")
+        storage = join_storage(Path(path).expanduser())
+        return cls(storage=storage, shared=True, **parts)  # type: ignore[arg-type]
 
     @classmethod
     def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:

@@ -14,6 +14,7 @@ from replaykit.errors import RateLimiterTimeout
 from replaykit.interrupts import check
 from replaykit.pace.limiter import INSERT, RateLimiter
 from replaykit.recovery import (
+    COUNTS,
     MappedFile,
     OpenFile,
     SharedLock,
@@ -158,7 +159,7 @@ class SharedCounts(Counts):
         self.lock = SharedLock(folder / "pace.lock", _nothing, _nothing)
         self._seat = Seat(folder)
         self._own = _HEAD + 2 * self._seat.number
-        self._file = MappedFile(folder / "pace.bin", 8 * (_HEAD + 2 * Seat.MOST))
+        self._file = MappedFile(folder / COUNTS, 8 * (_HEAD + 2 * Seat.MOST))
         numbers: Any = self._file.bytes.data.cast("q")
         self._numbers = numbers
         with self.lock:
@@ -390,14 +391,17 @@ class LimiterQueue:
 
     # -- counts -------------------------------------------------------------------------------
 
-    def start_from(self, size: int, *, counting_on: bool = False) -> None:
+    def start_from(self, size: int, *, counting_on: bool = False, joining: bool = False) -> None:
         """Restart the rule with ``size`` stored rows.
 
         Args:
             counting_on: True to keep earlier rows in ``stats``. The rule ignores them.
+            joining: True to change nothing if other processes have counted rows.
         """
         counts = self._here()
         with counts.lock:
+            if joining and any(counts.done()):
+                return
             inserts, before = self.limiter.counted(size), (0, 0)
             if counting_on:
                 done, earlier = counts.done(), counts.before()

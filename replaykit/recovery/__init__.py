@@ -21,17 +21,32 @@ from replaykit.recovery.locks import (
     open_to_lock,
 )
 from replaykit.recovery.processes import (
-    MEMBERS,
     ChangeLog,
     GivenViews,
     ProcessRegistry,
     give_up_rows,
     who_uses,
 )
-from replaykit.recovery.recovery_folder import RecoveryFolder, check_file
+from replaykit.recovery.recovery_folder import (
+    COUNTS,
+    DESCRIPTION,
+    LOCK,
+    MEMBERS,
+    RECOVERABLE,
+    SHARED,
+    RecoveryFolder,
+    check_file,
+    read_manifest,
+    write_manifest,
+)
 
 __all__ = [
+    "COUNTS",
+    "DESCRIPTION",
+    "LOCK",
     "MEMBERS",
+    "RECOVERABLE",
+    "SHARED",
     "ChangeLog",
     "CommitLock",
     "Exclusive",
@@ -50,5 +65,7 @@ __all__ = [
     "is_held",
     "one_thread_in_children",
     "open_to_lock",
+    "read_manifest",
     "who_uses",
+    "write_manifest",
 ]

@@ -13,11 +13,16 @@ import numpy as np
 from replaykit import native
 from replaykit.filesystem import sync_directory
 from replaykit.recovery.locks import Exclusive, OpenFile, is_held, open_to_lock
-from replaykit.recovery.recovery_folder import LOCK, MAKING, MANIFEST, RECOVERABLE, SHARED
+from replaykit.recovery.recovery_folder import (
+    LOCK,
+    MAKING,
+    MANIFEST,
+    MEMBERS,
+    RECOVERABLE,
+    SHARED,
+)
 
-__all__ = ["MEMBERS", "ChangeLog", "GivenViews", "ProcessRegistry", "give_up_rows", "who_uses"]
-
-MEMBERS = "members"
+__all__ = ["ChangeLog", "GivenViews", "ProcessRegistry", "give_up_rows", "who_uses"]
 
 
 class ProcessRegistry(OpenFile):
@@ -74,19 +79,24 @@ def who_uses(scratch_dir: Path, own: Path | None = None) -> str | None:
         ...     print(who_uses(Path(folder)))
         None
     """
-    shared, recoverable = scratch_dir / SHARED, scratch_dir / RECOVERABLE
-    if (
-        shared != own
-        and (shared / MEMBERS).exists()
-        and not ProcessRegistry.nobody(shared / MEMBERS)
-    ):
+    if _sharing(scratch_dir, own):
         return "processes that share its rows"
+    recoverable = scratch_dir / RECOVERABLE
     if recoverable != own and recoverable.is_dir():
         try:
             Exclusive(recoverable / LOCK).drop()
         except BlockingIOError:
             return "another process, or another storage of this one, which recovers its rows"
     return None
+
+
+def _sharing(scratch_dir: Path, own: Path | None) -> bool:
+    """Return whether processes share the rows in a folder."""
+    homes = [scratch_dir / name for name in (SHARED, RECOVERABLE)]
+    return any(
+        home != own and (home / MEMBERS).exists() and not ProcessRegistry.nobody(home / MEMBERS)
+        for home in homes
+    )
 
 
 def give_up_rows(scratch_dir: Path, own: Path | None = None) -> None:
@@ -112,13 +122,9 @@ def give_up_rows(scratch_dir: Path, own: Path | None = None) -> None:
         ...     print(RecoveryFolder(Path(folder)).manifest())
         None
     """
-    shared, recoverable = scratch_dir / SHARED, scratch_dir / RECOVERABLE
-    if (
-        shared != own
-        and (shared / MEMBERS).exists()
-        and not ProcessRegistry.nobody(shared / MEMBERS)
-    ):
+    if _sharing(scratch_dir, own):
         raise RuntimeError(f"{scratch_dir} is in use by processes that share its rows")
+    recoverable = scratch_dir / RECOVERABLE
     if recoverable == own or not recoverable.is_dir():
         return
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -20,13 +21,16 @@ from replaykit._version import __version__
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, sync_directory
 from replaykit.recovery.journal import Journal, MappedFile, States
-from replaykit.recovery.locks import Exclusive
+from replaykit.recovery.locks import Exclusive, is_held
 
 __all__ = [
+    "COUNTS",
+    "DESCRIPTION",
     "FORMAT",
     "LOCK",
     "MAKING",
     "MANIFEST",
+    "MEMBERS",
     "RECOVERABLE",
     "SHARED",
     "RecoveryFolder",
@@ -36,17 +40,21 @@ __all__ = [
 ]
 
 FORMAT = "replaykit-recovery"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the content of the manifest, or None if there is none.
+def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any] | None:
+    """Return the content of a manifest, or None if there is none.
+
+    Args:
+        folder: the folder of the manifest.
+        name: the name of its file.
 
     Raises:
         CheckpointError: the manifest is damaged, or has a newer format; the error names the file.
     """
-    file = folder / MANIFEST
+    file = folder / name
     if not os.path.lexists(file):
         return None
     check_file(file, 0, exactly=False)
@@ -68,11 +76,16 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return content
 
 
-def write_manifest(folder: Path, content: Mapping[str, Any], version: int) -> None:
-    """Write or replace the manifest in one step, durably.
+def write_manifest(
+    folder: Path, content: Mapping[str, Any], version: int, name: str = MANIFEST
+) -> None:
+    """Write or replace a manifest in one step, durably.
 
     Args:
+        folder: the folder of the manifest.
+        content: the values to write.
         version: the oldest version of the format that has all parts of the content.
+        name: the name of its file.
 
     Raises:
         OSError: a write to the disk failed. An old manifest is unchanged.
@@ -84,12 +97,12 @@ def write_manifest(folder: Path, content: Mapping[str, Any], version: int) -> No
         "content": dict(content),
         "crc32": _checksum(content),
     }
-    draft = folder / f".{MANIFEST}"
+    draft = folder / f".{name}"
     with open(draft, "w", encoding="utf-8") as file:
         json.dump(record, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(draft, folder / MANIFEST)
+    os.replace(draft, folder / name)
     sync_directory(folder)
 
 
@@ -117,6 +130,11 @@ Array = np.ndarray[Any, Any]
 RECOVERABLE, SHARED = "%recovery", "%shared"
 MAKING = "making"
 LOCK = "lock"
+MEMBERS = "members"
+COUNTS = "pace.bin"
+"""File with the counts of a rate limiter."""
+DESCRIPTION = "sharing.json"
+"""File with the description of the storage for processes that join."""
 _JOURNAL_BYTES = 1 << 16
 _TABLE = re.compile(r"table-(\d{1,9})-([1-9]\d{0,8})\.bin")
 
@@ -135,6 +153,8 @@ class RecoveryFolder:
         durable: whether commits also survive a loss of power.
         shared: whether several processes, including forked processes, have the folder open. The
             caller of each method then holds a SharedLock.
+        recoverable: whether a later storage recovers the rows. It needs to be False only if
+            ``shared`` is True.
 
     Raises:
         RuntimeError: ``shared`` is False, but another process, or another storage of this process,
@@ -142,17 +162,35 @@ class RecoveryFolder:
         OSError: the folder cannot be made or opened.
     """
 
-    def __init__(self, scratch_dir: Path, *, durable: bool = False, shared: bool = False) -> None:
-        self.folder = scratch_dir / (SHARED if shared else RECOVERABLE)
+    def __init__(
+        self,
+        scratch_dir: Path,
+        *,
+        durable: bool = False,
+        shared: bool = False,
+        recoverable: bool = True,
+    ) -> None:
+        self.folder = scratch_dir / (RECOVERABLE if recoverable else SHARED)
         self.durable, self.shared = durable, shared
         make_directory(self.folder)
-        try:
-            self._lock = None if shared else Exclusive(self.folder / LOCK)
-        except BlockingIOError:
-            raise RuntimeError(
-                f"{scratch_dir} is in use by another process, or by another storage of this one; "
-                "only one at a time can recover it"
-            ) from None
+        self._lock: Exclusive | None = None
+        if not shared:
+            try:
+                self._lock = Exclusive(self.folder / LOCK)
+            except BlockingIOError:
+                raise RuntimeError(
+                    f"{scratch_dir} is in use by another process, or by another storage of this "
+                    "one; only one at a time can recover it"
+                ) from None
+            members = self.folder / MEMBERS
+            if members.exists() and is_held(members):
+                gc.collect()  # unreferenced members may not have been collected yet
+            if members.exists() and is_held(members):
+                self._lock.drop()
+                raise RuntimeError(
+                    f"{scratch_dir} is in use by processes that share its rows; use "
+                    "ReplayBuffer.join() to share them too"
+                )
         self.process = os.getpid()
         self._manifest = str(self.folder / MANIFEST)
         self._targets: dict[int, Array] = {}

@@ -69,6 +69,7 @@ class CommittedState:
         priorities: the counts of each sampler's priorities, in the order in which the samplers were
             added.
         counts: the count of each writer, in the order in which the writers were added.
+        more: count of the numbers that follow those of this object; see ``OWN``.
     """
 
     cursor: int
@@ -86,6 +87,7 @@ class CommittedState:
     streams: Array = field(default_factory=lambda: _NO_STREAMS)
     priorities: list[CommittedPriorities] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    more: int = 0
     _encoded: Array = field(default_factory=lambda: _NO_NUMBERS)
 
     @classmethod
@@ -98,6 +100,7 @@ class CommittedState:
         generations: int,
         priorities: list[CommittedPriorities],
         counts: list[int],
+        more: int = 0,
     ) -> CommittedState:
         """Return the state of a ledger and of episode indexes (``EpisodeIndexes.known``)."""
         heads = None if episodes is None else episodes["heads"]
@@ -123,6 +126,7 @@ class CommittedState:
             _NO_NUMBERS if episodes is None else episodes["codes"],
             priorities=priorities,
             counts=counts,
+            more=more,
             **known,
         )
 
@@ -157,7 +161,7 @@ class CommittedState:
             len(self.streams),
             len(self.priorities),
             len(self.counts),
-            0,
+            self.more,
             0,
         )
         numbers = np.array([*fixed, *tables, *self.counts], np.int64)
@@ -257,21 +261,25 @@ class CommittedState:
 
     @classmethod
     def of_numbers(cls, numbers: Array) -> CommittedState:
-        """Decode a copy of some numbers; no numbers give the state of an empty storage."""
+        """Decode a copy of numbers with ``more``; none give the state of an empty storage."""
         if not len(numbers):
             return cls(0, 0, 0, 0, False, -1, -1, _NO_NUMBERS, _NO_NUMBERS)
         found = cls.decode(numbers.copy())
-        found._encoded = numbers.copy()
+        found._encoded = numbers[: len(numbers) - found.more].copy()
         return found
 
     @classmethod
     def decode(cls, numbers: Array) -> CommittedState:
-        """Decode the result of ``encode``; ValueError for numbers that it cannot return."""
+        """Decode the result of ``encode``, and skip the ``more`` numbers that follow.
+
+        Raises:
+            ValueError: ``encode`` cannot return the numbers.
+        """
         if len(numbers) < _FIXED:
             raise ValueError(f"expected at least {_FIXED} numbers, got {len(numbers)}")
         fixed = numbers[:_FIXED].tolist()
-        marks, heads, streams, tables, counts = (fixed[at] for at in (7, 10, 11, 12, 13))
-        sizes = [tables * 3, counts, heads, heads, marks, marks, streams * _STREAM]
+        marks, heads, streams, tables, counts, more = (fixed[at] for at in (7, 10, 11, 12, 13, 14))
+        sizes = [tables * 3, counts, heads, heads, marks, marks, streams * _STREAM, more]
         if min(sizes) < 0 or sum(sizes) != len(numbers) - _FIXED:
             raise ValueError(f"expected {sizes} numbers, got {len(numbers) - _FIXED}")
         parts = np.split(numbers[_FIXED:], np.cumsum(sizes)[:-1])
@@ -294,6 +302,7 @@ class CommittedState:
                 CommittedPriorities(length, _float(most), late) for length, most, late in rows
             ],
             counts=parts[1].tolist(),
+            more=more,
         )
 
 

@@ -6,8 +6,9 @@ import contextlib
 import os
 import shutil
 import tempfile
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
@@ -16,7 +17,15 @@ import torch
 
 from replaykit.errors import CheckpointError
 from replaykit.keywords import checked_keywords
-from replaykit.recovery import RecoveryFolder, check_file, give_up_rows
+from replaykit.recovery import (
+    MEMBERS,
+    RECOVERABLE,
+    SHARED,
+    ProcessRegistry,
+    RecoveryFolder,
+    check_file,
+    give_up_rows,
+)
 from replaykit.schema import Rows, Schema
 from replaykit.storages.column_storage import AnyColumns
 from replaykit.storages.columns import Columns
@@ -35,12 +44,13 @@ from replaykit.storages.row_files import (
     refuse_taken,
     remove_empty,
 )
+from replaykit.storages.shared_storage import read_description, remove_followers
 from replaykit.storages.tensor_bytes import by_value, from_value
 from replaykit.storages.tensors import LazyTensorStorage
 from replaykit.structure import Path
 from replaykit.ted import unravel
 
-__all__ = ["LazyMemmapStorage"]
+__all__ = ["LazyMemmapStorage", "join_storage"]
 
 _OVERFLOW = "%beside"
 """Folder of the overflow rows.
@@ -79,7 +89,8 @@ class LazyMemmapStorage(LazyTensorStorage):
             row and no other row. Rows that an interrupted write had overwritten are restored. A
             write is committed when its call returns. The folder ``%recovery`` holds the files for
             recovery. Open episodes end at a restart. Only one process can have the storage open,
-            but a forked process may read.
+            but a forked process may read. In a buffer with ``shared=True`` several processes
+            have it open; other processes join with ``ReplayBuffer.join``.
         auto_cleanup: whether to remove the files when this object dies. It must be True without
             ``scratch_dir``, and False with ``scratch_dir``. None selects the value that is allowed.
         durable: with ``recover``, let commits also survive a loss of power. Each commit then waits
@@ -401,17 +412,44 @@ class LazyMemmapStorage(LazyTensorStorage):
         strides = tuple(step * size for step in tensor.stride())
         return ColumnFile(file, offset, tensor.dtype, tensor.shape, strides)
 
-    def share(self) -> None:
-        self._check_shareable()
-        if self.recovery is not None:
+    def share(self, parts: Mapping[str, bool] | None = None) -> bool:
+        if self._invited is not None or self.recovery is None:
+            return super().share(parts)
+        self._share_recovered(parts or {})
+        return False
+
+    def _share_recovered(self, parts: Mapping[str, bool]) -> None:
+        """Share rows that this process recovers alone so far."""
+        alone, folder = self.recovery, self.scratch_dir
+        assert folder is not None
+        if alone.shared or alone.in_use or self._listeners:
             raise ValueError(
-                "expected a storage without recover=True for shared=True: one process at a time "
-                "recovers"
+                "expected a LazyMemmapStorage with recover=True that no buffer uses yet; make the "
+                "buffer over it with shared=True"
             )
+        self._check_sharing_options()
+        with self.lock:
+            sharing = self._new_sharing(
+                parts,
+                folder,
+                private=False,
+                mapped=True,
+                existsok=self.existsok,
+                recover=True,
+                durable=alone.home.durable,
+            )
+            remove_followers(alone.home.folder)
+            alone.hand_over([0, self.ledger.changes, self.edits, self.indexes.bounding])
+            self._forget_rows()
+            self.recovery, self._locks = sharing, {}
+            alone.home.close()
+
+    def _open_sharing(self, parts: Mapping[str, bool]) -> None:
         folder = self.scratch_dir
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         self._begin_sharing(
+            parts,
             FilePath(tempfile.mkdtemp(prefix="replaykit-")) if folder is None else folder,
             private=folder is None,
             mapped=True,
@@ -443,6 +481,66 @@ class LazyMemmapStorage(LazyTensorStorage):
             # A copy has separate files in a private folder, because the other folder is in use.
             state = {**state, "scratch_dir": None, "_private": None}
         super().__setstate__(state)
+
+
+_OPEN_SECONDS, _PAUSE = 5.0, 0.01
+"""Most seconds, and seconds between two tries, to wait for a process that opens the folder."""
+
+
+def join_storage(folder: FilePath) -> LazyTensorStorage:
+    """Return a storage over rows that other processes share, or have shared with recovery.
+
+    Args:
+        folder: the folder of the files.
+
+    Raises:
+        FileNotFoundError: no processes have shared rows in the folder.
+        RuntimeError: all processes have ended, and the rows are not recovered.
+        RuntimeError: one process recovers the rows alone.
+        CheckpointError: a file in the folder is damaged.
+    """
+    found = read_description(folder)
+    until = time.monotonic() + _OPEN_SECONDS
+    while True:
+        shared = not ProcessRegistry.nobody(
+            folder / (RECOVERABLE if found["recover"] else SHARED) / MEMBERS
+        )
+        if not shared and not found["recover"]:
+            raise RuntimeError(
+                f"the processes that shared {folder} have ended; make the buffer with a "
+                "LazyMemmapStorage(recover=True) to keep the rows"
+            )
+        try:
+            return _join(folder, found) if shared else _recover(folder, found)
+        except RuntimeError:  # another process opens the folder at the same time
+            if time.monotonic() > until:
+                raise
+        time.sleep(_PAUSE)
+
+
+def _join(folder: FilePath, found: Mapping[str, Any]) -> LazyTensorStorage:
+    if not found["mapped"]:
+        return LazyTensorStorage.join_folder(folder, found)
+    storage = LazyMemmapStorage.join_folder(folder, found)
+    assert isinstance(storage, LazyMemmapStorage)
+    storage.scratch_dir = None if found["private"] else folder
+    return storage
+
+
+def _recover(folder: FilePath, found: Mapping[str, Any]) -> LazyMemmapStorage:
+    """Open rows that no process shares now, and share them."""
+    storage = LazyMemmapStorage(
+        found["max_size"],
+        ndim=found["ndim"],
+        lane_key=found["lane_key"],
+        scratch_dir=folder,
+        recover=True,
+        durable=found["durable"],
+        existsok=found["existsok"],
+    )
+    storage.share(found["parts"])
+    storage._invited = found["parts"]
+    return storage
 
 
 class ColumnFile(NamedTuple):

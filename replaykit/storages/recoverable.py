@@ -41,6 +41,7 @@ __all__ = [
     "OVERFLOW",
     "POSITIONS",
     "PRIORITIES",
+    "VERSION_SHARED",
     "Committing",
     "Recovery",
     "ledger_counters",
@@ -67,6 +68,9 @@ class Committing:
 
     shared = False
     """True if several processes have the storage open."""
+
+    _more: tuple[int, ...] = ()
+    """Numbers that follow the committed state; see ``hand_over``."""
 
     def __init__(self, storage: LazyTensorStorage, home: RecoveryFolder) -> None:
         self._storage = weakref.ref(storage)
@@ -190,7 +194,7 @@ class Committing:
             storage.put_back()
 
     def _commit(self, storage: LazyTensorStorage, numbers: Array) -> None:
-        self.home.commit(numbers)
+        self.home.commit(numbers, self._more)
 
     def _logged(self, number: int, at: Array | range) -> None:
         """Record a change of rows of a table; a range may mean all rows."""
@@ -243,6 +247,7 @@ class Committing:
             generations=generations,
             priorities=priorities,
             counts=counts,
+            more=len(self._more),
         )
 
     def _tables(
@@ -299,6 +304,9 @@ class Committing:
 def ledger_counters(ledger: Ledger) -> tuple[int, ...]:
     return ledger.cursor, ledger.length, ledger.next_position, ledger.changes
 
+
+VERSION_SHARED = 3
+"""Version of the format of folders whose rows processes share, or have shared."""
 
 _ROWS = 1000
 """Number of the first file of rows. Tables have smaller numbers."""
@@ -391,7 +399,8 @@ class Recovery(Committing):
         content = self.describe(schema, columns.slots, columns.lanes)
         if pairs is not None:
             content["dedup_next"] = _dedup_columns_of(pairs)
-        self.home.publish(content, version=1 if pairs is None else 2)
+        version = VERSION_SHARED if self.shared else 1 if pairs is None else 2
+        self.home.publish(content, version=version)
         self.active = True
 
     def resume(self, columns: Columns, files: list[FilePath]) -> None:
@@ -450,6 +459,30 @@ class Recovery(Committing):
         self.home.check_table(number, np.int64, length)
         cells = self.home.table(number, np.int64, length)
         return torch.from_numpy(cells[:length].copy())
+
+    @property
+    def in_use(self) -> bool:
+        """True if a sampler or a writer recovers its state here."""
+        return bool(self._samplers or self._writers)
+
+    def hand_over(self, more: Iterable[int]) -> None:
+        """Commit the whole state, followed by ``more``, and change nothing from then on.
+
+        Processes that share the rows then open the folder. The caller holds the lock.
+
+        Raises:
+            OSError: there is no room. Nothing has changed then.
+        """
+        found = self.home.manifest()
+        if found is not None:
+            self.home.publish(found, version=VERSION_SHARED)
+            self._again, self._more = True, tuple(more)
+            try:
+                self.commit()
+            except BaseException:
+                self._more = ()
+                raise
+        self.active = False
 
     # -- changes ------------------------------------------------------------------------------
 

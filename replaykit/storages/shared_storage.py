@@ -19,8 +19,14 @@ import torch
 from replaykit.checkpoint.dirty_chunks import RECORDS, Changes, TrackedTensor
 from replaykit.checkpoint.shared_dirty_chunks import SharedChanges
 from replaykit.errors import CheckpointError
+from replaykit.filesystem import sync_directory
 from replaykit.recovery import (
+    COUNTS,
+    DESCRIPTION,
+    LOCK,
     MEMBERS,
+    RECOVERABLE,
+    SHARED,
     ChangeLog,
     GivenViews,
     ProcessRegistry,
@@ -29,7 +35,10 @@ from replaykit.recovery import (
     check_file,
     check_flock,
     give_up_rows,
+    is_held,
     one_thread_in_children,
+    read_manifest,
+    write_manifest,
 )
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
@@ -44,6 +53,7 @@ from replaykit.storages.recoverable import (
     GENERATIONS,
     POSITIONS,
     PRIORITIES,
+    VERSION_SHARED,
     Recovery,
     ledger_counters,
 )
@@ -55,6 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ANNOUNCED",
+    "HOW",
     "IRREGULAR",
     "OWN",
     "RESET",
@@ -62,6 +73,8 @@ __all__ = [
     "Following",
     "Sharing",
     "memory_folder",
+    "read_description",
+    "remove_followers",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -211,7 +224,7 @@ class Following(Recovery):
         steady = not reset and own[1:] == self._own[1:] and before is not None
         if not (steady and before is not None and before.follow(numbers)):
             steady = False
-            before = self._committed = CommittedState.of_numbers(numbers)
+            before = self._committed = CommittedState.of_numbers(self.home.states.view())
         assert before is not None
         tables = []
         for number, length in ((POSITIONS, before.positions), (GENERATIONS, before.generations)):
@@ -287,7 +300,7 @@ dirty rows and priorities."""
 
 _LOG_LENGTH = 1 << 17
 _PREFIX = "replaykit-shared-"
-_LOCK = "lock"
+_LOCK = "turn"
 _PRIORITY_BYTES = 4
 """Bytes of a priority, so that chunks have the same size as in other samplers."""
 _YOUNG = 60.0
@@ -310,15 +323,19 @@ class Sharing(Following):
         mapped: True if the folder is on a disk, so that rows are read ahead. False if it is in
             memory.
         existsok: whether to reuse the space of existing files.
+        recover: whether the rows are kept after the last process has ended.
+        durable: whether commits also survive a loss of power.
         join: whether another process has made the folder.
 
     Raises:
         RuntimeError: ``join`` is False, but other processes use the folder.
+        RuntimeError: ``join`` is True, but the folder is gone, or one process recovers it alone.
         RuntimeError: the system has no file locks.
         OSError: the folder cannot be made or opened.
     """
 
     shared = True
+    _more = (0,) * OWN
 
     def __init__(
         self,
@@ -328,6 +345,8 @@ class Sharing(Following):
         private: bool,
         mapped: bool,
         existsok: bool = False,
+        recover: bool = False,
+        durable: bool = False,
         join: bool = False,
     ) -> None:
         if join and not folder.exists():
@@ -337,11 +356,11 @@ class Sharing(Following):
             )
         check_flock()
         one_thread_in_children()
-        home = RecoveryFolder(folder, shared=True)
+        home = RecoveryFolder(folder, shared=True, recoverable=recover, durable=durable)
         super().__init__(storage, home)
-        self._folder, self._private, self._mapped = folder, private, mapped
-        self._existsok = existsok
-        if not join:
+        self._folder, self._private = folder, private
+        self._how = dict(zip(HOW, (private, mapped, existsok, recover, durable), strict=True))
+        if not join and not recover:
             if (home.folder / MEMBERS).exists() and not ProcessRegistry.nobody(
                 home.folder / MEMBERS
             ):
@@ -352,6 +371,9 @@ class Sharing(Following):
         self._changes: SharedChanges | None = None
         self._set: SharedChanges | None = None
         self._become_member()
+        if join and recover and is_held(home.folder / LOCK):
+            self._leave()
+            raise RuntimeError(f"{folder} is in use by a process that recovers it alone")
 
     def _become_member(self) -> None:
         self._process = self.home.process = os.getpid()
@@ -367,12 +389,11 @@ class Sharing(Following):
 
     def invitation(self) -> dict[str, Any]:
         """Return the arguments that another process needs to join."""
-        return {
-            "folder": self._folder,
-            "private": self._private,
-            "mapped": self._mapped,
-            "existsok": self._existsok,
-        }
+        return {"folder": self._folder, **self._how}
+
+    def describe_sharing(self, content: dict[str, Any]) -> None:
+        """Write the description of the storage for processes that join; see ``join_folder``."""
+        write_manifest(self.home.folder, content | self._how, VERSION_SHARED, DESCRIPTION)
 
     @property
     def folder(self) -> FilePath:
@@ -397,7 +418,7 @@ class Sharing(Following):
         plan = RowFiles.of(self._folder, schema, slots, lanes)
         present = {file for file in plan.files.values() if file.exists()}
         if not home.half_made:
-            refuse_taken(self._folder, present, existsok=self._existsok, own=home.folder)
+            refuse_taken(self._folder, present, existsok=self._how["existsok"], own=home.folder)
             if present:
                 give_up_rows(self._folder, home.folder)
         with home.making():
@@ -409,7 +430,7 @@ class Sharing(Following):
                 existsok=True,
                 taken=[],
                 ndim=storage.ndim,
-                mapped=self._mapped,
+                mapped=self._how["mapped"],
             )
             self.begin(columns, list(plan.files.values()))
         self._open_log(columns)
@@ -424,7 +445,7 @@ class Sharing(Following):
         plan = RowFiles.of(self._folder, schema, storage._slots_for(lanes), lanes)
         for path, file in plan.files.items():
             check_file(file, plan.nbytes(path))
-        columns = plan.opened(storage.ndim, mapped=self._mapped)
+        columns = plan.opened(storage.ndim, mapped=self._how["mapped"])
         self._open(columns, list(plan.files.values()))
         self._open_log(columns)
         storage._columns = columns
@@ -594,6 +615,48 @@ class Sharing(Following):
             self._signs[RESET] = self.home.states.sequence + 1
         self._known = self.home.commit(numbers, own)
         self._own = own
+
+
+HOW = ("private", "mapped", "existsok", "recover", "durable")
+"""Names of the arguments of ``Sharing`` that are the same in all processes."""
+
+
+def read_description(folder: FilePath) -> dict[str, Any]:
+    """Return the description that ``Sharing.describe_sharing`` has written for a folder.
+
+    Raises:
+        FileNotFoundError: no processes have shared rows in the folder.
+        CheckpointError: the description is damaged.
+    """
+    for name in (RECOVERABLE, SHARED):
+        home = folder / name
+        if (found := read_manifest(home, DESCRIPTION)) is not None:
+            counts = [found.get("max_size"), found.get("ndim")]
+            key = found.get("lane_key")
+            if not (
+                all(type(count) is int and count > 0 for count in counts)
+                and all(type(found.get(one)) is bool for one in HOW)
+                and isinstance(found.get("parts"), dict)
+                and (key is None or isinstance(key, list))
+            ):
+                raise CheckpointError(f"{home / DESCRIPTION} does not describe a shared buffer")
+            return {**found, "lane_key": None if key is None else tuple(key)}
+    raise FileNotFoundError(
+        f"expected a folder of a buffer with shared=True, got {folder}, in which there is no "
+        f"{RECOVERABLE}/{DESCRIPTION} and no {SHARED}/{DESCRIPTION}"
+    )
+
+
+def remove_followers(home: FilePath) -> None:
+    """Remove the tables that only processes that share the rows need.
+
+    A process that writes the rows alone does not update them. The caller has locked the folder.
+    """
+    for number in (_LOG, _SIGNS, _ROWS_WRITTEN, _PRIORITIES_SET):
+        for file in home.glob(f"table-{number}-*.bin"):
+            file.unlink()
+    (home / COUNTS).unlink(missing_ok=True)
+    sync_directory(home)
 
 
 def memory_folder() -> FilePath:

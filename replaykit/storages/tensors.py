@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path as FilePath
 from typing import Any, ClassVar
@@ -33,7 +34,7 @@ from replaykit.storages.next_rows import (
 from replaykit.storages.overflow_table import Grow, grow_in_memory
 from replaykit.storages.restorable import RestorableStorage, adopt_mapped, mapped_rows
 from replaykit.storages.schema_match import MatchedRows
-from replaykit.storages.shared_storage import Sharing, memory_folder
+from replaykit.storages.shared_storage import HOW, Sharing, memory_folder
 from replaykit.structure import build
 from replaykit.ted import format_key
 
@@ -233,6 +234,12 @@ class LazyTensorStorage(TensorStorage):
         ),
     }
 
+    _invited: Mapping[str, bool] | None = None
+    """The parts that the buffers of all processes have in common.
+
+    It is None unless rows were joined for which no buffer was made yet.
+    """
+
     @checked_keywords
     def __init__(
         self,
@@ -259,20 +266,43 @@ class LazyTensorStorage(TensorStorage):
         """Always False, because the small columns of a row are always in one piece."""
         return False
 
-    def share(self) -> None:
+    def share(self, parts: Mapping[str, bool] | None = None) -> bool:
         """Share the rows with other processes that receive this storage.
 
         These processes can then write and read the same rows. The buffer calls this before any row
-        is stored.
+        is stored in this process.
+
+        Args:
+            parts: for each part by name, whether the buffers of all processes must have it.
+
+        Returns:
+            Whether the storage has joined other processes before.
 
         Raises:
             ValueError: rows are stored already, the device is not the CPU, or ``dedup_next`` is
-                set.
+                set. Or the storage has joined other processes, whose ``parts`` differ.
             RuntimeError: another process or storage uses the folder of this storage.
             OSError: the folder cannot be made.
         """
+        if self._invited is not None:
+            self._check_parts(self._invited, parts or {})
+            self._invited = None
+            return True
         self._check_shareable()
-        self._begin_sharing(memory_folder(), private=True, mapped=False)
+        self._open_sharing(parts or {})
+        return False
+
+    def _open_sharing(self, parts: Mapping[str, bool]) -> None:
+        self._begin_sharing(parts, memory_folder(), private=True, mapped=False)
+
+    def _check_parts(self, there: Mapping[str, Any], parts: Mapping[str, bool]) -> None:
+        for name, own in parts.items():
+            if there.get(name) is not own:
+                how = "with" if not own else "without"
+                raise ValueError(
+                    f"expected a buffer {how} a {name}, like the other processes that share "
+                    f"{self.recovery.folder}"
+                )
 
     def _check_shareable(self) -> None:
         name = type(self).__name__
@@ -285,6 +315,10 @@ class LazyTensorStorage(TensorStorage):
                 "and memory of the first write stay, and processes cannot share them; make a new "
                 "buffer with shared=True"
             )
+        self._check_sharing_options()
+
+    def _check_sharing_options(self) -> None:
+        name = type(self).__name__
         if self.dedup_next:
             raise ValueError(f"expected shared=True without dedup_next, got {self.dedup_next!r}")
         if self._device == "auto" or torch.device(self._device).type != "cpu":
@@ -292,10 +326,43 @@ class LazyTensorStorage(TensorStorage):
                 f"expected a {name} on the CPU for shared=True, got device {self._device}"
             )
 
-    def _begin_sharing(self, folder: FilePath, **how: Any) -> None:
+    def _begin_sharing(
+        self, parts: Mapping[str, bool] | None, folder: FilePath, **how: Any
+    ) -> None:
         with self.lock:
-            self.recovery = Sharing(self, folder, **how)
-            self._locks = {}
+            self.recovery, self._locks = self._new_sharing(parts, folder, **how), {}
+
+    def _new_sharing(
+        self, parts: Mapping[str, bool] | None, folder: FilePath, **how: Any
+    ) -> Sharing:
+        """Begin to share a folder, or join other processes if ``parts`` is None."""
+        sharing = Sharing(self, folder, join=parts is None, **how)
+        if parts is not None:
+            lane_key = None if self.lane_key is None else list(self.lane_key)
+            own = {"max_size": self.max_size, "ndim": self.ndim, "lane_key": lane_key}
+            sharing.describe_sharing({**own, "parts": dict(parts)})
+        return sharing
+
+    def _forget_rows(self) -> None:
+        """Drop the rows of this object; the rows of the shared files replace them."""
+        self._columns = self._matcher = None
+        self.ledger, self.indexes = Ledger(self.max_size), EpisodeIndexes(self)
+
+    @classmethod
+    def join_folder(cls, folder: FilePath, found: Mapping[str, Any]) -> LazyTensorStorage:
+        """Return a storage over rows that other processes share.
+
+        Args:
+            folder: the folder of the files.
+            found: the result of ``read_description``.
+
+        Raises:
+            RuntimeError: the folder is gone, or one process recovers it alone.
+        """
+        storage = cls(found["max_size"], ndim=found["ndim"], lane_key=found["lane_key"])
+        storage._begin_sharing(None, folder, **{name: found[name] for name in HOW})
+        storage._invited = found["parts"]
+        return storage
 
     def _allocate_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
         if self.recovery is not None and self.recovery.shared:
@@ -325,10 +392,9 @@ class LazyTensorStorage(TensorStorage):
         state = dict(state)
         invitation = state.pop("_shared")
         self.__dict__.update(state)
-        self._columns = self._matcher = None
         self._locks, self._listeners = {}, []
-        self.ledger, self.indexes = Ledger(self.max_size), EpisodeIndexes(self)
-        self._begin_sharing(**invitation, join=True)
+        self._forget_rows()
+        self._begin_sharing(None, **invitation)
 
     @property
     def overflow_rows(self) -> int:

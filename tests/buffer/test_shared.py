@@ -79,11 +79,6 @@ def test_buffers_that_cannot_be_shared_are_refused(options: dict[str, Any], mess
         ReplayBuffer(**options, shared=True)
 
 
-def test_a_storage_that_recovers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="recover=True"):
-        ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path, recover=True), shared=True)
-
-
 def test_parts_cannot_be_exchanged() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
     parts = (buffer.storage, buffer.sampler, buffer.writer)

@@ -27,6 +27,8 @@ SLOTS = 24
 KINDS = ("ring", "lanes", "streams", "best")
 ONCE = ("once ring", "once lanes", "once streams", "once rings", "once best")
 """The same, and rings of streams, with observations stored once."""
+SHARED = ("shared ring", "shared lanes", "shared streams")
+"""The same in a buffer that processes share."""
 
 
 def rows_of(draw: random.Random, kind: str, first: int, count: int) -> TensorDict:
@@ -74,6 +76,7 @@ def new_buffer(kind: str, folder: Path | None, *, durable: bool = False) -> Repl
         storage=storage,
         sampler=PrioritizedSampler(alpha=0.7, beta=0.5),
         writer=writer,
+        shared="shared" in kind and folder is not None,
     )
 
 
@@ -92,7 +95,7 @@ def apply(buffer: ReplayBuffer, kind: str, step: int) -> None:
         new = buffer[torch.tensor(at)]
         new["pixels"] = (255 - new["pixels"]).contiguous()
         buffer[torch.tensor(at)] = new
-    elif stored and what < 0.37 and kind in ("ring", "once ring"):
+    elif stored and what < 0.37 and kind in ("ring", "once ring", "shared ring"):
         buffer.cut()
     elif what < 0.39:
         buffer.empty()

@@ -23,16 +23,24 @@ WIDE = 3000
 _SALT = 2654435761
 
 
-def new_buffer(slots: int, folder: Path | None = None, *, prioritized: bool = True) -> ReplayBuffer:
+def new_buffer(
+    slots: int, folder: Path | None = None, *, prioritized: bool = True, recover: bool = False
+) -> ReplayBuffer:
     """A shared buffer in memory or in a folder."""
     return ReplayBuffer(
         storage=LazyTensorStorage(slots)
         if folder is None
-        else LazyMemmapStorage(slots, scratch_dir=folder),
+        else LazyMemmapStorage(slots, scratch_dir=folder, recover=recover),
         sampler=PrioritizedSampler(alpha=0.7, beta=0.5) if prioritized else RandomSampler(),
         batch_size=16,
         shared=True,
     )
+
+
+def joined(folder: Path) -> ReplayBuffer:
+    """Join a prioritized buffer of `new_buffer` by its path."""
+    sampler = PrioritizedSampler(alpha=0.7, beta=0.5)
+    return ReplayBuffer.join(folder, sampler=sampler, batch_size=16)
 
 
 def rows(writer: int, batch: int, first: int, count: int) -> TensorDict:
@@ -76,7 +84,7 @@ def size_of(writer: int, batch: int) -> int:
 
 
 def extends(
-    buffer: ReplayBuffer,
+    buffer: ReplayBuffer | Path,
     writer: int,
     batches: range,
     said: Any = None,
@@ -85,9 +93,12 @@ def extends(
     """Extends by as many batches, and says after each which one it was.
 
     Args:
+        buffer: the buffer, or the folder by which to join it.
         die_at: the call of a function of the package at which it is killed; 0: none.
     """
     torch.set_num_threads(1)
+    if isinstance(buffer, Path):
+        buffer = joined(buffer)
     first = sum(size_of(writer, batch) for batch in range(batches.start))
     if said is not None:
         said.send("ready")

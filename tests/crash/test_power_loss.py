@@ -23,7 +23,7 @@ from tests.crash.power_workloads import (
     recovery,
     saves,
 )
-from tests.crash.recovering import KINDS, ONCE
+from tests.crash.recovering import KINDS, ONCE, SHARED
 
 
 @pytest.fixture(autouse=True)
@@ -39,15 +39,16 @@ def small_and_fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 WORKLOADS: dict[str, Callable[..., Any]] = {
-    **{kind: lambda folder, kind=kind, **o: commits(kind, folder, **o) for kind in KINDS},
-    **{kind: lambda folder, kind=kind, **o: commits(kind, folder, **o) for kind in ONCE},
-    **{kind: lambda folder, kind=kind, **o: commits(kind, folder, **o) for kind in GROWING},
+    **{
+        kind: lambda folder, kind=kind, **o: commits(kind, folder, **o)
+        for kind in (*KINDS, *ONCE, *SHARED, *GROWING)
+    },
     "saves": lambda folder, **o: saves(folder, 1, **o),
     "kept saves": lambda folder, **o: saves(folder, 2, **o),
     "data sets": publications,
     "recordings": recordings,
 }
-COMMITS = (*KINDS, *ONCE, *GROWING)
+COMMITS = (*KINDS, *ONCE, *SHARED, *GROWING)
 
 
 def _survives(workload: str, folder: Path, most: int, *, seed: int = 0) -> None:
@@ -114,6 +115,8 @@ LOST = [
     ("ring", r"state-\d\.bin"),
     ("ring", r"rows/%recovery"),
     ("ring", r"rows"),
+    ("shared ring", r"state-\d\.bin"),
+    ("shared ring", r"journal\.bin"),
     ("growing ring", r"table-\d+-8\.bin"),
     ("growing once", r"%beside/.*"),
     ("saves", r"data-.*"),

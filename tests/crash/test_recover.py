@@ -17,6 +17,7 @@ import pytest
 from tests.crash.recovering import (
     KINDS,
     ONCE,
+    SHARED,
     SLOTS,
     apply,
     child,
@@ -102,7 +103,7 @@ def _killed_again_and_again(kind: str, folder: Path, kills: int, seed: int) -> N
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [*((kind, 0) for kind in KINDS), *((kind, 2) for kind in ONCE)],
+    [*((kind, 0) for kind in [*KINDS, *SHARED]), *((kind, 2) for kind in ONCE)],
 )
 def test_recovered_buffer_has_exactly_the_committed_rows(
     kind: str, seed: int, tmp_path: Path
@@ -161,20 +162,20 @@ def _killed_while_it_loads(kind: str, folder: Path, kills: int, seed: int) -> se
     return seen
 
 
-@pytest.mark.parametrize("kind", ["ring", "lanes", "best", "once streams"])
+@pytest.mark.parametrize("kind", ["ring", "lanes", "best", "once streams", "shared ring"])
 def test_kill_during_load_keeps_the_old_or_the_new_state(kind: str, tmp_path: Path) -> None:
     """What was there before, or all of the checkpoint."""
     assert _killed_while_it_loads(kind, tmp_path, 6, 3) == {0, 1}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [*KINDS, *ONCE])
+@pytest.mark.parametrize("kind", [*KINDS, *ONCE, *SHARED])
 def test_many_kills_during_load_keep_the_old_or_the_new_state(kind: str, tmp_path: Path) -> None:
     assert _killed_while_it_loads(kind, tmp_path, 20, 4) == {0, 1}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(10, 20))
-@pytest.mark.parametrize("kind", [*KINDS, *ONCE])
+@pytest.mark.parametrize("kind", [*KINDS, *ONCE, *SHARED])
 def test_many_kills_leave_exactly_the_committed_rows(kind: str, seed: int, tmp_path: Path) -> None:
     _killed_again_and_again(kind, tmp_path / "rows", 8, seed)

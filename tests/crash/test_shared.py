@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import random
@@ -21,7 +22,7 @@ from replaykit import ReplayBuffer
 from replaykit.recovery import RecoveryFolder
 from replaykit.storages import shared_storage
 from tests.crash.recovering import kill_at
-from tests.crash.sharing import assert_whole, extends, new_buffer, rows, samples, size_of
+from tests.crash.sharing import assert_whole, extends, joined, new_buffer, rows, samples, size_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -120,7 +121,7 @@ def test_concurrent_writers_lose_no_row_and_rows_are_whole(context: Any, tmp_pat
 
 
 def killed(
-    buffer: ReplayBuffer, context: Any, writer: int, batches: range, draw: random.Random
+    buffer: ReplayBuffer | Path, context: Any, writer: int, batches: range, draw: random.Random
 ) -> int:
     """Has a process extend until it is killed; returns the last batch that it said was there."""
     hear, said = context.Pipe(duplex=False)
@@ -143,13 +144,19 @@ def killed(
     return done
 
 
-def kill_again_and_again(buffer: ReplayBuffer, context: Any, kills: int, seed: int) -> None:
-    """Kills writers one after another, while this process goes on writing itself."""
+def kill_again_and_again(
+    buffer: ReplayBuffer, context: Any, kills: int, seed: int, path: Path | None = None
+) -> None:
+    """Kills writers one after another, while this process goes on writing itself.
+
+    Args:
+        path: the folder by which the writers join the buffer; None if they inherit it.
+    """
     draw = random.Random(seed)
     batch = 0
     unsure: set[int] = set()
     for own in range(kills):
-        done = killed(buffer, context, 1, range(batch, batch + 60), draw)
+        done = killed(path or buffer, context, 1, range(batch, batch + 60), draw)
         # Somebody else can go on at once.
         before, begun = pause(), time.monotonic()
         buffer.extend(rows(7, own, own, 1))
@@ -189,6 +196,65 @@ def test_killed_writer_does_not_block_others(
 ) -> None:
     buffer = new_buffer(4000, tmp_path / "rows" if disk else None)
     kill_again_and_again(buffer, multiprocessing.get_context(method), kills, int(disk))
+
+
+@pytest.mark.parametrize(("recover", "method"), [(False, "fork"), (True, "spawn")])
+def test_killed_writer_that_joined_by_path_does_not_block_others(
+    recover: bool, method: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows"
+    buffer = new_buffer(4000, path, recover=recover)
+    kills = 10 if method == "fork" else 3
+    kill_again_and_again(buffer, multiprocessing.get_context(method), kills, 5, path)
+
+
+def lose_all_processes(path: Path, rounds: int, seed: int) -> None:
+    """Kills three writers at once, which are all processes that share the rows, and goes on."""
+    context, draw = multiprocessing.get_context("fork"), random.Random(seed)
+    new_buffer(4000, path, recover=True).shutdown()
+    there = [0, 0, 0]
+    for turn in range(rounds):
+        pipes, processes = [], []
+        for writer, batch in enumerate(there):
+            hear, said = context.Pipe(duplex=False)
+            batches = range(batch, batch + 60)
+            processes.append(context.Process(target=extends, args=(path, writer, batches, said)))
+            processes[-1].start()
+            said.close()
+            pipes.append(hear)
+        assert all(hear.poll(60) and hear.recv() == "ready" for hear in pipes)
+        time.sleep(draw.random() * 0.08)
+        for process in draw.sample(processes, 3):
+            process.kill()
+        done = [batch - 1 for batch in there]
+        for writer, hear in enumerate(pipes):
+            with contextlib.suppress(EOFError):
+                while True:
+                    done[writer] = hear.recv()
+        for process in processes:
+            process.join(60)
+        buffer = joined(path) if turn % 2 else new_buffer(4000, path, recover=True)
+        there = [batches_of(buffer, writer) for writer in range(3)] if len(buffer) else there
+        for found, said in zip(there, done, strict=True):
+            assert found in (said + 1, said + 2), (there, done)
+        sizes = [sum(size_of(writer, one) for one in range(n)) for writer, n in enumerate(there)]
+        assert buffer.write_count == len(buffer) == sum(sizes)
+        if len(buffer):
+            assert len(buffer.episodes.index) == len(buffer)
+            assert_whole(buffer.sample())
+        buffer.shutdown()
+        del buffer
+        gc.collect()
+
+
+def test_rows_are_recovered_after_all_processes_were_killed(tmp_path: Path) -> None:
+    lose_all_processes(tmp_path / "rows", 4, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_rows_are_recovered_after_many_kills_of_all_processes(seed: int, tmp_path: Path) -> None:
+    lose_all_processes(tmp_path / "rows", 10, seed)
 
 
 def assert_extends_are_whole(buffer: ReplayBuffer) -> None:

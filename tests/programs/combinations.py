@@ -152,17 +152,23 @@ class Combination:
 
     def make(self, folder: Path, seed: int) -> ReplayBuffer:
         """Make a buffer over `make_storage`."""
-        return ReplayBuffer(
-            storage=self.make_storage(folder),
-            sampler=SAMPLERS[self.sampler](),
-            writer=WRITERS[self.writer](),
-            shared=self.shared,
-            prefetch=self.prefetch or None,
-            batch_size=BATCH,
-            transform=NStep(STEPS, GAMMA) if self.n_step else None,
-            sample_unit=Sequence(SLICE, burn_in=BEFORE) if self.sequences else None,
-            generator=torch.Generator().manual_seed(seed),
-        )
+        storage = self.make_storage(folder)
+        return ReplayBuffer(storage=storage, shared=self.shared, **self._options(seed))
+
+    def join(self, folder: Path, seed: int) -> ReplayBuffer:
+        """Join the buffer in a folder by its path."""
+        return ReplayBuffer.join(folder, **self._options(seed))
+
+    def _options(self, seed: int) -> dict[str, Any]:
+        return {
+            "sampler": SAMPLERS[self.sampler](),
+            "writer": WRITERS[self.writer](),
+            "prefetch": self.prefetch or None,
+            "batch_size": BATCH,
+            "transform": NStep(STEPS, GAMMA) if self.n_step else None,
+            "sample_unit": Sequence(SLICE, burn_in=BEFORE) if self.sequences else None,
+            "generator": torch.Generator().manual_seed(seed),
+        }
 
 
 def combinations() -> Iterator[Combination]:
@@ -245,10 +251,6 @@ REFUSALS = [
     Refusal(
         lambda c: c.shared and c.dedup,
         "expected shared=True without dedup_next",
-    ),
-    Refusal(
-        lambda c: c.shared and c.recover,
-        "expected a storage without recover=True for shared=True",
     ),
     Refusal(
         lambda c: c.writer == "lanes" and c.layout != "lane_key",

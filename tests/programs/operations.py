@@ -8,7 +8,6 @@ make sense. Each adds lines to the session that read like the program.
 from __future__ import annotations
 
 import copy
-import gc
 import multiprocessing
 import pickle
 import random
@@ -667,15 +666,8 @@ def clone(s: Session, rng: Random) -> None:
 @operation(4, lambda c: c.recover)
 def reopen(s: Session, rng: Random) -> None:
     """Close the files and open them again, as after a restart of the program."""
-    c = s.combination
     s.lines.append("rb = the same buffer, opened again")
-    seed = rng.randrange(1 << 30)
-    for buffer in (s.buffer, s.twin):
-        buffer.shutdown()
-    s.buffer = s.handle = s.twin = buffer = None  # type: ignore[assignment]
-    gc.collect(0)
-    s.buffer = s.handle = c.make(s.folder / "rows", seed)
-    s.twin = s.twin_combination.make(s.folder / "twin", seed)
+    s.reopen(rng.randrange(1 << 30))
     s.model.cut()
     s.model.forget_draws()
     s.passes.left = None

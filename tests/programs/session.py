@@ -77,7 +77,7 @@ class Session:
         )
         self.model = c.model()
         self.buffer = c.make(folder / "rows", seed)
-        self.other = another(self.buffer) if c.shared else None
+        self.other = self._another() if c.shared else None
         self.handle = self.buffer
         self.twin = self.twin_combination.make(folder / "twin", seed)
         self.steps = [0] * (STREAMS if c.layout == "lane_key" else c.lanes)
@@ -99,6 +99,23 @@ class Session:
         if self.combination.writer != "immutable":
             self.call("rb.empty()", lambda rb: rb.empty())
             self.model.clear()
+
+    def _another(self) -> ReplayBuffer:
+        """Return the buffer as another process gets it, from its parent or by its path."""
+        c = self.combination
+        return c.join(self.folder / "rows", self.seed) if c.recover else another(self.buffer)
+
+    def reopen(self, seed: int) -> None:
+        """Close the files of all handles and open them again."""
+        c = self.combination
+        for buffer in (*self.handles, self.twin):
+            buffer.shutdown()
+        self.buffer = self.other = self.handle = self.twin = buffer = None  # type: ignore[assignment]
+        gc.collect(2 if c.shared else 0)  # a handle that is not collected yet keeps the rows shared
+        make = c.join if c.shared and seed % 2 and (self.folder / "rows").exists() else c.make
+        self.buffer = self.handle = make(self.folder / "rows", seed)
+        self.other = self._another() if c.shared else None
+        self.twin = self.twin_combination.make(self.folder / "twin", seed)
 
     def close(self) -> None:
         """End threads and remove files."""

@@ -1,0 +1,324 @@
+"""Buffers that unrelated processes join by path, and that are recovered when all have ended."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    RateLimiter,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+)
+from replaykit.errors import CheckpointError
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs flock")
+
+
+def rows(first: int, count: int) -> TensorDict:
+    number = torch.arange(first, first + count)
+    return TensorDict({"number": number, "next": {"done": number % 4 == 3}}, [count])
+
+
+def prioritized() -> PrioritizedSampler:
+    return PrioritizedSampler(alpha=0.7, beta=0.5)
+
+
+def new_buffer(folder: Path, *, recover: bool = True, **options: Any) -> ReplayBuffer:
+    storage = LazyMemmapStorage(10, scratch_dir=folder, recover=recover)
+    return ReplayBuffer(storage=storage, shared=True, batch_size=4, **options)
+
+
+def numbers(buffer: ReplayBuffer) -> list[int]:
+    """The stored numbers, the oldest first."""
+    with buffer.storage.lock:
+        found: list[int] = buffer[buffer.storage.ledger.write_order()]["number"].tolist()
+    return found
+
+
+def run(code: str, *arguments: Any) -> str:
+    """Run a program in a process that is not related to this one; return what it prints."""
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert not found.returncode, found.stderr
+    return found.stdout.strip()
+
+
+WRITES = """
+    import sys, torch
+    from tensordict import TensorDict
+    from replaykit import PrioritizedSampler, ReplayBuffer
+    rb = ReplayBuffer.join(sys.argv[1], sampler=PrioritizedSampler(alpha=0.7, beta=0.5))
+    number = torch.arange(int(sys.argv[2]), int(sys.argv[3]))
+    rows = {"number": number, "next": {"done": number % 4 == 3}}
+    index = rb.extend(TensorDict(rows, [len(number)]))
+    rb.update_priority(index[:1], torch.tensor([7.0]))
+    print(rb[:]["number"].tolist(), rb.write_count)
+"""
+
+
+@pytest.mark.parametrize("recover", [False, True])
+def test_unrelated_process_writes_rows_and_priorities(recover: bool, tmp_path: Path) -> None:
+    buffer = new_buffer(tmp_path, recover=recover, sampler=prioritized())
+    buffer.extend(rows(0, 3))
+    assert run(WRITES, tmp_path, 3, 5) == "[0, 1, 2, 3, 4] 5"
+    assert numbers(buffer) == [0, 1, 2, 3, 4]
+    sampler: Any = buffer.sampler
+    assert sampler.state_dict()["_priorities"].tolist() == [1, 1, 1, 7, 1]
+    assert len(buffer.episodes.index) == 5
+    chosen = torch.cat([buffer.sample()["number"] for _ in range(500)])
+    share = (chosen == 3).float().mean().item()  # the law: 7 ** 0.7 / (4 + 7 ** 0.7) = 0.494
+    assert abs(share - 0.494) < 0.04  # 3.6 standard deviations of 2,000 draws
+
+
+def test_rows_outlive_all_processes(tmp_path: Path) -> None:
+    buffer = new_buffer(tmp_path, sampler=prioritized())
+    buffer.extend(rows(0, 3))
+    del buffer
+    gc.collect()
+    # The process joins rows that nobody shares now, and is the only one that does.
+    assert run(WRITES, tmp_path, 3, 8) == "[0, 1, 2, 3, 4, 5, 6, 7] 8"
+    again = new_buffer(tmp_path, sampler=prioritized())
+    assert numbers(again) == list(range(8))
+    assert again.write_count == 8
+    sampler: Any = again.sampler
+    assert sampler.state_dict()["_priorities"].tolist() == [1, 1, 1, 7, 1, 1, 1, 1]
+    # An episode ends where its writer has ended.
+    table = again.storage.episodes.table()
+    assert [*zip(table.first.tolist(), table.last.tolist(), strict=True)] == [
+        (0, 2),
+        (3, 3),
+        (4, 7),
+    ]
+    again.extend(rows(8, 5))
+    assert numbers(again) == list(range(3, 13))
+
+
+def test_rows_are_recovered_with_and_without_sharing(tmp_path: Path) -> None:
+    written = 0
+    for shared in (False, True, False, False, True, True):
+        storage = LazyMemmapStorage(10, scratch_dir=tmp_path, recover=True)
+        assert len(storage) == min(written, 10)
+        buffer = ReplayBuffer(storage=storage, sampler=prioritized(), shared=shared, batch_size=4)
+        handles = [buffer]
+        if shared:
+            handles.append(ReplayBuffer.join(tmp_path, sampler=prioritized()))
+        for handle in handles:
+            index = handle.extend(rows(written, 3))
+            handle.update_priority(index, torch.arange(3.0) + written + 1)
+            written += 3
+        for handle in handles:
+            assert numbers(handle) == [*range(max(0, written - 10), written)]
+            known: Any = handle.sampler
+            slots = torch.arange(len(handle))
+            held = handle[slots]["number"] + 1.0
+            assert (known.state_dict()["_priorities"] == held).all()
+            assert handle.write_count == written
+        del storage, buffer, handles, handle, known
+        gc.collect()
+    record = json.loads((tmp_path / "%recovery" / "manifest.json").read_text())
+    assert record["format_version"] == 3
+
+
+def test_saves_after_a_recovery_have_all_rows(tmp_path: Path) -> None:
+    """A process that wrote alone has marked no changes for the others' saves."""
+    folder, saved = tmp_path / "rows", tmp_path / "saved"
+    for turn, shared in enumerate((True, False, True, True)):
+        storage = LazyMemmapStorage(10, scratch_dir=folder, recover=True)
+        buffer = ReplayBuffer(storage=storage, sampler=prioritized(), shared=shared)
+        if turn:
+            buffer[torch.tensor([turn])] = rows(100 + turn, 1)
+            buffer.update_priority(torch.tensor([turn]), torch.tensor([turn + 1.0]))
+        else:
+            buffer.extend(rows(0, 10))
+        if shared:
+            buffer.dumps(saved)
+            other = ReplayBuffer(storage=LazyTensorStorage(10), sampler=prioritized())
+            other.loads(saved)
+            assert (other[:] == buffer[:]).all()
+            one: Any = buffer.sampler
+            two: Any = other.sampler
+            assert one.state_dict()["_priorities"].tolist() == (
+                two.state_dict()["_priorities"].tolist()
+            )
+        del storage, buffer
+        gc.collect()
+
+
+def test_rows_in_memory_are_joined_by_their_folder() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=prioritized(), shared=True)
+    folder = buffer.storage.recovery.folder
+    buffer.extend(rows(0, 2))
+    assert run(WRITES, folder, 2, 4) == "[0, 1, 2, 3] 4"
+    assert numbers(buffer) == [0, 1, 2, 3]
+    del buffer
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_joined_buffer_is_handed_to_a_spawned_process(tmp_path: Path) -> None:
+    first = new_buffer(tmp_path)
+    joined = ReplayBuffer.join(tmp_path)
+    process = multiprocessing.get_context("spawn").Process(target=joined.extend, args=(rows(0, 3),))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    assert numbers(first) == numbers(joined) == [0, 1, 2]
+
+
+def test_the_first_write_may_come_from_a_joined_process(tmp_path: Path) -> None:
+    buffer = new_buffer(tmp_path / "a" / "b", sampler=prioritized())
+    assert len(buffer) == 0
+    assert run(WRITES, tmp_path / "a" / "b", 0, 2) == "[0, 1] 2"
+    assert numbers(buffer) == [0, 1]
+
+
+def test_layout_and_kind_come_from_the_folder(tmp_path: Path) -> None:
+    storage = LazyMemmapStorage(12, scratch_dir=tmp_path, lane_key=("info", "env"))
+    options: dict[str, Any] = {"alpha": 0.7, "beta": 0.5, "batch_size": 4}
+    buffer = TensorDictPrioritizedReplayBuffer(storage=storage, shared=True, **options)
+    joined = TensorDictPrioritizedReplayBuffer.join(tmp_path, **options)
+    assert type(joined) is TensorDictPrioritizedReplayBuffer
+    assert joined.storage.lane_key == ("info", "env")
+    assert joined.storage.max_size == 12
+    data = rows(0, 4)
+    data["info", "env"] = torch.tensor([0, 1, 0, 1])
+    joined.extend(data)
+    found = [episode.rows()["number"].tolist() for episode in buffer.episodes]
+    assert sorted(found) == [[0, 2], [1, 3]]
+    assert joined.storage.scratch_dir == tmp_path
+
+
+def test_rate_limiter_counts_go_on_for_a_joined_process(tmp_path: Path) -> None:
+    limiter = RateLimiter.queue(8)
+    buffer = new_buffer(tmp_path, rate_limiter=limiter)
+    buffer.extend(rows(0, 6))
+    joined = ReplayBuffer.join(tmp_path, rate_limiter=limiter, batch_size=4)
+    assert joined.stats()["inserts"] == buffer.stats()["inserts"] == 6
+    joined.sample()
+    assert buffer.stats()["samples"] == 4
+    del buffer, joined
+    gc.collect()
+    again = new_buffer(tmp_path, rate_limiter=limiter)
+    assert (again.stats()["inserts"], again.stats()["samples"]) == (6, 0)  # as after a load
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def test_folder_without_a_shared_buffer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="expected a folder of a buffer with shared=True"):
+        ReplayBuffer.join(tmp_path)
+    ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path)).extend(rows(0, 2))
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        ReplayBuffer.join(tmp_path)
+
+
+def test_ended_buffer_that_is_not_recovered_is_refused(tmp_path: Path) -> None:
+    new_buffer(tmp_path, recover=False).extend(rows(0, 2))
+    gc.collect()
+    with pytest.raises(RuntimeError, match="have ended; make the buffer with a LazyMemmapStorage"):
+        ReplayBuffer.join(tmp_path)
+
+
+def test_rows_that_one_process_recovers_alone_are_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from replaykit.storages import memmap
+
+    monkeypatch.setattr(memmap, "_OPEN_SECONDS", 0.1)
+    new_buffer(tmp_path).extend(rows(0, 2))
+    gc.collect()
+    alone = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path, recover=True))
+    with pytest.raises(RuntimeError, match="only one at a time can recover"):
+        ReplayBuffer.join(tmp_path)
+    assert numbers(alone) == [0, 1]
+
+
+def test_rows_that_processes_share_are_not_recovered_alone(tmp_path: Path) -> None:
+    buffer = new_buffer(tmp_path)
+    buffer.extend(rows(0, 2))
+    for make in (
+        lambda: LazyMemmapStorage(10, scratch_dir=tmp_path, recover=True),
+        lambda: new_buffer(tmp_path),
+    ):
+        with pytest.raises(RuntimeError, match=r"share its rows; use ReplayBuffer\.join\(\)"):
+            make()
+    with pytest.raises(RuntimeError, match="processes that share its rows"):
+        ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path, existsok=True)).extend(
+            rows(0, 2)
+        )
+    assert numbers(buffer) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"sampler": prioritized}, {"sampler": RandomSampler}, "with a prioritized sampler"),
+        ({"sampler": RandomSampler}, {"sampler": prioritized}, "without a prioritized sampler"),
+        ({}, {"rate_limiter": lambda: RateLimiter.queue(8)}, "without a rate limiter"),
+        ({"rate_limiter": lambda: RateLimiter.queue(8)}, {}, "with a rate limiter"),
+    ],
+)
+def test_part_that_the_others_do_not_have_is_refused(
+    first: dict[str, Any], second: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    buffer = new_buffer(tmp_path, **{name: make() for name, make in first.items()})
+    buffer.extend(rows(0, 2))
+    with pytest.raises(ValueError, match=f"expected a buffer {message}"):
+        ReplayBuffer.join(tmp_path, **{name: make() for name, make in second.items()})
+    buffer.extend(rows(2, 2))
+    assert numbers(buffer) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["storage", "shared"])
+def test_argument_that_the_folder_decides_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=f"join\\(\\) finds the {name} in the folder"):
+        ReplayBuffer.join(tmp_path, **{name: None})
+
+
+@pytest.mark.parametrize("damage", ["torn", "other values", "not a description"])
+def test_damaged_description_is_named(damage: str, tmp_path: Path) -> None:
+    from replaykit.recovery import write_manifest
+
+    buffer = new_buffer(tmp_path)
+    file = tmp_path / "%recovery" / "sharing.json"
+    text = file.read_text()
+    if damage == "not a description":
+        write_manifest(file.parent, {"max_size": -1}, 3, file.name)
+    else:
+        file.write_text(text[:40] if damage == "torn" else text.replace("10", "11"))
+    with pytest.raises(CheckpointError, match=r"sharing\.json"):
+        ReplayBuffer.join(tmp_path)
+    buffer.extend(rows(0, 2))
+
+
+def test_storage_of_a_buffer_is_not_shared_again(tmp_path: Path) -> None:
+    storage = LazyMemmapStorage(10, scratch_dir=tmp_path, recover=True)
+    buffer = ReplayBuffer(storage=storage)
+    buffer.extend(rows(0, 2))
+    with pytest.raises(ValueError, match="no buffer uses yet"):
+        buffer.share()
+    with pytest.raises(ValueError, match="no buffer uses yet"):
+        ReplayBuffer(storage=storage, shared=True)
+    buffer.extend(rows(2, 2))
+    assert numbers(buffer) == [0, 1, 2, 3]
