@@ -51,6 +51,7 @@ REFUSED: dict[str, str] = {
     "set_sampler": _PARTS,
     "set_storage": _PARTS,
     "set_writer": _PARTS,
+    "join": "client() is a handle for other processes, which all see the same rows",
     "share": "client() is a handle for other processes, which all see the same rows",
     "shared": "client() is a handle for other processes, which all see the same rows",
     "storage": "rows are in the storages of the shards; rb[...] reads them",

@@ -33,7 +33,7 @@ from tests.ray_cluster import RAY_MARKS
 
 pytestmark = RAY_MARKS
 
-LOCAL_ONLY = {"as_remote", "episodes", "share"}
+LOCAL_ONLY = {"as_remote", "episodes", "join", "share"}
 
 
 def generator() -> torch.Generator:
