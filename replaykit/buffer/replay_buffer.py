@@ -124,7 +124,7 @@ class ReplayBuffer(
             FileNotFoundError: no processes have shared rows in the folder.
             ValueError: a part is not that of the other processes; the error names it.
             RuntimeError: all processes have ended, and the storage has no ``recover=True``.
-            RuntimeError: a process recovers the rows without ``shared=True``.
+            RuntimeError: a process recovers the rows without ``shared=True``, for five seconds.
             CheckpointError: a file in the folder is damaged.
 
         Cost: the files are mapped, not read. An index of episodes or priorities reads its columns

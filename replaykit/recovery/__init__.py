@@ -36,6 +36,7 @@ from replaykit.recovery.recovery_folder import (
     SHARED,
     RecoveryFolder,
     check_file,
+    is_shared,
     read_manifest,
     write_manifest,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "drop_in_children",
     "give_up_rows",
     "is_held",
+    "is_shared",
     "one_thread_in_children",
     "open_to_lock",
     "read_manifest",

@@ -14,12 +14,13 @@ from replaykit import native
 from replaykit.filesystem import sync_directory
 from replaykit.recovery.locks import Exclusive, OpenFile, is_held, open_to_lock
 from replaykit.recovery.recovery_folder import (
+    DESCRIPTION,
     LOCK,
     MAKING,
     MANIFEST,
-    MEMBERS,
     RECOVERABLE,
     SHARED,
+    is_shared,
 )
 
 __all__ = ["ChangeLog", "GivenViews", "ProcessRegistry", "give_up_rows", "who_uses"]
@@ -93,10 +94,7 @@ def who_uses(scratch_dir: Path, own: Path | None = None) -> str | None:
 def _sharing(scratch_dir: Path, own: Path | None) -> bool:
     """Return whether processes share the rows in a folder."""
     homes = [scratch_dir / name for name in (SHARED, RECOVERABLE)]
-    return any(
-        home != own and (home / MEMBERS).exists() and not ProcessRegistry.nobody(home / MEMBERS)
-        for home in homes
-    )
+    return any(home != own and is_shared(home) for home in homes)
 
 
 def give_up_rows(scratch_dir: Path, own: Path | None = None) -> None:
@@ -135,7 +133,7 @@ def give_up_rows(scratch_dir: Path, own: Path | None = None) -> None:
             "recovers its rows"
         ) from None
     try:
-        for name in (MANIFEST, MAKING):
+        for name in (MANIFEST, MAKING, DESCRIPTION):
             (recoverable / name).unlink(missing_ok=True)
         sync_directory(recoverable)  # before a row is overwritten
     finally:

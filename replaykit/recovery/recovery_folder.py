@@ -35,6 +35,7 @@ __all__ = [
     "SHARED",
     "RecoveryFolder",
     "check_file",
+    "is_shared",
     "read_manifest",
     "write_manifest",
 ]
@@ -125,6 +126,14 @@ def _checksum(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
+def is_shared(home: Path) -> bool:
+    """Return whether processes share the rows whose recovery folder is ``home``."""
+    try:
+        return is_held(home / MEMBERS)
+    except FileNotFoundError:
+        return False
+
+
 Array = np.ndarray[Any, Any]
 
 RECOVERABLE, SHARED = "%recovery", "%shared"
@@ -182,10 +191,9 @@ class RecoveryFolder:
                     f"{scratch_dir} is in use by another process, or by another storage of this "
                     "one; only one at a time can recover it"
                 ) from None
-            members = self.folder / MEMBERS
-            if members.exists() and is_held(members):
+            if is_shared(self.folder):
                 gc.collect()  # unreferenced members may not have been collected yet
-            if members.exists() and is_held(members):
+            if is_shared(self.folder):
                 self._lock.drop()
                 raise RuntimeError(
                     f"{scratch_dir} is in use by processes that share its rows; use "

@@ -18,13 +18,12 @@ import torch
 from replaykit.errors import CheckpointError
 from replaykit.keywords import checked_keywords
 from replaykit.recovery import (
-    MEMBERS,
     RECOVERABLE,
     SHARED,
-    ProcessRegistry,
     RecoveryFolder,
     check_file,
     give_up_rows,
+    is_shared,
 )
 from replaykit.schema import Rows, Schema
 from replaykit.storages.column_storage import AnyColumns
@@ -502,9 +501,7 @@ def join_storage(folder: FilePath) -> LazyTensorStorage:
     found = read_description(folder)
     until = time.monotonic() + _OPEN_SECONDS
     while True:
-        shared = not ProcessRegistry.nobody(
-            folder / (RECOVERABLE if found["recover"] else SHARED) / MEMBERS
-        )
+        shared = is_shared(folder / (RECOVERABLE if found["recover"] else SHARED))
         if not shared and not found["recover"]:
             raise RuntimeError(
                 f"the processes that shared {folder} have ended; make the buffer with a "
@@ -522,7 +519,6 @@ def _join(folder: FilePath, found: Mapping[str, Any]) -> LazyTensorStorage:
     if not found["mapped"]:
         return LazyTensorStorage.join_folder(folder, found)
     storage = LazyMemmapStorage.join_folder(folder, found)
-    assert isinstance(storage, LazyMemmapStorage)
     storage.scratch_dir = None if found["private"] else folder
     return storage
 

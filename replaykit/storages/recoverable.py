@@ -471,7 +471,7 @@ class Recovery(Committing):
         Processes that share the rows then open the folder. The caller holds the lock.
 
         Raises:
-            OSError: there is no room. Nothing has changed then.
+            OSError: there is no room. No state has changed then.
         """
         found = self.home.manifest()
         if found is not None:

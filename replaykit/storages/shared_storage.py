@@ -36,6 +36,7 @@ from replaykit.recovery import (
     check_flock,
     give_up_rows,
     is_held,
+    is_shared,
     one_thread_in_children,
     read_manifest,
     write_manifest,
@@ -361,9 +362,7 @@ class Sharing(Following):
         self._folder, self._private = folder, private
         self._how = dict(zip(HOW, (private, mapped, existsok, recover, durable), strict=True))
         if not join and not recover:
-            if (home.folder / MEMBERS).exists() and not ProcessRegistry.nobody(
-                home.folder / MEMBERS
-            ):
+            if is_shared(home.folder):
                 raise RuntimeError(f"{folder} is in use by other processes, which share it")
             shutil.rmtree(home.folder)
             home.folder.mkdir()
@@ -628,8 +627,9 @@ def read_description(folder: FilePath) -> dict[str, Any]:
         FileNotFoundError: no processes have shared rows in the folder.
         CheckpointError: the description is damaged.
     """
-    for name in (RECOVERABLE, SHARED):
-        home = folder / name
+    # Another run may have left the other home here. The home in use comes first.
+    homes = sorted((folder / name for name in (RECOVERABLE, SHARED)), key=is_shared, reverse=True)
+    for home in homes:
         if (found := read_manifest(home, DESCRIPTION)) is not None:
             counts = [found.get("max_size"), found.get("ndim")]
             key = found.get("lane_key")

@@ -8,6 +8,7 @@ from pathlib import Path as FilePath
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import Self
 
 from replaykit.episodes.interleaved import stream_keys
 from replaykit.keywords import Replaced, checked_keywords, named_after, old_name
@@ -349,7 +350,7 @@ class LazyTensorStorage(TensorStorage):
         self.ledger, self.indexes = Ledger(self.max_size), EpisodeIndexes(self)
 
     @classmethod
-    def join_folder(cls, folder: FilePath, found: Mapping[str, Any]) -> LazyTensorStorage:
+    def join_folder(cls, folder: FilePath, found: Mapping[str, Any]) -> Self:
         """Return a storage over rows that other processes share.
 
         Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
-import os
 import subprocess
 import sys
 import textwrap
@@ -27,7 +26,7 @@ from replaykit import (
 )
 from replaykit.errors import CheckpointError
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs flock")
+pytest.importorskip("fcntl", reason="processes share files only on systems with flock")
 
 
 def rows(first: int, count: int) -> TensorDict:
@@ -95,7 +94,7 @@ def test_rows_outlive_all_processes(tmp_path: Path) -> None:
     buffer.extend(rows(0, 3))
     del buffer
     gc.collect()
-    # The process joins rows that nobody shares now, and is the only one that does.
+    # No process shares the rows now. The next one opens them alone.
     assert run(WRITES, tmp_path, 3, 8) == "[0, 1, 2, 3, 4, 5, 6, 7] 8"
     again = new_buffer(tmp_path, sampler=prioritized())
     assert numbers(again) == list(range(8))
@@ -231,6 +230,18 @@ def test_folder_without_a_shared_buffer_is_refused(tmp_path: Path) -> None:
     ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path)).extend(rows(0, 2))
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         ReplayBuffer.join(tmp_path)
+
+
+def test_folder_of_an_earlier_run_does_not_hide_the_present_one(tmp_path: Path) -> None:
+    new_buffer(tmp_path).extend(rows(0, 3))
+    gc.collect()
+    storage = LazyMemmapStorage(10, scratch_dir=tmp_path, existsok=True)
+    buffer = ReplayBuffer(storage=storage, shared=True)
+    before = ReplayBuffer.join(tmp_path)  # nothing is written yet
+    buffer.extend(rows(5, 2))
+    after = ReplayBuffer.join(tmp_path)
+    assert numbers(buffer) == numbers(before) == numbers(after) == [5, 6]
+    assert not (tmp_path / "%recovery" / "sharing.json").exists()
 
 
 def test_ended_buffer_that_is_not_recovered_is_refused(tmp_path: Path) -> None:
