@@ -585,12 +585,10 @@ class _Draws:
     def read(self, drawn: Drawn, seed: int) -> Any:
         """Return the batch of a draw."""
         buffer = self.buffer
-        lent = Lent(
-            self._transforms.manual_seed(seed), draw=drawn, generations=False, numbered=True
-        )
+        lent = Lent(self._transforms.manual_seed(seed), generations=False, numbered=True)
         with buffer._locked() as storage:
-            found = buffer._drawn(storage, drawn.size, lent)
-        return buffer._delivered(found, None)[0]
+            drawn = buffer._read_apart(drawn, storage, self._sampler, lent)
+        return buffer._delivered(drawn, None)[0]
 
 
 class _Asks:

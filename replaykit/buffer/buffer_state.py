@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 
 from replaykit.buffer.component_checks import check_mapped_rows
 from replaykit.buffer.drawing import Drawing, put_back
-from replaykit.buffer.prefetch import Drawn
-from replaykit.buffer.sampling import check_batch_info
 from replaykit.pace import LimiterQueue
 from replaykit.samplers import Sampler
 from replaykit.storages import LazyTensorStorage, Storage
@@ -25,21 +22,16 @@ from replaykit.writers.writer import ledger_of
 __all__ = [
     "BufferState",
     "CheckedState",
+    "UndeliveredDraw",
     "apply_state",
-    "check_random",
     "check_rows",
     "check_state",
-    "checked_draw",
-    "checked_prepared",
-    "continue_draws",
-    "copied_draws",
-    "draw_state",
     "finish_taking",
     "generator_state",
     "load_rows",
     "parts_taken",
-    "prepared_state",
     "saved_generator",
+    "undelivered_draws",
 ]
 
 
@@ -51,7 +43,7 @@ class BufferState:
         content: the rows; None if the storage loads its own state dict, which is ``storage``.
         writer, sampler, transforms: state dicts of the components.
         generator: device and state of the generator; None without one.
-        prepared: prefetched draws that were not delivered.
+        undelivered: prefetched draws, which only earlier releases saved.
         mapped: whether the rows stay in the files of the checkpoint.
         same_rows: whether the rows were not saved because the storage already holds them.
         pace: counts of a rate limiter; None without one.
@@ -63,7 +55,7 @@ class BufferState:
     sampler: dict[str, Any]
     transforms: dict[str, Any]
     generator: Mapping[str, Any] | None
-    prepared: list[Any]
+    undelivered: list[Any]
     mapped: bool = False
     same_rows: bool = False
     pace: Mapping[str, int] | None = None
@@ -102,38 +94,16 @@ def generator_state(generator: torch.Generator | None) -> dict[str, Any] | None:
     return {"device": str(generator.device), "state": generator.get_state()}
 
 
-def prepared_state(buffer: Drawing) -> list[dict[str, Any]]:
-    """Return the undelivered draws without their rows. The caller holds the lock.
+class UndeliveredDraw(NamedTuple):
+    """A prefetched draw in a checkpoint of an earlier release, which saved these draws.
 
-    Both this buffer and a buffer that loads the state read the rows of these draws again.
+    Attributes:
+        anchors: the index that the sampler drew.
+        ran_out: whether the draw ended a pass.
     """
-    return [draw_state(drawn, buffer._storage) for drawn in buffer._made_again()]
 
-
-def copied_draws(buffer: Drawing) -> list[dict[str, Any]]:
-    """Return the undelivered draws for a copy of the buffer.
-
-    The copy reads the rows itself, and this buffer keeps its batches. The caller holds the lock.
-    """
-    queue = buffer._queue()
-    ahead = [] if queue is None else queue.pending()
-    return [draw_state(drawn, buffer._storage) for drawn in (*ahead, *buffer._pending)]
-
-
-def draw_state(drawn: Drawn, storage: Storage) -> dict[str, Any]:
-    """Return a draw without its rows, as values that can be saved.
-
-    The caller holds the lock.
-    """
-    return {
-        "index": drawn.index.clone(),
-        "anchors": drawn.anchors.clone(),
-        "info": [[key, copy.deepcopy(value)] for key, value in drawn.info.items()],
-        "ran_out": drawn.ran_out,
-        "size": drawn.size,
-        "since": storage.ledger.next_position - drawn.written,
-        "random": None if drawn.random is None else drawn.random.clone(),
-    }
+    anchors: torch.Tensor
+    ran_out: bool
 
 
 @dataclass(frozen=True)
@@ -144,7 +114,7 @@ class CheckedState:
         state: the state itself.
         sampler: the state in the form that the sampler loads.
         writer: the writer's state, including begins of kept episodes that only dropped rows show.
-        generator, prepared: the checked generator, and the checked prefetched draws.
+        generator, undelivered: the checked generator, and the checked prefetched draws.
         target: the destination of the rows, in the storage's own form.
         rows: the slots of the rows to keep; None if all rows keep their slots.
     """
@@ -153,7 +123,7 @@ class CheckedState:
     sampler: Any
     writer: dict[str, Any]
     generator: torch.Generator | None
-    prepared: list[Drawn]
+    undelivered: list[UndeliveredDraw]
     target: Any
     rows: torch.Tensor | None
 
@@ -186,18 +156,17 @@ def check_state(buffer: Drawing, state: BufferState, *, stacklevel: int) -> Chec
     sampler_state = _checked_sampler(sampler, state.sampler, storage)
     buffer._chain.check_state(state.transforms)
     generator = saved_generator(state.generator)
-    prepared = checked_prepared(state.prepared)
+    undelivered = undelivered_draws(state.undelivered)
     LimiterQueue.check_state(state.pace)
     _check_stored(sampler, sampler_state, state.content)
     target, rows = _target_of_rows(buffer, state, stacklevel)
-    check_rows(prepared, state)
-    check_random(prepared, generator)
+    check_rows(undelivered, state)
     writer_state = state.writer
     if state.content is not None:
         # Dropped rows show where kept episodes begin, so the writer reads them before they are
         # lost.
         writer_state = writer.state_of_subset(state.content, writer_state, rows)
-    return CheckedState(state, sampler_state, writer_state, generator, prepared, target, rows)
+    return CheckedState(state, sampler_state, writer_state, generator, undelivered, target, rows)
 
 
 @contextlib.contextmanager
@@ -236,35 +205,26 @@ def load_rows(buffer: Drawing, checked: CheckedState) -> None:
         storage.load_content(content, checked.target, checked.rows)
 
 
-def finish_taking(buffer: Drawing, checked: CheckedState, *, held: Sequence[Drawn] = ()) -> None:
+def finish_taking(
+    buffer: Drawing, checked: CheckedState, *, more: Sequence[UndeliveredDraw] = ()
+) -> None:
     """Load the rest of a state, which cannot fail. The caller holds the lock.
 
     Args:
-        ``held``: saved draws that an ensemble holds. If their rows have moved, the sampler
-            rolls these draws back.
+        more: draws that an ensemble made with this buffer and did not deliver.
     """
     storage, sampler, rows = buffer._storage, buffer._sampler, checked.rows
-    prepared = checked.prepared
-    buffer._withdraw_prefetched()
+    buffer._drop_draws()
     buffer._pass_ended, buffer._restarted = False, True
     buffer._writer.restore(checked.writer, rows)
-    continue_draws([*prepared, *held], storage)
     _load_generator(buffer, checked.generator)
-    # Prefetched draws are delivered first. If rows have moved, or the batch size has changed, the
-    # sampler rolls these draws back. A pass then still returns each row once.
-    sizes = {drawn.size for drawn in prepared if not drawn.ran_out}
-    back: list[Drawn] = [] if rows is None else list(held)
-    if rows is None and buffer._batch_size is not None and sizes <= {buffer._batch_size}:
-        buffer._pending = deque(prepared)
-    else:
-        back += prepared
-    if back:
-        put_back(back, sampler, storage)
+    draws = [*checked.undelivered, *more]
+    if draws:
+        put_back(draws, sampler, storage)
     if rows is not None:
         sampler.moved(rows, storage)
     if buffer._pace is not None:
         buffer._pace.load_state(checked.state.pace, buffer._size())
-    buffer._feed()
 
 
 def _check_stored(sampler: Sampler, saved: Any, content: Content | None) -> None:
@@ -337,86 +297,32 @@ def _load_generator(buffer: Drawing, saved: torch.Generator | None) -> None:
         buffer._generator = buffer._sampler.generator = saved
 
 
-def continue_draws(prepared: list[Drawn], storage: Storage) -> None:
-    """Convert ``written`` of saved draws to row ids of the storage that loaded them."""
-    for drawn in prepared:
-        drawn.written += storage.ledger.next_position
+def undelivered_draws(saved: object) -> list[UndeliveredDraw]:
+    """Return the prefetched draws of a checkpoint; ValueError if they are invalid."""
+    if not isinstance(saved, list):
+        raise ValueError(f"expected a list of prepared draws, got {saved!r}")
+    found = []
+    for record in saved:
+        fields = record if isinstance(record, Mapping) else {}
+        anchors, ran_out = fields.get("anchors"), fields.get("ran_out")
+        if not _is_index(anchors) or not isinstance(ran_out, bool):
+            raise ValueError(f"expected a prepared draw, got {record!r}")
+        found.append(UndeliveredDraw(anchors.clone(), ran_out))
+    return found
 
 
-def check_random(prepared: list[Drawn], generator: torch.Generator | None) -> None:
-    """Raise ValueError if a draw's saved random state is invalid for the generator."""
-    for drawn in prepared:
-        if drawn.random is None:
-            continue
-        if generator is None:
-            raise ValueError("expected the generator of a prefetched draw, got none")
-        saved_generator({"device": generator.device, "state": drawn.random})
-
-
-def check_rows(prepared: list[Drawn], state: BufferState) -> None:
+def check_rows(draws: Sequence[UndeliveredDraw], state: BufferState) -> None:
     """Raise ValueError if a prefetched draw contains a row that was not saved."""
     if state.content is None:
         return
     shape = torch.tensor([state.content.rows, *state.content.lanes], device="cpu")
-    for drawn in prepared:
-        more = drawn.info.get("anchor_index")
-        for index in (drawn.index, drawn.anchors, *([] if more is None else [more])):
-            cells = (index if index.ndim > 1 else index[:, None]).cpu()
-            if cells.shape[-1] != len(shape) or not bool(((cells >= 0) & (cells < shape)).all()):
-                raise ValueError(
-                    f"expected draws among the {shape.tolist()} saved rows, got {index.tolist()}"
-                )
-
-
-def checked_prepared(saved: object) -> list[Drawn]:
-    """Return saved draws; ValueError if they are invalid.
-
-    ``written`` of each draw is counted from the storage's next row id at the save.
-    """
-    if not isinstance(saved, list):
-        raise ValueError(f"expected a list of prepared draws, got {saved!r}")
-    return [checked_draw(record) for record in saved]
-
-
-def checked_draw(record: object) -> Drawn:
-    """Return a saved draw; ValueError if it is invalid.
-
-    ``written`` of the draw is counted from the storage's next row id at the save.
-    """
-    fields = record if isinstance(record, Mapping) else {}
-    index, anchors, ran_out = fields.get("index"), fields.get("anchors"), fields.get("ran_out")
-    info, random = fields.get("info"), fields.get("random")
-    since = fields.get("since", 0)
-    size = fields.get("size", len(anchors) if isinstance(anchors, torch.Tensor) else 0)
-    if not (
-        _is_index(index)
-        and _is_index(anchors)
-        and isinstance(ran_out, bool)
-        and type(since) is int
-        and 0 <= since <= 2**54
-        and type(size) is int
-        and isinstance(random, (torch.Tensor, type(None)))
-        and isinstance(info, list)
-        and all(isinstance(item, list) and len(item) == 2 for item in info)
-        and all(_is_key(key) for key, _ in info)
-    ):
-        raise ValueError(f"expected a prepared draw, got {record!r}")
-    known = {key: copy.deepcopy(value) for key, value in info}
-    check_batch_info(known, len(index))
-    return Drawn(
-        index.clone(),
-        known,
-        ran_out,
-        anchors.clone(),
-        size=size,
-        written=-since,
-        random=None if random is None else random.clone(),
-    )
-
-
-def _is_key(value: object) -> bool:
-    parts = value if isinstance(value, tuple) else (value,)
-    return bool(parts) and all(isinstance(part, str) for part in parts)
+    for drawn in draws:
+        cells = (drawn.anchors if drawn.anchors.ndim > 1 else drawn.anchors[:, None]).cpu()
+        if cells.shape[-1] != len(shape) or not bool(((cells >= 0) & (cells < shape)).all()):
+            raise ValueError(
+                f"expected draws among the {shape.tolist()} saved rows, got "
+                f"{drawn.anchors.tolist()}"
+            )
 
 
 def _is_index(value: object) -> TypeGuard[torch.Tensor]:

@@ -21,7 +21,7 @@ from replaykit.buffer.component_checks import (
     refuse_exchange,
 )
 from replaykit.buffer.core import DataT, SamplerT, StorageT, WriterT, check_order
-from replaykit.buffer.drawing import Drawing, put_back
+from replaykit.buffer.drawing import Drawing
 from replaykit.samplers import Sampler
 from replaykit.samplers.priority_rules import SavedPriorities
 from replaykit.storages import Storage
@@ -86,7 +86,7 @@ class Components(Drawing[DataT, StorageT, SamplerT, WriterT]):
                 sampler.attach(previous)
                 sampler.load_state_dict(before)
                 raise
-            self._withdraw_prefetched()
+            self._drop_draws()
             if self._pace is not None:
                 self._pace.start_from(len(storage))
             previous.detach(cast(Any, self))
@@ -143,9 +143,8 @@ class Components(Drawing[DataT, StorageT, SamplerT, WriterT]):
             self._claim(sampler)
             sampler.attach(storage)
             sampler.generator = self._generator
-            previous = self._sampler
-            put_back(self._withdraw_prefetched(), previous, storage)
-            self._sampler = sampler
+            self._rewind()
+            previous, self._sampler = self._sampler, sampler
         return previous
 
     def set_writer(self, writer: Writer) -> Writer:
@@ -173,15 +172,15 @@ class Components(Drawing[DataT, StorageT, SamplerT, WriterT]):
             writer.register_storage(storage)
             writer.time_dim = self.dim_extend
             previous, self._writer = self._writer, writer
-            put_back(self._withdraw_prefetched(), self._sampler, storage)
+            self._rewind()
         return previous
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Replace the random generator; None for torch's global generator."""
         if generator is not None:
             _check_type("generator", generator, torch.Generator)
-        with self._locked() as storage:
-            put_back(self._withdraw_prefetched(), self._sampler, storage)
+        with self._locked():
+            self._rewind()
             self._generator = generator
             self._sampler.generator = generator
 
@@ -248,7 +247,7 @@ class Components(Drawing[DataT, StorageT, SamplerT, WriterT]):
     def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
         """Insert a transform before position ``index`` of the chain; return the buffer.
 
-        The buffer makes prefetched batches again, from the same rows.
+        Prefetched batches are drawn again.
 
         Raises:
             RuntimeError: ``transform`` is neither a callable nor an object with ``forward`` or
@@ -262,10 +261,7 @@ class Components(Drawing[DataT, StorageT, SamplerT, WriterT]):
             chain = self._chain.copy()
             chain.insert(len(chain) if index is None else index, transform, invert=invert)
             self._set_transforms(chain)
-            # The rows are read again, because the old chain may have edited them.
-            self._pending.extend(self._withdraw_prefetched())
-            for drawn in self._pending:
-                drawn.random = None  # recorded for the old chain
+            self._rewind()
         return self
 
 

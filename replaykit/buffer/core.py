@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Sized
 from typing import Any, ClassVar, Generic, cast
 
@@ -268,7 +267,9 @@ class BufferCore(Pacing, Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]
         self._priority_key = unravel(priority_key)
         self._prefetch_depth = depth
         self._prefetcher: Prefetcher | None = None
-        self._pending: deque[Drawn] = deque()
+        # Draws whose batches failed; they come next.
+        self._retry: list[Drawn] = []
+        self._draws_made = 0
         self._pass_ended = False
         # True after a load, until the rows are stored that transforms had held back before it.
         self._restarted = False

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from replaykit._compat import as_tensor
 from replaykit.buffer.core import BufferCore, DataT, SamplerT, StorageT, WriterT, checked_batch_size
-from replaykit.buffer.prefetch import AheadBatch, Drawn, Outdated, Prefetcher
+from replaykit.buffer.prefetch import AheadBatch, Drawn, Mark, Outdated, Prefetcher
 from replaykit.buffer.row_context import fetch_all
 from replaykit.samplers import Sampler, Sequence, Transition
 from replaykit.samplers.window_measures import index_for
@@ -25,11 +25,23 @@ from replaykit.storages.indexing import ravel
 __all__ = [
     "Drawing",
     "Lent",
+    "Undelivered",
     "put_back",
     "random_state",
+    "rollback",
     "set_random_state",
     "show",
 ]
+
+
+class Undelivered(Protocol):
+    """A draw that was not delivered: the rows that the sampler drew, and whether a pass ended."""
+
+    @property
+    def anchors(self) -> torch.Tensor: ...
+
+    @property
+    def ran_out(self) -> bool: ...
 
 
 def random_state(generator: torch.Generator | None) -> torch.Tensor:
@@ -60,9 +72,6 @@ class Lent:
     Attributes:
         generator: source of randomness; None for the buffer's generator.
         collate: replaces the buffer's ``collate_fn``; None to use the ``collate_fn``.
-        records_random: record the generator's state before transforms. This is needed for a draw
-            that may be kept.
-        draw: an earlier draw to read in place of a new draw, if its rows are still stored.
         generations: always put generations into the info. False treats them as in the buffer's own
             draws.
         numbered: put ``index`` into the rows for transforms, as in the buffer's own draws.
@@ -70,8 +79,6 @@ class Lent:
 
     generator: torch.Generator | None = None
     collate: Callable[[Any], Any] | None = None
-    records_random: bool = False
-    draw: Drawn | None = None
     generations: bool = True
     numbered: bool = False
 
@@ -120,8 +127,7 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 slots = drawn.index[:, 0] if storage.ndim > 1 else drawn.index
             if not sharing.intact(seen, slots):
                 show(sampler, drawn.was_out)
-                if type(sampler).put_back is not Sampler.put_back:
-                    sampler.put_back([drawn.anchors], storage)
+                self._undo([drawn], storage)
                 return None, True
             return drawn, True
         finally:
@@ -146,49 +152,65 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 return self._drawn(storage, size, lent)
 
     def _give_back(self, drawn: Drawn) -> None:
-        """Roll back a draw whose batch failed, so that it comes next."""
+        """Keep a draw whose batch failed, so that it comes next, or undo it."""
         with self._locked(settled=False) as storage:
-            if drawn.home is not storage or drawn.drawer is not self._sampler:
-                return
-            if self._untaken(drawn, storage):
-                again = drawn.without_rows()
-                if self._prefetcher is None:
-                    self._pending.appendleft(again)
-                else:
-                    again.home, again.drawer, again.was_out = storage, drawn.drawer, drawn.was_out
-                    self._prefetcher.put_first(self._ahead_of(again))
+            if drawn.home is storage and drawn.drawer is self._sampler:
+                self._fail(drawn, storage)
 
-    def _untaken(self, drawn: Drawn, storage: Storage) -> bool:
-        """Reset the sampler to its state before a draw, or keep the draw.
+    def _refuse(self, drawn: Drawn) -> None:
+        """Undo a draw whose rows were overwritten."""
+        with self._locked(settled=False) as storage:
+            if drawn.home is storage and drawn.drawer is self._sampler:
+                self._undo([drawn], storage)
 
-        Returns:
-            True if the draw is to be kept. The caller holds the lock.
+    def _fail(self, drawn: Drawn, storage: Storage) -> None:
+        """Do what ``_give_back`` does. The caller holds the lock."""
+        show(self._sampler, drawn.was_out)
+        if drawn.kept and not self._sampler.consumes:
+            self._retry.append(drawn.without_rows())
+            self._retry.sort(key=lambda one: one.number)
+        else:
+            self._undo([drawn], storage)
+
+    def _undo(self, draws: list[Drawn], storage: Storage) -> None:
+        """Undo draws that will not be delivered, given in order. The caller holds the lock."""
+        self._draws_made = rollback(
+            draws, self._sampler, storage, self._generator, self._draws_made
+        )
+
+    def _rewind(self) -> None:
+        """Undo all draws that were not delivered. The caller holds the lock."""
+        self._undo(self._withdraw(), self._storage)
+
+    def _withdraw(self) -> list[Drawn]:
+        """Drop all batches that were not delivered; return their draws in order.
+
+        The caller holds the lock.
         """
-        sampler, generator = self._sampler, self._generator
-        show(sampler, drawn.was_out)
-        if sampler.consumes:  # a write may reuse the slots before the next draw
-            positions = storage.ledger.positions(drawn.anchors.cpu())
-            unwritten = drawn.anchors[(positions < drawn.written).to(drawn.anchors.device)]
-            sampler.put_back([unwritten], storage)
-        elif drawn.kept:
-            return True
-        elif type(sampler).put_back is not Sampler.put_back:
-            sampler.put_back([drawn.anchors], storage)
-        elif drawn.after is not None and torch.equal(random_state(generator), drawn.after):
-            set_random_state(generator, drawn.before)  # unused since the draw
-        return False
+        draws, queue, self._retry = self._retry, self._queue(), []
+        return draws if queue is None else [*draws, *queue.clear()]
+
+    def _drop_draws(self) -> None:
+        """Drop all draws that were not delivered, because the sampler starts over.
+
+        The caller holds the lock.
+        """
+        self._withdraw()
+        self._draws_made += 1  # a batch that fails later is not the last draw
 
     # -- prefetched draws -----------------------------------------------------------------------
 
     def _queue(self) -> Prefetcher | None:
-        """Return the prefetcher. A forked process gets a new one with new threads."""
+        """Return the prefetcher.
+
+        A forked process gets a new one with new threads, and undoes the undelivered draws.
+        """
         queue = self._prefetcher
         if queue is not None and queue.process != os.getpid():
             with self._locked(settled=False):
                 if self._prefetcher is queue:
-                    kept = [drawn.without_rows() for drawn in queue.pending()]
-                    self._pending.extendleft(reversed(kept))
-                    queue = self._prefetcher = Prefetcher(queue.depth, cast(Any, self))
+                    self._prefetcher = Prefetcher(queue.depth, cast(Any, self))
+                    self._undo(queue.pending(), self._storage)
                 return self._prefetcher
         return queue
 
@@ -201,8 +223,11 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         before = self._before_draws()
         with self._locked(settled=False) as storage:
             shown = self._sampler.ran_out
-            fresh = queue.top_up(queue.depth + take, lambda: self._draw_ahead(storage, before))
-            batch = queue.pop() if take else None
+            batch = self._next_retry(storage) if take and self._retry else None
+            fresh: list[AheadBatch] = []
+            if batch is None:
+                fresh = queue.top_up(queue.depth + take, lambda: self._draw_ahead(storage, before))
+                batch = queue.pop() if take else None
             if batch is not None and batch.error is None:
                 batch.read(cast(Any, self))  # now, because later writes do not know of it
             # Users see the sampler as of the batch that is delivered.
@@ -220,7 +245,7 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         """Draw a batch for a later delivery. The caller holds the lock."""
         written = storage.ledger.next_position
         try:
-            drawn = self._chosen(storage, self._size_of(None), None)
+            drawn = self._chosen(storage, self._size_of(None), None, ahead=True)
         except Exception as error:
             return AheadBatch(None, written, error=error)
         batch, at_once = self._ahead_of(drawn), self._reads_at_once()
@@ -230,7 +255,14 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 self._read(drawn, storage, None, self._generator, at_once)
             except Exception as error:
                 batch.error = error
+        if drawn.mark is not None:
+            drawn.mark.after = random_state(self._generator)
         return batch
+
+    def _next_retry(self, storage: Storage) -> AheadBatch | None:
+        """Return the next batch that failed before; None if its rows are no longer stored."""
+        drawn = self._next_failed(storage)
+        return None if drawn is None else self._ahead_of(drawn)
 
     def _ahead_of(self, drawn: Drawn) -> AheadBatch:
         return AheadBatch(drawn, late=self._chain.ordered)
@@ -239,7 +271,7 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         """Read the rows of a draw. The caller holds the lock.
 
         Raises:
-            Outdated: another buffer has overwritten rows since the draw, which is rolled back.
+            Outdated: another buffer has overwritten rows since the draw.
         """
         storage = self._storage
         if drawn.home is not storage:
@@ -247,7 +279,6 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         if storage.ledger.next_position != drawn.written:
             stored = as_tensor(storage.contains(drawn.index)).all()
             if not stored or self._outdated(drawn, storage):
-                self._sampler.put_back([drawn.anchors], storage)
                 raise Outdated
             if "index_generation" in drawn.info:
                 self._add_generations(drawn, storage)
@@ -264,88 +295,69 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
             return False
         return storage.reads_at_once(self._batch_size or 0)
 
-    def _feed(self) -> None:
-        """Read kept draws in threads. The caller holds the lock."""
-        if self._pending and not self._closed and (queue := self._queue()) is not None:
-            storage, shown = self._storage, self._sampler.ran_out
-            count = min(len(self._pending), queue.depth)
-            before = self._before_draws()
-            queue.submit(queue.top_up(count, lambda: self._draw_ahead(storage, before)))
-            show(self._sampler, shown)
-
-    def _made_again(self) -> list[Drawn]:
-        """Make prefetched batches again from the same draws; return the draws in order.
-
-        A state that is saved now contains the same draws. The caller holds the lock.
-        """
-        draws = self._withdraw_prefetched()
-        kept = self._readable(draws)
-        self._pending = deque(draws[:kept])
-        self._feed()
-        return draws[:kept]
-
-    def _withdraw_prefetched(self) -> list[Drawn]:
-        """Drop prefetched batches; return their draws in order.
-
-        The caller holds the lock.
-        """
-        queue = self._queue()
-        # Copies, because a thread may still make a batch from a draw and remove its rows.
-        drawn = [] if queue is None else [one.without_rows() for one in queue.clear()]
-        # The queue is filled from the kept draws, so the remaining kept draws come after it.
-        drawn = [*drawn, *self._pending]
-        self._pending.clear()
-        return drawn
-
     # -- one draw -------------------------------------------------------------------------------
 
     def _drawn(self, storage: Storage, size: int, lent: Lent | None = None) -> Drawn:
-        """Draw, or take a kept draw, and read its rows; if reading fails, roll back."""
+        """Draw, or take a failed draw, and read its rows; if reading fails, undo the draw."""
         drawn, generator = self._chosen(storage, size, lent), self._generator
         if lent is not None and lent.generator is not None:
             generator = lent.generator
         try:
             self._read(drawn, storage, lent, generator, begin=False)
         except BaseException:
-            if drawn.before is not None:
-                drawn.after = random_state(self._generator)
-            if drawn.home is not None and self._untaken(drawn, storage):
-                self._pending.appendleft(drawn.without_rows())  # after prefetched batches
+            if drawn.mark is not None:
+                drawn.mark.after = random_state(self._generator)
+            self._fail(drawn, storage)
             raise
-        if drawn.before is not None:
-            drawn.after = random_state(self._generator)
+        if drawn.mark is not None and drawn.mark.random is not None:
+            drawn.mark.after = random_state(self._generator)
         return drawn
 
-    def _chosen(self, storage: Storage, size: int, lent: Lent | None) -> Drawn:
-        """Draw, or take a kept draw, without reading its rows."""
+    def _chosen(
+        self, storage: Storage, size: int, lent: Lent | None, *, ahead: bool = False
+    ) -> Drawn:
+        """Draw, or take a failed draw, without reading its rows.
+
+        Args:
+            ahead: draw for a later delivery.
+        """
         drawn, generator, sampler = None, self._generator, self._sampler
-        before, was_out = None, sampler._ran_out
-        if type(sampler).ran_out is not Sampler.ran_out:  # a custom sampler computes it
-            was_out = sampler.ran_out
         kept = lent is None and size == self._batch_size
-        if kept:
-            if self._pending:
-                drawn = self._next_pending(storage)
-        else:
-            if lent is None or lent.generator is None:  # the owner of a lent one restores it
-                before = random_state(generator)
-            if lent is not None:
-                generator = generator if lent.generator is None else lent.generator
-                if lent.draw is not None:
-                    drawn = self._still(lent.draw, storage)
+        if kept and self._retry and not ahead:
+            drawn = self._next_failed(storage)
         if drawn is None:
+            was_out, mark = sampler._ran_out, None
+            if type(sampler).ran_out is not Sampler.ran_out:  # a custom sampler computes it
+                was_out = sampler.ran_out
+            if ahead or not kept:
+                own = lent is None or lent.generator is None
+                mark = Mark(sampler.mark(storage), random_state(generator) if own else None)
+                if lent is not None and lent.generator is not None:
+                    generator = lent.generator
             drawn = self._sampled(storage, sampler, size, generator)
             # A sample unit may have expanded the anchors, which have the generations.
             fresh = drawn.index is drawn.anchors and "index_generation" in drawn.info
-            drawn.home = storage
+            self._draws_made += 1
+            drawn.number, drawn.mark, drawn.was_out = self._draws_made, mark, was_out
+            drawn.home, drawn.drawer, drawn.kept = storage, sampler, kept
         else:
-            fresh = False  # a kept draw gets the current generations of its slots
-            drawn.home = storage if lent is None else None
-        drawn.drawer, drawn.was_out = sampler, was_out
-        drawn.kept, drawn.before = kept, before
+            fresh = False  # a failed draw gets the current generations of its slots
         track = self._writer.tracks_generations or sampler.prioritized
         if (track or (lent is not None and lent.generations)) and not fresh:
             self._add_generations(drawn, storage)
+        return drawn
+
+    def _read_apart(self, drawn: Drawn, storage: Storage, sampler: Sampler, lent: Lent) -> Drawn:
+        """Read the rows of a draw of ``_sampled``. The caller holds the lock.
+
+        If its rows were overwritten since, the sampler draws again.
+        """
+        stored = as_tensor(storage.contains(drawn.index)).all()
+        if not stored or self._outdated(drawn, storage):
+            drawn = self._sampled(storage, sampler, drawn.size, lent.generator)
+        if self._writer.tracks_generations or sampler.prioritized or lent.generations:
+            self._add_generations(drawn, storage)
+        self._read(drawn, storage, lent, lent.generator, begin=False)
         return drawn
 
     def _add_generations(self, drawn: Drawn, storage: Storage) -> None:
@@ -397,8 +409,7 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
                 held = not any(k in chain.changes or (k,) in chain.changes for k in drawn.info)
             rows = drawn.rows if held else None
             given = chain, storage, drawn.index, drawn.info, generator, known, rows
-            records_random = self._prefetcher is not None if lent is None else lent.records_random
-            records_random = records_random and chain.uses_random
+            records_random = lent is None and self._prefetcher is not None and chain.uses_random
             if generator is None or (drawn.random is None and not records_random):
                 drawn.fetched = chain, fetch_all(*given)
             else:
@@ -430,37 +441,21 @@ class Drawing(BufferCore[DataT, StorageT, SamplerT, WriterT]):
         drawn.size, drawn.written = size, storage.ledger.next_position
         return drawn
 
-    def _next_pending(self, storage: Storage) -> Drawn | None:
-        """Return the next kept draw whose rows are still stored, or None.
+    def _next_failed(self, storage: Storage) -> Drawn | None:
+        """Return the next failed draw whose rows are still stored, or None.
 
-        If a row of a window was overwritten, the sampler rolls the window back. The same happens if
-        a row has lost neighbours that transforms need.
+        If a row of a window was overwritten, the draw is undone. The same happens if a row has lost
+        neighbours that transforms need.
         """
-        while self._pending:
-            kept = self._pending.popleft()
-            if self._outdated(kept, storage):
-                put_back([kept, *self._pending], self._sampler, storage)
-                self._pending.clear()
-                return None
-            if as_tensor(storage.contains(kept.index)).all():
-                show(self._sampler, kept.ran_out)
-                return kept
-        return None
-
-    def _readable(self, draws: list[Drawn]) -> int:
-        storage = self._storage
-        for number, drawn in enumerate(draws):
+        while self._retry:
+            drawn = self._retry.pop(0)
             if self._outdated(drawn, storage):
-                put_back(draws[number:], self._sampler, storage)
-                return number
-        return len(draws)
-
-    def _still(self, kept: Drawn, storage: Storage) -> Drawn | None:
-        """Return a draw kept by another part; None if its rows are no longer stored."""
-        if self._outdated(kept, storage):
-            self._sampler.put_back([kept.anchors], storage)
-            return None
-        return kept if as_tensor(storage.contains(kept.index)).all() else None
+                self._undo([drawn, *self._retry], storage)
+                self._retry = []
+            elif as_tensor(storage.contains(drawn.index)).all():
+                show(self._sampler, drawn.ran_out)
+                return drawn
+        return None
 
     def _outdated(self, drawn: Drawn, storage: Storage) -> bool:
         """Return whether the sampler could no longer make a kept draw of stored rows."""
@@ -503,8 +498,47 @@ def _describes_nothing(kind: type[Sampler]) -> bool:
     return all(getattr(kind, name) is getattr(Sampler, name) for name in names)
 
 
-def put_back(draws: list[Drawn], sampler: Sampler, storage: Storage) -> None:
-    """Roll back draws that will not be delivered, in the order of drawing.
+def rollback(
+    draws: list[Drawn],
+    sampler: Sampler,
+    storage: Storage,
+    generator: torch.Generator | None,
+    made: int,
+) -> int:
+    """Undo draws that will not be delivered, given in the order of drawing.
+
+    The sampler and the generator return to their states before the draws. If a later draw was
+    delivered, only the rows return to the pass.
+
+    Args:
+        made: the number of the last draw that was made.
+
+    Returns:
+        The number of the last draw that stays.
+    """
+    draws, shown = list(draws), sampler.ran_out
+    while draws and draws[-1].number == made and draws[-1].mark is not None:
+        if sampler.consumes:
+            break
+        mark, made = draws.pop().mark, made - 1
+        assert mark is not None
+        sampler.rollback(mark.token, storage)
+        unused = mark.after is not None and torch.equal(random_state(generator), mark.after)
+        if mark.random is not None and unused:
+            set_random_state(generator, mark.random)
+    if sampler.consumes:  # a write may reuse the slots before the next draw
+        for drawn in draws:
+            positions = storage.ledger.positions(drawn.anchors.cpu())
+            unwritten = drawn.anchors[(positions < drawn.written).to(drawn.anchors.device)]
+            sampler.put_back([unwritten], storage)
+    elif draws:
+        put_back(draws, sampler, storage)
+    show(sampler, shown)
+    return made
+
+
+def put_back(draws: Listed[Undelivered], sampler: Sampler, storage: Storage) -> None:
+    """Return the rows of undelivered draws, in the order of drawing, to their pass.
 
     Draws after the end of a pass are dropped, because their pass has not begun.
     """

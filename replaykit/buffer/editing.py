@@ -159,7 +159,7 @@ class Editing(Drawing[DataT, StorageT, SamplerT, WriterT]):
         Values for all rows may add columns, as in ``rb["advantage"] = x``, ``rb[:] = rows`` and
         ``write_all(rows)``. Rows written later without these columns get zeros in them, until they
         are edited. An edit whose rows lack added columns leaves these columns unchanged. After an
-        added column, the buffer reads its prefetched batches again.
+        added column, the buffer draws its prefetched batches again.
 
         Raises:
             IndexError: a row is not stored.
@@ -212,9 +212,9 @@ class Editing(Drawing[DataT, StorageT, SamplerT, WriterT]):
             self._refresh_prefetched(before)
 
     def _refresh_prefetched(self, before: Schema | None) -> None:
-        """Read prefetched batches again if columns were added."""
+        """Draw prefetched batches again if columns were added."""
         if self._storage.schema is not before:
-            self._made_again()
+            self._rewind()
 
     def write_all(self, data: Any, end: int | None = None) -> None:
         """Replace the first ``end`` stored rows in slot order: ``rb[:end] = data``.

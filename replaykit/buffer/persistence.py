@@ -6,7 +6,6 @@ import copy
 import multiprocessing.context
 import os
 import threading
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -14,11 +13,7 @@ from typing import Any, cast
 from replaykit.buffer.buffer_state import (
     BufferState,
     apply_state,
-    checked_prepared,
-    continue_draws,
-    copied_draws,
     generator_state,
-    prepared_state,
     saved_generator,
     saved_sampler,
 )
@@ -45,8 +40,8 @@ class Saving(Drawing[DataT, StorageT, SamplerT, WriterT]):
         """Save the whole buffer into a directory, or leave the directory unchanged.
 
         A checkpoint holds the stored rows, cursor, write count and generations. It also holds the
-        states of the sampler, the transforms, the generator and the prefetched draws. The files are
-        raw arrays and JSON, without pickle.
+        states of the sampler, the transforms and the generator. Prefetched batches are drawn again
+        after the save, and after a load. The files are raw arrays and JSON, without pickle.
 
         The checkpoint holds the buffer as of the instant of the call. Other threads can sample and
         write meanwhile. They wait at most while 8 MiB are copied. A writer that is about to
@@ -95,7 +90,7 @@ class Saving(Drawing[DataT, StorageT, SamplerT, WriterT]):
         save_snapshot(path, lambda base: self._snapshot(path, base), keep=keep)
 
     def _snapshot(self, path: str | os.PathLike[str], base: Base) -> Snapshot:
-        with self._locked() as storage:
+        with self._locked(settled=False) as storage:
             parts = self._saved_parts(storage, path)
             writer = parts["writer"]
             document = {
@@ -122,9 +117,9 @@ class Saving(Drawing[DataT, StorageT, SamplerT, WriterT]):
 
         The caller holds the lock.
         """
+        self._rewind()
         writer = self._writer.state_dict()
         pace = {} if self._pace is None else {"pace": self._pace.state()}
-        prepared = prepared_state(self)  # first, because it may roll draws back
         return {
             **pace,
             # Only the state may hold views of rows, because any other view counts as a possible
@@ -134,7 +129,6 @@ class Saving(Drawing[DataT, StorageT, SamplerT, WriterT]):
             "sampler": saved_sampler(self._sampler, tracked=storage),
             "transforms": self._chain.state_dict(),
             "generator": generator_state(self._generator),
-            "prepared": prepared,
         }
 
     def loads(
@@ -154,8 +148,8 @@ class Saving(Drawing[DataT, StorageT, SamplerT, WriterT]):
         reports the number of dropped rows. The buffer still stores where their episodes began, as
         in a ring that has overwritten first rows.
 
-        The sampler may also be of another kind. It then starts over with the loaded rows, and
-        prefetched draws are dropped. A prioritized sampler uses the saved priorities, or 1 for each
+        The sampler may also be of another kind. It then starts over with the loaded rows. A
+        prioritized sampler uses the saved priorities, or 1 for each
         row if none were saved. A UserWarning reports the choice.
 
         The load ends open episodes. The first write or ``flush`` after the load stores the rows
@@ -232,11 +226,11 @@ class Saving(Drawing[DataT, StorageT, SamplerT, WriterT]):
                 content = content_after_load(storage, content)
                 writer = saved.part("writer", mapped=late[0])
                 sampler = saved.part("sampler", mapped=late[1])
-                prepared = saved.part("prepared")
+                undelivered = saved.part("prepared") if "prepared" in saved else []
                 if of_another_kind(sampler, self._sampler):
                     if mmap:  # all of it is needed now
                         sampler = saved.part("sampler")
-                    sampler, prepared = restarted(self._sampler, sampler, content), []
+                    sampler, undelivered = restarted(self._sampler, sampler, content), []
                 apply_state(
                     self,
                     BufferState(
@@ -246,7 +240,7 @@ class Saving(Drawing[DataT, StorageT, SamplerT, WriterT]):
                         sampler,
                         saved.part("transforms"),
                         saved.part("generator"),
-                        prepared,
+                        undelivered,
                         mapped=mmap,
                         pace=saved.part("pace") if "pace" in saved else None,
                     ),
@@ -306,8 +300,8 @@ class Saving(Drawing[DataT, StorageT, SamplerT, WriterT]):
             >>> rb[:]
             tensor([0, 1])
         """
-        with self._locked() as storage:
-            prepared = prepared_state(self)  # first, because it may roll draws back
+        with self._locked(settled=False) as storage:
+            self._rewind()
             return {
                 "_storage": storage.state_dict(),
                 "_sampler": copy.deepcopy(saved_sampler(self._sampler)),
@@ -316,7 +310,6 @@ class Saving(Drawing[DataT, StorageT, SamplerT, WriterT]):
                 "_batch_size": self._batch_size,
                 "_consume_after_n_samples": uses_of(self._sampler),
                 "_rng": generator_state(self._generator),
-                "_prefetch_state": prepared,
                 **({} if self._pace is None else {"_pace": self._pace.state()}),
             }
 
@@ -328,7 +321,7 @@ class Saving(Drawing[DataT, StorageT, SamplerT, WriterT]):
         """
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"expected the state of a buffer, got {type(state_dict).__name__}")
-        names = ("_storage", "_sampler", "_writer", "_transforms", "_rng", "_prefetch_state")
+        names = ("_storage", "_sampler", "_writer", "_transforms", "_rng")
         missing = [name for name in names if name not in state_dict]
         if missing:
             raise ValueError(f"expected the entries {list(names)}, missing {missing}")
@@ -345,7 +338,7 @@ class Saving(Drawing[DataT, StorageT, SamplerT, WriterT]):
                     state_dict["_sampler"],
                     state_dict["_transforms"],
                     state_dict["_rng"],
-                    state_dict["_prefetch_state"],
+                    state_dict.get("_prefetch_state", []),
                     pace=state_dict.get("_pace"),
                 ),
             )
@@ -366,15 +359,14 @@ class Saving(Drawing[DataT, StorageT, SamplerT, WriterT]):
                 "shared=True, save it with dumps() and load it there, or hand over a read-only "
                 "data set"
             )
-        with self._locked() as storage:
+        with self._locked(settled=False) as storage:
+            self._rewind()
             state = dict(self.__dict__)
             state["_prefetcher"] = state["_making"] = state["_staging"] = None
-            # Prefetch threads keep running while the rest is pickled. So the state that belongs to
-            # the pickled draws is copied now.
+            # Other threads may sample while the rest is pickled. So this state is copied now.
             sampler = state["_sampler"] = copy.deepcopy(self._sampler, {id(storage): storage})
             sampler.owner = self
             state["_generator"] = by_value(generator_state(self._generator))
-            state["_pending"] = by_value(copied_draws(self))
             state["_shared"] = self._shared and spawning  # any other copy has separate rows
             # A copy has separate counts, too. A shared buffer stores the counts with its rows.
             state["_pace"] = None if self._pace is None else self._pace.state()
@@ -386,8 +378,6 @@ class Saving(Drawing[DataT, StorageT, SamplerT, WriterT]):
         self._generator = saved_generator(from_value(state["_generator"]))
         if not self._initialized:
             return
-        self._pending = deque(checked_prepared(from_value(state["_pending"])))
-        continue_draws(list(self._pending), self._storage)
         self._sampler.generator = self._generator
         self._claim(self._sampler, self._writer)
         self._writer.register_storage(self._storage)

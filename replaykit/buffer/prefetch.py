@@ -18,7 +18,23 @@ import torch
 from replaykit.interrupts import acquire
 from replaykit.transfer import Arrival
 
-__all__ = ["AheadBatch", "Drawn", "Outdated", "Prefetcher"]
+__all__ = ["AheadBatch", "Drawn", "Mark", "Outdated", "Prefetcher"]
+
+
+@dataclass(slots=True)
+class Mark:
+    """The state of a sampler and of a generator before a draw.
+
+    Attributes:
+        token: the result of ``Sampler.mark``.
+        random: the state of the generator; None if the draw used another generator.
+        after: the state of the generator after the draw and its read. A rollback resets the
+            generator only if no other code has used it since.
+    """
+
+    token: Any
+    random: torch.Tensor | None
+    after: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -31,11 +47,12 @@ class Drawn:
         sampler: the sampler that completes the rows; None if nothing is to be completed.
         fetched: the neighbouring rows that transforms have read.
         size: the batch size that was requested.
-        home: the storage of the draw; None if the draw is never rolled back.
+        home: the storage of the draw.
         drawer: the sampler that made the draw.
         was_out: the sampler's ``ran_out`` before the draw.
         kept: whether the buffer keeps the draw if its batch fails, and delivers it next.
-        before, after: states of the generator before and after the draw, if they may be needed.
+        number: the number of the draw among the draws of its buffer.
+        mark: the state before the draw; None if the draw can only be put back.
         written: the next row id of the storage at the draw.
         random: the state of the buffer's generator before transforms used it; None if no later read
             needs it.
@@ -57,8 +74,8 @@ class Drawn:
     drawer: Any = None
     was_out: bool = False
     kept: bool = True
-    before: torch.Tensor | None = None
-    after: torch.Tensor | None = None
+    number: int = 0
+    mark: Mark | None = None
     sampler: Any = None
     fetched: Any = None
     size: int = 0
@@ -76,6 +93,11 @@ class Drawn:
             self.info,
             self.ran_out,
             self.anchors,
+            home=self.home,
+            drawer=self.drawer,
+            was_out=self.was_out,
+            number=self.number,
+            mark=self.mark,
             size=self.size,
             written=self.written,
             random=self.random,
@@ -204,10 +226,6 @@ class Prefetcher:
     def pop(self) -> AheadBatch:
         """Remove and return the next batch."""
         return self._queue.popleft()
-
-    def put_first(self, batch: AheadBatch) -> None:
-        """Queue a batch that was not delivered as the next one."""
-        self._queue.appendleft(batch)
 
     def submit(self, batches: list[AheadBatch]) -> None:
         """Let threads make batches."""

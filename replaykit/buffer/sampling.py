@@ -28,7 +28,6 @@ from replaykit.transfer import Arrival, Staging, engine_for, pin, to_device
 
 __all__ = [
     "Sampling",
-    "check_batch_info",
     "is_ragged",
     "merged",
     "put_fresh",
@@ -40,28 +39,6 @@ __all__ = [
 ]
 
 _MASKS = ("validity_mask", ("collector", "mask"))
-_READ: dict[Any, torch.dtype] = {
-    "sequence_id": torch.int64,
-    "anchor_index": torch.int64,
-    **dict.fromkeys(_MASKS, torch.bool),
-}
-"""Info that the package reads per row, with its dtypes."""
-
-
-def check_batch_info(info: Mapping[Any, Any], rows: int) -> None:
-    """Raise ValueError if the info of a saved draw has invalid entries.
-
-    Only entries that the package reads are checked.
-    """
-    for key, dtype in _READ.items():
-        value = info.get(key)
-        if value is None:
-            continue
-        fits = isinstance(value, torch.Tensor) and value.dtype == dtype and value.ndim
-        if not fits or len(value) != rows:
-            raise ValueError(
-                f"expected {key!r} of a prepared draw as {dtype} of {rows} rows, got {value!r}"
-            )
 
 
 def merged(data: Any, info: dict[Any, Any], dim: int, *, needed: bool = True) -> Any:
@@ -313,7 +290,7 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
             return False
         with self._locked(settled=False) as storage:
             self._sampler.needs = self._needs
-            if self._pending and not self._outdated(self._pending[0], storage):
+            if self._retry and not self._outdated(self._retry[0], storage):
                 return True
             return self._sampler.can_sample(storage, size)
 
@@ -455,7 +432,11 @@ class Sampling(Drawing[DataT, StorageT, SamplerT, WriterT]):
             error = batch.error
             if error is None:
                 return batch
-            if batch.drawn is not None and not isinstance(error, Outdated):
+            if isinstance(error, Outdated):
+                with shielded:
+                    self._refuse(batch.drawn)
+                continue
+            if batch.drawn is not None:
                 with shielded:
                     self._give_back(batch.drawn)
                 raise error

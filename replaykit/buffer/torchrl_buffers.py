@@ -161,5 +161,5 @@ def _state(buffer: ReplayBuffer, saved: TorchRLCheckpoint) -> BufferState:
         sampler=state,
         transforms=buffer._chain.state_dict(),
         generator=generator_state(buffer._generator),
-        prepared=[],
+        undelivered=[],
     )

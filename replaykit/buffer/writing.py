@@ -289,7 +289,7 @@ class Writing(Drawing[DataT, StorageT, SamplerT, WriterT]):
         """
         with self._locked():
             self._writer.empty(empty_write_count)
-            self._withdraw_prefetched()
+            self._drop_draws()
             self._sampler.empty()
             self._chain.empty()
             if self._pace is not None:

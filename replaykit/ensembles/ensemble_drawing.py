@@ -29,7 +29,7 @@ from replaykit.ensembles.batch_info import (
 )
 from replaykit.ensembles.ensemble_core import EnsembleCore
 from replaykit.ensembles.ensemble_sampler import Choice, filled, naming_member, requests
-from replaykit.ensembles.remote_draws import Asking, Buffers, EnsembleDrawn, MemberDraw, lost
+from replaykit.ensembles.remote_draws import Asking, Buffers, EnsembleDrawn, MemberDraw
 from replaykit.ensembles.remote_members import KnownMember, Member
 from replaykit.interrupts import check, shielded
 from replaykit.structure import contiguous
@@ -150,8 +150,6 @@ class EnsembleDrawing(Asking[DataT]):
         size = self._size_of(batch_size)
         known = self._known(size, everyone=True)
         with self._locked():
-            if self._pending_draw(size) is not None:
-                return True
             return self._sampler.can_choose(size, Buffers(self._members, self._generator, known))
 
     def set_rng(self, generator: torch.Generator | None) -> None:
@@ -164,9 +162,7 @@ class EnsembleDrawing(Asking[DataT]):
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"expected a torch.Generator, got {type(generator).__name__}")
         with self._locked():
-            drawn: Any
-            for drawn in self._withdraw_prefetched():
-                self._return(drawn)
+            self._rewind()
             self._generator = generator
 
     # -- drawing --------------------------------------------------------------------------------
@@ -179,30 +175,19 @@ class EnsembleDrawing(Asking[DataT]):
     def _drawn_together(self, size: int, lent: Lent | None, known: KnownMember) -> EnsembleDrawn:
         """Choose members; all of them draw, or none. The caller holds the lock."""
         sampler, generator = self._sampler, self._generator
-        kept: EnsembleDrawn | None = None
-        if lent is not None:
-            generator = generator if lent.generator is None else lent.generator
-            kept = lent.draw  # type: ignore[assignment]
-        else:
-            kept = self._pending_draw(size)
-            if kept is not None:
-                self._pending.remove(kept)  # type: ignore[arg-type]
-        records_random = self._prefetcher is not None if lent is None else lent.records_random
+        own = lent is None or lent.generator is None  # else the owner of the generator resets it
+        if lent is not None and lent.generator is not None:
+            generator = lent.generator
         before = random_state(generator)
         ended, was_out = sampler._ended, sampler.ran_out
         done: list[tuple[Any, Any]] = []
         try:
-            if kept is None:
-                members = Buffers(self._members, generator, known, trusting=True)
-                choice = sampler.choose(size, members, generator)
-                stored: dict[int, list[Any]] = {}
-            else:
-                choice = Choice(kept.members, kept.rows, frozenset())
-                stored = {part.member: list(part.draws) for part in kept.parts}
+            members = Buffers(self._members, generator, known, trusting=True)
+            choice = sampler.choose(size, members, generator)
             checks = self._checks(choice)
             # Remote members come first, so that they draw at the same time as local members.
             parts = [
-                self._part(member, choice, generator, records_random, stored.get(member, []), done)
+                self._part(member, choice, generator, done)
                 for member in sorted(set(choice.members), key=self._is_here)
             ]
             parts.sort(key=lambda part: part.member)
@@ -210,65 +195,41 @@ class EnsembleDrawing(Asking[DataT]):
             for buffer, drawn in reversed(done):
                 buffer._give_back(drawn)
             set_random_state(generator, before)
-            if kept is not None and lent is None:
-                self._pending.appendleft(kept)  # type: ignore[arg-type]
             raise
-        if kept is None:
-            over = {part.member for part in parts if any(draw.ran_out for draw in part.draws)}
-            ran_out = sampler.mark_ended(over, choice.possible)
-        else:
-            ran_out = kept.ran_out
-            show(sampler, ran_out)
+        over = {part.member for part in parts if any(draw.ran_out for draw in part.draws)}
         return EnsembleDrawn(
             choice.members,
             choice.rows,
             size,
             parts,
-            ran_out,
-            lent=lent is not None,
+            sampler.mark_ended(over, choice.possible),
             ended=ended,
             was_out=was_out,
             checks=checks,
-            before=before,
-            after=random_state(generator) if self._asks else None,
+            before=before if own else None,
+            after=random_state(generator) if own else None,
         )
-
-    def _readable(self, draws: list[Any]) -> int:
-        return len(draws)  # members check their draws when they read
-
-    def _pending_draw(self, size: int) -> EnsembleDrawn | None:
-        """Return the next kept draw with this batch size. The caller holds the lock."""
-        for kept in self._pending:
-            if kept.size == size:
-                return kept  # type: ignore[return-value]
-        return None
 
     def _part(
         self,
         member: int,
         choice: Choice,
         generator: torch.Generator | None,
-        records_random: bool,
-        stored: list[Any],
         done: list[tuple[Any, Any]],
     ) -> MemberDraw:
         """Draw a member's parts of a batch. The caller holds the lock.
 
         Args:
-            stored: kept draws of the member, to be read again.
             done: list to which new draws are appended.
         """
         buffer, collate = self._members[member], self._collate_fns[member]
         plain = not isinstance(buffer, EnsembleCore)
         if isinstance(buffer, Member):
-            return self._asked_of(member, choice, generator, stored)
+            return self._asked_of(member, choice, generator)
 
         def draw(rows: int) -> tuple[Any, int, bool]:
-            kept = stored.pop(0) if stored else None
-            lent = Lent(generator, collate, records_random, kept)
-            drawn = buffer._draw(rows if kept is None else kept.size, lent)
-            if kept is None:
-                done.append((buffer, drawn))
+            drawn = buffer._draw(rows, Lent(generator, collate))
+            done.append((buffer, drawn))
             return drawn, len(drawn.anchors) if plain else drawn.size, drawn.ran_out
 
         times = choice.members.count(member)
@@ -294,44 +255,29 @@ class EnsembleDrawing(Asking[DataT]):
             return AheadBatch(None, written, error=error)
         return AheadBatch(drawn, is_read=True, late=_is_ordered(self))
 
-    def _feed(self) -> None:
-        # Remote members would have to answer while the lock is held. The next call reads the draws.
-        if not self._asks:
-            super()._feed()
-
     def _written(self) -> int:
         return sum(member._written() for member in self._members)
 
-    def _give_back(self, drawn: Any) -> None:
+    def _give_back(self, drawn: EnsembleDrawn) -> None:  # type: ignore[override]
+        """Undo a draw whose batch failed, and all later draws that were not delivered."""
         with self._locked(settled=False):
-            if drawn.lent:
-                # The ensemble that made the batch restores the generator.
-                for part in reversed(drawn.parts):
-                    for one in reversed(part.draws):
-                        self._members[part.member]._give_back(one)
-                self._sampler._ended = drawn.ended
-            elif lost(drawn):
-                self._drop(drawn)
-            else:
-                self._pending.extend([drawn.without_rows(), *self._withdraw_prefetched()])
+            self._undo([drawn, *self._withdraw()], self._storage)
             show(self._sampler, drawn.was_out)
 
-    def _return(self, drawn: EnsembleDrawn) -> None:
-        """Roll back draws of members that will not be delivered.
+    def _undo(self, draws: list[Any], storage: Any) -> None:
+        """Undo draws of all members, and the choices of members. The caller holds the lock.
 
-        The caller holds the lock.
+        The generator is reset, unless other code has used it since.
         """
-        for part in reversed(drawn.parts):
-            buffer = self._members[part.member]
-            for one in reversed(part.draws):
-                if isinstance(buffer, Member):
-                    continue
-                if isinstance(buffer, EnsembleDrawing):
-                    with buffer._locked():
-                        buffer._return(one)
-                else:
-                    with buffer._locked() as storage:
-                        buffer._sampler.put_back([one.anchors], storage)
+        shown = self._sampler.ran_out
+        for drawn in reversed(draws):
+            for part in reversed(drawn.parts):
+                for one in reversed(part.draws):
+                    self._members[part.member]._give_back(one)
+            self._sampler._ended = drawn.ended
+            if drawn.after is not None and torch.equal(random_state(self._generator), drawn.after):
+                set_random_state(self._generator, drawn.before)
+        show(self._sampler, shown)
 
     # -- putting together -----------------------------------------------------------------------
 

@@ -6,13 +6,12 @@ import contextlib
 import copy
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from replaykit.buffer.buffer_state import continue_draws, generator_state, saved_generator
+from replaykit.buffer.buffer_state import UndeliveredDraw, generator_state, saved_generator
 from replaykit.buffer.core import DataT
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot, save_snapshot
@@ -23,21 +22,18 @@ from replaykit.ensembles.member_state import (
     MemberLoad,
     buffers_of,
     check_remote,
-    checked_draws,
     described,
     ensembles_of,
-    leaves_of,
     load_remote_members,
     load_remote_members_from,
     member_state,
     members_locked,
     remote_folders,
     remote_states,
-    saved_draws,
     saved_remote,
     state_of_member,
+    undelivered_of,
 )
-from replaykit.ensembles.remote_draws import EnsembleDrawn
 from replaykit.ensembles.remote_members import Member
 from replaykit.interrupts import deferred
 from replaykit.storages.tensor_bytes import by_value, from_value
@@ -90,6 +86,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
         self, path: str | os.PathLike[str], base: Base, far: Mapping[str, Any] | None = None
     ) -> Snapshot:
         with members_locked(self) as lock:
+            rewind(self)
             parts: dict[str, Any] = {} if far is None else {REMOTE_PART: far}
             documents = []
             for name, buffer in buffers_of(self):
@@ -155,8 +152,10 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
                 )
             far = remote_folders(self, saved, path, mmap=mmap)
 
-            def part(name: str, which: str) -> Any:
+            def part(name: str, which: str, *default: Any) -> Any:
                 key = f"{name}/{which}"
+                if default and key not in saved:
+                    return default[0]
                 if which == "storage" and "identity" not in saved.manifest["parts"][key]:
                     return saved.part(key, mapped=["groups"])
                 if which in ("writer", "sampler") and mmap:
@@ -191,6 +190,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
         """
         far = remote_states(self)
         with members_locked(self):
+            rewind(self)
             return {
                 "_elsewhere": far,
                 "_members": {name: member_state(buffer, None) for name, buffer in buffers_of(self)},
@@ -218,8 +218,10 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
                 f"expected the state of an ensemble with the members {names}, got {found}"
             )
 
-        def part(name: str, which: str) -> Any:
+        def part(name: str, which: str, *default: Any) -> Any:
             state = members[name]
+            if default and isinstance(state, Mapping):
+                return state.get(which, *default)
             if not isinstance(state, Mapping) or which not in state:
                 raise ValueError(f"expected the entry {which!r} in its state")
             return state[which]
@@ -257,8 +259,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
                     taken.enter_context(ensemble._own_taken(state))
                 loading.apply()
             for ensemble, state in ensembles:
-                kept = [one for one in state.draws if loading.deliverable(ensemble, one)]
-                ensemble._finish_own(state.random, kept)
+                ensemble._finish_own(state.random)
 
     def _checked_all(
         self, state_of: Any, own: Mapping[str, Any]
@@ -270,9 +271,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
         ensembles = [
             (ensemble, ensemble._checked_own(own[name])) for name, ensemble in ensembles_of(self)
         ]
-        loading = MemberLoad(
-            [(ensemble, one, state.random) for ensemble, state in ensembles for one in state.draws]
-        )
+        loading = MemberLoad(one for _, state in ensembles for one in state.undelivered)
         for name, buffer in buffers_of(self):
             loading.check(name, buffer, state_of)
         return ensembles, loading
@@ -280,27 +279,22 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
     # -- the ensemble's own state ---------------------------------------------------------------
 
     def _own_state(self) -> dict[str, Any]:
-        draws: list[Any] = self._made_again()
         return {
             "sampler": self._sampler.own_state(),
             "transforms": copy.deepcopy(self._chain.state_dict()),
             "generator": generator_state(self._generator),
-            "prepared": [saved_draws(self, draw) for draw in draws],
         }
 
     def _checked_own(self, state: Any) -> _Own:
         """Return a saved state; ValueError if it is not that of such an ensemble."""
-        names = ("sampler", "transforms", "generator", "prepared")
+        names = ("sampler", "transforms", "generator")
         if not isinstance(state, Mapping) or any(name not in state for name in names):
             raise ValueError(f"expected the entries {names} in the state of an ensemble")
         self._sampler.check_own_state(state["sampler"])
         self._chain.check_state(state["transforms"])
-        if not isinstance(state["prepared"], list):
-            raise ValueError(f"expected a list of prepared draws, got {state['prepared']!r}")
-        draws = [checked_draws(self, record) for record in state["prepared"]]
-        return _Own(
-            state["sampler"], state["transforms"], saved_generator(state["generator"]), draws
-        )
+        undelivered = list(undelivered_of(self, state.get("prepared", [])))
+        generator = saved_generator(state["generator"])
+        return _Own(state["sampler"], state["transforms"], generator, undelivered)
 
     @contextlib.contextmanager
     def _own_taken(self, state: _Own) -> Iterator[None]:
@@ -316,34 +310,28 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
             self._sampler.load_own_state(sampler)
             raise
 
-    def _finish_own(self, saved: torch.Generator | None, draws: list[EnsembleDrawn]) -> None:
-        """Set a saved generator and saved draws for later draws."""
-        self._withdraw_prefetched()
+    def _finish_own(self, saved: torch.Generator | None) -> None:
+        """Set a saved generator for later draws."""
+        self._drop_draws()
         self._pass_ended = False
-        self._pending = deque(draws)  # type: ignore[arg-type]
         current = self._generator
         if saved is not None:
             if current is not None and current.device == saved.device:
                 current.set_state(saved.get_state())
             else:
                 self._generator = saved
-        self._feed()
 
     # -- pickling -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         with members_locked(self):
+            rewind(self)
             state = dict(self.__dict__)
             state["_prefetcher"] = state["_making"] = None
             state["_generator"] = by_value(generator_state(self._generator))
-            queue = self._queue()
-            ahead: list[Any] = [] if queue is None else queue.pending()
-            state["_pending"] = by_value(
-                [saved_draws(self, draw) for draw in (*ahead, *self._pending)]
-            )
-            if queue is not None:
-                # Prefetch threads keep running while the rest is pickled. So the states of members
-                # that belong to the pickled draws are copied now.
+            if self._prefetch_depth:
+                # Other threads may sample while the rest is pickled. So the states of members are
+                # copied now.
                 state["_members"] = [
                     member
                     if isinstance(member, Member)
@@ -366,13 +354,17 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
                 part.attach_members(self._members)
         self._making = threading.RLock()
         self._generator = saved_generator(from_value(state["_generator"]))
-        draws = [checked_draws(self, record) for record in from_value(state["_pending"])]
-        for draw in draws:
-            for buffer, one in leaves_of(self, draw):
-                continue_draws([one], buffer.storage)
-        self._pending = deque(draws)  # type: ignore[arg-type]
         if self._prefetch_depth and not self._closed:
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
+
+
+def rewind(ensemble: Any) -> None:
+    """Undo the undelivered draws of an ensemble and of the ensembles in it, outer ones first.
+
+    The caller holds the locks.
+    """
+    for _, one in ensembles_of(ensemble):
+        one._rewind()
 
 
 class _Taken(NamedTuple):
@@ -394,4 +386,4 @@ class _Own(NamedTuple):
     sampler: dict[str, Any]
     transforms: dict[str, Any]
     random: torch.Generator | None
-    draws: list[EnsembleDrawn]
+    undelivered: list[tuple[Any, UndeliveredDraw]]

@@ -6,8 +6,8 @@ import contextlib
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +17,23 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.buffer_state import (
     BufferState,
     CheckedState,
-    check_random,
+    UndeliveredDraw,
     check_rows,
     check_state,
-    checked_draw,
-    draw_state,
     finish_taking,
     generator_state,
     load_rows,
     parts_taken,
-    prepared_state,
     saved_sampler,
+    undelivered_draws,
 )
 from replaykit.buffer.component_checks import check_mappable
-from replaykit.buffer.prefetch import Drawn
 from replaykit.checkpoint import Checkpoint, checkpoint_versions
 from replaykit.checkpoint.checkpoint_format import MANIFEST
 from replaykit.ensembles.batch_info import depth
 from replaykit.ensembles.ensemble_core import EnsembleCore
 from replaykit.ensembles.ensemble_sampler import naming_member
-from replaykit.ensembles.remote_draws import EnsembleDrawn, MemberDraw
 from replaykit.ensembles.remote_members import Member
-from replaykit.ensembles.remote_members import RemoteDraw as Asked
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
 from replaykit.storages.content import Content
@@ -50,19 +45,17 @@ __all__ = [
     "MemberLoad",
     "buffers_of",
     "check_remote",
-    "checked_draws",
     "described",
     "ensembles_of",
-    "leaves_of",
     "load_remote_members",
     "load_remote_members_from",
     "member_state",
     "members_locked",
     "remote_folders",
     "remote_states",
-    "saved_draws",
     "saved_remote",
     "state_of_member",
+    "undelivered_of",
 ]
 
 
@@ -134,70 +127,34 @@ def members_locked(ensemble: EnsembleCore) -> Iterator[JointLock]:
 # -- draws ----------------------------------------------------------------------------------------
 
 
-def saved_draws(ensemble: EnsembleCore, drawn: EnsembleDrawn) -> dict[str, Any]:
-    """Return a draw without its rows, as values that can be saved.
+def undelivered_of(
+    ensemble: EnsembleCore, records: object
+) -> Iterator[tuple[ReplayBuffer, UndeliveredDraw]]:
+    """Yield the draws of local buffers in a checkpoint's undelivered draws of an ensemble.
 
-    The caller holds the locks.
+    Only earlier releases saved such draws.
+
+    Raises:
+        ValueError: such an ensemble cannot have saved them.
     """
-    parts = []
-    for part in drawn.parts:
-        member = ensemble._members[part.member]
-        if isinstance(member, EnsembleCore):
-            draws = [saved_draws(member, one) for one in part.draws]
-        elif isinstance(member, Member):
-            draws = [{"rows": one.rows, "seed": one.seed} for one in part.draws]
-        else:
-            draws = [draw_state(one, member.storage) for one in part.draws]
-        parts.append({"member": part.member, "draws": draws})
-    return {
-        "members": list(drawn.members),
-        "rows": drawn.rows,
-        "size": drawn.size,
-        "ran_out": drawn.ran_out,
-        "parts": parts,
-    }
-
-
-def checked_draws(ensemble: EnsembleCore, record: object) -> EnsembleDrawn:
-    """Return a saved draw; ValueError if such an ensemble cannot have saved it."""
-    fields = record if isinstance(record, Mapping) else {}
-    members, parts = fields.get("members"), fields.get("parts")
-    numbers = [fields.get("rows"), fields.get("size")]
-    known = range(len(ensemble))
-    if not (
-        isinstance(members, list)
-        and isinstance(parts, list)
-        and all(type(member) is int and member in known for member in members)
-        and all(type(number) is int and number > 0 for number in numbers)
-        and type(fields.get("ran_out")) is bool
-        and all(isinstance(part, Mapping) and isinstance(part.get("draws"), list) for part in parts)
-        and [part.get("member") for part in parts] == sorted(set(members))
-    ):
-        raise ValueError(f"expected a prepared draw of {len(ensemble)} members, got {record!r}")
-    found = []
-    for part in parts:
-        member = ensemble._members[part["member"]]
-        draws: list[Any]
-        if isinstance(member, EnsembleCore):
-            draws = [checked_draws(member, one) for one in part["draws"]]
-        elif isinstance(member, Member):
-            draws = [Asked.of(member, one) for one in part["draws"]]
-        else:
-            draws = [checked_draw(one) for one in part["draws"]]
-        found.append(MemberDraw(part["member"], draws))
-    rows, size = numbers
-    return EnsembleDrawn(list(members), rows, size, found, fields["ran_out"])  # type: ignore[arg-type]
-
-
-def leaves_of(ensemble: EnsembleCore, drawn: EnsembleDrawn) -> Iterator[tuple[ReplayBuffer, Drawn]]:
-    """Yield the local buffers that take part in a draw, with their draws."""
-    for part in drawn.parts:
-        member = ensemble._members[part.member]
-        for one in part.draws:
+    if not isinstance(records, list):
+        raise ValueError(f"expected a list of prepared draws, got {records!r}")
+    for record in records:
+        parts = record.get("parts") if isinstance(record, Mapping) else None
+        if not isinstance(parts, list):
+            raise ValueError(f"expected a prepared draw of {len(ensemble)} members, got {record!r}")
+        for part in parts:
+            number = part.get("member") if isinstance(part, Mapping) else None
+            if type(number) is not int or number not in range(len(ensemble)):
+                raise ValueError(
+                    f"expected a prepared draw of {len(ensemble)} members, got {record!r}"
+                )
+            member, draws = ensemble._members[number], part.get("draws")
             if isinstance(member, EnsembleCore):
-                yield from leaves_of(member, one)
+                yield from undelivered_of(member, draws)
             elif not isinstance(member, Member):
-                yield member, one
+                for one in undelivered_draws(draws):
+                    yield member, one
 
 
 # -- members --------------------------------------------------------------------------------------
@@ -213,7 +170,7 @@ def member_state(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> d
     storage, identity = buffer.storage, buffer.storage.identity
     if path is not None and identity is None:
         return buffer._saved_parts(storage, path)
-    prepared = prepared_state(buffer)  # first, because it may roll draws back
+    buffer._rewind()
     sampler = saved_sampler(buffer.sampler, tracked=None if path is None else storage)
     return {
         "storage": storage.state_dict() if identity is None else {"identity": identity},
@@ -221,7 +178,6 @@ def member_state(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> d
         "sampler": sampler,
         "transforms": buffer.transform.state_dict(),
         "generator": generator_state(buffer._generator),
-        "prepared": prepared,
     }
 
 
@@ -246,7 +202,7 @@ def described(name: str, buffer: ReplayBuffer) -> dict[str, Any]:
 def state_of_member(
     buffer: ReplayBuffer,
     name: str,
-    part: Callable[[str, str], Any],
+    part: Callable[..., Any],
     path: str | os.PathLike[str] | None,
     *,
     mapped: bool = False,
@@ -255,7 +211,8 @@ def state_of_member(
 
     Args:
         name: the name of the buffer in the checkpoint.
-        part: a function that returns a part of a buffer, given the names of buffer and part.
+        part: a function that returns a part of a buffer, given the names of buffer and part, and
+            optionally a default.
         path: the directory of the checkpoint; None for a state dict.
         mapped: whether rows stay in the files of the checkpoint.
 
@@ -280,8 +237,8 @@ def state_of_member(
         if mapped:
             check_mappable(storage)
         content = content_after_load(storage, content)
-    names = ("writer", "sampler", "transforms", "generator", "prepared")
-    writer, sampler, transforms, generator, prepared = (part(name, which) for which in names)
+    names = ("writer", "sampler", "transforms", "generator")
+    writer, sampler, transforms, generator = (part(name, which) for which in names)
     return BufferState(
         content,
         rows,
@@ -289,7 +246,7 @@ def state_of_member(
         sampler,
         transforms,
         generator,
-        prepared,
+        part(name, "prepared", []),
         mapped=mapped and not same,
         same_rows=same,
     )
@@ -322,7 +279,7 @@ def _check_identity(own: Any, saved: Any) -> None:
 class _Entry:
     buffer: ReplayBuffer
     checked: CheckedState
-    held: list[Drawn] = field(default_factory=list)
+    undelivered: list[UndeliveredDraw]
 
 
 class MemberLoad:
@@ -331,17 +288,14 @@ class MemberLoad:
     The caller holds their locks.
 
     Args:
-        draws: saved draws of ensembles, each with the saved generator that made it, if any.
+        draws: undelivered draws of ensembles, with the buffers that made them.
     """
 
-    def __init__(
-        self, draws: Sequence[tuple[EnsembleCore, EnsembleDrawn, torch.Generator | None]]
-    ) -> None:
+    def __init__(self, draws: Iterable[tuple[ReplayBuffer, UndeliveredDraw]]) -> None:
         self._entries: list[_Entry] = []
-        self._held: dict[int, list[tuple[Drawn, torch.Generator | None]]] = {}
-        for ensemble, drawn, generator in draws:
-            for buffer, one in leaves_of(ensemble, drawn):
-                self._held.setdefault(id(buffer), []).append((one, generator))
+        self._undelivered: dict[int, list[UndeliveredDraw]] = {}
+        for buffer, drawn in draws:
+            self._undelivered.setdefault(id(buffer), []).append(drawn)
 
     def check(
         self, name: str, buffer: ReplayBuffer, state_of: Callable[[str, ReplayBuffer], BufferState]
@@ -354,14 +308,11 @@ class MemberLoad:
         try:
             state = state_of(name, buffer)
             checked = check_state(buffer, state, stacklevel=8)
-            held = self._held.get(id(buffer), [])
-            check_rows([one for one, _ in held], state)
-            for one, generator in held:
-                if generator is not None:
-                    check_random([one], generator)
+            undelivered = self._undelivered.get(id(buffer), [])
+            check_rows(undelivered, state)
         except (ValueError, TypeError) as error:
             raise naming_member(error, name) from error
-        self._entries.append(_Entry(buffer, checked, [one for one, _ in held]))
+        self._entries.append(_Entry(buffer, checked, undelivered))
 
     def apply(self) -> None:
         """Load all states. If one load fails, restore the old states of all buffers."""
@@ -382,21 +333,7 @@ class MemberLoad:
                     back()
                 raise
         for entry in self._entries:
-            finish_taking(entry.buffer, entry.checked, held=entry.held)
-
-    def deliverable(self, ensemble: EnsembleCore, drawn: EnsembleDrawn) -> bool:
-        """Return whether the rows of a saved draw have kept their slots.
-
-        If not, roll back the parts of the draw that were not rolled back yet.
-        """
-        moved = {id(e.buffer) for e in self._entries if e.checked.rows is not None}
-        leaves = list(leaves_of(ensemble, drawn))
-        if not any(id(buffer) in moved for buffer, _ in leaves):
-            return True
-        for buffer, one in leaves:
-            if id(buffer) not in moved:
-                buffer.sampler.put_back([one.anchors], buffer.storage)
-        return False
+            finish_taking(entry.buffer, entry.checked, more=entry.undelivered)
 
 
 REMOTE_PART = "elsewhere"

@@ -11,7 +11,7 @@ import torch
 
 from replaykit.buffer.buffer_dataset import DrawnRows, RemoteRequest
 from replaykit.buffer.core import DataT
-from replaykit.buffer.drawing import Lent, random_state, set_random_state
+from replaykit.buffer.drawing import Lent
 from replaykit.ensembles.ensemble_core import EnsembleCore
 from replaykit.ensembles.ensemble_sampler import SIZE, Choice, naming_member
 from replaykit.ensembles.ensemble_storage import rows_in
@@ -20,7 +20,7 @@ from replaykit.errors import NotEnoughData
 from replaykit.interrupts import allowed, deferred
 from replaykit.pace import checked_timeout
 
-__all__ = ["Asking", "Buffers", "EnsembleDrawn", "MemberDraw", "lost"]
+__all__ = ["Asking", "Buffers", "EnsembleDrawn", "MemberDraw"]
 
 
 @dataclass(slots=True)
@@ -38,14 +38,11 @@ class EnsembleDrawn:
     Attributes:
         rows: number of rows that each part requests from its member.
         size: the batch size that was requested.
-        lent: whether the draw is part of the batch of an outer ensemble.
         ended: the members that had ended a pass before the draw.
         was_out: the sampler's ``ran_out`` before the draw.
-        late: whether the batch is made at delivery.
         checks: for remote members that could have been chosen, the readiness requests and their
             numbers of rows.
-        before, after: states of the generator.
-        lost: whether a remote member did not return its rows.
+        before, after: states of the ensemble's own generator; None if it was not used.
         until: the time on the monotonic clock at which the wait for rows ends; None for no limit.
     """
 
@@ -54,24 +51,12 @@ class EnsembleDrawn:
     size: int
     parts: list[MemberDraw]
     ran_out: bool = False
-    lent: bool = False
     ended: frozenset[int] = frozenset()
     was_out: bool = False
-    random: Any = field(default=None)
-    late: bool = False
     checks: list[tuple[int, RemoteRequest, int]] = field(default_factory=list)
     before: torch.Tensor | None = None
     after: torch.Tensor | None = None
-    lost: bool = False
     until: float | None = None
-
-    def without_rows(self) -> EnsembleDrawn:
-        """Return the draw without its rows, for a later delivery."""
-        parts = [
-            MemberDraw(part.member, [draw.without_rows() for draw in part.draws])
-            for part in self.parts
-        ]
-        return EnsembleDrawn(self.members, self.rows, self.size, parts, self.ran_out)
 
     def wait_until(self, until: float | None) -> None:
         """Limit the wait for remote members to a time on the monotonic clock."""
@@ -102,8 +87,6 @@ class Asking(EnsembleCore[DataT]):
     if TYPE_CHECKING:
 
         def _next(self, *args: Any, **made: Any) -> Any: ...
-
-        def _return(self, drawn: EnsembleDrawn) -> None: ...
 
     def _is_here(self, number: int) -> bool:
         return not isinstance(self._members[number], Member)
@@ -172,14 +155,10 @@ class Asking(EnsembleCore[DataT]):
         number: int,
         choice: Choice,
         generator: torch.Generator | None,
-        stored: list[Any],
     ) -> MemberDraw:
-        """Request a remote member's parts of a batch, or repeat a kept draw."""
+        """Request a remote member's parts of a batch."""
         member = self._members[number]
         try:
-            if stored:
-                stored[0].ask()
-                return MemberDraw(number, [stored[0]])
             times = choice.members.count(number)
             return MemberDraw(number, [member.asked(times, choice.rows, generator)])
         except Exception as error:
@@ -201,34 +180,13 @@ class Asking(EnsembleCore[DataT]):
                     if not asked.result(left(until)).ready:
                         refuse(self._members[number], rows)
         except Exception as error:
-            drawn.lost = True
             raise naming_member(error, number) from error
-
-    def _drop(self, drawn: EnsembleDrawn) -> None:
-        """Drop a draw that lacks the part of a remote member, and all later draws.
-
-        The other parts of these draws are rolled back. The generator is reset, unless it was used
-        since. The caller holds the lock.
-        """
-        later: list[Any] = self._withdraw_prefetched()
-        for other in (*reversed(later), drawn):
-            self._return(other)
-        self._sampler._ended = drawn.ended
-        if drawn.after is not None and torch.equal(random_state(self._generator), drawn.after):
-            set_random_state(self._generator, drawn.before)
 
 
 def refuse(member: Member, rows: int) -> None:
     """Raise the error of a member that is not ready."""
     RemoteDraw(member, [rows], 0).pieces(None)
     raise NotEnoughData(f"expected {rows} rows, but it is not ready to return them")
-
-
-def lost(drawn: Any) -> bool:
-    """Return whether a remote member at any depth did not return its rows."""
-    return isinstance(drawn, EnsembleDrawn) and (
-        drawn.lost or any(lost(one) for part in drawn.parts for one in part.draws)
-    )
 
 
 class Buffers:

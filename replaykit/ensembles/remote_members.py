@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -113,19 +113,6 @@ class RemoteDraw:
         self.member, self.rows, self.seed = member, rows, seed
         self._asked: RemoteRequest | None = None
 
-    @classmethod
-    def of(cls, member: Member, record: object) -> RemoteDraw:
-        """Return a saved draw; ValueError if it is invalid."""
-        fields = record if isinstance(record, Mapping) else {}
-        rows, seed = fields.get("rows"), fields.get("seed")
-        if (
-            not isinstance(rows, list)
-            or any(type(count) is not int or count < 1 for count in rows)
-            or type(seed) is not int
-        ):
-            raise ValueError(f"expected the rows and seed of a prepared draw, got {record!r}")
-        return cls(member, rows, seed)
-
     @property
     def size(self) -> int:
         """Number of rows of all draws together."""
@@ -153,10 +140,6 @@ class RemoteDraw:
         if facts is not None:
             self.member.facts = facts
         return list(found)
-
-    def without_rows(self) -> RemoteDraw:
-        """Return the draw without its rows, which are requested again at delivery."""
-        return RemoteDraw(self.member, self.rows, self.seed)
 
 
 def left(until: float | None) -> float | None:

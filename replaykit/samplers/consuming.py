@@ -362,6 +362,9 @@ class ConsumingSampler(Sampler):
         super().empty()
         self._slots, self._cleared = LiveSlots(), None
 
+    def mark(self, storage: Storage) -> None:
+        """Return None, because ``put_back`` undoes every draw."""
+
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         for index in drawn:
             self._slots.unused(index.cpu().numpy(), self._most)

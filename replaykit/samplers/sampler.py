@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 import weakref
@@ -257,11 +258,35 @@ class Sampler(Uncompiled, ABC):
         """Follow the removal of all rows."""
         self._ran_out = False
 
+    # -- undoing draws ------------------------------------------------------------------------
+
+    def mark(self, storage: Storage) -> Any:
+        """Return a token of the state before a draw, for ``rollback``.
+
+        By default this is a copy of ``state_dict``, for a sampler whose draws change its state. A
+        sampler with priorities, or without ``state_dict``, has no token.
+        """
+        if self.prioritized or type(self).state_dict is Sampler.state_dict:
+            return None
+        return storage.ledger.next_position, copy.deepcopy(self.state_dict())
+
+    def rollback(self, token: Any, storage: Storage) -> None:
+        """Undo all draws since a ``mark``. The state then is as if they were never made.
+
+        Writes and updates since then stay. If rows were written since then, the default does
+        nothing, because the token lacks them.
+        """
+        if token is not None and token[0] == storage.ledger.next_position:
+            self.load_state_dict(token[1])
+
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
-        """Roll back draws that will not be delivered, given in the order of drawing."""
+        """Return the rows of undelivered draws, given in the order of drawing, to the pass.
+
+        The buffer calls this if later draws were delivered, or if there is no token.
+        """
 
     def drop_pass(self) -> None:
-        """Roll back the start of the newest pass, because none of its draws is delivered.
+        """Undo the start of the newest pass, because none of its draws is delivered.
 
         The buffer calls ``put_back`` next, with draws of the pass before.
         """

@@ -129,8 +129,7 @@ class Sequential:
         self._stride = None if stride is None else int(stride)
         self.pass_index = 0
         self._cursor: _Cursor | None = None
-        # The positions at which earlier draws continued, for a rollback, oldest first.
-        self._undo: list[tuple[Any, _Cursor | None, int]] = []
+        self._resets = 0
         self._storage: Any = None
         self._wraps = 0
 
@@ -162,12 +161,8 @@ class Sequential:
         order = EpisodeOrder(request.episodes, request.law)
         return bool(len(self._from(request, order, storage, None, 1).base))
 
-    def advance(
-        self, found: Windows, index: torch.Tensor, request: SliceRequest, storage: Storage
-    ) -> None:
-        """Continue after these windows at the next draw; ``index`` has their rows."""
-        self._undo = [entry for entry in self._undo if entry[0]() is not None]
-        self._undo.append((weakref.ref(index), self._cursor, self.pass_index))
+    def advance(self, found: Windows, request: SliceRequest, storage: Storage) -> None:
+        """Continue after these windows at the next draw."""
         time = (found.base + found.rest)[-1:]
         element = int(request.episodes.element(time, found.lane[-1:])[0])
         age = self._ages(request, storage, time, found.lane[-1:])
@@ -316,16 +311,24 @@ class Sequential:
     def restart(self) -> None:
         """Continue with the oldest window."""
         self._cursor = None
-        self._undo = []
+        self._resets += 1
+
+    def mark(self, storage: Storage) -> tuple[_Cursor | None, int, int]:
+        """Return the position, for ``rollback``."""
+        cursor = self._cursor
+        if cursor is not None and cursor.mark < 0:
+            # Later writes do not reach the token, so it names the row.
+            cursor = cursor._replace(mark=_mark(storage, cursor.element))
+        return cursor, self.pass_index, self._resets
+
+    def rollback(self, token: tuple[_Cursor | None, int, int]) -> None:
+        """Continue at the position of a ``mark``."""
+        if token[2] == self._resets:
+            self._cursor, self.pass_index = token[:2]
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
-        """Roll back draws that will not be delivered, so that their windows come next."""
+        """Continue with the windows of the first of these draws."""
         for index in drawn:
-            for at, (known, cursor, passes) in enumerate(self._undo):
-                if known() is index:
-                    self._cursor, self.pass_index = cursor, passes
-                    del self._undo[at:]
-                    return
             if len(index):
                 flat = ravel(index[:1], storage.lanes) if storage.ndim > 1 else index[:1]
                 self._cursor = _Cursor(int(flat), True)
@@ -392,7 +395,7 @@ class Sequential:
             self._cursor = _Cursor(state["element"], state["include"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_undo": [], "_storage": None}
+        return {**self.__dict__, "_storage": None}
 
 
 def _interleaved(request: SliceRequest) -> bool:

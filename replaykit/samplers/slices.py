@@ -137,6 +137,7 @@ class SliceSamplerWithoutReplacement(Sliced):
         self._law: CountLaw | None = None
         self._length = 0
         self._rows = 0
+        self._forgotten = 0
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Draw the next slices of the pass; return their rows, and the slice of each row.
@@ -234,10 +235,21 @@ class SliceSamplerWithoutReplacement(Sliced):
 
     def _forget(self) -> None:
         self._remaining = self._returned = self._index = None
+        self._forgotten += 1
 
     def empty(self) -> None:
         super().empty()
         self._forget()
+
+    def mark(self, storage: Storage) -> Any:
+        of_pass = self._remaining, self._returned, self._episodes, self._index, self._version
+        return self._forgotten, *of_pass, self._law, self._length, self._rows
+
+    def rollback(self, token: Any, storage: Storage) -> None:
+        forgotten, self._remaining, self._returned, self._episodes, self._index, *more = token
+        self._version, self._law, self._length, self._rows = more
+        if forgotten != self._forgotten:
+            self._forget()  # rows were written, which ends the pass
 
     def drop_pass(self) -> None:
         self._remaining = None
@@ -285,6 +297,7 @@ class SliceSamplerWithoutReplacement(Sliced):
         self._episodes, self._length = state_dict["_episodes"], state_dict["_length"]
         self._rows, self._ran_out = state_dict["_rows"], state_dict["_ran_out"]
         self._index = self._version = None
+        self._forgotten += 1
 
     def __repr__(self) -> str:
         return (
@@ -604,7 +617,7 @@ class _SequentialSlices(SliceSampler):
                 raise self._off_grid(request)
             cut = request.window.cut(found)
             index, info = self._slicing.deliver(storage, request, cut)
-            self._sequential.advance(found, index, request, storage)
+            self._sequential.advance(found, request, storage)
             return index, info
 
     def _refuse_early(self, storage: Storage, batch_size: int) -> None:
@@ -638,6 +651,12 @@ class _SequentialSlices(SliceSampler):
     def empty(self) -> None:
         super().empty()
         self._sequential.restart()
+
+    def mark(self, storage: Storage) -> Any:
+        return self._sequential.mark(storage)
+
+    def rollback(self, token: Any, storage: Storage) -> None:
+        self._sequential.rollback(token)
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         self._sequential.put_back(drawn, storage)

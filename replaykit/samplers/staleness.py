@@ -280,6 +280,9 @@ class StalenessAwareSampler(Sampler):
 
     # -- notifications ------------------------------------------------------------------------
 
+    def mark(self, storage: Storage) -> None:
+        """Return None, because a draw changes no state."""
+
     def add(self, index: Any) -> None:
         self.mark_update(index)
 

@@ -76,6 +76,7 @@ class SamplerWithoutReplacement(Sampler):
         self.shuffle = shuffle
         self._remaining = None
         self._length = 0
+        self._resets = 0
         # The state of the episode index when all rows of the pass were eligible; None: unknown.
         self._whole_as_of: Any = None
 
@@ -149,6 +150,14 @@ class SamplerWithoutReplacement(Sampler):
     def empty(self) -> None:
         super().empty()
         self._remaining, self._length, self._whole_as_of = None, 0, None
+        self._resets += 1
+
+    def mark(self, storage: Storage) -> Any:
+        return self._remaining, self._length, self._whole_as_of, self._resets
+
+    def rollback(self, token: Any, storage: Storage) -> None:
+        if token[3] == self._resets:
+            self._remaining, self._length, self._whole_as_of = token[:3]
 
     def drop_pass(self) -> None:
         self._remaining = None
@@ -195,6 +204,7 @@ class SamplerWithoutReplacement(Sampler):
         self._remaining, self._whole_as_of = _left_of(state_dict), None
         self._length = state_dict["_length"]
         self._ran_out = state_dict["_ran_out"]
+        self._resets += 1
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_whole_as_of": None}

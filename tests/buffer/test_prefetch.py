@@ -184,9 +184,7 @@ def test_draws_kept_for_later_keep_their_order_through_saves(wait: float, buffer
     assert seen == list(range(28))
 
 
-def test_draw_that_is_read_again_has_the_current_generations(
-    buffer_of: Any, rows: Any, eventually: Any
-):
+def test_draw_that_is_made_again_has_the_current_generations(buffer_of: Any, rows: Any):
     buffer = buffer_of(
         "tensor",
         4,
@@ -197,7 +195,7 @@ def test_draw_that_is_read_again_has_the_current_generations(
         writer=RoundRobinWriter(track_generations=True),
     )
     buffer.sample()
-    assert eventually(lambda: len(buffer.state_dict()["_prefetch_state"]) == 1)
+    assert buffer.stats()["prefetch_queue_size"] == 1
     buffer.append_transform(lambda td: td)
     buffer.extend(rows(4, 4))
     batch = buffer.sample()
@@ -205,9 +203,7 @@ def test_draw_that_is_read_again_has_the_current_generations(
     assert batch["index_generation"].tolist() == [1, 1]
 
 
-def test_draws_kept_for_later_are_dropped_with_their_rows(
-    storage_of: Any, rows: Any, eventually: Any
-):
+def test_draws_are_dropped_with_their_rows(storage_of: Any, rows: Any):
     storage = storage_of("tensor", 8)
     one = ReplayBuffer(
         storage=storage, sampler=SamplerWithoutReplacement(), batch_size=2, prefetch=2
@@ -215,7 +211,7 @@ def test_draws_kept_for_later_are_dropped_with_their_rows(
     two = ReplayBuffer(storage=storage)
     two.extend(rows(8))
     one.sample()
-    assert eventually(lambda: len(one.state_dict()["_prefetch_state"]) == 2)
+    assert one.stats()["prefetch_queue_size"] == 2
     one.append_transform(lambda td: td)
     two.empty()
     two.extend(rows(1, 50))

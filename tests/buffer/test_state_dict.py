@@ -27,7 +27,6 @@ ENTRIES = {
     "_batch_size",
     "_consume_after_n_samples",
     "_rng",
-    "_prefetch_state",
 }
 
 

@@ -420,7 +420,7 @@ def test_states_of_other_ensembles_and_buffers_are_refused(tmp_path: Path) -> No
     for name, wrong in (
         ("sampler", {"_kind": "random"}),
         ("prepared", 3),
-        ("prepared", [{"members": [7], "parts": []}]),
+        ("prepared", [{"parts": [{"member": 7, "draws": []}]}]),
         ("transforms", 3),
     ):
         own = {"": {**good["_own"][""], name: wrong}}

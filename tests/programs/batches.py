@@ -63,7 +63,7 @@ def refused_reads(combination: Combination) -> bool:
 
 
 class BatchCheck:
-    """One batch, and the model as of its draw and of its read."""
+    """One batch, and the model as of its draw."""
 
     def __init__(
         self,
@@ -71,12 +71,9 @@ class BatchCheck:
         model: Model,
         batch: Any,
         consumer_version: int,
-        stored: Model | None = None,
     ) -> None:
         self.combination, self.model, self.batch = combination, model, batch
         self.consumer_version = consumer_version
-        self.stored = model if stored is None else stored
-        """The model as of the read. After a save, prefetched batches are read again."""
         self.slots = flat_slots(batch["index"], combination.lanes)
         for slot in self.slots:
             assert model.slots[slot] is not None, f"slot {slot} holds no row at the draw"
@@ -84,8 +81,8 @@ class BatchCheck:
     def read(self, slot: int) -> Values:
         """Return the row as the buffer reads it."""
         if self.combination.n_step:
-            return self.stored.n_step(slot, STEPS, GAMMA)
-        return self.stored[slot].values
+            return self.model.n_step(slot, STEPS, GAMMA)
+        return self.model[slot].values
 
     def check(self, size: int, passes: Pass) -> None:
         """Compare the batch with the law of its sampler.
@@ -105,9 +102,9 @@ class BatchCheck:
             self._single_rows(size, passes)
 
     def _generations(self, key: str, slots: list[int]) -> None:
-        if key in self.batch.keys() and self.stored is self.model:  # noqa: SIM118
+        if key in self.batch.keys():  # noqa: SIM118
             for slot, generation in zip(slots, self.batch[key].tolist(), strict=True):
-                self.stored[slot].generation.check(generation)
+                self.model[slot].generation.check(generation)
 
     def _single_rows(self, size: int, passes: Pass) -> None:
         name, model = self.combination.sampler, self.model
@@ -153,8 +150,7 @@ class BatchCheck:
         for at, (slot, row) in enumerate(zip(self.slots, rows, strict=True)):
             if at % SLICE == SLICE - 1 and not model[slot].values["done"]:
                 row["done"] = row["truncated"] = True
-        unknown = self.combination.n_step or self.stored is not model
-        check_rows(found, rows, without=FLAGS if unknown else ())
+        check_rows(found, rows, without=FLAGS if self.combination.n_step else ())
         if self.combination.sampler == "slice pass":
             episodes = [episode for episode in model.episodes() if len(episode) >= SLICE]
             of = [model.placements, episodes]

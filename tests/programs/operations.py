@@ -24,7 +24,7 @@ from tests.programs.batches import BatchCheck, flat_slots, index_of
 from tests.programs.combinations import BATCH, Combination
 from tests.programs.model import Values
 from tests.programs.rows import COLUMNS, make_values, to_tensordict
-from tests.programs.session import Draw, Save, Session
+from tests.programs.session import Save, Session
 
 Random = random.Random
 Act = Callable[[Session, Random], None]
@@ -532,18 +532,9 @@ def newer_learner(s: Session, rng: Random) -> None:
 # -- saves and copies ------------------------------------------------------------------------------
 
 
-def read_again(s: Session) -> None:
-    """A save reads the rows of prefetched batches again."""
-    for draw in s.queue:
-        if draw.models:
-            draw.models.append(s.model.frozen())
-
-
 @operation(3)
 def save(s: Session, rng: Random) -> None:
     """Save into a folder, a new one or that of the last save, or into a dictionary."""
-    if not s.saves_allowed:
-        return
     if s.combination.passes:
         s.handle = s.buffer  # whose pass is saved
     form = rng.choice(["dumps", "dumps again", "state_dict"])
@@ -561,8 +552,8 @@ def save(s: Session, rng: Random) -> None:
             rb.dumps(states[-1])
 
     name = "state = rb.state_dict()" if form == "state_dict" else f"rb.dumps({paths[0].name!r})"
+    s.rewind()
     s.call(name, act)
-    read_again(s)
     saved = Save(states, s.model.frozen(), copy.deepcopy(s.passes), s.consumer_version)
     s.saves = [*s.saves[-2:], saved]
 
@@ -570,7 +561,7 @@ def save(s: Session, rng: Random) -> None:
 @operation(3)
 def load(s: Session, rng: Random) -> None:
     """Go back to a saved state."""
-    if not s.saves or not s.saves_allowed:
+    if not s.saves:
         return
     s.handle = s.buffer
     saved = rng.choice(s.saves)
@@ -592,8 +583,6 @@ def load(s: Session, rng: Random) -> None:
     s.drop_queue()
     if s.other is not None:
         s.advance_version()
-    # A load delivers the draws of the save first, which the model does not follow.
-    s.queue.extend(Draw([], 0) for _ in range(s.combination.prefetch))
 
 
 OTHER_STORAGES = {"list": "lazy", "stack": "list", "tensor": "memmap", "lazy": "memmap"}
@@ -602,8 +591,6 @@ OTHER_STORAGES = {"list": "lazy", "stack": "list", "tensor": "memmap", "lazy": "
 @operation(2)
 def load_elsewhere(s: Session, rng: Random) -> None:
     """Load a save into a new buffer with another kind of storage, and sample from it."""
-    if s.combination.prefetch:
-        return
     c = s.combination
     other = Combination(
         OTHER_STORAGES.get(c.storage, "lazy"),
@@ -618,6 +605,7 @@ def load_elsewhere(s: Session, rng: Random) -> None:
     path = s.new_path()
     s.lines.append(f"other = new buffer ({other}); rb.dumps(...); other.loads(...)")
     s.handle.dumps(path)
+    s.rewind()
     made = other.make(s.new_path(), 0)
     made.loads(path)
     model = s.model.frozen()
@@ -631,10 +619,9 @@ def check_copy(s: Session, made: ReplayBuffer, c: Combination, model: Any, rng: 
     """Check a copy of the buffer: its rows, one batch, and one write, which it makes alone."""
     s.check_content(made, model, c)
     version = s.consumer_version
-    draw = Draw([model], version)
     if s.handle is s.buffer and s.can_sample():
         batch = made.sample()
-        check = BatchCheck(c, model, batch, draw.consumer_version)
+        check = BatchCheck(c, model, batch, version)
         check.check(BATCH, copy.deepcopy(s.passes))
         if c.sampler == "consuming":
             model.use(check.slots)
@@ -648,7 +635,7 @@ def check_copy(s: Session, made: ReplayBuffer, c: Combination, model: Any, rng: 
     made.shutdown()
 
 
-@operation(2, lambda c: not c.prefetch)
+@operation(2)
 def clone(s: Session, rng: Random) -> None:
     """Copy the buffer by pickle or deepcopy. A copy is not shared and not recoverable."""
     if rng.random() < 0.5:
@@ -657,6 +644,7 @@ def clone(s: Session, rng: Random) -> None:
     else:
         s.lines.append("copied = copy.deepcopy(rb)")
         made = copy.deepcopy(s.handle)
+    s.rewind()
     check_copy(s, made, s.combination, s.model.frozen(), rng)
 
 

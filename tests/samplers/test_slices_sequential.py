@@ -159,12 +159,13 @@ def test_returned_draws_are_drawn_again(sliced: Make) -> None:
     rb = sliced([3, 9, 2, 5], slice_len=3, draw="sequential")
     sampler, storage = rb.sampler, rb.storage
     first = sampler.sample(storage, 6)[0]
+    token = sampler.mark(storage)
     second = sampler.sample(storage, 12)[0]
     assert sampler.pass_index == 1
-    sampler.put_back([second], storage)
+    sampler.rollback(token, storage)
     assert sampler.pass_index == 0
     assert torch.equal(sampler.sample(storage, 12)[0], second)
-    sampler.put_back([first.clone()], storage)  # of a draw that it does not remember
+    sampler.put_back([first], storage)
     assert torch.equal(sampler.sample(storage, 6)[0], first)
 
     def broken(data: Any) -> Any:
