@@ -1,15 +1,15 @@
 """Composition: a storage, a sampler and a writer as one buffer."""
 
 from replaykit.buffer.buffer_dataset import BufferDataset
-from replaykit.buffer.dataloader import BufferLoader
-from replaykit.buffer.episode_views import Episode, Episodes
-from replaykit.buffer.replay_buffer import (
+from replaykit.buffer.buffer_variants import (
     PrioritizedReplayBuffer,
-    ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from replaykit.buffer.row_updates import ConditionalUpdateResult
+from replaykit.buffer.conditional_updates import ConditionalUpdateResult
+from replaykit.buffer.dataloader import BufferLoader
+from replaykit.buffer.episodes import Episode, Episodes
+from replaykit.buffer.replay_buffer import ReplayBuffer
 
 __all__ = [
     "BufferDataset",

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed
@@ -18,14 +18,17 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from replaykit._compat import Uncompiled, shared_bytes
 from replaykit._ray import Carried
-from replaykit.buffer.core import checked_batch_size
-from replaykit.buffer.drawing import Lent
-from replaykit.buffer.prefetch import Drawn
-from replaykit.buffer.sampling import Sampling
+from replaykit.buffer.component_checks import checked_batch_size
+from replaykit.buffer.deliver import deliver_batch, finish_batch
+from replaykit.buffer.draw import choose_rows, read_earlier, size_of
+from replaykit.buffer.prefetch import Draw
 from replaykit.samplers import Sampler, SamplerWithoutReplacement, Transition
 from replaykit.samplers.window_measures import eligible_records
 from replaykit.transfer import Packing, View, is_plain
 from replaykit.writers import ImmutableDatasetWriter
+
+if TYPE_CHECKING:
+    from replaykit.buffer.replay_buffer import ReplayBuffer
 
 __all__ = [
     "BufferDataset",
@@ -76,7 +79,7 @@ class MemberFacts:
 
 
 class DrawnRows(NamedTuple):
-    """Rows ``[B, ...]`` that another process has drawn, with their info.
+    """Rows ``[B, ...]`` that another process has draw, with their info.
 
     ``info`` has ``index`` and ``index_generation``. ``data`` does not contain the info yet.
     """
@@ -95,11 +98,11 @@ class Readiness(NamedTuple):
 class BufferHandle(Uncompiled, ABC):
     """A handle of a buffer that makes its batches in other processes.
 
-    Loaders request streams of batches, and each stream is drawn with a separate generator. These
+    Loaders request streams of batches, and each stream is draw with a separate generator. These
     requests do not affect the handle's own draws. New rows and priorities have an effect from the
     next batch on.
 
-    Ensembles request parts of their batches, and each part is drawn with a seed. The handle sends a
+    Ensembles request parts of their batches, and each part is draw with a seed. The handle sends a
     request immediately, unless it would have to wait to send it.
     """
 
@@ -128,7 +131,7 @@ class BufferHandle(Uncompiled, ABC):
     def _asking(self, generator: torch.Generator) -> Callable[[int], RemoteRequest]:
         """Return a function that requests one batch per call.
 
-        The function's argument is the number of rows. The batches are drawn with ``generator``.
+        The function's argument is the number of rows. The batches are draw with ``generator``.
         """
 
     @abstractmethod
@@ -239,15 +242,17 @@ class Reader:
     generations: bool
     options: dict[str, Any]
 
-    def made(self) -> Sampling:
+    def made(self) -> ReplayBuffer:
+        from replaykit.buffer.replay_buffer import ReplayBuffer  # imports this module
+
         writer = ImmutableDatasetWriter()
         writer.tracks_generations = self.generations
-        return Sampling(
+        return ReplayBuffer(
             storage=self.rows.opened(), sampler=self.sampler, writer=writer, **self.options
         )
 
 
-def for_readers(buffer: Sampling | BufferHandle) -> Any:
+def for_readers(buffer: ReplayBuffer | BufferHandle) -> Any:
     """Return the object that a spawned process gets in place of a buffer.
 
     The result is the buffer, or an object whose ``made`` creates a buffer or handle there.
@@ -356,7 +361,7 @@ class BufferDataset(IterableDataset):
 
     def __init__(
         self,
-        buffer: Sampling | BufferHandle,
+        buffer: ReplayBuffer | BufferHandle,
         batch_size: int | None = None,
         *,
         steps: int | None = None,
@@ -384,9 +389,12 @@ class BufferDataset(IterableDataset):
                 "expected drop_last with a sampler that draws the rows in passes, got "
                 f"{type(sampler).__name__}"
             )
-        self.batch_size = (
-            buffer._size_of(None) if batch_size is None else checked_batch_size(batch_size)
-        )
+        if batch_size is not None:
+            self.batch_size = checked_batch_size(batch_size)
+        else:
+            given: Any = buffer
+            own = isinstance(buffer, BufferHandle)
+            self.batch_size = given._size_of(None) if own else size_of(given, None)
         self.steps, self.seed, self.drop_last = steps, seed, bool(drop_last)
         self.rank, self.world_size = _shard_of_process(rank, world_size)
         self._buffer: Any = buffer
@@ -491,13 +499,13 @@ class BufferDataset(IterableDataset):
             self.batch_size,
         )
         made = self._pass if passes else self._stream
-        for drawn, seed in made(draws, epoch, start, worker, workers):
-            batch = draws.read(drawn, seed)
+        for draw, seed in made(draws, epoch, start, worker, workers):
+            batch = draws.read(draw, seed)
             yield batch if info is None else Parcel(batch)
 
     def _pass(
         self, draws: _Draws, epoch: int, start: int, worker: int, workers: int
-    ) -> Iterator[tuple[Drawn, int]]:
+    ) -> Iterator[tuple[Draw, int]]:
         """Yield this worker's draws of a pass, with their seeds.
 
         Every worker of every rank makes all draws, but reads only rows of the draws that it yields.
@@ -508,10 +516,10 @@ class BufferDataset(IterableDataset):
         while not ended:
             mine = None
             for rank in range(self.world_size):
-                drawn, seed = draws.next()
+                draw, seed = draws.next()
                 if rank == self.rank:
-                    mine = drawn, seed
-                ended = drawn.ran_out
+                    mine = draw, seed
+                ended = draw.ran_out
                 if ended and self.drop_last and rank + 1 < self.world_size:
                     return
                 if ended:
@@ -535,10 +543,10 @@ class BufferDataset(IterableDataset):
         draws.seed(self.seed, epoch, self.rank, stream)
         number, ended = stream, False
         while not ended and (self.steps is None or number < self.steps):
-            drawn, seed = draws.next()
+            draw, seed = draws.next()
             if number >= start:
-                yield drawn, seed
-            number, ended = number + workers, drawn.ran_out
+                yield draw, seed
+            number, ended = number + workers, draw.ran_out
 
     # -- to another process -------------------------------------------------------------------
 
@@ -567,7 +575,7 @@ class _Draws:
     same in any worker, even if earlier draws were not read.
     """
 
-    def __init__(self, buffer: Sampling, sampler: Sampler, size: int) -> None:
+    def __init__(self, buffer: ReplayBuffer, sampler: Sampler, size: int) -> None:
         self.buffer, self._sampler, self._size = buffer, sampler, size
         self._generator = torch.Generator()
         self._transforms = torch.Generator()
@@ -576,19 +584,21 @@ class _Draws:
         """Begin a stream."""
         self._generator.manual_seed(stream_seed(*numbers))
 
-    def next(self) -> tuple[Drawn, int]:
+    def next(self) -> tuple[Draw, int]:
         """Return the next draw and its seed."""
         with self.buffer._locked() as storage:
-            drawn = self.buffer._sampled(storage, self._sampler, self._size, self._generator)
-        return drawn, int(torch.randint(2**62, (), generator=self._generator, device="cpu"))
+            draw = choose_rows(
+                self.buffer, storage, self._size, False, self._generator, sampler=self._sampler
+            )
+        return draw, int(torch.randint(2**62, (), generator=self._generator, device="cpu"))
 
-    def read(self, drawn: Drawn, seed: int) -> Any:
+    def read(self, draw: Draw, seed: int) -> Any:
         """Return the batch of a draw."""
         buffer = self.buffer
-        lent = Lent(self._transforms.manual_seed(seed), generations=False, numbered=True)
+        generator = self._transforms.manual_seed(seed)
         with buffer._locked() as storage:
-            drawn = buffer._read_apart(drawn, storage, self._sampler, lent)
-        return buffer._delivered(drawn, None)[0]
+            batch = read_earlier(buffer, draw, storage, generator)
+        return deliver_batch(buffer, batch, None)[0]
 
 
 class _Asks:
@@ -625,7 +635,7 @@ def check_loaded(buffer: Any) -> None:
     if isinstance(buffer, BufferHandle):
         buffer._check_loader()
         return
-    if not isinstance(buffer, Sampling) or type(buffer)._finish is not Sampling._finish:
+    if getattr(type(buffer), "_finish", None) is not finish_batch:
         raise TypeError(
             f"expected a ReplayBuffer that stores rows itself, got {type(buffer).__name__}"
         )
@@ -647,7 +657,7 @@ def stream_seed(*numbers: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _sampler_of(buffer: Sampling, *, drop_last: bool) -> Sampler:
+def _sampler_of(buffer: ReplayBuffer, *, drop_last: bool) -> Sampler:
     """Return a copy of the buffer's sampler, at the beginning of a pass."""
     with buffer._locked() as storage:
         sampler = copy.deepcopy(buffer._sampler, {id(storage): storage})
@@ -658,7 +668,7 @@ def _sampler_of(buffer: Sampling, *, drop_last: bool) -> Sampler:
     return sampler
 
 
-def _check_written(buffer: Sampling, written: int) -> None:
+def _check_written(buffer: ReplayBuffer, written: int) -> None:
     with buffer._locked() as storage:
         now = storage.ledger.next_position
     if now != written:

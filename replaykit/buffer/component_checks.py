@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from replaykit._compat import arange
@@ -26,12 +27,18 @@ from replaykit.writers import RoundRobinWriter, Writer
 
 __all__ = [
     "check_consuming",
+    "check_kinds",
     "check_mappable",
     "check_mapped_rows",
     "check_not_ahead",
+    "check_order",
     "check_shareable",
     "check_transforms",
     "check_transforms_of",
+    "check_type",
+    "checked_batch_size",
+    "checked_limiter",
+    "checked_prefetch",
     "common_parts",
     "consuming_sampler",
     "refuse_exchange",
@@ -227,3 +234,88 @@ def refuse_exchange(buffer: Any, part: str) -> None:
             f"the {part} of a shared buffer cannot be replaced: other processes use the present "
             "one; make a new buffer"
         )
+
+
+def checked_limiter(limiter: object) -> RateLimiter | None:
+    """Return the argument ``rate_limiter``; TypeError if it is not a RateLimiter."""
+    if limiter is None or isinstance(limiter, RateLimiter):
+        return limiter
+    raise TypeError(f"expected rate_limiter as a RateLimiter, got {type(limiter).__name__}")
+
+
+def check_order(sampler: Sampler, writer: Writer) -> None:
+    """Raise ValueError if the writer does not keep the row order that a sampler needs."""
+    if sampler.needs_write_order and not writer.keeps_order:
+        raise ValueError(
+            f"{type(sampler).__name__} needs rows in the order in which they were written, which "
+            f"{type(writer).__name__} does not keep"
+        )
+
+
+def check_kinds(
+    storage: object,
+    sampler: object,
+    writer: object,
+    sample_unit: object,
+    collate_fn: object,
+    transform: object,
+    transform_factory: object,
+    generator: object,
+) -> None:
+    """Raise TypeError if an argument of a buffer has the wrong type."""
+    if transform is not None and transform_factory is not None:
+        raise TypeError("transform and transform_factory are mutually exclusive, got both")
+    if transform_factory is not None and not callable(transform_factory):
+        raise TypeError(f"expected a callable transform_factory, got {transform_factory!r}")
+    if sample_unit is not None and not isinstance(sample_unit, SampleUnit):
+        raise TypeError(
+            f"sample_unit must be a SampleUnit instance, got {type(sample_unit).__name__}"
+        )
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"expected a callable collate_fn, got {type(collate_fn).__name__}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"expected a torch.Generator, got {type(generator).__name__}")
+    for name, given, kind in (
+        ("storage", storage, Storage),
+        ("sampler", sampler, Sampler),
+        ("writer", writer, Writer),
+    ):
+        if given is not None and not isinstance(given, kind) and not callable(given):
+            raise TypeError(
+                f"{name} must be either a {kind.__name__} or a callable returning a {name} "
+                f"instance, got {_class_of(given)}"
+            )
+
+
+def _class_of(given: object) -> str:
+    """Return a class name with its package; other libraries use the same names."""
+    cls = type(given)
+    module = cls.__module__.split(".")[0]
+    return cls.__qualname__ if module == "builtins" else f"{module} {cls.__qualname__}"
+
+
+def checked_batch_size(batch_size: object) -> int:
+    """Return a batch size; ValueError if it is not an int of at least 1."""
+    if isinstance(batch_size, np.integer):
+        batch_size = int(batch_size)
+    if type(batch_size) is not int or batch_size < 1:
+        raise ValueError(f"expected batch_size as an int of at least 1, got {batch_size!r}")
+    return batch_size
+
+
+def checked_prefetch(prefetch: int | None, batch_size: int | None) -> int:
+    if prefetch is None or prefetch == 0:
+        return 0
+    if type(prefetch) is not int or prefetch < 0:
+        raise ValueError(f"expected prefetch as an int of at least 0, got {prefetch!r}")
+    if batch_size is None:
+        raise ValueError(
+            "Dynamic batch-size specification is incompatible with multithreaded sampling: "
+            "prefetch needs the buffer to have a batch_size"
+        )
+    return prefetch
+
+
+def check_type(name: str, given: object, kind: type) -> None:
+    if not isinstance(given, kind):
+        raise TypeError(f"expected {name} as a {kind.__name__}, got {type(given).__name__}")

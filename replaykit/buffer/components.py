@@ -1,309 +1,362 @@
-"""Exchange the components of a buffer while it is in use."""
+"""Make, lock, describe and exchange the components of a buffer."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from typing_extensions import Self
+from tensordict import TensorDict
+from typing_extensions import TypeVar
 
-from replaykit._compat import arange
-from replaykit.buffer.buffer_state import saved_sampler
 from replaykit.buffer.component_checks import (
     check_consuming,
     check_not_ahead,
+    check_order,
     check_shareable,
+    check_transforms,
+    check_transforms_of,
+    check_type,
     common_parts,
     refuse_exchange,
 )
-from replaykit.buffer.core import DataT, SamplerT, StorageT, WriterT, check_order
-from replaykit.buffer.drawing import Drawing
-from replaykit.samplers import Sampler
-from replaykit.samplers.priority_rules import SavedPriorities
-from replaykit.storages import Storage
-from replaykit.storages.content import Content
-from replaykit.writers import Writer
+from replaykit.buffer.draw import drop_draws, rewind
+from replaykit.buffer.prefetch import Prefetcher
+from replaykit.pace import LimiterQueue
+from replaykit.samplers import PrioritizedSampler, RandomSampler, Sampler
+from replaykit.storages import ListStorage, Storage
+from replaykit.transforms import Compose
+from replaykit.transforms.history import needs_of
+from replaykit.writers import RoundRobinWriter, Writer
 
-__all__ = ["Components", "of_another_kind", "restarted"]
+if TYPE_CHECKING:
+    from replaykit.buffer.replay_buffer import ReplayBuffer
 
 
-class Components(Drawing[DataT, StorageT, SamplerT, WriterT]):
-    """``set_storage``, ``set_sampler``, ``set_writer``, ``set_rng``, transforms.
+# By default a plain ``ReplayBuffer`` means any buffer of TensorDicts. The variables are covariant,
+# so that this includes a buffer with a special sampler.
+DataT = TypeVar("DataT", default=TensorDict, covariant=True)
 
-    If the components cannot work together, a setter raises and keeps the old component.
+
+StorageT = TypeVar("StorageT", bound=Storage, default=Storage, covariant=True)
+
+
+SamplerT = TypeVar("SamplerT", bound=Sampler, default=Sampler, covariant=True)
+
+
+WriterT = TypeVar("WriterT", bound=Writer, default=Writer, covariant=True)
+
+
+PrioritizedT = TypeVar("PrioritizedT", bound=Sampler, default=PrioritizedSampler, covariant=True)
+
+
+class LockedStorage:
+    """A context manager that holds the lock of a buffer's current storage.
+
+    If ``set_storage`` replaces the storage during the wait for the lock, the wait continues for the
+    lock of the new storage. This is a class, because a context manager made from a generator takes
+    ten times as long as the lock itself.
     """
 
-    def set_storage(
-        self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None
-    ) -> Storage:
-        """Replace the storage; return the previous one.
+    __slots__ = ("_buffer", "_lock", "_patient", "_settled")
 
-        The writer and the sampler use the new storage from then on, and the buffer follows its
-        writes. The next write continues after the storage's newest row. A rate limiter restarts its
-        counts.
+    def __init__(self, buffer: ReplayBuffer, patient: bool, settled: bool) -> None:
+        self._buffer, self._patient, self._settled = buffer, patient, settled
 
-        Args:
-            storage: the new storage.
-            collate_fn: the new ``collate_fn``; None for the new storage's default.
-
-        Returns:
-            The previous storage.
-
-        Raises:
-            TypeError: ``storage`` is not a Storage.
-            ValueError: the other components cannot work with the storage; nothing has changed.
-            RuntimeError: the buffer is shared.
-
-        Example:
-            >>> import torch
-            >>> from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
-            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
-            >>> old = rb.set_storage(TensorStorage(torch.arange(2)))
-            >>> len(old), len(rb)
-            (0, 2)
-        """
-        _check_type("storage", storage, Storage)
-        refuse_exchange(self, "storage")
-        if collate_fn is not None and not callable(collate_fn):
-            raise TypeError(f"expected a callable collate_fn, got {type(collate_fn).__name__}")
-        with self._both_locked(storage) as previous:
-            if self._rate_limiter is not None:
-                self._rate_limiter.check_capacity(storage.max_size)
-            dim_extend, sampler = self._time_dim(storage), self._sampler
-            self._sample_unit.check(storage, sampler)
-            self._check_consuming(sampler, storage, self._writer, self._chain)
-            self._writer.register_storage(storage)
-            before = sampler.state_dict()
-            try:
-                sampler.empty()
-                sampler.attach(storage)
-            except BaseException:
-                self._writer.register_storage(previous)
-                sampler.attach(previous)
-                sampler.load_state_dict(before)
-                raise
-            self._drop_draws()
-            if self._pace is not None:
-                self._pace.start_from(len(storage))
-            previous.detach(cast(Any, self))
-            self._storage, self._collate_fn = storage, collate_fn
-            self._dim_extend = self._writer.time_dim = dim_extend
-            storage.attach(cast(Any, self))
-        return previous
-
-    @contextlib.contextmanager
-    def _both_locked(self, other: Storage) -> Iterator[Storage]:
-        """Lock the buffer's storage and another storage; yield the buffer's storage.
-
-        The locks are always taken in the same order, because two buffers may exchange their
-        storages at the same time.
-        """
-        self._ready()
+    def __enter__(self) -> Storage:
+        buffer = self._buffer
         while True:
-            storage = self._storage
-            first, second = sorted((storage, other), key=id)
-            with first.lock, second.lock:
-                if storage is self._storage:
-                    yield storage
-                    return
+            storage = buffer._storage
+            lock = self._lock = storage.lock
+            if self._patient:
+                lock.acquire_patiently()
+            else:
+                lock.acquire()
+            try:
+                if storage is buffer._storage:
+                    if self._settled and buffer._prefetcher is not None:
+                        buffer._prefetcher.read_all()
+                    return storage
+            except BaseException:  # an interrupt
+                lock.release()
+                raise
+            lock.release()  # the storage was exchanged during the wait
 
-    def set_sampler(self, sampler: Sampler) -> Sampler:
-        """Replace the sampler; return the previous one.
-
-        The new sampler can immediately draw all stored rows.
-
-        Raises:
-            TypeError: ``sampler`` is not a Sampler.
-            ValueError: the sampler has ``drop_last`` but no batch size is known, or another buffer
-                uses it. Also if the sampler draws slices, but the writer does not keep the order of
-                rows.
-            RuntimeError: the buffer is shared.
-
-        Example:
-            >>> from replaykit import ReplayBuffer, SamplerWithoutReplacement
-            >>> rb = ReplayBuffer()
-            >>> rb.set_sampler(SamplerWithoutReplacement())
-            RandomSampler()
-        """
-        _check_type("sampler", sampler, Sampler)
-        refuse_exchange(self, "sampler")
-        with self._locked() as storage:
-            if getattr(sampler, "drop_last", False) and self._batch_size is None:
-                raise ValueError(
-                    "Samplers with drop_last=True must work with a predictable batch-size: give "
-                    "the buffer a batch_size"
-                )
-            self._sample_unit.check(storage, sampler)
-            self._check_consuming(sampler, storage, self._writer, self._chain)
-            check_order(sampler, self._writer)
-            self._claim(sampler)
-            sampler.attach(storage)
-            sampler.generator = self._generator
-            self._rewind()
-            previous, self._sampler = self._sampler, sampler
-        return previous
-
-    def set_writer(self, writer: Writer) -> Writer:
-        """Replace the writer; return the previous one.
-
-        The new writer continues at the storage's cursor.
-
-        Raises:
-            TypeError: ``writer`` is not a Writer.
-            ValueError: the writer cannot work with the storage or with the sampler.
-            RuntimeError: the buffer is shared.
-
-        Example:
-            >>> from replaykit import ImmutableDatasetWriter, ReplayBuffer
-            >>> rb = ReplayBuffer()
-            >>> rb.set_writer(ImmutableDatasetWriter())
-            RoundRobinWriter(write_count=0)
-        """
-        _check_type("writer", writer, Writer)
-        refuse_exchange(self, "writer")
-        with self._locked() as storage:
-            check_order(self._sampler, writer)
-            self._check_consuming(self._sampler, storage, writer, self._chain)
-            self._claim(writer)
-            writer.register_storage(storage)
-            writer.time_dim = self.dim_extend
-            previous, self._writer = self._writer, writer
-            self._rewind()
-        return previous
-
-    def set_rng(self, generator: torch.Generator | None) -> None:
-        """Replace the random generator; None for torch's global generator."""
-        if generator is not None:
-            _check_type("generator", generator, torch.Generator)
-        with self._locked():
-            self._rewind()
-            self._generator = generator
-            self._sampler.generator = generator
-
-    def share(self, shared: bool = True) -> Self:
-        """Let processes that receive the buffer share its rows; return the buffer.
-
-        All of them write and sample the same rows, as with ``shared=True`` in the constructor. Call
-        this method before the first write, and before other threads use the buffer.
-
-        Args:
-            shared: False has no effect, and is allowed only if the buffer is not shared.
-
-        Raises:
-            ValueError: a component cannot be shared, rows are already stored, or ``prefetch`` is
-                set. Nothing has changed.
-            RuntimeError: ``shared=False`` for a shared buffer.
-
-        Example:
-            >>> from replaykit import LazyTensorStorage, ReplayBuffer
-            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
-            >>> rb.share().shared
-            True
-        """
-        if bool(shared) == self._shared:
-            return self
-        if not shared:
-            raise RuntimeError(
-                "a shared buffer stays shared: other processes may have it; make a new buffer"
-            )
-        self._ready()
-        check_not_ahead(self._prefetch_depth)
-        with self._making:
-            storage, sampler, writer = self._storage, self._sampler, self._writer
-            unit, chain = self._sample_unit, self._chain
-            check_consuming(sampler, storage, writer, unit, chain, prefetch=0, shared=True)
-            check_shareable(storage, writer, chain)
-            storage.share(common_parts(sampler, self._rate_limiter))  # type: ignore[attr-defined]
-            self._shared = True
-            self._pace = self._new_pace(storage, shared=True)
-            writer.register_storage(storage)
-            sampler.attach(storage)
-        return self
-
-    def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
-        """Add a transform at the end of the chain; return the buffer.
-
-        Args:
-            transform: a callable, or an object with ``forward`` or ``inv``.
-            invert: use ``inv`` for reads and ``forward`` for writes.
-
-        Raises:
-            RuntimeError: ``transform`` is neither a callable nor such an object.
-
-        Example:
-            >>> import torch
-            >>> from replaykit import LazyTensorStorage, ReplayBuffer
-            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
-            >>> _ = rb.append_transform(lambda x: x + 1).extend(torch.zeros(2))
-            >>> rb[:]
-            tensor([1., 1.])
-        """
-        return self._insert(None, transform, invert)
-
-    def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
-        """Insert a transform before position ``index`` of the chain; return the buffer.
-
-        Prefetched batches are drawn again.
-
-        Raises:
-            RuntimeError: ``transform`` is neither a callable nor an object with ``forward`` or
-                ``inv``.
-            IndexError: ``index`` is not a position in the chain.
-        """
-        return self._insert(index, transform, invert)
-
-    def _insert(self, index: int | None, transform: Any, invert: bool) -> Self:
-        with self._locked():
-            chain = self._chain.copy()
-            chain.insert(len(chain) if index is None else index, transform, invert=invert)
-            self._set_transforms(chain)
-            self._rewind()
-        return self
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
-def _check_type(name: str, given: object, kind: type) -> None:
-    if not isinstance(given, kind):
-        raise TypeError(f"expected {name} as a {kind.__name__}, got {type(given).__name__}")
+def _made(given: Any, kind: type, default: Callable[[], Any]) -> Any:
+    made = default() if given is None else given if isinstance(given, kind) else given()
+    if not isinstance(made, kind):
+        raise TypeError(f"expected a callable that returns a {kind.__name__}, got {made!r}")
+    return made
 
 
-def of_another_kind(saved: Any, sampler: Sampler) -> bool:
-    """Return whether a saved state belongs to another kind of sampler."""
-    kind = saved.get("_kind") if isinstance(saved, Mapping) else None
-    return isinstance(kind, str) and kind != sampler.kind
+def as_chain(transform: Any) -> Compose:
+    """Return a separate chain for the buffer from the user's transforms."""
+    if transform is None:
+        return Compose()
+    return transform.copy() if type(transform) is Compose else Compose(transform)
 
 
-def restarted(sampler: Sampler, saved: Mapping[str, Any], content: Content) -> dict[str, Any]:
-    """Return the state of a new sampler over the loaded rows.
-
-    The saved state belongs to another kind of sampler. A warning names the parts that are kept.
+def limiter_queue(buffer: ReplayBuffer, storage: Storage, *, shared: bool) -> LimiterQueue | None:
+    """Return the counts of the rate limiter for a storage; None without a limiter.
 
     Raises:
-        ValueError: the saved priorities are invalid.
+        ValueError: the storage is too small for its law.
     """
-    fresh = copy.deepcopy(sampler)
-    fresh.empty()
-    state, count = saved_sampler(fresh), content.rows * content.lanes.numel()
-    how = "which starts over"
-    if sampler.prioritized and "_priorities" in state:
-        raw = torch.ones(count, dtype=torch.float64, device="cpu")
-        most, how = 1.0, "which gives each row priority 1"
-        if "_priorities" in saved:
-            other = SavedPriorities.from_state(dict(saved), torch.float64)
-            most, raw = other.max_priority, other.priorities
-            how = "which keeps the priorities and its own exponents"
-        law = state["_alpha"], state["_beta"], state["_eps"]
-        state |= SavedPriorities(*law, most, 0, raw).to_state()
-    elif sampler.consumes:
-        fresh.extend(arange(content.rows))
-        state = saved_sampler(fresh)
-    warnings.warn(
-        f"the state of a {saved['_kind']!r} sampler is left out: this buffer has a "
-        f"{sampler.kind!r} one, {how}",
-        UserWarning,
-        stacklevel=3,
-    )
-    return state
+    if buffer._rate_limiter is None:
+        return None
+    buffer._rate_limiter.check_capacity(storage.max_size)
+    return LimiterQueue(buffer._rate_limiter, storage.recovery.home.folder if shared else None)
+
+
+def pace_stats(buffer: ReplayBuffer) -> dict[str, Any]:
+    if buffer._rate_limiter is None:
+        return {}
+    pace = LimiterQueue(buffer._rate_limiter) if buffer._pace is None else buffer._pace
+    return pace.stats()
+
+
+def make_parts(buffer: ReplayBuffer) -> None:
+    """Make the components; keep none of them if an error occurs.
+
+    A later call then tries again.
+    """
+    storage_maker, sampler_maker, writer_maker, transform, transform_factory = buffer._makers
+    chain = as_chain(transform if transform_factory is None else transform_factory())
+    sampler: Sampler = _made(sampler_maker, Sampler, RandomSampler)
+    writer: Writer = _made(writer_maker, Writer, RoundRobinWriter)
+    if getattr(sampler, "drop_last", False) and buffer._batch_size is None:
+        raise ValueError(
+            "Samplers with drop_last=True must work with a predictable batch-size: give the "
+            "buffer a batch_size"
+        )
+    check_order(sampler, writer)
+    # After all other checks, because making a storage may take long.
+    storage: Storage = _made(storage_maker, Storage, lambda: ListStorage(1000))
+    dim_extend = time_dim_of(buffer, storage)
+    buffer._sample_unit.check(storage, sampler)
+    check_uses(buffer, sampler, storage, writer, chain)
+    if buffer._shared:
+        check_shareable(storage, writer, chain)
+    if buffer._rate_limiter is not None:
+        buffer._rate_limiter.check_capacity(storage.max_size)
+    joining = False
+    claim_parts(buffer, sampler, writer)
+    if buffer._shared:
+        parts = common_parts(sampler, buffer._rate_limiter)
+        joining = storage.share(parts)  # type: ignore[attr-defined]
+    buffer._pace = limiter_queue(buffer, storage, shared=buffer._shared)
+    writer.register_storage(storage)
+    sampler.generator = buffer._generator
+    sampler.attach(storage)
+    buffer._dim_extend = writer.time_dim = dim_extend
+    buffer._storage, buffer._sampler, buffer._writer = storage, sampler, writer
+    buffer._set_transforms(chain)
+    if buffer._prefetch_depth:
+        buffer._prefetcher = Prefetcher(buffer._prefetch_depth, cast(Any, buffer))
+    storage.attach(cast(Any, buffer))
+    buffer._makers = (None, None, None, None, None)
+    if buffer._pace is not None:
+        buffer._pace.start_from(len(storage), joining=joining)
+    buffer._initialized = True
+
+
+def set_chain(buffer: ReplayBuffer, chain: Compose) -> None:
+    """Set the chain, and compute which neighbours of a row it needs."""
+    check_transforms_of(buffer._sampler, chain)
+    if buffer._shared:
+        check_transforms(chain)
+    buffer._chain = chain
+    buffer._needs = needs_of(list(chain))
+    buffer._listening = chain.checking_writes
+
+
+def check_uses(
+    buffer: ReplayBuffer, sampler: Sampler, storage: Storage, writer: Writer, chain: Compose
+) -> None:
+    depth, unit = buffer._prefetch_depth, buffer._sample_unit
+    check_consuming(sampler, storage, writer, unit, chain, prefetch=depth, shared=buffer._shared)
+
+
+def claim_parts(buffer: ReplayBuffer, *parts: Sampler | Writer) -> None:
+    """Claim a sampler or writer for this buffer alone.
+
+    Raises:
+        ValueError: another buffer uses the part, and sharing would change that buffer's rows or
+            pass.
+    """
+    for part in parts:
+        owner = part.owner
+        if owner is None or owner is buffer:
+            continue
+        if getattr(part, "stateless", False) and owner._generator is buffer._generator:
+            continue
+        if owner._sampler is part or owner._writer is part:
+            raise ValueError(
+                f"expected a {type(part).__name__} for this buffer alone, got one that another "
+                "buffer uses"
+            )
+    for part in parts:
+        part.owner = buffer
+
+
+def time_dim_of(buffer: ReplayBuffer, storage: Storage) -> int:
+    """Return the time dimension of written data.
+
+    This is the requested dimension, or by default the storage's last.
+    """
+    if buffer._dim_extend is None or buffer._dim_of_storage:
+        return storage.ndim - 1
+    if storage.ndim > 1 and buffer._dim_extend >= storage.ndim:
+        raise ValueError(
+            f"expected dim_extend below the {storage.ndim} dimensions of the storage's rows, "
+            f"got {buffer._dim_extend}"
+        )
+    return buffer._dim_extend
+
+
+def stats_of(buffer: ReplayBuffer) -> dict[str, Any]:
+    """Return size, write count, prefetched batches, capacity and utilization."""
+    if not buffer._initialized:
+        given = buffer._makers[0]
+        # Unknown until the storage exists.
+        capacity = given.max_size if isinstance(given, Storage) else None
+        size = len(given) if isinstance(given, Storage) else 0
+        count = 0
+    else:
+        size, count = len(buffer), buffer.write_count
+        capacity = buffer._storage.max_size
+    queued = 0 if buffer._prefetcher is None else len(buffer._prefetcher)
+    room = {} if capacity is None else {"capacity": capacity, "utilization": size / capacity}
+    return {
+        "size": size,
+        "write_count": count,
+        "prefetch_queue_size": queued,
+        "initialized": buffer._initialized,
+        **room,
+        **pace_stats(buffer),
+    }
+
+
+def exchange_storage(
+    buffer: ReplayBuffer, storage: Storage, collate_fn: Callable[[Any], Any] | None = None
+) -> Storage:
+    """Replace the storage; return the previous one."""
+    check_type("storage", storage, Storage)
+    refuse_exchange(buffer, "storage")
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"expected a callable collate_fn, got {type(collate_fn).__name__}")
+    with both_locked(buffer, storage) as previous:
+        if buffer._rate_limiter is not None:
+            buffer._rate_limiter.check_capacity(storage.max_size)
+        dim_extend, sampler = time_dim_of(buffer, storage), buffer._sampler
+        buffer._sample_unit.check(storage, sampler)
+        check_uses(buffer, sampler, storage, buffer._writer, buffer._chain)
+        buffer._writer.register_storage(storage)
+        rewind(buffer)
+        before = sampler.state_dict()
+        try:
+            sampler.empty()
+            sampler.attach(storage)
+        except BaseException:
+            buffer._writer.register_storage(previous)
+            sampler.attach(previous)
+            sampler.load_state_dict(before)
+            raise
+        drop_draws(buffer)
+        if buffer._pace is not None:
+            buffer._pace.start_from(len(storage))
+        previous.detach(cast(Any, buffer))
+        buffer._storage, buffer._collate_fn = storage, collate_fn
+        buffer._dim_extend = buffer._writer.time_dim = dim_extend
+        storage.attach(cast(Any, buffer))
+    return previous
+
+
+@contextlib.contextmanager
+def both_locked(buffer: ReplayBuffer, other: Storage) -> Iterator[Storage]:
+    """Lock the buffer's storage and another storage; yield the buffer's storage.
+
+    The locks are always taken in the same order, because two buffers may exchange their
+    storages at the same time.
+    """
+    buffer._ready()
+    while True:
+        storage = buffer._storage
+        first, second = sorted((storage, other), key=id)
+        with first.lock, second.lock:
+            if storage is buffer._storage:
+                yield storage
+                return
+
+
+def exchange_sampler(buffer: ReplayBuffer, sampler: Sampler) -> Sampler:
+    """Replace the sampler; return the previous one."""
+    check_type("sampler", sampler, Sampler)
+    refuse_exchange(buffer, "sampler")
+    with buffer._locked() as storage:
+        if getattr(sampler, "drop_last", False) and buffer._batch_size is None:
+            raise ValueError(
+                "Samplers with drop_last=True must work with a predictable batch-size: give "
+                "the buffer a batch_size"
+            )
+        buffer._sample_unit.check(storage, sampler)
+        check_uses(buffer, sampler, storage, buffer._writer, buffer._chain)
+        check_order(sampler, buffer._writer)
+        claim_parts(buffer, sampler)
+        sampler.attach(storage)
+        sampler.generator = buffer._generator
+        rewind(buffer)
+        previous, buffer._sampler = buffer._sampler, sampler
+    return previous
+
+
+def exchange_writer(buffer: ReplayBuffer, writer: Writer) -> Writer:
+    """Replace the writer; return the previous one."""
+    check_type("writer", writer, Writer)
+    refuse_exchange(buffer, "writer")
+    with buffer._locked() as storage:
+        check_order(buffer._sampler, writer)
+        check_uses(buffer, buffer._sampler, storage, writer, buffer._chain)
+        claim_parts(buffer, writer)
+        writer.register_storage(storage)
+        writer.time_dim = buffer.dim_extend
+        previous, buffer._writer = buffer._writer, writer
+        rewind(buffer)
+    return previous
+
+
+def share_rows(buffer: ReplayBuffer, shared: bool) -> None:
+    """Let processes that receive the buffer share its rows."""
+    if bool(shared) == buffer._shared:
+        return
+    if not shared:
+        raise RuntimeError(
+            "a shared buffer stays shared: other processes may have it; make a new buffer"
+        )
+    buffer._ready()
+    check_not_ahead(buffer._prefetch_depth)
+    with buffer._making:
+        storage, sampler, writer = buffer._storage, buffer._sampler, buffer._writer
+        unit, chain = buffer._sample_unit, buffer._chain
+        check_consuming(sampler, storage, writer, unit, chain, prefetch=0, shared=True)
+        check_shareable(storage, writer, chain)
+        storage.share(common_parts(sampler, buffer._rate_limiter))  # type: ignore[attr-defined]
+        buffer._shared = True
+        buffer._pace = limiter_queue(buffer, storage, shared=True)
+        writer.register_storage(storage)
+        sampler.attach(storage)
+
+
+def insert_into_chain(
+    buffer: ReplayBuffer, index: int | None, transform: Any, invert: bool
+) -> None:
+    """Insert a transform before a position of the chain; None: at its end."""
+    with buffer._locked():
+        chain = buffer._chain.copy()
+        chain.insert(len(chain) if index is None else index, transform, invert=invert)
+        buffer._set_transforms(chain)
+        rewind(buffer)

@@ -1,19 +1,21 @@
-"""Define the method ``dataloader``, which makes batches in worker processes."""
+"""Make batches in worker processes."""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch.utils.data import DataLoader
 
 from replaykit.buffer.buffer_dataset import BufferDataset, BufferHandle, check_workers, stream_seed
-from replaykit.buffer.core import DataT, SamplerT, StorageT, WriterT
-from replaykit.buffer.sampling import Sampling
+from replaykit.buffer.components import DataT
 
-__all__ = ["BufferLoader", "Loading", "RemoteLoading"]
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["BufferLoader", "RemoteLoading"]
 
 
 class BufferLoader(DataLoader[DataT]):
@@ -122,80 +124,6 @@ class BufferLoader(DataLoader[DataT]):
         if not dataset.buffer.sampler.passes:
             law["workers"] = max(self.num_workers, 1)
         return law
-
-
-class Loading(Sampling[DataT, StorageT, SamplerT, WriterT]):
-    """``dataloader``."""
-
-    def dataloader(
-        self,
-        batch_size: int | None = None,
-        *,
-        workers: int = 0,
-        steps: int | None = None,
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-        drop_last: bool = False,
-        pin_memory: bool | None = None,
-        multiprocessing_context: Any = None,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        worker_init_fn: Callable[[int], None] | None = None,
-        timeout: float = 0,
-    ) -> BufferLoader[DataT]:
-        """Return a ``DataLoader`` whose worker processes make the batches.
-
-        The workers draw, read and transform batches. `BufferDataset` describes their draws and the
-        rows that they can read. ``docs/overlap.md`` compares workers with ``prefetch``.
-
-        Args:
-            batch_size: number of rows; None for the constructor's ``batch_size``.
-            workers: number of processes. With 0, this process makes each batch on request.
-            steps, seed, rank, world_size, drop_last: as for `BufferDataset`.
-            pin_memory: return batches in pinned memory if there is an accelerator; None for the
-                buffer's setting.
-            multiprocessing_context, prefetch_factor, persistent_workers, worker_init_fn, timeout:
-                as for ``DataLoader``. Persistent workers read the rows that were stored when they
-                started.
-
-        Raises:
-            TypeError, ValueError: as for `BufferDataset` and ``DataLoader``. Also if workers cannot
-                read the rows; the error gives the reason.
-            RuntimeError: no batch size is given, or spawned workers would have to copy the rows.
-                With ``workers`` but without ``shared=True``, the iteration raises the same error if
-                rows are written meanwhile.
-
-        Example:
-            >>> import torch
-            >>> from replaykit import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
-            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4,
-            ...                   sampler=SamplerWithoutReplacement())
-            >>> _ = rb.extend(torch.arange(10))
-            >>> loader = rb.dataloader(seed=7)
-            >>> len(loader), sorted(torch.cat(list(loader)).tolist())
-            (3, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
-        """
-        dataset = BufferDataset(
-            self,
-            batch_size,
-            steps=steps,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            drop_last=drop_last,
-        )
-        pinned = self._pin_memory if pin_memory is None else bool(pin_memory)
-        return BufferLoader(
-            dataset,
-            workers=workers,
-            pin_memory=pinned and self._target is None and torch.cuda.is_available(),
-            multiprocessing_context=multiprocessing_context,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            worker_init_fn=worker_init_fn,
-            timeout=timeout,
-        )
 
 
 class RemoteLoading(BufferHandle, Generic[DataT]):

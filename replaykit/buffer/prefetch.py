@@ -18,7 +18,7 @@ import torch
 from replaykit.interrupts import acquire
 from replaykit.transfer import Arrival
 
-__all__ = ["AheadBatch", "Drawn", "Mark", "Outdated", "Prefetcher"]
+__all__ = ["AheadBatch", "Draw", "DrawnBatch", "Mark", "Outdated", "Prefetcher"]
 
 
 @dataclass(slots=True)
@@ -30,78 +30,75 @@ class Mark:
         random: the state of the generator; None if the draw used another generator.
         after: the state of the generator after the draw and its read. A rollback resets the
             generator only if no other code has used it since.
+        read: the state of the generator before transforms used it in the first read; None if no
+            later read needs it.
     """
 
     token: Any
     random: torch.Tensor | None
     after: torch.Tensor | None = None
+    read: torch.Tensor | None = None
 
 
-@dataclass(slots=True)
-class Drawn:
-    """A draw: the index, its info, whether it ended a pass, and the rows read.
+@dataclass(slots=True, eq=False)
+class Draw:
+    """A draw: the rows that a sampler chose for a batch, and how to undo it.
+
+    Its fields never change. A frozen class would need a call to set each of them.
 
     Attributes:
+        index: the rows of the batch.
+        info: what the sampler knows of these rows.
         anchors: the index that the sampler drew, before the sample unit changed it.
-        collate, stack_dim: settings of the storage that the rows were read from.
-        sampler: the sampler that completes the rows; None if nothing is to be completed.
-        fetched: the neighbouring rows that transforms have read.
+        ran_out: whether the draw ended a pass.
         size: the batch size that was requested.
-        home: the storage of the draw.
-        drawer: the sampler that made the draw.
-        was_out: the sampler's ``ran_out`` before the draw.
-        kept: whether the buffer keeps the draw if its batch fails, and delivers it next.
-        number: the number of the draw among the draws of its buffer.
-        mark: the state before the draw; None if the draw can only be put back.
         written: the next row id of the storage at the draw.
-        random: the state of the buffer's generator before transforms used it; None if no later read
-            needs it.
-        fresh: the rows were read for this draw alone, and are delivered unchanged.
-        arrival: the batch is on its way to a device.
-        begun: a read of the rows that may be unfinished. Code waits for this read before it uses
-            the rows.
-        numbered: the rows contain ``index`` for transforms.
+        storage, sampler: the parts that made the draw.
+        was_out: the sampler's ``ran_out`` before the draw.
+        number: the number of the draw among the draws of its buffer; 0 if it is never undone.
+        mark: the state before the draw; None if the draw can only be put back.
+        kept: whether the buffer keeps the draw if its batch fails, and delivers it next.
     """
 
     index: torch.Tensor
     info: dict[Any, Any]
-    ran_out: bool
     anchors: torch.Tensor
-    rows: Any = None
-    collate: Callable[[Any], Any] | None = None
-    stack_dim: int = 0
-    home: Any = None
-    drawer: Any = None
+    ran_out: bool
+    size: int
+    written: int
+    storage: Any
+    sampler: Any
     was_out: bool = False
-    kept: bool = True
     number: int = 0
     mark: Mark | None = None
-    sampler: Any = None
-    fetched: Any = None
-    size: int = 0
-    written: int = 0
-    random: torch.Tensor | None = None
-    fresh: bool = False
-    arrival: Arrival | None = None
-    begun: Any = None
-    numbered: bool = False
+    kept: bool = False
 
-    def without_rows(self) -> Drawn:
-        """Return the draw without its rows, for a later delivery."""
-        return Drawn(
-            self.index,
-            self.info,
-            self.ran_out,
-            self.anchors,
-            home=self.home,
-            drawer=self.drawer,
-            was_out=self.was_out,
-            number=self.number,
-            mark=self.mark,
-            size=self.size,
-            written=self.written,
-            random=self.random,
-        )
+
+@dataclass(slots=True)
+class DrawnBatch:
+    """The rows that were read for a draw, until their delivery.
+
+    Attributes:
+        collate, stack_dim: settings of the storage that the rows were read from.
+        fresh: the rows were read for this draw alone, and are delivered unchanged.
+        numbered: the rows contain ``index`` for transforms.
+        sampler: the sampler that completes the rows; None if nothing is to be completed.
+        fetched: the neighbouring rows that transforms have read.
+        begun: a read of the rows that may be unfinished. Code waits for this read before it uses
+            the rows.
+        arrival: the batch is on its way to a device.
+    """
+
+    draw: Draw
+    rows: Any
+    collate: Callable[[Any], Any] | None
+    stack_dim: int
+    fresh: bool
+    numbered: bool
+    sampler: Any
+    fetched: Any
+    begun: Any
+    arrival: Arrival | None = None
 
 
 class Outdated(Exception):
@@ -115,26 +112,26 @@ class AheadBatch:
     whichever comes first. A prefetch thread finishes the batch, or the caller that has taken it.
 
     Args:
-        drawn: the draw; None if it failed.
+        draw: the draw; None if it failed.
         written: the storage's next row id at a draw that failed.
-        is_read: whether the rows of the draw are read already.
+        batch: the rows of the draw, if they are read already.
         error: the error of the draw, and later that of reading or finishing the batch.
         late: finish the batch at its delivery.
     """
 
-    __slots__ = ("_claim", "_done", "drawn", "error", "is_read", "late", "made", "written")
+    __slots__ = ("_claim", "_done", "batch", "draw", "error", "is_read", "late", "made", "written")
 
     def __init__(
         self,
-        drawn: Any,
+        draw: Any,
         written: int = 0,
         *,
-        is_read: bool = False,
+        batch: Any = None,
         error: BaseException | None = None,
         late: bool = False,
     ) -> None:
-        self.drawn, self.written = drawn, written
-        self.is_read = is_read or drawn is None
+        self.draw, self.written, self.batch = draw, written, batch
+        self.is_read = draw is None or batch is not None or error is not None
         self.error, self.late = error, late
         self.made: Any = None
         self._claim, self._done = threading.Lock(), threading.Lock()
@@ -143,13 +140,13 @@ class AheadBatch:
     @property
     def is_last(self) -> bool:
         """True if the next draw must wait: this one ended a pass, or failed."""
-        return self.drawn is None or self.drawn.ran_out
+        return self.draw is None or self.draw.ran_out
 
     def read(self, source: _Source) -> None:
         """Read the rows once. The caller holds the storage's lock."""
         if not self.is_read:
             try:
-                source._read_ahead(self.drawn)
+                self.batch = source._read_ahead(self.draw)
             except Exception as error:
                 self.error = error
             self.is_read = True  # at last, because `make` looks without the lock
@@ -162,7 +159,7 @@ class AheadBatch:
         """Finish the batch, whose rows are read; an exception becomes ``error``."""
         try:
             if self.error is None and not self.late:
-                self.made = source._finish(self.drawn)
+                self.made = source._finish(self.batch)
         except BaseException as error:
             self.error = error
         finally:
@@ -179,9 +176,9 @@ class AheadBatch:
 class _Source(Protocol):
     def _locked(self, *, settled: bool = True) -> Any: ...
 
-    def _read_ahead(self, drawn: Any) -> None: ...
+    def _read_ahead(self, draw: Any) -> Any: ...
 
-    def _finish(self, drawn: Any) -> Any: ...
+    def _finish(self, batch: Any) -> Any: ...
 
 
 class Prefetcher:
@@ -245,7 +242,7 @@ class Prefetcher:
 
     def pending(self) -> list[Any]:
         """Return the undelivered draws, in order."""
-        return [batch.drawn for batch in self._queue if batch.drawn is not None]
+        return [batch.draw for batch in self._queue if batch.draw is not None]
 
     def clear(self) -> list[Any]:
         """Drop all batches and return their draws."""

@@ -1,46 +1,64 @@
-"""Define `ReplayBuffer` and its prioritized variants."""
+"""Define `ReplayBuffer`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Listed
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, Literal, overload
 
 import torch
 from typing_extensions import Self
 
+from replaykit._compat import Uncompiled, as_tensor, is_tensordict
 from replaykit._ray import actor_class
-from replaykit.buffer.components import Components
-from replaykit.buffer.core import DataT, PrioritizedT, SamplerT, StorageT, WriterT
-from replaykit.buffer.dataloader import Loading
-from replaykit.buffer.editing import Editing
-from replaykit.buffer.episode_views import Streams
-from replaykit.buffer.persistence import Saving
-from replaykit.buffer.row_updates import Conditional, Priorities
+from replaykit.buffer import (
+    components,
+    conditional_updates,
+    deliver,
+    draw,
+    edit,
+    priorities,
+    state,
+    write,
+)
+from replaykit.buffer.buffer_dataset import BufferDataset
+from replaykit.buffer.component_checks import (
+    check_kinds,
+    check_not_ahead,
+    check_type,
+    checked_batch_size,
+    checked_limiter,
+    checked_prefetch,
+    consuming_sampler,
+)
+from replaykit.buffer.components import DataT, LockedStorage, SamplerT, StorageT, WriterT
+from replaykit.buffer.conditional_updates import ConditionalUpdateResult
+from replaykit.buffer.dataloader import BufferLoader
+from replaykit.buffer.episodes import Episodes
+from replaykit.buffer.prefetch import Draw, Prefetcher
+from replaykit.checkpoint import save_snapshot
+from replaykit.episodes import Needs
 from replaykit.keywords import Replaced, checked_keywords, named_after
-from replaykit.samplers import PrioritizedSampler
+from replaykit.pace import SAMPLE, LimiterQueue, RateLimiter
+from replaykit.samplers import Sampler, SampleUnit, Transition
+from replaykit.storages import Storage
+from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.memmap import join_storage
+from replaykit.storages.save_hooks import Hook, check_no_checkpointer
+from replaykit.ted import unravel
+from replaykit.transfer import Staging, device_named
+from replaykit.transforms import Compose
+from replaykit.writers import Writer
+from replaykit.writers.writer import single_index
 
-__all__ = [
-    "PrioritizedReplayBuffer",
-    "ReplayBuffer",
-    "TensorDictPrioritizedReplayBuffer",
-    "TensorDictReplayBuffer",
-    "rows_by_name",
-]
+__all__ = ["ReplayBuffer"]
 
 
 @named_after
-class ReplayBuffer(
-    Streams[DataT, StorageT, SamplerT, WriterT],
-    Loading[DataT, StorageT, SamplerT, WriterT],
-    Editing[DataT, StorageT, SamplerT, WriterT],
-    Priorities[DataT, StorageT, SamplerT, WriterT],
-    Conditional[DataT, StorageT, SamplerT, WriterT],
-    Components[DataT, StorageT, SamplerT, WriterT],
-    Saving[DataT, StorageT, SamplerT, WriterT],
-):
+class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
     """Rows in a storage, chosen by a sampler and placed by a writer.
 
     Args:
@@ -98,6 +116,1345 @@ class ReplayBuffer(
         >>> rb.sample()["index"]
         tensor([ 4, 19, 13,  0])
     """
+
+    _replaced: ClassVar[dict[str, Replaced]] = {
+        "checkpointer": Replaced(
+            (None,),
+            "dumps(path) and loads(path) of the buffer write and read checkpoints, in one format "
+            "for all storages; leave checkpointer out",
+        ),
+        "service_backend": Replaced(
+            ("direct",), "RayReplayBuffer(**arguments) has the buffer in an actor of Ray"
+        ),
+        "service_backend_options": Replaced(
+            (None, {}), "RayReplayBuffer takes ray_init_config= and remote_config="
+        ),
+        "transport": Replaced(
+            ("auto", "direct"),
+            "A direct ReplayBuffer only supports transport='auto' or 'direct'; that of "
+            "RayReplayBuffer is Ray's own",
+        ),
+        "transport_options": Replaced(
+            (None, {}),
+            "transport_options are only valid for a remote ReplayBuffer; that of RayReplayBuffer "
+            "needs none",
+        ),
+    }
+
+    _reads_index = False
+    """True if ``rb[...]`` carries ``index``, also for transforms, as samples do."""
+
+    # The parts, which ``make_parts`` sets.
+    _storage: Storage
+    _sampler: Sampler
+    _writer: Writer
+    _chain: Compose
+    _needs: Needs
+    _listening: list[Any]
+    _pace: LimiterQueue | None = None
+
+    @checked_keywords
+    def __init__(
+        self,
+        *,
+        storage: StorageT | Callable[[], StorageT] | None = None,
+        sampler: SamplerT | Callable[[], SamplerT] | None = None,
+        writer: WriterT | Callable[[], WriterT] | None = None,
+        sample_unit: SampleUnit | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        device: torch.device | str | int | None = None,
+        prefetch: int | None = None,
+        transform: Any = None,
+        transform_factory: Callable[[], Any] | None = None,
+        batch_size: int | None = None,
+        dim_extend: int | None = None,
+        generator: torch.Generator | None = None,
+        consume_after_n_samples: int | None = None,
+        priority_key: Any = "td_error",
+        delayed_init: bool | None = None,
+        contiguous: bool = False,
+        shared: bool = False,
+        compilable: bool = False,
+        rate_limiter: RateLimiter | None = None,
+    ) -> None:
+        check_kinds(
+            storage,
+            sampler,
+            writer,
+            sample_unit,
+            collate_fn,
+            transform,
+            transform_factory,
+            generator,
+        )
+        self._rate_limiter = checked_limiter(rate_limiter)
+        self._batch_size = None if batch_size is None else checked_batch_size(batch_size)
+        depth = checked_prefetch(prefetch, self._batch_size)
+        chosen = consuming_sampler(consume_after_n_samples, sampler, depth)
+        if dim_extend is not None and (type(dim_extend) is not int or dim_extend < 0):
+            raise ValueError(f"dim_extend must be a positive value or 0, got {dim_extend!r}")
+        self._dim_extend = dim_extend
+        self._dim_of_storage = dim_extend is None
+        self._sample_unit = Transition() if sample_unit is None else sample_unit
+        self._collate_fn = collate_fn
+        self._pin_memory = pin_memory
+        self._target = None if device is None else device_named(device)
+        self._staging: Staging | None = None
+        self._contiguous = bool(contiguous)
+        self._shared = bool(shared)
+        if shared:
+            check_not_ahead(depth)
+        self._generator = generator
+        self._priority_key = unravel(priority_key)
+        self._prefetch_depth = depth
+        self._prefetcher: Prefetcher | None = None
+        # Draws whose batches failed; they come next.
+        self._retry: list[Draw] = []
+        self._draws_made = 0
+        self._pass_ended = False
+        # True after a load, until the rows are stored that transforms had held back before it.
+        self._restarted = False
+        self._closed = False
+        self._initialized = False
+        self._making = threading.RLock()
+        self._makers = (storage, chosen, writer, transform, transform_factory)
+        if delayed_init is None:
+            delayed_init = transform_factory is not None
+        if not delayed_init:
+            self._initialize()
+
+    def _ready(self) -> None:
+        if not self._initialized:
+            with self._making:
+                if not self._initialized:
+                    self._initialize()
+
+    def _locked(self, *, patient: bool = False, settled: bool = True) -> LockedStorage:
+        """Lock the current storage of the buffer; the context yields it.
+
+        Args:
+            patient: for a while, let processes that write without pause take the lock first.
+            settled: first read the rows of prefetched draws, because the caller may change them.
+        """
+        if not self._initialized:
+            self._ready()
+        return LockedStorage(self, patient and self._shared, settled)
+
+    @property
+    def initialized(self) -> bool:
+        """True if the components exist. With ``delayed_init`` they may not exist yet."""
+        return self._initialized
+
+    @property
+    def storage(self) -> StorageT:
+        """The storage, which holds the rows."""
+        self._ready()
+        return self._storage  # type: ignore[return-value]
+
+    @property
+    def sampler(self) -> SamplerT:
+        """The sampler, which chooses the rows of a batch."""
+        self._ready()
+        return self._sampler  # type: ignore[return-value]
+
+    @property
+    def writer(self) -> WriterT:
+        """The writer, which chooses the slots of new rows."""
+        self._ready()
+        return self._writer  # type: ignore[return-value]
+
+    @property
+    def transform(self) -> Compose:
+        """The chain of transforms, possibly empty."""
+        self._ready()
+        return self._chain
+
+    @property
+    def batch_size(self) -> int | None:
+        """Default number of rows of a batch."""
+        return self._batch_size
+
+    @property
+    def dim_extend(self) -> int:
+        """The time dimension of written data, fixed by the constructor."""
+        self._ready()
+        assert self._dim_extend is not None
+        return self._dim_extend
+
+    @dim_extend.setter
+    def dim_extend(self, value: int) -> None:
+        if value != self.dim_extend:
+            raise RuntimeError(f"dim_extend is {self.dim_extend} and cannot be changed later")
+
+    @property
+    def priority_key(self) -> Any:
+        """The key of priorities in written rows and in batches, as it was given."""
+        key = self._priority_key
+        return key if len(key) > 1 else key[0]
+
+    @property
+    def service_backend(self) -> str:
+        """Always ``"direct"``: the buffer is in the process that made it."""
+        return "direct"
+
+    @property
+    def checkpointer(self) -> None:
+        """Always None, because a buffer saves itself. Other values raise TypeError."""
+        return None
+
+    @checkpointer.setter
+    def checkpointer(self, value: object) -> None:
+        check_no_checkpointer(value)
+
+    @property
+    def write_count(self) -> int:
+        """Number of rows written through this buffer, summed over all lanes."""
+        self._ready()
+        self._storage.poll(whole=True)
+        return self._writer.write_count
+
+    @property
+    def shared(self) -> bool:
+        """True if processes that receive this buffer write and sample the same rows."""
+        return self._shared
+
+    def __len__(self) -> int:
+        """Return the number of stored rows.
+
+        With a sampler that uses rows up, this counts only rows that can still be drawn.
+        """
+        self._ready()
+        if self._sampler.consumes:
+            with self._locked(settled=False) as storage:
+                return self._sampler.left(storage)
+        return len(self._storage)
+
+    def stats(self) -> dict[str, Any]:
+        """Return size, write count, prefetched batches, capacity and utilization.
+
+        With a rate limiter, ``inserts`` and ``samples`` are its counts. ``insert_blocked_s`` and
+        ``sample_blocked_s`` are the total seconds that calls have waited for it. In a shared buffer
+        all four cover all processes.
+
+        The method also works before initialization, and changes nothing. If the storage was given
+        as a function, capacity and utilization are missing until the function has made the storage.
+        Cost: O(1).
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+            >>> _ = rb.extend(torch.zeros(5))
+            >>> rb.stats()["size"], rb.stats()["utilization"]
+            (5, 0.5)
+        """
+        return components.stats_of(self)
+
+    def __repr__(self) -> str:
+        if not self._initialized:
+            return f"{type(self).__name__}(not initialized)"
+        parts = [
+            f"storage={self._storage!r}",
+            f"sampler={self._sampler!r}",
+            f"writer={self._writer!r}",
+            f"batch_size={self._batch_size}",
+            f"transform={self._chain!r}",
+        ]
+        inside = ",\n".join("    " + part.replace("\n", "\n    ") for part in parts)
+        return f"{type(self).__name__}(\n{inside})"
+
+    # -- sampling ---------------------------------------------------------------------------------
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> DataT: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        timeout: float | None = None,
+    ) -> tuple[DataT, dict[Any, Any]]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> tuple[DataT, dict[Any, Any]]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> DataT | tuple[DataT, dict[Any, Any]]: ...
+
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """Draw a batch.
+
+        Args:
+            batch_size: number of rows; None for the constructor's ``batch_size``.
+            return_info: also return the info of the draw. If a transform changed the number of
+                rows, the data does not include the info.
+            include_info: if False, the TensorDict has neither ``index`` nor the info. Deprecated.
+            timeout: maximum seconds to wait for the buffer's rate limiter. With 0 the call does not
+                wait; None is no limit. Without a rate limiter it has no effect.
+
+        Returns:
+            For TensorDict rows, a TensorDict of batch size ``[B]``. It contains ``index`` (int64
+            ``[B]`` or ``[B, ndim]``), ``index_generation`` if the writer tracks it, and the info of
+            the sampler. For other rows, the data alone. The batch owns its memory. It is on the
+            buffer's ``device``, or by default on the storage's. With ``return_info``, the result is
+            a pair of the batch and a dict with ``index`` and the info.
+
+        Raises:
+            RuntimeError: no batch size is given, nothing is stored, a transform changed the number
+                of rows, or the buffer was shut down.
+            ValueError: the batch size is not an int of at least 1, or is more than the rate limiter
+                can ever admit.
+            RateLimiterTimeout: the timeout has passed before writes caught up; a TimeoutError.
+                Nothing has changed.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(5), batch_size=3)
+            >>> _ = rb.extend(TensorDict({"x": torch.arange(5) * 10}, [5]))
+            >>> batch = rb.sample()
+            >>> batch.shape, bool((batch["x"] == batch["index"] * 10).all())
+            (torch.Size([3]), True)
+        """
+        merge = include_info is None or deliver.should_merge(include_info)
+        _, data, info = self._in_turn(batch_size, timeout, merge=merge, needed=not return_info)
+        return (data, info) if return_info else data
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Return whether ``sample`` would succeed now without waiting.
+
+        The call draws nothing and changes nothing.
+
+        Raises:
+            RuntimeError: no batch size is given.
+        """
+        size = draw.size_of(self, batch_size)
+        if self._pace is not None and not self._pace.may(SAMPLE, size, len(self)):
+            return False
+        with self._locked(settled=False) as storage:
+            self._sampler.needs = self._needs
+            if self._retry and not draw.is_outdated(self, self._retry[0], storage):
+                return True
+            return self._sampler.can_sample(storage, size)
+
+    def __iter__(self) -> Iterator[DataT]:
+        """Yield batches until the end of the sampler's pass.
+
+        With draws with replacement, the iteration never ends.
+
+        Raises:
+            RuntimeError: the buffer has no batch size.
+        """
+        if self._batch_size is None:
+            raise RuntimeError(
+                "Cannot iterate over the replay buffer. Batch_size was not specified during "
+                "construction; give the buffer a batch_size"
+            )
+        return deliver.batches_of(self)
+
+    def next(self) -> DataT | None:
+        """Return the next batch of the buffer's own iteration, or None at its end.
+
+        The call after None starts the next iteration.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3), batch_size=2,
+            ...                   sampler=SamplerWithoutReplacement(shuffle=False))
+            >>> _ = rb.extend(torch.arange(3))
+            >>> rb.next(), rb.next(), rb.next()
+            (tensor([0, 1]), tensor([2]), None)
+        """
+        if self._batch_size is None:
+            raise RuntimeError(
+                "Cannot iterate over the replay buffer. Batch_size was not specified during "
+                "construction; give the buffer a batch_size"
+            )
+        if self._pass_ended or deliver.is_used_up(self):
+            self._pass_ended = False
+            return None
+        drawn, data, _ = self._in_turn(None)
+        self._pass_ended = drawn.ran_out
+        return data
+
+    def shutdown(self) -> None:
+        """Join the prefetch threads. Later calls of ``sample`` raise RuntimeError.
+
+        Draws of batches that were not delivered are undone, so a later save lacks no row of a pass.
+        In this process, calls that wait for a rate limiter, or would have to, also raise
+        RuntimeError.
+        """
+        deliver.shut_down(self)
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def add(self, data: Any, *, timeout: float | None = None) -> int | torch.Tensor | None:
+        """Store one row.
+
+        Args:
+            data: one row, as a TensorDict, tensor, tensorclass or pytree; for a ListStorage any
+                object. The batch dimensions of a TensorDict belong to the row. For ``ndim > 1``,
+                one time step of all lanes, ``[*lanes]``. Leaves of pytrees may be arrays, NumPy
+                scalars, Python numbers and lists of numbers. A Python float gets torch's default
+                dtype, an int int64. See ``docs/environments.md``.
+            timeout: as for ``extend``.
+
+        Returns:
+            The slot of the row; for ``ndim > 1``, the slots int64 ``[prod(lanes), ndim]``. None if
+            the writer refuses the row or an inverse transform drops it.
+
+        Raises:
+            SchemaError: keys, shapes or dtypes differ from the first write; a ValueError.
+            TypeError: the storage cannot hold a value.
+            RateLimiterTimeout: as for ``extend``; a TimeoutError.
+
+        If the first row is a TensorDict with batch dimensions, a UserWarning is issued. Such a row
+        is usually a batch that was meant for ``extend``. Storages for rows of several shapes do not
+        warn.
+
+        If the call raises, nothing has changed, unless a custom sampler or transform raises after
+        the rows are stored. Cost: O(1).
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(2))
+            >>> rb.add(torch.tensor(5.0)), rb.add(torch.tensor(6.0)), rb.add(torch.tensor(7.0))
+            (0, 1, 0)
+        """
+        if not self._initialized:
+            self._ready()
+        single = not self._chain.entries
+        if not self._writer.write_count:
+            write.warn_of_batch(data, self._storage)
+        if not single:
+            # Transforms receive a batch of one row, as in extend.
+            data = self.storage.batch_of_one(data, self.dim_extend)
+        index = write.write_in_turn(self, data, timeout, single, None)
+        count = index.shape[0]
+        if index.ndim == 1 and count != 1:
+            return index if count else None
+        return single_index(index) if count else None
+
+    def extend(
+        self,
+        data: Any,
+        *,
+        update_priority: bool | None = None,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        """Store a batch of rows.
+
+        Args:
+            data: a TensorDict, tensorclass, tensor or pytree with rows along dimension 0; for
+                ``ndim > 1``, of shape ``[*lanes, T]``. Also a list with one element per row, each
+                as for ``add``. A list costs one Python step per row. A tuple is a pytree. For list
+                storages, however, its elements are the rows.
+            update_priority: if False, ignore the priorities under ``priority_key`` in the data. The
+                rows then get the sampler's default priority.
+            timeout: maximum seconds to wait until the buffer's rate limiter admits the rows. With 0
+                the call does not wait; None is no limit. Without a rate limiter it has no effect.
+
+        Returns:
+            The slot of each row, int64 ``[B]``. For ``ndim > 1`` the shape is ``[T * prod(lanes),
+            ndim]``, with time first. The slot is -1 for a row that the writer refused.
+
+        Raises:
+            SchemaError: keys, shapes or dtypes differ from the first write; a ValueError.
+            ValueError: priorities are NaN, negative or infinite, or there is not one per row. Also
+                if the rate limiter can never admit that many rows in one call.
+            TypeError: the storage cannot hold a value.
+            RateLimiterTimeout: the timeout has passed before samples caught up; a TimeoutError.
+            RuntimeError: the buffer was shut down during the wait.
+
+        If the call raises, nothing has changed, unless a custom sampler or transform raises after
+        the rows are stored. Readers get all rows of the batch or none. Cost: one pass over the
+        bytes.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+            >>> rb.extend(TensorDict({"x": torch.zeros(3)}, [3]))
+            tensor([0, 1, 2])
+            >>> rb.extend(TensorDict({"y": torch.zeros(3)}, [3]))
+            Traceback (most recent call last):
+            replaykit.errors.SchemaError: key 'x': expected float32 [], got nothing; key 'y': ...
+        """
+        if not self._initialized:
+            self._ready()
+        return write.write_in_turn(self, data, timeout, False, update_priority)
+
+    def flush(self) -> torch.Tensor:
+        """Store the rows that transforms hold back, as if their streams ended here.
+
+        For example, ``NStep(..., when="write")`` holds rows back. The first write after a load
+        begins with a flush, so that no row spans the restart. A rate limiter counts the flushed
+        rows, but the flush does not wait for it.
+
+        Returns:
+            The slot of each row, as for ``extend``.
+
+        Raises:
+            As for ``extend``.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(2))
+            >>> rb.flush()
+            tensor([], dtype=torch.int64)
+        """
+        return write.flush_rows(self)
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Remove all rows, including rows that transforms hold back.
+
+        Keys, shapes and memory stay. A removed row's index and generation never name a row again.
+
+        Args:
+            empty_write_count: reset ``write_count``, and a rate limiter's counts in ``stats``, to
+                0. The rate limiter itself starts over in any case.
+
+        Raises:
+            RuntimeError: the writer does not allow writing.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(2))
+            >>> _ = rb.extend(torch.zeros(2))
+            >>> rb.empty()
+            >>> len(rb), rb.write_count
+            (0, 0)
+        """
+        write.empty_rows(self, empty_write_count)
+
+    def mark_update(self, index: Any) -> None:
+        """Give rows the sampler's default priority. No effect without priorities.
+
+        Also call it to report rows that another buffer over the same storage has written.
+        """
+        with self._locked() as storage:
+            self._sampler.mark_update(index, storage=storage)
+
+    # -- reading and editing ----------------------------------------------------------------------
+
+    @overload
+    def __getitem__(self, index: str | tuple[str, ...]) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: Any) -> DataT: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return stored rows in physical order, or a column.
+
+        Args:
+            index: int, slice, list, LongTensor or bool mask. For ``ndim > 1`` also a tuple of
+                these. It applies to the layout of written data, so that ``rb[i] == rb[:][i]``. A
+                key selects a column of ``rb[:]``.
+
+        The rows are collated and transformed. Without transforms, ints and slices of tensor
+        storages return views. TensorDicts of a TensorDictReplayBuffer carry ``index``, as samples
+        do. It is int64 in the shape of the rows, or ``[..., ndim]`` with lanes. TensorDicts of a
+        ReplayBuffer do not carry it.
+
+        Raises:
+            IndexError: a row is not stored.
+            KeyError: the key does not exist.
+            RuntimeError: nothing was written yet.
+        """
+        if edit.is_key(index):
+            return edit.column_of(self[:], index)
+        cells: list[torch.Tensor] = []
+        rows = edit.rows_at(self, index, cells)
+        if not cells or not is_tensordict(rows):
+            return rows
+        return edit.with_index(rows, cells[0], self._storage)
+
+    def read_all_in_order(self, end: int | None = None) -> DataT:
+        """Return all stored rows, or the first ``end``, in slot order: ``rb[:end]``.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.extend(torch.arange(5))
+            >>> rb.read_all_in_order(), rb.read_all_in_order(end=2)
+            (tensor([3, 4, 2]), tensor([3, 4]))
+        """
+        return self[:end]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Replace stored rows, or a column if ``index`` is a key.
+
+        Inverse transforms apply to rows. Length, cursor, ``write_count``, priorities and
+        generations do not change.
+
+        Values for all rows may add columns, as in ``rb["advantage"] = x``, ``rb[:] = rows`` and
+        ``write_all(rows)``. Rows written later without these columns get zeros in them, until they
+        are edited. An edit whose rows lack added columns leaves these columns unchanged. After an
+        added column, the buffer draws its prefetched batches again.
+
+        Raises:
+            IndexError: a row is not stored.
+            SchemaError: keys, shapes or dtypes differ, or a new key would mark the ends of
+                episodes.
+            RuntimeError: columns are added to rows that are shared, recovered, or from a data set.
+
+        A new column needs memory for all slots. It is stored separately from the rows' records, so
+        a sample makes one more memory access per row.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+            >>> _ = rb.extend(TensorDict({"reward": torch.arange(3.0)}, [3]))
+            >>> rb["advantage"] = rb["reward"] - rb["reward"].mean()
+            >>> rb[:2]["advantage"]
+            tensor([-1.,  0.])
+            >>> _ = rb.add(TensorDict({"reward": torch.tensor(7.0)}, []))
+            >>> rb["advantage"]
+            tensor([-1.,  0.,  1.,  0.])
+        """
+        edit.set_rows(self, index, value)
+
+    def write_all(self, data: Any, end: int | None = None) -> None:
+        """Replace the first ``end`` stored rows in slot order: ``rb[:end] = data``.
+
+        Args:
+            data: the new rows. If they replace all stored rows, they may have new keys.
+            end: number of rows; None for as many as ``data`` has.
+
+        Raises:
+            IndexError: more rows are given than are stored.
+            SchemaError, RuntimeError: as for ``rb[...] = data``.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.extend(torch.arange(3))
+            >>> rb.write_all(torch.tensor([7, 8]))
+            >>> rb[:]
+            tensor([7, 8, 2])
+        """
+        edit.set_first_rows(self, data, end)
+
+    def set_(self, key: Any, value: torch.Tensor) -> Self:
+        """Replace a whole column; return the buffer. Transforms do not apply.
+
+        To add a column, use ``rb[key] = value``.
+
+        Args:
+            key: a stored key; a tuple for a nested key.
+            value: a tensor ``[N, *F]``; with lanes, ``[*lanes, T, *F]``.
+
+        Raises:
+            KeyError: the column does not exist.
+            SchemaError: the shape or dtype differs; nothing has changed.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.extend(TensorDict({"x": torch.zeros(2)}, [2]))
+            >>> rb.set_("x", torch.tensor([1.0, 2.0]))["x"]
+            tensor([1., 2.])
+        """
+        with self._locked() as storage:
+            edit.columns_of(self).edit_columns(
+                {unravel(key): value}, time_dim=edit.layout_of(self, storage)
+            )
+        return self
+
+    def set_at_(self, key: Any, value: torch.Tensor, index: Any) -> Self:
+        """Replace some rows of a column; return the buffer. Transforms do not apply.
+
+        Args:
+            value: a tensor ``[K, *F]``, or ``[*F]`` if ``index`` is an int.
+            index: int, slice, list, LongTensor or bool mask of rows.
+
+        Raises:
+            KeyError, IndexError, SchemaError: as for ``set_`` and indexing; nothing has changed.
+        """
+        with self._locked() as storage:
+            edit.columns_of(self).edit_columns(
+                {unravel(key): value}, index, time_dim=edit.layout_of(self, storage)
+            )
+        return self
+
+    def update_(
+        self,
+        input_dict_or_td: Any,
+        clone: bool = False,
+        *,
+        keys_to_update: Listed[Any] | None = None,
+    ) -> Self:
+        """Replace several whole columns; return the buffer. Transforms do not apply.
+
+        Args:
+            input_dict_or_td: nested mapping or TensorDict of columns ``[N, *F]``.
+            clone: copy the values first. Needed if the values are views of the buffer's own
+                columns.
+            keys_to_update: replace only these keys, and all keys nested below them. Keys missing
+                from the input are ignored.
+
+        Raises:
+            KeyError, SchemaError: as for ``set_``; nothing has changed.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.extend(TensorDict({"a": torch.zeros(1), "b": torch.ones(1)}, [1]))
+            >>> _ = rb.update_({"a": rb["b"], "b": rb["a"]}, clone=True)
+            >>> rb["a"], rb["b"]
+            (tensor([1.]), tensor([0.]))
+        """
+        edit.set_columns(self, input_dict_or_td, clone, keys_to_update=keys_to_update)
+        return self
+
+    # -- priorities and conditional updates -------------------------------------------------------
+
+    def update_priority(
+        self, index: Any, priority: Any = None, *, generation: torch.Tensor | None = None
+    ) -> None:
+        """Set the priorities of rows, if the sampler has priorities.
+
+        Args:
+            index: slots, int64 ``[K]`` (``[K, ndim]``). Or, without ``priority``, a TensorDict as
+                for ``update_tensordict_priority``.
+            priority: a number, or a tensor ``[K]`` or ``[K, 1]``. All values are finite and not
+                negative.
+            generation: the generation of each slot when it was sampled. Slots written since are
+                skipped.
+
+        If the sampler has no priorities, nothing changes and a UserWarning is issued.
+
+        Example:
+            >>> import torch, warnings
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(2))
+            >>> _ = rb.extend(torch.zeros(2))
+            >>> with warnings.catch_warnings(record=True) as caught:
+            ...     warnings.simplefilter("always")
+            ...     rb.update_priority(torch.tensor([0]), torch.tensor([1.0]))
+            >>> str(caught[0].message)
+            'RandomSampler has no priorities; the update has no effect'
+        """
+        if not self._initialized:
+            self._ready()
+        if not self._sampler.prioritized and priorities.without_priorities(self._sampler, above=1):
+            return
+        if priority is None and is_tensordict(index):
+            self.update_tensordict_priority(index)
+            return
+        values = priority
+        if not isinstance(values, torch.Tensor):
+            # Python numbers would lose half of their digits in torch's default dtype.
+            values = as_tensor(priority, dtype=torch.float64)
+        dims = values.ndim
+        if dims > 1 and values.shape[-1] == 1 and values.numel() == values.shape[0]:
+            values = values.reshape(-1)
+        elif dims > 1 and values.ndim == self._storage.ndim:
+            # The value is in the layout of written data. The index from `extend` has time first.
+            values = values.transpose(0, self.dim_extend).reshape(-1)
+        with self._locked(settled=False) as storage:
+            self._sampler.update_priority(index, values, storage=storage, generation=generation)
+
+    def update_tensordict_priority(self, data: Any) -> None:
+        """Set priorities that the learner has written into a sample.
+
+        Args:
+            data: a TensorDict from ``sample``, with values under ``priority_key``. Their shape is
+                ``[B]``, ``[B, 1]``, or has more dimensions, which are reduced.
+
+        Rows that were overwritten since the sample are skipped. If the sampler has no priorities,
+        nothing happens. There is no warning, because a learner may call this method after every
+        batch. In a buffer of sequences, an anchor gets the largest priority among the valid rows of
+        its window. Other rows keep their priorities.
+
+        Raises:
+            KeyError: the data has no ``priority_key`` or no ``index``.
+            TypeError: the data is not a TensorDict.
+            ValueError: a priority is NaN, negative or infinite; nothing has changed.
+        """
+        priorities.update_from_sample(self, data)
+
+    def update_if_present(
+        self,
+        *,
+        index: torch.Tensor,
+        generation: torch.Tensor,
+        patch: Any,
+        version_key: Any = None,
+        version: Any = None,
+        require_newer: bool = False,
+    ) -> ConditionalUpdateResult:
+        """Write values into rows whose slots have not been overwritten.
+
+        A row is live if its slot still has the given generation. Other rows stay unchanged.
+
+        Args:
+            index: slots from a sample, int64 ``[K]`` or ``[K, ndim]``.
+            generation: ``index_generation`` of the slots, int64 ``[K]``; -1 is never live.
+            patch: a mapping of keys to tensors ``[K, *F]``, or a TensorDict. For ``ndim > 1`` also
+                in the layout of written data, ``[*lanes, T, *F]``. ``index`` must then be the index
+                that ``extend`` returned for that data.
+            version_key, version: given together or not at all. ``version`` is an int, or one int
+                per row. A live row is patched only if its ``version`` is at least the stored
+                version under ``version_key``. The patch stores the new version.
+            require_newer: patch only if ``version`` is larger than the stored one.
+
+        If a row occurs several times, its last values are stored. With versions, the values with
+        the highest version are stored. If several values have this version, the last of them are
+        stored. A patch does not advance the generation.
+
+        Raises:
+            RuntimeError: the writer does not track generations, the storage is a list, or nothing
+                is stored.
+            KeyError: a patch key or the version key is not stored.
+            TypeError: the patch is not a mapping.
+            ValueError: shapes, dtypes or lengths differ, or the version key is in the patch.
+
+        If it raises, nothing has changed.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(2),
+            ...                   writer=RoundRobinWriter(track_generations=True))
+            >>> _ = rb.extend(TensorDict({"x": torch.zeros(2)}, [2]))
+            >>> seen = rb.sample(8)
+            >>> _ = rb.add(TensorDict({"x": torch.ones(())}, []))  # displaces the record in slot 0
+            >>> result = rb.update_if_present(
+            ...     index=torch.tensor([0, 1]), generation=torch.tensor([0, 0]),
+            ...     patch={"x": torch.tensor([5.0, 5.0])})
+            >>> result.updated.tolist(), rb["x"].tolist()
+            ([False, True], [1.0, 5.0])
+        """
+        return conditional_updates.patch_present(
+            self,
+            index=index,
+            generation=generation,
+            patch=patch,
+            version_key=version_key,
+            version=version,
+            require_newer=require_newer,
+        )
+
+    # -- exchanging components --------------------------------------------------------------------
+
+    def set_storage(
+        self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None
+    ) -> Storage:
+        """Replace the storage; return the previous one.
+
+        The writer and the sampler use the new storage from then on, and the buffer follows its
+        writes. The next write continues after the storage's newest row. A rate limiter restarts its
+        counts.
+
+        Args:
+            storage: the new storage.
+            collate_fn: the new ``collate_fn``; None for the new storage's default.
+
+        Returns:
+            The previous storage.
+
+        Raises:
+            TypeError: ``storage`` is not a Storage.
+            ValueError: the other components cannot work with the storage; nothing has changed.
+            RuntimeError: the buffer is shared.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> old = rb.set_storage(TensorStorage(torch.arange(2)))
+            >>> len(old), len(rb)
+            (0, 2)
+        """
+        return components.exchange_storage(self, storage, collate_fn)
+
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Replace the sampler; return the previous one.
+
+        The new sampler can immediately draw all stored rows.
+
+        Raises:
+            TypeError: ``sampler`` is not a Sampler.
+            ValueError: the sampler has ``drop_last`` but no batch size is known, or another buffer
+                uses it. Also if the sampler draws slices, but the writer does not keep the order of
+                rows.
+            RuntimeError: the buffer is shared.
+
+        Example:
+            >>> from replaykit import ReplayBuffer, SamplerWithoutReplacement
+            >>> rb = ReplayBuffer()
+            >>> rb.set_sampler(SamplerWithoutReplacement())
+            RandomSampler()
+        """
+        return components.exchange_sampler(self, sampler)
+
+    def set_writer(self, writer: Writer) -> Writer:
+        """Replace the writer; return the previous one.
+
+        The new writer continues at the storage's cursor.
+
+        Raises:
+            TypeError: ``writer`` is not a Writer.
+            ValueError: the writer cannot work with the storage or with the sampler.
+            RuntimeError: the buffer is shared.
+
+        Example:
+            >>> from replaykit import ImmutableDatasetWriter, ReplayBuffer
+            >>> rb = ReplayBuffer()
+            >>> rb.set_writer(ImmutableDatasetWriter())
+            RoundRobinWriter(write_count=0)
+        """
+        return components.exchange_writer(self, writer)
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Replace the random generator; None for torch's global generator."""
+        if generator is not None:
+            check_type("generator", generator, torch.Generator)
+        with self._locked():
+            draw.rewind(self)
+            self._generator = generator
+            self._sampler.generator = generator
+
+    def share(self, shared: bool = True) -> Self:
+        """Let processes that receive the buffer share its rows; return the buffer.
+
+        All of them write and sample the same rows, as with ``shared=True`` in the constructor. Call
+        this method before the first write, and before other threads use the buffer.
+
+        Args:
+            shared: False has no effect, and is allowed only if the buffer is not shared.
+
+        Raises:
+            ValueError: a component cannot be shared, rows are already stored, or ``prefetch`` is
+                set. Nothing has changed.
+            RuntimeError: ``shared=False`` for a shared buffer.
+
+        Example:
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+            >>> rb.share().shared
+            True
+        """
+        components.share_rows(self, shared)
+        return self
+
+    def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
+        """Add a transform at the end of the chain; return the buffer.
+
+        Args:
+            transform: a callable, or an object with ``forward`` or ``inv``.
+            invert: use ``inv`` for reads and ``forward`` for writes.
+
+        Raises:
+            RuntimeError: ``transform`` is neither a callable nor such an object.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.append_transform(lambda x: x + 1).extend(torch.zeros(2))
+            >>> rb[:]
+            tensor([1., 1.])
+        """
+        components.insert_into_chain(self, None, transform, invert)
+        return self
+
+    def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
+        """Insert a transform before position ``index`` of the chain; return the buffer.
+
+        Prefetched batches are drawn again.
+
+        Raises:
+            RuntimeError: ``transform`` is neither a callable nor an object with ``forward`` or
+                ``inv``.
+            IndexError: ``index`` is not a position in the chain.
+        """
+        components.insert_into_chain(self, index, transform, invert)
+        return self
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:
+        """Save the whole buffer into a directory, or leave the directory unchanged.
+
+        A checkpoint holds the stored rows, cursor, write count and generations. It also holds the
+        states of the sampler, the transforms and the generator. Prefetched batches are drawn again
+        after the save, and after a load. The files are raw arrays and JSON, without pickle.
+
+        The checkpoint holds the buffer as of the instant of the call. Other threads can sample and
+        write meanwhile. They wait at most while 8 MiB are copied. A writer that is about to
+        overwrite unsaved rows also waits until these rows are copied.
+
+        Args:
+            path: the directory. It is created with its parents. If it holds a checkpoint, it is
+                replaced atomically.
+            keep: the maximum number of checkpoints in the directory afterwards, including the new
+                one. ``loads(path, version=...)`` reads the older ones.
+
+        Raises:
+            TypeError: a value cannot be saved. The error names it, and nothing was written.
+            ValueError: ``keep`` is below 1, or ``path`` is empty.
+            CheckpointError: ``manifest.json`` in the directory does not belong to a checkpoint.
+                Other files in the directory are not changed.
+            OSError: a file operation failed; the error names the file.
+
+        Cost: the first save makes one pass over the bytes of the stored rows. A later save may
+        write fewer rows, if one of this buffer's last four saves has written to the same directory.
+        It then writes only the rows and priorities that were written since that save, in chunks of
+        1/4096 of the capacity. It writes all rows if code outside the buffer may have changed them.
+        For a TensorStorage this is always so. For other storages it is so while a view of rows
+        (``rb[a:b]``) exists, and for one save after that. Rows of lists, and rows that pass through
+        a hook, are always written.
+
+        With ``shared=True`` it is enough that one of the last sixteen saves by any process has
+        written to the directory. A save then writes the rows that any process has written since
+        that save. It first copies these rows in memory, while writers wait. A first save therefore
+        needs memory for all stored rows and priorities. It frees that memory in steps of about 64
+        MiB as it writes.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(1_000_000), batch_size=2,
+            ...                   generator=torch.Generator().manual_seed(0))
+            >>> _ = rb.extend(torch.arange(10))
+            >>> other = ReplayBuffer(storage=LazyTensorStorage(1_000_000), batch_size=2)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     rb.dumps(folder)
+            ...     other.loads(folder)
+            >>> [bool((rb.sample() == other.sample()).all()) for _ in range(3)]
+            [True, True, True]
+        """
+        save_snapshot(path, lambda base: state.snapshot_of(self, path, base), keep=keep)
+
+    def loads(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        version: int | None = None,
+        mmap: bool = False,
+        verify: bool | None = None,
+    ) -> None:
+        """Load a buffer that ``dumps`` saved.
+
+        This buffer and the saved one then draw the same batches. The writer must be of the saved
+        kind. The storage may have another kind and capacity. With the same capacity every row keeps
+        its slot. With another capacity the rows are stored in write order from slot 0. A smaller
+        storage keeps the newest rows, or the largest with a TensorDictMaxValueWriter. A UserWarning
+        reports the number of dropped rows. The buffer still stores where their episodes began, as
+        in a ring that has overwritten first rows.
+
+        The sampler may also be of another kind. It then starts over with the loaded rows. A
+        prioritized sampler uses the saved priorities, or 1 for each
+        row if none were saved. A UserWarning reports the choice.
+
+        The load ends open episodes. The first write or ``flush`` after the load stores the rows
+        that transforms held back. These rows are cut short, so that none of them spans the restart.
+
+        Args:
+            path: the directory.
+            version: the number of a checkpoint that ``dumps(path, keep=...)`` has kept.
+                ``replaykit.checkpoint.checkpoint_versions`` lists the numbers. None for the newest.
+            mmap: leave the rows in the files, and read them page by page as they are sampled. A
+                checkpoint of any size then opens in milliseconds. The files are mapped
+                copy-on-write, so later writes change pages in memory and never reach the files. The
+                files may be replaced or removed meanwhile, but must not be truncated or written to.
+                The storage must be a LazyTensorStorage on the CPU, without load hooks and never
+                written to. Its ``dedup_next`` and ``lane_key`` must equal the saved ones. Its
+                capacity must let every row keep its slot.
+            verify: read every file and compare its checksum. None verifies only without ``mmap``.
+                File sizes and the checksum of the manifest are always compared.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint, or no checkpoint of that version.
+            CheckpointError: the checkpoint is damaged, or has a newer format; the error names the
+                file.
+            ValueError: keys, shapes, dtypes, lanes or kind of writer differ. With ``mmap``, also if
+                the storage cannot map these files.
+            NotImplementedError: ``mmap`` on a system other than 64-bit POSIX.
+            OSError: the operating system cannot map the files.
+
+        The load checks everything first. If it raises, nothing has changed. Without ``mmap``, the
+        buffer does not use the files after the load. With ``mmap``, some state is read later, in
+        O(rows). The first draw or update reads priorities, draw counts, the order of policy
+        versions and the rest of a pass. The first write, or first use of episodes, reads the
+        columns that show where episodes end.
+
+        Cost: one pass over the files. With ``mmap``, the load reads all state except rows and
+        priorities. The size of that state depends on the rows in two cases only. If rows were
+        placed, cleared, ranked or in streams (``lane_key``), the load reads 8 to 16 bytes per row.
+        For a pass without replacement over episodes, it reads 8 bytes per episode.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+            >>> _ = rb.extend(torch.arange(4))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     rb.dumps(folder)
+            ...     other = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+            ...     other.loads(folder, mmap=True)
+            ...     _ = other.extend(torch.tensor([40, 50]))
+            ...     rb.loads(folder)
+            >>> other[:], rb[:]
+            (tensor([40, 50,  2,  3]), tensor([0, 1, 2, 3]))
+        """
+        state.load_checkpoint(self, path, version=version, mmap=mmap, verify=verify)
+
+    dump = save = dumps
+
+    load = loads
+
+    def register_save_hook(self, hook: Hook) -> None:
+        """Add a function that changes the rows before ``dumps`` writes them.
+
+        The hook receives a copy of all rows. It also receives the path as ``path=`` if it accepts
+        that argument. If the hook has attributes ``shift`` and ``is_full``, they are set before the
+        call. ``shift`` is the slot after the newest row, and ``is_full`` is True if every slot
+        holds a row. Hooks run in the order of registration. They are not saved.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.extend(torch.tensor([1.0, 2.0]))
+            >>> rb.register_save_hook(lambda data: data * 2)
+            >>> rb.register_load_hook(lambda data: data / 2)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     rb.dumps(folder)
+            ...     rb.loads(folder)
+            >>> rb[:]
+            tensor([1., 2.])
+        """
+        self.storage.register_save_hook(hook)
+
+    def register_load_hook(self, hook: Hook) -> None:
+        """Add a function that changes the rows after ``loads`` has read them.
+
+        The hook receives the saved rows. If it accepts an argument ``out=``, it also receives the
+        buffer's current rows, or None if there are none. Hooks run in the order of registration.
+        """
+        self.storage.register_load_hook(hook)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a dictionary with copies of everything that ``dumps`` saves.
+
+        Later writes do not change the dictionary, and changes of the dictionary do not affect the
+        buffer.
+
+        Raises:
+            TypeError: rows are pytrees other than TensorDicts and tensors.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> _ = rb.extend(torch.arange(2))
+            >>> state = rb.state_dict()
+            >>> rb.empty()
+            >>> rb.load_state_dict(state)
+            >>> rb[:]
+            tensor([0, 1])
+        """
+        return state.state_of(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a copy of a state from ``state_dict``, by the rules of ``loads``.
+
+        Raises:
+            ValueError: entries are missing, or do not fit this buffer; nothing has changed.
+        """
+        state.load_state(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return state.pickled_state(self)
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        state.restore_pickled(self, pickled)
+
+    # -- episodes ---------------------------------------------------------------------------------
+
+    @property
+    def episodes(self) -> Episodes:
+        """The stored episodes as objects, with lookups by index; see `Episodes`.
+
+        Cost: none before the first access.
+
+        Raises:
+            RuntimeError: the storage has no episode index, or rows are not TensorDicts.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+            >>> done = torch.tensor([0, 0, 1, 0], dtype=torch.bool)
+            >>> _ = rb.extend(TensorDict({"next": {"done": done}}, [4]))
+            >>> [episode.length for episode in rb.episodes]
+            [3, 1]
+        """
+        with self._locked() as storage:
+            if not isinstance(storage, ColumnStorage):
+                raise RuntimeError(
+                    f"a {type(storage).__name__} does not know where episodes end; use a tensor or "
+                    "memmap storage"
+                )
+            if storage.initialized:
+                _ = storage.episodes  # raises if rows have no keys
+            return Episodes(storage)
+
+    def cut(self, lane: int | Listed[int] | torch.Tensor | None = None) -> None:
+        """End the open episodes, although no flag marks their end.
+
+        Rows that are written next belong to new episodes, which begin in the middle. Before the
+        cut, the buffer stores the rows that transforms hold back, as ``flush`` does, in all lanes.
+
+        Args:
+            lane: number of a lane, or several numbers; None for all lanes. With ``lane_key``, a
+                lane is a stream of the storage, named by its value in that column.
+
+        Raises:
+            IndexError: the lane does not exist.
+            RuntimeError: the storage has no episode index.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+            >>> for _ in range(2):
+            ...     _ = rb.extend(TensorDict({"next": {"done": torch.zeros(3, dtype=bool)}}, [3]))
+            ...     rb.cut()
+            >>> rb.episodes.lengths
+            tensor([3, 3])
+        """
+        with self._locked() as storage:
+            storage.lanes_named(lane)  # raises before anything is stored
+            if type(storage).cut is not Storage.cut:
+                self.flush()
+            self._writer.cut(lane)
+
+    # -- data loaders -----------------------------------------------------------------------------
+
+    def dataloader(
+        self,
+        batch_size: int | None = None,
+        *,
+        workers: int = 0,
+        steps: int | None = None,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        drop_last: bool = False,
+        pin_memory: bool | None = None,
+        multiprocessing_context: Any = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+        timeout: float = 0,
+    ) -> BufferLoader[DataT]:
+        """Return a ``DataLoader`` whose worker processes make the batches.
+
+        The workers draw, read and transform batches. `BufferDataset` describes their draws and the
+        rows that they can read. ``docs/overlap.md`` compares workers with ``prefetch``.
+
+        Args:
+            batch_size: number of rows; None for the constructor's ``batch_size``.
+            workers: number of processes. With 0, this process makes each batch on request.
+            steps, seed, rank, world_size, drop_last: as for `BufferDataset`.
+            pin_memory: return batches in pinned memory if there is an accelerator; None for the
+                buffer's setting.
+            multiprocessing_context, prefetch_factor, persistent_workers, worker_init_fn, timeout:
+                as for ``DataLoader``. Persistent workers read the rows that were stored when they
+                started.
+
+        Raises:
+            TypeError, ValueError: as for `BufferDataset` and ``DataLoader``. Also if workers cannot
+                read the rows; the error gives the reason.
+            RuntimeError: no batch size is given, or spawned workers would have to copy the rows.
+                With ``workers`` but without ``shared=True``, the iteration raises the same error if
+                rows are written meanwhile.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4,
+            ...                   sampler=SamplerWithoutReplacement())
+            >>> _ = rb.extend(torch.arange(10))
+            >>> loader = rb.dataloader(seed=7)
+            >>> len(loader), sorted(torch.cat(list(loader)).tolist())
+            (3, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+        """
+        dataset = BufferDataset(
+            self,
+            batch_size,
+            steps=steps,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+        )
+        pinned = self._pin_memory if pin_memory is None else bool(pin_memory)
+        return BufferLoader(
+            dataset,
+            workers=workers,
+            pin_memory=pinned and self._target is None and torch.cuda.is_available(),
+            multiprocessing_context=multiprocessing_context,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            worker_init_fn=worker_init_fn,
+            timeout=timeout,
+        )
+
+    # -- handles ----------------------------------------------------------------------------------
 
     def client(self) -> ReplayBuffer:
         """Return the buffer itself, which is its own handle in this process.
@@ -162,256 +1519,35 @@ class ReplayBuffer(
         """
         return actor_class(cls, remote_config)
 
+    # -- what ensembles replace ------------------------------------------------------------------
 
-class TensorDictReplayBuffer(ReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
-    """A ReplayBuffer whose ``rb[...]`` carries ``index``, as samples do.
+    def _written(self) -> int:
+        """Return a number that grows with every write, so that failed draws are retried."""
+        return self._storage.ledger.next_position
 
-    TorchRL has this class for rows that are TensorDicts. All other behaviour is that of the base
-    class.
+    def _before_draws(self) -> Any:
+        """Return information that the next draws need, found without the lock."""
+        return None
 
-    Example:
-        >>> from replaykit import TensorDictReplayBuffer
-        >>> len(TensorDictReplayBuffer())
-        0
-    """
+    _initialize = components.make_parts
+    _set_transforms = components.set_chain
+    _draw = draw.draw_apart
+    _give_back = draw.give_back
+    _undo = draw.undo_draws
+    _draw_ahead = draw.draw_ahead
+    _read_ahead = draw.read_ahead
+    _in_turn = deliver.next_in_turn
+    _next = deliver.next_batch
+    _finish = deliver.finish_batch
 
-    _reads_index = True
+    # -- called by the storage ------------------------------------------------------------------
 
-    def __init__(
-        self,
-        *,
-        storage: StorageT | Callable[[], StorageT] | None = None,
-        sampler: SamplerT | Callable[[], SamplerT] | None = None,
-        writer: WriterT | Callable[[], WriterT] | None = None,
-        priority_key: Any = "td_error",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            storage=storage, sampler=sampler, writer=writer, priority_key=priority_key, **kwargs
-        )
+    def _about_to_write(self) -> None:
+        """Prepare the sampler for the first write to loaded rows.
 
-    def extend(
-        self,
-        data: Any = None,
-        *,
-        tensordicts: Any = None,
-        update_priority: bool | None = None,
-        timeout: float | None = None,
-    ) -> torch.Tensor:
-        """Store a batch, as ``ReplayBuffer.extend`` does.
-
-        Args:
-            data: TensorDicts, or other rows that ``ReplayBuffer.extend`` accepts.
-            tensordicts: the name of ``data`` in TorchRL.
-            update_priority, timeout: as for ``ReplayBuffer.extend``.
+        The storage calls this with its lock held.
 
         Raises:
-            TypeError: both ``data`` and ``tensordicts`` are given.
-            ValueError: the data has no rows.
-            Other errors as for ``ReplayBuffer.extend``.
-
-        Example:
-            >>> import torch
-            >>> from tensordict import TensorDict
-            >>> from replaykit import LazyTensorStorage, TensorDictReplayBuffer
-            >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
-            >>> rb.extend(tensordicts=TensorDict({"x": torch.zeros(3)}, [3]))
-            tensor([0, 1, 2])
+            CheckpointError: the saved data for the sampler are contradictory.
         """
-        rows = rows_by_name(type(self).__name__, data, tensordicts)
-        return super().extend(rows, update_priority=update_priority, timeout=timeout)
-
-
-def rows_by_name(name: str, data: Any, tensordicts: Any) -> Any:
-    """Return the rows that a caller passed as ``data`` or ``tensordicts``.
-
-    Raises:
-        TypeError: both ``data`` and ``tensordicts`` are given.
-        ValueError: the data has no rows.
-    """
-    if tensordicts is not None:
-        if data is not None:
-            raise TypeError("expected data or tensordicts, got both: they are one argument")
-        data = tensordicts
-    if data is None or isinstance(data, (bool, int, float, complex, str, bytes)):
-        raise ValueError(
-            f"{name} only accepts TensorDictBase subclasses, and dicts, lists, tensors and "
-            f"tensorclasses that are stored alike; expected rows, got {data!r:.80}"
-        )
-    return data
-
-
-class PrioritizedReplayBuffer(ReplayBuffer[DataT, StorageT, PrioritizedT, WriterT]):
-    """A ReplayBuffer with a PrioritizedSampler over all slots of its storage.
-
-    Args:
-        alpha, beta, eps, dtype, reduction, max_priority_within_buffer, weight_norm, stratified:
-            options of the PrioritizedSampler.
-        sampler: a sampler to use instead.
-        sampler_device: device of the priorities; by default the storage's device.
-        kwargs: all other arguments of ReplayBuffer.
-
-    Raises:
-        TypeError: ``sampler`` is given together with ``sampler_device`` or an option of the
-            sampler, or ReplayBuffer has no such argument.
-        ValueError: as for ReplayBuffer and PrioritizedSampler.
-
-    Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from replaykit import LazyTensorStorage, PrioritizedReplayBuffer
-        >>> rb = PrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=LazyTensorStorage(100),
-        ...                              batch_size=4)
-        >>> _ = rb.extend(TensorDict({"observation": torch.randn(20, 3)}, [20]))
-        >>> batch = rb.sample()
-        >>> rb.update_priority(batch["index"], torch.rand(4), generation=batch["index_generation"])
-        >>> batch["priority_weight"].tolist()
-        [1.0, 1.0, 1.0, 1.0]
-    """
-
-    _replaced: ClassVar[dict[str, Replaced]] = {
-        "sync": Replaced(
-            (True,),
-            "shared=True has several processes write and one of them draw by priority; leave "
-            "sync out",
-        ),
-    }
-
-    @checked_keywords
-    def __init__(
-        self,
-        *,
-        alpha: float,
-        beta: float,
-        eps: float = 1e-8,
-        dtype: torch.dtype = torch.float,
-        storage: StorageT | Callable[[], StorageT] | None = None,
-        sampler: PrioritizedT | Callable[[], PrioritizedT] | None = None,
-        writer: WriterT | Callable[[], WriterT] | None = None,
-        sampler_device: torch.device | str | int | None = None,
-        reduction: str = "max",
-        max_priority_within_buffer: bool = False,
-        weight_norm: str = "global",
-        stratified: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        if sampler is not None and sampler_device is not None:
-            raise TypeError("expected sampler or sampler_device, got both")
-        given = {
-            "dtype": dtype is not torch.float,
-            "reduction": reduction != "max",
-            "max_priority_within_buffer": max_priority_within_buffer,
-            "weight_norm": weight_norm != "global",
-            "stratified": stratified,
-        }
-        if sampler is not None and any(given.values()):
-            names = ", ".join(name for name, is_given in given.items() if is_given)
-            raise TypeError(f"expected a sampler or its options, got sampler and {names}")
-        own: Any = PrioritizedSampler(
-            alpha=alpha,
-            beta=beta,
-            eps=eps,
-            dtype=dtype,
-            reduction=reduction,
-            max_priority_within_buffer=max_priority_within_buffer,
-            device=sampler_device,
-            weight_norm=weight_norm,
-            stratified=stratified,
-        )
-        super().__init__(
-            storage=storage, sampler=own if sampler is None else sampler, writer=writer, **kwargs
-        )
-
-
-class TensorDictPrioritizedReplayBuffer(
-    PrioritizedReplayBuffer[DataT, StorageT, PrioritizedT, WriterT]
-):
-    """A PrioritizedReplayBuffer whose ``rb[...]`` carries ``index``, as samples do.
-
-    TorchRL has this class for rows that are TensorDicts. Everything else is as in
-    PrioritizedReplayBuffer.
-
-    Args:
-        alpha, beta, eps, reduction, max_priority_within_buffer, weight_norm, stratified: options of
-            the PrioritizedSampler.
-        priority_key: the key of priorities in written rows and in batches.
-        sampler_device: device of the priorities; by default the storage's device.
-        kwargs: all other arguments of ReplayBuffer, except ``sampler``.
-
-    Raises:
-        TypeError: ``sampler`` is given, or ReplayBuffer has no such argument.
-        ValueError: as for ReplayBuffer and PrioritizedSampler.
-
-    Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from replaykit import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
-        >>> rb = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.9, batch_size=8,
-        ...                                        storage=LazyTensorStorage(100))
-        >>> _ = rb.extend(TensorDict({"observation": torch.randn(50, 3)}, [50]))
-        >>> batch = rb.sample()
-        >>> batch["td_error"] = torch.rand(8)
-        >>> rb.update_tensordict_priority(batch)
-    """
-
-    _reads_index = True
-
-    @checked_keywords
-    def __init__(
-        self,
-        *,
-        alpha: float,
-        beta: float,
-        priority_key: Any = "td_error",
-        eps: float = 1e-8,
-        sampler_device: torch.device | str | int | None = None,
-        reduction: str = "max",
-        storage: StorageT | Callable[[], StorageT] | None = None,
-        writer: WriterT | Callable[[], WriterT] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if "sampler" in kwargs:
-            raise TypeError("a TensorDictPrioritizedReplayBuffer makes its own sampler; got one")
-        super().__init__(
-            alpha=alpha,
-            beta=beta,
-            priority_key=priority_key,
-            eps=eps,
-            sampler_device=sampler_device,
-            reduction=reduction,
-            storage=storage,
-            writer=writer,
-            **kwargs,
-        )
-
-    def extend(
-        self,
-        data: Any = None,
-        *,
-        tensordicts: Any = None,
-        update_priority: bool | None = None,
-        timeout: float | None = None,
-    ) -> torch.Tensor:
-        """Store a batch, as ``ReplayBuffer.extend`` does.
-
-        Args:
-            data: TensorDicts, or other rows that ``ReplayBuffer.extend`` accepts.
-            tensordicts: the name of ``data`` in TorchRL.
-            update_priority, timeout: as for ``ReplayBuffer.extend``.
-
-        Raises:
-            TypeError: both ``data`` and ``tensordicts`` are given.
-            ValueError: the data has no rows.
-            Other errors as for ``ReplayBuffer.extend``.
-
-        Example:
-            >>> import torch
-            >>> from tensordict import TensorDict
-            >>> from replaykit import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
-            >>> rb = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5,
-            ...                                        storage=LazyTensorStorage(10))
-            >>> rb.extend(tensordicts=TensorDict({"x": torch.zeros(3)}, [3]))
-            tensor([0, 1, 2])
-        """
-        rows = rows_by_name(type(self).__name__, data, tensordicts)
-        return super().extend(rows, update_priority=update_priority, timeout=timeout)
+        self._sampler.about_to_write()

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from replaykit.buffer.buffer_state import BufferState, apply_state, generator_state, saved_sampler
 from replaykit.buffer.replay_buffer import ReplayBuffer
+from replaykit.buffer.state import BufferState, apply_state, generator_state, saved_sampler
 from replaykit.checkpoint.torchrl_files import TorchRLCheckpoint, TorchRLPriorities, open_torchrl
 from replaykit.samplers import PrioritizedSampler, Sampler
 from replaykit.samplers.priority_rules import SavedPriorities

@@ -11,7 +11,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from replaykit.buffer.core import SamplerT
+from replaykit.buffer.components import SamplerT
 from replaykit.datasets.dataset_manifest import MANIFEST_NAME, Manifest
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset, stamps_of
 from replaykit.datasets.engine.episode_finders import natural_key

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.core import SamplerT
+from replaykit.buffer.components import SamplerT
 from replaykit.datasets.converting import (
     Files,
     digest_of,

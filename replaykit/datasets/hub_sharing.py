@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
-from replaykit.buffer.core import SamplerT
+from replaykit.buffer.components import SamplerT
 from replaykit.datasets.dataset_manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.core import SamplerT
+from replaykit.buffer.components import SamplerT
 from replaykit.datasets.dataset_passes import preprocess_rows
 from replaykit.datasets.publishing import Published, open_directory, open_published
 from replaykit.schema import Rows, Schema, split_leaves

@@ -14,7 +14,6 @@ from tensordict import is_tensorclass
 from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup, new_tensordict
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.buffer_dataset import DrawnRows, MemberFacts, Readiness
-from replaykit.buffer.drawing import Lent
 from replaykit.ensembles.ensemble_core import EnsembleCore
 from replaykit.ensembles.ensemble_sampler import filled, requests
 from replaykit.errors import SchemaError
@@ -545,23 +544,23 @@ def readiness_of(buffer: Any, rows: int) -> Readiness:
 def part_of(buffer: Any, rows: list[int], seed: int) -> list[DrawnRows]:
     """Make one draw per entry of ``rows``; do not affect the buffer's own draws."""
     check_member(buffer)
-    lent = Lent(torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> tuple[Any, int, bool]:
-        drawn = buffer._draw(count, lent)
-        return drawn, len(drawn.anchors), drawn.ran_out
+        batch = buffer._draw(count, generator)
+        return batch, len(batch.draw.anchors), batch.draw.ran_out
 
     draws = [one for count in rows for one in filled(count, draw, buffer.sampler)]
-    return [piece_of(buffer, drawn) for drawn in draws]
+    return [piece_of(buffer, batch) for batch in draws]
 
 
-def piece_of(buffer: Any, drawn: Any) -> DrawnRows:
-    """Read and transform the rows of a draw; return them along dimension 0."""
-    data, info = buffer._finish(drawn)
-    if drawn.arrival is not None:
-        drawn.arrival.order()
-    if drawn.stack_dim:
-        data = data.transpose(0, drawn.stack_dim)
+def piece_of(buffer: Any, batch: Any) -> DrawnRows:
+    """Transform the rows of a draw; return them along dimension 0."""
+    data, info = buffer._finish(batch)
+    if batch.arrival is not None:
+        batch.arrival.order()
+    if batch.stack_dim:
+        data = data.transpose(0, batch.stack_dim)
     return DrawnRows(data, info)
 
 

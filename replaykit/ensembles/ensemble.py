@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from replaykit._compat import TensorDict, as_tensor, is_tensordict, lookup
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.core import DataT
+from replaykit.buffer.components import DataT
 from replaykit.ensembles.batch_info import (
     IDS,
     INDEX,

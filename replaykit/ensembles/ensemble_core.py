@@ -9,7 +9,8 @@ import torch
 
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.buffer_dataset import BufferHandle
-from replaykit.buffer.core import DataT, as_chain
+from replaykit.buffer.components import DataT, as_chain
+from replaykit.buffer.draw import queue_of
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.ensembles.ensemble_sampler import SamplerEnsemble, naming_member
 from replaykit.ensembles.ensemble_storage import StorageEnsemble, WriterEnsemble, refuse_writing
@@ -205,7 +206,7 @@ class EnsembleCore(ReplayBuffer[DataT, StorageEnsemble, SamplerEnsemble, WriterE
         """
         each = [member.stats() for member in self._members]
         size, capacity = (sum(one[name] for one in each) for name in ("size", "capacity"))
-        queue = self._queue() if self._initialized else None
+        queue = queue_of(self) if self._initialized else None
         return {
             "size": size,
             "write_count": sum(one["write_count"] for one in each),

@@ -8,8 +8,18 @@ from typing import Any, Literal, overload
 import torch
 
 from replaykit._compat import TensorDict
-from replaykit.buffer.core import DataT
-from replaykit.buffer.drawing import Lent, random_state, set_random_state, show
+from replaykit.buffer.components import DataT
+from replaykit.buffer.deliver import next_ahead
+from replaykit.buffer.draw import (
+    draw_queue,
+    queue_of,
+    random_state,
+    rewind,
+    set_random_state,
+    show,
+    size_of,
+    withdraw,
+)
 from replaykit.buffer.prefetch import AheadBatch
 from replaykit.ensembles.batch_info import (
     IDS,
@@ -147,7 +157,7 @@ class EnsembleDrawing(Asking[DataT]):
         Raises:
             RuntimeError: no batch size is given.
         """
-        size = self._size_of(batch_size)
+        size = size_of(self, batch_size)
         known = self._known(size, everyone=True)
         with self._locked():
             return self._sampler.can_choose(size, Buffers(self._members, self._generator, known))
@@ -162,22 +172,37 @@ class EnsembleDrawing(Asking[DataT]):
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"expected a torch.Generator, got {type(generator).__name__}")
         with self._locked():
-            self._rewind()
+            rewind(self)
             self._generator = generator
 
     # -- drawing --------------------------------------------------------------------------------
 
-    def _draw(self, size: int, lent: Lent | None = None, until: float | None = None) -> Any:
-        known = self._known(size, until)
-        with self._locked():
-            return self._drawn_together(size, lent, known)
+    def _draw(  # type: ignore[override]
+        self,
+        size: int,
+        generator: torch.Generator | None,
+        collate: Any = None,
+        *,
+        numbered: bool = False,
+    ) -> EnsembleDrawn:
+        return self._drawn_together(size, self._known(size), generator)
 
-    def _drawn_together(self, size: int, lent: Lent | None, known: KnownMember) -> EnsembleDrawn:
-        """Choose members; all of them draw, or none. The caller holds the lock."""
-        sampler, generator = self._sampler, self._generator
-        own = lent is None or lent.generator is None  # else the owner of the generator resets it
-        if lent is not None and lent.generator is not None:
-            generator = lent.generator
+    def _drawn_together(
+        self, size: int, known: KnownMember, given: torch.Generator | None = None
+    ) -> EnsembleDrawn:
+        """Choose members; all of them draw, or none.
+
+        Args:
+            given: the generator of an outer ensemble, which resets it; None for the own generator.
+        """
+        with self._locked():
+            return self._drawn_locked(size, known, given)
+
+    def _drawn_locked(
+        self, size: int, known: KnownMember, given: torch.Generator | None
+    ) -> EnsembleDrawn:
+        """Draw as ``_drawn_together`` does. The caller holds the lock."""
+        sampler, generator = self._sampler, self._generator if given is None else given
         before = random_state(generator)
         ended, was_out = sampler._ended, sampler.ran_out
         done: list[tuple[Any, Any]] = []
@@ -192,11 +217,11 @@ class EnsembleDrawing(Asking[DataT]):
             ]
             parts.sort(key=lambda part: part.member)
         except BaseException:
-            for buffer, drawn in reversed(done):
-                buffer._give_back(drawn)
+            for buffer, batch in reversed(done):
+                buffer._give_back(batch.draw)
             set_random_state(generator, before)
             raise
-        over = {part.member for part in parts if any(draw.ran_out for draw in part.draws)}
+        over = {part.member for part in parts if any(one.draw.ran_out for one in part.draws)}
         return EnsembleDrawn(
             choice.members,
             choice.rows,
@@ -206,8 +231,8 @@ class EnsembleDrawing(Asking[DataT]):
             ended=ended,
             was_out=was_out,
             checks=checks,
-            before=before if own else None,
-            after=random_state(generator) if own else None,
+            before=before if given is None else None,
+            after=random_state(generator) if given is None else None,
         )
 
     def _part(
@@ -228,9 +253,10 @@ class EnsembleDrawing(Asking[DataT]):
             return self._asked_of(member, choice, generator)
 
         def draw(rows: int) -> tuple[Any, int, bool]:
-            drawn = buffer._draw(rows, Lent(generator, collate))
-            done.append((buffer, drawn))
-            return drawn, len(drawn.anchors) if plain else drawn.size, drawn.ran_out
+            batch = buffer._draw(rows, generator, collate)
+            done.append((buffer, batch))
+            draw = batch.draw
+            return batch, len(draw.anchors) if plain else draw.size, draw.ran_out
 
         times = choice.members.count(member)
         sampler = buffer.sampler if plain else None
@@ -245,15 +271,15 @@ class EnsembleDrawing(Asking[DataT]):
             raise naming_member(error, member) from error
 
     def _before_draws(self) -> KnownMember:
-        return self._known(self._size_of(None))
+        return self._known(size_of(self, None))
 
     def _draw_ahead(self, storage: Any, before: Any) -> AheadBatch:
         written = self._written()
         try:
-            drawn = self._drawn_together(self._size_of(None), None, before)
+            drawn = self._drawn_locked(size_of(self, None), before, None)
         except Exception as error:
             return AheadBatch(None, written, error=error)
-        return AheadBatch(drawn, is_read=True, late=_is_ordered(self))
+        return AheadBatch(drawn, batch=drawn, late=_is_ordered(self))
 
     def _written(self) -> int:
         return sum(member._written() for member in self._members)
@@ -261,7 +287,7 @@ class EnsembleDrawing(Asking[DataT]):
     def _give_back(self, drawn: EnsembleDrawn) -> None:  # type: ignore[override]
         """Undo a draw whose batch failed, and all later draws that were not delivered."""
         with self._locked(settled=False):
-            self._undo([drawn, *self._withdraw()], self._storage)
+            self._undo([drawn, *withdraw(self)], self._storage)
             show(self._sampler, drawn.was_out)
 
     def _undo(self, draws: list[Any], storage: Any) -> None:
@@ -273,7 +299,7 @@ class EnsembleDrawing(Asking[DataT]):
         for drawn in reversed(draws):
             for part in reversed(drawn.parts):
                 for one in reversed(part.draws):
-                    self._members[part.member]._give_back(one)
+                    self._members[part.member]._give_back(one.draw)
             self._sampler._ended = drawn.ended
             if drawn.after is not None and torch.equal(random_state(self._generator), drawn.after):
                 set_random_state(self._generator, drawn.before)
@@ -289,20 +315,20 @@ class EnsembleDrawing(Asking[DataT]):
         needed: bool = True,
         until: float | None = None,
     ) -> tuple[Any, Any, dict[Any, Any]]:
-        size = self._size_of(batch_size)
-        queue = self._queue() if size == self._batch_size else None
+        size = size_of(self, batch_size)
+        queue = queue_of(self) if size == self._batch_size else None
         if queue is None:
-            drawn, made = self._draw(size, until=until), None
+            drawn, made = self._drawn_together(size, self._known(size, until)), None
         else:
-            batch = self._next_ahead(queue)
-            drawn, made = batch.drawn, batch.made
+            batch = next_ahead(self, queue)
+            drawn, made = batch.draw, batch.made
         try:
             drawn.wait_until(until)
             data, info = self._finish(drawn) if made is None else made
             if merge:
                 data = merged(data, info, needed)
             if queue is not None and drawn.ran_out and not self._closed:
-                self._draw_queue(queue, take=False)  # the next pass
+                draw_queue(self, queue, take=False)  # the next pass
             check()  # the last moment at which the batch can still be the next one
         except BaseException:
             with shielded:

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from replaykit.buffer.buffer_state import UndeliveredDraw, generator_state, saved_generator
-from replaykit.buffer.core import DataT
+from replaykit.buffer.components import DataT
+from replaykit.buffer.draw import drop_draws, rewind
 from replaykit.buffer.prefetch import Prefetcher
+from replaykit.buffer.state import UndeliveredDraw, generator_state, saved_generator
 from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot, save_snapshot
 from replaykit.ensembles.ensemble_drawing import EnsembleDrawing
 from replaykit.ensembles.ensemble_storage import StorageEnsemble, WriterEnsemble
@@ -86,7 +87,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
         self, path: str | os.PathLike[str], base: Base, far: Mapping[str, Any] | None = None
     ) -> Snapshot:
         with members_locked(self) as lock:
-            rewind(self)
+            rewind_all(self)
             parts: dict[str, Any] = {} if far is None else {REMOTE_PART: far}
             documents = []
             for name, buffer in buffers_of(self):
@@ -190,7 +191,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
         """
         far = remote_states(self)
         with members_locked(self):
-            rewind(self)
+            rewind_all(self)
             return {
                 "_elsewhere": far,
                 "_members": {name: member_state(buffer, None) for name, buffer in buffers_of(self)},
@@ -299,6 +300,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
     @contextlib.contextmanager
     def _own_taken(self, state: _Own) -> Iterator[None]:
         """Load the choice of members and the transforms; on an error, restore both."""
+        rewind(self)
         chain, sampler = copy.deepcopy(self._chain.state_dict()), self._sampler.own_state()
         try:
             self._chain.load_state_dict(copy.deepcopy(state.transforms))
@@ -312,7 +314,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
 
     def _finish_own(self, saved: torch.Generator | None) -> None:
         """Set a saved generator for later draws."""
-        self._drop_draws()
+        drop_draws(self)
         self._pass_ended = False
         current = self._generator
         if saved is not None:
@@ -325,7 +327,7 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
 
     def __getstate__(self) -> dict[str, Any]:
         with members_locked(self):
-            rewind(self)
+            rewind_all(self)
             state = dict(self.__dict__)
             state["_prefetcher"] = state["_making"] = None
             state["_generator"] = by_value(generator_state(self._generator))
@@ -358,13 +360,13 @@ class EnsembleSaving(EnsembleDrawing[DataT]):
             self._prefetcher = Prefetcher(self._prefetch_depth, cast(Any, self))
 
 
-def rewind(ensemble: Any) -> None:
+def rewind_all(ensemble: Any) -> None:
     """Undo the undelivered draws of an ensemble and of the ensembles in it, outer ones first.
 
     The caller holds the locks.
     """
     for _, one in ensembles_of(ensemble):
-        one._rewind()
+        rewind(one)
 
 
 class _Taken(NamedTuple):

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.buffer_state import (
+from replaykit.buffer.component_checks import check_mappable
+from replaykit.buffer.draw import rewind
+from replaykit.buffer.state import (
     BufferState,
     CheckedState,
     UndeliveredDraw,
@@ -24,10 +26,10 @@ from replaykit.buffer.buffer_state import (
     generator_state,
     load_rows,
     parts_taken,
+    saved_parts,
     saved_sampler,
     undelivered_draws,
 )
-from replaykit.buffer.component_checks import check_mappable
 from replaykit.checkpoint import Checkpoint, checkpoint_versions
 from replaykit.checkpoint.checkpoint_format import MANIFEST
 from replaykit.ensembles.batch_info import depth
@@ -169,8 +171,8 @@ def member_state(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> d
     """
     storage, identity = buffer.storage, buffer.storage.identity
     if path is not None and identity is None:
-        return buffer._saved_parts(storage, path)
-    buffer._rewind()
+        return saved_parts(buffer, storage, path)
+    rewind(buffer)
     sampler = saved_sampler(buffer.sampler, tracked=None if path is None else storage)
     return {
         "storage": storage.state_dict() if identity is None else {"identity": identity},

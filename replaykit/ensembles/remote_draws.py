@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from replaykit.buffer.buffer_dataset import DrawnRows, RemoteRequest
-from replaykit.buffer.core import DataT
-from replaykit.buffer.drawing import Lent
+from replaykit.buffer.components import DataT
 from replaykit.ensembles.ensemble_core import EnsembleCore
 from replaykit.ensembles.ensemble_sampler import SIZE, Choice, naming_member
 from replaykit.ensembles.ensemble_storage import rows_in
@@ -57,6 +56,11 @@ class EnsembleDrawn:
     before: torch.Tensor | None = None
     after: torch.Tensor | None = None
     until: float | None = None
+
+    @property
+    def draw(self) -> EnsembleDrawn:
+        """The draw itself, which also holds the batches of the members."""
+        return self
 
     def wait_until(self, until: float | None) -> None:
         """Limit the wait for remote members to a time on the monotonic clock."""
@@ -228,10 +232,10 @@ class Buffers:
         """Raise the error of a member that cannot return its rows."""
         buffer = self.members[member]
         try:
-            drawn = buffer._draw(rows, Lent(self.generator))
+            batch = buffer._draw(rows, self.generator)
         except Exception as error:
             raise naming_member(error, member) from error
-        buffer._give_back(drawn)  # the member is ready now, or only a draw can show that
+        buffer._give_back(batch.draw)  # the member is ready now, or only a draw can show that
         raise NotEnoughData(
             f"member {member}: expected {rows} rows, but it is not ready to return them"
         )

@@ -114,6 +114,11 @@ class RemoteDraw:
         self._asked: RemoteRequest | None = None
 
     @property
+    def draw(self) -> RemoteDraw:
+        """The draw itself, which also holds the request."""
+        return self
+
+    @property
     def size(self) -> int:
         """Number of rows of all draws together."""
         return sum(self.rows)

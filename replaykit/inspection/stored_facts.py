@@ -15,8 +15,8 @@ import torch
 
 from replaykit.adapters.recording_folder import open_recording
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.buffer_state import BufferState, apply_state, saved_sampler
-from replaykit.buffer.episode_views import Episodes
+from replaykit.buffer.episodes import Episodes
+from replaykit.buffer.state import BufferState, apply_state, saved_sampler
 from replaykit.checkpoint import Checkpoint, MappedCheckpoint, checkpoint_versions
 from replaykit.episodes import EndReason
 from replaykit.errors import CheckpointError

@@ -12,7 +12,7 @@ import torch
 
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.buffer_dataset import check_loaded
-from replaykit.buffer.drawing import Lent
+from replaykit.buffer.deliver import deliver_batch
 from replaykit.ensembles.batch_info import check_stored, facts_of, part_of, readiness_of
 from replaykit.errors import RateLimiterTimeout
 from replaykit.remote.requests import Failed
@@ -171,10 +171,11 @@ class Host:
 
         The call does not change the results of the buffer's other draws.
         """
-        lent = Lent(torch.Generator().manual_seed(seed), numbered=True)
+        generator = torch.Generator().manual_seed(seed)
 
         def made() -> Message:
-            return pack(self._buffer._delivered(self._buffer._draw(size, lent), None)[0])
+            batch = self._buffer._draw(size, generator, numbered=True)
+            return pack(deliver_batch(self._buffer, batch, None)[0])
 
         return self._with_warnings(made)
 

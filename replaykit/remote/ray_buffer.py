@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from replaykit._ray import DEFAULT_REMOTE_CLASS_CONFIG, start_ray
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.core import DataT
+from replaykit.buffer.components import DataT
 from replaykit.errors import ActorLost, RateLimiterTimeout
 from replaykit.keywords import named_after
 from replaykit.pace import checked_timeout

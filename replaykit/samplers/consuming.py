@@ -260,6 +260,7 @@ class ConsumingSampler(Sampler):
 
     kind = "consuming"
     consumes = True
+    marks_draws = False  # `put_back` undoes every draw
     mapped_entries = _ARRAYS
 
     _slots = ReadOnce[LiveSlots]()
@@ -361,9 +362,6 @@ class ConsumingSampler(Sampler):
     def empty(self) -> None:
         super().empty()
         self._slots, self._cleared = LiveSlots(), None
-
-    def mark(self, storage: Storage) -> None:
-        """Return None, because ``put_back`` undoes every draw."""
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         for index in drawn:

@@ -285,6 +285,7 @@ class WithPriorities(RecoverableSampler):
     """
 
     prioritized = True
+    marks_draws = False
     mapped_entries = ("_priorities",)
 
     @property

@@ -131,6 +131,9 @@ class Sampler(Uncompiled, ABC):
     passes = False
     """True if the sampler draws in passes, each of which ends with ``ran_out``."""
 
+    marks_draws = True
+    """False if ``mark`` is never needed, because ``rollback`` would change nothing."""
+
     needs_write_order = False
     """True if rows must be stored in order of time. Some writers do not keep this order."""
 

@@ -321,10 +321,15 @@ class Sequential:
             cursor = cursor._replace(mark=_mark(storage, cursor.element))
         return cursor, self.pass_index, self._resets
 
-    def rollback(self, token: tuple[_Cursor | None, int, int]) -> None:
+    def rollback(self, token: tuple[_Cursor | None, int, int], storage: Storage) -> None:
         """Continue at the position of a ``mark``."""
-        if token[2] == self._resets:
-            self._cursor, self.pass_index = token[:2]
+        cursor, passes, resets = token
+        if resets != self._resets:
+            return
+        if cursor is not None and cursor.lane < 0:  # of a load, so its episode is not known
+            kept = _mark(storage, cursor.element) == cursor.mark
+            cursor = cursor if kept else None
+        self._cursor, self.pass_index = cursor, passes
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         """Continue with the windows of the first of these draws."""

@@ -422,6 +422,7 @@ class SliceSampler(Sliced):
     """
 
     kind = "slice"
+    marks_draws = False
 
     @overload
     def __new__(
@@ -603,6 +604,7 @@ class _SequentialSlices(SliceSampler):
     """``SliceSampler(draw="sequential")``."""
 
     kind = "slice_sequential"
+    marks_draws = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -656,7 +658,7 @@ class _SequentialSlices(SliceSampler):
         return self._sequential.mark(storage)
 
     def rollback(self, token: Any, storage: Storage) -> None:
-        self._sequential.rollback(token)
+        self._sequential.rollback(token, storage)
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         self._sequential.put_back(drawn, storage)

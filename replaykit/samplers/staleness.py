@@ -109,6 +109,7 @@ class StalenessAwareSampler(Sampler):
 
     kind = "staleness"
     reads_rows = True
+    marks_draws = False
     mapped_entries = tuple(_ARRAYS)
 
     @checked_keywords
@@ -279,9 +280,6 @@ class StalenessAwareSampler(Sampler):
         return np.asarray(elements[np.minimum(at, len(elements) - 1)])
 
     # -- notifications ------------------------------------------------------------------------
-
-    def mark(self, storage: Storage) -> None:
-        """Return None, because a draw changes no state."""
 
     def add(self, index: Any) -> None:
         self.mark_update(index)

@@ -250,6 +250,7 @@ class RandomSampler(Sampler):
 
     kind = "random"
     stateless = True
+    marks_draws = False
 
     @overload
     def __new__(cls, *, replacement: Literal[True] = True) -> Self: ...

@@ -13,9 +13,10 @@ import torch
 
 from replaykit._ray import Carried
 from replaykit.buffer.buffer_dataset import DrawnRows, MemberFacts, Readiness, RemoteRequest
-from replaykit.buffer.core import DataT, checked_batch_size
+from replaykit.buffer.component_checks import checked_batch_size
+from replaykit.buffer.components import DataT
 from replaykit.buffer.dataloader import RemoteLoading
-from replaykit.buffer.sampling import should_merge
+from replaykit.buffer.deliver import should_merge
 from replaykit.pace import RateLimiter
 from replaykit.sharding.client_updates import Streamed
 from replaykit.sharding.client_writes import ClientSettings

@@ -6,19 +6,18 @@ import contextlib
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from replaykit._compat import as_tensor, is_tensordict
-from replaykit.buffer.row_updates import (
+from replaykit.buffer.conditional_updates import (
     ConditionalUpdateResult,
-    Priorities,
     check_tracked,
     checked_handles,
     checked_patch,
-    without_priorities,
 )
+from replaykit.buffer.priorities import update_from_sample, without_priorities
 from replaykit.samplers import Transition
 from replaykit.schema import Schema
 from replaykit.sharding.client_writes import Routed
@@ -93,7 +92,7 @@ class Updates:
     def tensordict(self, data: Any) -> None:
         """Set priorities from a sample."""
         if self._client._law.prioritized:
-            _Face(self).update_tensordict_priority(data)
+            update_from_sample(cast(Any, _Face(self)), data)
 
 
 class _Target:
@@ -117,17 +116,19 @@ class _Target:
         self._updates.priority(index, priority, generation)
 
 
-class _Face(Priorities):
-    """The part of a buffer that `Priorities` needs to turn samples into updates."""
+class _Face:
+    """The part of a buffer that ``update_from_sample`` needs to turn samples into updates."""
 
     def __init__(self, updates: Updates) -> None:
-        self._initialized = True
         self._sampler: Any = _Target(updates)
         self._sample_unit = Transition()
         self._priority_key = updates._client._priority_key
         self._collate_fn = None
 
-    def _locked(self, *, patient: bool = False, settled: bool = True) -> Any:
+    def _ready(self) -> None:
+        """Do nothing, because the buffer exists."""
+
+    def _locked(self, *, settled: bool) -> Any:
         return contextlib.nullcontext(SimpleNamespace(stack_dim=0, ndim=1))
 
 

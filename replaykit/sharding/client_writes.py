@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from replaykit.buffer.row_updates import written_priorities
+from replaykit.buffer.priorities import written_priorities
 from replaykit.errors import RateLimiterTimeout
 from replaykit.interrupts import deferred, shielded
 from replaykit.pace import INSERT

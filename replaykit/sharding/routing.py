@@ -13,9 +13,10 @@ import torch
 
 from replaykit._compat import as_tensor, is_tensordict
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.components import of_another_kind
-from replaykit.buffer.editing import column_of, is_key
-from replaykit.buffer.sampling import merged, shaped
+from replaykit.buffer.deliver import merged, shaped
+from replaykit.buffer.edit import column_of, is_key
+from replaykit.buffer.state import of_another_kind
+from replaykit.buffer.write import store_rows
 from replaykit.checkpoint import Checkpoint
 from replaykit.ensembles.batch_info import check_alike
 from replaykit.samplers import RandomSampler, Sampler
@@ -532,7 +533,7 @@ def _read(one: _Source, slots: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
 
 
 def _store(buffer: ReplayBuffer, data: Any, raw: torch.Tensor | None) -> None:
-    slots = buffer._store(data, update_priority=False)
+    slots = store_rows(buffer, data, update_priority=False)
     if raw is not None:
         buffer.update_priority(slots, raw)
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import torch
 
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.drawing import Drawn, Lent
+from replaykit.buffer.prefetch import Draw, DrawnBatch
 from replaykit.episodes import EPISODES, ROWS, WINDOWS
 from replaykit.pace import LimiterQueue
 from replaykit.registry import entry_of, of_kind
@@ -94,11 +94,13 @@ class DrawLaw(ABC):
     def measure(self, buffer: ReplayBuffer, storage: Storage, terms: Terms) -> Measured:
         """Return the mass of the rows of a buffer."""
 
-    def draw(self, buffer: ReplayBuffer, count: int, terms: Terms, lent: Lent) -> Drawn:
+    def draw(
+        self, buffer: ReplayBuffer, count: int, terms: Terms, generator: torch.Generator
+    ) -> DrawnBatch:
         """Draw ``count`` times with the buffer's sampler."""
-        return buffer._draw(count, lent)
+        return buffer._draw(count, generator)
 
-    def values(self, buffer: ReplayBuffer, drawn: Drawn) -> torch.Tensor | None:
+    def values(self, buffer: ReplayBuffer, draw: Draw) -> torch.Tensor | None:
         """Return ``v`` of each draw, float64 on the CPU, or None without priorities."""
         return None
 
@@ -149,9 +151,11 @@ class Windows(DrawLaw):
         counted = request.episodes.totals(request.law, _COUNTED[sampler.measure])
         return Measured(int(counted.sum()), float("inf"))
 
-    def draw(self, buffer: ReplayBuffer, count: int, terms: Terms, lent: Lent) -> Drawn:
+    def draw(
+        self, buffer: ReplayBuffer, count: int, terms: Terms, generator: torch.Generator
+    ) -> DrawnBatch:
         with _windows_of(buffer._sampler, terms.length):
-            return buffer._draw(count * terms.length, lent)
+            return buffer._draw(count * terms.length, generator)
 
 
 class Proportional(DrawLaw):
@@ -179,12 +183,12 @@ class Proportional(DrawLaw):
         law = buffer._needs.single
         return float(sampler._eligible(storage, index_for(storage), law)[1].total)
 
-    def values(self, buffer: ReplayBuffer, drawn: Drawn) -> torch.Tensor:
+    def values(self, buffer: ReplayBuffer, draw: Draw) -> torch.Tensor:
         sampler: Any = buffer._sampler
-        table, start = sampler._table, drawn.index
-        window = drawn.info.get(SEQUENCE_ID)
+        table, start = sampler._table, draw.index
+        window = draw.info.get(SEQUENCE_ID)
         if window is not None:
-            mask = drawn.info.get(MASK)
+            mask = draw.info.get(MASK)
             if mask is not None:  # this window is padded before its first row
                 start, window = start[mask], window[mask]
             first = torch.ones_like(window, dtype=torch.bool)
@@ -217,9 +221,11 @@ class ProportionalWindows(Proportional):
             request = sampler._slicing.request(storage, terms.length, buffer._needs)
         return float(sampler._eligible(storage, request.episodes, request.law)[1].total)
 
-    def draw(self, buffer: ReplayBuffer, count: int, terms: Terms, lent: Lent) -> Drawn:
+    def draw(
+        self, buffer: ReplayBuffer, count: int, terms: Terms, generator: torch.Generator
+    ) -> DrawnBatch:
         with _windows_of(buffer._sampler, terms.length):
-            return buffer._draw(count * terms.length, lent)
+            return buffer._draw(count * terms.length, generator)
 
 
 @contextlib.contextmanager

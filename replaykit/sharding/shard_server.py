@@ -16,8 +16,8 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.drawing import Lent
-from replaykit.buffer.row_updates import Patch, patched
+from replaykit.buffer.conditional_updates import Patch, patched
+from replaykit.buffer.state import snapshot_of
 from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
 from replaykit.checkpoint.checkpoint_format import MANIFEST
 from replaykit.errors import CheckpointError
@@ -291,7 +291,7 @@ class SavedShard:
 
     def _snapshot(self, path: str | os.PathLike[str], base: Base) -> Snapshot:
         with self.buffer._locked():
-            snapshot = self.buffer._snapshot(path, base)
+            snapshot = snapshot_of(self.buffer, path, base)
             snapshot.head["sharding"] = {
                 "shard": self.shard,
                 "before": self._before,
@@ -611,15 +611,14 @@ class ShardHolder(SavedShard):
             facts = self.facts(terms)
             if not anyway and (not count or not facts.mass):
                 return ShardPart(None, {}, None, facts)
-            lent = Lent(generator=self._generator.manual_seed(seed))
-            drawn = self.law.draw(self.buffer, count, terms, lent)
-            values = self.law.values(self.buffer, drawn)
+            batch = self.law.draw(self.buffer, count, terms, self._generator.manual_seed(seed))
+            values = self.law.values(self.buffer, batch.draw)
             buffer = self.buffer
             tracked = buffer._writer.tracks_generations or buffer._sampler.prioritized
             if not (tracked or generations):
-                drawn.info.pop("index_generation", None)
+                batch.draw.info.pop("index_generation", None)
         del storage
-        data, info = self.buffer._finish(drawn)
+        data, info = self.buffer._finish(batch)
         return ShardPart(data, info, values, facts)
 
     def read(self, slots: torch.Tensor) -> tuple[Any, ShardFacts]:

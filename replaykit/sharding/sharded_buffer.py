@@ -10,7 +10,8 @@ from typing import Any, NoReturn, overload
 import torch
 from typing_extensions import Self
 
-from replaykit.buffer.core import DataT, checked_batch_size, checked_limiter
+from replaykit.buffer.component_checks import checked_batch_size, checked_limiter
+from replaykit.buffer.components import DataT
 from replaykit.errors import RateLimiterTimeout
 from replaykit.keywords import checked_keywords, named_after
 from replaykit.pace import RateLimiter

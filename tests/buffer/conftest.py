@@ -33,7 +33,7 @@ __all__ = ["no_process_is_left"]
 @pytest.fixture
 def by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small batches are drawn ahead by threads too, as large ones are."""
-    monkeypatch.setattr(ReplayBuffer, "_reads_at_once", lambda self: False)
+    monkeypatch.setattr("replaykit.buffer.draw.reads_now", lambda buffer: False)
 
 
 def _rows(count: int, start: int = 0) -> TensorDict:

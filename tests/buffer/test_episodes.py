@@ -310,7 +310,7 @@ def test_rewards_of_several_numbers_are_summed_each() -> None:
 
 def test_sums_are_of_float64_and_stay_with_their_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not differences of one long sum, which an inf or a huge number would spoil; in blocks."""
-    monkeypatch.setattr("replaykit.buffer.episode_views._BLOCK", 3)
+    monkeypatch.setattr("replaykit.buffer.episodes._BLOCK", 3)
     data = flags(*([0, 0, 0, 0, 1] * 4))
     reward = torch.full((20, 1), 0.1)
     reward[2], reward[7], reward[12] = math.inf, math.nan, 3e38

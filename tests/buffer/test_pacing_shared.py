@@ -116,7 +116,7 @@ def test_repeatedly_killed_processes_do_not_break_the_law(processes: list[Any]) 
 
 def tell_when_waiting(rb: ReplayBuffer, ready: Any) -> None:
     """Sets the event when a call has been refused twice: it looks a third time, since it waits."""
-    size, looks = rb._size, [0]
+    size, looks = rb.__len__, [0]
 
     def looked() -> int:
         looks[0] += 1
@@ -124,7 +124,7 @@ def tell_when_waiting(rb: ReplayBuffer, ready: Any) -> None:
             ready.set()
         return size()
 
-    rb._size = looked  # type: ignore[method-assign]
+    rb.__len__ = looked  # type: ignore[method-assign]
 
 
 def sample_for_ever(rb: ReplayBuffer, ready: Any) -> None:

@@ -25,6 +25,7 @@ from replaykit import (
     SamplerWithoutReplacement,
     native,
 )
+from replaykit.buffer.draw import reads_now
 
 ROWS, WIDE, BATCH = 120, 3000, 64
 
@@ -53,7 +54,7 @@ def made(
     )
     rb.extend(rows(0, shape=() if ndim == 1 else (2,)))
     if prefetch:
-        assert rb._reads_at_once()
+        assert reads_now(rb)
     return rb
 
 
@@ -116,7 +117,7 @@ def test_changes_wait_until_pending_reads_end(
     for threads in (False, True):
         with monkeypatch.context() as patch:
             if threads:
-                patch.setattr(ReplayBuffer, "_reads_at_once", lambda self: False)
+                patch.setattr("replaykit.buffer.draw.reads_now", lambda buffer: False)
             rb, found = made() if not threads else _by_threads(), []
             for step in range(8):
                 found.append(rb.sample())

@@ -22,6 +22,7 @@ from replaykit import (
     SamplerWithoutReplacement,
     Sequence,
 )
+from replaykit.buffer.draw import reads_now
 from replaykit.storages.row_kernels import NativeRows
 
 ROWS = 50
@@ -78,7 +79,7 @@ def test_learning_loop_gets_the_same_batches_as_with_threads(
     for threads in (False, True):
         with monkeypatch.context() as patch:
             if threads:
-                patch.setattr(ReplayBuffer, "_reads_at_once", lambda self: False)
+                patch.setattr("replaykit.buffer.draw.reads_now", lambda buffer: False)
             rb, found = made(PrioritizedSampler(ROWS, 0.7, 0.5)), []
             for step in range(15):
                 batch = rb.sample()
@@ -186,7 +187,7 @@ def test_forked_process_continues_with_the_prefetched_draws() -> None:
 )
 def test_slow_batches_are_left_to_threads(options: dict[str, Any]) -> None:
     rb = made(RandomSampler(), **options)
-    assert not rb._reads_at_once()
+    assert not reads_now(rb)
     rb.sample()
     rb.shutdown()
 
@@ -201,6 +202,6 @@ def test_large_batches_are_left_to_threads(
     storage = LazyMemmapStorage(4, scratch_dir=tmp_path) if mapped else LazyTensorStorage(4)
     rb = ReplayBuffer(storage=storage, batch_size=3, prefetch=1)
     rb.extend(torch.zeros(4, 40_000))
-    assert not rb._reads_at_once()
+    assert not reads_now(rb)
     assert rb.sample().shape == (3, 40_000)
     rb.shutdown()

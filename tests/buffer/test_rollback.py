@@ -91,6 +91,16 @@ def test_saved_state_is_that_of_a_buffer_without_prefetch(
     ahead.shutdown()
 
 
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_state_after_a_shutdown_is_that_of_a_buffer_without_prefetch(kind: str) -> None:
+    ahead, plain = make(SAMPLERS[kind], 3), make(SAMPLERS[kind], None)
+    for _ in range(3):
+        assert ahead.sample()["id"].equal(plain.sample()["id"])
+    ahead.shutdown()
+    for name in ("_sampler", "_rng"):
+        assert equal(ahead.state_dict()[name], plain.state_dict()[name])
+
+
 @pytest.mark.parametrize("kind", ["pass", "slice pass"])
 def test_writes_after_the_draws_end_the_pass_as_without_prefetch(kind: str) -> None:
     ahead, plain = make(SAMPLERS[kind], 3, filled=20), make(SAMPLERS[kind], None, filled=20)
@@ -100,6 +110,30 @@ def test_writes_after_the_draws_end_the_pass_as_without_prefetch(kind: str) -> N
             for buffer in (ahead, plain):
                 buffer.extend(rows(20, 5))  # after the draws
         assert equal(ahead.state_dict()["_sampler"], plain.state_dict()["_sampler"])
+    ahead.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["pass", "slice pass", "sequential"])
+def test_writes_end_a_loaded_pass_whose_first_batch_failed(kind: str) -> None:
+    ahead, plain, failing = make(SAMPLERS[kind], 3), make(SAMPLERS[kind], None), [True]
+
+    def fails(batch: TensorDict) -> TensorDict:
+        if failing[0]:
+            raise ArithmeticError("on request")
+        return batch
+
+    plain.sample()
+    state = plain.state_dict()
+    for buffer in (ahead, plain):
+        buffer.load_state_dict(state)
+    ahead.append_transform(fails)
+    with pytest.raises(ArithmeticError):
+        ahead.sample()
+    failing[0] = False
+    for buffer in (ahead, plain):
+        buffer.extend(rows(ROWS, 5))
+    assert equal(ahead.state_dict()["_sampler"], plain.state_dict()["_sampler"])
+    assert ahead.sample()["id"].equal(plain.sample()["id"])
     ahead.shutdown()
 
 
@@ -152,6 +186,25 @@ def test_failed_batches_return_to_the_pass_at_a_save() -> None:
             rest = [batch["id"] for batch in buffer]
             assert sorted(torch.cat([*seen, *rest]).tolist()) == list(range(ROWS))
         rb.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["pass", "slice pass", "sequential"])
+def test_a_failed_load_keeps_the_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, plain = make(SAMPLERS[kind], 3), make(SAMPLERS[kind], None)
+    state = plain.state_dict()
+    for buffer in (ahead, plain):
+        buffer.sample()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LazyTensorStorage, "load_content", fails)
+        with pytest.raises(MemoryError):
+            ahead.load_state_dict(state)
+    assert equal(ahead.state_dict()["_sampler"], plain.state_dict()["_sampler"])
+    assert ahead.sample()["index"].equal(plain.sample()["index"]) or kind == "slice pass"
+    ahead.shutdown()
 
 
 class Turning(Sampler):

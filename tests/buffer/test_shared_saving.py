@@ -22,6 +22,7 @@ from replaykit import (
     ReplayBuffer,
     RoundRobinWriter,
 )
+from replaykit.buffer import state
 from replaykit.checkpoint import chunks
 from tests.checkpoint.test_resaving import Player, rows, small_chunks, state_of, written
 from tests.crash import sharing
@@ -192,17 +193,17 @@ def test_later_state_wins_when_two_buffers_save_at_once(
     one, other = filled(500)
     another_one = filled(30)[0]
     one.dumps(tmp_path)
-    taken, saved = one._snapshot, []
+    taken, saved = state.snapshot_of, []
 
-    def take(*given: Any) -> Any:
-        snapshot = taken(*given)
-        if not saved:
+    def take(buffer: ReplayBuffer, *given: Any) -> Any:
+        snapshot = taken(buffer, *given)
+        if buffer is one and not saved:
             saved.append(True)
             other.extend(rows(100, 3))
             (another_one if stranger else other).dumps(tmp_path)
         return snapshot
 
-    monkeypatch.setattr(one, "_snapshot", take)
+    monkeypatch.setattr(state, "snapshot_of", take)
     one.dumps(tmp_path)
     assert saved
     assert_saved(tmp_path, one, tmp_path / "full")

@@ -44,8 +44,12 @@ def write(host: Host, counts: list[int], start: int = 0, **columns: Any) -> list
 class Failing(ReplayBuffer):
     """Stores what it gets, and then says that the disk is full."""
 
-    def _store(self, data: Any, **keywords: Any) -> Any:
-        super()._store(data, **keywords)
+    def add(self, data: Any, **keywords: Any) -> Any:
+        super().add(data, **keywords)
+        raise OSError("no space left")
+
+    def extend(self, data: Any, **keywords: Any) -> Any:
+        super().extend(data, **keywords)
         raise OSError("no space left")
 
 

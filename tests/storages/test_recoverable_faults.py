@@ -22,6 +22,7 @@ from replaykit import (
     ReplayBuffer,
     RoundRobinWriter,
 )
+from replaykit.buffer import components
 from replaykit.errors import CheckpointError
 from replaykit.recovery import MappedFile, States
 from replaykit.samplers.priority_table import SetElements
@@ -339,7 +340,7 @@ def test_interrupted_exchange_keeps_the_previous_sampler(
 ) -> None:
     rb = opened(tmp_path)
     rb.extend(rows(0, 6))
-    monkeypatch.setattr(rb.sampler, "put_back", and_then_interrupted(rb.sampler.put_back))
+    monkeypatch.setattr(components, "rewind", and_then_interrupted(components.rewind))
     with pytest.raises(KeyboardInterrupt):
         rb.set_sampler(PrioritizedSampler(alpha=0.5, beta=1.0))
     monkeypatch.undo()

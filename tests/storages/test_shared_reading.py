@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, SliceSampler, StackFrames
+from replaykit.buffer import draw
 from replaykit.storages import shared_storage
 from tests.storages.sharing import another
 
@@ -42,7 +43,7 @@ def meanwhile(
     were drawn."""
     ways: list[str] = []
     storage: Any = buffer.storage
-    read, apart, held = storage.read_held, buffer._draw_apart, buffer._draw_held
+    read = storage.read_held
 
     def reading(*args: Any) -> Any:
         found = read(*args)
@@ -50,16 +51,17 @@ def meanwhile(
             work()
         return found
 
-    def noted(way: str, draw: Any) -> Any:
-        def drawing(*args: Any) -> Any:
-            ways.append(way)
-            return draw(*args)
+    def noted(way: str, made: Any) -> Any:
+        def drawing(drawer: Any, *args: Any) -> Any:
+            if drawer is buffer:
+                ways.append(way)
+            return made(drawer, *args)
 
         return drawing
 
     monkeypatch.setattr(storage, "read_held", reading)
-    monkeypatch.setattr(buffer, "_draw_apart", noted("apart", apart))
-    monkeypatch.setattr(buffer, "_draw_held", noted("held", held))
+    monkeypatch.setattr(draw, "draw_unlocked", noted("apart", draw.draw_unlocked))
+    monkeypatch.setattr(draw, "draw_locked", noted("held", draw.draw_locked))
     return ways
 
 

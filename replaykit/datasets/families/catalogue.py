@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from replaykit import registry
-from replaykit.buffer.core import SamplerT
+from replaykit.buffer.components import SamplerT
 from replaykit.datasets.dataset import BaseDatasetExperienceReplay
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.policies import meant, nearest

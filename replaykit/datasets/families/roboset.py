@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Final, Literal
 
-from replaykit.buffer.core import SamplerT
+from replaykit.buffer.components import SamplerT
 from replaykit.datasets.converting import local_paths
 from replaykit.datasets.dataset import BaseDatasetExperienceReplay
 from replaykit.datasets.engine.episode_finders import Finder, Groups

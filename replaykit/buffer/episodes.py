@@ -1,32 +1,25 @@
-"""Show stored episodes as objects, and cut streams."""
+"""Show stored episodes as objects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 import torch
 
 from replaykit._compat import TensorDict, Uncompiled, as_tensor
-from replaykit.buffer.core import DataT, SamplerT, StorageT, WriterT
-from replaykit.buffer.writing import Writing
 from replaykit.episodes import EndReason, EpisodeIndex, Head
 from replaykit.errors import StaleAddress
-from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import as_index, check_cells, check_range, ravel, unravel_index
 from replaykit.storages.ledger import Ledger
 
-__all__ = [
-    "Episode",
-    "EpisodeLookup",
-    "EpisodeValues",
-    "Episodes",
-    "Streams",
-    "facts_of",
-    "positions",
-]
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["Episode", "EpisodeLookup", "EpisodeValues", "Episodes"]
+
 
 Array = np.ndarray[Any, Any]
 
@@ -196,6 +189,8 @@ class EpisodeLookup(Uncompiled):
 
 
 _REWARD = ("next", "reward")
+
+
 _BLOCK = 2**20
 """Number of rows per read of rewards. Each takes 8 bytes and a few numbers."""
 
@@ -567,67 +562,3 @@ class Episode(Uncompiled):
 def _own(values: Array) -> torch.Tensor:
     """Return a tensor that can be changed without effect on the snapshot."""
     return torch.from_numpy(values.astype(np.int64, copy=True))
-
-
-class Streams(Writing[DataT, StorageT, SamplerT, WriterT]):
-    """``episodes``, ``cut``."""
-
-    @property
-    def episodes(self) -> Episodes:
-        """The stored episodes as objects, with lookups by index; see `Episodes`.
-
-        Cost: none before the first access.
-
-        Raises:
-            RuntimeError: the storage has no episode index, or rows are not TensorDicts.
-
-        Example:
-            >>> import torch
-            >>> from tensordict import TensorDict
-            >>> from replaykit import LazyTensorStorage, ReplayBuffer
-            >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
-            >>> done = torch.tensor([0, 0, 1, 0], dtype=torch.bool)
-            >>> _ = rb.extend(TensorDict({"next": {"done": done}}, [4]))
-            >>> [episode.length for episode in rb.episodes]
-            [3, 1]
-        """
-        with self._locked() as storage:
-            if not isinstance(storage, ColumnStorage):
-                raise RuntimeError(
-                    f"a {type(storage).__name__} does not know where episodes end; use a tensor or "
-                    "memmap storage"
-                )
-            if storage.initialized:
-                _ = storage.episodes  # raises if rows have no keys
-            return Episodes(storage)
-
-    def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
-        """End the open episodes, although no flag marks their end.
-
-        Rows that are written next belong to new episodes, which begin in the middle. Before the
-        cut, the buffer stores the rows that transforms hold back, as ``flush`` does, in all lanes.
-
-        Args:
-            lane: number of a lane, or several numbers; None for all lanes. With ``lane_key``, a
-                lane is a stream of the storage, named by its value in that column.
-
-        Raises:
-            IndexError: the lane does not exist.
-            RuntimeError: the storage has no episode index.
-
-        Example:
-            >>> import torch
-            >>> from tensordict import TensorDict
-            >>> from replaykit import LazyTensorStorage, ReplayBuffer
-            >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
-            >>> for _ in range(2):
-            ...     _ = rb.extend(TensorDict({"next": {"done": torch.zeros(3, dtype=bool)}}, [3]))
-            ...     rb.cut()
-            >>> rb.episodes.lengths
-            tensor([3, 3])
-        """
-        with self._locked() as storage:
-            storage.lanes_named(lane)  # raises before anything is stored
-            if type(storage).cut is not Storage.cut:
-                self.flush()
-            self._writer.cut(lane)

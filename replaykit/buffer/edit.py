@@ -1,0 +1,280 @@
+"""Read and edit stored rows: indexing, columns, and rows in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import is_tensorclass
+
+from replaykit._compat import LazyStackedTensorDict, arange, as_tensor, is_tensordict
+from replaykit.buffer.deliver import is_ragged, with_each
+from replaykit.buffer.draw import rewind
+from replaykit.buffer.row_context import apply_all, fetch_all
+from replaykit.schema import Schema
+from replaykit.storages import ListStorage, Storage, TensorStorage
+from replaykit.storages.indexing import as_index, elements_at, unravel_index
+from replaykit.structure import flatten, map_leaves
+from replaykit.ted import RESERVED_KEYS, Key, format_key, unravel
+
+if TYPE_CHECKING:
+    from replaykit.buffer.replay_buffer import ReplayBuffer
+
+
+def is_key(index: Any) -> bool:
+    """Return whether the index in ``rb[...]`` names a column."""
+    if isinstance(index, tuple):
+        return bool(index) and all(is_key(part) for part in index)
+    return isinstance(index, str)
+
+
+def column_of(rows: Any, key: Any) -> Any:
+    """Return a column of rows; KeyError with the existing columns if it is missing."""
+    value = rows
+    for part in unravel(key):
+        known = is_tensordict(value) or is_tensorclass(value) or isinstance(value, dict)
+        value = value.get(part, None) if known else None
+    if value is None:
+        names = rows.keys(True, True) if is_tensordict(rows) else ()
+        listed = ", ".join(sorted(format_key(unravel(name)) for name in names))
+        raise KeyError(f"no key {format_key(unravel(key))}{listed and '; there are ' + listed}")
+    return value
+
+
+def with_index(rows: Any, cells: torch.Tensor, storage: Storage) -> Any:
+    """Return a TensorDict of rows with their index, if the shapes still fit."""
+    shape = cells.shape if storage.ndim == 1 else cells.shape[:-1]
+    if is_ragged(rows) and len(shape) == 1:
+        dim = storage.stack_dim % rows.batch_dims
+        fits = rows.batch_size[dim] == shape[0] and rows.stack_dim == dim
+        return with_each(rows, {"index": cells}) if fits else rows
+    if rows.batch_size[: len(shape)] != shape:  # a transform or collate_fn made another shape
+        return rows
+    return rows.copy().set("index", _for_each(cells, rows.batch_size, len(shape)))
+
+
+def _for_each(cells: torch.Tensor, batch: torch.Size, dims: int) -> torch.Tensor:
+    """Return the index of rows, expanded to the batch dimensions inside each row."""
+    inner = batch[dims:]
+    if not inner:
+        return cells
+    shape = [*cells.shape[:dims], *[1] * len(inner), *cells.shape[dims:]]
+    return cells.view(shape).expand(*batch, *cells.shape[dims:])
+
+
+def _is_single(index: Any) -> bool:
+    """Return whether an index selects one row, not a batch."""
+    if isinstance(index, (torch.Tensor, np.ndarray)):
+        return index.ndim == 0
+    return isinstance(index, (int, np.integer))
+
+
+def _nothing_of(collate: Callable[[Any], Any], dim: int) -> Callable[[Any], Any]:
+    """Return a function that makes an empty batch.
+
+    The function collates one row, and cuts the batch to length 0 along ``dim``.
+    """
+
+    def collated(rows: Any) -> Any:
+        if rows is None:
+            raise RuntimeError("nothing is stored")
+        batch = collate(rows)
+        if isinstance(batch, LazyStackedTensorDict):
+            batch = batch.contiguous()  # an empty stack has no keys
+        if isinstance(batch, (dict, tuple)):
+            return map_leaves(batch, lambda leaf: leaf[:0])
+        at = dim if dim >= 0 else dim + batch.ndim
+        return batch[(slice(None),) * at + (slice(0, 0),)]
+
+    return collated
+
+
+def _count(data: Any) -> int:
+    """Return the number of rows of data; for a mapping, the rows of its first tensor."""
+    while isinstance(data, (dict, tuple)) and len(data):
+        data = next(iter(data.values())) if isinstance(data, dict) else data[0]
+    if getattr(data, "shape", None):
+        return int(data.shape[0])
+    if not hasattr(data, "__len__") or hasattr(data, "shape"):
+        given = "one row" if hasattr(data, "shape") else repr(data)
+        raise TypeError(
+            f"expected a batch of rows to write, got {given}; rb[index] = row replaces one row"
+        )
+    return len(data)
+
+
+def _own(rows: Any) -> Any:
+    """Return a copy for a transform to edit; only tensors are copied."""
+    if isinstance(rows, torch.Tensor) or is_tensordict(rows) or is_tensorclass(rows):
+        return rows.clone()
+    if isinstance(rows, dict):
+        return {key: _own(value) for key, value in rows.items()}
+    if isinstance(rows, (list, tuple)):
+        items = [_own(value) for value in rows]
+        return type(rows)(*items) if hasattr(rows, "_fields") else type(rows)(items)
+    return rows
+
+
+def cells_at(buffer: ReplayBuffer, index: Any, storage: Storage) -> torch.Tensor:
+    """Return the ``index`` of the rows that an index selects, in their shape.
+
+    The caller holds the lock.
+    """
+    if storage.ndim == 1:
+        return arange(len(storage))[as_index(index, len(storage))]
+    lanes = storage.lanes
+    elements = elements_at(index, storage.ledger.length, lanes, layout_of(buffer, storage))
+    return unravel_index(elements, lanes)
+
+
+def rows_at(buffer: ReplayBuffer, index: Any, cells: list[torch.Tensor]) -> Any:
+    """Return ``rb[index]`` without its ``index``.
+
+    If rows of this buffer carry the ``index``, the method appends it to ``cells``.
+    """
+    with buffer._locked() as storage:
+        if storage.ndim > 1:
+            # The index applies to the layout of written data.
+            rows = columns_of(buffer).view_at(index, time_dim=buffer.dim_extend)
+        else:
+            rows = storage.get(index)
+        if buffer._reads_index:
+            cells.append(cells_at(buffer, index, storage))
+        single = storage.ndim == 1 and _is_single(index)
+        prepared = fetched_at(buffer, index, storage)
+        collate = storage.collate if buffer._collate_fn is None else buffer._collate_fn
+        if not single and isinstance(rows, list) and not rows and buffer._collate_fn is None:
+            rows = storage.get(slice(0, 1)) if len(storage) else None
+            collate = _nothing_of(collate, storage.stack_dim)
+    if not single:
+        rows = collate(rows)
+    if not len(buffer._chain):
+        return rows
+    rows = _own(rows)
+    if cells and is_tensordict(rows):
+        rows = with_index(rows, cells[0], storage)
+    if prepared is None:
+        return buffer._chain.forward(rows)
+    chain, found, shape = prepared
+    if len(shape) == 1 or rows.batch_size != shape:
+        return apply_all(chain, rows, found)
+    # Transforms get the rows along one dimension, for any shape of the index.
+    made = apply_all(chain, rows.reshape(-1) if shape else rows.unsqueeze(0), found)
+    return made.reshape(shape) if shape else made[0]
+
+
+def fetched_at(
+    buffer: ReplayBuffer, index: Any, storage: Storage
+) -> tuple[Any, Any, torch.Size] | None:
+    """Return the neighbouring rows that transforms need for the rows at an index.
+
+    The result includes the chain and the shape that the index selects. It is None if no
+    transform reads neighbouring rows. If neighbours are missing, the surroundings are cut
+    short, as at the beginning of an episode.
+    """
+    chain = buffer._chain
+    if not chain.reads_around:
+        return None
+    if storage.ndim > 1:
+        lanes = storage.lanes
+        elements = elements_at(index, storage.ledger.length, lanes, layout_of(buffer, storage))
+        cells = unravel_index(elements.reshape(-1), lanes)
+    else:
+        elements = arange(len(storage))[as_index(index, len(storage))]
+        cells = elements.reshape(-1)
+    found = fetch_all(chain, storage, cells, {}, buffer._generator)
+    return chain, found, elements.shape
+
+
+def set_rows(buffer: ReplayBuffer, index: Any, value: Any) -> None:
+    """Replace stored rows, or a column if ``index`` is a key."""
+    if is_key(index):
+        set_column(buffer, unravel(index), value)
+        return
+    if len(buffer.transform):
+        single = _is_single(index) and buffer.storage.ndim == 1
+        if single:  # transforms receive a batch, as in add
+            value, index = buffer.storage.batch_of_one(value, 0), as_tensor([index])
+        value = buffer._chain.inv(value)
+        if value is None:
+            return
+    with buffer._locked() as storage:
+        before = storage.schema
+        storage.edit(index, value, time_dim=layout_of(buffer, storage))
+        refresh_prefetched(buffer, before)
+
+
+def set_column(buffer: ReplayBuffer, key: Key, value: Any) -> None:
+    """Set a stored or new key of all rows, or all keys nested below it."""
+    _, found = flatten(value, 0)
+    values = {(*key, *path): leaf for path, leaf in found.items()}
+    with buffer._locked() as storage:
+        if isinstance(storage, ListStorage):
+            storage.edit_columns(values)
+            return
+        before = storage.schema
+        columns = columns_of(buffer)
+        columns.edit_columns(values, time_dim=layout_of(buffer, storage), adds=True)
+        refresh_prefetched(buffer, before)
+
+
+def refresh_prefetched(buffer: ReplayBuffer, before: Schema | None) -> None:
+    """Draw prefetched batches again if columns were added."""
+    if buffer._storage.schema is not before:
+        rewind(buffer)
+
+
+def set_first_rows(buffer: ReplayBuffer, data: Any, end: int | None = None) -> None:
+    """Replace the first ``end`` stored rows in slot order: ``rb[:end] = data``."""
+    if data is None:
+        raise TypeError("expected rows to write, got None")
+    if end is None:
+        end = _count(data)
+    if len(buffer.transform):
+        data = buffer._chain.inv(data)
+        if data is None:
+            return
+    with buffer._locked() as storage:
+        stored = len(storage)
+        if storage.ndim > 1:
+            stored = columns_of(buffer).visible_shape(buffer.dim_extend)[0]
+        if not 0 <= end <= stored:
+            raise IndexError(f"expected at most the {stored} stored rows, got {end}")
+        before = storage.schema
+        storage.edit(slice(0, end), data, time_dim=layout_of(buffer, storage))
+        refresh_prefetched(buffer, before)
+
+
+def set_columns(
+    buffer: ReplayBuffer,
+    input_dict_or_td: Any,
+    clone: bool = False,
+    *,
+    keys_to_update: Sequence[Any] | None = None,
+) -> None:
+    """Replace several whole columns. Transforms do not apply."""
+    _, leaves = flatten(input_dict_or_td, 0)
+    chosen = [()] if keys_to_update is None else [unravel(key) for key in keys_to_update]
+    values = {
+        path: value.clone() if clone else value
+        for path, value in ((unravel(path), value) for path, value in leaves.items())
+        if path[0] not in RESERVED_KEYS and any(path[: len(key)] == key for key in chosen)
+    }
+    with buffer._locked() as storage:
+        columns_of(buffer).edit_columns(values, time_dim=layout_of(buffer, storage))
+
+
+def columns_of(buffer: ReplayBuffer) -> TensorStorage:
+    storage = buffer._storage
+    if not isinstance(storage, TensorStorage):
+        raise RuntimeError(
+            f"a {type(storage).__name__} has no columns; use a tensor or memmap storage"
+        )
+    return storage
+
+
+def layout_of(buffer: ReplayBuffer, storage: Storage) -> int:
+    """Return the time dimension of ``rb[:]``."""
+    return buffer.dim_extend if storage.ndim > 1 else 0

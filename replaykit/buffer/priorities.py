@@ -1,0 +1,225 @@
+"""Update the priorities of rows."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import is_tensorclass
+
+from replaykit import native
+from replaykit._compat import is_tensordict, lookup
+from replaykit.reductions import reduce_rows
+from replaykit.samplers import Sampler, Sequence
+from replaykit.samplers.sequence import anchor_priorities
+from replaykit.samplers.window_forms import MASK
+from replaykit.ted import Key, format_key
+
+if TYPE_CHECKING:
+    from replaykit.buffer.replay_buffer import ReplayBuffer
+
+
+def without_priorities(sampler: Sampler, *, above: int) -> bool:
+    """Return whether a sampler has no priorities; warn that the update has no effect.
+
+    ``above``: the number of stack frames between the user and this function's caller.
+    """
+    if not sampler.prioritized:
+        warnings.warn(
+            f"{type(sampler).__name__} has no priorities; the update has no effect",
+            UserWarning,
+            stacklevel=above + 2,
+        )
+    return not sampler.prioritized
+
+
+def _per_row(value: torch.Tensor | None, dim: int, batch_dims: int) -> Any:
+    """Return one entry per row of values repeated over other batch dimensions."""
+    if value is None or batch_dims == 1:
+        return value
+    value = value.movedim(dim, 0)
+    return value.flatten(1, batch_dims - 1)[:, 0]
+
+
+def written_priorities(
+    data: Any,
+    key: Key,
+    sampler: Sampler,
+    rows: int,
+    *,
+    wanted: bool | None,
+    single: bool,
+    time_dim: int = 0,
+    ndim: int = 1,
+) -> torch.Tensor | None:
+    """Return the priorities that written data carries, one per row.
+
+    The result is None if the data or the sampler has no priorities, or if ``wanted`` is False.
+
+    Args:
+        rows: number of rows; with lanes, number of time steps.
+        single, time_dim: as in ``schema.split_leaves``.
+        ndim: batch dimensions of the storage. With lanes, each lane has a separate priority.
+
+    Raises:
+        ValueError: there is not one priority per row, or a priority is NaN, negative or infinite.
+    """
+    if wanted is False or not sampler.prioritized:
+        return None
+    batches = data if isinstance(data, (list, tuple)) and not single else [data]
+    values = []
+    for batch in batches:
+        found = _found(batch, key)
+        if found is None:
+            return None
+        alone = single or batches is data
+        value = (found.unsqueeze(time_dim) if alone else found).transpose(0, time_dim)
+        if value.ndim < ndim or (batches is not data and value.shape[0] != rows):
+            raise ValueError(
+                f"expected {rows} priorities under {format_key(key)}, got shape {list(found.shape)}"
+            )
+        cells = value.shape[:ndim].numel()
+        values.append(reduced_priority(value.flatten(0, ndim - 1), cells, sampler, key))
+    if not values:
+        return None
+    written = torch.cat(values) if len(values) > 1 else values[0]
+    sampler.check_priorities(written)  # now, before rows are stored
+    return written
+
+
+def _found(data: Any, key: Key) -> torch.Tensor | None:
+    value = lookup(data, key)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key) -> torch.Tensor:
+    """Return one priority per row, reduced over all other dimensions.
+
+    The sampler chooses the reduction.
+
+    Raises:
+        ValueError: there is not one priority per row, or a priority is NaN, negative or infinite.
+    """
+    if value.ndim == 0 or value.shape[0] != rows or (rows and not value.numel()):
+        raise ValueError(
+            f"expected {rows} priorities under {format_key(key)}, got shape {list(value.shape)}"
+        )
+    if _is_column(value):
+        reduced = value.detach()
+    else:
+        reduced = reduce_rows(value, getattr(sampler, "reduction", "max"))
+    if not _all_plain(reduced):
+        row = int((~((reduced >= 0) & reduced.isfinite())).nonzero()[0])
+        raise ValueError(
+            f"expected priorities that are finite and not negative under {format_key(key)}, "
+            f"got {float(reduced[row])} at row {row}"
+        )
+    return reduced
+
+
+def _is_column(value: torch.Tensor) -> bool:
+    """Return whether a value needs neither reduction nor a dtype conversion."""
+    return value.dim() == 1 and (value.dtype is torch.float32 or value.dtype is torch.float64)
+
+
+def _checks_itself(sampler: Sampler) -> bool:
+    """Return whether a sampler itself refuses invalid priorities."""
+    return type(sampler).check_priorities is not Sampler.check_priorities
+
+
+def _all_plain(value: torch.Tensor) -> bool:
+    """Return whether all numbers ``[K]`` are finite and not negative."""
+    if (
+        (value.dtype is torch.float32 or value.dtype is torch.float64)
+        and value.is_cpu
+        and value.is_contiguous()
+        and not value.is_neg()
+    ):
+        return native.core.all_plain(value.data_ptr(), len(value), value.dtype is torch.float64)
+    return bool(((value >= 0) & value.isfinite()).all())
+
+
+def update_from_sample(buffer: ReplayBuffer, data: Any) -> None:
+    """Set priorities that the learner has written into a sample."""
+    buffer._ready()
+    sampler = buffer._sampler
+    if not sampler.prioritized:
+        return  # training loops call this after every batch, whatever the sampler
+    if not (is_tensordict(data) or is_tensorclass(data)):
+        raise TypeError(
+            f"expected a TensorDict as sample() returns it, got {type(data).__name__}: batches "
+            "of rows that are not TensorDicts carry no index. Write TensorDicts, as "
+            "replaykit.transition() makes them, or pass info['index'] of "
+            "sample(return_info=True) to update_priority()"
+        )
+    if isinstance(buffer._sample_unit, Sequence) or getattr(sampler, "unit", "") == "slice":
+        update_anchors(buffer, data)
+        return
+    if sampler.draws_windows:
+        data = only_real_rows(data)
+    value = lookup(data, buffer._priority_key)
+    index = lookup(data, ("index",))
+    for key, found in ((buffer._priority_key, value), (("index",), index)):
+        if found is None:
+            raise KeyError(f"expected {format_key(key)} in the data; got none")
+    if type(value) is torch.Tensor and data.batch_dims == 1:
+        generation = lookup(data, ("index_generation",))
+        if not (_checks_itself(sampler) and _is_column(value) and value.shape == index.shape):
+            value = reduced_priority(value, index.shape[0], sampler, buffer._priority_key)
+        with buffer._locked(settled=False) as storage:
+            try:
+                sampler.update_priority(index, value, storage=storage, generation=generation)
+            except ValueError:
+                # Raises the same error with key and row.
+                reduced_priority(value, index.shape[0], sampler, buffer._priority_key)
+                raise
+        return
+    if data.batch_dims == 0:
+        data, value, index = data.unsqueeze(0), value.unsqueeze(0), index.unsqueeze(0)
+    with buffer._locked(settled=False) as storage:
+        # If rows are trajectories, their info is repeated over their inner dimensions.
+        dim = storage.stack_dim if buffer._collate_fn is None else 0
+        dim = min(dim if dim >= 0 else dim + data.batch_dims, data.batch_dims - 1)
+        index, generation = (
+            _per_row(item, dim, data.batch_dims)
+            for item in (index, data.get("index_generation", None))
+        )
+        value = reduced_priority(
+            value.movedim(dim, 0), index.shape[0], sampler, buffer._priority_key
+        )
+        sampler.update_priority(index, value, storage=storage, generation=generation)
+
+
+def update_anchors(buffer: ReplayBuffer, data: Any) -> None:
+    """Set the priorities of the anchors of a sample's windows."""
+    key, sampler = buffer._priority_key, buffer._sampler
+    flat = data.reshape(-1)
+    value, anchor = lookup(flat, key), lookup(flat, ("anchor_index",))
+    needed = {format_key(key): value, "anchor_index": anchor}
+    if isinstance(buffer._sample_unit, Sequence):
+        valid = needed["validity_mask"] = lookup(flat, ("validity_mask",))
+    else:
+        valid = lookup(flat, MASK)
+    for name, item in needed.items():
+        if item is None:
+            raise KeyError(f"expected {name} in the data; got none")
+    if valid is None:  # slices without padding
+        valid = torch.ones(len(anchor), dtype=torch.bool, device=anchor.device)
+    with buffer._locked(settled=False) as storage:
+        # Values that a learner computes for padding may be NaN.
+        mask = valid.to(value.device).reshape(-1, *(1,) * (value.ndim - 1))
+        value = reduced_priority(value.where(mask, 0), len(valid), sampler, key)
+        update = anchor_priorities(
+            anchor, lookup(flat, ("anchor_generation",)), value, valid.to(anchor.device)
+        )
+        sampler.update_priority(
+            update.anchor, update.priority, storage=storage, generation=update.generation
+        )
+
+
+def only_real_rows(data: Any) -> Any:
+    """Return a sample of windows as flat rows without padding."""
+    flat = data if data.batch_dims == 1 else data.reshape(-1)
+    mask = lookup(flat, MASK)
+    return flat if mask is None or bool(mask.all()) else flat[mask]

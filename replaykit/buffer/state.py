@@ -1,0 +1,564 @@
+"""Save, check and load the state of a buffer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import multiprocessing.context
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
+
+import torch
+
+from replaykit._compat import arange
+from replaykit.buffer.component_checks import check_mappable, check_mapped_rows, uses_of
+from replaykit.buffer.components import claim_parts, limiter_queue
+from replaykit.buffer.draw import drop_draws, put_back, rewind
+from replaykit.buffer.prefetch import Prefetcher
+from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot
+from replaykit.errors import CheckpointError
+from replaykit.interrupts import deferred
+from replaykit.pace import LimiterQueue
+from replaykit.samplers import Sampler
+from replaykit.samplers.priority_rules import SavedPriorities
+from replaykit.storages import LazyTensorStorage, Storage
+from replaykit.storages.content import Content
+from replaykit.storages.save_hooks import content_after_load, content_to_save, warn_left_out
+from replaykit.storages.tensor_bytes import by_value, from_value
+from replaykit.writers.writer import ledger_of
+
+if TYPE_CHECKING:
+    from replaykit.buffer.replay_buffer import ReplayBuffer
+
+
+@dataclass(frozen=True)
+class BufferState:
+    """The parts of a saved buffer.
+
+    Attributes:
+        content: the rows; None if the storage loads its own state dict, which is ``storage``.
+        writer, sampler, transforms: state dicts of the components.
+        generator: device and state of the generator; None without one.
+        undelivered: prefetched draws, which only earlier releases saved.
+        mapped: whether the rows stay in the files of the checkpoint.
+        same_rows: whether the rows were not saved because the storage already holds them.
+        pace: counts of a rate limiter; None without one.
+    """
+
+    content: Content | None
+    storage: Mapping[str, Any] | None
+    writer: dict[str, Any]
+    sampler: dict[str, Any]
+    transforms: dict[str, Any]
+    generator: Mapping[str, Any] | None
+    undelivered: list[Any]
+    mapped: bool = False
+    same_rows: bool = False
+    pace: Mapping[str, int] | None = None
+
+
+def saved_sampler(sampler: Sampler, *, tracked: Storage | None = None) -> dict[str, Any]:
+    """Return a sampler's state together with the kind of the sampler.
+
+    Custom samplers need not store their kind themselves. The caller holds the lock.
+
+    Args:
+        tracked: the storage, if the save writes only changes; else None.
+    """
+    state = sampler.state_dict() if tracked is None else sampler.state_to_save(tracked)
+    if isinstance(state, Mapping) and state.get("_kind") == sampler.kind:
+        return dict(state)
+    return {"_kind": sampler.kind, "_state": state}
+
+
+def _checked_sampler(sampler: Sampler, saved: Any, storage: Storage) -> Any:
+    """Return the state for the sampler; ValueError if it is that of another kind."""
+    if not (isinstance(saved, Mapping) and "_state" in saved):
+        sampler.check_state(saved, storage)
+        return saved
+    if saved.get("_kind") != sampler.kind:
+        raise ValueError(
+            f"expected the state of a {sampler.kind!r} sampler, got {saved.get('_kind')!r}"
+        )
+    return copy.deepcopy(saved["_state"])
+
+
+def generator_state(generator: torch.Generator | None) -> dict[str, Any] | None:
+    """Return device and state of a generator, as values that can be saved."""
+    if generator is None:
+        return None
+    return {"device": str(generator.device), "state": generator.get_state()}
+
+
+class UndeliveredDraw(NamedTuple):
+    """A prefetched draw in a checkpoint of an earlier release, which saved these draws.
+
+    Attributes:
+        anchors: the index that the sampler drew.
+        ran_out: whether the draw ended a pass.
+    """
+
+    anchors: torch.Tensor
+    ran_out: bool
+
+
+@dataclass(frozen=True)
+class CheckedState:
+    """A state that a buffer can load, with the results of its check.
+
+    Attributes:
+        state: the state itself.
+        sampler: the state in the form that the sampler loads.
+        writer: the writer's state, including begins of kept episodes that only dropped rows show.
+        generator, undelivered: the checked generator, and the checked prefetched draws.
+        target: the destination of the rows, in the storage's own form.
+        rows: the slots of the rows to keep; None if all rows keep their slots.
+    """
+
+    state: BufferState
+    sampler: Any
+    writer: dict[str, Any]
+    generator: torch.Generator | None
+    undelivered: list[UndeliveredDraw]
+    target: Any
+    rows: torch.Tensor | None
+
+
+def apply_state(buffer: ReplayBuffer, state: BufferState) -> None:
+    """Load a saved state into a buffer, or change nothing. The caller holds the lock.
+
+    Raises:
+        ValueError: a part belongs to another kind of component than the buffer has, or contradicts
+            another part.
+    """
+    checked = check_state(buffer, state, stacklevel=7)
+    with parts_taken(buffer, checked):
+        load_rows(buffer, checked)
+    finish_taking(buffer, checked)
+
+
+def check_state(buffer: ReplayBuffer, state: BufferState, *, stacklevel: int) -> CheckedState:
+    """Check a saved state against a buffer; change nothing. The caller holds the lock.
+
+    Args:
+        stacklevel: as for ``warnings.warn``, for the warning about rows that will be dropped.
+
+    Raises:
+        ValueError: a part belongs to another kind of component than the buffer has, or contradicts
+            another part.
+    """
+    storage, writer, sampler = buffer._storage, buffer._writer, buffer._sampler
+    writer.check_state(state.writer)
+    sampler_state = _checked_sampler(sampler, state.sampler, storage)
+    buffer._chain.check_state(state.transforms)
+    generator = saved_generator(state.generator)
+    undelivered = undelivered_draws(state.undelivered)
+    LimiterQueue.check_state(state.pace)
+    _check_stored(sampler, sampler_state, state.content)
+    target, rows = _target_of_rows(buffer, state, stacklevel)
+    check_rows(undelivered, state)
+    writer_state = state.writer
+    if state.content is not None:
+        # Dropped rows show where kept episodes begin, so the writer reads them before they are
+        # lost.
+        writer_state = writer.state_of_subset(state.content, writer_state, rows)
+    return CheckedState(state, sampler_state, writer_state, generator, undelivered, target, rows)
+
+
+@contextlib.contextmanager
+def parts_taken(buffer: ReplayBuffer, checked: CheckedState) -> Iterator[None]:
+    """Load the states of transforms and sampler; on an error, restore the old states.
+
+    An error inside the context also restores them. Both loads may run user code. Undelivered draws
+    are undone first, because the old state of the sampler would otherwise lack their rows. The
+    caller holds the lock.
+    """
+    rewind(buffer)
+    sampler = buffer._sampler
+    chain_before = copy.deepcopy(buffer._chain.state_dict())
+    sampler_before = copy.deepcopy(sampler.state_dict())
+    try:
+        buffer._chain.load_state_dict(copy.deepcopy(checked.state.transforms))
+        sampler.load_state_dict(checked.sampler)
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):
+            buffer._chain.load_state_dict(chain_before)
+        with contextlib.suppress(Exception):
+            sampler.load_state_dict(sampler_before)
+        raise
+
+
+def load_rows(buffer: ReplayBuffer, checked: CheckedState) -> None:
+    """Load the rows. The storage allocates memory before it changes anything."""
+    storage, state = buffer._storage, checked.state
+    if state.same_rows:
+        return
+    if state.content is None:
+        storage.load_state_dict(dict(state.storage or {}))
+    elif state.mapped and state.content.groups:
+        cast(LazyTensorStorage, storage).map_content(state.content, checked.target.slots)
+    else:
+        content = replace(state.content, ledger=ledger_of(state.writer))
+        storage.load_content(content, checked.target, checked.rows)
+
+
+def finish_taking(
+    buffer: ReplayBuffer, checked: CheckedState, *, more: Sequence[UndeliveredDraw] = ()
+) -> None:
+    """Load the rest of a state, which cannot fail. The caller holds the lock.
+
+    Args:
+        more: draws that an ensemble made with this buffer and did not deliver.
+    """
+    storage, sampler, rows = buffer._storage, buffer._sampler, checked.rows
+    drop_draws(buffer)
+    buffer._pass_ended, buffer._restarted = False, True
+    buffer._writer.restore(checked.writer, rows)
+    _load_generator(buffer, checked.generator)
+    draws = [*checked.undelivered, *more]
+    if draws:
+        put_back(draws, sampler, storage)
+    if rows is not None:
+        sampler.moved(rows, storage)
+    if buffer._pace is not None:
+        buffer._pace.load_state(checked.state.pace, len(buffer))
+
+
+def _check_stored(sampler: Sampler, saved: Any, content: Content | None) -> None:
+    """Raise ValueError if a sampler's state is for another number of rows."""
+    known = sampler.stored_in(saved)
+    if known is None or content is None:
+        return
+    stored = content.rows * content.lanes.numel()
+    if known != stored:
+        raise ValueError(f"expected {stored} rows in the sampler's state, got {known}")
+
+
+def _target_of_rows(
+    buffer: ReplayBuffer, state: BufferState, stacklevel: int
+) -> tuple[Any, torch.Tensor | None]:
+    """Return the storage's target, and the slots to keep if rows must move."""
+    storage, ledger = buffer._storage, state.writer["_ledger"]
+    if state.content is None:
+        if storage.ledger.slots != ledger["slots"]:
+            raise ValueError(
+                f"expected the state of {storage.ledger.slots} slots, got {ledger['slots']}"
+            )
+        return None, None
+    if state.content.rows != ledger["length"]:
+        raise ValueError(
+            f"expected {ledger['length']} rows, got {state.content.rows}; if the rows were saved "
+            "through a hook, register the load hook that undoes it"
+        )
+    target = storage.check_content(state.content)
+    slots = getattr(target, "slots", storage.ledger.slots)
+    keeps_all = buffer._writer.keeps_all(slots, state.writer)
+    rows = None if keeps_all else buffer._writer.survivors(slots, state.writer)
+    if state.mapped:
+        if rows is not None:
+            ledger_of(state.writer).read_tables()  # raises if tables are damaged
+        check_mapped_rows(cast(LazyTensorStorage, storage), state.content, slots, rows)
+    if rows is None:
+        return target, None
+    warn_left_out(state.content.rows - len(rows), stacklevel=stacklevel)
+    return target, rows
+
+
+def saved_generator(saved: Mapping[str, Any] | None) -> torch.Generator | None:
+    """Return a generator in the saved state; None if no state was saved."""
+    if saved is None:
+        return None
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"expected the state of a generator, got {saved!r}")
+    try:
+        generator = torch.Generator(torch.device(saved["device"]))
+        # Copied, because torch reads from the start of the tensor's storage, not of the tensor.
+        generator.set_state(saved["state"].cpu().clone())
+    except (KeyError, RuntimeError, TypeError, AttributeError) as error:
+        raise ValueError(f"expected the state of a generator, got {error}") from None
+    return generator
+
+
+def _load_generator(buffer: ReplayBuffer, saved: torch.Generator | None) -> None:
+    """Set the user's generator to the saved state.
+
+    A buffer without a generator gets a new generator. The same holds if its generator is on another
+    device. If no generator was saved, that of the buffer stays unchanged.
+    """
+    if saved is None:
+        return
+    current = buffer._generator
+    if current is not None and current.device == saved.device:
+        current.set_state(saved.get_state())
+    else:
+        buffer._generator = buffer._sampler.generator = saved
+
+
+def undelivered_draws(saved: object) -> list[UndeliveredDraw]:
+    """Return the prefetched draws of a checkpoint; ValueError if they are invalid."""
+    if not isinstance(saved, list):
+        raise ValueError(f"expected a list of prepared draws, got {saved!r}")
+    found = []
+    for record in saved:
+        fields = record if isinstance(record, Mapping) else {}
+        anchors, ran_out = fields.get("anchors"), fields.get("ran_out")
+        if not _is_index(anchors) or not isinstance(ran_out, bool):
+            raise ValueError(f"expected a prepared draw, got {record!r}")
+        found.append(UndeliveredDraw(anchors.clone(), ran_out))
+    return found
+
+
+def check_rows(draws: Sequence[UndeliveredDraw], state: BufferState) -> None:
+    """Raise ValueError if a prefetched draw contains a row that was not saved."""
+    if state.content is None:
+        return
+    shape = torch.tensor([state.content.rows, *state.content.lanes], device="cpu")
+    for drawn in draws:
+        cells = (drawn.anchors if drawn.anchors.ndim > 1 else drawn.anchors[:, None]).cpu()
+        if cells.shape[-1] != len(shape) or not bool(((cells >= 0) & (cells < shape)).all()):
+            raise ValueError(
+                f"expected draws among the {shape.tolist()} saved rows, got "
+                f"{drawn.anchors.tolist()}"
+            )
+
+
+def _is_index(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim in (1, 2)
+
+
+def of_another_kind(saved: Any, sampler: Sampler) -> bool:
+    """Return whether a saved state belongs to another kind of sampler."""
+    kind = saved.get("_kind") if isinstance(saved, Mapping) else None
+    return isinstance(kind, str) and kind != sampler.kind
+
+
+def restarted(sampler: Sampler, saved: Mapping[str, Any], content: Content) -> dict[str, Any]:
+    """Return the state of a new sampler over the loaded rows.
+
+    The saved state belongs to another kind of sampler. A warning names the parts that are kept.
+
+    Raises:
+        ValueError: the saved priorities are invalid.
+    """
+    fresh = copy.deepcopy(sampler)
+    fresh.empty()
+    state, count = saved_sampler(fresh), content.rows * content.lanes.numel()
+    how = "which starts over"
+    if sampler.prioritized and "_priorities" in state:
+        raw = torch.ones(count, dtype=torch.float64, device="cpu")
+        most, how = 1.0, "which gives each row priority 1"
+        if "_priorities" in saved:
+            other = SavedPriorities.from_state(dict(saved), torch.float64)
+            most, raw = other.max_priority, other.priorities
+            how = "which keeps the priorities and its own exponents"
+        law = state["_alpha"], state["_beta"], state["_eps"]
+        state |= SavedPriorities(*law, most, 0, raw).to_state()
+    elif sampler.consumes:
+        fresh.extend(arange(content.rows))
+        state = saved_sampler(fresh)
+    warnings.warn(
+        f"the state of a {saved['_kind']!r} sampler is left out: this buffer has a "
+        f"{sampler.kind!r} one, {how}",
+        UserWarning,
+        stacklevel=4,
+    )
+    return state
+
+
+def snapshot_of(buffer: ReplayBuffer, path: str | os.PathLike[str], base: Base) -> Snapshot:
+    with buffer._locked(settled=False) as storage:
+        parts = saved_parts(buffer, storage, path)
+        writer = parts["writer"]
+        document = {
+            "components": {
+                "buffer": type(buffer).__name__,
+                "storage": type(storage).__name__,
+                "sampler": type(buffer._sampler).__name__,
+                "writer": type(buffer._writer).__name__,
+            },
+            "schema": None if storage.schema is None else storage.schema.to_json(),
+            "ndim": storage.ndim,
+            "lanes": list(storage.lanes),
+            "len": len(storage),
+            "max_size": storage.max_size,
+            "cursor": writer["_cursor"],
+            "write_count": buffer._writer.write_count,
+            "batch_size": buffer._batch_size,
+            "consume_after_n_samples": uses_of(buffer._sampler),
+        }
+        return Snapshot(parts, document, storage.lock, base)
+
+
+def saved_parts(
+    buffer: ReplayBuffer, storage: Storage, path: str | os.PathLike[str]
+) -> dict[str, Any]:
+    """Return the parts of a save. Large parts are read later.
+
+    The caller holds the lock.
+    """
+    rewind(buffer)
+    writer = buffer._writer.state_dict()
+    pace = {} if buffer._pace is None else {"pace": buffer._pace.state()}
+    return {
+        **pace,
+        # Only the state may hold views of rows, because any other view counts as a possible
+        # change.
+        "storage": content_to_save(storage, path).to_state(tracked=True),
+        "writer": writer,
+        "sampler": saved_sampler(buffer._sampler, tracked=storage),
+        "transforms": buffer._chain.state_dict(),
+        "generator": generator_state(buffer._generator),
+    }
+
+
+def load_checkpoint(
+    buffer: ReplayBuffer,
+    path: str | os.PathLike[str],
+    *,
+    version: int | None = None,
+    mmap: bool = False,
+    verify: bool | None = None,
+) -> None:
+    """Load a buffer that ``dumps`` saved."""
+    buffer._ready()
+    if mmap:
+        check_mappable(buffer.storage)
+    checked = verify or (verify is None and not mmap)
+    with deferred, (MappedCheckpoint if mmap else Checkpoint)(path, version) as saved:
+        if checked:
+            saved.verify(wait=mmap)
+        head = saved.part("storage", mapped=["groups"])
+        late = (buffer._writer.mapped_entries, buffer._sampler.mapped_entries) if mmap else ((), ())
+        with buffer._locked() as storage:
+            try:
+                content = Content.from_state(head)
+            except ValueError as error:
+                raise CheckpointError(f"the rows in {path} are damaged: {error}") from None
+            if checked and not mmap:
+                # Files may be verified after the copy, because no reader uses that memory yet.
+                if storage.checks_before_load:
+                    content = replace(content, check=saved.verify)
+                else:
+                    saved.verify()
+            content = content_after_load(storage, content)
+            writer = saved.part("writer", mapped=late[0])
+            sampler = saved.part("sampler", mapped=late[1])
+            undelivered = saved.part("prepared") if "prepared" in saved else []
+            if of_another_kind(sampler, buffer._sampler):
+                if mmap:  # all of it is needed now
+                    sampler = saved.part("sampler")
+                sampler, undelivered = restarted(buffer._sampler, sampler, content), []
+            apply_state(
+                buffer,
+                BufferState(
+                    content,
+                    None,
+                    writer,
+                    sampler,
+                    saved.part("transforms"),
+                    saved.part("generator"),
+                    undelivered,
+                    mapped=mmap,
+                    pace=saved.part("pace") if "pace" in saved else None,
+                ),
+            )
+
+
+def state_of(buffer: ReplayBuffer) -> dict[str, Any]:
+    """Return a dictionary with copies of everything that ``dumps`` saves."""
+    with buffer._locked(settled=False) as storage:
+        rewind(buffer)
+        return {
+            "_storage": storage.state_dict(),
+            "_sampler": copy.deepcopy(saved_sampler(buffer._sampler)),
+            "_writer": buffer._writer.state_dict(),
+            "_transforms": copy.deepcopy(buffer._chain.state_dict()),
+            "_batch_size": buffer._batch_size,
+            "_consume_after_n_samples": uses_of(buffer._sampler),
+            "_rng": generator_state(buffer._generator),
+            **({} if buffer._pace is None else {"_pace": buffer._pace.state()}),
+        }
+
+
+def load_state(buffer: ReplayBuffer, state_dict: dict[str, Any]) -> None:
+    """Load a copy of a state from ``state_dict``, by the rules of ``loads``."""
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"expected the state of a buffer, got {type(state_dict).__name__}")
+    names = ("_storage", "_sampler", "_writer", "_transforms", "_rng")
+    missing = [name for name in names if name not in state_dict]
+    if missing:
+        raise ValueError(f"expected the entries {list(names)}, missing {missing}")
+    rows = state_dict["_storage"]
+    if not isinstance(rows, Mapping):
+        raise ValueError(f"expected the state of a storage, got {type(rows).__name__}")
+    with buffer._locked() as storage:
+        apply_state(
+            buffer,
+            BufferState(
+                storage.content_of(dict(rows)),
+                rows,
+                state_dict["_writer"],
+                state_dict["_sampler"],
+                state_dict["_transforms"],
+                state_dict["_rng"],
+                state_dict.get("_prefetch_state", []),
+                pace=state_dict.get("_pace"),
+            ),
+        )
+
+
+def pickled_state(buffer: ReplayBuffer) -> dict[str, Any]:
+    if buffer._shared:
+        buffer._ready()  # otherwise each process would make separate components
+    if not buffer._initialized:
+        generator = by_value(generator_state(buffer._generator))
+        return {**buffer.__dict__, "_generator": generator, "_making": None, "_staging": None}
+    spawning = multiprocessing.context.get_spawning_popen() is not None
+    if spawning and not buffer._shared and buffer._writer.kind != "immutable":
+        raise RuntimeError(
+            "a buffer that can be written to cannot be handed to a spawned process: each "
+            "process would write to a separate copy, and rows would be lost; make it with "
+            "shared=True, save it with dumps() and load it there, or hand over a read-only "
+            "data set"
+        )
+    with buffer._locked(settled=False) as storage:
+        rewind(buffer)
+        state = dict(buffer.__dict__)
+        state["_prefetcher"] = state["_making"] = state["_staging"] = None
+        # Other threads may sample while the rest is pickled. So this state is copied now.
+        sampler = state["_sampler"] = copy.deepcopy(buffer._sampler, {id(storage): storage})
+        sampler.owner = buffer
+        state["_generator"] = by_value(generator_state(buffer._generator))
+        state["_shared"] = buffer._shared and spawning  # any other copy has separate rows
+        # A copy has separate counts, too. A shared buffer stores the counts with its rows.
+        state["_pace"] = None if buffer._pace is None else buffer._pace.state()
+    return state
+
+
+def restore_pickled(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
+    buffer.__dict__.update(state)
+    buffer._making = threading.RLock()
+    buffer._generator = saved_generator(from_value(state["_generator"]))
+    if not buffer._initialized:
+        return
+    buffer._sampler.generator = buffer._generator
+    claim_parts(buffer, buffer._sampler, buffer._writer)
+    buffer._writer.register_storage(buffer._storage)
+    buffer._storage.attach(cast(Any, buffer))
+    if buffer._shared:
+        buffer._sampler.attach(buffer._storage)
+    else:
+        buffer._sampler.rejoin(buffer._storage)
+    buffer._pace = limiter_queue(buffer, buffer._storage, shared=buffer._shared)
+    if buffer._pace is not None:
+        if not buffer._shared:
+            buffer._pace.load_state(state["_pace"], len(buffer._storage))
+        if buffer._closed:
+            buffer._pace.close()
+    if buffer._prefetch_depth and not buffer._closed:
+        buffer._prefetcher = Prefetcher(buffer._prefetch_depth, cast(Any, buffer))
