@@ -31,6 +31,7 @@ ABOVE_ONE_ANOTHER = [
     {
         "_compat",
         "_ray",
+        "declared",
         "errors",
         "filesystem",
         "keywords",

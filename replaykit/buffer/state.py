@@ -20,6 +20,7 @@ from replaykit.buffer.components import claim_parts, limiter_queue
 from replaykit.buffer.draw import drop_draws, put_back, rewind
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot
+from replaykit.declared import encode_state
 from replaykit.errors import CheckpointError
 from replaykit.interrupts import deferred
 from replaykit.pace import LimiterQueue
@@ -357,7 +358,7 @@ def restarted(sampler: Sampler, saved: Mapping[str, Any], content: Content) -> d
             most, raw = other.max_priority, other.priorities
             how = "which keeps the priorities and its own exponents"
         law = state["_alpha"], state["_beta"], state["_eps"]
-        state |= SavedPriorities(*law, most, 0, raw).to_state()
+        state |= encode_state(SavedPriorities(*law, most, 0, raw))
     elif sampler.consumes:
         fresh.extend(arange(content.rows))
         state = saved_sampler(fresh)

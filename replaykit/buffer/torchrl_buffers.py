@@ -11,6 +11,7 @@ import torch
 from replaykit.buffer.replay_buffer import ReplayBuffer
 from replaykit.buffer.state import BufferState, apply_state, generator_state, saved_sampler
 from replaykit.checkpoint.torchrl_files import TorchRLCheckpoint, TorchRLPriorities, open_torchrl
+from replaykit.declared import encode_state
 from replaykit.samplers import PrioritizedSampler, Sampler
 from replaykit.samplers.priority_rules import SavedPriorities
 from replaykit.schema import Schema, split_leaves
@@ -138,9 +139,9 @@ def _state(buffer: ReplayBuffer, saved: TorchRLCheckpoint) -> BufferState:
         found = saved.priorities or TorchRLPriorities(
             state["_alpha"], state["_beta"], state["_eps"], 1.0, torch.ones(elements), single=True
         )
-        state |= SavedPriorities(
-            found.alpha, found.beta, found.eps, found.max_priority, 0, found.raw
-        ).to_state()
+        state |= encode_state(
+            SavedPriorities(found.alpha, found.beta, found.eps, found.max_priority, 0, found.raw)
+        )
     return BufferState(
         content=Content(saved.length, saved.lanes, (group,)),
         storage=None,

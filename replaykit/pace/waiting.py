@@ -7,9 +7,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, MutableSequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from replaykit.declared import Count, decode_state
 from replaykit.errors import RateLimiterTimeout
 from replaykit.interrupts import check
 from replaykit.pace.limiter import INSERT, RateLimiter
@@ -23,7 +25,7 @@ from replaykit.recovery import (
     open_to_lock,
 )
 
-__all__ = ["Counts", "LimiterQueue", "Seat", "SharedCounts", "Ticket"]
+__all__ = ["Counts", "LimiterCounts", "LimiterQueue", "Seat", "SharedCounts", "Ticket"]
 
 
 class Seat(OpenFile):
@@ -201,8 +203,18 @@ _PAUSES = (0.0005, 0.001, 0.002, 0.005)
 _DEAD = 20
 """The number of polls between checks for processes that have died during a call."""
 
-_DONE, _SAVED_BEFORE = _COUNTS = (("inserts", "samples"), ("inserts_before", "samples_before"))
-"""Names of the counts of a state, since the last reset and before it."""
+_LIMITER = "the counts of a rate limiter"
+
+
+@dataclass(frozen=True)
+class LimiterCounts:
+    """The rows inserted and sampled since the last reset and before it."""
+
+    inserts: Count
+    samples: Count
+    inserts_before: Count = 0
+    samples_before: Count = 0
+
 
 _WORDS = (("insert", "samples"), ("sample", "inserts"))
 
@@ -426,30 +438,25 @@ class LimiterQueue:
         counts = self._here()
         with counts.lock:
             done, before = counts.done(), counts.before()
-        state = dict(zip(_DONE, done, strict=True))
-        return {**state, **dict(zip(_SAVED_BEFORE, before, strict=True))} if any(before) else state
+        state = {"inserts": done[0], "samples": done[1]}
+        if any(before):
+            state |= {"inserts_before": before[0], "samples_before": before[1]}
+        return state
 
     @staticmethod
     def check_state(state: object) -> None:
-        """Raise ValueError if the argument is not a result of ``state``."""
-        if state is None:
-            return
-        if not isinstance(state, Mapping):
-            raise ValueError(f"expected the counts of a rate limiter, got {state!r}")
-        for name in (*_DONE, *(name for name in _SAVED_BEFORE if name in state)):
-            value = state.get(name)
-            if type(value) is not int or not 0 <= value < 2**62:
-                raise ValueError(f"expected a count for {name!r} of a rate limiter, got {value!r}")
+        """Raise ValueError if the argument is neither a result of ``state`` nor None."""
+        if state is not None:
+            decode_state(LimiterCounts, state, _LIMITER)
 
     def load_state(self, state: Mapping[str, int] | None, size: int) -> None:
         """Continue from a checked state; with None, restart with ``size`` stored rows."""
         if state is None:
             self.start_from(size)
             return
-        counts = self._here()
+        saved, counts = decode_state(LimiterCounts, state, _LIMITER), self._here()
         with counts.lock:
-            done, before = ((state.get(a, 0), state.get(b, 0)) for a, b in _COUNTS)
-            counts.set(done, before)
+            counts.set((saved.inserts, saved.samples), (saved.inserts_before, saved.samples_before))
         self._notify()
 
 

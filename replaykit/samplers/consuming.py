@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from replaykit._compat import as_tensor
 from replaykit.checkpoint import ReadLater, ReadOnce
+from replaykit.declared import Positive
 from replaykit.errors import NotEnoughData
 from replaykit.keywords import checked_keywords
 from replaykit.samplers.priority_rules import stored_elements
-from replaykit.samplers.sampler import Sampler, made_of_saved, require_rows
+from replaykit.samplers.sampler import Int64s, Sampler, made_of_saved, require_rows
 from replaykit.samplers.window_measures import integers
 from replaykit.storages import Storage
 
@@ -216,7 +218,27 @@ class LiveSlots:
         self._queue(line)
 
 
-_ARRAYS = ("_sample_count", "_sampleable", "_free")
+@dataclass(frozen=True)
+class _DrawCounts:
+    """The number of draws of each row, and the live and the free slots."""
+
+    PREFIX: ClassVar[str] = "_"
+    max_sample_count: Positive
+    ran_out: bool
+    sample_count: Int64s
+    sampleable: Int64s
+    free: Int64s
+
+    def __post_init__(self) -> None:
+        self.slots()
+
+    def slots(self) -> LiveSlots | ReadLater[LiveSlots]:
+        """Return the slots. Raises ValueError if the vectors contradict each other."""
+        make = functools.partial(LiveSlots.of, most=self.max_sample_count)
+        vectors = (self.sample_count, self.sampleable, self.free)
+        return made_of_saved(make, "counts of draws", *vectors)
+
+
 _UNKNOWN = 2**62
 """A limit above the number of slots of any storage."""
 
@@ -261,7 +283,8 @@ class ConsumingSampler(Sampler):
     kind = "consuming"
     consumes = True
     marks_draws = False  # `put_back` undoes every draw
-    mapped_entries = _ARRAYS
+    _declared = _DrawCounts
+    mapped_entries = ("_sample_count", "_sampleable", "_free")
 
     _slots = ReadOnce[LiveSlots]()
 
@@ -387,30 +410,23 @@ class ConsumingSampler(Sampler):
             "_ran_out": self._ran_out,
         }
 
-    def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
-        super().check_state(state_dict, storage)
-        self._checked(state_dict)
-
     def stored_in(self, state_dict: dict[str, Any]) -> int | None:
         # The state lacks rows that came without a notification.
         return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._slots, self._cleared = self._checked(state_dict), None
-        self._ran_out = state_dict["_ran_out"]
+        saved = self._declared_state(state_dict)
+        self._slots, self._cleared = saved.slots(), None
+        self._ran_out = saved.ran_out
 
-    def _checked(self, state: dict[str, Any]) -> LiveSlots | ReadLater[LiveSlots]:
-        if state.get("_max_sample_count") != self._most:
+    def _declared_state(self, state_dict: object) -> Any:
+        saved = super()._declared_state(state_dict)
+        if saved.max_sample_count != self._most:
             raise ValueError(
                 f"expected the state of a sampler with max_sample_count={self._most}, got "
-                f"{state.get('_max_sample_count')!r}"
+                f"{saved.max_sample_count}"
             )
-        if type(state.get("_ran_out")) is not bool:
-            raise ValueError(f"expected ran_out as a bool, got {state.get('_ran_out')!r}")
-        names = dict.fromkeys(_ARRAYS, (torch.int64,))
-        make = functools.partial(LiveSlots.of, most=self._most)
-        return made_of_saved(state, names, make, "counts of draws")
+        return saved
 
     def __getstate__(self) -> dict[str, Any]:
         if self.owner is not None:

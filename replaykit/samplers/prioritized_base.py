@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from replaykit._compat import arange
+from replaykit.checkpoint import MappedRows
+from replaykit.declared import encode_state
 from replaykit.episodes import CountLaw, EpisodeIndex
 from replaykit.errors import CheckpointError
 from replaykit.keywords import checked_keywords
@@ -576,7 +578,7 @@ class WithPriorities(RecoverableSampler):
             saved = SavedPriorities(
                 self.alpha, self._beta, self.eps, self._stored.most, self.dropped_updates, raw
             )
-        return {**super().state_dict(), **saved.to_state()}
+        return {**super().state_dict(), **encode_state(saved)}
 
     def state_to_save(self, storage: Storage) -> dict[str, Any]:
         # A custom state_dict may change the priorities, so it gets a copy.
@@ -617,11 +619,14 @@ class WithPriorities(RecoverableSampler):
         saved = SavedPriorities.from_state(state_dict, self.dtype)
         law, storage = saved.law(), self._home(None)
         table = self._stored.new_table(storage, law)
-        unread = saved.priorities if saved.unread and len(saved.priorities) else None
+        raw, unread, files = saved.priorities, None, ""
+        if isinstance(raw, MappedRows):
+            files, raw = raw.where, raw.spanned()
+            unread = raw if len(raw) else None
         if unread is None:
-            table.load(saved.priorities)
+            table.load(raw)
         with self._lock_of(storage):
-            self._stored.load(law, table, saved.max_priority, unread, saved.unread)
+            self._stored.load(law, table, saved.max_priority, unread, files)
             self._beta, self.dropped_updates = saved.beta, saved.dropped_updates
             self._ran_out = False
 

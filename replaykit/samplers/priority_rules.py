@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
 from replaykit._compat import as_tensor
 from replaykit.checkpoint import MappedRows
+from replaykit.declared import Count, Positive, decode_state, read_value, vector, within
 from replaykit.errors import CheckpointError, PriorityCountError
 from replaykit.native import power
 from replaykit.reductions import REDUCTIONS
@@ -401,9 +403,6 @@ def _raise_outside(elements: torch.Tensor, limit: int) -> NoReturn:
     )
 
 
-_WEIGHT_NORMS = ("global", "batch")
-
-
 class _Required:
     def __repr__(self) -> str:
         return "<required>"
@@ -433,17 +432,17 @@ def check_options(
     for name, value in (("alpha", alpha), ("beta", beta)):
         if value is REQUIRED:
             raise TypeError(f"{kind} needs {name}; got none")
-    if max_capacity is not None and (type(max_capacity) is not int or max_capacity < 1):
-        raise ValueError(f"expected max_capacity as an int of at least 1, got {max_capacity!r}")
+    read_value(Positive | None, max_capacity, "max_capacity")
     if dtype not in (torch.float32, torch.float64):
         raise NotImplementedError(f"expected dtype float32 or float64, got {dtype}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"expected reduction as one of {REDUCTIONS}, got {reduction!r}")
-    if weight_norm not in _WEIGHT_NORMS:
-        raise ValueError(f"expected weight_norm as one of {_WEIGHT_NORMS}, got {weight_norm!r}")
+    read_value(Literal["global", "batch"], weight_norm, "weight_norm")
 
 
 _VERSION = 1
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_Finite = Annotated[float, within(0, sys.float_info.max)]
 
 
 @dataclass(frozen=True)
@@ -454,30 +453,19 @@ class SavedPriorities:
         alpha, beta, eps: parameters of the sampler.
         max_priority: the largest raw priority ever set, at least 1.
         dropped_updates: number of update entries that came too late.
-        priorities: raw priorities, float ``[N]``, in the order of the slots.
-        unread: names of the files that still hold the unchecked priorities; empty if the priorities
-            are in memory.
+        priorities: raw priorities, float ``[N]``, in the order of the slots. MappedRows are still
+            in files, and unchecked.
+        schema_version: version of the state.
     """
 
-    alpha: float
-    beta: float
-    eps: float
-    max_priority: float
-    dropped_updates: int
-    priorities: torch.Tensor
-    unread: str = ""
-
-    def to_state(self) -> dict[str, Any]:
-        """Return the entries of a state dict."""
-        return {
-            "_schema_version": _VERSION,
-            "_alpha": self.alpha,
-            "_beta": self.beta,
-            "_eps": self.eps,
-            "_max_priority": self.max_priority,
-            "_dropped_updates": self.dropped_updates,
-            "_priorities": self.priorities,
-        }
+    PREFIX: ClassVar[str] = "_"
+    alpha: _Finite
+    beta: _Finite
+    eps: _Finite
+    max_priority: _Finite
+    dropped_updates: Count
+    priorities: Annotated[Any, vector(*_FLOATS)]
+    schema_version: Positive = _VERSION
 
     @classmethod
     def from_state(cls, state: dict[str, Any], dtype: torch.dtype) -> SavedPriorities:
@@ -487,53 +475,30 @@ class SavedPriorities:
             ValueError: an entry is missing or invalid.
             CheckpointError: the state has a newer version.
         """
-        version = state.get("_schema_version")
-        if type(version) is not int or version < 1:
-            raise ValueError(f"expected a schema version in the sampler's state, got {version!r}")
-        if version > _VERSION:
+        saved = decode_state(cls, state, "the state of priorities")
+        if saved.schema_version > _VERSION:
             raise CheckpointError(
-                f"expected a sampler's state of version {_VERSION} or older, got {version}"
+                f"expected a sampler's state of version {_VERSION} or older, got "
+                f"{saved.schema_version}"
             )
-        alpha, beta, eps, most = (
-            _number(state, name) for name in ("_alpha", "_beta", "_eps", "_max_priority")
-        )
         # Round the number as the table does, so that it compares correctly with stored priorities.
-        rounded = torch.full((), most, dtype=torch.float64, device="cpu").to(dtype).item()
-        if not 1 <= rounded < float("inf"):
+        most = torch.tensor(saved.max_priority, dtype=torch.float64, device="cpu").to(dtype).item()
+        if not 1 <= most < float("inf"):
             raise ValueError(
-                f"expected '_max_priority' of at least 1 and finite in {dtype}, got {most}"
+                f"expected '_max_priority' of at least 1 and finite in {dtype}, got "
+                f"{saved.max_priority}"
             )
-        dropped = state.get("_dropped_updates")
-        # Storages in files hold the count as an int64, which must leave room for more drops.
-        if type(dropped) is not int or not 0 <= dropped <= 2**62:
-            raise ValueError(f"expected '_dropped_updates' as a count, got {dropped!r}")
-        raw = state.get("_priorities")
-        where = ""
-        if isinstance(raw, MappedRows):
-            where, raw = raw.where, raw.spanned()
-        if not isinstance(raw, torch.Tensor) or raw.ndim != 1 or not raw.is_floating_point():
-            raise ValueError(f"expected '_priorities' as a vector of floats, got {raw!r}")
-        return cls(
-            alpha,
-            beta,
-            eps,
-            rounded,
-            dropped,
-            raw.detach().to(dtype),
-            where if raw.dtype == dtype else "",
-        )
+        raw = saved.priorities
+        if isinstance(raw, MappedRows) and raw.dtype != dtype:
+            raw = raw.spanned()
+        if isinstance(raw, torch.Tensor):
+            raw = raw.detach().to(dtype)
+        return replace(saved, max_priority=most, priorities=raw)
 
     def law(self) -> PriorityLaw:
         """Return the sampler's law. Raises ValueError if it forbids a priority in memory."""
         law = PriorityLaw(self.alpha, self.eps, self.priorities.dtype)
         law.check(0.0, self.max_priority)
-        if len(self.priorities) and not self.unread:
+        if isinstance(self.priorities, torch.Tensor) and len(self.priorities):
             law.check(*bounds(self.priorities))
         return law
-
-
-def _number(state: dict[str, Any], name: str) -> float:
-    try:
-        return checked_number(name, state.get(name))
-    except TypeError as error:
-        raise ValueError(str(error)) from None

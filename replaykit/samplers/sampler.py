@@ -7,14 +7,16 @@ import os
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 
-from replaykit._compat import Uncompiled, dtype_name
+from replaykit._compat import Uncompiled
 from replaykit.checkpoint import Checkpoint, MappedRows, ReadLater, save_checkpoint
+from replaykit.declared import decode_state, require_kind, vector
 from replaykit.episodes import NOTHING, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
 from replaykit.interrupts import deferred
@@ -30,41 +32,47 @@ Made = TypeVar("Made")
 
 
 def made_of_saved(
-    state: Mapping[str, Any],
-    names: Mapping[str, tuple[torch.dtype, ...]],
-    make: Callable[..., Made],
-    label: str,
-    *,
-    optional: bool = False,
+    make: Callable[..., Made], label: str, *vectors: torch.Tensor | MappedRows
 ) -> Made | ReadLater[Made]:
-    """Make an object from arrays of a saved state; do so later if some are in files.
+    """Make an object from vectors of a saved state; do so later if some are in files.
 
     Args:
-        names: the entries of the state, with the dtypes that each may have.
-        make: function that makes the object from the arrays, ``[K]`` each. The arrays then belong
-            to that object. It raises ValueError if they contradict each other.
+        make: function that makes the object from the vectors as arrays, ``[K]`` each. The arrays
+            then belong to that object. It raises ValueError if they contradict each other.
         label: a noun for the object, for the error message of a later read.
-        optional: treat missing entries as empty.
 
     Raises:
-        ValueError: an entry is not a vector, or has another dtype; or ``make`` raises it.
+        ValueError: ``make`` raises it.
     """
-    found: list[Array | MappedRows] = []
-    for name, kinds in names.items():
-        part = state.get(name)
-        if part is None and optional:
-            part = torch.empty(0, dtype=kinds[0], device="cpu")
-        if (
-            not isinstance(part, (torch.Tensor, MappedRows))
-            or len(part.shape) != 1
-            or part.dtype not in kinds
-        ):
-            words = " or ".join(dtype_name(kind) for kind in kinds)
-            raise ValueError(f"expected {name!r} as {words} [K], got {part!r}")
-        found.append(part if isinstance(part, MappedRows) else part.cpu().numpy().copy())
+    found = [v if isinstance(v, MappedRows) else v.cpu().numpy().copy() for v in vectors]
     if any(isinstance(part, MappedRows) for part in found):
         return ReadLater(make, found, label)
     return make(*found)
+
+
+def saved_below(
+    limit: int, name: str, label: str, vector: torch.Tensor | MappedRows | None
+) -> torch.Tensor | ReadLater[torch.Tensor] | None:
+    """Return the numbers of a saved state, or read them later if they are in files.
+
+    Raises:
+        ValueError: a number is negative, or not below ``limit``.
+    """
+
+    def make(numbers: Array) -> torch.Tensor:
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < limit:
+            raise ValueError(f"expected {name} in [0, {limit}), got {numbers}")
+        return torch.from_numpy(numbers)
+
+    return None if vector is None else made_of_saved(make, label, vector)
+
+
+@dataclass(frozen=True)
+class Stateless:
+    """The declared state of a sampler whose state is only its kind."""
+
+
+Int64s = Annotated[Any, vector(torch.int64)]
 
 
 @named_after
@@ -97,6 +105,9 @@ class Sampler(Uncompiled, ABC):
     """
 
     prioritized = False
+
+    _declared: ClassVar[type] = Stateless
+    """The declared state of the class."""
 
     mapped_entries: tuple[str, ...] = ()
     """Entries of a saved state that may be MappedRows, which the sampler reads when needed."""
@@ -347,9 +358,12 @@ class Sampler(Uncompiled, ABC):
 
         The buffer skips this check for a custom sampler without ``_kind`` in its state.
         """
-        if not isinstance(state_dict, dict) or state_dict.get("_kind") != self.kind:
-            found = state_dict.get("_kind") if isinstance(state_dict, dict) else state_dict
-            raise ValueError(f"expected the state of a {self.kind!r} sampler, got {found!r}")
+        self._declared_state(state_dict)
+
+    def _declared_state(self, state_dict: object) -> Any:
+        """Return the decoded state. Raises ValueError as ``check_state`` does."""
+        require_kind(state_dict, self.kind, "sampler")
+        return decode_state(self._declared, state_dict, f"the state of a {self.kind!r} sampler")
 
     def stored_in(self, state_dict: dict[str, Any]) -> int | None:
         """Return the number of stored rows in a checked state; None if unknown."""
@@ -357,10 +371,7 @@ class Sampler(Uncompiled, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state. Raises ValueError if it comes from another kind of sampler."""
-        if state_dict.get("_kind") != self.kind:
-            raise ValueError(
-                f"expected the state of a {self.kind!r} sampler, got {state_dict.get('_kind')!r}"
-            )
+        require_kind(state_dict, self.kind, "sampler")
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Save the sampler's state into a separate directory, completely or not at all."""

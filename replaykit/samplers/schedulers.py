@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
 from replaykit._compat import Uncompiled
+from replaykit.declared import Count, Positive, Rule, read_value
 from replaykit.samplers.sampler import Sampler
 
 __all__ = [
@@ -158,33 +160,18 @@ class ParameterScheduler(Uncompiled, ABC):
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
         """Raise ValueError unless the state comes from a scheduler of this class."""
-        if not isinstance(state_dict, dict) or set(state_dict) != set(self.state_dict()):
-            raise ValueError(
-                f"expected a state with {sorted(self.state_dict())}, got {state_dict!r}"
-            )
-        for name, expected in (("kind", type(self).__name__), ("param_name", self.param_name)):
-            if state_dict[name] != expected:
-                raise ValueError(f"expected {name} {expected!r}, got {state_dict[name]!r}")
-        if type(state_dict["steps"]) is not int or state_dict["steps"] < 0:
-            raise ValueError(f"expected a count of steps, got {state_dict['steps']!r}")
-        for name, mine in self.state_dict().items():
-            found = state_dict[name]
-            if isinstance(mine, str):
-                fits = type(found) is str
-            elif name in ("min_value", "max_value"):
-                fits = found is None or _is_number(found)
-            elif isinstance(mine, list):
-                fits = _is_number(found) or (
-                    isinstance(found, list)
-                    and len(found) == len(mine)
-                    and all(map(_is_number, found))
-                )
-            else:
-                fits = _is_number(found)
-            if not fits:
-                raise ValueError(f"expected {name!r} like {mine!r}, got {found!r}")
-            if name in ("num_steps", "n_steps") and (type(found) is not int or found < 1):
-                raise ValueError(f"expected {name!r} as an int of at least 1, got {found!r}")
+        own = self.state_dict()
+        if not isinstance(state_dict, dict) or set(state_dict) != set(own):
+            raise ValueError(f"expected a state with {sorted(own)}, got {state_dict!r}")
+        for name in ("kind", "param_name"):
+            if state_dict[name] != own[name]:
+                raise ValueError(f"expected {name} {own[name]!r}, got {state_dict[name]!r}")
+        for name, mine in own.items():
+            rule: Any = str if isinstance(mine, str) else float
+            if isinstance(mine, list):
+                several = Rule(f"of {len(mine)}", functools.partial(_is_long, len(mine)))
+                rule = float | Annotated[list[float], several]
+            read_value(_ENTRIES.get(name, rule), state_dict[name], name)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved scheduler.
@@ -204,8 +191,17 @@ class ParameterScheduler(Uncompiled, ABC):
         return f"{type(self).__name__}({self.param_name!r}, steps={self.steps})"
 
 
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and value == value
+def _is_long(count: int, values: list[float]) -> bool:
+    return len(values) == count
+
+
+_ENTRIES: dict[str, Any] = {
+    "min_value": float | None,
+    "max_value": float | None,
+    "steps": Count,
+    "num_steps": Positive,
+    "n_steps": Positive,
+}
 
 
 class LambdaScheduler(ParameterScheduler):
@@ -270,8 +266,7 @@ class LinearScheduler(ParameterScheduler):
     configuration = ("final_value", "num_steps")
 
     def __init__(self, obj: Any, param_name: str, final_value: Any, num_steps: int) -> None:
-        if type(num_steps) is not int or num_steps < 1:
-            raise ValueError(f"expected num_steps as an int of at least 1, got {num_steps!r}")
+        read_value(Positive, num_steps, "num_steps")
         super().__init__(obj, param_name)
         self.final_value, self.num_steps = self._like("final_value", final_value), num_steps
 
@@ -315,10 +310,8 @@ class StepScheduler(ParameterScheduler):
         min_value: float | None = None,
         max_value: float | None = None,
     ) -> None:
-        if type(n_steps) is not int or n_steps < 1:
-            raise ValueError(f"expected n_steps as an int of at least 1, got {n_steps!r}")
-        if mode not in ("multiplicative", "additive"):
-            raise ValueError(f"expected mode 'multiplicative' or 'additive', got {mode!r}")
+        read_value(Positive, n_steps, "n_steps")
+        read_value(Literal["multiplicative", "additive"], mode, "mode")
         super().__init__(obj, param_name, min_value, max_value)
         self.gamma, self.n_steps, self.mode = self._like("gamma", gamma), n_steps, mode
 

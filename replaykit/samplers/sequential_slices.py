@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from replaykit._compat import arange
+from replaykit.declared import encode_state, within
 from replaykit.episodes import EPISODES, CountLaw, EpisodeIndex, Windows
 from replaykit.episodes.interleaved import InterleavedIndex
 from replaykit.samplers.slicing import SliceRequest
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
 
-__all__ = ["EpisodeOrder", "Sequential"]
+__all__ = ["EpisodeOrder", "Sequential", "SequentialPlace"]
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class SequentialPlace:
+    """The place at which the next batch continues; element -1 is the oldest window."""
+
+    element: Annotated[int, within(-1)]
+    include: bool
+    pass_index: int
 
 
 class EpisodeOrder:
@@ -373,31 +384,20 @@ class Sequential:
         storage = None if self._storage is None else self._storage()
         if cursor is not None and storage is not None:
             cursor = _still_stored(cursor, storage)
-        return {
-            "element": -1 if cursor is None else cursor.element,
-            "include": cursor is not None and cursor.include,
-            "pass_index": self.pass_index,
-        }
+        return encode_state(
+            SequentialPlace(
+                -1 if cursor is None else cursor.element,
+                cursor is not None and cursor.include,
+                self.pass_index,
+            )
+        )
 
-    @staticmethod
-    def check_state(state: object) -> dict[str, Any]:
-        """Return the state unchanged. Raises ValueError if it is invalid."""
-        fields = state if isinstance(state, dict) else {}
-        if not (
-            type(fields.get("element")) is int
-            and fields["element"] >= -1
-            and type(fields.get("include")) is bool
-            and type(fields.get("pass_index")) is int
-        ):
-            raise ValueError(f"expected the place of a sequential draw, got {state!r}")
-        return fields
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue at the position of a state; None: at the oldest window."""
+    def load_state(self, saved: SequentialPlace) -> None:
+        """Continue at a saved place."""
         self.restart()
-        self.pass_index = 0 if state is None else state["pass_index"]
-        if state is not None and state["element"] >= 0:
-            self._cursor = _Cursor(state["element"], state["include"])
+        self.pass_index = saved.pass_index
+        if saved.element >= 0:
+            self._cursor = _Cursor(saved.element, saved.include)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_storage": None}

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Literal, overload
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 import torch
 from typing_extensions import Self
 
 from replaykit._compat import arange
-from replaykit.checkpoint import ReadLater, ReadOnce
+from replaykit.checkpoint import ReadOnce
+from replaykit.declared import Count
 from replaykit.episodes import WINDOWS, CountLaw, EpisodeIndex, Windows
 from replaykit.errors import NotEnoughData
 from replaykit.keywords import checked_keywords, named_after
-from replaykit.samplers.sampler import made_of_saved
-from replaykit.samplers.sequential_slices import EpisodeOrder, Sequential
+from replaykit.samplers.sampler import Int64s, saved_below
+from replaykit.samplers.sequential_slices import EpisodeOrder, Sequential, SequentialPlace
 from replaykit.samplers.slice_arguments import (
     Boundaries,
     SliceSize,
@@ -48,6 +49,31 @@ from replaykit.storages.indexing import ravel
 __all__ = ["SliceSampler", "SliceSamplerWithoutReplacement"]
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class _EpisodePass:
+    """The state of a pass over episodes."""
+
+    PREFIX: ClassVar[str] = "_"
+    episodes: Count
+    length: Count
+    rows: Count
+    ran_out: bool
+    remaining: Int64s | None = None
+    returned: Int64s | None = None
+
+    def __post_init__(self) -> None:
+        self.left()
+        self.rolled_back()
+
+    def left(self) -> Any:
+        """Return the episodes left in the pass. Raises ValueError if one is impossible."""
+        return saved_below(self.episodes, "_remaining", "pass over episodes", self.remaining)
+
+    def rolled_back(self) -> Any:
+        """Return the rows that were rolled back. Raises ValueError if one is impossible."""
+        return saved_below(self.rows, "_returned", "pass over episodes", self.returned)
 
 
 class SliceSamplerWithoutReplacement(Sliced):
@@ -85,6 +111,7 @@ class SliceSamplerWithoutReplacement(Sliced):
     """
 
     kind = "slice_without_replacement"
+    _declared = _EpisodePass
     mapped_entries = ("_remaining",)
     passes = True
 
@@ -287,15 +314,11 @@ class SliceSamplerWithoutReplacement(Sliced):
             "_ran_out": self._ran_out,
         }
 
-    def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
-        super().check_state(state_dict, storage)
-        _pass_of(state_dict)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._remaining, self._returned = _pass_of(state_dict)
-        self._episodes, self._length = state_dict["_episodes"], state_dict["_length"]
-        self._rows, self._ran_out = state_dict["_rows"], state_dict["_ran_out"]
+        saved = self._declared_state(state_dict)
+        self._remaining, self._returned = saved.left(), saved.rolled_back()
+        self._episodes, self._length = saved.episodes, saved.length
+        self._rows, self._ran_out = saved.rows, saved.ran_out
         self._index = self._version = None
         self._forgotten += 1
 
@@ -307,33 +330,6 @@ class SliceSamplerWithoutReplacement(Sliced):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_index": None, "_version": None}
-
-
-def _pass_of(
-    state: dict[str, Any],
-) -> tuple[torch.Tensor | ReadLater[torch.Tensor] | None, torch.Tensor | None]:
-    """Return the episodes left in a saved pass, and the rows that were rolled back.
-
-    Raises:
-        ValueError: the state is invalid.
-    """
-    numbers: list[Any] = [state.get(name) for name in ("_episodes", "_length", "_rows")]
-    if any(type(n) is not int or n < 0 for n in numbers) or type(state.get("_ran_out")) is not bool:
-        raise ValueError(f"expected counts and ran_out of a pass over episodes, got {state}")
-    found: list[Any] = []
-    for name, limit in (("_remaining", numbers[0]), ("_returned", numbers[2])):
-        if state.get(name) is None:
-            found.append(None)
-            continue
-        make = functools.partial(_checked_numbers, name=name, limit=limit)
-        found.append(made_of_saved(state, {name: (torch.int64,)}, make, "pass over episodes"))
-    return found[0], found[1]
-
-
-def _checked_numbers(numbers: Array, name: str, limit: int) -> torch.Tensor:
-    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < limit:
-        raise ValueError(f"expected {name} in [0, {limit}), got {numbers}")
-    return torch.from_numpy(numbers)
 
 
 @named_after
@@ -605,6 +601,7 @@ class _SequentialSlices(SliceSampler):
 
     kind = "slice_sequential"
     marks_draws = True
+    _declared = SequentialPlace
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -669,10 +666,6 @@ class _SequentialSlices(SliceSampler):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), **self._sequential.state_dict()}
 
-    def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
-        super().check_state(state_dict, storage)
-        Sequential.check_state(state_dict)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._sequential.load_state_dict(Sequential.check_state(state_dict))
+        self._sequential.load_state(self._declared_state(state_dict))

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 
 from replaykit._compat import as_tensor
 from replaykit.checkpoint import ReadLater
+from replaykit.declared import vector, within
 from replaykit.errors import NotEnoughData
 from replaykit.keywords import checked_keywords
 from replaykit.samplers.policy_versions import VersionColumn, VersionGroups
-from replaykit.samplers.sampler import Sampler, as_drawn, made_of_saved, require_rows
+from replaykit.samplers.sampler import Int64s, Sampler, as_drawn, made_of_saved, require_rows
 from replaykit.samplers.window_measures import index_for, refuse_nothing, uniform
 from replaykit.storages import Storage
 from replaykit.ted import unravel
@@ -24,11 +25,27 @@ __all__ = ["StalenessAwareSampler"]
 
 Array = np.ndarray[Any, Any]
 
-_ARRAYS = {
-    "_elements": (torch.int64,),
-    "_versions": (torch.int64, torch.float64),
-    "_counts": (torch.int64,),
-}
+_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+@dataclass(frozen=True)
+class _VersionState:
+    """The learner's version, the largest staleness, and the rows by version."""
+
+    consumer_version: int
+    max_staleness: Annotated[int, within(-1)]
+    _elements: Int64s = _NONE
+    _versions: Annotated[Any, vector(torch.int64, torch.float64)] = _NONE
+    _counts: Int64s = _NONE
+
+    def __post_init__(self) -> None:
+        self.groups()
+
+    def groups(self) -> VersionGroups | ReadLater[VersionGroups]:
+        """Return the rows by version. Raises ValueError if the vectors contradict each other."""
+        vectors = (self._elements, self._versions, self._counts)
+        return made_of_saved(VersionGroups.of_state, "versions", *vectors)
+
 
 _LARGE = 1e200
 """If a weight exceeds this limit, all are divided by the largest, to keep their sum finite."""
@@ -110,7 +127,8 @@ class StalenessAwareSampler(Sampler):
     kind = "staleness"
     reads_rows = True
     marks_draws = False
-    mapped_entries = tuple(_ARRAYS)
+    _declared = _VersionState
+    mapped_entries = ("_elements", "_versions", "_counts")
 
     @checked_keywords
     def __init__(
@@ -332,19 +350,15 @@ class StalenessAwareSampler(Sampler):
             "_counts": torch.from_numpy(counts),
         }
 
-    def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
-        super().check_state(state_dict, storage)
-        _checked_groups(state_dict)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state.
 
         If the state lacks the order of rows, later draws differ, but have the same distribution.
         """
-        super().load_state_dict(state_dict)
-        groups = _checked_groups(state_dict)
-        self.consumer_version = state_dict["consumer_version"]
-        self.max_staleness = state_dict["max_staleness"]
+        saved = self._declared_state(state_dict)
+        groups = saved.groups()
+        self.consumer_version = saved.consumer_version
+        self.max_staleness = saved.max_staleness
         self._versions.load(groups)
 
     def __repr__(self) -> str:
@@ -382,10 +396,3 @@ def _all_of(law: _Law) -> tuple[Array, Array]:
     elements, _, counts = law.groups.state()
     mass = np.repeat(law.weights, counts)
     return elements[mass > 0], mass[mass > 0]
-
-
-def _checked_groups(state: dict[str, Any]) -> VersionGroups | ReadLater[VersionGroups]:
-    for name in ("consumer_version", "max_staleness"):
-        if type(state.get(name)) is not int or (name == "max_staleness" and state[name] < -1):
-            raise ValueError(f"expected {name} as an int, got {state.get(name)!r}")
-    return made_of_saved(state, _ARRAYS, VersionGroups.of_state, "versions", optional=True)

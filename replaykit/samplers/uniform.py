@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Literal, overload
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 import torch
@@ -11,14 +11,16 @@ from typing_extensions import Self
 
 from replaykit._compat import arange
 from replaykit.checkpoint import ReadLater, ReadOnce
+from replaykit.declared import Count
 from replaykit.episodes import NOTHING, WINDOWS
 from replaykit.keywords import checked_keywords
 from replaykit.samplers.sampler import (
+    Int64s,
     Sampler,
     as_drawn,
     drawing_device,
-    made_of_saved,
     require_rows,
+    saved_below,
 )
 from replaykit.samplers.window_measures import Eligible, eligible_records, index_for
 from replaykit.storages import Storage
@@ -27,6 +29,23 @@ from replaykit.storages.indexing import ravel
 __all__ = ["RandomSampler", "SamplerWithoutReplacement"]
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class _RowPass:
+    """The state of a pass over rows."""
+
+    PREFIX: ClassVar[str] = "_"
+    length: Count
+    ran_out: bool
+    remaining: Int64s | None = None
+
+    def __post_init__(self) -> None:
+        self.left()
+
+    def left(self) -> torch.Tensor | ReadLater[torch.Tensor] | None:
+        """Return the rows left in the pass. Raises ValueError if a row is impossible."""
+        return saved_below(self.length, "_remaining", "pass", self.remaining)
 
 
 class SamplerWithoutReplacement(Sampler):
@@ -61,6 +80,7 @@ class SamplerWithoutReplacement(Sampler):
     """
 
     kind = "without_replacement"
+    _declared = _RowPass
     passes = True
     mapped_entries = ("_remaining",)
 
@@ -195,15 +215,10 @@ class SamplerWithoutReplacement(Sampler):
             "_ran_out": self._ran_out,
         }
 
-    def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
-        super().check_state(state_dict, storage)
-        _left_of(state_dict)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._remaining, self._whole_as_of = _left_of(state_dict), None
-        self._length = state_dict["_length"]
-        self._ran_out = state_dict["_ran_out"]
+        saved = self._declared_state(state_dict)
+        self._remaining, self._whole_as_of = saved.left(), None
+        self._length, self._ran_out = saved.length, saved.ran_out
         self._resets += 1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -211,23 +226,6 @@ class SamplerWithoutReplacement(Sampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
-
-
-def _left_of(state_dict: dict[str, Any]) -> torch.Tensor | ReadLater[torch.Tensor] | None:
-    """Return the rows left in a saved pass. Raises ValueError for an invalid state."""
-    length = state_dict.get("_length")
-    if type(length) is not int or length < 0 or type(state_dict.get("_ran_out")) is not bool:
-        raise ValueError(f"expected a length and ran_out, got {state_dict}")
-    if state_dict.get("_remaining") is None:
-        return None
-    make = functools.partial(_checked_left, length=length)
-    return made_of_saved(state_dict, {"_remaining": (torch.int64,)}, make, "pass")
-
-
-def _checked_left(remaining: Array, length: int) -> torch.Tensor:
-    if len(remaining) and not 0 <= remaining.min() <= remaining.max() < length:
-        raise ValueError(f"expected remaining rows in [0, {length}), got {remaining}")
-    return torch.from_numpy(remaining)
 
 
 class RandomSampler(Sampler):

@@ -12,6 +12,7 @@ from tensordict import is_tensorclass
 from replaykit._compat import TensorDict, TensorDictBase, arange, is_non_tensor, is_tensordict
 from replaykit.checkpoint import MappedRows, RowChunks
 from replaykit.checkpoint.dirty_chunks import RECORDS, Changes, TrackedTensor
+from replaykit.declared import Count, Positive, decode_state
 from replaykit.errors import SchemaError
 from replaykit.schema import Schema, split_leaves
 from replaykit.storages.indexing import rising_below
@@ -60,6 +61,27 @@ def from_plain(value: Any) -> Any:
         return value
     items = {key: from_plain(item) for key, item in value.items() if key not in (_BATCH, _DEVICE)}
     return TensorDict(items, value[_BATCH], device=value.get(_DEVICE))
+
+
+@dataclass(frozen=True)
+class RowsState:
+    """The rows of a storage in a ``state_dict``."""
+
+    _storage: Any
+    initialized: bool
+    _len: Count
+    _added: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def rows(self, read: Callable[[Any], Any] = lambda rows: rows) -> Any:
+        """Return the result of ``read`` for the rows, with TensorDicts.
+
+        Raises:
+            ValueError: the rows are damaged.
+        """
+        try:
+            return read(from_plain(self._storage))
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(f"expected the rows of a storage, got {error}") from None
 
 
 def _representable(value: TensorDictBase) -> bool:
@@ -230,6 +252,22 @@ def _inside(steps: torch.Tensor) -> torch.Tensor:
     if rows and not 0 <= int(after.min()) <= int(after.max()) < rows:
         raise ValueError(f"expected next rows in [0, {rows}), got {after}")
     return steps
+
+
+@dataclass(frozen=True)
+class _SavedGroup:
+    schema: Any
+    columns: list[Any]
+    records: Any = None
+
+
+@dataclass(frozen=True)
+class _SavedContent:
+    rows: Count
+    lanes: list[Positive]
+    groups: list[_SavedGroup]
+    plain: dict  # the rows by position
+    order: Any = None
 
 
 @dataclass(frozen=True)
@@ -410,20 +448,9 @@ class Content:
         Raises:
             ValueError: an entry is missing or contradicts another entry; the error names it.
         """
-        if not isinstance(state, Mapping):
-            raise ValueError(f"expected a storage's content as a mapping, got {state!r}")
-        rows, lanes = state.get("rows"), state.get("lanes")
-        if type(rows) is not int or rows < 0:
-            raise ValueError(f"expected a number of rows, got {rows!r}")
-        if not isinstance(lanes, list) or not all(type(n) is int and n > 0 for n in lanes):
-            raise ValueError(f"expected a list of lanes, got {lanes!r}")
-        records = state.get("groups")
-        if not isinstance(records, list):
-            raise ValueError(f"expected a list of groups, got {records!r}")
-        groups = tuple(_group_from_state(record, torch.Size(lanes)) for record in records)
-        order, plain = state.get("order"), state.get("plain")
-        if not isinstance(plain, Mapping):
-            raise ValueError(f"expected the plain rows by position, got {plain!r}")
+        saved = decode_state(_SavedContent, state, "a storage's content")
+        rows, lanes, order, plain = saved.rows, torch.Size(saved.lanes), saved.order, saved.plain
+        groups = tuple(_group_from_state(group, lanes) for group in saved.groups)
         sizes = [len(plain), *(len(group.columns[0]) for group in groups)]
         if order is None:
             counts = [0, rows] if rows or groups else [0]
@@ -434,7 +461,7 @@ class Content:
             raise ValueError(f"expected the group of each of {rows} rows, got {order!r}")
         if counts != sizes:
             raise ValueError(f"expected groups of {counts} rows, got {sizes}")
-        content = cls(rows, torch.Size(lanes), groups, order, tuple(plain.values()))
+        content = cls(rows, lanes, groups, order, tuple(plain.values()))
         if content._plain_rows() != list(plain):
             raise ValueError(f"expected plain rows {content._plain_rows()}, got {list(plain)}")
         return content
@@ -450,14 +477,12 @@ def _copies(columns: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def _group_from_state(record: object, lanes: torch.Size) -> Group:
-    if not isinstance(record, Mapping) or not isinstance(record.get("columns"), list):
-        raise ValueError(f"expected a group of rows, got {record!r}")
-    schema = Schema.from_json(record.get("schema"))
-    columns = list(record["columns"])
+def _group_from_state(saved: _SavedGroup, lanes: torch.Size) -> Group:
+    schema = Schema.from_json(saved.schema)
+    columns = list(saved.columns)
     if not columns or len(columns) != len(schema.leaves):
         raise ValueError(f"expected {len(schema.leaves)} columns, got {len(columns)}")
-    offsets, records = {}, record.get("records")
+    offsets, records = {}, saved.records
     for place, path in enumerate(schema.leaves):
         column = columns[place]
         if isinstance(column, Mapping) and "field" in column:

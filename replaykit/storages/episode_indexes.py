@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
 
+from replaykit.declared import MOST, Count, decode_state, within
 from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex, Head, InterleavedIndex
 from replaykit.episodes.episode_laws import RESTORED, SEVERED
 from replaykit.schema import Rows, Schema
@@ -21,11 +23,46 @@ from replaykit.ted import end_flags, format_key, unused_flags
 if TYPE_CHECKING:
     from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = ["EpisodeIndexes", "heads_of", "state_of_subset"]
+__all__ = ["EpisodeIndexes", "EpisodeState", "heads_of", "state_of_subset"]
 
 Array = np.ndarray[Any, Any]
 
 _DEFAULT = BoundaryRule()
+
+_Position = Annotated[int, within(-MOST)]
+_Kind = Annotated[int, within(1, 3)]
+
+
+@dataclass(frozen=True)
+class _Beginnings:
+    """Where and how the first episodes begin, in each lane or in each stream."""
+
+    oldest: _Position
+    begin: list[_Position]
+    head: list[_Kind]
+    streams: list[tuple[Count, _Position, Count, _Kind]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if len(self.begin) != len(self.head):
+            raise ValueError(f"expected {len(self.begin)} kinds of begins, got {len(self.head)}")
+        if any(begin >= max(self.oldest, 0) for begin in self.begin):
+            raise ValueError(f"expected begins before {max(self.oldest, 0)}, got {self.begin}")
+        if any(steps > newest for newest, _, steps, _ in self.streams):
+            raise ValueError(f"expected no stream longer than its rows, got {self.streams}")
+
+
+@dataclass(frozen=True)
+class EpisodeState:
+    """The cuts of episodes, and their beginnings; see `EpisodeIndexes.state`."""
+
+    marks: list[_Position]
+    codes: list[Annotated[int, within(SEVERED, RESTORED)]]
+    heads: _Beginnings | None
+    root_flags: Literal[True] = True
+
+    def __post_init__(self) -> None:
+        if len(self.marks) != len(self.codes) or self.marks != sorted(set(self.marks)):
+            raise ValueError(f"expected rising marks, each with a code, got {self}")
 
 
 class EpisodeIndexes:
@@ -286,31 +323,8 @@ class EpisodeIndexes:
         """
         if state is None:
             return None
-        fields = state if isinstance(state, dict) else {}
-        marks, codes, heads = fields.get("marks"), fields.get("codes"), fields.get("heads")
-        if not (
-            _ints(marks)
-            and _ints(codes)
-            and len(marks) == len(codes)
-            and all(code in (SEVERED, RESTORED) for code in codes)
-            and marks == sorted(set(marks))
-        ):
-            raise ValueError(f"expected the cuts of an episode index, got {state!r}")
-        if fields.get("root_flags", True) is not True:
-            raise ValueError(f"expected root_flags as True, got {fields['root_flags']!r}")
-        if ("heads" not in fields or heads is not None) and not (
-            isinstance(heads, dict)
-            and type(heads.get("oldest")) is int
-            and _ints(heads.get("begin"))
-            and all(begin < max(heads["oldest"], 0) for begin in heads["begin"])
-            and _ints(heads.get("head"))
-            and len(heads["begin"]) == len(heads["head"])
-            and all(1 <= kind <= 3 for kind in heads["head"])
-            and isinstance(heads.get("streams", []), list)
-            and all(_is_head(row) for row in heads.get("streams", []))
-        ):
-            raise ValueError(f"expected the beginnings of episodes, got {heads!r}")
-        return fields
+        decode_state(EpisodeState, state, "the state of episode indexes")
+        return cast(dict[str, Any], state)
 
     def restore(
         self,
@@ -463,18 +477,6 @@ def _warn_of_unused_flags(schema: Schema) -> None:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
-
-
-def _is_head(row: object) -> bool:
-    """Return whether a value is a head of a stream; see ``StreamWrites._heads``."""
-    return _ints(row) and len(row) == 4 and 0 <= row[2] <= row[0] and 1 <= row[3] <= 3
-
-
-def _ints(values: object) -> TypeGuard[list[int]]:
-    """Return whether a value is a list of ints, far enough below the int64 limit."""
-    return isinstance(values, list) and all(
-        type(value) is int and abs(value) <= 2**62 for value in values
-    )
 
 
 def state_of_subset(

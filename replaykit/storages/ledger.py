@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -11,10 +12,12 @@ import torch
 from replaykit import native
 from replaykit._compat import arange
 from replaykit.checkpoint import MappedRows, ReadLater
+from replaykit.declared import decode_state, vector, within
 from replaykit.storages.indexing import all_distinct, contained
 
 __all__ = [
     "Ledger",
+    "LedgerState",
     "MovedPositions",
     "Table",
     "Tables",
@@ -155,38 +158,51 @@ _MOST = 2**54
 int64."""
 
 
-def checked_state(state: object) -> dict[str, Any]:
-    """Return a state after a check that `Ledger.state` can have returned it.
+_Counted = Annotated[int, within(0, _MOST)]
+_Numbers = Annotated[Any, vector(torch.int64)]
 
-    The content of tables in files is checked later, when the ledger reads them. See `Ledger.saved`.
+
+@dataclass(frozen=True)
+class LedgerState:
+    """The counters and tables of a ledger. Tables in files are checked when they are read."""
+
+    slots: Annotated[int, within(1, 2**63 - 1)]
+    length: _Counted
+    cursor: _Counted
+    next_position: _Counted
+    positions: _Numbers | None
+    generations: _Numbers | None
+    by_stream: bool = False
+
+    def __post_init__(self) -> None:
+        slots, length, written = self.slots, self.length, self.next_position
+        if not (length <= min(slots, written) and self.cursor <= min(length, slots - 1)):
+            raise ValueError(
+                "expected length <= slots, length <= next_position and a cursor at one of the "
+                f"stored rows or after them, got {self}"
+            )
+        if self.positions is None and self.cursor != length % slots and length < slots:
+            raise ValueError(f"expected positions, or the cursor at {length}, got {self}")
+        for name, table, most in (
+            ("positions", self.positions, length),
+            ("generations", self.generations, slots),
+        ):
+            if table is not None and not length <= len(table) <= most:
+                raise ValueError(f"expected {length} to {most} entries in {name}, got {len(table)}")
+        if isinstance(self.positions, torch.Tensor):
+            check_positions(self.positions, written)
+        if isinstance(self.generations, torch.Tensor):
+            check_generations(self.generations, length)
+
+
+def checked_state(state: Any) -> dict[str, Any]:
+    """Return a state after a check that `Ledger.state` can have returned it.
 
     Raises:
         ValueError: an entry is missing or impossible; the error names it.
     """
-    if not isinstance(state, dict):
-        raise ValueError(f"expected a ledger's state as a mapping, got {type(state).__name__}")
-    for name in ("slots", "length", "cursor", "next_position"):
-        value = state.get(name)
-        most = 2**63 - 1 if name == "slots" else _MOST
-        if type(value) is not int or not (name == "slots") <= value <= most:
-            raise ValueError(f"expected a count for {name!r}, got {value!r}")
-    slots, length, written = state["slots"], state["length"], state["next_position"]
-    if not (length <= min(slots, written) and state["cursor"] <= min(length, slots - 1)):
-        raise ValueError(
-            "expected length <= slots, length <= next_position and a cursor at one of the "
-            f"stored rows or after them, got {state}"
-        )
-    positions = _checked_table(state, "positions", length, length)
-    if isinstance(positions, torch.Tensor):
-        check_positions(positions, written)
-    if positions is None and state["cursor"] != length % slots and length < slots:
-        raise ValueError(f"expected 'positions', or the cursor at {length}, got {state}")
-    if type(state.get("by_stream", False)) is not bool:
-        raise ValueError(f"expected a bool for 'by_stream', got {state['by_stream']!r}")
-    generations = _checked_table(state, "generations", length, slots)
-    if isinstance(generations, torch.Tensor):
-        check_generations(generations, length)
-    return state
+    decode_state(LedgerState, state, "the state of a ledger")
+    return cast(dict[str, Any], state)
 
 
 def check_positions(table: torch.Tensor, written: int) -> None:
@@ -206,25 +222,6 @@ def check_generations(table: torch.Tensor, length: int) -> None:
         raise ValueError(
             f"expected 'generations' of all {length} stored rows, up to {_MOST}, got {table}"
         )
-
-
-def _checked_table(
-    state: dict[str, Any], name: str, fewest: int, most: int
-) -> torch.Tensor | MappedRows | None:
-    if name not in state:
-        raise ValueError(f"expected the entry {name!r} in a ledger's state")
-    table = state[name]
-    if table is None:
-        return None
-    if (
-        not isinstance(table, (torch.Tensor, MappedRows))
-        or table.dtype != torch.int64
-        or len(table.shape) != 1
-    ):
-        raise ValueError(f"expected {name!r} as an int64 vector, got {table!r}")
-    if not fewest <= len(table) <= most:
-        raise ValueError(f"expected {fewest} to {most} entries in {name!r}, got {len(table)}")
-    return table
 
 
 class Ledger(Tables):

@@ -11,9 +11,10 @@ import torch
 from tensordict import is_tensorclass, lazy_stack
 
 from replaykit._compat import TensorDictBase, arange, clone, is_tensordict, lookup
+from replaykit.declared import decode_state
 from replaykit.errors import SchemaError
 from replaykit.keywords import checked_keywords
-from replaykit.storages.content import Content, from_plain, to_plain
+from replaykit.storages.content import Content, RowsState, to_plain
 from replaykit.storages.indexing import as_index, as_slots
 from replaykit.storages.memory import as_device
 from replaykit.storages.storage import Storage
@@ -316,15 +317,12 @@ class ListStorage(Storage):
         Raises:
             ValueError: an entry is missing or contradicts another one.
         """
-        missing = {"_storage", "initialized", "_len"} - set(state_dict)
-        if missing:
-            raise ValueError(f"expected the entries _storage, initialized, _len; missing {missing}")
-        items = state_dict["_storage"]
+        state = decode_state(RowsState, state_dict, "the state of a storage")
+        items = state.rows()
         if not isinstance(items, list):
-            items = [] if items is None else list(from_plain(items).unbind(0))
-        items = from_plain(items)
-        if len(items) != state_dict["_len"]:
-            raise ValueError(f"expected {state_dict['_len']} rows, got {len(items)}")
+            items = [] if items is None else list(items.unbind(0))
+        if len(items) != state._len:
+            raise ValueError(f"expected {state._len} rows, got {len(items)}")
         order = torch.full((len(items),), -1, device="cpu")
         # check_content copies tensors, but not always the containers that hold them.
         plain = (copy_item(i) if isinstance(i, (dict, list, tuple)) else i for i in items)

@@ -10,6 +10,7 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.checkpoint import MappedRows, RowChunks
+from replaykit.declared import decode_state
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, split_leaves, zeros_of
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
@@ -18,7 +19,7 @@ from replaykit.storages.content import (
     Content,
     Group,
     LinkedColumn,
-    from_plain,
+    RowsState,
     rebuilt_column,
     to_plain,
 )
@@ -208,19 +209,16 @@ class RestorableStorage(ColumnStorage):
         Raises:
             ValueError: an entry is missing or contradicts another one.
         """
-        missing = {"_storage", "initialized", "_len"} - set(state_dict)
-        if missing:
-            raise ValueError(f"expected the entries _storage, initialized, _len; missing {missing}")
-        stored = state_dict["_storage"]
-        if stored is None:
-            if state_dict["_len"]:
-                raise ValueError(f"expected {state_dict['_len']} rows, got none")
+        state = decode_state(RowsState, state_dict, "the state of a storage")
+        if state._storage is None:
+            if state._len:
+                raise ValueError(f"expected {state._len} rows, got none")
             return Content(0)
-        rows = split_leaves(from_plain(stored), self.ndim)
-        if rows.batch.numel() != state_dict["_len"]:
-            raise ValueError(f"expected {state_dict['_len']} rows, got {rows.batch.numel()}")
+        rows = state.rows(lambda rows: split_leaves(rows, self.ndim))
+        if rows.batch.numel() != state._len:
+            raise ValueError(f"expected {state._len} rows, got {rows.batch.numel()}")
         schema = Schema(rows.root)
-        added = {tuple(path) for path in state_dict.get("_added", ())}
+        added = set(state._added)
         if added:
             first = schema.part([path for path in schema.leaves if path not in added])
             schema = first.with_added(schema.root)

@@ -13,6 +13,7 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import Uncompiled, arange, is_tensordict
+from replaykit.declared import Positive, read_value
 from replaykit.interrupts import Lock
 from replaykit.keywords import named_after, old_name
 from replaykit.schema import Schema
@@ -91,10 +92,8 @@ class Storage(SavedRows, Uncompiled, ABC):
     """Dimension of a batch along which the rows are stacked."""
 
     def __init__(self, max_size: int, *, ndim: int = 1) -> None:
-        if type(max_size) is not int or max_size < 1:
-            raise ValueError(f"expected max_size as an int of at least 1, got {max_size!r}")
-        if type(ndim) is not int or ndim < 1:
-            raise ValueError(f"expected ndim as an int of at least 1, got {ndim!r}")
+        read_value(Positive, max_size, "max_size")
+        read_value(Positive, ndim, "ndim")
         super().__init__()
         self.max_size = max_size
         self.ndim = ndim

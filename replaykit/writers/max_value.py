@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing.context
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 
 from replaykit._compat import arange, is_tensordict, lookup
 from replaykit.checkpoint import MappedRows, ReadLater
+from replaykit.declared import vector
 from replaykit.keywords import checked_keywords
 from replaykit.native import RankHeap
 from replaykit.reductions import REDUCTIONS, reduce_rows
@@ -18,11 +20,24 @@ from replaykit.storages import Storage
 from replaykit.storages.indexing import last_occurrences
 from replaykit.structure import Branch
 from replaykit.ted import format_key, unravel
-from replaykit.writers.writer import Writer, ledger_of
+from replaykit.writers.writer import Writer, WriterState, ledger_of
 
 __all__ = ["TensorDictMaxValueWriter"]
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class _RankState(WriterState):
+    """The state of the writer, with the rank of each row."""
+
+    ranks: Annotated[Any, vector(torch.float64)]
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) != self.ledger.length:
+            raise ValueError(f"expected {self.ledger.length} ranks, got {len(self.ranks)}")
+        if isinstance(self.ranks, torch.Tensor):
+            _numbers(self.ranks.numpy())
 
 
 class TensorDictMaxValueWriter(Writer):
@@ -57,6 +72,7 @@ class TensorDictMaxValueWriter(Writer):
 
     kind = "max_value"
     keeps_order = False
+    _declared = _RankState
     mapped_entries = ("_ledger", "_ranks")
 
     @checked_keywords
@@ -223,18 +239,6 @@ class TensorDictMaxValueWriter(Writer):
             heap = self._known_heap()
             heap.export(ranks, np.empty(len(ranks), dtype=np.int64))
             return {**super().state_dict(), "_ranks": torch.from_numpy(ranks)}
-
-    def check_state(self, state_dict: dict[str, Any]) -> None:
-        super().check_state(state_dict)
-        ranks, length = state_dict.get("_ranks"), state_dict["_ledger"]["length"]
-        if (
-            not isinstance(ranks, (torch.Tensor, MappedRows))
-            or ranks.dtype != torch.float64
-            or ranks.shape != (length,)
-        ):
-            raise ValueError(f"expected {length} ranks in float64, got {ranks!r}")
-        if isinstance(ranks, torch.Tensor):
-            _numbers(ranks.numpy())
 
     def restore(self, state_dict: dict[str, Any], rows: torch.Tensor | None) -> None:
         super().restore(state_dict, rows)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
 from replaykit.checkpoint import MappedRows
+from replaykit.declared import Count, Positive, vector
 from replaykit.episodes import InterleavedIndex
 from replaykit.episodes.interleaved import stream_keys
 from replaykit.errors import BufferFull
@@ -18,7 +20,7 @@ from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import as_slots, check_no_hole, last_occurrences
 from replaykit.structure import Branch
 from replaykit.ted import format_key
-from replaykit.writers.writer import Writer, full_index, ledger_of
+from replaykit.writers.writer import Writer, WriterState, full_index, ledger_of
 
 __all__ = ["ImmutableDatasetWriter", "LaneWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter"]
 
@@ -199,6 +201,25 @@ class _Targets(NamedTuple):
     turn: Array
 
 
+@dataclass(frozen=True)
+class _LaneState(WriterState):
+    """The state of the writer, with the stream of each row."""
+
+    lanes: Annotated[Any, vector(torch.int64)]
+    longest: Count | None = None
+    length: Positive = 1
+
+    def __post_init__(self) -> None:
+        rows = self.ledger.length
+        if (self.longest or 0) > rows or len(self.lanes) != rows:
+            raise ValueError(
+                f"expected the streams of {rows} rows, and the longest of them, got "
+                f"{len(self.lanes)} and {self.longest}"
+            )
+        if isinstance(self.lanes, torch.Tensor):
+            _check_streams(self.lanes)
+
+
 class LaneWriter(Writer):
     """A writer that keeps the newest ``length`` rows of every stream.
 
@@ -238,6 +259,7 @@ class LaneWriter(Writer):
     """
 
     kind = "lanes"
+    _declared = _LaneState
     mapped_entries = ("_ledger", "_lanes")
 
     def __init__(self, length: int, *, track_generations: bool = False) -> None:
@@ -399,31 +421,18 @@ class LaneWriter(Writer):
                 "_length": self.length,
             }
 
-    def check_state(self, state_dict: dict[str, Any]) -> None:
-        super().check_state(state_dict)
-        length, longest = state_dict["_ledger"]["length"], state_dict.get("_longest")
-        if longest is not None and (type(longest) is not int or not 0 <= longest <= length):
-            raise ValueError(f"expected '_longest' as an int from 0 to {length}, got {longest!r}")
-        if "_length" in state_dict:
-            _checked_length(state_dict["_length"])
-        lanes = state_dict.get("_lanes")
-        if (
-            not isinstance(lanes, (torch.Tensor, MappedRows))
-            or lanes.dtype != torch.int64
-            or lanes.shape != (length,)
-        ):
-            raise ValueError(f"expected the streams of {length} rows as int64, got {lanes!r}")
-        if isinstance(lanes, torch.Tensor):
-            _streams_of(state_dict)
-
 
 def _streams_of(state: dict[str, Any]) -> torch.Tensor:
     """Return the stream of each row of a saved state. ValueError if one is invalid."""
     lanes: torch.Tensor | MappedRows = state["_lanes"]
     found = lanes.spanned() if isinstance(lanes, MappedRows) else lanes
-    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < len(found):
-        raise ValueError(f"expected the streams of {len(found)} rows, got {found!r}")
+    _check_streams(found)
     return found
+
+
+def _check_streams(lanes: torch.Tensor) -> None:
+    if len(lanes) and not 0 <= int(lanes.min()) <= int(lanes.max()) < len(lanes):
+        raise ValueError(f"expected the streams of {len(lanes)} rows, got {lanes!r}")
 
 
 def _checked_length(length: object) -> int:

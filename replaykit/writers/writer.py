@@ -6,23 +6,34 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import torch
 
 from replaykit._compat import Uncompiled, as_tensor
 from replaykit.checkpoint import Checkpoint, save_checkpoint
+from replaykit.declared import MOST, decode_state, require_kind, within
 from replaykit.interrupts import deferred
 from replaykit.storages import Storage
 from replaykit.storages.content import Content
-from replaykit.storages.episode_indexes import EpisodeIndexes
+from replaykit.storages.episode_indexes import EpisodeState
 from replaykit.storages.indexing import with_lanes
-from replaykit.storages.ledger import Ledger
+from replaykit.storages.ledger import Ledger, LedgerState
 from replaykit.structure import Path
 
-__all__ = ["Writer"]
+__all__ = ["Writer", "WriterState"]
 
-_MOST_WRITTEN = 2**62 - 1
+
+@dataclass(frozen=True)
+class WriterState:
+    """The state of a writer, with that of its storage's slots and episodes."""
+
+    PREFIX: ClassVar[str] = "_"
+    # Storages in files store the count as an int64, and the count must be able to grow.
+    write_count: Annotated[int, within(0, MOST - 1)]
+    ledger: LedgerState
+    episodes: EpisodeState | None = field(default=None, kw_only=True)
 
 
 class Writer(Uncompiled, ABC):
@@ -46,6 +57,9 @@ class Writer(Uncompiled, ABC):
 
     kind = "custom"
     """Writers of one kind can load each other's state. Each custom class is a separate kind."""
+
+    _declared: ClassVar[type] = WriterState
+    """The declared state of the class."""
 
     mapped_entries: tuple[str, ...] = ("_ledger",)
     """Entries of a saved state that may be MappedRows, read when they are needed."""
@@ -237,20 +251,8 @@ class Writer(Uncompiled, ABC):
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
         """Raise ValueError unless the state comes from a writer of this kind."""
-        if not isinstance(state_dict, dict) or "_ledger" not in state_dict:
-            raise ValueError(f"expected the state of a writer, got {state_dict!r}")
-        if state_dict.get("_kind") != self.kind:
-            raise ValueError(
-                f"expected the state of a {self.kind!r} writer, got {state_dict.get('_kind')!r}"
-            )
-        count = state_dict.get("_write_count")
-        # Storages in files store the count as an int64, and the count must be able to grow.
-        if type(count) is not int or not 0 <= count <= _MOST_WRITTEN:
-            raise ValueError(
-                f"expected '_write_count' as an int from 0 to {_MOST_WRITTEN}, got {count!r}"
-            )
-        Ledger.check(state_dict["_ledger"])
-        EpisodeIndexes.check(state_dict.get("_episodes"))
+        require_kind(state_dict, self.kind, "writer")
+        decode_state(self._declared, state_dict, f"the state of a {self.kind!r} writer")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a writer of the same kind and capacity.

@@ -318,7 +318,7 @@ def test_invalid_beginnings_of_streams_are_refused(
 
     forge(tmp_path, change)
     for options in ({}, {"mmap": True}):
-        with pytest.raises(ValueError, match="expected the beginnings of episodes"):
+        with pytest.raises(ValueError, match=r"_episodes\.heads"):
             kind.make().loads(tmp_path, **options)
 
 
@@ -342,7 +342,7 @@ def test_an_older_checkpoint_of_rings_of_streams_is_read(
     assert len(shorter) == 100 * LANES
     for wrong in (-1, CAPACITY + 1, 2.0):
         forge(tmp_path, lambda m, wrong=wrong: m["parts"]["writer"].update(_longest=wrong))
-        with pytest.raises(ValueError, match="expected '_longest' as an int from 0 to 1200"):
+        with pytest.raises(ValueError, match=r"_longest|the longest"):
             kind.make().loads(tmp_path)
 
 

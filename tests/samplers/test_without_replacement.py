@@ -218,13 +218,13 @@ def test_a_state_is_a_copy() -> None:
     ("changes", "message"),
     [
         ({"_kind": "random"}, "the state of a 'without_replacement' sampler, got 'random'"),
-        ({"_length": -1}, "a length and ran_out"),
-        ({"_length": True}, "a length and ran_out"),
-        ({"_ran_out": 1}, "a length and ran_out"),
-        ({"_remaining": [1, 2]}, "'_remaining' as int64"),
-        ({"_remaining": torch.tensor([0.0])}, "'_remaining' as int64"),
-        ({"_remaining": torch.tensor([6])}, r"rows in \[0, 6\)"),
-        ({"_remaining": torch.tensor([-1])}, r"rows in \[0, 6\)"),
+        ({"_length": -1}, "_length as an int of at least 0, got -1"),
+        ({"_length": True}, "_length as an int"),
+        ({"_ran_out": 1}, "_ran_out as a bool, got 1"),
+        ({"_remaining": [1, 2]}, "_remaining as int64"),
+        ({"_remaining": torch.tensor([0.0])}, "_remaining as int64"),
+        ({"_remaining": torch.tensor([6])}, r"_remaining in \[0, 6\)"),
+        ({"_remaining": torch.tensor([-1])}, r"_remaining in \[0, 6\)"),
     ],
 )
 def test_invalid_state_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -416,9 +416,9 @@ def test_loading_into_smaller_storage_keeps_largest_ranks() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"_ranks": None}, "2 ranks in float64"),
-        ({"_ranks": torch.zeros(2)}, "2 ranks in float64"),
-        ({"_ranks": torch.zeros(3, dtype=torch.float64)}, "2 ranks in float64"),
+        ({"_ranks": None}, r"_ranks as float64 \[K\]"),
+        ({"_ranks": torch.zeros(2)}, r"_ranks as float64 \[K\]"),
+        ({"_ranks": torch.zeros(3, dtype=torch.float64)}, "2 ranks, got 3"),
         ({"_ranks": torch.tensor([0.0, math.nan], dtype=torch.float64)}, "got NaN"),
         ({"_kind": "round_robin"}, "a 'max_value' writer"),
     ],

@@ -344,7 +344,7 @@ def test_invalid_state_is_refused(
     before = snapshot(rb)
     with pytest.raises(ValueError, match=message):
         rb.writer.load_state_dict({**rb.writer.state_dict(), **changes})
-    with pytest.raises(ValueError, match="the state of a writer"):
+    with pytest.raises(ValueError, match="the state of a 'round_robin' writer"):
         rb.writer.load_state_dict({})
     assert snapshot(rb) == before
 
