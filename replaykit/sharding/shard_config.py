@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Annotated, Any, ClassVar, Final, NamedTuple
 
 import torch
 
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.prefetch import Draw, DrawnBatch
+from replaykit.declared import MOST, Count, matching, within
 from replaykit.episodes import EPISODES, ROWS, WINDOWS
 from replaykit.pace import LimiterQueue
 from replaykit.registry import entry_of, of_kind
@@ -28,12 +28,13 @@ from replaykit.structure import from_json
 
 __all__ = [
     "LAWS",
+    "ClientState",
     "DrawLaw",
     "Measured",
+    "OwnState",
+    "SavedHead",
     "ShardRecipe",
-    "check_common",
-    "check_head",
-    "checked_own",
+    "ShardsState",
     "law_of",
 ]
 
@@ -351,81 +352,81 @@ class ShardRecipe:
         return Path(self.checkpoint_dir).expanduser() / f"shard-{shard:05d}"
 
 
-_MOST = 2**62
-"""The exclusive limit of a count.
-
-The sum of two counts below the limit fits into 64 bits.
-"""
-_MOST_SHARDS = 2**20
-
-
-def check_head(head: object) -> None:
-    """Check the part of a manifest that names the checkpoints of the shards.
+@dataclass(frozen=True)
+class ClientState:
+    """The client's entries in a checkpoint and in a ``state_dict``.
 
     Raises:
-        ValueError: no save can have written this part, or the program has not loaded the class of
-            the rows. The error names the entry.
+        ValueError: no save can have written the entries, or the program has not loaded the class of
+            the rows.
     """
-    said = head if isinstance(head, Mapping) else {}
-    save, shards, rows = said.get("save"), said.get("num_shards"), said.get("rows")
+
+    num_shards: Annotated[int, within(1, 2**20)]
+    shard_key: str | None
+    dealt: Count
+    generator: Any
+    layout: Any
+    pace: Any = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        checks = {
+            "generator": _check_generator,
+            "layout": from_json,
+            "pace": LimiterQueue.check_state,
+        }
+        for name, check in checks.items():
+            try:
+                if getattr(self, name) is not None:
+                    check(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+
+
+def _check_generator(state: Any) -> None:
+    try:
+        torch.Generator().set_state(state.clone())
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise ValueError(f"expected the state of a generator, got {error}") from None
+
+
+@dataclass(frozen=True)
+class SavedHead(ClientState):
+    """The part of a manifest that names the checkpoints of the shards."""
+
     # The entry is the name of a folder. The pattern prevents access to files outside the directory.
-    if not (isinstance(save, str) and re.fullmatch("[0-9a-f]{32}", save)):
-        raise ValueError(f"expected the name of a save, got {save!r}")
-    if type(shards) is not int or not 1 <= shards <= _MOST_SHARDS:
-        raise ValueError(f"expected a number of shards, got {shards!r}")
-    if not (isinstance(rows, list) and len(rows) == shards and all(map(_is_count, rows))):
-        raise ValueError(f"expected the rows of {shards} shards, got {rows!r}")
-    key = said.get("shard_key")
-    if not isinstance(key, str | None):
-        raise ValueError(f"expected a shard_key, got {key!r}")
-    check_common(said)
+    save: Annotated[str, matching("[0-9a-f]{32}")]
+    rows: list[Count]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.rows) != self.num_shards:
+            raise ValueError(f"expected the rows of {self.num_shards} shards, got {self.rows}")
 
 
-def check_common(said: Mapping[str, Any]) -> None:
-    """Check the client's entries in a checkpoint or a ``state_dict``.
+@dataclass(frozen=True)
+class ShardsState(ClientState):
+    """The state of all shards as a dictionary."""
 
-    Raises:
-        ValueError: the same as for ``check_head``.
+    shards: list[Any]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.shards) != self.num_shards:
+            raise ValueError(
+                f"expected the states of {self.num_shards} shards, got {len(self.shards)}"
+            )
+
+
+@dataclass(frozen=True)
+class OwnState:
+    """The entries of a shard's own checkpoint.
+
+    Attributes:
+        before: the count of rows that were written before row id 0 of the shard's ledger. It is
+            negative if a load has dropped rows. Row ids count such rows, but `ShardFacts.written`
+            does not.
+        writes: the writes under way.
     """
-    dealt, generator, layout = (said.get(name) for name in ("dealt", "generator", "layout"))
-    if not _is_count(dealt):
-        raise ValueError(f"expected the number of rows dealt to shards, got {dealt!r}")
-    if generator is not None:
-        try:
-            torch.Generator().set_state(generator.clone())
-        except (RuntimeError, TypeError, AttributeError) as error:
-            raise ValueError(f"expected the state of a generator, got {error}") from None
-    if layout is not None:
-        from_json(layout)
-    LimiterQueue.check_state(said.get("pace"))
 
-
-def checked_own(said: object) -> tuple[int, list[Any]]:
-    """Return the entries ``before`` and ``writes`` of a shard's own checkpoint.
-
-    ``before`` is the count of rows that were written before row id 0 of the shard's ledger.
-    ``writes`` are the writes under way.
-
-    Raises:
-        ValueError: an entry is missing or wrong.
-    """
-    known = said if isinstance(said, Mapping) else {}
-    before, writes = known.get("before"), known.get("writes")
-    # `before` is negative if a load has dropped rows. Row ids count such rows, but
-    # `ShardFacts.written` does not.
-    if type(before) is not int or not -_MOST < before < _MOST:
-        raise ValueError(f"expected the number of rows before, got {before!r}")
-    if not (isinstance(writes, list) and all(map(_is_write, writes))):
-        raise ValueError(f"expected the writes under way, got {writes!r}")
-    return before, writes
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MOST
-
-
-def _is_write(value: object) -> bool:
-    if not (isinstance(value, list) and len(value) == 4):
-        return False
-    client, number, shards, _ = value
-    return isinstance(client, str) and type(number) is int and type(shards) is int
+    before: Annotated[int, within(-MOST)]
+    writes: list[tuple[str, int, int, Any]]

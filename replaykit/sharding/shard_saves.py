@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,12 @@ from filelock import FileLock
 
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.checkpoint.checkpoint_format import MANIFEST
+from replaykit.declared import decode_state, encode_state
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
 from replaykit.sharding.protocol import BarrierBusy, ShardDied, ShardSilent
 from replaykit.sharding.routing import InTurn
-from replaykit.sharding.shard_config import check_common, check_head
+from replaykit.sharding.shard_config import ClientState, SavedHead, ShardsState
 from replaykit.sharding.shard_server import missing_parts
 from replaykit.structure import from_json
 from replaykit.ted import format_key, unravel
@@ -68,17 +69,19 @@ def _save(client: ShardedClient, folder: Path) -> None:
                 raise CheckpointError(f"expected {MANIFEST} of a shard in {target}, found none")
         generator = client.generator
         layout = client._members.supervisor.agree(None)
-        head = {
-            "save": token,
-            "num_shards": client.num_shards,
-            "shard_key": _key(client),
-            "dealt": dealt,
-            "generator": None if generator is None else client._ahead.state(),
-            "rows": [one.rows for one in facts],
-            "layout": None if layout is None else layout.to_json(),
-        }
-        head.update(pace)
-        save_checkpoint(folder, {"sharded": head}, {"components": {"buffer": "sharded"}})
+        head = SavedHead(
+            client.num_shards,
+            _key(client),
+            dealt,
+            None if generator is None else client._ahead.state(),
+            None if layout is None else layout.to_json(),
+            token,
+            [one.rows for one in facts],
+            pace=pace,
+        )
+        save_checkpoint(
+            folder, {"sharded": encode_state(head)}, {"components": {"buffer": "sharded"}}
+        )
     except BaseException:
         _whatever_it_says(client, "finish_save", token)  # wait until no shard writes there
         remove_tree(own)
@@ -103,23 +106,20 @@ def _load(client: ShardedClient, folder: Path) -> None:
         saved.verify()
         if "sharded" not in saved:
             raise CheckpointError(f"{folder} is the checkpoint of a buffer without shards")
-        head = saved.part("sharded")
         try:
-            check_head(head)
+            head = decode_state(SavedHead, saved.part("sharded"), str(saved.folder / MANIFEST))
         except ValueError as error:
-            raise CheckpointError(f"{saved.folder / MANIFEST} cannot be read: {error}") from None
-    layout = head.get("layout")
-    count = head["num_shards"]
-    own = folder / "shards" / head["save"]
-    sources = [str(own / _name(shard)) for shard in range(count)]
-    same = count == client.num_shards and head["shard_key"] == _key(client)
+            raise CheckpointError(str(error)) from None
+    own = folder / "shards" / head.save
+    sources = [str(own / _name(shard)) for shard in range(head.num_shards)]
+    same = head.num_shards == client.num_shards and head.shard_key == _key(client)
     token = uuid.uuid4().hex
     with _all_or_none(client):
         found = _all(client, "prepare_load", [(token, sources, same)] * client.num_shards)
         rows, left_out = (sum(one[which] for one in found) for which in (0, 1))
-        if rows < sum(head["rows"]):  # more if transforms held rows back
-            raise CheckpointError(f"expected {sum(head['rows'])} rows in {folder}, found {rows}")
-        _commit(client, token, head, layout, head["dealt"] if same else rows)
+        if rows < sum(head.rows):  # more if transforms held rows back
+            raise CheckpointError(f"expected {sum(head.rows)} rows in {folder}, found {rows}")
+        _commit(client, token, head, head.dealt if same else rows)
     if left_out:
         warnings.warn(
             f"{left_out} of {rows} rows do not fit into {client.num_shards} shards and were "
@@ -139,22 +139,19 @@ def _all_or_none(client: ShardedClient) -> Iterator[None]:
         raise
 
 
-def _commit(client: ShardedClient, token: str, head: Any, layout: Any, dealt: int) -> None:
+def _commit(client: ShardedClient, token: str, head: ClientState, dealt: int) -> None:
     """Replace the rows of all shards by the prepared rows."""
     with _held(client, token):
         _all(client, "commit_load", [(token,)] * client.num_shards)
         if client._tickets.keeper is not None:
-            client._tickets.keeper.load(head.get("pace"), client._members.table.counts())
+            client._tickets.keeper.load(head.pace, client._members.table.counts())
     if isinstance(client._router, InTurn):
         client._router.dealt = dealt
     client._ahead.drop()
-    if head["generator"] is not None and client.generator is not None:
-        client.generator.set_state(head["generator"].clone())
-    client._members.supervisor.replace(layout if layout is None else from_json(layout))
+    if head.generator is not None and client.generator is not None:
+        client.generator.set_state(head.generator.clone())
+    client._members.supervisor.replace(None if head.layout is None else from_json(head.layout))
     client._schema = client._stored = None
-
-
-_STATE = ("num_shards", "shard_key", "dealt", "generator", "layout", "shards")
 
 
 def state_of(client: ShardedClient) -> dict[str, Any]:
@@ -166,49 +163,35 @@ def state_of(client: ShardedClient) -> dict[str, Any]:
         pace = _pace(client)
     layout = client._members.supervisor.agree(None)
     generator = None if client.generator is None else client._ahead.state()
-    values = (
-        client.num_shards,
-        _key(client),
-        dealt,
-        generator,
-        None if layout is None else layout.to_json(),
-        shards,
+    schema = None if layout is None else layout.to_json()
+    key = _key(client)
+    return encode_state(
+        ShardsState(client.num_shards, key, dealt, generator, schema, shards, pace=pace)
     )
-    return {**dict(zip(_STATE, values, strict=True)), **pace}
 
 
-def _pace(client: ShardedClient) -> dict[str, Any]:
+def _pace(client: ShardedClient) -> dict[str, int] | None:
     """Return the counts of the rate limiter while no write is admitted.
 
     The client has just received the counts of all shards.
     """
     keeper = client._tickets.keeper
-    return {} if keeper is None else {"pace": keeper.state(client._members.table.counts())}
+    return None if keeper is None else keeper.state(client._members.table.counts())
 
 
 def load_state(client: ShardedClient, state: Any) -> None:
     """Load a dictionary; see ``ShardedClient.load_state_dict``."""
-    if not isinstance(state, Mapping):
-        raise ValueError(f"expected the state of a sharded buffer, got {type(state).__name__}")
-    missing = [name for name in _STATE if name not in state]
-    if missing:
-        raise ValueError(f"expected the entries {list(_STATE)}, missing {missing}")
+    found = decode_state(ShardsState, state, "the state of a sharded buffer")
     for name, own in (("num_shards", client.num_shards), ("shard_key", _key(client))):
         if state[name] != own:
             raise ValueError(
                 f"expected the state of a buffer with {name}={own}, got {state[name]}; dumps() and "
                 "loads() convert between them"
             )
-    check_common(state)
-    shards = state["shards"]
-    if not isinstance(shards, list):
-        raise ValueError(f"expected a list of states, got {type(shards).__name__}")
-    if len(shards) != client.num_shards:
-        raise ValueError(f"expected the states of {client.num_shards} shards, got {len(shards)}")
     token = uuid.uuid4().hex
     with _all_or_none(client):
-        _all(client, "prepare_state", [(token, shard) for shard in shards])
-        _commit(client, token, state, state["layout"], state["dealt"])
+        _all(client, "prepare_state", [(token, shard) for shard in found.shards])
+        _commit(client, token, found, found.dealt)
 
 
 def _name(shard: int) -> str:

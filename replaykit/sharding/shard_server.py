@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +21,11 @@ from replaykit.buffer.conditional_updates import Patch, patched
 from replaykit.buffer.state import snapshot_of
 from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
 from replaykit.checkpoint.checkpoint_format import MANIFEST
+from replaykit.declared import decode_state
 from replaykit.errors import CheckpointError
 from replaykit.sharding.protocol import BarrierBusy, ShardFacts, ShardPart, Terms
 from replaykit.sharding.routing import check_sampler, load_share
-from replaykit.sharding.shard_config import DrawLaw, ShardRecipe, checked_own, law_of
+from replaykit.sharding.shard_config import DrawLaw, OwnState, ShardRecipe, law_of
 from replaykit.storages import Storage, TensorStorage
 from replaykit.structure import Node, build
 
@@ -215,7 +217,7 @@ class Barrier:
             if answer is not _REFUSED
         ]
 
-    def load(self, state: list[list[Any]]) -> None:
+    def load(self, state: Iterable[Sequence[Any]]) -> None:
         """Replace all recorded writes."""
         self._answers, self._done, self._heard = {}, {}, {}
         now = time.monotonic()
@@ -327,19 +329,20 @@ class SavedShard:
     def _restore(self, folder: Path) -> None:
         try:
             with Checkpoint(folder) as saved:
-                before, writes = self._own(saved)
+                own = self._own(saved)
             self.buffer.loads(folder)
-            self._before = before
-            self.barrier.load(writes)
+            self._before = own.before
+            self.barrier.load(own.writes)
         except CheckpointError as error:  # start empty; the loss is reported
             warnings.warn(f"shard {self.shard} starts empty: {error}", UserWarning, stacklevel=2)
 
     @staticmethod
-    def _own(saved: Checkpoint) -> tuple[int, list[Any]]:
+    def _own(saved: Checkpoint) -> OwnState:
+        own = saved.manifest.get("sharding")
         try:
-            return checked_own(saved.manifest.get("sharding"))
+            return decode_state(OwnState, own, str(saved.folder / MANIFEST))
         except ValueError as error:
-            raise CheckpointError(f"{saved.folder / MANIFEST} cannot be read: {error}") from None
+            raise CheckpointError(str(error)) from None
 
     # -- the checkpoint of all ----------------------------------------------------------------
 

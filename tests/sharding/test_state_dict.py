@@ -55,8 +55,8 @@ def test_unfitting_state_changes_nothing(sharded: Any) -> None:
         (make(sharded, shard_key="x"), state, "shard_key='x', got None"),
         (make(sharded), half, "missing"),
         (make(sharded), {**state, "shards": state["shards"][:2]}, "states of 3 shards, got 2"),
-        (make(sharded), {"shards": []}, "missing"),
-        (make(sharded), 5, "got int"),
+        (make(sharded), {"shards": []}, "got nothing"),
+        (make(sharded), 5, "a mapping, got 5"),
         (make(sharded, sampler=RandomSampler), state, "ampler"),
     ]:
         target.extend(numbered(100, 4))
