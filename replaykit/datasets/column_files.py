@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from replaykit.datasets.dataset_manifest import Array, crc32_of_parts, joined_crc32
+from replaykit.datasets.dataset_manifest import Array, GroupFile, crc32_of_parts, joined_crc32
 from replaykit.filesystem import EarlySync, disk_errors, require_room, reserve_opened
 from replaykit.ted import Key, format_key
 
@@ -430,7 +430,7 @@ EPISODE_FIELDS: Final[Mapping[str, tuple[npt.DTypeLike, str]]] = {
 
 def write_episode_table(
     directory: Path, columns: Mapping[str, npt.NDArray[Any]], groups: Iterable[str]
-) -> tuple[tuple[Array, ...], dict[str, Any]]:
+) -> tuple[tuple[Array, ...], GroupFile]:
     """Write the episode table below a data set's directory.
 
     Args:
@@ -463,12 +463,8 @@ def write_episode_table(
             with disk_errors(path, nbytes):
                 names.write(text)
                 names.flush()
-    facts = {
-        "file": path.relative_to(directory).as_posix(),
-        "nbytes": nbytes,
-        "crc32": f"{crc32:08x}",
-    }
-    return arrays, facts
+    name = path.relative_to(directory).as_posix()
+    return arrays, GroupFile(name, nbytes, crc32)
 
 
 def read_groups(path: Path) -> list[str]:

@@ -12,19 +12,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import torch
 
 from replaykit._version import __version__
+from replaykit.declared import Count, Rule, decode_state, encode_state
 from replaykit.native import crc32
-from replaykit.ted import Key
 
 __all__ = [
     "FORMAT_VERSION",
     "LEAST_SHARED",
     "MANIFEST_NAME",
     "Array",
+    "GroupFile",
     "Manifest",
     "crc32_of_file",
     "crc32_of_parts",
@@ -122,60 +123,71 @@ _WITHOUT_FINALS: Final = 1
 """Format version of data sets that store all columns."""
 
 
+def _is_inside(file: str) -> bool:
+    path = PurePosixPath(file)
+    return (
+        bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in file
+    )
+
+
+_File = Annotated[str, Rule("that names a file of the data set", _is_inside)]
+_Crc32 = Annotated[
+    Any,
+    Rule(
+        "eight hexadecimal digits",
+        lambda text: type(text) is str and re.fullmatch("[0-9a-f]{8}", text) is not None,
+        lambda text, path: int(text, 16),
+        lambda number: f"{number:08x}",
+    ),
+]
+
+
+_Dtype = Annotated[
+    Any,
+    Rule(
+        "the name of a dtype",
+        lambda name: type(name) is str and isinstance(getattr(torch, name, None), torch.dtype),
+        lambda name, path: getattr(torch, name),
+        lambda dtype: str(dtype).removeprefix("torch."),
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Array:
-    """An array and its file, relative to the data set. ``shape`` has all dimensions."""
+    """An array and its file, relative to the data set.
 
-    key: Key
-    file: str | None
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-    crc32: int
+    ``shape`` has all dimensions, and ``facts`` all other entries.
+    """
+
+    REST: ClassVar[str] = "facts"
+    key: tuple[str, ...]
+    file: _File | None
+    dtype: _Dtype
+    shape: tuple[Count, ...]
+    nbytes: Count
+    crc32: _Crc32
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {
-            "key": list(self.key),
-            "file": self.file,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "shape": list(self.shape),
-            "nbytes": self.nbytes,
-            "crc32": f"{self.crc32:08x}",
-            **self.facts,
-        }
-
-    @classmethod
-    def from_json(cls, entry: Any) -> Array:
-        """Check an entry of a manifest and return its array.
-
-        Raises:
-            ValueError: the entry is malformed or contradictory, or names a file outside the data
-                set.
-        """
-        names = ("key", "file", "dtype", "shape", "nbytes", "crc32")
-        if not isinstance(entry, dict) or any(name not in entry for name in names):
-            raise ValueError(f"an array must have {', '.join(names)}, got {entry!r:.80}")
-        key, file, shape = entry["key"], entry["file"], entry["shape"]
-        dtype = getattr(torch, str(entry["dtype"]), None)
-        if not (isinstance(key, list) and key and all(isinstance(part, str) for part in key)):
-            raise ValueError(f"a key must be a list of strings, got {key!r:.80}")
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{key}: torch has no dtype {entry['dtype']!r:.80}")
-        if not (isinstance(shape, list) and all(_is_count(size) for size in shape)):
-            raise ValueError(f"{key}: a shape must be a list of sizes, got {shape!r:.80}")
-        nbytes = math.prod(shape) * dtype.itemsize
-        if entry["nbytes"] != nbytes:
-            raise ValueError(f"{key}: {shape} of {dtype} is {nbytes} bytes, not {entry['nbytes']}")
-        if not (isinstance(file, str) and _is_inside(file)) and not (file is None and not nbytes):
-            raise ValueError(f"{key}: {file!r:.80} is not a file of the data set")
-        facts = {name: value for name, value in entry.items() if name not in names}
-        checksum = int(str(entry["crc32"]), 16)
-        return cls(tuple(key), file, dtype, tuple(shape), nbytes, checksum, facts)
+    def __post_init__(self) -> None:
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        if self.nbytes != nbytes or not self.key or (self.file is None and nbytes):
+            raise ValueError(
+                f"expected a key, and {nbytes} bytes in a file for {list(self.shape)} of "
+                f"{self.dtype}, got {self.key}, {self.nbytes} and {self.file!r}"
+            )
 
 
 @dataclass(frozen=True)
+class GroupFile:
+    """The text file with the names of the episodes' groups."""
+
+    file: _File
+    nbytes: Count
+    crc32: _Crc32
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The description of a published data set.
 
@@ -200,19 +212,29 @@ class Manifest:
             these entries differ between two conversions of the same files.
     """
 
-    rows: int
-    batch: tuple[int, ...]
-    episodes: int
-    arrays: tuple[Array, ...]
-    episode_arrays: tuple[Array, ...]
-    group_file: Mapping[str, Any]
+    made: Mapping[str, Any] = field(default_factory=lambda: provenance())
     converter: Mapping[str, Any]
     identity: Mapping[str, Any]
     source: Mapping[str, Any]
-    report: Mapping[str, Any]
+    rows: Count
+    batch: tuple[Count, ...]
+    episodes: Count
     options: Mapping[str, Any]
+    report: Mapping[str, Any]
+    arrays: tuple[Array, ...]
+    episode_arrays: tuple[Array, ...]
+    group_file: GroupFile
     finals: tuple[Array, ...] = ()
-    made: Mapping[str, Any] = field(default_factory=lambda: provenance())
+
+    def __post_init__(self) -> None:
+        if self.batch[:1] != (self.rows,):
+            raise ValueError(f"expected a batch of {self.rows} rows, got {self.batch}")
+        for array in self.arrays:
+            if array.shape[: len(self.batch)] != self.batch:
+                raise ValueError(f"batch: {array.key} needs the batch {self.batch}")
+        for array in (*self.episode_arrays, *self.finals):
+            if array.shape[:1] != (self.episodes,):
+                raise ValueError(f"episodes: {array.key} needs {self.episodes} entries")
 
     @property
     def format_version(self) -> int:
@@ -229,7 +251,7 @@ class Manifest:
             if array.file is not None:
                 yield array.file, array.nbytes, array.crc32
         group = self.group_file
-        yield group["file"], group["nbytes"], int(group["crc32"], 16)
+        yield group.file, group.nbytes, group.crc32
 
     def content_id(self) -> str:
         """Return a digest of the manifest without ``made``.
@@ -258,23 +280,10 @@ class Manifest:
         return zlib.crc32(text[: found.start()]) == int(found[1], 16)
 
     def _json(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "format_version": self.format_version,
-            "made": dict(self.made),
-            "converter": dict(self.converter),
-            "identity": dict(self.identity),
-            "source": dict(self.source),
-            "rows": self.rows,
-            "batch": list(self.batch),
-            "episodes": self.episodes,
-            "options": dict(self.options),
-            "report": dict(self.report),
-            "arrays": [array.to_json() for array in self.arrays],
-            "episode_arrays": [array.to_json() for array in self.episode_arrays],
-            "group_file": dict(self.group_file),
-            **({"finals": [array.to_json() for array in self.finals]} if self.finals else {}),
-        }
+        found = encode_state(self)
+        if not self.finals:
+            del found["finals"]
+        return {"format": FORMAT, "format_version": self.format_version, **found}
 
     @classmethod
     def parse(cls, text: bytes) -> Manifest:
@@ -296,16 +305,9 @@ class Manifest:
                 f"replaykit reads {FORMAT_VERSION}"
             )
         try:
-            manifest = _from_json(entry)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return decode_state(cls, entry, "its entries")
+        except ValueError as error:
             raise ValueError(f"is damaged ({error})") from error
-        for array in manifest.arrays:
-            if array.shape[: len(manifest.batch)] != manifest.batch:
-                raise ValueError(f"is damaged ({array.key} needs the batch {manifest.batch})")
-        for array in (*manifest.episode_arrays, *manifest.finals):
-            if array.shape[:1] != (manifest.episodes,):
-                raise ValueError(f"is damaged ({array.key} needs {manifest.episodes} entries)")
-        return manifest
 
 
 def provenance() -> dict[str, Any]:
@@ -326,41 +328,3 @@ def _lines(value: Any) -> str:
     if not isinstance(value, list) or not value:
         return json.dumps(value)
     return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
-
-
-def _from_json(entry: dict[str, Any]) -> Manifest:
-    batch = entry["batch"]
-    if not (isinstance(batch, list) and batch and all(_is_count(size) for size in batch)):
-        raise ValueError(f"batch is {batch!r:.80}")
-    if entry["rows"] != batch[0] or not _is_count(entry["episodes"]):
-        raise ValueError(f"counts are {entry['rows']!r:.20} and {entry['episodes']!r:.20}")
-    group = entry["group_file"]
-    if not (_is_inside(group["file"]) and _is_count(group["nbytes"])):
-        raise ValueError(f"group_file is {group!r:.80}")
-    int(group["crc32"], 16)
-    mappings = {}
-    for name in ("converter", "identity", "source", "report", "options", "made"):
-        if not isinstance(entry[name], dict):
-            raise ValueError(f"{name} is {entry[name]!r:.80}")
-        mappings[name] = entry[name]
-    return Manifest(
-        rows=entry["rows"],
-        batch=tuple(batch),
-        episodes=entry["episodes"],
-        arrays=tuple(Array.from_json(array) for array in entry["arrays"]),
-        episode_arrays=tuple(Array.from_json(array) for array in entry["episode_arrays"]),
-        group_file=group,
-        finals=tuple(Array.from_json(array) for array in entry.get("finals", [])),
-        **mappings,
-    )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_inside(file: str) -> bool:
-    path = PurePosixPath(file)
-    return (
-        bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in file
-    )

@@ -10,11 +10,12 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from replaykit.datasets.transfers import BUSY, Stalled, is_local, local_error, seconds_to_wait
+from replaykit.declared import Count, decode_state, encode_state
 from replaykit.errors import DownloadError
 
 __all__ = [
@@ -219,7 +220,7 @@ class HubFile:
     """
 
     path: str
-    size: int
+    size: Count
     sha256: str | None
     blob_id: str | None
 
@@ -284,12 +285,7 @@ class HubListing:
 
     def to_json(self) -> dict[str, Any]:
         """Return the listing as JSON values for ``from_json``."""
-        return {
-            "repo_id": self.repo_id,
-            "commit": self.commit,
-            "endpoint": self.endpoint,
-            "files": [asdict(file) for file in self.files],
-        }
+        return encode_state(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HubListing:
@@ -298,12 +294,7 @@ class HubListing:
         Raises:
             ValueError: ``data`` is not a listing. The message gives the reason.
         """
-        try:
-            files = tuple(HubFile(**file) for file in data["files"])
-            return cls(data["repo_id"], data["commit"], data["endpoint"], files)
-        except (KeyError, TypeError, AttributeError) as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise ValueError(f"expected the JSON of a Hub listing, got {problem}") from error
+        return decode_state(cls, data, "the JSON of a Hub listing")
 
 
 def check_repo_id(repo_id: str) -> None:

@@ -169,7 +169,7 @@ class Published:
 
     def groups(self) -> list[str]:
         """Return the name of each episode's source group. Each call costs O(E)."""
-        return read_groups(self.path / self.manifest.group_file["file"])
+        return read_groups(self.path / self.manifest.group_file.file)
 
 
 def open_directory(path: Path) -> Published:
@@ -249,7 +249,7 @@ def _open_at(directory: int, path: Path) -> Published:
     columns = {array.key: _map(directory, path, array) for array in manifest.arrays}
     episodes = {array.key[0]: _map(directory, path, array) for array in manifest.episode_arrays}
     group = manifest.group_file
-    os.close(_open_sized(directory, group["file"], group["nbytes"]))
+    os.close(_open_sized(directory, group.file, group.nbytes))
     table = TensorDict(episodes, batch_size=[manifest.episodes])
     finals = {array.key: _map(directory, path, array) for array in manifest.finals}
     for key in finals:

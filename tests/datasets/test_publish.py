@@ -88,11 +88,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "unknown dtype": (
         lambda t: edit(t, lambda m: m["arrays"][0].update(dtype="Tensor")),
-        "has no dtype",
+        "the name of a dtype",
     ),
     "file outside": (
         lambda t: edit(t, lambda m: m["arrays"][0].update(file="../../a.h5")),
-        "not a file of the data set",
+        "names a file of the data set",
     ),
     "absolute file": (
         lambda t: edit(t, lambda m: m["group_file"].update(file="/etc/passwd")),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache
-from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from replaykit.datasets.engine.locations import Location, RuleFindings
+from replaykit.declared import check_fields
 from replaykit.errors import CorpusError
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
@@ -127,10 +127,7 @@ class Policies:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in _choices().items():
-            given = getattr(self, name)
-            if given not in known:
-                raise ValueError(f"expected {name} as one of {known}, got {given!r}")
+        check_fields(self)
         casts = {}
         for source, target in self.casts.items():
             from replaykit.datasets.column_files import (
@@ -214,14 +211,6 @@ class Policies:
         values["exclude"] = [list(key) for key in self.exclude]
         values["include"] = None if self.include is None else [list(key) for key in self.include]
         return values
-
-
-@cache
-def _choices() -> dict[str, tuple[Any, ...]]:
-    """Return the allowed values of each policy with fixed values."""
-    types = get_type_hints(Policies)
-    choices = {name: get_args(each) for name, each in types.items() if get_origin(each) is Literal}
-    return {**choices, "strict": (False, True)}
 
 
 def _keys(name: str, given: Any) -> tuple[Key, ...]:

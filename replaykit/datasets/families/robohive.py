@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from replaykit.datasets.engine.layout import (
     SourceWindow,
 )
 from replaykit.datasets.engine.locations import Location, RuleFindings
+from replaykit.declared import check_fields
 
 __all__ = ["ROBOHIVE", "RoboHiveLayout"]
 
@@ -87,12 +88,7 @@ class RoboHiveLayout(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for what, given, known in (
-            ("reward", self.reward, get_args(_Reward)),
-            ("infos", self.infos, get_args(_Infos)),
-        ):
-            if given not in known:
-                raise ValueError(f"expected {what} as one of {known}, got {given!r}")
+        check_fields(self)
         suffixes = ["relabelled"] * (self.reward != "recorded")
         if self.infos == "after":
             suffixes.append("after")
