@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import TensorDict, arange, is_tensordict, new_tensordict
+from replaykit.declared import Count, read_value
 from replaykit.errors import SchemaError
 from replaykit.schema import Schema
 from replaykit.structure import Path, flatten, from_numbers, from_numpy
@@ -164,8 +165,7 @@ class VectorSteps:
         lane_key: str | tuple[str, ...] = "env",
         first_lane: int = 0,
     ) -> None:
-        if type(first_lane) is not int or first_lane < 0:
-            raise ValueError(f"expected first_lane as an int of at least 0, got {first_lane!r}")
+        read_value(Count, first_lane, "first_lane")
         if not hasattr(envs, "num_envs"):
             raise TypeError(
                 f"expected a vector environment, which has num_envs, got {type(envs).__name__}; "

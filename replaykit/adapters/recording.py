@@ -16,6 +16,7 @@ from replaykit._compat import TensorDict
 from replaykit._version import __version__
 from replaykit.adapters.recording_folder import RecordingFolder, open_recording
 from replaykit.buffer import ReplayBuffer
+from replaykit.declared import Positive, read_value
 from replaykit.environments import transition
 from replaykit.errors import SchemaError
 from replaykit.interrupts import deferred
@@ -90,8 +91,7 @@ def record(
         (5, tensor([0, 1, 2, 3, 4]))
     """
     for name, count in (("episodes", episodes), ("steps", steps)):
-        if count is not None and (type(count) is not int or count < 1):
-            raise ValueError(f"expected {name} as an int of at least 1, got {count!r}")
+        read_value(Positive | None, count, name)
     if episodes is None and steps is None:
         raise ValueError("expected episodes= or steps=, which end the recording, got neither")
     if policy is not None and not callable(policy):

@@ -17,14 +17,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import torch
 
 from replaykit._compat import TensorDict, new_tensordict
 from replaykit.buffer import ReplayBuffer
+from replaykit.declared import Count, decode_state, encode_state, matching, within
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, map_private, remove_tree, sync_directory
 from replaykit.interrupts import deferred
@@ -36,6 +38,8 @@ from replaykit.storages.row_files import RowFiles
 from replaykit.writers import ImmutableDatasetWriter
 
 __all__ = ["RecordingFolder", "open_recording"]
+
+_Content = TypeVar("_Content")
 
 _FORMAT: Final = "replaykit-recording"
 _VERSION: Final = 1
@@ -94,7 +98,7 @@ def open_recording(
     _read_header(folder)
     for attempt in range(_ATTEMPTS):
         committed = _read_committed(folder)
-        if not committed["rows"]:
+        if not committed.rows:
             raise RuntimeError(f"{folder} has no episode yet; open it after the first episode ends")
         try:
             rows = _mapped_rows(folder, committed)
@@ -111,13 +115,14 @@ def open_recording(
     )
 
 
-def _mapped_rows(folder: Path, committed: Mapping[str, Any]) -> TensorDict:
+def _mapped_rows(folder: Path, committed: _Committed) -> TensorDict:
     """Return the committed rows of a recording as views of private mappings."""
-    home = folder / committed["folder"]
+    assert committed.folder is not None
+    home = folder / committed.folder
     found = read_manifest(home / RECOVERABLE)
     if found is None:
         raise FileNotFoundError(None, "no manifest", str(home / RECOVERABLE))
-    rows, slots = committed["rows"], committed["capacity"]
+    rows, slots = committed.rows, committed.capacity
     plan = RowFiles.of(home, Schema.from_json(found["schema"]), slots, torch.Size())
     tensors = {path: _map_rows(file, plan.nbytes(path)) for path, file in plan.files.items()}
     leaves = {
@@ -232,15 +237,15 @@ class RecordingFolder:
         if not (self.path / _COMMITTED).exists():
             return
         committed = _read_committed(self.path)
-        if committed["folder"] is None:
+        if committed.folder is None:
             return
-        self._home, self._capacity = self.path / committed["folder"], committed["capacity"]
+        self._home, self._capacity = self.path / committed.folder, committed.capacity
         self._buffer = self._opened(self._home, self._capacity)
         # The storage has one more episode if the last process died between its two commits.
         self._count()
-        if self.rows < committed["rows"]:
+        if self.rows < committed.rows:
             raise CheckpointError(
-                f"expected {committed['rows']} rows in {self._home}, got {self.rows}; "
+                f"expected {committed.rows} rows in {self._home}, got {self.rows}; "
                 "the files of the rows were replaced"
             )
 
@@ -312,17 +317,9 @@ class RecordingFolder:
         Raises:
             OSError: a write to the disk failed. The next commit shows the episodes.
         """
-        self._write(
-            _COMMITTED,
-            {
-                "format": _FORMAT,
-                "format_version": _VERSION,
-                "folder": None if self._home is None else self._home.name,
-                "capacity": self._capacity,
-                "rows": self.rows,
-                "episodes": self.episodes,
-            },
-        )
+        name = None if self._home is None else self._home.name
+        now = _Committed(_FORMAT, _VERSION, name, self._capacity, self.rows, self.episodes)
+        self._write(_COMMITTED, encode_state(now))
         if self._moved:
             self._sweep()
 
@@ -362,41 +359,49 @@ def _draft_of(name: str) -> str:
     return f".{name}"
 
 
+@dataclass(frozen=True)
+class _Format:
+    format: Literal["replaykit-recording"]
+    format_version: Annotated[int, within(1, _VERSION)]
+
+
+@dataclass(frozen=True)
+class _Header(_Format):
+    """The entries of ``recording.json`` that each recording has."""
+
+    sessions: list[Any]
+
+
+@dataclass(frozen=True)
+class _Committed(_Format):
+    """The content of ``committed.json``."""
+
+    folder: Annotated[str, matching(_ROWS.pattern)] | None
+    capacity: Count
+    rows: Count
+    episodes: Count
+
+
 def _read_header(folder: Path) -> dict[str, Any]:
     if not (folder / _HEADER).exists():
         raise FileNotFoundError(f"{folder} is not a recording: it has no {_HEADER}")
-    return _read(folder / _HEADER, {"sessions": lambda value: isinstance(value, list)})
+    return _read(folder / _HEADER, _Header)[0]
 
 
-def _read_committed(folder: Path) -> dict[str, Any]:
+def _read_committed(folder: Path) -> _Committed:
     if not (folder / _COMMITTED).exists():
-        return {"folder": None, "capacity": 0, "rows": 0, "episodes": 0}
-    counts = ("capacity", "rows", "episodes")
-    checks: dict[str, Callable[[Any], bool]] = {
-        name: lambda value: type(value) is int and value >= 0 for name in counts
-    }
-    checks["folder"] = lambda value: (
-        value is None or (isinstance(value, str) and _ROWS.fullmatch(value) is not None)
-    )
-    return _read(folder / _COMMITTED, checks)
+        return _Committed(_FORMAT, _VERSION, None, 0, 0, 0)
+    return _read(folder / _COMMITTED, _Committed)[1]
 
 
-def _read(file: Path, checks: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
-    """Read a JSON file of a recording, and check its entries.
+def _read(file: Path, cls: type[_Content]) -> tuple[dict[str, Any], _Content]:
+    """Read a JSON file of a recording, and return its content as declared.
 
     Raises:
         CheckpointError: the file is damaged, or has a newer version.
     """
     try:
         found = json.loads(file.read_text("utf-8"))
+        return found, decode_state(cls, found, "its entries")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
-        raise CheckpointError(f"{file} is not a file of a recording")
-    version = found.get("format_version")
-    if type(version) is not int or not 1 <= version <= _VERSION:
-        raise CheckpointError(f"expected {file} of version {_VERSION} or older, got {version!r}")
-    for name, check in checks.items():
-        if not check(found.get(name)):
-            raise CheckpointError(f"{file} is damaged: {name!r} is {found.get(name)!r:.80}")
-    return found

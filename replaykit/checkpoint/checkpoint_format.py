@@ -13,8 +13,9 @@ import stat
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from replaykit._compat import (
     is_tensordict,
 )
 from replaykit.checkpoint.dirty_chunks import TrackedTensor
+from replaykit.declared import Count, Rule, decode_state, within
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import file_limit_errors, sync_directory
 from replaykit.structure import Path as KeyPath
@@ -298,6 +300,30 @@ _DATA_FILE = re.compile(r"data-[0-9a-f]{12}-[0-9]{5,}\.bin")
 _CHECKSUM = re.compile(r', "crc32": ([0-9]{1,10})\}\Z')
 
 
+def _are_data_files(names: Any) -> bool:
+    # Allow only names that a save makes, so that no file outside the directory is ever opened.
+    return all(map(_DATA_FILE.fullmatch, names))
+
+
+@dataclass(frozen=True)
+class _FileRecord:
+    """The size and checksum of a file of a checkpoint."""
+
+    size: Count
+    crc32: Count
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """The entries of every manifest."""
+
+    files: Annotated[dict[str, _FileRecord], Rule("of data files", _are_data_files)]
+    tensors: dict[str, Any]
+    parts: dict[str, Any]
+    save: str
+    version: Annotated[int, within(1, _MOST_VERSIONS - 1)] = 1
+
+
 class _NoRecordError(CheckpointError):
     """A valid JSON file that no save of the package can have written.
 
@@ -520,19 +546,7 @@ def _check(manifest: dict[str, Any], text: str, file: Path) -> None:
     end = _CHECKSUM.search(text)
     if end is None or zlib.crc32(f"{text[: end.start()]}}}".encode()) != int(end[1]):
         raise CheckpointError(f"{file} is damaged: its checksum is not that of its content")
-    for name in ("files", "tensors", "parts"):
-        if not isinstance(manifest.get(name), dict):
-            raise CheckpointError(f"{file} is damaged: no {name}")
-    number = manifest.get("version", 1)
-    if type(number) is not int or not 1 <= number < _MOST_VERSIONS:
-        raise CheckpointError(f"{file} is damaged: version {number!r}")
-    if not isinstance(manifest.get("save"), str):
-        raise CheckpointError(f"{file} is damaged: save {manifest.get('save')!r}")
-    for name, record in manifest["files"].items():
-        # Allow only names that a save makes, so that no file outside the directory is ever opened.
-        if not _DATA_FILE.fullmatch(name):
-            raise CheckpointError(f"{file} is damaged: file name {name!r}")
-        if not isinstance(record, dict) or not all(
-            type(record.get(key)) is int and record[key] >= 0 for key in ("size", "crc32")
-        ):
-            raise CheckpointError(f"{file} is damaged: record of {name}: {record!r}")
+    try:
+        decode_state(_Manifest, manifest, "its entries")
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from None

@@ -37,6 +37,7 @@ from replaykit.checkpoint.chunks import (
     runs,
 )
 from replaykit.checkpoint.dirty_chunks import FrozenRows, RowsAtSave, TrackedTensor
+from replaykit.declared import Positive, read_value
 from replaykit.filesystem import EarlySync, make_directory
 from replaykit.interrupts import check, deferred
 from replaykit.structure import raw_bytes
@@ -170,8 +171,7 @@ def save_snapshot(
             called again if another save was published first, and the snapshot cannot build on that
             save.
     """
-    if type(keep) is not int or keep < 1:
-        raise ValueError(f"expected keep as an int of at least 1, got {keep!r}")
+    read_value(Positive, keep, "keep")
     if not os.fspath(path):  # pathlib would treat an empty path as the current directory
         raise ValueError(f"expected path as that of a directory, got {path!r}")
     folder = Path(path).expanduser()

@@ -328,7 +328,7 @@ def test_a_reader_finds_rows_that_a_writer_has_moved_meanwhile(tmp_path, monkeyp
     record(env, None, tmp_path, episodes=2, seed=0)
     stale = [inner(tmp_path)]
     expected = record(env, None, tmp_path, episodes=6, seed=0)
-    assert not (tmp_path / stale[0]["folder"]).exists()
+    assert not (tmp_path / stale[0].folder).exists()
     monkeypatch.setattr(
         recording_folder, "_read_committed", lambda path: stale.pop() if stale else inner(path)
     )
@@ -480,7 +480,7 @@ def test_wrong_arguments_are_refused_before_the_folder_exists(tmp_path):
     env, path = gymnasium.make("CartPole-v1"), tmp_path / "a"
     with pytest.raises(ValueError, match="episodes= or steps="):
         record(env, None, path)
-    with pytest.raises(ValueError, match="expected steps as an int of at least 1, got 0"):
+    with pytest.raises(ValueError, match="expected steps as an int of at least 1 or None, got 0"):
         record(env, None, path, steps=0)
     with pytest.raises(TypeError, match="expected policy as a function"):
         record(env, 3, path, steps=1)  # type: ignore[arg-type]
