@@ -41,6 +41,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
 __all__ = [
@@ -77,13 +78,13 @@ class Rule(NamedTuple):
 
     words: str
     accepts: Callable[[Any], bool]
-    build: Callable[[Any, str], Any] | None = None
+    build: Callable[[Any, Any], Any] | None = None
     save: Callable[[Any], Any] | None = None
 
-    def read(self, value: Any, path: str) -> Any:
+    def read(self, value: Any, path: Any) -> Any:
         """Return the value of a field. ValueError if the saved value breaks the rule."""
         if not self.accepts(value):
-            raise ValueError(f"expected {path or 'it'} as {self.words}, got {value!r:.200}")
+            raise ValueError(f"expected {_at(path) or 'it'} as {self.words}, got {value!r:.200}")
         return value if self.build is None else self.build(value, path)
 
     def written(self, value: Any) -> Any:
@@ -212,7 +213,7 @@ def _rule(hint: Any) -> Rule:
             "a mapping",
             lambda value: isinstance(value, Mapping) and all(type(name) is str for name in value),
             lambda value, path: {
-                name: rule.read(item, _below(path, name)) for name, item in value.items()
+                name: rule.read(item, (path, name)) for name, item in value.items()
             },
             lambda value: {name: rule.written(item) for name, item in value.items()},
         )
@@ -231,7 +232,7 @@ def _limited(rule: Rule, more: Rule) -> Rule:
 
 
 def _union(rules: list[Rule]) -> Rule:
-    def build(value: Any, path: str) -> Any:
+    def build(value: Any, path: Any) -> Any:
         return next(rule for rule in rules if rule.accepts(value)).read(value, path)
 
     words = " or ".join(rule.words for rule in rules)
@@ -250,10 +251,14 @@ def _items(kind: Any, inside: tuple[Any, ...]) -> Rule:
     def accepts(value: Any) -> bool:
         return isinstance(value, (list, kind)) and (several or len(value) == count)
 
-    def build(value: Any, path: str) -> Any:
+    def build(value: Any, path: Any) -> Any:
+        if all(rule.build is None for rule in rules):
+            checks = repeat(rules[0].accepts) if several else (rule.accepts for rule in rules)
+            if all(check(item) for check, item in zip(checks, value, strict=False)):
+                return kind(value)  # a list may have many numbers
         each = rules * len(value) if several else rules
         return kind(
-            rule.read(item, _below(path, place))
+            rule.read(item, (path, place))
             for place, (rule, item) in enumerate(zip(each, value, strict=True))
         )
 
@@ -264,20 +269,20 @@ def _items(kind: Any, inside: tuple[Any, ...]) -> Rule:
     return Rule("a list" if several else f"a list of {count} items", accepts, build, save)
 
 
-def _record(cls: Any, value: Mapping[Any, Any], path: str) -> Any:
+def _record(cls: Any, value: Mapping[Any, Any], path: Any) -> Any:
     found: dict[str, Any] = {}
     for name, field, rule, required in _entries(cls):
         if name in value:
-            found[field] = rule.read(value[name], _below(path, name))
+            found[field] = rule.read(value[name], (path, name))
         elif required:
-            raise ValueError(f"expected {_below(path, name)} as {rule.words}, got nothing")
+            raise ValueError(f"expected {_at((path, name))} as {rule.words}, got nothing")
     if rest := getattr(cls, "REST", None):
         known = {name for name, *_ in _entries(cls)}
         found[rest] = {name: item for name, item in value.items() if name not in known}
     try:
         return cls(**found)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}" if path else str(error)) from None
+        raise ValueError(f"{_at(path)}: {error}" if path else str(error)) from None
 
 
 @functools.cache
@@ -301,5 +306,9 @@ def _entries(cls: Any) -> list[tuple[str, str, Rule, bool]]:
     ]
 
 
-def _below(path: str, name: object) -> str:
-    return f"{path}.{name}" if path else str(name)
+def _at(path: Any) -> str:
+    """Return the dotted path of an entry from its pair of the path above it and its name."""
+    if not isinstance(path, tuple):
+        return str(path)
+    above, name = path
+    return f"{_at(above)}.{name}" if above else str(name)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal, NamedTuple, overload
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, overload
 
 import numpy as np
 import torch
 from typing_extensions import Self
 
 from replaykit._compat import is_tensordict, lookup
+from replaykit.declared import Rule, decode_state
 from replaykit.episodes import EndReason, Needs
 from replaykit.storages.history_kernels import Led, StepsPlan
 from replaykit.structure import Path
@@ -41,6 +43,11 @@ from replaykit.transforms.history import (
 from replaykit.transforms.transform import Transform
 
 __all__ = ["NStep", "NStepWriting"]
+
+
+@dataclass(frozen=True)
+class _HeldRows:
+    held: Annotated[Any, Rule("a TensorDict or None", lambda v: v is None or is_tensordict(v))]
 
 
 class NStepWriting(Transform):
@@ -216,9 +223,7 @@ class NStepWriting(Transform):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load rows held back; raise ValueError for the state of another transform."""
-        if not isinstance(state_dict, dict) or "held" not in state_dict:
-            raise ValueError(f"expected a state with the key 'held', got {state_dict!r}")
-        held = state_dict["held"]
+        held = decode_state(_HeldRows, state_dict, "the state of an NStep").held
         self._held = None if held is None else held.clone()
 
     def __repr__(self) -> str:
