@@ -7,7 +7,7 @@ say what they may be:
   int, but not NaN. An ``int`` fits into int64.
 - ``Literal[...]``: one of these values.
 - ``X | None``, ``list[X]``, ``dict[str, X]``, ``tuple[X, ...]``, ``tuple[X, Y]``: values of these
-  types. A tuple may be saved as a list.
+  types. A tuple may be saved as a list. ``dict[K, X]`` is saved as a list of pairs.
 - another declared class: a mapping with its entries.
 - ``Annotated[X, rule]``: an ``X`` within a `Rule`, such as `within`, `matching` or `vector` return.
   A rule may also convert the saved value.
@@ -16,7 +16,7 @@ say what they may be:
 An entry may be missing only if its field has a default. Relations between entries are checks in
 ``__post_init__`` that raise ValueError. Unknown entries are ignored, or collected in the field that
 the class attribute ``REST`` names. A class attribute ``PREFIX`` precedes the names of the fields in
-a state.
+a state. The fields that the class attribute ``UNSAVED`` names are not in a state.
 
 Example:
     >>> from dataclasses import dataclass
@@ -207,6 +207,12 @@ def _rule(hint: Any) -> Rule:
         return _union([_rule(each) for each in inside])
     if origin in (list, tuple):
         return _items(origin, inside)
+    if origin in (dict, Mapping) and inside[0] is not str:
+        pairs = _rule(list[tuple[inside]])  # type: ignore[valid-type]
+        return pairs._replace(
+            build=lambda value, path: dict(cast(Any, pairs.build)(value, path)),
+            save=lambda value: pairs.written(list(value.items())),
+        )
     if origin in (dict, Mapping):
         rule = _rule(inside[1])
         return Rule(
@@ -302,7 +308,7 @@ def _entries(cls: Any) -> list[tuple[str, str, Rule, bool]]:
             field.default is field.default_factory is dataclasses.MISSING,
         )
         for field in dataclasses.fields(cls)
-        if field.name != getattr(cls, "REST", None)
+        if field.name not in (getattr(cls, "REST", None), *getattr(cls, "UNSAVED", ()))
     ]
 
 

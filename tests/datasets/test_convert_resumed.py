@@ -343,7 +343,7 @@ def die_at(stop, names):
     whole = resuming._write_block
     def torn(file, said, arrays):
         if left[0] == 1:
-            file.write(b"rku1 half of a block")
+            file.write(b"rku2 half of a block")
             file.flush()
         whole(file, said, arrays)
     resuming._write_block = torn

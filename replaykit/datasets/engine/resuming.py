@@ -18,9 +18,9 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,26 +28,19 @@ import numpy.typing as npt
 from replaykit.datasets.column_files import ColumnOutput
 from replaykit.datasets.dataset_manifest import provenance
 from replaykit.datasets.engine.layout import DropLeaves, Layout, rules_digest
-from replaykit.datasets.engine.locations import RuleFindings
 from replaykit.datasets.engine.plan import Plan, column_specs
 from replaykit.datasets.engine.row_writer import empty_table
-from replaykit.datasets.engine.statistics import (
-    Milestone,
-    Statistics,
-    findings_from_json,
-    findings_to_json,
-    statistics_of,
-    statistics_to_json,
-)
+from replaykit.datasets.engine.statistics import Milestone, Notes, StatisticsOf
 from replaykit.datasets.publishing import UNFINISHED_NAME
 from replaykit.datasets.sources import Sources, sha256_of
+from replaykit.declared import decode_state, encode_state
 from replaykit.filesystem import disk_errors
 from replaykit.native import crc32
 from replaykit.ted import Key
 
 __all__ = ["Excluded", "FilePart", "Unfinished", "conversion_digest"]
 
-_MAGIC: Final = b"rku1"
+_MAGIC: Final = b"rku2"
 _HEAD: Final = struct.Struct("<4sQQI")
 _BLOCK_BYTES: Final = 1 << 20
 
@@ -61,15 +54,16 @@ class FilePart:
     ``is_reported`` is True if the episode table and the progress bar already include the file.
     """
 
+    UNSAVED: ClassVar = ("table", "dropped", "is_reported")
     index: int
     rows: int
     nbytes: int
     crc32: Mapping[Key, int]
-    statistics: Mapping[Key, Statistics]
-    table: Mapping[str, npt.NDArray[Any]]
-    notes: RuleFindings
+    statistics: StatisticsOf
+    notes: Notes
     bad: Mapping[int, str]
     facts: Mapping[str, Any]
+    table: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     dropped: DropLeaves | None = None
     is_reported: bool = False
 
@@ -93,7 +87,6 @@ class Unfinished:
     _head: dict[str, Any] = field(default_factory=dict)
     _places: dict[int, int] = field(default_factory=dict)
     _marks: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    _keys: list[Key] = field(default_factory=list)
     _is_kept: bool = False
     _is_single: bool = False
 
@@ -164,7 +157,6 @@ class Unfinished:
         """
         self._is_kept = True
         self._is_single = len(plan.spans.by_file()) < 2
-        self._keys = list(columns)
         for index, spans in plan.spans.by_file().items():
             known = self.milestone(index)
             if known is not None:
@@ -191,7 +183,7 @@ class Unfinished:
         found: Milestone | None = None
         for at, _ in self._marks.get(index, ()):
             said, table = self._read(at)
-            known = Milestone.of(said, self._keys, table)
+            known = replace(decode_state(Milestone, said, str(self._path)), table=table)
             found = known if found is None else known.after(found)
         return found
 
@@ -205,9 +197,8 @@ class Unfinished:
         """
         if not self._is_kept:
             return
-        self._keys = list(found.columns)
         try:
-            said = {"index": index, "episodes": found.stop - found.first, **found.to_json()}
+            said = {"index": index, "episodes": found.stop - found.first, **encode_state(found)}
         except TypeError:
             return
         self._append(said, found.table)
@@ -226,17 +217,7 @@ class Unfinished:
     def part(self, index: int) -> FilePart:
         """Return the results of a finished file."""
         said, table = self._read(self._places[index])
-        return FilePart(
-            index,
-            said["rows"],
-            said["nbytes"],
-            dict(zip(self._keys, said["crc32"], strict=True)),
-            statistics_of(said["statistics"], self._keys),
-            table,
-            findings_from_json(said["notes"]),
-            dict(said["bad"]),
-            said["facts"],
-        )
+        return replace(decode_state(FilePart, said, str(self._path)), table=table)
 
     def record(self, part: FilePart) -> None:
         """Append the results of a file whose rows have been written.
@@ -248,18 +229,7 @@ class Unfinished:
             return
         if self._is_single and part.index not in self._marks:
             return  # it is cheap to write a single short file again
-        self._keys = list(part.crc32)
-        said = {
-            "index": part.index,
-            "rows": part.rows,
-            "nbytes": part.nbytes,
-            "episodes": len(part.table["digest"]),
-            "crc32": list(part.crc32.values()),
-            "statistics": statistics_to_json(part.statistics),
-            "notes": findings_to_json(part.notes),
-            "bad": [list(each) for each in part.bad.items()],
-            "facts": dict(part.facts),
-        }
+        said = {"episodes": len(part.table["digest"]), **encode_state(part)}
         self._append(said, part.table)
 
     def _append(self, said: Mapping[str, Any], table: Mapping[str, npt.NDArray[Any]]) -> None:

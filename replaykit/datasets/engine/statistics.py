@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import math
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, field
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.locations import RuleFinding, RuleFindings
+from replaykit.declared import Rule
 from replaykit.native import MOST_MOMENTS, moments
 from replaykit.ted import Key
 
 __all__ = [
     "Milestone",
+    "Notes",
     "Statistics",
-    "findings_from_json",
-    "findings_to_json",
+    "StatisticsOf",
     "memory_to_json",
-    "statistics_of",
-    "statistics_to_json",
 ]
 
 _SCALE: Final = 64
@@ -132,103 +131,6 @@ _SET = "set"
 _VALUE = "value"
 
 
-@dataclass(frozen=True)
-class Milestone:
-    """The progress of the conversion of one file, and its results so far.
-
-    Attributes:
-        first, stop: the episodes ``first .. stop - 1`` of the plan were written since the preceding
-            milestone.
-        nbytes: number of bytes of the file that were read.
-        columns: number of written bytes in the file's part of each column, and their CRC-32.
-        statistics: the statistics of each column so far.
-        notes: the findings so far.
-        bad: the episodes to leave out so far, with the reasons.
-        tails: as in `RowWriter.tails`.
-        memory: the information that the layout has stored in ``SourceWindow.memory`` for the file.
-        table: the lines of the new episodes in the episode table.
-    """
-
-    first: int
-    stop: int
-    nbytes: int
-    columns: Mapping[Key, tuple[int, int]]
-    statistics: Mapping[Key, Statistics]
-    notes: RuleFindings
-    bad: Mapping[int, str]
-    tails: Mapping[Key, bytes]
-    memory: Mapping[str, Any]
-    table: Mapping[str, npt.NDArray[Any]]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all but the table as JSON values, in the order of the columns.
-
-        Raises:
-            TypeError: JSON cannot represent the layout's memory.
-        """
-        keys = list(self.columns)
-        return {
-            "first": self.first,
-            "stop": self.stop,
-            "nbytes": self.nbytes,
-            "columns": [list(each) for each in self.columns.values()],
-            "statistics": statistics_to_json(self.statistics),
-            "notes": findings_to_json(self.notes),
-            "bad": [list(each) for each in self.bad.items()],
-            "tails": [[keys.index(key), b64encode(tail).decode()]
-                      for key, tail in self.tails.items()],
-            "memory": memory_to_json(self.memory),
-        }  # fmt: skip
-
-    @classmethod
-    def of(
-        cls, said: Mapping[str, Any], keys: list[Key], table: Mapping[str, npt.NDArray[Any]]
-    ) -> Milestone:
-        """Return a saved milestone."""
-        return cls(
-            said["first"],
-            said["stop"],
-            said["nbytes"],
-            dict(zip(keys, ((nbytes, crc32) for nbytes, crc32 in said["columns"]), strict=True)),
-            statistics_of(said["statistics"], keys),
-            findings_from_json(said["notes"]),
-            dict(said["bad"]),
-            {keys[at]: b64decode(text) for at, text in said["tails"]},
-            _memory_of(said["memory"]),
-            table,
-        )
-
-    def after(self, earlier: Milestone) -> Milestone:
-        """Return this milestone with the table lines of an earlier milestone in front."""
-        table = {
-            name: np.concatenate([earlier.table[name], lines]) for name, lines in self.table.items()
-        }
-        return Milestone(**{**self.__dict__, "first": earlier.first, "table": table})
-
-
-def statistics_to_json(found: Mapping[Key, Statistics]) -> list[list[Any]]:
-    """Return statistics as JSON values, in the order of the columns."""
-    return [
-        [each.count, each.nan, each.least, each.largest, each.mean, each.squares]
-        for each in found.values()
-    ]
-
-
-def statistics_of(said: list[list[Any]], keys: list[Key]) -> dict[Key, Statistics]:
-    """Return saved statistics."""
-    return dict(zip(keys, (Statistics(*each) for each in said), strict=True))
-
-
-def findings_to_json(notes: RuleFindings) -> list[list[Any]]:
-    """Return findings as JSON values."""
-    return [list(astuple(note)) for note in notes]
-
-
-def findings_from_json(said: list[list[Any]]) -> RuleFindings:
-    """Return saved findings."""
-    return RuleFindings.of(RuleFinding(*each) for each in said)
-
-
 def memory_to_json(memory: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the memory of a layout as JSON values that distinguish sets from lists.
 
@@ -260,3 +162,59 @@ def _is_plain(value: Any) -> bool:
     if type(value) is list:
         return all(map(_is_plain, value))
     return value is None or type(value) in (str, int, float, bool)
+
+
+def _converted(build: Callable[[Any], Any], save: Callable[[Any], Any]) -> Rule:
+    """Return the rule of a value that is saved in another form, in a record with a checksum."""
+    return Rule("any value", lambda value: True, lambda value, path: build(value), save)
+
+
+StatisticsOf = Mapping[
+    Key,
+    Annotated[Any, _converted(lambda said: Statistics(*said), lambda found: list(astuple(found)))],
+]
+Notes = Annotated[
+    Any,
+    _converted(
+        lambda said: RuleFindings.of(RuleFinding(*each) for each in said),
+        lambda notes: [list(astuple(note)) for note in notes],
+    ),
+]
+_Bytes = Annotated[Any, _converted(b64decode, lambda tail: b64encode(tail).decode())]
+
+
+@dataclass(frozen=True)
+class Milestone:
+    """The progress of the conversion of one file, and its results so far.
+
+    Attributes:
+        first, stop: the episodes ``first .. stop - 1`` of the plan were written since the preceding
+            milestone.
+        nbytes: number of bytes of the file that were read.
+        columns: number of written bytes in the file's part of each column, and their CRC-32.
+        statistics: the statistics of each column so far.
+        notes: the findings so far.
+        bad: the episodes to leave out so far, with the reasons.
+        tails: as in `RowWriter.tails`.
+        memory: the information that the layout has stored in ``SourceWindow.memory`` for the file.
+        table: the lines of the new episodes in the episode table.
+    """
+
+    UNSAVED: ClassVar = ("table",)
+    first: int
+    stop: int
+    nbytes: int
+    columns: Mapping[Key, tuple[int, int]]
+    statistics: StatisticsOf
+    notes: Notes
+    bad: Mapping[int, str]
+    tails: Mapping[Key, _Bytes]
+    memory: Annotated[Any, _converted(_memory_of, memory_to_json)]
+    table: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    def after(self, earlier: Milestone) -> Milestone:
+        """Return this milestone with the table lines of an earlier milestone in front."""
+        table = {
+            name: np.concatenate([earlier.table[name], lines]) for name, lines in self.table.items()
+        }
+        return Milestone(**{**self.__dict__, "first": earlier.first, "table": table})

@@ -300,10 +300,10 @@ def _write_file(
         counted[0],
         {key: part.crc32 for key, part in parts.items()},
         writer.statistics,
-        writer.table,
         notes,
         judge.bad,
         plan.layout.file_facts(memory),
+        writer.table,
         dropped,
         is_reported=advance is not None,
     )
