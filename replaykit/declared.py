@@ -124,8 +124,8 @@ def decode_state(cls: Callable[..., Declared], state: object, part: str) -> Decl
         part: the part or the file to which the state belongs, for the error.
 
     Raises:
-        ValueError: an entry is missing or impossible. The error names the part and the entry, and
-            says what was expected and found.
+        ValueError: an entry is missing or impossible. The error names the part, the path of the
+            entry, the expected value and the value found.
 
     Cost: about a microsecond per entry.
     """
