@@ -45,9 +45,12 @@ from replaykit.transforms.transform import Transform
 __all__ = ["NStep", "NStepWriting"]
 
 
+_Rows = Annotated[Any, Rule("a TensorDict", is_tensordict)]
+
+
 @dataclass(frozen=True)
 class _HeldRows:
-    held: Annotated[Any, Rule("a TensorDict or None", lambda v: v is None or is_tensordict(v))]
+    held: _Rows | None
 
 
 class NStepWriting(Transform):
