@@ -72,7 +72,7 @@ class RowsState:
     _len: Count
     _added: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def rows(self, read: Callable[[Any], Any] = lambda rows: rows) -> Any:
+    def rows(self, read: Callable[[Any], Any]) -> Any:
         """Return the result of ``read`` for the rows, with TensorDicts.
 
         Raises:
@@ -80,7 +80,7 @@ class RowsState:
         """
         try:
             return read(from_plain(self._storage))
-        except (TypeError, RuntimeError) as error:
+        except (TypeError, RuntimeError, AttributeError) as error:
             raise ValueError(f"expected the rows of a storage, got {error}") from None
 
 

@@ -318,9 +318,7 @@ class ListStorage(Storage):
             ValueError: an entry is missing or contradicts another one.
         """
         state = decode_state(RowsState, state_dict, "the state of a storage")
-        items = state.rows()
-        if not isinstance(items, list):
-            items = [] if items is None else list(items.unbind(0))
+        items = [] if state._storage is None else state.rows(_rows_of)
         if len(items) != state._len:
             raise ValueError(f"expected {state._len} rows, got {len(items)}")
         order = torch.full((len(items),), -1, device="cpu")
@@ -389,6 +387,10 @@ def _normalised(item: TensorDictBase) -> TensorDictBase:
         for path in flat:
             item.set(path, item.get(path).unsqueeze(-1))
     return item
+
+
+def _rows_of(stored: Any) -> list[Any]:
+    return stored if isinstance(stored, list) else list(stored.unbind(0))
 
 
 def _check_batch(data: Any, dims: int, dim: int) -> None:
