@@ -72,16 +72,17 @@ class BufferLoader(DataLoader[DataT]):
         dataset, turn = self.dataset, object()
         self._turn = turn
         dataset.begin(self.epoch, self.step)
-        seen = _state(dataset.buffer)
+        handle = isinstance(dataset.buffer, BufferHandle)  # a handle follows writes itself
+        seen = 0 if handle else dataset.buffer.storage.ledger.log.number
         return self._counted(super().__iter__(), turn, seen)
 
-    def _counted(self, batches: Iterator[Any], turn: object, seen: Any) -> Iterator[Any]:
+    def _counted(self, batches: Iterator[Any], turn: object, seen: int) -> Iterator[Any]:
         buffer = self.dataset.buffer
         apart = self.num_workers > 0 and not (isinstance(buffer, BufferHandle) or buffer.shared)
         for batch in batches:
             if self._turn is not turn:
                 raise RuntimeError("expected one iteration at a time, but another one has begun")
-            if apart and _state(buffer) != seen:
+            if apart and buffer.storage.ledger.log.rows_changed(seen):
                 raise RuntimeError(
                     "expected no writes while worker processes read the buffer, got other rows "
                     "than at the start; make it with shared=True, or use prefetch="
@@ -206,14 +207,3 @@ def _start_method(context: Any) -> str:
         return context
     found = multiprocessing if context is None else context
     return str(found.get_start_method())
-
-
-def _state(buffer: Any) -> tuple[int, int, int] | None:
-    """Return numbers that every write changes; None for a handle.
-
-    At least one of them changes per write. A handle follows writes itself.
-    """
-    if isinstance(buffer, BufferHandle):
-        return None
-    storage = buffer.storage
-    return storage.ledger.next_position, storage.ledger.changes, storage.edits

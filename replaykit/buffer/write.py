@@ -180,13 +180,14 @@ def write_rows(
     else:
         sampler.extend(index)
     if sampler.prioritized:
-        if priorities is None:
-            sampler.mark_update(index, storage=storage)
-        else:
+        if priorities is not None:
             sampler.update_priority(index, priorities, storage=storage)
+        elif not sampler.follows_log:
+            sampler.mark_update(index, storage=storage)
     for transform in buffer._listening:
         transform.written(storage)
-    storage.notify(index, source=buffer)
+    if len(storage._listeners) > 1:  # another one than this buffer
+        storage.notify(index, source=buffer)
     if buffer._pace is not None:
         (buffer._pace.ticket(INSERT, None) if ticket is None else ticket).used(rows_stored(index))
     return index

@@ -194,7 +194,6 @@ def copy_rows(out: torch.Tensor, source: torch.Tensor) -> None:
 
 _MOST_CHUNKS = 4096
 _LEAST_BYTES = 4096
-_MOST_LATE = 65536
 RECORDS = "records"
 """Key of the tensor of records, whose rows hold the leaves of several keys."""
 _REMEMBERED = 4
@@ -285,8 +284,6 @@ class Changes:
         self._keyed: dict[Hashable, np.ndarray[Any, Any]] = {}
         self.tensors, self.packed = tuple(tensors), frozenset(packed)
         self._last = self._last_now = -1
-        self._later: list[torch.Tensor] = []
-        self._late = 0
         self._users: int | None = None  # references to the memory before a caller got a view
         self._exposed = False
         self.frozen: list[FrozenRows] = []
@@ -344,26 +341,6 @@ class Changes:
             chunks = rows.numpy() // self.chunk
             # Rows mostly rise, or are few. To mark a chunk twice costs nothing.
             self._touch(np.unique(chunks) if self.frozen else chunks, keys)
-
-    def wrote_later(self, rows: torch.Tensor) -> None:
-        """Mark rows ``[K]`` that were just written or will be written soon.
-
-        The marks are made later, but at the next save at the latest. While a save is in progress,
-        call this before the write.
-        """
-        if self.frozen or not rows.is_cpu:
-            self.wrote_at(rows)
-            return
-        self._later.append(rows.clone())  # the caller may change its rows
-        self._late += 64 + rows.numel()  # a tensor costs more than its numbers
-        if self._late > _MOST_LATE:
-            self._add_late()
-
-    def _add_late(self) -> None:
-        if self._later:
-            rows = torch.cat([rows.reshape(-1) for rows in self._later])
-            self._later, self._late = [], 0
-            self.wrote_at(rows)
 
     def wrote_index(self, at: Any, stop: int, keys: Iterable[Hashable] | None = None) -> None:
         """Mark the rows that ``at`` selects among the first ``stop``, before their write.
@@ -458,7 +435,6 @@ class Changes:
         The caller holds the lock. The result is a context manager, whose exit ends the save.
         """
         self._check_views(len(tensors))
-        self._add_late()
         frozen = FrozenRows(self, tensors, lock)
         self._clock[0] += 1
         self.frozen.append(frozen)

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from replaykit.checkpoint.dirty_chunks import Changes, CopiedRows, TrackedTensor
 
@@ -113,9 +112,6 @@ class SharedChanges(Changes):
             self._touch(rows // self.chunk, None)
         elif self._last != chunk or self._last_now != self._clock[0]:
             self.wrote(chunk * self.chunk, 1)
-
-    def wrote_later(self, rows: torch.Tensor) -> None:
-        self.wrote_at(rows)  # before other processes can read them
 
     # -- views ----------------------------------------------------------------------------------
 

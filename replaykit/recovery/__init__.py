@@ -21,7 +21,7 @@ from replaykit.recovery.locks import (
     open_to_lock,
 )
 from replaykit.recovery.processes import (
-    ChangeLog,
+    ElementLog,
     GivenViews,
     ProcessRegistry,
     give_up_rows,
@@ -48,8 +48,8 @@ __all__ = [
     "MEMBERS",
     "RECOVERABLE",
     "SHARED",
-    "ChangeLog",
     "CommitLock",
+    "ElementLog",
     "Exclusive",
     "GivenViews",
     "Journal",

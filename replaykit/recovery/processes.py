@@ -23,7 +23,7 @@ from replaykit.recovery.recovery_folder import (
     is_shared,
 )
 
-__all__ = ["ChangeLog", "GivenViews", "ProcessRegistry", "give_up_rows", "who_uses"]
+__all__ = ["ElementLog", "GivenViews", "ProcessRegistry", "give_up_rows", "who_uses"]
 
 
 class ProcessRegistry(OpenFile):
@@ -231,7 +231,7 @@ _BITS = 48
 _EVERYTHING = (1 << _BITS) - 1
 
 
-class ChangeLog:
+class ElementLog:
     """A ring that lists which elements changed, for processes that follow later.
 
     The caller stores the count of all logged numbers, and commits it with its other state. Logged
@@ -242,8 +242,8 @@ class ChangeLog:
 
     Example:
         >>> import numpy as np
-        >>> from replaykit.recovery import ChangeLog
-        >>> log = ChangeLog(np.zeros(16, np.int64))
+        >>> from replaykit.recovery import ElementLog
+        >>> log = ElementLog(np.zeros(16, np.int64))
         >>> count = log.append(0, [(8, np.array([3, 5])), (1, None)])
         >>> log.since(0, count)
         {8: array([3, 5]), 1: None}

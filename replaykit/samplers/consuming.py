@@ -294,7 +294,8 @@ class ConsumingSampler(Sampler):
         self._most = checked_uses("max_sample_count", max_sample_count)
         self._slots = LiveSlots()
         # The ledger's count of clears when last read; None: not read yet.
-        self._cleared: int | None = None
+        # The place in the storage's log that the slots have followed; None after a load.
+        self._seen: tuple[int, int] | None = None
 
     @property
     def max_sample_count(self) -> int:
@@ -347,22 +348,23 @@ class ConsumingSampler(Sampler):
             return torch.from_numpy(self._slots.free(count))
 
     def _follow(self, storage: Storage) -> None:
-        """Follow changes that came without a notification: clears, lost and new rows."""
+        """Follow all writes, also those that came without a notification."""
         ledger = storage.ledger
-        if self._cleared != ledger.cleared:
-            if self._cleared is not None:
-                self._slots = LiveSlots()
-            self._cleared = ledger.cleared
+        cleared, slots = ledger.written_since(self._seen)
+        if cleared:
+            self._slots = LiveSlots()
         if ledger.length < self._slots.length:  # the loaded state is of a buffer with more rows
             self._slots.move(np.arange(ledger.length))
         if ledger.length > self._slots.length:
             self._slots.written(np.arange(self._slots.length, ledger.length))
+        self._slots.written(slots)
+        self._seen = ledger.place_in_log
 
     # -- notifications ------------------------------------------------------------------------
 
     def attach(self, storage: Storage) -> None:
         """Attach the sampler to its storage. All rows in it count as never drawn."""
-        self._slots, self._cleared = LiveSlots(), storage.ledger.cleared
+        self._slots, self._seen = LiveSlots(), storage.ledger.place_in_log
 
     def add(self, index: Any) -> None:
         self.mark_update(index)
@@ -378,13 +380,15 @@ class ConsumingSampler(Sampler):
         """
         if storage is None and self.owner is not None:
             storage = self.owner.storage
+        if storage is not None:
+            self._follow(storage)
         limit = _UNKNOWN if storage is None else storage.ledger.length
         slots, _ = stored_elements(as_tensor(index).cpu().reshape(-1), limit)
         self._slots.written(slots.numpy())
 
     def empty(self) -> None:
         super().empty()
-        self._slots, self._cleared = LiveSlots(), None
+        self._slots, self._seen = LiveSlots(), None
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         for index in drawn:
@@ -416,7 +420,7 @@ class ConsumingSampler(Sampler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = self._declared_state(state_dict)
-        self._slots, self._cleared = saved.slots(), None
+        self._slots, self._seen = saved.slots(), None
         self._ran_out = saved.ran_out
 
     def _declared_state(self, state_dict: object) -> Any:
@@ -430,9 +434,8 @@ class ConsumingSampler(Sampler):
 
     def __getstate__(self) -> dict[str, Any]:
         if self.owner is not None:
-            self.left(self.owner.storage)  # follows a clear, which the copy could not detect
-        # The copied ledger does not continue the count of clears.
-        return {**super().__getstate__(), "_cleared": None}
+            self.left(self.owner.storage)  # follows changes, which the copied log lacks
+        return {**super().__getstate__(), "_seen": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_sample_count={self._most})"

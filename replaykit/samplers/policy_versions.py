@@ -14,13 +14,15 @@ from replaykit.episodes.pools import Records, Rings, spread
 from replaykit.samplers.consuming import rising
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
-from replaykit.storages.indexing import ravel
+from replaykit.storages.indexing import elements_of
 from replaykit.structure import Path
 from replaykit.ted import format_key
 
 __all__ = ["VersionColumn", "VersionGroups"]
 
 Array = np.ndarray[Any, Any]
+
+_NO_SLOTS = np.zeros(0, np.int64)
 
 
 class VersionGroups:
@@ -184,16 +186,12 @@ class VersionGroups:
         return found
 
 
-_MANY = 4
-"""If this many times the number of stored rows was written, the next update reads all rows."""
-
-
 class VersionColumn:
     """Groups of the rows of a storage by the values of one column.
 
-    An update reads only changed rows. These are the rows that the ledger counts as appended, the
-    rows passed to ``add``, and the rows that the storage lists as edited. If these do not account
-    for all changes, the update reads the whole column. The storage's lock guards the object.
+    An update reads only the rows that have changed, as the storage's log lists them. If the log
+    does not list all changes, the update reads the whole column. The storage's lock guards the
+    object.
 
     Args:
         path: the column, with one number per row.
@@ -206,36 +204,19 @@ class VersionColumn:
         self.path = path
         self.groups = VersionGroups()
         self._storage: weakref.ref[Storage] | None = None
-        self._reset = True  # the next update must read all rows
-        self._counters = (0, 0, 0, 0)
-        self._noted: list[Array] = []
-        self._rows = 0
+        self._seen = -1
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy first reads all rows, and finds the rows that differ from its groups.
-        return {**self.__dict__, "_storage": None, "_anew": True, "_noted": [], "_rows": 0}
+        return {**self.__dict__, "_storage": None}
 
     def forget(self) -> None:
         """Forget all rows."""
-        self.groups, self._reset = VersionGroups(), True
-        self._noted, self._rows = [], 0
+        self.load(VersionGroups())
 
     def load(self, groups: VersionGroups | ReadLater[VersionGroups]) -> None:
         """Continue from groups that were saved with the rows."""
-        self.forget()
-        self.groups = groups
-
-    def add(self, index: torch.Tensor, storage: Storage) -> None:
-        """Follow a write of rows."""
-        flat = ravel(index, storage.lanes) if storage.ndim > 1 else index
-        elements = flat.cpu().numpy().reshape(-1)
-        elements = elements[elements >= 0]
-        self._rows += len(elements)
-        if self._rows > _MANY * max(len(storage), 1024):  # many writes without a draw
-            self._noted, self._rows = [], 0
-            self._reset = True
-        else:
-            self._noted.append(elements)
+        self.groups, self._storage = groups, None
 
     def follow(self, storage: Storage) -> VersionGroups:
         """Return the groups of the rows stored now.
@@ -246,59 +227,24 @@ class VersionColumn:
 
         Cost: O(K log K) for K rows that were written or edited, or O(N) if all rows are read.
         """
-        ledger = storage.ledger
-        counters = ledger.next_position, ledger.changes, ledger.cleared, storage.edits
-        known = self._storage is not None and self._storage() is storage
-        if known and counters == self._counters and not self._reset:
-            return self.groups
-        length = ledger.length * storage.lanes.numel()
-        changed = self._changed(storage) if known and not self._reset else None
-        if self.groups.length > length or (known and ledger.cleared != self._counters[2]):
+        ledger, lanes = storage.ledger, storage.lanes.numel()
+        log, length, changed = ledger.log, ledger.length * lanes, None
+        if self._storage is not None and self._storage() is storage:
+            if self._seen == log.number:
+                return self.groups
+            slots = log.slots_since(self._seen, ledger.slots, self.path)
+            if slots is not None:
+                changed = rising(np.concatenate([_NO_SLOTS, *slots]))
+                changed = elements_of(changed, lanes)
+            elif ledger.written_since((self._seen, 0))[0]:
+                self.groups = VersionGroups()
+        if self.groups.length > length:
             self.groups, changed = VersionGroups(), None
         if changed is None:
             changed = np.arange(length)
         self.groups.set(changed, self._read(storage, changed))
-        self._storage, self._reset = weakref.ref(storage), False
-        self._counters, self._noted, self._rows = counters, [], 0
+        self._storage, self._seen = weakref.ref(storage), log.number
         return self.groups
-
-    def _changed(self, storage: Storage) -> Array | None:
-        """Return the rows that may have changed, distinct and ascending.
-
-        None means that any row may have changed.
-        """
-        ledger, lanes = storage.ledger, storage.lanes.numel()
-        position, changes, _, edits = self._counters
-        advanced = ledger.next_position - position
-        if ledger.changes == changes and ledger.in_order:
-            slots = (np.arange(min(advanced, ledger.slots)) - min(advanced, ledger.slots)) + (
-                ledger.cursor
-            )
-            written = [_of_slots(slots % ledger.slots, lanes)]
-        elif (
-            advanced * lanes == self._rows
-            and ledger.changes - changes in (0, len(self._noted))
-            and self._all_since(position, storage)
-        ):
-            written = list(self._noted)
-        else:
-            return None
-        edited = _edited(storage, self.path, edits)
-        if edited is None:
-            return None
-        parts = [*written, *(_of_slots(slots, lanes) for slots in edited)]
-        return rising(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
-
-    def _all_since(self, position: int, storage: Storage) -> bool:
-        """Return whether all rows passed to ``add`` have row id ``position`` or later.
-
-        Any code may call ``add``, even for older rows.
-        """
-        if not self._rows:
-            return True
-        added = self._noted[0] if len(self._noted) == 1 else np.concatenate(self._noted)
-        slots = torch.from_numpy(added // storage.lanes.numel())
-        return bool((storage.ledger.positions(slots) >= position).all())
 
     def _read(self, storage: Storage, elements: Array) -> Array:
         """Return the column's values for some rows: int64 or float64 ``[K]``."""
@@ -336,26 +282,3 @@ class VersionColumn:
                 )
             found.append(value.detach().reshape(()))
         return torch.stack(found)
-
-
-def _of_slots(slots: Array, lanes: int) -> Array:
-    if lanes == 1:
-        return slots
-    return np.asarray((slots[:, None] * lanes + np.arange(lanes)).reshape(-1))
-
-
-def _edited(storage: Storage, path: Path, since: int) -> list[Array] | None:
-    """Return the slots whose rows were edited in a column; None if any row may be."""
-    if storage.edits == since:
-        return []
-    newer = [edit for edit in storage.recent_edits if edit.number > since]
-    if [edit.number for edit in newer] != list(range(since + 1, storage.edits + 1)):
-        return None
-    slots = []
-    for edit in newer:
-        if edit.paths is not None and path not in edit.paths:
-            continue
-        if edit.slots is None:
-            return None
-        slots.append(edit.slots)
-    return slots

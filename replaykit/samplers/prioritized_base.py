@@ -37,6 +37,7 @@ from replaykit.samplers.priority_table import PriorityTable, WatchedTable
 from replaykit.samplers.sampler import Sampler
 from replaykit.storages import Storage
 from replaykit.storages.commit_state import Changed
+from replaykit.storages.indexing import elements_of
 
 __all__ = ["RecoverableSampler", "StoredPriorities", "WithPriorities"]
 
@@ -44,9 +45,9 @@ __all__ = ["RecoverableSampler", "StoredPriorities", "WithPriorities"]
 class StoredPriorities:
     """A law, a table, and the largest priority ever set.
 
-    The priority of new rows follows from these. The table is created when it is first needed. Rows
-    that the storage has lost are removed from the table at the next request. The storage's lock
-    guards the object.
+    The priority of new rows follows from these. The table is created when it is first needed. A
+    request first follows the log of the storage: rows written since the last request get the
+    default, and lost rows are removed. The storage's lock guards the object.
 
     Attributes:
         law: the law of the present table, and of the next table.
@@ -76,6 +77,9 @@ class StoredPriorities:
         self._table: PriorityTable | None = None
         self._unread: torch.Tensor | None = None
         self._where = ""
+        # The place in the storage's log at the last request; None if the rows of the table are the
+        # stored ones.
+        self._seen: tuple[int, int] | None = None
 
     @property
     def table(self) -> PriorityTable | None:
@@ -99,7 +103,7 @@ class StoredPriorities:
 
     @table.setter
     def table(self, table: PriorityTable | None) -> None:
-        self._table, self._unread = table, None
+        self._table, self._unread, self._seen = table, None, None
 
     @property
     def default(self) -> float:
@@ -122,22 +126,60 @@ class StoredPriorities:
         )
 
     def known(self, storage: Storage | None, count: int | None = None) -> PriorityTable:
-        """Return the table without lost rows; create it on first use.
+        """Return the table of the rows stored now; create it on first use.
 
         Args:
             count: the number of stored rows, if the caller knows it.
         """
         table = self._table if self._unread is None else self.table
         if table is None:
-            table = self._table = self.new_table(storage, self.law)
+            table, self._seen = self.new_table(storage, self.law), None
+            self._table = table
         if table.process != os.getpid():
             table.renew_after_fork()
         if storage is not None:
             table.limit = storage.max_size
             count = len(storage) if count is None else count
             if count < table.length:
-                table.truncate(count)  # another buffer has emptied the shared storage
+                table.truncate(count)
+            if self._seen is None or self._seen[0] != storage.ledger.log.number:
+                self._follow(storage, table, count)
+            if count > table.length:
+                table.cover(count, self.default)
         return table
+
+    def _follow(self, storage: Storage, table: PriorityTable, count: int) -> None:
+        """Give the default to rows that were written since the last call."""
+        cleared, slots = storage.ledger.written_since(self._seen)
+        if cleared:
+            table.truncate(0)
+        elements = elements_of(slots, storage.lanes.numel())
+        elements = elements[elements < count]
+        if len(elements):
+            self.give_default(table, torch.from_numpy(elements), count)
+        self.skip(storage)
+
+    def is_current(self, storage: Storage | None) -> bool:
+        """Return whether no row was written since the last request."""
+        return storage is None or self._seen in (None, storage.ledger.place_in_log)
+
+    def skip(self, storage: Storage | None) -> None:
+        """Count all rows that are stored now as rows with priorities."""
+        self._seen = None if storage is None else storage.ledger.place_in_log
+
+    def give_default(self, table: PriorityTable, elements: torch.Tensor, top: int) -> None:
+        """Give the default to rows, and to unset rows below ``top``.
+
+        Args:
+            elements: flat indices below ``top``, int64 ``[K]``, K at least 1.
+        """
+        if not self.within_buffer and table.set_same(elements, self.most, top):
+            return
+        elements = elements.to(table.device)
+        table.leave_out_of_largest(elements)
+        default = self.default
+        table.set(elements, default, top)
+        table.cover(top, default)
 
     def set_law(self, law: PriorityLaw) -> None:
         """Draw by another law from now on.
@@ -156,17 +198,20 @@ class StoredPriorities:
         law: PriorityLaw,
         table: PriorityTable,
         most: float,
+        storage: Storage | None,
         unread: torch.Tensor | None = None,
         where: str = "",
     ) -> None:
         """Replace the law, the table and the largest priority.
 
         Args:
+            storage: the storage of the rows; None if it is not known.
             unread: unchecked priorities that are still in files; the table is then empty.
             where: names of those files, for the error message of a later read.
         """
         self.law, self._table, self.most, self._unread = law, table, most, unread
         self._where = where
+        self.skip(storage)
 
     def forget(self) -> None:
         """Forget all priorities, read or unread, and the largest priority ever set."""
@@ -217,7 +262,10 @@ class RecoverableSampler(Sampler):
 
         ``storages.commit_state`` describes the result.
         """
-        table, counts = self._table, (self._stored.most, self.dropped_updates)
+        table, storage = self._table, self._home(None)
+        if storage is not None and storage.ledger.length:
+            table = self._stored.known(storage, storage.ledger.length * storage.lanes.numel())
+        counts = self._stored.most, self.dropped_updates
         if table is None:
             none = np.zeros(0)
             return Changed(None, none, 0, *counts) if everything else None
@@ -225,14 +273,17 @@ class RecoverableSampler(Sampler):
 
     def priorities_pending(self) -> bool:
         """Return whether priorities may have been set since ``priorities_changed``."""
-        return self._table is not None and self._kept.pending(self._table)
+        storage, table = self._home(None), self._table
+        if table is None:
+            return storage is not None and storage.ledger.length > 0
+        return self._kept.pending(table) or not self._stored.is_current(storage)
 
     def restore_priorities(self, priorities: torch.Tensor, most: float, dropped: int) -> None:
         """Load an earlier sampler's priorities. Raises ValueError if alpha forbids one."""
         self._law.check(0.0, most)
         table = self._stored.new_table(self._home(None), self._law)
         table.load(priorities.to(self.dtype))
-        self._stored.load(self._law, table, most)
+        self._stored.load(self._law, table, most, self._home(None))
         self.dropped_updates = dropped
 
     def follow_priorities(self, changed: Changed) -> None:
@@ -247,6 +298,7 @@ class RecoverableSampler(Sampler):
             self.restore_priorities(values, most, dropped)
         else:
             table = self._stored.known(None)
+            self._stored.skip(self._home(None))
             table.truncate(changed.length)
             if len(changed.elements):
                 self._law.check(0.0, most)
@@ -286,7 +338,7 @@ class WithPriorities(RecoverableSampler):
     ``PrioritizedSampler`` documents the arguments and the errors.
     """
 
-    prioritized = True
+    prioritized = follows_log = True
     marks_draws = False
     mapped_entries = ("_priorities",)
 
@@ -377,6 +429,8 @@ class WithPriorities(RecoverableSampler):
         """
         storage = self._home(None)
         with _NO_LOCK if storage is None else storage.lock:
+            if storage is not None and self._table is not None:
+                self._stored.known(storage)
             return self._stored.default
 
     def _lock_of(self, storage: Storage | None) -> Any:
@@ -388,12 +442,8 @@ class WithPriorities(RecoverableSampler):
     # -- the table -----------------------------------------------------------------------------
 
     def _following(self, storage: Storage) -> PriorityTable:
-        """Return the table, after giving the default to stored rows that it lacks."""
-        count = len(storage)
-        table = self._stored.known(storage, count)
-        if count > table.length:
-            table.cover(count, self.default_priority)
-        return table
+        """Return the table, in which all stored rows have a priority."""
+        return self._stored.known(storage)
 
     def _drawn(
         self,
@@ -460,17 +510,20 @@ class WithPriorities(RecoverableSampler):
         _ = self._stored.table
 
     def add(self, index: Any) -> None:
-        """Give a new row the default, unless a buffer sets its priority."""
-        if self.owner is None:
-            self.mark_update(index)
+        """Give a new row the default, unless the next request does."""
+        self.extend(index)
 
     def extend(self, index: Any) -> None:
-        """Give new rows the default, unless a buffer sets their priorities."""
-        if self.owner is None:
+        """Give new rows the default, unless the next request does.
+
+        The largest stored priority has to be found now. It may be that of a row that is overwritten
+        before the next request.
+        """
+        if self.owner is None or self.max_priority_within_buffer:
             self.mark_update(index)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Give new rows ``default_priority``.
+        """Give rows ``default_priority``.
 
         With ``max_priority_within_buffer``, the default ignores the old priorities of these slots.
 
@@ -480,26 +533,13 @@ class WithPriorities(RecoverableSampler):
         """
         if storage is None:
             storage = self._home(None)
-        stored = self._stored
         with _NO_LOCK if storage is None else storage.lock:
-            table = stored.known(storage)
-            if (
-                storage is not None
-                and storage.ndim == 1
-                and not stored.within_buffer
-                and table.set_same(index, stored.most, storage.ledger.length)
-            ):
-                return
+            table = self._stored.known(storage)
             elements = as_elements(index, torch.Size() if storage is None else storage.lanes)
             limit = self.max_capacity or _UNKNOWN
             kept, top = stored_elements(elements, limit if storage is None else len(storage))
-            if not top:
-                return
-            kept = kept.to(table.device)
-            table.leave_out_of_largest(kept)
-            default = self.default_priority
-            table.set(kept, default, top)
-            table.cover(top, default)
+            if top:
+                self._stored.give_default(table, kept, top)
 
     def empty(self) -> None:
         """Forget all priorities, and the largest priority ever set."""
@@ -562,8 +602,8 @@ class WithPriorities(RecoverableSampler):
                 return
             table.set(update.elements.to(where), update.priorities.to(where), top)
             stored.most = max(stored.most, update.most)
-            if top > table.length:
-                table.cover(top, self.default_priority)
+            if top > table.length:  # without a storage
+                table.cover(top, stored.default)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -626,7 +666,7 @@ class WithPriorities(RecoverableSampler):
         if unread is None:
             table.load(raw)
         with self._lock_of(storage):
-            self._stored.load(law, table, saved.max_priority, unread, files)
+            self._stored.load(law, table, saved.max_priority, storage, unread, files)
             self._beta, self.dropped_updates = saved.beta, saved.dropped_updates
             self._ran_out = False
 

@@ -11,7 +11,7 @@ import torch
 from replaykit.episodes import CountLaw, EpisodeIndex
 from replaykit.episodes.episode_laws import CONTINUES
 from replaykit.priorities import SumSegmentTree
-from replaykit.samplers.priority_table import PriorityTable, SetElements
+from replaykit.samplers.priority_table import PriorityTable
 
 __all__ = ["EligiblePriorities", "drawn_distinct"]
 
@@ -25,6 +25,7 @@ class _Seen(NamedTuple):
     """The sources of the tree's last update, and its rows: int64 ``[lanes]`` each."""
 
     table: PriorityTable
+    number: int
     episodes: EpisodeIndex
     rebuilt: int
     numbering: int
@@ -61,8 +62,6 @@ class EligiblePriorities:
         self._sums: SumSegmentTree | None = None
         self._eligible = torch.empty(0, dtype=torch.bool, device="cpu")
         self._process = -1
-        self._watched: PriorityTable | None = None
-        self._watch = SetElements()
 
     def follow(self, table: PriorityTable, index: EpisodeIndex, law: CountLaw) -> SumSegmentTree:
         """Return the tree over a table's rows, updated.
@@ -74,13 +73,12 @@ class EligiblePriorities:
                 of the episode.
         """
         seen = self._seen
-        if self._watched is not table:
-            self._watched, self._watch = table, table.watch()
-        changed = self._watch.pop()
+        changed: list[torch.Tensor] | None = None
+        if seen is not None and seen.table is table:
+            changed = table.set_since(seen.number)
         known = (
             changed is not None
             and seen is not None
-            and seen.table is table
             and seen.episodes is index
             and seen.rebuilt == index.rebuilt
             and seen.numbering == index.numbering
@@ -102,7 +100,16 @@ class EligiblePriorities:
             self._derive(sums, table, index, law, rows, changed)
         opened = _opened(index, lo, hi, lane) if law.closed else hi
         self._seen = _Seen(
-            table, index, index.rebuilt, index.numbering, law, index.version, lo, hi, opened
+            table,
+            table.log.number,
+            index,
+            index.rebuilt,
+            index.numbering,
+            law,
+            index.version,
+            lo,
+            hi,
+            opened,
         )
         return sums
 

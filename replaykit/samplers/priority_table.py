@@ -13,79 +13,16 @@ from replaykit import native
 from replaykit.checkpoint.dirty_chunks import Changes, TrackedTensor
 from replaykit.priorities import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from replaykit.samplers.priority_rules import PriorityLaw, as_it_is, last_of_each
+from replaykit.storages.change_log import ChangeLog
 from replaykit.storages.commit_state import Changed
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.tensor_bytes import by_value, from_value
 
-__all__ = ["PriorityTable", "SetElements", "WatchedTable", "Watches"]
+__all__ = ["PriorityTable", "WatchedTable"]
 
 _PLAIN = (torch.float32, torch.float64)
 
 _NONE = np.zeros(0, np.int64)
-
-
-class SetElements:
-    """The rows of a table whose priorities were set since the last ``pop``, if few."""
-
-    def __init__(self) -> None:
-        self.everything = True
-        self._index: list[torch.Tensor] = []
-        self._count = 0
-
-    def __bool__(self) -> bool:
-        return self.everything or bool(self._index)
-
-    def add(self, index: torch.Tensor, most: int) -> None:
-        """Add flat indices. If more than ``most`` were added, all rows count as set."""
-        if self.everything:
-            return
-        self._count += index.numel()
-        if self._count > most:
-            self.everything = True
-            self._index = []
-        else:
-            self._index.append(index.clone())  # the caller may change its tensor later
-
-    def pop(self) -> list[torch.Tensor] | None:
-        """Return the flat indices set since the last call; None if any may have been."""
-        taken = None if self.everything else self._index
-        self._index, self._count, self.everything = [], 0, False
-        return taken
-
-
-class Watches:
-    """All observers of a table, each with the rows set since its last read."""
-
-    def __init__(self) -> None:
-        self.each: list[SetElements] = []
-
-    @property
-    def want_elements(self) -> bool:
-        """True if an observer still tracks single rows."""
-        return any(not watch.everything for watch in self.each)
-
-    def new(self) -> SetElements:
-        """Add and return an observer, for which all rows count as set at first."""
-        watch = SetElements()
-        self.each.append(watch)
-        return watch
-
-    def add(self, index: torch.Tensor, most: int) -> None:
-        """Notify the observers of rows whose priorities were set.
-
-        ``SetElements.add`` describes the arguments.
-        """
-        try:
-            for watch in self.each:
-                watch.add(index, most)
-        except BaseException:  # the priorities are already set
-            self.all_changed()
-            raise
-
-    def all_changed(self) -> None:
-        """Notify the observers that any row may have been set."""
-        for watch in self.each:
-            watch.everything = True
 
 
 class WatchedTable:
@@ -93,19 +30,17 @@ class WatchedTable:
 
     def __init__(self) -> None:
         self._table: PriorityTable | None = None
-        self._watch = SetElements()
+        self._seen = -1
         self._numbers: tuple[Any, ...] = ()
 
     def skip(self, table: PriorityTable, most: float, dropped: int) -> None:
         """Count all changes up to now as reported."""
-        if self._table is not table:
-            self._table, self._watch = table, table.watch()
-        self._watch.pop()
+        self._table, self._seen = table, table.log.number
         self._numbers = table.length, most, dropped
 
     def pending(self, table: PriorityTable) -> bool:
         """Return whether ``changed`` may have changes to report."""
-        return self._table is not table or bool(self._watch)
+        return self._table is not table or self._seen != table.log.number
 
     def changed(
         self, table: PriorityTable, most: float, dropped: int, *, everything: bool
@@ -119,20 +54,19 @@ class WatchedTable:
 
         Cost: proportional to the number of rows set; O(1) without changes.
         """
-        if self._table is not table:
-            self._table, self._watch, self._numbers = table, table.watch(), ()
+        seen = self._seen if self._table is table else -1
         numbers = table.length, most, dropped
-        if not self._watch and numbers == self._numbers and not everything:
+        if seen == table.log.number and numbers == self._numbers and not everything:
             return None
-        self._numbers = numbers
-        index, raw = self._watch.pop(), table.raw
+        index, raw = table.set_since(seen), table.raw
+        self.skip(table, most, dropped)
         if index is None or everything:
             return Changed(None, raw.double().cpu().numpy(), *numbers)
         if not raw.is_cpu:
             elements = torch.cat(index).unique() if index else raw[:0].long()
             elements = elements[elements < table.length]
             return Changed(elements.cpu().numpy(), raw[elements].double().cpu().numpy(), *numbers)
-        if len(index) == 1 and index[0].ndim == 1:
+        if len(index) == 1:
             at = index[0].numpy()
             if raw.dtype in _PLAIN:
                 values = np.empty(len(at))
@@ -141,7 +75,7 @@ class WatchedTable:
             if not (at[1:] > at[:-1]).all():
                 at = np.unique(at)
         else:
-            at = np.unique(np.concatenate([_NONE, *(part.numpy().reshape(-1) for part in index)]))
+            at = np.unique(np.concatenate([_NONE, *(part.numpy() for part in index)]))
         if len(at) and at[-1] >= table.length:
             at = at[at < table.length]
         return Changed(at, raw.numpy()[at].astype(np.float64), *numbers)
@@ -180,7 +114,7 @@ class PriorityTable:
         self._with = (smallest, largest)
         self._models = _outputs(0, law.dtype)
         self._same: tuple[float, torch.Tensor] | None = None
-        self._watches = Watches()
+        self.log = ChangeLog(1)
         self._allocate(1)
 
     # Collectors often run in inference mode. Tensors created there cannot be changed outside it.
@@ -192,8 +126,9 @@ class PriorityTable:
         least = MinSegmentTree(capacity, **options) if self._with[0] else None
         most = MaxSegmentTree(capacity, **options) if self._with[1] else None
         self.capacity, self.process = capacity, os.getpid()
-        self._watches.all_changed()
-        self._saved = Changes(capacity, raw.element_size())
+        self.log.rows = capacity
+        self.log.edit(None)
+        self._saved, self._marked = Changes(capacity, raw.element_size()), self.log.number
         self._raw, self._sums, self._least, self._most = raw, sums, least, most
 
     # -- setting ------------------------------------------------------------------------------
@@ -223,14 +158,34 @@ class PriorityTable:
             self._least.update(index, self.law.positive(value))
         if self._most is not None:
             self._most.update(index, priority)
-        self._saved.wrote_later(index)
+        if self._saved.frozen:
+            self._saved.wrote_at(index)
         if not index.is_cpu:
             self._raw[index] = priority
         else:
             # NumPy assigns in order, so the last of several equal indices counts.
             new = priority if isinstance(priority, float) else priority.numpy()
             self._raw.numpy()[index.numpy()] = new
-        self._watches.add(index, max(self.length, _FIRST))
+        self._log_set(index)
+
+    def _log_set(self, index: torch.Tensor) -> None:
+        """Log the rows ``[K]`` whose priorities were set."""
+        try:
+            self.log.edit(index.numpy() if index.is_cpu else index.clone())
+        except BaseException:  # the priorities are already set
+            self.log.edit(None)
+            raise
+
+    def set_since(self, seen: int) -> list[torch.Tensor] | None:
+        """Return the rows whose priorities were set since ``seen``; None if any may have been.
+
+        Args:
+            seen: a value of ``log.number``.
+        """
+        slots = self.log.slots_since(seen)
+        if slots is None:
+            return None
+        return [torch.as_tensor(part, device=self.device) for part in slots]
 
     def set_plain(
         self,
@@ -273,9 +228,7 @@ class PriorityTable:
         )
         if largest < 0:
             return None
-        self._saved.wrote_later(index)
-        if self._watches.each:
-            self._watches.add(index, max(self.length, _FIRST))
+        self._log_set(index)
         return largest
 
     def set_same(self, index: Any, priority: float, top: int) -> bool:
@@ -304,9 +257,7 @@ class PriorityTable:
         done = self._set_in_core(index, same[1], 0, top, 0, 1)
         if done < 0:
             return False
-        self._saved.wrote_later(index)
-        if self._watches.each:
-            self._watches.add(index, max(top, _FIRST))
+        self._log_set(index)
         if top > self.length:
             self.cover(top, priority)
         return True
@@ -358,6 +309,7 @@ class PriorityTable:
         if fresh.amax().item() < 0:
             fresh.fill_(default)
             self._set_range(start, fresh)
+            self.log.edit(np.arange(start, top))
         elif fresh.amin().item() < 0:
             self.set((fresh < 0).nonzero()[:, 0] + start, default, top)
 
@@ -375,7 +327,7 @@ class PriorityTable:
         self._saved.wrote(length, count)
         self._raw[length : self.length] = -1.0
         self.length = length
-        self._watches.all_changed()
+        self.log.edit(None)
         self._sums.update_range(length, 0.0, count)
         if self._least is not None:
             self._least.update_range(length, float("inf"), count)
@@ -392,7 +344,7 @@ class PriorityTable:
         if self.length:
             law.check(0.0, self._raw[: self.length].amax().item())
         self.law = law
-        self._watches.all_changed()
+        self.log.edit(None)
         if self.length:
             self._set_range(0, self._raw[: self.length])
 
@@ -434,15 +386,6 @@ class PriorityTable:
                 self._least.update_range(start + at, self.law.positive(values))
             if self._most is not None:
                 self._most.update_range(start + at, block)
-        if self._watches.want_elements:
-            index = torch.arange(start, start + len(raw), device=self.device)
-            self._watches.add(index, max(self.length, _FIRST))
-
-    # -- observers ----------------------------------------------------------------------------
-
-    def watch(self) -> SetElements:
-        """Return a new observer of the table. At first all rows count as set."""
-        return self._watches.new()
 
     def values(self, index: torch.Tensor | None = None) -> torch.Tensor:
         """Return a copy of the tree's ``v``, for indices ``[K]`` or all stored rows."""
@@ -462,6 +405,12 @@ class PriorityTable:
 
     def tracked(self) -> TrackedTensor:
         """Return the raw priorities without a copy, for a save. The caller holds the lock."""
+        index = self.set_since(self._marked)
+        if index is None:
+            self._saved.wrote(0, self._saved.rows)
+        elif index:
+            self._saved.wrote_at(torch.cat(index))
+        self._marked = self.log.number
         return TrackedTensor(self._raw[: self.length], self._saved, "raw")
 
     @property
@@ -581,7 +530,7 @@ class PriorityTable:
     def __setstate__(self, state: dict[str, Any]) -> None:
         raw = from_value(state["raw"])
         self.__dict__.update({name: value for name, value in state.items() if name != "raw"})
-        self._models, self._watches = _outputs(0, self.law.dtype), Watches()
+        self._models, self.log = _outputs(0, self.law.dtype), ChangeLog(1)
         self._same = None
         self.load(raw)
 

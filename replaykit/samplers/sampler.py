@@ -85,6 +85,8 @@ class Sampler(Uncompiled, ABC):
     Attributes:
         generator: the source of randomness; None for torch's global generator. The buffer sets it.
         prioritized: whether rows have priorities.
+        follows_log: whether a sampler with priorities finds new rows in the log of the storage's
+            ledger. If not, the buffer calls ``mark_update`` for new rows without priorities.
 
     Example:
         >>> import torch
@@ -105,6 +107,7 @@ class Sampler(Uncompiled, ABC):
     """
 
     prioritized = False
+    follows_log = False
 
     _declared: ClassVar[type] = Stateless
     """The declared state of the class."""

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from replaykit._compat import as_tensor
 from replaykit.checkpoint import ReadLater
 from replaykit.declared import vector, within
 from replaykit.errors import NotEnoughData
@@ -314,11 +313,9 @@ class StalenessAwareSampler(Sampler):
             storage = self.owner.storage
         if storage is None:
             return  # the next draw reads the rows from the storage
-        with storage.lock:
-            self._versions.add(as_tensor(index), storage)
-            # The rows are stored, so this method must not raise. The next draw reports errors.
-            with contextlib.suppress(Exception):
-                self._versions.follow(storage)
+        # The rows are stored, so this method must not raise. The next draw reports errors.
+        with storage.lock, contextlib.suppress(Exception):
+            self._versions.follow(storage)
 
     def attach(self, storage: Storage) -> None:
         """Attach the sampler to its storage."""

@@ -32,7 +32,6 @@ from replaykit.storages.indexing import (
 from replaykit.storages.memory import allocate
 from replaykit.storages.records import plan_records
 from replaykit.storages.schema_match import MatchedRows, Matcher
-from replaykit.storages.storage import Edit, with_edit
 from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Branch, Leaf, Node, Path
 from replaykit.ted import EPISODE_KEYS, FLAG_KEYS, RESERVED_KEYS, format_key, unravel
@@ -96,7 +95,7 @@ class ColumnStorage(ColumnReads):
             self._adopt(self._columns)
 
     def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
-        if self.indexes.stale or (self.lane_key is not None and not self._at_cursor):
+        if self.indexes.pending() or (self.lane_key is not None and not self._at_cursor):
             self._before_overwrite()
         if self.recovery is not None and not self._at_cursor:
             self.recovery.journal_rows(slots.numpy())
@@ -105,7 +104,9 @@ class ColumnStorage(ColumnReads):
     def write_ring(self, first: int, rows: Rows, skipped: int) -> None:
         count = rows.batch[0]
         large = self.lane_key is not None and 2 * count > self.ledger.slots
-        if large or self.indexes.stale:
+        indexes = self.indexes
+        behind = indexes.seen != self.ledger.log.number and indexes.pending()
+        if large or behind or indexes.loaded:
             self._before_overwrite()
         if self.recovery is not None:
             self.recovery.journal_ring(first + skipped, count - skipped)
@@ -136,7 +137,7 @@ class ColumnStorage(ColumnReads):
         Listeners and indexes may have to read rows from a checkpoint for this. If the checkpoint is
         damaged, they raise an error before any row changes.
         """
-        if self.indexes.stale:
+        if self.indexes.loaded:
             self.announce()
         self.indexes.index_pending()
 
@@ -258,15 +259,15 @@ class ColumnStorage(ColumnReads):
                 check_range(slots, 0, self.ledger.length)
             self.accept(rows)
             last = last_occurrences(slots)
-            self._record_edit(None, slots.numpy())
+            if not are_new:
+                self.indexes.settle()
+                self.ledger.log.edit(slots.numpy())
             self.write(slots[last], rows, last)
             if are_new:
                 self.ledger.place(slots, move_cursor=set_cursor)
                 self.notify(slots if self.ndim == 1 else with_lanes(slots, self.lanes))
-            else:
-                self.indexes.edited(self.require().schema.leaves)
-                if self.recovery is not None:
-                    self.recovery.made()
+            elif self.recovery is not None:
+                self.recovery.made()
 
     def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
         """Replace stored rows; ``index`` selects them in the layout of ``rb[:]``.
@@ -357,7 +358,7 @@ class ColumnStorage(ColumnReads):
             for path, tensor in tensors.items():
                 _fill(tensor[: self.ledger.length], leaves[path], time_dim)
             # The values are written before readers can access the columns.
-            self._record_edit(new, None)
+            self.ledger.log.edit(None, new)
             columns.add(schema, tensors)
             self._adopt(columns)
             leaves = {path: leaf for path, leaf in leaves.items() if path not in tensors}
@@ -400,11 +401,11 @@ class ColumnStorage(ColumnReads):
             return
         columns = self.require()
         columns.check_writable()
+        self.indexes.settle()
+        self.ledger.log.edit(None, leaves)
         if self.recovery is not None:
             slots = _slots_of(at, self.visible_shape(time_dim), time_dim)
             self.recovery.journal_rows(slots, leaves)
-        self._record_edit(leaves, None)
-        self.indexes.edited(leaves)
         columns.assign(self.ledger.length, leaves, at, batch, time_dim=time_dim)
         if self.recovery is not None:
             self.recovery.made()
@@ -418,24 +419,13 @@ class ColumnStorage(ColumnReads):
             cells: coordinates of the rows, int64 ``[K]`` for each dimension.
             leaves: the new values, ``[K, *F]`` by path.
         """
+        self.indexes.settle()
+        self.ledger.log.edit(cells[0].numpy(), leaves)
         if self.recovery is not None:
             self.recovery.journal_rows(np.unique(cells[0].numpy()), leaves)
-        self._record_edit(leaves, cells[0].numpy())
-        self.indexes.edited(leaves)
         self.require().put(cells, leaves)
         if self.recovery is not None:
             self.recovery.made()
-
-    def _record_edit(
-        self, leaves: Collection[Path] | None, slots: np.ndarray[Any, Any] | None
-    ) -> None:
-        """Count a change of stored rows, and add it to the recent edits."""
-        self.edits += 1
-        paths = None if leaves is None else frozenset(leaves)
-        edit = Edit(self.edits, paths, None if slots is None else slots.copy())
-        # This makes a new tuple, because another thread may copy the storage at the same time.
-        rows = self.ledger.slots * self.lanes.numel()
-        self.recent_edits = with_edit(self.recent_edits, edit, rows)
 
     def leaf(self, key: Any) -> Leaf:
         """Return the feature shape and the dtype of a column.

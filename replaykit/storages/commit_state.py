@@ -69,7 +69,7 @@ class CommittedState:
         priorities: the counts of each sampler's priorities, in the order in which the samplers were
             added.
         counts: the count of each writer, in the order in which the writers were added.
-        more: count of the numbers that follow those of this object; see ``OWN``.
+        more: count of the numbers that follow those of this object.
     """
 
     cursor: int

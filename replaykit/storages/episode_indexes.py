@@ -15,6 +15,7 @@ from replaykit.declared import MOST, Count, decode_state, within
 from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex, Head, InterleavedIndex
 from replaykit.episodes.episode_laws import RESTORED, SEVERED
 from replaykit.schema import Rows, Schema
+from replaykit.storages.change_log import Change, ChangeKind
 from replaykit.storages.content import Content, Group
 from replaykit.storages.ledger import Ledger, MovedPositions
 from replaykit.structure import Branch, Path
@@ -28,6 +29,9 @@ __all__ = ["EpisodeIndexes", "EpisodeState", "heads_of", "state_of_subset"]
 Array = np.ndarray[Any, Any]
 
 _DEFAULT = BoundaryRule()
+
+_PENDING = (ChangeKind.APPEND, ChangeKind.CUT, ChangeKind.MOVE)
+"""Kinds of changes after which rows have to be indexed before they are overwritten."""
 
 _Position = Annotated[int, within(-MOST)]
 _Kind = Annotated[int, within(1, 3)]
@@ -80,9 +84,12 @@ class EpisodeIndexes:
         # a restart; see ``marks``.
         self._restoring: dict[str, Any] | None = None
         self._restarted = False
-        # True if the indexes may differ from the stored rows, because columns were edited, or rows
-        # were stored by other means than a write.
-        self.stale = True
+        # True if rows came by other means than a write, and no row was overwritten since. Before
+        # the next write, the indexes and parts of the buffer may have to read rows and files.
+        self.loaded = True
+        # The number of the ledger's log up to which the indexes have followed it. Placed rows and
+        # clears do not count, because an index finds them in the ledger.
+        self.seen = 0
         self._main: EpisodeIndex | None = None
         self._has_others = False  # asked at each write, where a length costs two calls
         self._others: weakref.WeakValueDictionary[BoundaryRule, EpisodeIndex] = (
@@ -91,8 +98,6 @@ class EpisodeIndexes:
         self._saved: dict[str, Any] | None = None
         # Returns the begins of episodes that other processes know; None if no other process writes.
         self.heads_from: Callable[[], dict[str, Any] | None] | None = None
-        # Number of edits of columns that bound episodes.
-        self.bounding = 0
 
     @property
     def storage(self) -> ColumnStorage:
@@ -109,10 +114,10 @@ class EpisodeIndexes:
         streams. The other is that rows with a table of row ids were opened in place. Such a first
         use makes a pass over all rows to find the newest rows.
         """
-        self._end_what_was_open()
+        self.settle()
         return self._marks
 
-    def _end_what_was_open(self) -> None:
+    def settle(self) -> None:
         """Load a pending saved state, and make the cut of a pending restart.
 
         All methods that read rows as streams, write rows or edit rows call this first.
@@ -136,7 +141,8 @@ class EpisodeIndexes:
             KeyError: the storage lacks a column that the rule names.
             RuntimeError: nothing was written yet, or the rows are not TensorDicts.
         """
-        self._end_what_was_open()
+        self.settle()
+        self._catch_up()
         found = self._main if rule is _DEFAULT or rule == _DEFAULT else self._others.get(rule)
         if found is None:
             storage = self.storage
@@ -167,19 +173,25 @@ class EpisodeIndexes:
         indexes read those rows from the batch.
         """
         if self._restoring is not None or self._restarted:
-            self._end_what_was_open()
-        main, count = self._main, rows.batch[0]
+            self.settle()
+        storage = self._storage()
+        assert storage is not None
+        main, count, number = self._main, rows.batch[0], storage.ledger.log.number
+        if self.seen != number - count:
+            self.pending()
         if main is None:
             if not self._is_indexed():
+                self.seen = number
                 return
             main = self._main = self._made(_DEFAULT, before=count)
         if count > main.slots:
             for index in self._live():
                 index.append_rows(rows)
-            return
-        main.append(count)
-        for index in tuple(self._others.values()) if self._has_others else ():
-            index.append(count)
+        else:
+            main.append(count)
+            for index in tuple(self._others.values()) if self._has_others else ():
+                index.append(count)
+        self.seen = number
 
     def placed(self, rows: Rows, slots: Array, displacing: Array, turn: Array) -> None:
         """Index committed rows that were written by stream.
@@ -190,15 +202,42 @@ class EpisodeIndexes:
             assert isinstance(index, InterleavedIndex)
             index.placed(rows, slots, displacing, turn)
 
+    def pending(self) -> bool:
+        """Return whether rows have to be indexed before a write overwrites them.
+
+        The indexes learn of the changes that they cannot find in the ledger.
+        """
+        log = self.storage.ledger.log
+        if self.seen == log.number:
+            return self.loaded
+        changes, live = log.since(self.seen), self._live()
+        found = changes is None or any(change.kind in _PENDING for change in changes)
+        for index in live:
+            if changes is None or any(_outdates(change, index.bound.paths) for change in changes):
+                index.edited()
+                found = True
+        if not found:
+            self.seen = log.number
+        return found or self.loaded
+
+    def _catch_up(self) -> None:
+        """Index all rows that the log lists, in all indexes."""
+        if self.seen != self.storage.ledger.log.number and self.pending():
+            for index in self._live():
+                index.sync()
+            # This comes last: after an error the next write has to index the rows.
+            self.seen = self.storage.ledger.log.number
+
     def index_pending(self) -> None:
         """Index all pending rows, before stored rows are overwritten or removed."""
-        self._end_what_was_open()
+        self.settle()
         self.storage.ledger.read_tables()
+        self.pending()
         for index in self._live():
             index.sync()
         if self._main is None and self.storage.ledger.length and self._is_indexed():
             self._main = self._made(_DEFAULT)
-        self.stale = False  # set last: after an error the next write has to index the rows
+        self.loaded, self.seen = False, self.storage.ledger.log.number
 
     def _made(self, rule: BoundaryRule, *, before: int = 0) -> EpisodeIndex:
         storage = self.storage
@@ -210,24 +249,12 @@ class EpisodeIndexes:
         root = self.storage.require().schema.root
         return isinstance(root, Branch) and root.kind == "tensordict"
 
-    def edited(self, paths: Collection[Path]) -> None:
-        """Update the indexes after an edit of columns in place."""
-        self._end_what_was_open()
-        live = self._live()
-        if not live:
-            self.bounding += 1
-        for index in live:
-            if not index.bound.paths.isdisjoint(paths):
-                index.edited()
-                self.stale = True
-                self.bounding += 1
-
     def cut(self, lanes: Array | None = None, code: int = SEVERED) -> None:
         """End the open episodes of lanes, without a flag.
 
         ``lanes`` is bool ``[lanes]``, or None for all lanes.
         """
-        self._end_what_was_open()
+        self.settle()
         ledger = self.storage.ledger
         if not ledger.length:
             return
@@ -237,9 +264,11 @@ class EpisodeIndexes:
             lowest = (ledger.next_position - ledger.slots) * self.storage.lanes.numel()
         if isinstance(self._main, InterleavedIndex) and ledger.by_stream:
             lowest = self._main.oldest()
+        ledger.log.cut()
         self.marks.add(newest, code, lowest)
         for index in self._live():
             index.close(chosen, code)
+        self.seen = ledger.log.number
 
     def reopen(self) -> None:
         """Continue the episodes that a restart has ended.
@@ -252,9 +281,7 @@ class EpisodeIndexes:
             return
         _, newest = self._newest(None)
         if self.marks.remove(newest, RESTORED):
-            self.stale = True
-            for index in self._live():
-                index.edited()
+            self.storage.ledger.log.cut()
 
     def _newest(self, lanes: Array | None) -> tuple[Array, Array]:
         """Index all pending rows, and return the newest rows of lanes.
@@ -269,8 +296,10 @@ class EpisodeIndexes:
         storage = self.storage
         ledger, count = storage.ledger, storage.lanes.numel()
         main = None if storage.lane_key is None else self.of()
+        self.pending()
         for index in self._live():
             index.sync()
+        self.seen = ledger.log.number
         if isinstance(main, InterleavedIndex):
             chosen = np.ones(main.lanes, bool) if lanes is None else lanes
             return chosen, np.sort(main.newest(chosen))
@@ -296,6 +325,7 @@ class EpisodeIndexes:
     def known(self) -> dict[str, Any]:
         """Return the same state as ``state`` in arrays, which the caller must not change."""
         main, storage = self._main, self.storage
+        self._catch_up()
         if main is None and storage.ledger.length and self._is_indexed():
             main = self.of()  # for loaded rows that are saved again before any use
         return {
@@ -312,6 +342,7 @@ class EpisodeIndexes:
         main = self._main
         if type(main) is not EpisodeIndex:
             return None
+        self._catch_up()
         return main.first()
 
     @staticmethod
@@ -341,7 +372,7 @@ class EpisodeIndexes:
             rows: as for ``Ledger.restore``.
             restarted: whether open episodes end at this load, because no episode spans a restart.
         """
-        self._main, self.stale = None, True
+        self._main, self.loaded, self.seen = None, True, self.storage.ledger.log.number
         self._others.clear()
         self._marks, self._saved = CutMarks(), None
         self._restarted, self._restoring = False, None
@@ -357,7 +388,7 @@ class EpisodeIndexes:
                 self._load(state, MovedPositions(old, ledger, rows))
         self._restarted = restarted
         if restarted and storage.lane_key is None and not ledger.unread:
-            self._end_what_was_open()
+            self.settle()
 
     def _load(self, state: dict[str, Any], moved: MovedPositions) -> None:
         """Load the cuts and begins of a saved state, for rows that have moved since."""
@@ -384,26 +415,27 @@ class EpisodeIndexes:
             }
         self._saved = heads
 
-    def follow(self, marks: Array, codes: Array, *, reset: bool, edited: bool) -> None:
+    def follow(self, marks: Array, codes: Array, *, reset: bool) -> None:
         """Load the marks of cut streams, and their codes, from another process.
 
         Args:
             reset: whether all rows have to be indexed again.
-            edited: whether columns that bound episodes were edited.
         """
         if reset:
             self._main = None
             self._others.clear()
-        if edited or not np.array_equal(marks, self.marks.numbers):
-            for index in self._live():
-                index.edited()
-        self.stale, self._saved = True, None
+        if not np.array_equal(marks, self.marks.numbers):
+            self.storage.ledger.log.cut()
+        self.loaded, self._saved = True, None
         self._marks = CutMarks(marks.tolist(), codes.tolist())
         self._restarted, self._restoring = False, None
 
     def indexed_until(self) -> int | None:
         """Return the lowest row id that an index lacks; None without an index."""
         main = self._main
+        ledger = self.storage.ledger
+        if ledger.log.irregular > self.seen:
+            self.pending()
         if not self._others:  # a fast path, because each draw from shared rows calls this
             return None if main is None else main.indexed_until
         return min((index.indexed_until for index in self._live()), default=None)
@@ -435,6 +467,13 @@ class EpisodeIndexes:
         """
         heads = self.pop_first_begins()
         return ([], False) if heads is None else (heads.get("streams", []), heads.get("now", False))
+
+
+def _outdates(change: Change, paths: Collection[Path]) -> bool:
+    """Return whether an index over columns has to read them again after a change."""
+    if change.kind is ChangeKind.EDIT:
+        return change.columns is None or not change.columns.isdisjoint(paths)
+    return change.kind in (ChangeKind.CUT, ChangeKind.MOVE)
 
 
 def heads_of(state: dict[str, Any], schema: Schema) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ __all__ = [
     "check_range",
     "contained",
     "elements_at",
+    "elements_of",
     "in_order",
     "indexed_shape",
     "last_occurrences",
@@ -567,3 +568,10 @@ def _of_run(
     before = (elements[:ends] - cells) % total
     place = (before < stored).nonzero().flatten()
     return Neighbours(inside, outside, before[place], place)
+
+
+def elements_of(slots: Array, lanes: int) -> Array:
+    """Return the flat indices of the rows of all lanes in slots, int64 ``[K * lanes]``."""
+    if lanes == 1:
+        return slots
+    return np.asarray((slots[:, None] * lanes + np.arange(lanes)).reshape(-1))

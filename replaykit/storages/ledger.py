@@ -13,6 +13,7 @@ from replaykit import native
 from replaykit._compat import arange
 from replaykit.checkpoint import MappedRows, ReadLater
 from replaykit.declared import decode_state, vector, within
+from replaykit.storages.change_log import ChangeKind, ChangeLog
 from replaykit.storages.indexing import all_distinct, contained
 
 __all__ = [
@@ -30,7 +31,10 @@ __all__ = [
     "saved_table",
 ]
 
+Array = np.ndarray[Any, Any]
 Table = torch.Tensor | ReadLater[torch.Tensor]
+
+_NO_SLOTS = np.zeros(0, np.int64)
 
 
 class Tables:
@@ -252,9 +256,8 @@ class Ledger(Tables):
         self.cleared = 0
         # True if row ids are in a table, and each write replaced the oldest row of its stream.
         self.by_stream = False
-        # Slots whose entries in the tables have changed; an entry None means all slots. They are
-        # recorded only for a storage that commits to files.
-        self.touched: list[torch.Tensor | None] | None = None
+        # The changes of rows. A storage also records its edits here.
+        self.log = ChangeLog(slots)
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -334,6 +337,32 @@ class Ledger(Tables):
         from_0 = self.in_order and self.cursor == self.length % self.slots
         return slots == self.slots or (from_0 and self.length <= slots)
 
+    @property
+    def place_in_log(self) -> tuple[int, int]:
+        """The number of the log, and the next row id, for a later ``written_since``."""
+        return self.log.number, self.next_position
+
+    def written_since(self, seen: tuple[int, int] | None) -> tuple[bool, Array]:
+        """Return whether a clear came since, and the slots that were written after it.
+
+        Rows that a load has stored do not count, nor do earlier writes.
+
+        Args:
+            seen: an earlier ``place_in_log``; None for the present one.
+        """
+        cleared, slots = False, [_NO_SLOTS]
+        changes = [] if seen is None else self.log.since(seen[0])
+        if changes is None:
+            assert seen is not None
+            stored = arange(self.length)
+            return False, stored[self.positions(stored) >= seen[1]].numpy()
+        for change in changes:
+            if change.kind in (ChangeKind.CLEAR, ChangeKind.MOVE):
+                cleared, slots = change.kind is ChangeKind.CLEAR, [_NO_SLOTS]
+            elif change.kind in (ChangeKind.APPEND, ChangeKind.PLACE):
+                slots.append(change.in_ring(self.slots))
+        return cleared, np.concatenate(slots)
+
     def tables(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the tables of row ids ``[length]`` and generations, without a copy.
 
@@ -350,7 +379,6 @@ class Ledger(Tables):
         if self._generation_table is not None:
             assert self._generations is not None
             laps, rest = divmod(count, self.slots)
-            self._touch(None if laps else self.next_slots(rest))
             self._grow_generations(min(self.slots, self.cursor + count))
             self._generations += laps
             self._generations[self.next_slots(rest)] += 1
@@ -359,7 +387,6 @@ class Ledger(Tables):
             kept = min(count, self.slots)
             last = (arange(kept) + self.cursor + count - kept) % self.slots
             self._grow_positions(min(self.slots, self.cursor + count))
-            self._touch(last)
             # This comes before the change of the table, so that an interrupt in between leaves a
             # valid ledger.
             self.next_position = after
@@ -368,6 +395,7 @@ class Ledger(Tables):
         until = self.cursor + count
         if until > self.length:
             self.length = until if until < self.slots else self.slots
+        self.log.append(self.cursor, count)
         self.cursor = until % self.slots
         self.next_position = after
         self.by_stream = False
@@ -407,7 +435,7 @@ class Ledger(Tables):
         assert self._generations is not None
         # NumPy has less overhead. If a slot repeats, it stores the last row id.
         at, first = slots.numpy(), self.next_position
-        self._touch(slots)
+        self.log.place(at)
         # This comes before the changes of the tables, so that an interrupt in between leaves a
         # valid ledger.
         self.next_position += len(slots)
@@ -421,7 +449,7 @@ class Ledger(Tables):
             self._make_generations(self.length)
             assert self._generations is not None
             self._generations[self._generations >= 0] += 1
-        self._touch(None)
+        self.log.clear()
         self._positions, self.by_stream = None, False
         self.cursor = 0
         self.length = 0
@@ -481,7 +509,7 @@ class Ledger(Tables):
         ids. No earlier pair of slot and generation now identifies another row.
         """
         self.changes += 1
-        self._touch(None)
+        self.log.move()
         used, old = self.next_position, self._all_generations()
         source = Ledger.saved(state)
         if rows is None:
@@ -523,9 +551,10 @@ class Ledger(Tables):
         next_position: int,
         cleared: int,
         by_stream: bool,
-        changes: int,
         positions: tuple[Any, Any],
         generations: tuple[Any, Any],
+        *,
+        moved: bool,
     ) -> None:
         """Follow the ledger of another process over the same rows.
 
@@ -533,13 +562,27 @@ class Ledger(Tables):
             positions, generations: a pair for each table. The first item is the whole table as a
                 NumPy array, or None for no table. The second item is int64 ``[K]``, the entries
                 that may differ from this ledger, or None for all entries.
+            moved: whether more has changed than writes at the cursor and by stream.
         """
-        self.cursor, self.length, self.next_position = cursor, length, next_position
-        self.cleared, self.by_stream, self.changes = cleared, by_stream, changes
+        if moved:
+            self.changes += 1
+            self.log.move()
+            self.cursor, self.length, self.next_position = cursor, length, next_position
+        elif positions[0] is None:
+            self.follow_writes(cursor, length, next_position)
+        else:
+            self.log.place(np.arange(len(positions[0])) if positions[1] is None else positions[1])
+            self.cursor, self.length, self.next_position = cursor, length, next_position
+        self.cleared, self.by_stream = cleared, by_stream
         if positions[0] is not None or not self.in_order:
             self._positions = followed(self._positions, *positions)
         if generations[0] is not None or not self.counted:
             self._generations = followed(self._generations, *generations)
+
+    def follow_writes(self, cursor: int, length: int, next_position: int) -> None:
+        """Follow writes at the cursor by another process."""
+        self.log.append(self.cursor, next_position - self.next_position)
+        self.cursor, self.length, self.next_position = cursor, length, next_position
 
     def _outdate(self, old: torch.Tensor, new: torch.Tensor | None, source: Ledger) -> torch.Tensor:
         new = source._all_generations() if new is None else new
@@ -549,10 +592,6 @@ class Ledger(Tables):
         return merged
 
     # -- tables -------------------------------------------------------------------------------
-
-    def _touch(self, slots: torch.Tensor | None) -> None:
-        if self.touched is not None:
-            self.touched.append(slots)
 
     def _all_generations(self) -> torch.Tensor:
         if self._generations is not None:
@@ -573,7 +612,6 @@ class Ledger(Tables):
     def _make_positions(self, size: int) -> None:
         if self._positions is None:
             self._positions = self.positions(arange(self.length))
-            self._touch(None)
         self._grow_positions(size)
 
     def _grow_positions(self, size: int) -> None:
@@ -584,7 +622,6 @@ class Ledger(Tables):
     def _make_generations(self, size: int) -> None:
         if self._generations is None:
             self._generations = self._all_generations()
-            self._touch(None)
         self._grow_generations(size)
 
     def _grow_generations(self, size: int) -> None:
@@ -595,9 +632,6 @@ class Ledger(Tables):
 def is_plain_index(slots: torch.Tensor) -> bool:
     """Return whether the tensor is contiguous int64 on the CPU, as the core needs it."""
     return slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
-
-
-Array = np.ndarray[Any, Any]
 
 
 class MovedPositions:

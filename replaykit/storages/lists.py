@@ -147,7 +147,8 @@ class ListStorage(Storage):
                 if slot > end or (slot == end and not are_new):
                     raise RuntimeError(f"expected a position up to {end}, got {slot}")
                 end = max(end, slot + 1)
-            self.edits += 1
+            if not are_new:
+                self.ledger.log.edit(slots.numpy())
             self.write(slots, rows, slice(None))
             if are_new:
                 self.ledger.place(slots, move_cursor=set_cursor)
@@ -166,7 +167,7 @@ class ListStorage(Storage):
             slots = as_slots(at, len(self))
             if len(slots) != len(rows):
                 raise ValueError(f"expected {len(slots)} rows for as many slots, got {len(rows)}")
-            self.edits += 1
+            self.ledger.log.edit(slots.numpy())
             self.write(slots, rows, slice(None))
 
     def edit_columns(self, values: Mapping[Path, torch.Tensor]) -> None:
@@ -188,7 +189,7 @@ class ListStorage(Storage):
                 parts = self._per_row(path, value, rows)
                 rows = [_with_key(row, path, part) for row, part in zip(rows, parts, strict=True)]
             rows = [self._owned(row) for row in rows]
-            self.edits += 1
+            self.ledger.log.edit(None, values)
             self.write(arange(len(rows)), rows, slice(None))
 
     def _per_row(self, path: Path, value: torch.Tensor, rows: list[Any]) -> Sequence[Any]:

@@ -438,7 +438,7 @@ class LazyMemmapStorage(LazyTensorStorage):
                 durable=alone.home.durable,
             )
             remove_followers(alone.home.folder)
-            alone.hand_over([0, self.ledger.changes, self.edits, self.indexes.bounding])
+            alone.hand_over([0])  # no element is logged yet
             self._forget_rows()
             self.recovery, self._locks = sharing, {}
             alone.home.close()

@@ -44,7 +44,6 @@ __all__ = [
     "VERSION_SHARED",
     "Committing",
     "Recovery",
-    "ledger_counters",
     "rows_as_bytes",
 ]
 
@@ -78,16 +77,14 @@ class Committing:
         self.active = False
         """True after the first write, or if rows were recovered."""
         self._rows: dict[Any, int] = {}
-        self._journaled: tuple[int, tuple[int, ...]] | None = None
-        """Number of the state in progress, and counters of the ledger, at the last journaled
-        write."""
+        self._journaled: tuple[int, int] | None = None
+        """Number of the state in progress, and of the ledger's log, at the last journaled write."""
         self._whole = 0
         """Bytes of the journal that belong to complete changes; a rollback stops there."""
-        self._again = False
-        """True if the next commit must read the whole state of the parts, as after a failed
-        commit."""
-        self._seen: Any = None
-        self._marks: Any = None
+        self._seen = -1
+        """Number of the ledger's log at the last commit; -1 if the next commit must read the whole
+        state of the parts, as after a failed commit."""
+        self._counts: list[int] = []
         self._committed: CommittedState | None = None
         self._samplers: list[weakref.ref[Any]] = []
         self._writers: list[weakref.ref[Any]] = []
@@ -105,7 +102,7 @@ class Committing:
         """
         place, saved = index_of_part(self._samplers, sampler), self._still_saved()
         if place < len(self._samplers):
-            self._again = True
+            self._seen = -1
         elif saved is not None and place < len(saved.priorities):
             table = saved.priorities[place]
             cells = self.home.table(PRIORITIES + place, np.float64, table.length)[: table.length]
@@ -121,7 +118,7 @@ class Committing:
         """Commit the count of a writer from now on, and restore its saved count."""
         place, saved = index_of_part(self._writers, writer), self._still_saved()
         if place < len(self._writers):
-            self._again = True
+            self._seen = -1
         elif saved is not None and place < len(saved.counts):
             writer._write_count = saved.counts[place]
         insert_part(self._writers, place, writer)
@@ -132,7 +129,7 @@ class Committing:
             there = still_there(parts, storage)
             if len(there) < len(parts):
                 parts[:] = there
-                self._again = True
+                self._seen = -1
 
     def _still_saved(self) -> CommittedState | None:
         """Return the recovered state; None if rows were written since the recovery."""
@@ -140,7 +137,7 @@ class Committing:
         if storage is None:
             return None
         ledger = storage.ledger
-        return self._committed if self._saved_at == (ledger.next_position, ledger.changes) else None
+        return self._committed if self._saved_at == (ledger.next_position, ledger.cleared) else None
 
     # -- committing ---------------------------------------------------------------------------
 
@@ -157,43 +154,42 @@ class Committing:
             return
         if not self.shared and os.getpid() != self.home.process:
             return
-        ledger, marks = storage.ledger, storage.indexes.marks
-        now = ledger_counters(ledger)
+        ledger = storage.ledger
         if self._journaled is not None:
-            if self._journaled[1] == now and self._journaled[0] == self.home.journaled()[0]:
+            if self._journaled == (self.home.journaled()[0], ledger.log.number):
                 self._rollback(self._whole)  # undo a write that failed before the ledger counted it
             self._journaled = None
+        storage.indexes.settle()
         counts = self._write_counts()
-        seen = now, storage.edits, counts
         if not self.shared and (
-            self._again or self._saved_at != (ledger.next_position, ledger.changes)
+            self._seen < 0 or self._saved_at != (ledger.next_position, ledger.cleared)
         ):
             self._drop_parts(storage)
-        self._again, again = True, self._again  # until this commit is complete
-        if again:
-            ledger.touched = [None]
+        seen, self._seen = self._seen, -1  # until this commit is complete
+        again, number = seen < 0, ledger.log.number
         changed: list[Changed | None] = []
         for known in self._samplers:
             sampler = known()
             changed.append(
                 None if sampler is None else sampler.priorities_changed(everything=again)
             )
-        moved = again or seen != self._seen or marks.numbers is not self._marks
+        moved = seen != number or counts != self._counts
         if moved or changed.count(None) < len(changed):
-            numbers = None if again else self._moved_on(storage, changed, counts)
+            numbers = None
+            if not again and ledger.log.irregular <= seen:
+                numbers = self._moved_on(storage, changed, counts)
             if numbers is None:
-                self._committed = self._state(storage, changed, again)
+                self._committed = self._state(storage, changed, seen)
                 numbers = self._committed.encode()
-            self._commit(storage, numbers)
-            self._seen, self._marks = seen, marks.numbers
-        self._again = False
+            self._commit(storage, numbers, seen)
+        self._seen, self._counts = number, counts
 
     def _rollback(self, since: int) -> None:
         storage = self._storage()
         if self.home.roll_back(since) and storage is not None:
             storage.put_back()
 
-    def _commit(self, storage: LazyTensorStorage, numbers: Array) -> None:
+    def _commit(self, storage: LazyTensorStorage, numbers: Array, seen: int) -> None:
         self.home.commit(numbers, self._more)
 
     def _logged(self, number: int, at: Array | range) -> None:
@@ -214,13 +210,7 @@ class Committing:
     ) -> Array | None:
         """Return the new state's numbers; None if it is not only a write at the cursor."""
         before, ledger = self._committed, storage.ledger
-        if (
-            before is None
-            or ledger.touched
-            or storage.indexes.marks.numbers is not self._marks
-            or len(changed) != len(before.priorities)
-            or not ledger.length
-        ):
+        if before is None or len(changed) != len(before.priorities) or not ledger.length:
             return None
         priorities = [
             self._priorities(place, one, before, False) for place, one in enumerate(changed)
@@ -228,13 +218,13 @@ class Committing:
         return before.moved_on(ledger, storage.indexes.first_known(), priorities, counts)
 
     def _state(
-        self, storage: LazyTensorStorage, changed: list[Changed | None], again: bool
+        self, storage: LazyTensorStorage, changed: list[Changed | None], seen: int
     ) -> CommittedState:
         before, ledger = self._committed, storage.ledger
-        positions, generations = self._tables(ledger, before, again)
+        positions, generations = self._tables(ledger, before, seen)
         saved = self._still_saved()
         priorities = [
-            self._priorities(place, one, before, again) for place, one in enumerate(changed)
+            self._priorities(place, one, before, seen < 0) for place, one in enumerate(changed)
         ]
         counts = self._write_counts()
         if saved is not None:  # keeps the entries of parts that are not attached yet
@@ -250,33 +240,31 @@ class Committing:
             more=len(self._more),
         )
 
-    def _tables(
-        self, ledger: Ledger, before: CommittedState | None, again: bool
-    ) -> tuple[int, int]:
+    def _tables(self, ledger: Ledger, before: CommittedState | None, seen: int) -> tuple[int, int]:
         """Write the tables of the ledger to files; return their lengths, -1 for no table."""
-        touched, ledger.touched = ledger.touched or [], []
+        written = ledger.log.slots_since(seen, ledger.slots, edits=False)
         lengths = (-1, -1) if before is None else (before.positions, before.generations)
         positions, generations = ledger.tables()
         return (
-            self._table_set(POSITIONS, positions, touched, lengths[0], again),
-            self._table_set(GENERATIONS, generations, touched, lengths[1], again),
+            self._table_set(POSITIONS, positions, written, lengths[0], seen < 0),
+            self._table_set(GENERATIONS, generations, written, lengths[1], seen < 0),
         )
 
     def _table_set(
         self,
         number: int,
         table: torch.Tensor | None,
-        touched: list[torch.Tensor | None],
+        written: list[Array] | None,
         known: int,
         again: bool,
     ) -> int:
         if table is None:
             return -1
-        values, some = table.numpy(), [slots.numpy() for slots in touched if slots is not None]
-        if known < 0 or len(some) < len(touched):
+        values = table.numpy()
+        if known < 0 or written is None:
             at: Array | range = range(len(values))
         else:
-            at = np.unique(np.concatenate([*some, np.arange(known, len(values))]))
+            at = np.unique(np.concatenate([*written, np.arange(known, len(values))]))
             at = at[at < len(values)]
         if len(at):
             of = slice(at.start, at.stop) if isinstance(at, range) else at
@@ -299,10 +287,6 @@ class Committing:
             self.home.set(PRIORITIES + place, changed.values, index, fresh=fresh)
             self._logged(PRIORITIES + place, index)
         return CommittedPriorities(changed.length, changed.most, changed.dropped)
-
-
-def ledger_counters(ledger: Ledger) -> tuple[int, ...]:
-    return ledger.cursor, ledger.length, ledger.next_position, ledger.changes
 
 
 VERSION_SHARED = 3
@@ -441,7 +425,8 @@ class Recovery(Committing):
         saved = Ledger(columns.slots)
         saved.restore(ledger, None)
         storage.indexes.restore(episodes, saved, None)
-        self._saved_at = storage.ledger.next_position, storage.ledger.changes
+        self._saved_at = storage.ledger.next_position, storage.ledger.cleared
+        self._seen = storage.ledger.log.number
 
     def _open(self, columns: Columns, files: list[FilePath], *, fresh: bool = False) -> Array:
         rows = rows_as_bytes(columns)
@@ -450,7 +435,7 @@ class Recovery(Committing):
         self.home.sync_with(files)
         storage = self._storage()
         assert storage is not None
-        storage.ledger.touched = []
+        self._seen = storage.ledger.log.number
         return self.home.open(targets, fresh=fresh)
 
     def _table(self, number: int, length: int) -> torch.Tensor | None:
@@ -476,7 +461,7 @@ class Recovery(Committing):
         found = self.home.manifest()
         if found is not None:
             self.home.publish(found, version=VERSION_SHARED)
-            self._again, self._more = True, tuple(more)
+            self._seen, self._more = -1, tuple(more)
             try:
                 self.commit()
             except BaseException:
@@ -515,7 +500,7 @@ class Recovery(Committing):
         elif len(at) and int(at.max()) >= stored:
             at = at[at < stored]
         count, used = self.home.journaled()
-        now = count, ledger_counters(storage.ledger)
+        now = count, storage.ledger.log.number
         if now != self._journaled:  # the journal so far belongs to complete writes
             self._journaled, self._whole = now, used
         rows = self._rows
@@ -534,7 +519,7 @@ class Recovery(Committing):
         storage = self._storage()
         assert storage is not None
         count, used = self.home.journaled()
-        now = count, ledger_counters(storage.ledger)
+        now = count, storage.ledger.log.number
         if now != self._journaled:
             self._journaled, self._whole = now, used
         self.home.journal_rows(target, at)
@@ -561,7 +546,7 @@ class Recovery(Committing):
             # The journal entry comes before `_journaled` is set. The write overwrites no row until
             # then.
             sequence, used = self.home.journal_file_rows(first, until)
-            now = sequence, ledger_counters(ledger)
+            now = sequence, ledger.log.number
             if now != self._journaled:
                 self._journaled, self._whole = now, used
         elif until <= slots:

@@ -198,7 +198,6 @@ class RestorableStorage(ColumnStorage):
             if content.rows > limit:
                 raise ValueError(f"expected at most {limit} rows, got {content.rows}")
             self.load_content(content, target, None)
-            self.edits += 1
             self.ledger.clear()
             self.ledger.advance(content.rows)
             self.indexes.restore(None, None, None)
@@ -230,18 +229,20 @@ class RestorableStorage(ColumnStorage):
             state = super().__getstate__()
             content = self.content()
             columns = [by_value(group.plain_columns()) for group in content.groups]
-            state["ledger"] = by_value(self.ledger.state())
+            state["ledger"], state["_log"] = by_value(self.ledger.state()), self.ledger.log
             state["_matcher"] = None
             state["indexes"] = self.indexes.state()
             state["_columns"] = (self.schema, self.lanes, columns[0]) if columns else None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        stored, ledger = state["_columns"], from_value(state["ledger"])
+        state = dict(state)
+        stored, ledger, log = state["_columns"], from_value(state["ledger"]), state.pop("_log")
         episodes = state["indexes"]
         super().__setstate__({**state, "_columns": None, "ledger": Ledger(ledger["slots"])})
         self.indexes = EpisodeIndexes(self)
         self.ledger.restore(ledger, None)
+        self.ledger.log = log  # the copied followers go on
         if stored is not None:
             schema, lanes, columns = from_value(stored)
             columns = [rebuilt_column(column, columns, lanes) for column in columns]

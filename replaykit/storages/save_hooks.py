@@ -220,7 +220,6 @@ def _restore(
     storage.load_content(replace(content, ledger=saved), target, rows)
     storage.ledger.restore(state, rows)
     storage.restore_episodes(episodes, saved, rows)
-    storage.edits += 1
 
 
 def warn_left_out(count: int, stacklevel: int = 4) -> None:

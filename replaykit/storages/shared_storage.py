@@ -27,7 +27,7 @@ from replaykit.recovery import (
     MEMBERS,
     RECOVERABLE,
     SHARED,
-    ChangeLog,
+    ElementLog,
     GivenViews,
     ProcessRegistry,
     RecoveryFolder,
@@ -42,6 +42,7 @@ from replaykit.recovery import (
     write_manifest,
 )
 from replaykit.schema import Schema
+from replaykit.storages.change_log import ChangeKind
 from replaykit.storages.columns import Columns
 from replaykit.storages.commit_state import (
     Changed,
@@ -56,7 +57,6 @@ from replaykit.storages.recoverable import (
     PRIORITIES,
     VERSION_SHARED,
     Recovery,
-    ledger_counters,
 )
 from replaykit.storages.row_files import RowFiles, columns_in_files, refuse_taken
 from replaykit.structure import Path
@@ -68,7 +68,6 @@ __all__ = [
     "ANNOUNCED",
     "HOW",
     "IRREGULAR",
-    "OWN",
     "RESET",
     "SIGNS",
     "Following",
@@ -91,12 +90,9 @@ ANNOUNCED, IRREGULAR, RESET = range(SIGNS := 3)
 _ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
 """True if processors see each other's stores in order; else reads take the lock."""
 
-OWN = 4
-"""Count of the numbers that follow those of a `CommittedState`.
-
-They are the length of the log, ``changes`` of the ledger, ``edits`` of the storage and ``bounding``
-of the indexes. If one of the last three changes, derived data of other processes is outdated.
-"""
+_MOVED, _EDITED, _COLUMNS = 2, 3, 1 << 10
+"""Numbers in the shared log for changes of the order of rows, for edits of any column, and for
+edits of the first column. All other numbers there are of tables."""
 
 
 class Following(Recovery):
@@ -114,11 +110,12 @@ class Following(Recovery):
         super().__init__(storage, home)
         self._known = 0
         """Number of the state that this process has followed; -1 to read everything."""
-        self._own = [0] * OWN
+        self._logged_until = 0
+        """Count of the entries in the shared log at that state."""
         self._lags = False
         """True if this process has read only the ledger's counters from that state."""
         self._pending: list[tuple[int, Array | None]] = []
-        self._log: ChangeLog | None = None
+        self._log: ElementLog | None = None
         self._signs: Any = None
 
     def _forget(self) -> None:
@@ -152,17 +149,19 @@ class Following(Recovery):
                 if not self._glance_at_all(storage):
                     return None
             else:
-                self._known, ledger.cursor, ledger.length, ledger.next_position = found
-                self._lags, storage.indexes.stale = True, True
+                self._known, self._lags = found[0], True
+                ledger.follow_writes(*found[1:])
+                self._seen = ledger.log.number
         return irregular, ledger.next_position, indexed
 
     def _glance_at_all(self, storage: LazyTensorStorage) -> bool:
         """Follow the whole latest state, and return whether that was possible."""
         found, before = self.home.states.glance(), self._committed
-        if found is None or before is None or found[1][-OWN:].tolist() != self._own:
+        if found is None or before is None or int(found[1][-1]) != self._logged_until:
             return False
-        if not before.follow(found[1][:-OWN]):
+        if not before.follow(found[1][:-1]):
             return False
+        storage.ledger.follow_writes(before.cursor, before.length, before.next_position)
         self._follow_counters(storage, before)
         self._known, self._lags = found[0], False
         return True
@@ -204,25 +203,24 @@ class Following(Recovery):
     def _follow_counters(self, storage: LazyTensorStorage, state: CommittedState) -> None:
         """Follow the changes of writes at the cursor."""
         ledger = storage.ledger
-        ledger.cursor, ledger.length = state.cursor, state.length
-        ledger.next_position = state.next_position
-        storage.indexes.stale = True  # indexes must be updated before this process overwrites rows
         for writer, count in zip(self._writers, state.counts, strict=False):
             if (part := writer()) is not None:
                 part._write_count = count
-        self._seen = ledger_counters(ledger), storage.edits, self._write_counts()
-        self._saved_at = ledger.next_position, ledger.changes
+        self._seen, self._counts = ledger.log.number, self._write_counts()
+        self._saved_at = ledger.next_position, ledger.cleared
 
     def _follow(self, storage: LazyTensorStorage, reset: bool) -> None:
-        numbers, own = self._state_numbers()
+        numbers, logged = self._state_numbers()
         before, ledger, indexes = self._committed, storage.ledger, storage.indexes
         since: dict[int, Array | None] | None = {}
         if reset or before is None:
             since = None
-        elif own[0] != self._own[0]:
+        elif logged != self._logged_until:
             assert self._log is not None
-            since = self._log.since(self._own[0], own[0])
-        steady = not reset and own[1:] == self._own[1:] and before is not None
+            since = self._log.since(self._logged_until, logged)
+        steady = since is not None and not any(
+            number in (_MOVED, _EDITED) or number >= _COLUMNS for number in since
+        )
         if not (steady and before is not None and before.follow(numbers)):
             steady = False
             before = self._committed = CommittedState.of_numbers(self.home.states.view())
@@ -237,15 +235,15 @@ class Following(Recovery):
             before.next_position,
             before.cleared,
             before.by_stream,
-            own[1],
             *tables,
+            moved=since is None or _MOVED in since,
         )
-        storage.edits = own[2]
+        if since is not None:
+            self._follow_edits(storage, since)
         if not steady:
-            indexes.follow(before.marks, before.codes, reset=reset, edited=own[3] != self._own[3])
-            indexes.bounding = own[3]
+            indexes.follow(before.marks, before.codes, reset=reset)
         indexes.heads_from = self._heads
-        self._own = own
+        self._logged_until = logged
         for place, known in enumerate(self._samplers[: len(before.priorities)]):
             sampler = known()
             if sampler is None:
@@ -253,8 +251,33 @@ class Following(Recovery):
             at = None if since is None else since.get(PRIORITIES + place, _NO_ELEMENTS)
             self._hand_over(sampler, place, at)
         self._follow_counters(storage, before)
-        self._marks = indexes.marks.numbers
-        ledger.touched = []
+
+    def _follow_edits(self, storage: LazyTensorStorage, since: dict[int, Array | None]) -> None:
+        """Record the edits of other processes in this process's log."""
+        if _EDITED in since:
+            storage.ledger.log.edit(since[_EDITED])
+        columns = list(storage.require().schema.leaves)
+        for number in since:
+            if number >= _COLUMNS:
+                storage.ledger.log.edit(since[number], [columns[number - _COLUMNS]])
+
+    def _log_changes(self, storage: LazyTensorStorage, seen: int) -> None:
+        """Log the changes since ``seen`` that tables and counters do not show."""
+        log, columns = storage.ledger.log, list(storage.require().schema.leaves)
+        changes = log.since(seen)
+        if changes is None:
+            self._pending.append((_MOVED, None))
+        for change in changes or ():
+            slots = change.slots
+            if change.kind is ChangeKind.EDIT and change.columns is None:
+                self._pending.append((_EDITED, slots))
+            elif change.kind is ChangeKind.EDIT:
+                numbers = (_COLUMNS + columns.index(path) for path in change.columns or ())
+                self._pending.extend((number, slots) for number in numbers)
+            elif change.kind in (ChangeKind.CLEAR, ChangeKind.MOVE) or (
+                change.kind is ChangeKind.PLACE and not storage.ledger.by_stream
+            ):
+                self._pending.append((_MOVED, None))
 
     def _hand_over(self, sampler: PriorityKeeper, place: int, at: Array | None) -> None:
         """Give a sampler the present priorities of some elements; None for all."""
@@ -266,13 +289,10 @@ class Following(Recovery):
         values = cells.copy() if at is None else cells[at]
         sampler.follow_priorities(Changed(at, values, table.length, table.most, table.dropped))
 
-    def _state_numbers(self) -> tuple[Array, list[int]]:
+    def _state_numbers(self) -> tuple[Array, int]:
+        """Return the numbers of the latest state, and the count of logged elements."""
         numbers = self.home.states.view()
-        if not len(numbers):
-            return numbers, [0] * OWN
-        if len(numbers) < OWN:
-            raise CheckpointError(f"{self.home.folder} is damaged: its state is too short")
-        return numbers[:-OWN], numbers[-OWN:].tolist()
+        return (numbers[:-1], int(numbers[-1])) if len(numbers) else (numbers, 0)
 
     def _heads(self) -> dict[str, Any] | None:
         """Return the first episodes' begins from the state that this process has read.
@@ -285,10 +305,8 @@ class Following(Recovery):
             self._catch_up(storage)
         state = self._committed
         heads = None if state is None else state.episodes()["heads"]
-        if heads is not None and storage is not None and state is not None:
-            ledger = storage.ledger
-            now = [state.next_position, *self._own[1:3]]
-            heads["now"] = now == [ledger.next_position, ledger.changes, storage.edits]
+        if heads is not None and storage is not None:
+            heads["now"] = storage.ledger.log.number == self._seen
         return heads
 
 
@@ -336,7 +354,7 @@ class Sharing(Following):
     """
 
     shared = True
-    _more = (0,) * OWN
+    _more = (0,)
 
     def __init__(
         self,
@@ -456,7 +474,7 @@ class Sharing(Following):
         like = Changes(columns.slots * columns.lanes.numel(), _PRIORITY_BYTES)
         cells = self._cells(_PRIORITIES_SET, SharedChanges.length(like))
         self._set = SharedChanges(cells, like, pending_changes=self._pending_changes)
-        self._log = ChangeLog(self.home.table(_LOG, np.int64, _LOG_LENGTH)[:_LOG_LENGTH])
+        self._log = ElementLog(self.home.table(_LOG, np.int64, _LOG_LENGTH)[:_LOG_LENGTH])
         self._signs = self.home.table(_SIGNS, np.int64, SIGNS)[:SIGNS].data
 
     def _cells(self, number: int, count: int) -> Array:
@@ -549,7 +567,7 @@ class Sharing(Following):
         storage, signs = self._storage(), self._signs
         assert storage is not None
         ledger = storage.ledger
-        if ledger.changes != self._own[1]:  # the cursor of other processes differs
+        if ledger.log.irregular > self._seen:  # the cursor of other processes differs
             signs[IRREGULAR] |= 1
         signs[ANNOUNCED] = ledger.next_position + first - ledger.cursor + count
         self._journal_ring(first, count)
@@ -564,14 +582,13 @@ class Sharing(Following):
         try:
             if signs is None or storage is None:
                 return
-            if storage.ledger.changes != self._own[1]:
+            if storage.ledger.log.irregular > self._seen:
                 signs[IRREGULAR] |= 1
             super().commit()
             if signs[IRREGULAR] & 1:
                 signs[IRREGULAR] += 1
         except BaseException:
             self._forget()
-            self._again = False
             if self.active:
                 self._rollback(0)
             raise
@@ -603,17 +620,17 @@ class Sharing(Following):
         pending = any(sampler is not None and sampler.priorities_pending() for sampler in samplers)
         return pending or self.home.journaled()[1] > 0
 
-    def _commit(self, storage: LazyTensorStorage, numbers: Array) -> None:
-        logged = self._own[0]
+    def _commit(self, storage: LazyTensorStorage, numbers: Array, seen: int) -> None:
+        logged = self._logged_until
+        if storage.ledger.log.irregular > seen:
+            self._log_changes(storage, seen)
         if self._pending:
             assert self._log is not None
             logged = self._log.append(logged, self._pending)
             self._pending = []
-        own = [logged, storage.ledger.changes, storage.edits, storage.indexes.bounding]
-        if own != self._own:
             self._signs[RESET] = self.home.states.sequence + 1
-        self._known = self.home.commit(numbers, own)
-        self._own = own
+        self._known = self.home.commit(numbers, [logged])
+        self._logged_until = logged
 
 
 HOW = ("private", "mapped", "existsok", "recover", "durable")

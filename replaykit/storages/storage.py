@@ -6,7 +6,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,39 +22,7 @@ from replaykit.storages.ledger import Ledger
 from replaykit.storages.save_hooks import SavedRows
 from replaykit.structure import Path, map_leaves
 
-__all__ = ["MAX_EDITS", "Edit", "Listener", "Storage", "with_edit"]
-
-MAX_EDITS = 64
-"""Most edits that a storage remembers."""
-
-
-class Edit(NamedTuple):
-    """One change of rows that were stored already.
-
-    Attributes:
-        number: the value of ``Storage.edits`` after this edit.
-        paths: the changed columns; None if any column may have changed.
-        slots: the slots of the changed rows, int64 ``[K]``; None if any row may have changed.
-    """
-
-    number: int
-    paths: Collection[Path] | None
-    slots: np.ndarray[Any, Any] | None
-
-
-def with_edit(recent: tuple[Edit, ...], edit: Edit, rows: int) -> tuple[Edit, ...]:
-    """Return the latest edits with ``edit`` added, at most `MAX_EDITS`.
-
-    Older edits are dropped. Together the edits name at most ``rows`` slots, so they take at most 8
-    bytes per row. If more rows have changed, a reader can read all rows at the same cost.
-    """
-    found: list[Edit] = []
-    for one in (edit, *reversed(recent)):
-        rows -= 0 if one.slots is None else len(one.slots)
-        if rows < 0 or len(found) == MAX_EDITS:
-            break
-        found.append(one)
-    return tuple(reversed(found))
+__all__ = ["Listener", "Storage"]
 
 
 class Listener(Protocol):
@@ -100,11 +68,6 @@ class Storage(SavedRows, Uncompiled, ABC):
         self.ndim = ndim
         self.ledger = Ledger(max_size)
         self._locks: dict[int, Any] = {}
-        # Grows with every change of stored rows in place. Data derived from these rows is then
-        # outdated.
-        self.edits = 0
-        # The latest edits. An edit that was not announced is missing here.
-        self.recent_edits: tuple[Edit, ...] = ()
         # Keeps ledger, counts and priorities in files. If it is None, they are lost with the
         # process.
         self.recovery: Any = None

@@ -384,17 +384,19 @@ class LazyTensorStorage(TensorStorage):
         state = self.__dict__.copy()
         for name in ("_columns", "_matcher", "ledger", "indexes", "_locks", "_listeners"):
             del state[name]
-        return {**state, "recovery": None, "_shared": recovery.invitation()}
+        log = self.ledger.log
+        return {**state, "recovery": None, "_shared": recovery.invitation(), "_log": log}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_shared" not in state:
             super().__setstate__(state)
             return
         state = dict(state)
-        invitation = state.pop("_shared")
+        invitation, log = state.pop("_shared"), state.pop("_log")
         self.__dict__.update(state)
         self._locks, self._listeners = {}, []
         self._forget_rows()
+        self.ledger.log = log
         self._begin_sharing(None, **invitation)
 
     @property

@@ -258,8 +258,9 @@ class ReturnToGo(Transform):
             found = self._gather(storage, index, wanted, last[at], lane[at])
             value = self._values(found, leaves[self.reward], truncated)
         returns = self._returns(leaves, rows, value)
-        storage.edits += 1
         element = torch.from_numpy(index.element(time, lane[of_row]))
+        slots = element.numpy() // storage.lanes.numel()
+        storage.ledger.log.edit(slots, [self.key, _VALID])
         _scatter(storage, self.key, element, returns)
         _scatter(storage, _VALID, element, torch.ones(len(time), 1, dtype=torch.bool, device="cpu"))
 

@@ -91,8 +91,8 @@ class TensorDictMaxValueWriter(Writer):
         self._heap: RankHeap | None = None
         # The ranks of a checkpoint, until the first write builds the heap from them.
         self._ranks_then: Array | ReadLater[Array] | None = None
-        # The storage's next row id and count of edits when the heap was updated last.
-        self._seen = (-1, -1)
+        # The number of the storage's log when the heap was updated last.
+        self._seen = -1
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to. Raises ValueError if it has ``ndim > 1``."""
@@ -133,7 +133,7 @@ class TensorDictMaxValueWriter(Writer):
             raise
         # The cursor moves too, because another writer may later continue from it.
         storage.ledger.place(index[accepted], move_cursor=True)
-        self._seen = self._state_of_storage()
+        self._seen = self.storage.ledger.log.number
         self._count(len(accepted))
         result = torch.full_like(index, -1)
         result[stored] = index[stored]
@@ -144,16 +144,14 @@ class TensorDictMaxValueWriter(Writer):
 
         Cost: O(1), or O(N) after an edit or a load.
         """
-        if self._heap is None or self._seen != self._state_of_storage():
-            then = self._ranks_then if self._seen == self._state_of_storage() else None
+        changed = self.storage.ledger.log.rows_changed(self._seen)
+        if self._heap is None or changed:
+            then = None if changed else self._ranks_then
             if isinstance(then, ReadLater):
                 then = then.read()
             self._heap = self._rebuilt(self._stored_ranks() if then is None else then)
         self._ranks_then = None
         return self._heap
-
-    def _state_of_storage(self) -> tuple[int, int]:
-        return self.storage.ledger.next_position, self.storage.edits
 
     def _rebuilt(self, ranks: Array) -> RankHeap:
         ledger = self.storage.ledger
@@ -162,7 +160,7 @@ class TensorDictMaxValueWriter(Writer):
             ages = ledger.tables()[0]
             ages = ledger.positions(arange(ledger.length)) if ages is None else ages
             heap.assign(ranks, ages.numpy(), ledger.next_position)
-        self._seen = self._state_of_storage()
+        self._seen = self.storage.ledger.log.number
         return heap
 
     def _stored_ranks(self) -> Array:
@@ -250,7 +248,7 @@ class TensorDictMaxValueWriter(Writer):
             self._ranks_then = ReadLater(_numbers, [ranks], "ranks of rows")
         else:
             self._ranks_then = ranks.numpy().copy()
-        self._seen = self._state_of_storage()
+        self._seen = self.storage.ledger.log.number
 
     def __getstate__(self) -> dict[str, Any]:
         if multiprocessing.context.get_spawning_popen() is not None:

@@ -34,7 +34,7 @@ def rings(draw: st.DrawFn) -> tuple[int, int, list[tuple[str, int, int, Any]]]:
     rows = draw(st.integers(1, 3000))
     near_end = st.integers(max(rows - 40, 0), rows - 1)
     write = st.tuples(
-        st.sampled_from(["wrote", "wrote", "wrote_at", "wrote_later", "wrote_index", "save"]),
+        st.sampled_from(["wrote", "wrote", "wrote_at", "wrote_index", "save"]),
         st.one_of(near_end, st.integers(0, rows - 1)),
         st.one_of(st.integers(1, 80), st.integers(1, 2 * rows)),
         st.sampled_from([None, None, ("a",), KEYS]),
@@ -63,15 +63,11 @@ def test_the_chunks_of_all_rows_written_have_changed_and_no_others(
                 changes.wrote(first, count, keys)
             elif how == "wrote_at":
                 changes.wrote_at(torch.from_numpy(touched), keys)
-            elif how == "wrote_later":
-                keys = None
-                changes.wrote_later(torch.from_numpy(touched))
             else:
                 touched = touched[touched >= first]
                 changes.wrote_index(slice(first, int(touched[-1]) + 1), rows, keys)
             for key in keys or KEYS:
                 model[key][touched] = now
-        changes._add_late()
         for key in KEYS:
             starts = np.arange(0, rows, changes.chunk)
             expected = np.maximum.reduceat(model[key], starts)

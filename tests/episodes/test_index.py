@@ -236,7 +236,7 @@ def test_every_lane_is_a_separate_stream(lanes: tuple[int, ...]) -> None:
                 rb.writer.cut(lane)
                 models[lane].sever(4)
             if data.draw(st.booleans()):  # noted anew
-                rb.storage.indexes.edited(rb.storage.episodes.bound.paths)
+                rb.storage.ledger.log.edit(None, rb.storage.episodes.bound.paths)
             assert_same(rb, models)
 
     run()
@@ -323,7 +323,7 @@ def test_rows_placed_all_over_are_noted_in_one_go(
         found = []
         for way in (counted, one_by_one):
             monkeypatch.setattr(RingWrites, "_append_with_ends", way)
-            rb.storage.indexes.edited(rb.storage.episodes.bound.paths)
+            rb.storage.ledger.log.edit(None, rb.storage.episodes.bound.paths)
             calls.clear()
             index = rb.storage.episodes
             assert len(calls) <= 2

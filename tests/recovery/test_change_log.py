@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaykit.recovery import ChangeLog
+from replaykit.recovery import ElementLog
 
 changes = st.lists(
     st.tuples(
@@ -22,7 +22,7 @@ def test_change_log_omits_no_change(
     length: int, commits: list[list[tuple[int, list[int] | None]]]
 ) -> None:
     numbers = np.zeros(length, np.int64)
-    writing, reading = ChangeLog(numbers), ChangeLog(numbers)
+    writing, reading = ElementLog(numbers), ElementLog(numbers)
     counts, said = [0], []
     for commit in commits:
         noted = [(t, None if at is None else np.array(at, np.int64)) for t, at in commit]
@@ -50,7 +50,7 @@ def test_change_log_omits_no_change(
 
 @given(st.integers(0, 40), st.lists(st.integers(0, 99), max_size=8))
 def test_change_log_is_exact_for_few_changes(before: int, at: list[int]) -> None:
-    log = ChangeLog(np.zeros(16, np.int64))
+    log = ElementLog(np.zeros(16, np.int64))
     count = 0
     for number in range(before):
         count = log.append(count, [(1, np.array([number]))])
@@ -64,7 +64,7 @@ def test_change_log_is_exact_for_few_changes(before: int, at: list[int]) -> None
 
 
 def test_uncounted_note_of_a_dead_process_is_ignored() -> None:
-    log = ChangeLog(np.zeros(16, np.int64))
+    log = ElementLog(np.zeros(16, np.int64))
     count = log.append(0, [(3, np.arange(8))])
     log.append(count, [(4, np.arange(8))])  # never counted
     found = log.since(0, count)

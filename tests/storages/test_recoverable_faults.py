@@ -25,7 +25,7 @@ from replaykit import (
 from replaykit.buffer import components
 from replaykit.errors import CheckpointError
 from replaykit.recovery import MappedFile, States
-from replaykit.samplers.priority_table import SetElements
+from replaykit.storages.change_log import ChangeLog
 from replaykit.storages.columns import Columns
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -323,10 +323,14 @@ def test_priorities_set_before_an_exception_are_kept(
     rb = opened(tmp_path)
     rb.extend(rows(0, 6))
 
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
+    record = ChangeLog.edit
 
-    monkeypatch.setattr(SetElements, "add", interrupted)
+    def interrupted(log: ChangeLog, slots: Any, *columns: Any) -> None:
+        if slots is not None:
+            raise KeyboardInterrupt
+        record(log, slots, *columns)
+
+    monkeypatch.setattr(ChangeLog, "edit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rb.update_priority(torch.tensor([1]), torch.tensor([0.5]))
     monkeypatch.undo()

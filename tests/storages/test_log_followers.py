@@ -1,0 +1,178 @@
+"""Parts that follow the log of a storage: each takes its data from what came since its number.
+
+Every test also moves the number of the part past a change, and finds the change missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    ConsumingSampler,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    StalenessAwareSampler,
+    TensorDictMaxValueWriter,
+)
+
+SLOTS = 8
+
+
+def rows(*values: float) -> TensorDict:
+    x = torch.tensor(values, dtype=torch.float32)
+    done = torch.zeros(len(values), 1, dtype=torch.bool)
+    after = {"done": done, "reward": x[:, None]}
+    return TensorDict({"policy_version": x.long(), "next": after}, [len(values)])
+
+
+def buffer(**parts: Any) -> ReplayBuffer:
+    return ReplayBuffer(storage=LazyTensorStorage(SLOTS), batch_size=SLOTS, **parts)
+
+
+def skip(rb: ReplayBuffer, part: Any, name: str) -> None:
+    """Have a part believe that it has seen every change."""
+    ledger = rb.storage.ledger
+    assert hasattr(part, name)
+    pair = isinstance(getattr(part, name), tuple)
+    setattr(part, name, ledger.place_in_log if pair else ledger.log.number)
+
+
+def silently(rb: ReplayBuffer, *values: float) -> None:
+    """Write at the cursor with another writer, without a notification."""
+    writer = RoundRobinWriter()
+    writer.register_storage(rb.storage)
+    writer.write(writer.prepare(rows(*values)))
+
+
+def versions() -> tuple[ReplayBuffer, Any, str, Callable[[], None], Callable[[], Any]]:
+    rb = buffer(sampler=StalenessAwareSampler(max_staleness=-1))
+    rb.extend(rows(0, 0, 0, 0))
+    rb.sample()
+    held: Any = rb.sampler
+
+    def change() -> None:
+        rb["policy_version"] = torch.full((4,), 7)
+        silently(rb, 9)
+
+    def read() -> Any:
+        return sorted(held._versions.follow(rb.storage).versions.tolist())
+
+    return rb, held._versions, "_seen", change, read
+
+
+def priorities() -> tuple[ReplayBuffer, Any, str, Callable[[], None], Callable[[], Any]]:
+    rb = buffer(sampler=PrioritizedSampler(alpha=1.0, beta=1.0))
+    rb.extend(rows(*range(SLOTS)))
+    rb.update_priority(torch.arange(SLOTS), torch.full((SLOTS,), 0.25))
+    held: Any = rb.sampler
+
+    def change() -> None:
+        silently(rb, 1, 1)
+
+    def read() -> Any:
+        return held._following(rb.storage).priorities.tolist()
+
+    return rb, held._stored, "_seen", change, read
+
+
+def live() -> tuple[ReplayBuffer, Any, str, Callable[[], None], Callable[[], Any]]:
+    rb = buffer(sampler=ConsumingSampler(max_sample_count=1))
+    rb.extend(rows(*range(SLOTS)))
+    rb.sample(SLOTS - 1)
+    held: Any = rb.sampler
+
+    def change() -> None:
+        silently(rb, *range(SLOTS))
+
+    return rb, held, "_seen", change, lambda: held.left(rb.storage)
+
+
+def episodes() -> tuple[ReplayBuffer, Any, str, Callable[[], None], Callable[[], Any]]:
+    rb = buffer()
+    rb.extend(rows(*range(6)))
+    assert len(rb.episodes) == 1
+
+    def change() -> None:
+        flags = torch.zeros(6, 1, dtype=torch.bool)
+        flags[2] = True
+        rb["next", "done"] = flags
+
+    held: Any = rb.storage
+    return rb, held.indexes, "seen", change, lambda: len(rb.episodes)
+
+
+def ranks() -> tuple[ReplayBuffer, Any, str, Callable[[], None], Callable[[], Any]]:
+    rb = buffer(writer=TensorDictMaxValueWriter())
+    rb.extend(rows(*range(1, SLOTS + 1)))
+    held: Any = rb.writer
+
+    def change() -> None:
+        rb["next", "reward"] = torch.full((SLOTS, 1), 100.0)
+
+    return rb, held, "_seen", change, lambda: rb.extend(rows(50.0)).tolist()
+
+
+FOLLOWERS: list[Any] = [versions, priorities, live, episodes, ranks]
+WANTED = {
+    versions: [7, 9],
+    priorities: [1.0, 1.0, *[0.25] * 6],
+    live: SLOTS,
+    episodes: 2,
+    ranks: [-1],
+}
+
+
+@pytest.mark.parametrize("follower", FOLLOWERS, ids=lambda one: one.__name__)
+def test_a_follower_finds_what_has_changed(follower: Any) -> None:
+    _, _, _, change, read = follower()
+    change()
+    assert read() == WANTED[follower]
+    assert follower is ranks or read() == WANTED[follower]
+
+
+@pytest.mark.parametrize("follower", FOLLOWERS, ids=lambda one: one.__name__)
+def test_a_follower_that_skips_changes_is_noticed(follower: Any) -> None:
+    rb, part, name, change, read = follower()
+    change()
+    skip(rb, part, name)
+    assert read() != WANTED[follower]
+
+
+@pytest.mark.parametrize("follower", FOLLOWERS, ids=lambda one: one.__name__)
+def test_an_overtaken_follower_starts_over(follower: Any) -> None:
+    rb, _, _, change, read = follower()
+    log = rb.storage.ledger.log
+    change()
+    log._runs.clear()
+    log._last, log._named, log._oldest = None, 0, log.number
+    assert read() == WANTED[follower]
+
+
+def test_commits_follow_the_log(tmp_path: Path) -> None:
+    def opened() -> ReplayBuffer:
+        storage = LazyMemmapStorage(SLOTS, scratch_dir=tmp_path, existsok=True, recover=True)
+        return ReplayBuffer(storage=storage, batch_size=SLOTS)
+
+    rb = opened()
+    rb.extend(rows(*range(SLOTS)))
+    rb.writer.write_at(torch.tensor([5, 2]), rows(50, 20))
+    ids = rb.storage.ledger.positions(torch.arange(SLOTS)).tolist()
+    del rb
+    again = opened()
+    assert again.storage.ledger.positions(torch.arange(SLOTS)).tolist() == ids
+    assert ids == [0, 1, 9, 3, 4, 8, 6, 7]
+    held: Any = again.storage
+    with again.storage.lock:
+        again.writer.write_at(torch.tensor([0]), rows(1))
+        held.recovery._seen = again.storage.ledger.log.number
+    del again, held
+    assert opened().storage.ledger.positions(torch.arange(SLOTS)).tolist() == ids
