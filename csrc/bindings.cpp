@@ -124,6 +124,7 @@ NB_MODULE(_core, m) {
   replaykit::bind_interrupts(m);
   replaykit::bind_ledger(m);
   replaykit::bind_marks(m);
+  replaykit::bind_matching(m);
   replaykit::bind_relabel(m);
   replaykit::bind_rows(m);
   replaykit::bind_reads(m);

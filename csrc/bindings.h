@@ -13,6 +13,7 @@ void bind_followed(nanobind::module_& m);
 void bind_interrupts(nanobind::module_& m);
 void bind_ledger(nanobind::module_& m);
 void bind_marks(nanobind::module_& m);
+void bind_matching(nanobind::module_& m);
 void bind_moments(nanobind::module_& m);
 void bind_reads(nanobind::module_& m);
 void bind_relabel(nanobind::module_& m);

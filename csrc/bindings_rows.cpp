@@ -191,17 +191,23 @@ void replaykit::bind_rows(nb::module_& m) {
            nb::arg("slots"), nb::arg("n"), nb::arg("from_"), nb::arg("strides"),
            nb::arg("threads"), "Copy rows in. If a slot occurs twice, its last row stays.")
       .def("scatter_ring",
-           [](const Table& self, std::int64_t first, std::int64_t n, const List& from,
-              const List& strides, int threads) {
-             const std::vector<Side> sides = as_sides(self, from, strides);
-             if (first < 0 || first >= self.rows() || n < 0 || n > self.rows()) {
+           [](const Table& self, std::int64_t first, std::int64_t n, std::int64_t skipped,
+              const List& from, int threads) {
+             List strides;
+             for (const Field& field : self.fields()) strides.push_back(field.bytes);
+             std::vector<Side> sides = as_sides(self, from, strides);
+             if (first < 0 || first >= self.rows() || n < 0 || n > self.rows() || skipped < 0) {
                throw nb::index_error(("expected at most " + std::to_string(self.rows()) +
                                       " rows from one of as many slots on, got " +
                                       std::to_string(n) + " from slot " +
                                       std::to_string(first)).c_str());
              }
+             for (Side& side : sides) side.address += skipped * side.stride;
+             if (self.overlaps(sides, n)) return false;
              unlocked(self, n, [&] { self.scatter_ring(first, n, sides, threads); });
+             return true;
            },
-           nb::arg("first"), nb::arg("n"), nb::arg("from_"), nb::arg("strides"),
-           nb::arg("threads"), "Copy rows into consecutive slots, wrapping around.");
+           nb::arg("first"), nb::arg("n"), nb::arg("skipped"), nb::arg("from_"), nb::arg("threads"),
+           "Copy contiguous rows into consecutive slots, wrapping around. The first `skipped` rows "
+           "at each address are left out. Return False if a row may lie in the table.");
 }

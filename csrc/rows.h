@@ -158,6 +158,7 @@ class Table {
 
   std::int64_t rows() const { return rows_; }
   std::int64_t row_bytes() const { return row_bytes_; }
+  const std::vector<Field>& fields() const { return fields_; }
   std::int64_t width() const { return static_cast<std::int64_t>(fields_.size()); }
 
   // Returns the index of the first position that is outside [0, limit), or n.
@@ -281,6 +282,19 @@ class Table {
         }
       }
     });
+  }
+
+  // Returns whether any of n rows, which are contiguous on each side, may lie in this table.
+  bool overlaps(const std::vector<Side>& sides, std::int64_t n) const {
+    for (std::size_t f = 0; f < fields_.size(); ++f) {
+      const char* const start = sides[f].address;
+      const char* const stop = start + n * fields_[f].bytes;
+      for (const Field& field : fields_) {
+        const char* const end = field.base + (rows_ - 1) * field.stride + field.bytes;
+        if (start < end && field.base < stop && start < stop) return true;
+      }
+    }
+    return false;
   }
 
   // Copies n <= rows() rows to slots first, first + 1, ..., wrapping around after the last slot.

@@ -24,6 +24,7 @@ __all__ = [
     "LazyStackedTensorDict",
     "NonTensorData",
     "NonTensorStack",
+    "TENSORDICT_PARTS",
     "Template",
     "TensorDict",
     "TensorDictBase",
@@ -63,6 +64,9 @@ def _has_known_parts() -> bool:
 
 
 _KNOWN_PARTS = _has_known_parts()
+
+TENSORDICT_PARTS = ("_batch_size", "_tensordict") if _KNOWN_PARTS else None
+"""The attributes of a TensorDict with its batch size and its fields, or None if these differ."""
 
 
 def new_tensordict(

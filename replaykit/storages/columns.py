@@ -362,18 +362,14 @@ class Columns:
             addresses: as ``schema_match.Matcher`` returns them.
 
         Returns:
-            False if only ``scatter`` can write the rows. Nothing has changed then.
+            False if only ``scatter`` can write the rows. Nothing is written then.
         """
         if self._native is None or self._overlapping:
             return False
         self.refresh_addresses()
-        if self._memory.overlap(addresses, count, self._native.leaf_sizes):
-            return False
-        self.changes.wrote(first % self.slots, count - skipped)
-        self._native.scatter_ring(
-            first * self._cells, count * self._cells, addresses, skipped * self._cells
-        )
-        return True
+        self.changes.wrote(first, count - skipped)
+        cells = self._cells
+        return self._native.scatter_ring(first * cells, count * cells, addresses, skipped * cells)
 
     def clear(self) -> None:
         """Record the removal of all rows; their memory stays allocated."""

@@ -357,14 +357,16 @@ class NativeRows:
         else:
             table.gather(rows.data_ptr(), count, limit, to, strides, threads)
 
-    def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> None:
-        """Write elements ``skipped .. count``, which are contiguous from each address."""
-        sizes = self.leaf_sizes
-        if skipped:
-            addresses = [a + skipped * size for a, size in zip(addresses, sizes, strict=True)]
-            count -= skipped
+    def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
+        """Write elements ``skipped .. count``, which are contiguous from each address.
+
+        Return False if some of them may lie in the columns.
+        """
         threads = torch.get_num_threads() if count * self._row_bytes >= _THREADS_FROM else 1
-        self._leaves.scatter_ring(first, count, addresses, sizes, threads)
+        written: bool = self._leaves.scatter_ring(
+            first, count - skipped, skipped, addresses, threads
+        )
+        return written
 
     def scatter(self, slots: torch.Tensor, sources: Mapping[Path, torch.Tensor]) -> bool:
         """Write time slots ``[K]`` from leaves ``[K, *lanes, *F]``.

@@ -14,6 +14,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorc
 
 from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
 from replaykit.schema import Schema, split_leaves
+from replaykit.storages import schema_match
 from replaykit.storages.schema_match import MatchedRows, Matcher
 from replaykit.structure import raw_bytes
 
@@ -50,6 +51,13 @@ def _good(count: int | None = COUNT, seed: int = 0, **others: torch.Tensor) -> T
 def _of(schema_data: TensorDict) -> tuple[Matcher, Schema]:
     schema = Schema(split_leaves(schema_data, 1).root)
     return Matcher(schema), schema
+
+
+@pytest.fixture(params=["described", "asked for attributes"])
+def versions(request: Any, monkeypatch: Any) -> None:
+    """A version of torch that describes its tensors to the core, and one that does not."""
+    if request.param != "described":
+        monkeypatch.setattr(schema_match, "_EXCHANGE", None)
 
 
 # -- changes that leave rows good, or do not -------------------------------------------------------
@@ -164,6 +172,7 @@ def _bits(tensor: torch.Tensor) -> Any:
     return tensor.dtype, tensor.shape, raw_bytes(tensor).numpy(force=True).tobytes()
 
 
+@pytest.mark.usefixtures("versions")
 @pytest.mark.parametrize("count", [None, 1, COUNT])
 @pytest.mark.parametrize("name", CHANGES)
 def test_recognised_rows_equal_flattened_rows(name: str, count: int | None) -> None:
@@ -228,6 +237,7 @@ def _snapshot(data: Any) -> Any:
     return repr(data)
 
 
+@pytest.mark.usefixtures("versions")
 @pytest.mark.parametrize(
     ("name", "path", "single", "accepted"),
     [
@@ -242,6 +252,10 @@ def _snapshot(data: Any) -> Any:
         ("strided", "next.x", False, False),
         ("squeezed", "done", False, False),
         ("index", "x", False, False),
+        ("dtype", "x", False, False),
+        ("longer", "next.x", False, False),
+        ("meta", "scalar", False, False),
+        ("zeros without memory", "x", False, False),
         ("unknown key", "x", False, False),
         ("nested batch", "x", False, False),
     ],
