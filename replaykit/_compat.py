@@ -21,10 +21,10 @@ from tensordict import (
 )
 
 __all__ = [
+    "TENSORDICT_PARTS",
     "LazyStackedTensorDict",
     "NonTensorData",
     "NonTensorStack",
-    "TENSORDICT_PARTS",
     "Template",
     "TensorDict",
     "TensorDictBase",

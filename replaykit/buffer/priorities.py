@@ -9,7 +9,7 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit import native
-from replaykit._compat import is_tensordict, lookup
+from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup
 from replaykit.reductions import reduce_rows
 from replaykit.samplers import Sampler, Sequence
 from replaykit.samplers.sequence import anchor_priorities
@@ -66,6 +66,8 @@ def written_priorities(
         ValueError: there is not one priority per row, or a priority is NaN, negative or infinite.
     """
     if wanted is False or not sampler.prioritized:
+        return None
+    if type(data) is TensorDict and key[0] not in fields_of(data):
         return None
     batches = data if isinstance(data, (list, tuple)) and not single else [data]
     values = []

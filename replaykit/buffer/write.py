@@ -80,6 +80,9 @@ def write_in_turn(
     if timeout is not None:
         timeout = checked_timeout(timeout)
     if buffer._pace is None:
+        if not buffer._chain.entries and not buffer._restarted:
+            # All changes are made under the lock, which defers signals, too.
+            return store_rows(buffer, data, single=single, update_priority=update_priority)
         with deferred:
             return bring_in(buffer, data, None, single=single, update_priority=update_priority)
     with deferred, buffer._pace.ticket(INSERT, timeout) as ticket:

@@ -113,7 +113,7 @@ class PriorityTable:
         self.length = 0
         self._with = (smallest, largest)
         self._models = _outputs(0, law.dtype)
-        self._same: tuple[float, torch.Tensor] | None = None
+        self._same: tuple[tuple[float, int], torch.Tensor] | None = None
         self.log = ChangeLog(1)
         self._allocate(1)
 
@@ -242,20 +242,18 @@ class PriorityTable:
             False if the index has another form, or the core refuses it. No priority has changed
             then.
         """
-        view = self._sums.native_view
-        if view is None or type(index) is not torch.Tensor or index.ndim != 1 or self._saved.frozen:
+        if self._sums.native_view is None or not isinstance(index, torch.Tensor):
             return False
-        count, dtype = index.shape[0], self.law.dtype
-        if not count or not as_it_is(index, torch.int64, count):
+        count = index.numel()
+        if self._saved.frozen or not count or not as_it_is(index, torch.int64, count):
             return False
         if top > self.capacity:
             self.reserve(top)
         same = self._same  # another thread may replace it
-        if same is None or same[0] != priority or same[1].shape[0] != count:
-            full = torch.full((count,), priority, dtype=dtype, device="cpu")
-            same = self._same = priority, full
-        done = self._set_in_core(index, same[1], 0, top, 0, 1)
-        if done < 0:
+        if same is None or same[0] != (priority, count):
+            full = torch.full((count,), priority, dtype=self.law.dtype, device="cpu")
+            same = self._same = (priority, count), full
+        if self._set_in_core(index, same[1], 0, top, 0, 1) < 0:
             return False
         self._log_set(index)
         if top > self.length:
@@ -279,8 +277,8 @@ class PriorityTable:
             then: the address of the generations of the slots; 0 for no check.
             written, slots: the ledger's next row id and its number of slots.
         """
-        law, least, most = self.law, self._least, self._most
-        found: float = self._sums.native_view.set_priorities(
+        law, least, most, count = self.law, self._least, self._most, index.shape[0]
+        largest: float = self._sums.native_view.set_priorities(
             None if least is None else least.native_view,
             None if most is None else most.native_view,
             self._raw.data_ptr(),
@@ -288,7 +286,7 @@ class PriorityTable:
             index.data_ptr(),
             priority.data_ptr(),
             then,
-            index.shape[0],
+            count,
             length,
             written,
             slots,
@@ -296,7 +294,7 @@ class PriorityTable:
             law.alpha,
             law.most,
         )
-        return found
+        return largest
 
     def cover(self, top: int, default: float) -> None:
         """Count the rows below ``top`` as stored; give unset rows the default."""
