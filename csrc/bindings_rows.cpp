@@ -95,41 +95,20 @@ void replaykit::bind_rows(nb::module_& m) {
            nb::arg("bases"), nb::arg("strides"), nb::arg("sizes"), nb::arg("rows"))
       .def("gather",
            [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
-              const List& to, const List& strides, int threads) {
+              const List& to, const List& strides, int threads, bool mapped, bool cold) {
              const std::vector<Side> sides = as_sides(self, to, strides);
              const List at = checked_index(index, n, checked_limit(self, limit));
-             unlocked(self, n, [&] { self.gather(at.data(), n, sides, threads); });
-           },
-           nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("strides"),
-           nb::arg("threads"), "Copy rows out. Raise IndexError if a row is outside [0, limit).")
-      .def("gather_records",
-           [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
-              std::int64_t to, std::int64_t stride, int threads, bool mapped, bool cold) {
-             if (self.width() != 1) throw nb::value_error("expected a table of one field");
-             const List at = checked_index(index, n, checked_limit(self, limit));
-             const std::vector<Side> side = {{as_address(to), stride}};
              if (mapped) {
-               nb::gil_scoped_release release;
-               return self.gather_mapped(at.data(), n, side, threads, cold);
+               nb::gil_scoped_release release;  // a page may have to be read from disk
+               return self.gather_mapped(at.data(), n, sides, threads, cold);
              }
-             unlocked(self, n, [&] { self.gather(at.data(), n, side, threads); });
+             unlocked(self, n, [&] { self.gather(at.data(), n, sides, threads); });
              return false;
            },
-           nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("stride"),
-           nb::arg("threads"), nb::arg("mapped"), nb::arg("cold"),
-           "Do the same as `gather` or `gather_mapped` for a table of one field.")
-      .def("gather_mapped",
-           [](const Table& self, std::int64_t index, std::int64_t n, std::int64_t limit,
-              const List& to, const List& strides, int threads, bool cold) {
-             const std::vector<Side> sides = as_sides(self, to, strides);
-             const List at = checked_index(index, n, checked_limit(self, limit));
-             nb::gil_scoped_release release;  // a page may have to be read from disk
-             return self.gather_mapped(at.data(), n, sides, threads, cold);
-           },
            nb::arg("index"), nb::arg("n"), nb::arg("limit"), nb::arg("to"), nb::arg("strides"),
-           nb::arg("threads"), nb::arg("cold"),
-           "Copy rows of mapped files out, with hints to the kernel. Return whether anything was "
-           "read from disk.")
+           nb::arg("threads"), nb::arg("mapped") = false, nb::arg("cold") = false,
+           "Copy rows out, of mapped files with hints to the kernel. Return whether anything was "
+           "read from disk. Raise IndexError if a row is outside [0, limit).")
       .def("discounted",
            [](const Table& self, std::int64_t index, std::int64_t steps, std::int64_t n,
               std::int64_t lanes, double gamma, bool wide, std::int64_t out) {

@@ -4,9 +4,7 @@ Python calls are frames that begin; C calls are those of builtin functions and m
 the compiled core are neither: the interpreter does not report them. Frames of the benchmarks do not
 count, and neither do their calls of C.
 
-A process of its own counts. A write of rows whose memory lies between that of two columns compares
-it with each of them, about 40 Python calls more. In a process that has done other work, memory lies
-in other places each time.
+A process of its own counts, because other works may leave buffers and threads behind.
 """
 
 from __future__ import annotations

@@ -490,7 +490,7 @@ class PriorityTable:
         if ledger is not None and ledger.counted:
             generation = torch.empty_like(index)
             then, written, slots = generation.data_ptr(), ledger.next_position, ledger.slots
-        uniform = torch.rand(batch_size, dtype=torch.float64, generator=generator, device="cpu")
+        uniform = models[2].uniform_(generator=generator)  # no caller keeps it
         view.draw_weighted(
             uniform.data_ptr(),
             batch_size,
@@ -534,7 +534,7 @@ class PriorityTable:
 
 
 @torch.inference_mode(False)
-def _outputs(batch_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the models for the slots and weights of a batch."""
-    index = torch.empty(batch_size, dtype=torch.int64, device="cpu")
-    return index, torch.empty(batch_size, dtype=dtype, device="cpu")
+def _outputs(batch_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return the models for the slots and weights of a batch, and room for random numbers."""
+    dtypes = torch.int64, dtype, torch.float64
+    return tuple(torch.empty(batch_size, dtype=each, device="cpu") for each in dtypes)

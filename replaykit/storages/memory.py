@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -15,7 +14,6 @@ from replaykit.storages.records import RecordLayout, alone
 from replaykit.structure import Path
 
 __all__ = [
-    "ColumnMemory",
     "allocate",
     "as_device",
     "available_memory",
@@ -185,70 +183,3 @@ def format_bytes(count: int) -> str:
         value /= 1024
         units.pop(0)
     return f"{count} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
-
-
-class ColumnMemory:
-    """The memory of tensors, which moves if code with a view resizes a tensor.
-
-    Args:
-        tensors: all tensors through which the memory is used, each once.
-
-    Raises:
-        RuntimeError: the memory was resized and is too small for the rows.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
-        self._pass_addresses()
-
-    def _pass_addresses(self) -> None:
-        memory = [tensor.untyped_storage() for tensor in self.tensors]
-        for tensor, storage in zip(self.tensors, memory, strict=True):
-            if storage.nbytes() < reach(tensor):
-                raise RuntimeError(
-                    f"expected {reach(tensor)} bytes of memory behind stored rows, "
-                    f"got {storage.nbytes()}: it was resized from outside"
-                )
-        self._held = [(tensor, tensor.data_ptr()) for tensor in self.tensors]
-        self._ranges = {(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in memory if s.nbytes()}
-        self._from = min((start for start, _ in self._ranges), default=0)
-        self._to = max((stop for _, stop in self._ranges), default=0)
-
-    def has_moved(self) -> bool:
-        """Return whether the memory moved since the last call.
-
-        Raises:
-            RuntimeError: as for the class.
-        """
-        for tensor, address in self._held:
-            if tensor.data_ptr() != address:
-                self._pass_addresses()
-                return True
-        return False
-
-    def overlap(self, addresses: Sequence[int], count: int, sizes: Sequence[int]) -> bool:
-        """Return whether some leaves may be views of the memory.
-
-        Args:
-            addresses: the addresses of the leaves.
-            count: number of rows of each leaf.
-            sizes: for each leaf, the bytes of a row.
-        """
-        # This fast test is enough for most rows.
-        if min(addresses) >= self._to or max(addresses) + count * max(sizes) <= self._from:
-            return False
-        return any(
-            self._touches(address, address + count * size)
-            for address, size in zip(addresses, sizes, strict=True)
-        )
-
-    def holds(self, values: torch.Tensor) -> bool:
-        """Return whether the tensor storage of ``values`` overlaps the memory."""
-        # This test is enough for many values, and ten times cheaper than the full test.
-        if values.data_ptr() >= self._to:
-            return False
-        memory = values.untyped_storage()
-        return self._touches(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
-
-    def _touches(self, start: int, stop: int) -> bool:
-        return any(start < end and begin < stop for begin, end in self._ranges)

@@ -154,7 +154,7 @@ class NativeRows:
         layout = self.batch_layout
         if self._only_records and layout is not None:
             block = layout.new_block(count, self._owner.batch_memory)
-            self._move_records(self._rows, rows, limit, block.data_ptr(), layout.stride)
+            self._move(self._rows, rows, count, limit, [block.data_ptr()], self._batch_strides)
             return layout.split(block)
         if (
             count * self._row_bytes >= _THREADS_FROM
@@ -310,20 +310,6 @@ class NativeRows:
             leaves.append(leaf)
         return leaves
 
-    def _move_records(
-        self, table: Any, rows: torch.Tensor, limit: int, to: int, stride: int
-    ) -> None:
-        count, mapped = rows.shape[0], self._owner.advise
-        threads = torch.get_num_threads() if count * stride >= _THREADS_FROM else 1
-        cold = table.gather_records(
-            rows.data_ptr(), count, limit, to, stride, threads, mapped, self._cold > 0
-        )
-        if mapped:
-            self._record_cold(cold)
-
-    def _record_cold(self, cold: bool) -> None:
-        self._cold = _COLD_BATCHES if cold else max(0, self._cold - 1)
-
     def _fresh(self, path: Path, count: int) -> torch.Tensor:
         shape = (count, *self._shapes[path])
         if count * self.sizes[path] >= REUSED_FROM:
@@ -349,13 +335,10 @@ class NativeRows:
         strides: list[int],
     ) -> None:
         threads = torch.get_num_threads() if count * self._row_bytes >= _THREADS_FROM else 1
-        if self._owner.advise:
-            cold = table.gather_mapped(
-                rows.data_ptr(), count, limit, to, strides, threads, self._cold > 0
-            )
-            self._record_cold(cold)
-        else:
-            table.gather(rows.data_ptr(), count, limit, to, strides, threads)
+        mapped, at = self._owner.advise, rows.data_ptr()
+        cold = table.gather(at, count, limit, to, strides, threads, mapped, self._cold > 0)
+        if mapped:
+            self._cold = _COLD_BATCHES if cold else max(0, self._cold - 1)
 
     def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
         """Write elements ``skipped .. count``, which are contiguous from each address.

@@ -55,7 +55,13 @@ class Matcher:
         if known is None:
             return None
         batch, template = known
-        found = template.match(data, optional)
+        spare = None
+        for path in optional:
+            spare = path[0] if len(path) == 1 else None
+        try:
+            found = template.match(data, spare)
+        except RuntimeError:  # such a tensor has no strides or no address
+            return None
         return None if found is None else MatchedRows(self, found, batch, single)
 
     def _compile(self, single: bool, batch: torch.Size) -> tuple[torch.Size, Any] | None:
@@ -75,17 +81,31 @@ class Matcher:
                 if isinstance(child, Branch):
                     pending.append((len(branches), name, inner, child))
                     continue
-                shape, dtype = torch.Size(rows + child.shape), child.dtype
-                # Only such numbers have gradients or a lazy sign.
-                signed = dtype.is_floating_point or dtype.is_complex
-                example = torch.empty(0, dtype=dtype, device="cpu")
-                place = places[inner]
-                leaves.append((name, dtype, shape, place, signed, dtype.is_complex, example))
+                example = torch.empty((), dtype=child.dtype, device="cpu")
+                example = example.expand(rows + child.shape)
+                leaves.append((name, example, places[inner]))
             names = frozenset(name for name, _ in branch.children)
             branches.append((parent, part, torch.Size(rows + branch.extra), names, leaves))
         types = torch.Tensor, TensorDict
-        template = native.core.Template(types, TENSORDICT_PARTS, _EXCHANGE, branches)
+        template = native.core.Template(types, TENSORDICT_PARTS, _EXCHANGE, _address, branches)
         return torch.Size([1]) if single else rows, template
+
+
+def _address(leaf: torch.Tensor, example: torch.Tensor) -> int | None:
+    """Return the address of a contiguous tensor of the CPU with another's dtype and shape.
+
+    Return None for any other tensor.
+    """
+    if (
+        leaf.dtype is not example.dtype
+        or leaf.shape != example.shape
+        or not leaf.is_cpu
+        or not leaf.is_contiguous()
+    ):
+        return None
+    # Neither tensors without elements nor lazy zeros (ZeroTensor) have an address.
+    address = leaf.data_ptr()
+    return address if address or not leaf.numel() else None
 
 
 class MatchedRows(Rows):

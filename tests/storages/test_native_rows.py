@@ -261,7 +261,7 @@ def test_a_table_takes_as_many_numbers_as_it_has_fields() -> None:
         with pytest.raises(ValueError, match=text):
             table.gather(index.data_ptr(), 2, 4, addresses, strides, 1)
         with pytest.raises(ValueError, match=text):
-            table.gather_mapped(index.data_ptr(), 2, 4, addresses, strides, 1, False)
+            table.gather(index.data_ptr(), 2, 4, addresses, strides, 1, True)
         with pytest.raises(ValueError, match=text):
             table.scatter(index.data_ptr(), 2, addresses, strides, 1)
     for addresses in ([], [to.data_ptr()] * 2):

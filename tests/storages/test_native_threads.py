@@ -138,7 +138,7 @@ def test_other_threads_continue_while_wide_rows_are_copied(way: str) -> None:
         elif way == "ring":
             columns._native._leaves.scatter_ring(0, 12, 0, addresses, 1)
         elif way == "mapped":
-            table.gather_mapped(slots.data_ptr(), 12, 12, to, strides, 1, False)
+            table.gather(slots.data_ptr(), 12, 12, to, strides, 1, True)
         else:
             table.gather(slots.data_ptr(), 12, 12, to, strides, 1)
 
