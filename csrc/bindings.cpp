@@ -120,7 +120,7 @@ NB_MODULE(_core, m) {
   replaykit::bind_ahead(m);
   replaykit::bind_commits(m);
   replaykit::bind_episodes(m);
-  replaykit::bind_followed(m);
+  replaykit::bind_observations(m);
   replaykit::bind_interrupts(m);
   replaykit::bind_ledger(m);
   replaykit::bind_marks(m);

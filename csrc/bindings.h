@@ -9,7 +9,7 @@ void bind_ahead(nanobind::module_& m);
 void bind_checksums(nanobind::module_& m);
 void bind_commits(nanobind::module_& m);
 void bind_episodes(nanobind::module_& m);
-void bind_followed(nanobind::module_& m);
+void bind_observations(nanobind::module_& m);
 void bind_interrupts(nanobind::module_& m);
 void bind_ledger(nanobind::module_& m);
 void bind_marks(nanobind::module_& m);

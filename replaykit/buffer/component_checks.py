@@ -170,7 +170,7 @@ def check_mapped_rows(
     if not content.groups:
         return
     pairs = storage.pairs_for(content.single_group().schema)
-    found = why_not_mapped(content, pairs, slots, linked=storage.lane_key is not None)
+    found = why_not_mapped(content, pairs)
     if found is not None:
         path, why = found
         raise ValueError(

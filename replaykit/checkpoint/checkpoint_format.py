@@ -292,7 +292,7 @@ _DECODERS: dict[Any, Callable[[dict[str, Any], Callable[[str], Any]], Any]] = {
 
 
 FORMAT = "replaykit-checkpoint"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 _MOST_VERSIONS = 10**15
 _VERSIONED = re.compile(r"manifest-([0-9]{1,15})\.json")

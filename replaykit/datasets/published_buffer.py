@@ -24,6 +24,7 @@ from replaykit.storages.columns import Columns, ScatteredColumns
 from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.next_rows import pairs_of
 from replaykit.storages.overflow_table import grow_in_memory
+from replaykit.storages.references import References
 from replaykit.structure import Path as KeyPath
 from replaykit.ted import format_key
 from replaykit.writers import ImmutableDatasetWriter, Writer
@@ -167,7 +168,9 @@ def _following(
             pairs.stored, stored.tensors, 1, mapped=stored.advise, changes=stored.changes
         )
     found = DedupColumns(pairs, rows, grow_in_memory(rows.device))
-    found.adopt(lengths.cumsum(0) - 1, Columns(pairs.overflow, finals, 1))
+    last = (lengths.cumsum(0) - 1).numpy()
+    references = References(rows.slots, 1, (last,), len(last))
+    found.table.adopt_later([references], Columns(pairs.overflow, finals, 1), rows.slots)
     return found
 
 

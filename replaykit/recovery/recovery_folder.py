@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 FORMAT = "replaykit-recovery"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 
 
@@ -427,6 +427,12 @@ class RecoveryFolder:
         whole = len(file.bytes) // width * width
         cells = file.bytes[:whole].reshape(-1, width)
         self._tables[number], self._targets[number] = (file, cells), cells
+
+    def drop_table(self, number: int) -> None:
+        """Remove a table that no journal and no state uses any more."""
+        if (known := self._tables.pop(number, None)) is not None:
+            del self._targets[number]
+            known[0].path.unlink()
 
     def set(self, number: int, values: Array, at: Array | range, *, fresh: bool = False) -> None:
         """Set the rows ``at`` of a table to ``values``, ``[K]``.

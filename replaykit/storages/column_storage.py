@@ -16,7 +16,6 @@ from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.storages.column_reads import AnyColumns, ColumnReads
 from replaykit.storages.columns import Columns
 from replaykit.storages.dedup_columns import DedupColumns
-from replaykit.storages.dedup_streams import StreamColumns
 from replaykit.storages.indexing import (
     as_cells,
     as_index,
@@ -186,7 +185,7 @@ class ColumnStorage(ColumnReads):
         The next rows of the streams continue after these rows.
         """
         columns = self._columns
-        if not isinstance(columns, StreamColumns):
+        if not isinstance(columns, DedupColumns) or columns.key is None:
             self.write(slots, rows, kept)
         elif type(self).write is ColumnStorage.write:
             self._before_overwrite()
@@ -201,11 +200,9 @@ class ColumnStorage(ColumnReads):
 
     def cut(self, lanes: Any) -> None:
         super().cut(lanes)
-        if isinstance(self._columns, StreamColumns):
+        if isinstance(self._columns, DedupColumns):
             index = None if lanes is None else self.episodes
-            self._columns.sever(index.keys(lanes) if isinstance(index, InterleavedIndex) else None)
-        elif isinstance(self._columns, DedupColumns):
-            self._columns.sever(lanes)
+            self._columns.sever(index.keys(lanes) if isinstance(index, InterleavedIndex) else lanes)
 
     def resume(self, *, over: bool) -> None:
         super().resume(over=over)

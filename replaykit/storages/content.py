@@ -9,25 +9,27 @@ from typing import Any
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import TensorDict, TensorDictBase, arange, is_non_tensor, is_tensordict
-from replaykit.checkpoint import MappedRows, RowChunks
+from replaykit._compat import TensorDict, TensorDictBase, is_non_tensor, is_tensordict
+from replaykit.checkpoint import RowChunks
 from replaykit.checkpoint.dirty_chunks import RECORDS, Changes, TrackedTensor
 from replaykit.declared import Count, Positive, decode_state
 from replaykit.errors import SchemaError
 from replaykit.schema import Schema, split_leaves
-from replaykit.storages.indexing import rising_below
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.records import PackedLeaves, field_of
-from replaykit.storages.tensor_bytes import carried
+from replaykit.storages.references import (
+    NEXT,
+    OBSERVATION,
+    REFERENCES_KEY,
+    ReferencedColumn,
+    rebuilt_columns,
+)
 from replaykit.structure import Node, Path, build
 
 __all__ = [
     "Content",
     "Group",
-    "LinkedColumn",
     "from_plain",
-    "plain_column",
-    "rebuilt_column",
     "to_plain",
 ]
 
@@ -89,176 +91,12 @@ def _representable(value: TensorDictBase) -> bool:
     return not taken and not any(is_non_tensor(item) for item in value.values())
 
 
-Column = torch.Tensor | RowChunks
-
-
-class LinkedColumn:
-    """A column that takes each row from a row of ``source`` or from separate values.
-
-    It has the shape of ``source``. The row of ``source`` is by default the next row in the ring.
-    With ``steps``, it is the row at the given distance. The column can be read like a tensor: it
-    has ``len``, ``shape``, ``dtype`` and ``device``. An index is an int, a forward slice or int64
-    ``[K]``, and copies only its rows.
-
-    Args:
-        source: the column from which rows are taken, ``[n, *lanes, *F]``.
-        elements: the elements (``row * lanes + lane``) that have separate values, rising int64
-            ``[K]``.
-        values: the values of these elements, ``[K, *F]``.
-        lanes: sizes of the dimensions after time.
-        steps: distances to the other rows, int32 or int64 ``[n]``, with ``0 <= row + steps[row] <
-            n``. They are allowed only without lanes.
-
-    Elements and steps that are MappedRows, in files, are read and checked only when rows are read.
-    If they are invalid, that read raises ValueError.
-
-    Raises:
-        ValueError: the arguments contradict each other.
-    """
-
-    def __init__(
-        self,
-        source: Column,
-        elements: torch.Tensor | MappedRows,
-        values: Column,
-        lanes: torch.Size,
-        steps: torch.Tensor | MappedRows | None = None,
-    ) -> None:
-        self.steps = steps
-        self.source = source
-        self.elements = elements
-        self.values = values
-        self.shape = torch.Size(source.shape)
-        self.dtype = source.dtype
-        self.device = source.device
-        self._cells = lanes.numel()
-        self._feature = self.shape[1 + len(lanes) :]
-        if (
-            self.shape[1 : 1 + len(lanes)] != lanes
-            or values.dtype != source.dtype
-            or tuple(values.shape) != (len(elements), *self._feature)
-        ):
-            raise ValueError(
-                f"expected overflow values {source.dtype} {[len(elements), *self._feature]} for a "
-                f"column {list(self.shape)}, got {values.dtype} {list(values.shape)}"
-            )
-
-    def over(self, source: Column) -> LinkedColumn:
-        """Return the same column over another source, such as a copy of this source."""
-        lanes = self.shape[1 : len(self.shape) - len(self._feature)]
-        return LinkedColumn(source, self.elements, self.values, lanes, self.steps)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        if isinstance(index, int):
-            return self._rows(torch.tensor([index % len(self)], device="cpu"))[0]
-        if isinstance(index, slice):
-            return self._rows(arange(*index.indices(len(self))))
-        return self._rows(index)
-
-    def _tables(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        elements, steps = self.elements, self.steps
-        if isinstance(elements, MappedRows):
-            elements = rising_below(len(self) * self._cells, elements[:])
-        if isinstance(steps, MappedRows):
-            steps = _inside(steps[:])
-        return elements, steps
-
-    def _rows(self, index: torch.Tensor) -> torch.Tensor:
-        index = index.to(self.elements.device)
-        if not len(index):
-            shape = (0, *self.shape[1:])
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
-        elements, steps = self._tables()
-        after = (index + 1) % len(self) if steps is None else index + steps[index]
-        source = self.source
-        found = source[after] if isinstance(source, RowChunks) else carried(source)[after]
-        if len(elements):
-            cells = arange(self._cells).to(index.device)
-            wanted = (index[:, None] * self._cells + cells).reshape(-1)
-            place = torch.searchsorted(elements, wanted).clamp_(max=len(elements) - 1)
-            at = (elements[place] == wanted).nonzero().flatten()
-            values = self.values
-            rows = place[at]
-            own = values[rows] if isinstance(values, RowChunks) else carried(values)[rows]
-            flat = carried(found).view(len(wanted), *self._feature)
-            flat.index_copy_(0, at, carried(own))
-        return found.view(self.dtype)
-
-
-def plain_column(column: Any, columns: tuple[Any, ...]) -> Any:
-    """Return a column unchanged, or a LinkedColumn as plain values and tensors."""
-    if not isinstance(column, LinkedColumn):
-        return column
-    place = next(i for i, other in enumerate(columns) if other is column.source)
-    if column.steps is None:
-        return {"follows": place, "elements": column.elements, "values": column.values}
-    # The names differ, so that a reader without support for steps refuses the column.
-    return {
-        "follows": place, "own": column.elements, "own_values": column.values,
-        "steps": column.steps,
-    }  # fmt: skip
-
-
-def rebuilt_column(record: Any, columns: list[Any], lanes: torch.Size) -> Any:
-    """Rebuild a column from the result of ``plain_column``.
-
-    Raises:
-        ValueError: the record is not such a result.
-    """
-    if not isinstance(record, Mapping):
-        return record
-    names = ("own", "own_values") if "steps" in record else ("elements", "values")
-    place, elements, values = (record.get(name) for name in ("follows", *names))
-    source = columns[place] if type(place) is int and 0 <= place < len(columns) else None
-    if not isinstance(source, (torch.Tensor, RowChunks)):
-        raise ValueError(f"expected the number of a column that another one follows, got {place!r}")
-    stop = source.shape[0] * lanes.numel()
-    if isinstance(elements, RowChunks) and not isinstance(elements, MappedRows):
-        elements = elements[:]
-    if not (
-        isinstance(elements, (torch.Tensor, MappedRows))
-        and elements.dtype == torch.int64
-        and len(elements.shape) == 1
-        and len(elements) <= stop
-    ):
-        raise ValueError(f"expected rising elements of a column, got {elements!r}")
-    if isinstance(elements, torch.Tensor):
-        rising_below(stop, elements)
-    if not isinstance(values, (torch.Tensor, RowChunks)):
-        raise ValueError(f"expected the overflow values of a column, got {type(values).__name__}")
-    steps = _checked_steps(record["steps"], source.shape[0], lanes) if "steps" in record else None
-    return LinkedColumn(source, elements, values, lanes, steps)
-
-
-def _checked_steps(steps: Any, rows: int, lanes: torch.Size) -> torch.Tensor | MappedRows:
-    if isinstance(steps, RowChunks) and not isinstance(steps, MappedRows):
-        steps = steps[:]
-    if not (
-        isinstance(steps, (torch.Tensor, MappedRows))
-        and steps.dtype in (torch.int32, torch.int64)
-        and steps.shape == (rows,)
-        and not lanes
-    ):
-        raise ValueError(f"expected the distances of {rows} rows to their next ones, got {steps!r}")
-    return steps if isinstance(steps, MappedRows) else _inside(steps)
-
-
-def _inside(steps: torch.Tensor) -> torch.Tensor:
-    rows = len(steps)
-    after = arange(rows).to(steps.device) + steps
-    if rows and not 0 <= int(after.min()) <= int(after.max()) < rows:
-        raise ValueError(f"expected next rows in [0, {rows}), got {after}")
-    return steps
-
-
 @dataclass(frozen=True)
 class _SavedGroup:
     schema: Any
     columns: list[Any]
     records: Any = None
+    references: Any = None
 
 
 @dataclass(frozen=True)
@@ -274,7 +112,7 @@ class _SavedContent:
 class Group:
     """Rows of one schema, as columns in the order of the schema's leaves.
 
-    Columns are ``[n, *lanes, *F]``. A column is a tensor, rows in files, or a LinkedColumn. All
+    Columns are ``[n, *lanes, *F]``. A column is a tensor, rows in files, or a ReferencedColumn. All
     three are read like tensors.
 
     Attributes:
@@ -291,9 +129,24 @@ class Group:
     check: Callable[[], None] | None = None
     packed: PackedLeaves | None = None
 
-    def plain_columns(self) -> list[Any]:
-        """Return the columns as tensors, and each LinkedColumn as a mapping of tensors."""
-        return [plain_column(column, self.columns) for column in self.columns]
+    def plain_columns(self) -> tuple[list[Any], Any]:
+        """Return the columns as tensors, and the references of rows; see ``rebuilt_columns``."""
+        places = {id(column): place for place, column in enumerate(self.columns)}
+        roots = {
+            id(column.source): place
+            for place, column in enumerate(self.columns)
+            if isinstance(column, ReferencedColumn) and column.kind == OBSERVATION
+        }
+        columns, references = list(self.columns), None
+        for place, column in enumerate(self.columns):
+            if not isinstance(column, ReferencedColumn):
+                continue
+            columns[place] = column.source
+            if column.kind == NEXT:
+                root = roots.get(id(column.source), places.get(id(column.source)))
+                columns[place] = {"follows": root, "entries": column.values}
+                references = column.references.direct(column.lanes)
+        return columns, references
 
     def to_state(self, *, tracked: bool = False) -> dict[str, Any]:
         """Return plain values and tensors: the columns, or their offsets in ``records``.
@@ -302,14 +155,18 @@ class Group:
         are recorded.
         """
         changes, packed = self.changes if tracked else None, self.packed
-        columns = self.plain_columns()
+        columns, references = self.plain_columns()
         fields = {} if packed is None else packed.to_state(self.schema)
         for place, path in enumerate(self.schema.leaves):
             if path in fields:
                 columns[place] = fields[path]
             elif changes is not None and isinstance(columns[place], torch.Tensor):
                 columns[place] = TrackedTensor(columns[place], changes, path, self.check)
-        state = {"schema": self.schema.to_json(), "columns": columns}
+        state: dict[str, Any] = {"schema": self.schema.to_json(), "columns": columns}
+        if references is not None:
+            state["references"] = references
+            if changes is not None:
+                state["references"] = TrackedTensor(references, changes, REFERENCES_KEY, self.check)
         if packed is not None:
             records = packed.records
             if changes is not None:
@@ -468,11 +325,15 @@ class Content:
 
 
 def _copies(columns: tuple[Any, ...]) -> tuple[Any, ...]:
-    made = {id(c): c.clone() for c in columns if not isinstance(c, LinkedColumn)}
+    made: dict[int, Any] = {}
+
+    def copied(part: Any) -> Any:
+        return made.setdefault(id(part), part.clone())
+
     return tuple(
-        column.over(made[id(column.source)])
-        if isinstance(column, LinkedColumn)
-        else made[id(column)]
+        column.copied(copied(column.source), copied(column.references))
+        if isinstance(column, ReferencedColumn)
+        else copied(column)
         for column in columns
     )
 
@@ -488,10 +349,10 @@ def _group_from_state(saved: _SavedGroup, lanes: torch.Size) -> Group:
         if isinstance(column, Mapping) and "field" in column:
             columns[place] = field_of(column, records)
             offsets[path] = column["field"]
-    columns = [rebuilt_column(column, columns, lanes) for column in columns]
+    columns = rebuilt_columns(columns, saved.references, lanes)
     sizes = set()
     for (path, leaf), column in zip(schema.leaves.items(), columns, strict=True):
-        if not isinstance(column, (torch.Tensor, RowChunks, LinkedColumn)):
+        if not isinstance(column, (torch.Tensor, RowChunks, ReferencedColumn)):
             raise ValueError(f"expected a tensor for {path}, got {type(column).__name__}")
         expected = [*lanes, *leaf.shape]
         if column.dtype != leaf.dtype or list(column.shape[1:]) != expected:

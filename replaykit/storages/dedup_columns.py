@@ -1,248 +1,386 @@
-"""Store each next observation once, as the observation of the following row."""
+"""Store each observation once, and let rows refer to it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from replaykit._compat import arange
-from replaykit.checkpoint import MappedRows
-from replaykit.schema import Rows
+from replaykit.episodes.interleaved import key_dtype, stream_keys
+from replaykit.schema import Rows, Schema
 from replaykit.storages.columns import Columns
-from replaykit.storages.dedup_rows import DedupJournal, DedupRows
+from replaykit.storages.indexing import last_occurrences, ravel, selected_elements
 from replaykit.storages.ledger import Ledger
-from replaykit.storages.next_rows import Links, Pairs
+from replaykit.storages.next_rows import (
+    Chains,
+    Pairs,
+    StreamTails,
+    adjacent,
+    chains,
+    check_follows,
+    following_lanes,
+)
+from replaykit.storages.observation_table import ObservationTable
 from replaykit.storages.overflow_table import Grow
-from replaykit.storages.schema_match import MatchedRows
+from replaykit.storages.references import NEXT, OBSERVATION, entries_of
 from replaykit.storages.tensor_bytes import any_differing, carried
-from replaykit.structure import Path
+from replaykit.structure import Path, assembler
+from replaykit.ted import format_key
 
-__all__ = ["Compared", "DedupColumns"]
-
-_NO_NUMBERS = np.zeros(0, np.int64)
+__all__ = ["DedupColumns"]
 
 Array = np.ndarray[Any, Any]
 _Leaves = dict[Path, torch.Tensor]
 
 
-@dataclass
-class Compared:
-    """Rows that will be written at the cursor, compared with the rows before them.
+class DedupColumns:
+    """Columns whose rows refer to observations in a table of their own.
+
+    The class has the methods of ``Columns``. An element is the number ``slot * lanes + lane`` of a
+    row. The observation of a row is its leaves at the root that are in pairs, and its next
+    observation is their counterparts under ``next``. Both are entries of one table. The columns of
+    the root leaves hold as many entries as there are rows, and overflow entries hold the others.
+
+    A write decides once whether a row shares an entry: its observation with the next observation of
+    the row before, or its next observation with the observation of the row after. They share one
+    only if their bits are equal. A change gives a row other entries. It changes no other row.
+
+    Args:
+        pairs: the leaves that are stored once.
+        rows: columns of the other leaves and of the root leaves.
+        grow: function that allocates memory for overflow entries.
+        key: path of the leaf that names the stream of a row. None if the row before is in the
+            time slot before.
 
     Attributes:
-        nexts: the counterparts ``[n, *F]`` of all elements of the rows, which are leaves under
-            ``next``.
-        inside: bool, one per element except those of the last time slot. True if the next row of
-            the batch differs from the element's next observation. None if the batch has one time
-            slot.
-        newest: bool ``[lanes]``. True if the first row of the lane differs from the next
-            observation of its newest stored row. None if no newest row is known.
+        order: the paths, in the order in which leaves are gathered.
+        advise: whether to request the pages of a batch in mapped files from the kernel in advance.
+        table: the observations, and the references to them.
+
+    Cost: a write takes the time of a dense write, and one more pass over the leaves in pairs. A
+    read takes the time of a dense read. Streams take a dict entry each. Pages of all tables are
+    allocated when rows are written.
     """
 
-    nexts: dict[Path, torch.Tensor]
-    inside: torch.Tensor | None = None
-    newest: torch.Tensor | None = None
-
-
-class DedupColumns(DedupRows):
-    """Columns whose leaves under ``next`` are read from the root of the following row.
-
-    The class has the methods of ``Columns``. A row has an overflow entry for these leaves if its
-    follower has other bits or is missing. So every read returns the bits that were written, even if
-    other rows are written, edited or replaced. A change of a root value also updates the entry of
-    the row before.
-
-    Cost of a write: the cost of a dense write, and one more pass over the leaves in pairs. Without
-    the core, a write also takes some forty operations on small tensors.
-    """
-
-    def __init__(self, pairs: Pairs, rows: Columns, grow: Grow, links: Links | None = None) -> None:
-        super().__init__(pairs, rows, grow, links)
-        # The time slot that was written last. All its rows have overflow entries. None if the next
-        # row at the cursor will not follow it in time.
+    def __init__(self, pairs: Pairs, rows: Columns, grow: Grow, key: Path | None = None) -> None:
+        self.rows = rows
+        self.ndim, self.slots, self.lanes = rows.ndim, rows.slots, rows.lanes
+        self.device, self.advise, self.changes = rows.device, rows.advise, rows.changes
+        self._cells = rows.lanes.numel()
+        self._elements = rows.slots * self._cells
+        self.table = ObservationTable(pairs, rows, grow)
+        self.key = key
+        # The next row at the cursor continues the rows of this time slot, or the newest rows of
+        # these streams. No row continues lanes that are severed.
         self._newest: int | None = None
-        self._compared: tuple[Rows, Compared] | None = None
-        self._noted: Rows | None = None  # the rows that the core has compared
-        # Lanes whose newest row ends its episode, even if no flag says so.
-        self.severed: torch.Tensor | None = None
+        self._severed: Array = np.zeros(self._cells, np.bool_)
+        self._continuing: set[Any] = set()
+        self._compared: Any = None  # rows that were compared, their streams, and what was compared
+        self._tails: StreamTails | None = None
+        if key is not None:
+            leaf = pairs.schema.leaves[key]
+            self._tails = StreamTails(rows, key, key_dtype(leaf.shape, leaf.dtype))
+        # The rows before and after the rows of a load, their streams, and their order.
+        self._coming: tuple[Array, Array, Chains | None, Array] | None = None
+        self._arrange(pairs)
 
-    def clear(self) -> None:
-        """Remove the overflow entries of all rows; the memory stays allocated."""
-        if self.journal is not None:
-            self.journal.journal(range(self._stored * self._cells), _NO_NUMBERS)
-        self._overflow.clear(self._stored * self._cells)
-        self.rows.batch_memory.clear()
-        self._stored = 0
-        self._newest = self.severed = None
+    def _arrange(self, pairs: Pairs) -> None:
+        """Derive the other attributes from the leaves."""
+        self.pairs, self.schema, self._root_of = pairs, pairs.schema, pairs.root_of
+        roots = list(pairs.root_of.values())
+        # The columns of the other leaves; None if there are none. Root leaves in records are read
+        # with them, and replaced.
+        packed = {} if self.rows.layout is None else self.rows.layout.offsets
+        self._others: Columns | None = self.rows
+        if any(root not in packed for root in roots):
+            stored = [path for path in self.rows.tensors if path not in roots]
+            self._others = self.rows.part(stored) if stored else None
+        known = {*roots, *pairs.root_of}
+        others = [] if self._others is None else self._others.order
+        self.order = [*(path for path in others if path not in known), *roots, *pairs.root_of]
+        self._assemble = assembler(self.schema.root, self.order)
+        if self.table.native is not None:
+            self._assemble_native = assembler(self.schema.root, self.table.native.order)
+
+    def add(self, schema: Schema, tensors: Mapping[Path, torch.Tensor]) -> None:
+        """Add leaves that are stored for every row; see ``Columns.add``."""
+        pairs = self.pairs
+        stored = schema.part([path for path in schema.leaves if path not in pairs.root_of])
+        self.rows.add(stored, tensors)
+        pairs = replace(pairs, schema=schema, stored=stored)
+        self.table.arrange(pairs)
+        self._arrange(pairs)
+
+    # -- memory -------------------------------------------------------------------------------
+
+    def refresh_addresses(self) -> None:
+        """Update addresses of memory that has moved; see ``Columns.refresh_addresses``."""
+        self.rows.refresh_addresses()
 
     def check_writable(self) -> None:
         """Do nothing, because these rows share no memory."""
 
-    def adopt(self, elements: torch.Tensor, table: Columns) -> None:
-        """Adopt stored rows in all slots, and the overflow entries of some of them.
+    def nbytes(self) -> int:
+        """Return the bytes, in memory or in files, of the rows and of the observations."""
+        return self.rows.nbytes() + self.table.nbytes()
 
-        Args:
-            elements: the elements with an entry.
-            table: the values of the entries; it may have more entries than ``elements``.
-        """
-        self._overflow.adopt(elements, table)
-        self._stored = self.slots
+    @property
+    def overflow_rows(self) -> int:
+        """Number of elements whose next observation is not the observation of an element."""
+        self.table.read_references()
+        return int(self.table.core.alone())
 
-    def adopt_later(
-        self, elements: Sequence[MappedRows], table: Columns | None, stored: int
-    ) -> None:
-        """Adopt stored rows, and read and check ``elements`` only on their first use.
+    def clear(self) -> None:
+        """Remove the references of all rows; the memory stays allocated."""
+        self.table.clear()
+        self.rows.batch_memory.clear()
+        self._forget_newest()
+        self._coming = None
+        if self._tails is not None:
+            self._tails.clear()
 
-        Args:
-            elements: as for ``OverflowTable.adopt_later``.
-            table: as for ``adopt``; None if no element has an entry.
-            stored: number of slots that hold rows.
-        """
-        if table is not None:
-            self._overflow.adopt_later(elements, table, stored * self._cells)
-        self._stored = stored
-
-    def drop_unread(self) -> None:
-        """Drop overflow elements that were not read yet.
-
-        The caller will replace all rows. Invalid elements then raise no error.
-        """
-        if self._overflow.unread:
-            self.clear()
-
-    def journal_by(self, kept: DedupJournal, *, there: bool) -> None:
-        """Move the map of overflow entries to files, and journal its changes.
-
-        Args:
-            kept: the journal of the entries.
-            there: True if the files exist already. The caller must then call ``reread``.
-
-        Raises:
-            CheckpointError: an existing file is missing; the error names it.
-        """
-        self._overflow.move_to(kept.map(self._elements, self._overflow.kind, there=there))
-        self.journal = kept
-
-    def reread(self, ledger: Ledger, table: Columns | None = None) -> None:
+    def reread(self, ledger: Ledger, overflow: Columns | None = None) -> None:
         """Derive all other data from the tables in files, after a recovery or a rollback.
 
         The next rows need not continue the stored rows.
 
         Args:
-            table: the recovered overflow entries.
+            overflow: the recovered overflow entries.
 
         Raises:
-            ValueError: the tables contradict each other.
+            ValueError: the references contradict each other.
         """
-        known = -(-self._overflow.reread(table) // self._cells)
-        self._stored = max(ledger.length, known)
-        self._newest = self._compared = self._noted = self.severed = None
+        alone = self.table.reread(ledger.length, overflow)
+        self._forget_newest()
+        if self._tails is not None:
+            order = np.argsort(ledger.positions(torch.from_numpy(alone)).numpy())
+            self._tails.found(torch.from_numpy(alone[order]))
 
-    # -- at the cursor ------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------
+
+    def __getitem__(self, path: Path) -> torch.Tensor:
+        """Return a leaf that every row has; KeyError for a leaf that is in a pair."""
+        if path in self._root_of or path in self._root_of.values():
+            root = self._root_of.get(path, path)
+            raise KeyError(
+                f"{format_key(path)} is stored once, under {format_key(root)}, and cannot tell "
+                "where episodes end; give dedup_next the other keys"
+            )
+        return self.rows[path]
+
+    def read(self, index: torch.Tensor, length: int, *, contiguous: bool = False) -> Any:
+        """Read the rows at slots ``[B]`` into a new container.
+
+        With lanes, ``index`` holds coordinates ``[B, ndim]``.
+
+        Raises:
+            IndexError: a slot is outside ``[0, length)``. Only an index on the CPU is checked,
+                because the check would wait for any other device.
+        """
+        native = self.table.native
+        if native is not None and not contiguous and not self.advise:
+            elements = self._elements_of(index)
+            self.table.read_references()
+            self.table.point()
+            found = native.gather(elements, length * self._cells)
+            if found is not None:
+                return self._assemble_native(found, index.shape[:1], self.device)
+        leaves = self._gather(self._elements_of(index), length, contiguous)
+        return self._assemble([leaves[p] for p in self.order], index.shape[:1], self.device)
+
+    def gather(
+        self, index: torch.Tensor, length: int | None = None, *, contiguous: bool = False
+    ) -> _Leaves:
+        """Copy rows as ``read`` does, into leaves ``[B, *F]`` by path.
+
+        The default ``length`` is the number of slots.
+        """
+        length = self.slots if length is None else length
+        found = self._gather(self._elements_of(index), length, contiguous)
+        return {path: found[path] for path in self.schema.leaves}
+
+    def gather_keys(self, paths: Sequence[Path], elements: torch.Tensor) -> _Leaves:
+        """Copy some leaves of rows, ``[B, *F]`` by path; see ``Columns.gather_keys``."""
+        roots = self._root_of.values()
+        stored = [path for path in paths if path not in self._root_of and path not in roots]
+        found = self.rows.gather_keys(stored, elements) if stored else {}
+        if len(stored) < len(paths):
+            elements = elements.to(self.device, torch.int64)
+            if any(path in self._root_of for path in paths):
+                found.update(self.table.shown(elements, NEXT))
+            if any(path in roots for path in paths):
+                found.update(self.table.shown(elements, OBSERVATION))
+        return {path: found[path] for path in paths}
+
+    def _elements_of(self, index: torch.Tensor) -> torch.Tensor:
+        elements = index if self.ndim == 1 else ravel(index, self.lanes)
+        if elements.dtype is not torch.int64 or elements.device != self.device:
+            elements = elements.to(self.device, torch.int64)
+        return elements
+
+    def _gather(self, elements: torch.Tensor, length: int, contiguous: bool) -> _Leaves:
+        limit = length * self._cells
+        found: _Leaves = {}
+        if self._others is not None:
+            leaves = self._others.gather_elements(elements, limit, contiguous=contiguous)
+            found.update(zip(self._others.order, leaves, strict=True))
+        for kind in (OBSERVATION, NEXT):
+            found.update(self.table.shown(elements, kind, contiguous))
+        return found
+
+    def column(self, path: Path, stop: int) -> torch.Tensor:
+        """Return the first ``stop`` slots of a leaf, copied if the leaf is in a pair."""
+        kind = NEXT if path in self._root_of else OBSERVATION
+        if kind == OBSERVATION and path not in self._root_of.values():
+            return self.rows.column(path, stop)
+        found = self.table.shown(arange(stop * self._cells).to(self.device), kind)
+        return found[path].view(stop, *self.lanes, *self.schema.leaves[path].shape)
+
+    def view(self, stop: int, index: Any = None, *, time_dim: int = 0) -> _Leaves:
+        """Index the first ``stop`` slots as ``Columns.view``; leaves in pairs are copied."""
+        leaves = self.rows.view(stop, index, time_dim=time_dim)
+        numbers = self._selected(stop, slice(None) if index is None else index, time_dim)
+        for kind in (OBSERVATION, NEXT):
+            for path, leaf in self.table.shown(numbers.reshape(-1), kind).items():
+                leaves[path] = leaf.view(numbers.shape + leaf.shape[1:])
+        return {path: leaves[path] for path in self.schema.leaves}
+
+    def _selected(self, stop: int, index: Any, time_dim: int) -> torch.Tensor:
+        """Return the elements that an index selects of the first ``stop`` slots."""
+        shape, strides, step = [stop, *self.lanes], [], self._cells
+        for size in (1, *self.lanes):
+            step //= size
+            strides.append(step)
+        for grid in (shape, strides):
+            grid[0], grid[time_dim] = grid[time_dim], grid[0]
+        return selected_elements(index, torch.Size(shape), strides).to(self.device)
+
+    # -- what comes before a row ----------------------------------------------------------------
+
+    def _forget_newest(self) -> None:
+        self._newest = self._compared = None
+        self._severed[:] = False
+        self._continuing = set()
+
+    @property
+    def continuing(self) -> set[Any]:
+        """Streams whose next row must continue the newest row.
+
+        ``_forget_newest`` replaces this set. It does not change the set in place.
+        """
+        return self._continuing
+
+    def continues_from(self, streams: set[Any], keys: Array) -> None:
+        """Require that the next rows of these streams continue the stored rows.
+
+        ``streams`` and ``keys`` both hold keys of streams. ``keys`` are added to ``streams``.
+        """
+        streams.update(keys.tolist())
+        self._continuing = streams
+
+    def sever(self, lanes: Any) -> None:
+        """End the episodes of the newest rows.
+
+        ``lanes`` is bool ``[lanes]``, or holds the keys of streams; None for all.
+        """
+        if self.key is not None and lanes is not None:
+            self._continuing.difference_update(lanes)
+        elif self.key is not None:
+            self._continuing = set()
+        else:
+            self._severed |= True if lanes is None else torch.as_tensor(lanes).cpu().numpy()
+
+    def check(self, rows: Any, first: int, *, matched: bool) -> None:
+        """Check the next rows, each against the row before it.
+
+        The result is kept for the next write, which must write the same rows.
+
+        Args:
+            first: slot of the first row in the ring.
+            matched: True if the rows have addresses, in the order of the schema.
+
+        Raises:
+            ValueError: a row continues an episode, but differs from the next observation of the row
+                before.
+        """
+        table = self.table
+        sources = table.sources(rows, slice(None), matched=matched)
+        try:
+            streams, wrong = self._compare(rows.leaves, slice(None), len(rows), first, sources)
+            if wrong & 1 or (wrong and self._expects(first)):
+                self._check_slowly(rows, first, streams)
+        except BaseException:
+            table.core.forget()
+            raise
+        self._compared = rows, streams, sources
+
+    def forget(self) -> None:
+        """Drop the result of the last comparison, whose rows will not be written."""
+        self._compared = None
+        self.table.core.forget()
+
+    def _expects(self, first: int) -> bool:
+        """Return whether a row from slot ``first`` on may have to continue a stored row."""
+        if self._tails is not None:
+            return bool(self._continuing)
+        return self._newest == (first - 1) % self.slots and not self._severed.all()
+
+    def _check_slowly(self, rows: Rows, first: int, streams: Chains | None) -> None:
+        count = len(rows) * self._cells
+        if streams is None:
+            before, at = following_lanes(count, self._cells, -1), np.zeros(0, np.int64)
+            if self._newest is not None and self._newest == (first - 1) % self.slots:
+                at = np.flatnonzero(~self._severed)
+            slots = at + (self._newest or 0) * self._cells
+        else:
+            assert self._tails is not None
+            before = streams.before(count)
+            places, slots = self._tails.of(streams)
+            names = streams.keys[places].tolist()
+            expected = np.array([name in self._continuing for name in names], np.bool_)
+            at, slots = streams.first[places[expected]], slots[expected]
+        leaves = {
+            path: leaf.reshape(count, *self.schema.leaves[path].shape)
+            for path, leaf in rows.leaves.items()
+        }
+        stored: _Leaves = {}
+        if len(at):
+            elements = torch.from_numpy(slots).to(self.device)
+            stored = self.gather_keys(list(self.schema.leaves), elements)
+        check_follows(
+            leaves, before, self.pairs, self._cells, stored, at, streams=streams is not None
+        )
+
+    def _compare(
+        self, leaves: Mapping[Path, Any], kept: Any, count: int, first: int, sources: Any
+    ) -> tuple[Chains | None, int]:
+        """Compare ``count`` new rows with the rows before them.
+
+        ``first`` is the slot of the first row, if rows follow each other in the ring.
+
+        Returns:
+            The streams of the rows, and the result of ``ObservationTable.compare``.
+        """
+        self._compared = None
+        if self._tails is None:
+            return None, self.table.compare_run(first, count, sources)
+        assert self.key is not None
+        keys = stream_keys(leaves[self.key])
+        found = chains(keys[kept] if isinstance(kept, slice) else keys[kept.numpy()])
+        before = found.before(count)
+        at, slots = self._tails.of(found)
+        before[found.first[at]] = -2 - slots
+        return found, self.table.compare(before, None, sources)
+
+    # -- writing ------------------------------------------------------------------------------
 
     def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
         """Return False, because only ``write_ring`` compares the rows."""
         return False
-
-    def continues(self, rows: MatchedRows, first: int) -> bool:
-        """Return whether the core found that each row continues the row before.
-
-        The rows will be written from slot ``first`` on. If the result is False, the caller must
-        call ``compare``. The core keeps the result of the comparison for ``write_ring``.
-        """
-        found = self._compare_native(rows, first)
-        self._noted = rows if found else None
-        return bool(found)
-
-    def _compare_native(self, rows: MatchedRows, first: int) -> bool | None:
-        newest, count = self._newest, len(rows)
-        if self._native is None or newest is None or self._cells > 1 or count >= self.slots:
-            return None
-        if self._is_loose:
-            return None
-        if newest != (first - 1) % self.slots:
-            return None
-        severed = self.severed is not None and bool(self.severed[0])
-        return self._native.compare(rows.addresses, count, newest, severed)
-
-    def _write_native(self, first: int, rows: MatchedRows) -> bool:
-        """Write as ``write_ring`` in one call of the core; return False if it cannot."""
-        noted, self._noted = self._noted, None
-        if noted is not rows and (
-            (self._compared is not None and self._compared[0] is rows)
-            or self._compare_native(rows, first) is None
-        ):
-            return False
-        native, newest, stored, count = self._native, self._newest, self._stored, len(rows)
-        assert native is not None
-        assert newest is not None
-        if self.journal is not None:
-            self.journal.journal_ring(first, count)
-        # If an interrupt comes, no row is mistaken for the newest row.
-        self._newest = None
-        self._stored = max(stored, min(first + count, self.slots))
-        self.rows.changes.wrote(first, count)
-        try:
-            written = native.write(rows.addresses, count, first, newest)
-        except Exception:
-            self._newest, self._stored = newest, stored
-            raise
-        if not written:
-            self._newest, self._stored = newest, stored
-            return False
-        self._newest = (first + count - 1) % self.slots
-        self._compared = self.severed = None
-        return True
-
-    def compare(self, rows: Rows, first: int) -> Compared:
-        """Compare rows with the rows before them.
-
-        The rows will be written from slot ``first`` on. The result is kept for ``write_ring``. The
-        next write must write the same rows.
-        """
-        compared = self._comparison(rows, first)
-        self._compared = rows, compared
-        return compared
-
-    def sever(self, lanes: Any) -> None:
-        """End the episodes of the newest rows of lanes, bool ``[lanes]``, or None for all."""
-        if lanes is None:
-            lanes = [True] * self._cells
-        severed = torch.as_tensor(lanes, dtype=torch.bool, device=self.device)
-        self.severed = severed if self.severed is None else self.severed | severed
-
-    def forget(self) -> None:
-        """Drop the result of the last comparison, whose rows will not be written."""
-        self._compared = self._noted = None
-
-    def _comparison(self, rows: Rows, first: int) -> Compared:
-        leaves, cells = rows.leaves, self._cells
-        count, lead = rows.batch.numel(), len(rows.batch)
-        flat: _Leaves = {}
-        for path in (*self._nexts, *self._roots.order):
-            leaf = leaves[path].to(self.device)
-            flat[path] = leaf if lead == 1 else leaf.reshape(count, *leaf.shape[lead:])
-        nexts = {path: flat[path] for path in self._nexts}
-        roots = {path: flat[root] for path, root in self.pairs.root_of.items()}
-        compared = Compared(nexts)
-        if count > cells:
-            compared.inside = any_differing(
-                {path: leaf[:-cells] for path, leaf in nexts.items()},
-                {path: leaf[cells:] for path, leaf in roots.items()},
-            )
-        if self._newest is not None and self._newest == (first - 1) % self.slots:
-            values = self._following(self._elements_at(self._newest))
-            compared.newest = any_differing(
-                values, {path: leaf[:cells] for path, leaf in roots.items()}
-            )
-        return compared
-
-    def _elements_at(self, slot: int) -> torch.Tensor:
-        return arange(slot * self._cells, (slot + 1) * self._cells).to(self.device)
 
     def write_ring(self, first: int, rows: Rows, skipped: int, *, matched: bool) -> None:
         """Write ``rows[skipped:]`` at the slots from ``first + skipped`` on, in the ring.
@@ -253,65 +391,236 @@ class DedupColumns(DedupRows):
             matched: True if ``rows`` is a `MatchedRows`, which has the memory addresses of its
                 leaves in the order of the schema.
         """
-        if matched and not skipped and self._write_native(first, rows):  # type: ignore[arg-type]
+        kept, first, count = (
+            slice(skipped, None),
+            (first + skipped) % self.slots,
+            len(rows) - skipped,
+        )
+        if self.key is not None:
+            slots = (arange(count) + first) % self.slots
+            self.write_streams(slots, rows, kept, matched=matched)
             return
-        count, cells, slots = len(rows), self._cells, self.slots
-        known, self._compared, self.severed = self._compared, None, None
-        compared = known[1] if known and known[0] is rows else self._comparison(rows, first)
-        newest, last = self._newest, (first + count - 1) % slots
-        if skipped or newest is None or compared.newest is None or count >= slots:
-            at = (arange(skipped, count) + first) % slots
-            self.scatter(at, rows.leaves, slice(skipped, None))
-            self._newest = last
+        self._write(rows, kept, count, matched and not skipped, first, None)
+        self._newest = (first + count - 1) % self.slots
+        self._severed[:] = False
+
+    def write_streams(
+        self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice, *, matched: bool
+    ) -> None:
+        """Write ``rows[kept]`` to distinct slots ``[K]``, as ``scatter`` does.
+
+        The next rows of the streams must continue these rows.
+
+        Args:
+            matched: True if the rows have addresses, in the order of the schema.
+        """
+        if not len(slots):
             return
-        size = count * cells
-        elements = arange(first * cells, first * cells + size).to(self.device)
-        if first + count > slots:
-            elements %= self._elements
-        # The last rows need entries. So do rows whose next observation the next row lacks.
-        tail = {path: carried(leaf)[-cells:] for path, leaf in compared.nexts.items()}
-        holders, values = elements[-cells:], tail
-        if compared.inside is not None:
-            places = compared.inside.nonzero().squeeze(1)
-            if places.shape[0]:
-                holders = torch.cat([elements[places], holders])
-                values = {
-                    path: torch.cat([carried(leaf)[places], tail[path]])
-                    for path, leaf in compared.nexts.items()
-                }
-        entries = self._overflow.entries(elements)
-        places = entries.nonzero().squeeze(1)
-        cleared = self._elements_at(newest)
-        back = self._overflow.entries(cleared).to(torch.int64) - 1
-        if bool(compared.newest.any()):
-            fits = ~compared.newest
-            back, cleared = back[fits], cleared[fits]
-        if places.shape[0]:
-            back = torch.cat([back, entries[places].to(torch.int64) - 1])
-            cleared = torch.cat([cleared, elements[places]])
-        change = self._overflow.plan(back, holders.shape[0])
+        continuing, whole = self._continuing, len(slots) == len(rows)
+        found = self._write(rows, kept, len(slots), matched and whole, 0, slots)
+        assert found is not None
+        if whole:
+            keys = found.keys
+        else:
+            assert self.key is not None
+            keys = stream_keys(rows.leaves[self.key])
+        self.continues_from(continuing, keys)
+
+    def _write(
+        self,
+        rows: Any,
+        kept: torch.Tensor | slice,
+        count: int,
+        matched: bool,
+        first: int,
+        slots: torch.Tensor | None,
+    ) -> Chains | None:
+        """Write ``count`` rows at the slots from ``first`` on, or at ``slots``."""
+        known = self._compared
+        if known is not None and known[0] is rows and count == len(rows):
+            _, streams, sources = known
+            self._compared = None
+        else:
+            sources = self.table.sources(rows, kept, matched=matched)
+            streams, _ = self._compare(rows.leaves, kept, count, first, sources)
+        elements = self._elements_at(slots) if slots is not None else None
+        self.table.write(sources, elements, first, count, slots)
+        self._update_tails(streams, slots)
+        return streams
+
+    def _elements_at(self, slots: torch.Tensor) -> Array:
+        at = slots.numpy().astype(np.int64, copy=False)
+        if self._cells > 1:
+            at = (at[:, None] * self._cells + np.arange(self._cells)).reshape(-1)
+        return np.ascontiguousarray(at)
+
+    def _update_tails(self, found: Chains | None, slots: torch.Tensor | None) -> None:
+        if self._tails is not None and found is not None and slots is not None:
+            there = self._tails.append(found, slots)
+            if there is not None:
+                self._continuing.intersection_update(there)
+
+    # -- writing anywhere -----------------------------------------------------------------------
+
+    def scatter(
+        self, slots: torch.Tensor, leaves: Mapping[Path, Any], kept: torch.Tensor | slice
+    ) -> None:
+        """Write rows ``kept`` of the leaves to distinct slots ``[K]`` of dimension 0.
+
+        With streams, in the order of ``slots`` they become the newest rows of their streams. A
+        KeyboardInterrupt is raised after everything is written.
+        """
+        if not len(slots):
+            return
+        self._forget_newest()
+        rows = Rows(self.schema.root, dict(leaves), torch.Size([len(slots), *self.lanes]))
+        sources = self.table.sources(rows, kept, matched=False)
+        elements = self._elements_at(slots)
+        found = None
+        if self.key is None:
+            self.table.compare(*self._adjacent(elements), sources)
+        else:
+            found, _ = self._compare(sources, slice(None), len(slots), 0, sources)
+        self.table.write(sources, elements, 0, len(slots), slots)
+        self._update_tails(found, slots)
+
+    def _adjacent(self, elements: Array) -> tuple[Array, Array]:
+        return adjacent(elements, self._cells, self._elements, self.table.stored * self._cells)
+
+    def begin_fill(self, count: int, keys: Array | None, order: torch.Tensor) -> None:
+        """Remove all rows, before ``fill`` loads rows into the slots ``0, 1, ...``.
+
+        Args:
+            count: number of slots to load.
+            keys: the keys of their streams, ``[count]`` by slot; None without streams.
+            order: slots from the oldest row to the newest, int64 ``[count]``.
+        """
+        self.clear()
+        if not count:
+            return
+        elements, cells = np.arange(count * self._cells), self._cells
+        before, after, found = elements - cells, elements + cells, None
+        if self.key is not None and keys is not None:
+            slots = order.numpy()
+            found = chains(keys[slots])
+            before, after = np.full((2, count), -1)
+            before[slots[found.followers]] = slots[found.rows]
+            after[slots[found.rows]] = slots[found.followers]
+        elif count == self.slots:
+            before, after = before % self._elements, after % self._elements
+        self._coming = before, after, found, order.numpy()
+
+    def fill(self, start: int, leaves: Mapping[Path, Any], kept: torch.Tensor | slice) -> None:
+        """Write rows ``kept`` of the leaves to the slots from ``start`` on.
+
+        ``begin_fill`` has named all rows. The slots before ``start`` are already filled.
+        """
+        assert self._coming is not None
+        rows = Rows(self.schema.root, dict(leaves), torch.Size([0, *self.lanes]))
+        sources = self.table.sources(rows, kept, matched=False)
+        count = len(next(iter(sources.values()))) // self._cells
+        low, high = start * self._cells, (start + count) * self._cells
+        before, after = (part[low:high] for part in self._coming[:2])
+        # Rows that are not filled yet are found from the other side.
+        inside = (before >= low) & (before < high)
+        earlier = np.where((before >= 0) & (before < low), -2 - before, -1)
+        inner = np.where(inside, before - low, earlier)
+        self.table.compare(inner, np.where(after < low, after, -1), sources)
+        self.table.write(sources, np.arange(low, high), 0, count, arange(start, start + count))
+        found, order = self._coming[2:]
+        if self.table.stored == len(self._coming[0]) // self._cells:
+            self._update_tails(found, torch.from_numpy(order))
+            self._coming = None
+
+    def assign(
+        self,
+        stop: int,
+        leaves: Mapping[Path, torch.Tensor],
+        at: Any,
+        batch: torch.Size,
+        *,
+        time_dim: int = 0,
+    ) -> None:
+        """Write leaves ``[*batch, *F]`` into rows; see ``Columns.assign``."""
+        stored = {path: leaf for path, leaf in leaves.items() if not self._in_pair(path)}
 
         def write() -> None:
-            if matched:
-                addresses = rows.addresses  # type: ignore[attr-defined]
-                mine = [addresses[place] for place in self._places]
-                if self.rows.scatter_ring(first, count, mine, 0):
-                    return
-            at = arange(first, first + count)
-            self.rows.scatter(at % slots, rows.leaves, slice(None))
+            if stored:
+                self.rows.assign(stop, stored, at, batch, time_dim=time_dim)
 
-        self._newest = None
-        self._stored = max(self._stored, min(first + count, slots))
-        self._commit(change, values, cleared, holders, write)
-        self._newest = last
+        paired = {path: leaf for path, leaf in leaves.items() if self._in_pair(path)}
+        elements = last = None
+        if paired:
+            elements = self._selected(stop, at, time_dim).reshape(-1).cpu()
+            last = last_occurrences(elements)
+            paired = {
+                path: carried(leaf).reshape(len(elements), *self.schema.leaves[path].shape)[
+                    last if isinstance(last, slice) else last.to(leaf.device)
+                ]
+                for path, leaf in paired.items()
+            }
+            elements = elements[last]
+        self._edit(elements, paired, write, leaves)
 
-    def _forget_newest(self) -> None:
-        self._newest = None
+    def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
+        """Write leaves ``[K, *F]`` into distinct rows; see ``Columns.put``."""
+        stored = {path: leaf for path, leaf in leaves.items() if not self._in_pair(path)}
 
-    def newest_rows(self) -> _Leaves:
-        """Return the rows of the last written time slot, as leaves ``[lanes, *F]``."""
-        assert self._newest is not None
-        elements = self._elements_at(self._newest)
-        leaves = self.rows.gather_elements(elements, self._elements)
-        found = dict(zip(self.rows.order, leaves, strict=True))
-        return {**found, **self._following(elements)}
+        def write() -> None:
+            if stored:
+                self.rows.put(cells, stored)
+
+        paired = {path: leaf for path, leaf in leaves.items() if self._in_pair(path)}
+        elements = ravel(torch.stack(list(cells), -1), self.lanes).cpu() if paired else None
+        self._edit(elements, paired, write, leaves)
+
+    def _in_pair(self, path: Path) -> bool:
+        return path in self._root_of or path in self._root_of.values()
+
+    def _edit(
+        self,
+        elements: torch.Tensor | None,
+        flat: Mapping[Path, torch.Tensor],
+        write: Callable[[], None],
+        leaves: Mapping[Path, Any],
+    ) -> None:
+        """Replace some values of stored elements; other values stay.
+
+        Args:
+            elements: the distinct elements of values in pairs; None if there are none.
+            flat: the values in pairs, ``[K, *F]``.
+            write: function that writes the other values.
+            leaves: the values of all leaves that change, by path.
+        """
+        if self.key is not None and self.key in leaves:
+            self._forget_newest()
+        if elements is None:
+            write()
+            return
+        if not len(elements):
+            return
+        self._forget_newest()
+        here = elements.to(self.device)
+        sources, keep = {}, np.zeros(len(elements), np.uint8)
+        for kind in (OBSERVATION, NEXT):
+            known = self.table.shown(here, kind)
+            paths = [path for path in known if path in flat]
+            new = {p: self.rows.own(flat[p]).view(self.schema.leaves[p].dtype) for p in paths}
+            new = {path: leaf.contiguous() for path, leaf in new.items()}
+            changed = any_differing(new, known).cpu().numpy() if new else np.bool_(False)
+            keep |= np.where(changed, 0, 1 << kind).astype(np.uint8)
+            sources.update({**known, **new})
+        at = elements.numpy()
+        before, after = self._adjacent(at) if self.key is None else (self._followed(at), None)
+        self.table.compare_by_torch(before, after, sources)
+        slots = elements if self._cells == 1 else elements // self._cells
+        self.table.write(sources, at, 0, len(at), slots, keep.ctypes.data, write)
+
+    def _followed(self, elements: Array) -> Array:
+        """Return for each element the place of the one whose next observation it shows, or -1."""
+        own, nexts = (
+            entries_of(self.table.references, elements, 1, kind) for kind in (OBSERVATION, NEXT)
+        )
+        order = np.argsort(nexts)
+        at = np.minimum(np.searchsorted(nexts[order], own), len(order) - 1)
+        return np.where(nexts[order][at] == own, order[at], -1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,7 +12,6 @@ from replaykit._compat import arange, as_tensor
 from replaykit.storages.tensor_bytes import carried
 
 __all__ = [
-    "Neighbours",
     "agreed",
     "all_distinct",
     "as_cells",
@@ -28,7 +26,6 @@ __all__ = [
     "in_order",
     "indexed_shape",
     "last_occurrences",
-    "neighbours",
     "order_of_all",
     "ravel",
     "rising_below",
@@ -487,87 +484,6 @@ def _table(numbers: Array) -> Array | None:
 
 Picked = slice | torch.Tensor
 """Places among the written elements: a slice, or int64 ``[n]``."""
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """Neighbours of the elements of a write.
-
-    Attributes:
-        inside: pairs of places. The first item of a pair has places of written elements. The second
-            item has the places of their followers, which are also written.
-        outside: places of written elements whose follower is stored but not written, int64 ``[n]``.
-        before: stored elements that are not written, but whose follower is written, int64 ``[m]``.
-        after_before: places of the followers of ``before``.
-    """
-
-    inside: list[tuple[Picked, Picked]]
-    outside: torch.Tensor
-    before: torch.Tensor
-    after_before: Picked
-
-
-def neighbours(
-    elements: torch.Tensor, cells: int, total: int, stored: int, *, at_cursor: bool
-) -> Neighbours:
-    """Return the neighbours of distinct elements ``[K]``, ``K >= 1``.
-
-    Args:
-        cells: the distance from an element to its follower, which is the number of lanes.
-        total: number of elements of the ring.
-        stored: elements below this number hold a row before the write.
-        at_cursor: True if the last elements become the newest rows. In the ring, the oldest rows
-            come after the newest rows, but are not their followers.
-
-    Cost: O(K) for consecutive elements of the ring, else O(K log K).
-
-    Example:
-        >>> import torch
-        >>> from replaykit.storages.indexing import neighbours
-        >>> found = neighbours(torch.tensor([4, 0]), 1, 5, 5, at_cursor=True)
-        >>> found.inside, found.before.tolist()
-        ([(slice(0, 1, None), slice(1, 2, None))], [3])
-    """
-    count, device = len(elements), elements.device
-    first = int(elements[0])
-    # With lanes, the first elements of a longer run may follow its last elements.
-    short = count <= total - cells or count == total
-    if short and torch.equal(elements, ((arange(count) + first) % total).to(device)):
-        return _of_run(elements, cells, total, stored, at_cursor)
-    rising, order = elements.sort()
-    after, before = (elements + cells) % total, (elements - cells) % total
-
-    def indices_of(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return places of numbers among the elements, and a mask of the numbers found."""
-        at = torch.searchsorted(rising, numbers).clamp_(max=count - 1)
-        return order[at], rising[at] == numbers
-
-    at, written = indices_of(after)
-    inside = written.nonzero().flatten()
-    outside = (~written & (after < stored)).nonzero().flatten()
-    following = (~indices_of(before)[1] & (before < stored)).nonzero().flatten()
-    return Neighbours([(inside, at[inside])], outside, before[following], following)
-
-
-def _of_run(
-    elements: torch.Tensor, cells: int, total: int, stored: int, at_cursor: bool
-) -> Neighbours:
-    count, none = len(elements), elements[:0]
-    inside: list[tuple[Picked, Picked]] = []
-    if count > cells:
-        inside.append((slice(0, count - cells), slice(cells, count)))
-    if count == total:
-        if not at_cursor:
-            inside.append((slice(count - cells, count), slice(0, cells)))
-        return Neighbours(inside, none, none, slice(0, 0))
-    ends = min(count, cells)
-    outside = none
-    if not at_cursor:
-        last = arange(count - ends, count).to(elements.device)
-        outside = last[(elements[last] + cells) % total < stored]
-    before = (elements[:ends] - cells) % total
-    place = (before < stored).nonzero().flatten()
-    return Neighbours(inside, outside, before[place], place)
 
 
 def elements_of(slots: Array, lanes: int) -> Array:

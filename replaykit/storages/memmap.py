@@ -29,7 +29,7 @@ from replaykit.schema import Rows, Schema
 from replaykit.storages.column_storage import AnyColumns
 from replaykit.storages.columns import Columns
 from replaykit.storages.dedup_columns import DedupColumns
-from replaykit.storages.dedup_rows import DedupJournal
+from replaykit.storages.dedup_journal import DedupJournal
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.memory import as_device
 from replaykit.storages.next_rows import DedupNext, Mismatch, Pairs
@@ -205,13 +205,20 @@ class LazyMemmapStorage(LazyTensorStorage):
         rows, files = plan.opened(self.ndim), list(plan.files.values())
         with self.lock:
             try:
-                self._adopt_files(folder, pairs, rows, files)
+                before_3 = "references" not in found
+                self._adopt_files(folder, pairs, rows, files, before_3=before_3)
             except BaseException:
                 self.recovery.active = False  # its present state must not be committed
                 raise
 
     def _adopt_files(
-        self, folder: FilePath, pairs: Pairs | None, rows: Columns, files: list[FilePath]
+        self,
+        folder: FilePath,
+        pairs: Pairs | None,
+        rows: Columns,
+        files: list[FilePath],
+        *,
+        before_3: bool,
     ) -> None:
         self._made_in = folder
         if pairs is None:
@@ -222,14 +229,22 @@ class LazyMemmapStorage(LazyTensorStorage):
         journal = DedupJournal(self.recovery, folder / _OVERFLOW)
         columns = self._columns = self._dedup_columns(pairs, rows, journal.grow)
         self._adopt(columns)
-        journal.open(pairs.overflow, rows.slots * rows.lanes.numel())
+        elements = rows.slots * rows.lanes.numel()
+        journal.open(pairs.overflow, elements)
         self.recovery.resume(rows, [*files, *journal.files])
-        columns.journal_by(journal, there=True)
-        table = journal.table(pairs.overflow)
+        stored, streams = self.ledger.length * rows.lanes.numel(), self.lane_key is not None
         try:
-            columns.reread(self.ledger, table)
+            if before_3:
+                references = journal.convert(elements, rows.lanes.numel(), stored, streams=streams)
+            else:
+                references = journal.references(elements, there=True)
+            columns.table.journal_by(journal, references)
+            columns.reread(self.ledger, journal.table(pairs.overflow, references[:stored]))
         except ValueError as error:
             raise CheckpointError(f"{folder} contradicts itself: {error}") from None
+        if before_3:
+            self.recovery.publish(rows, pairs)
+            journal.drop_converted()
 
     def _forget_columns(self, slots: int, size: int) -> None:
         # The files exist, for rows of this layout.
@@ -289,8 +304,9 @@ class LazyMemmapStorage(LazyTensorStorage):
                 columns: AnyColumns = rows
                 if pairs is not None:
                     journal = DedupJournal(self.recovery, folder / _OVERFLOW)
-                    columns = self._dedup_columns(pairs, rows, journal.grow)
-                    columns.journal_by(journal, there=False)
+                    columns = dedup = self._dedup_columns(pairs, rows, journal.grow)
+                    elements = slots * lanes.numel()
+                    dedup.table.journal_by(journal, journal.references(elements, there=False))
                 self.recovery.publish(rows, pairs)
         return columns
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from replaykit._compat import arange
-from replaykit.checkpoint import MappedRows, ReadLater
 from replaykit.episodes.interleaved import stream_keys
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
-from replaykit.storages.indexing import Neighbours, Picked, agreed
 from replaykit.storages.tensor_bytes import carried, differing
 from replaykit.structure import Path
 from replaykit.ted import (
@@ -30,18 +27,15 @@ from replaykit.ted import (
 __all__ = [
     "Chains",
     "DedupNext",
-    "Links",
     "Mismatch",
     "Pairs",
     "StreamTails",
+    "adjacent",
     "chains",
-    "check_batch",
-    "check_newest",
-    "check_newest_of",
-    "check_streams",
+    "check_follows",
     "checked_keys",
     "checked_mismatch",
-    "mismatch",
+    "following_lanes",
     "pairs_of",
 ]
 
@@ -100,8 +94,10 @@ def checked_mismatch(on_mismatch: object) -> Mismatch:
     raise ValueError(f"expected on_mismatch 'error' or 'dense', got {on_mismatch!r}")
 
 
-def pairs_of(schema: Schema, keys: bool | tuple[Key, ...]) -> Pairs:
+def pairs_of(schema: Schema, keys: bool | tuple[Key, ...], lane_key: Path | None = None) -> Pairs:
     """Return the pairs of leaves of a schema whose values are stored once.
+
+    Ids of episodes and streams are stored in every row, because their columns are read in place.
 
     Raises:
         ValueError: a key is a flag, or does not occur at the root and under ``next`` with one shape
@@ -127,6 +123,8 @@ def pairs_of(schema: Schema, keys: bool | tuple[Key, ...]) -> Pairs:
         root = path[1:]
         if path[:1] != ("next",) or not root or leaves.get(root) != leaf:
             continue
+        if root in EPISODE_KEYS or root == lane_key:
+            continue
         if leaf.added or leaves[root].added:
             continue  # the first write fixes which leaves are stored once
         if root in keys if isinstance(keys, tuple) else root[-1] not in _NEVER:
@@ -146,7 +144,6 @@ def pairs_of(schema: Schema, keys: bool | tuple[Key, ...]) -> Pairs:
 
 Array = np.ndarray[Any, Any]
 
-_INT32 = 2**31 - 1
 _ZERO = np.zeros(1, np.int64)
 
 
@@ -156,43 +153,24 @@ class Chains(NamedTuple):
     Attributes:
         keys: the keys of the streams, ``[m]``.
         first, last: places of the first and the last row of each stream, int64 ``[m]``.
-        rows, followers: places of rows, and of the following rows of their streams.
+        rows, followers: places of rows, and of the following rows of their streams, int64.
     """
 
     keys: Array
-    first: torch.Tensor
-    last: torch.Tensor
-    rows: Picked
-    followers: Picked
+    first: Array
+    last: Array
+    rows: Array
+    followers: Array
 
-    @property
-    def linked(self) -> bool:
-        """True if a row of the batch follows another row of the batch."""
-        if isinstance(self.rows, slice):
-            return bool(self.rows.stop > self.rows.start)
-        return len(self.rows) > 0
-
-    def followers_of(self, count: int) -> Array:
-        """Return the place of each row's follower, or -1, as int64 ``[count]``."""
+    def before(self, count: int) -> Array:
+        """Return the place of the row before each row, or -1, as int64 ``[count]``."""
         found = np.full(count, -1, np.int64)
-        if isinstance(self.rows, slice) or isinstance(self.followers, slice):
-            found[self.rows] = np.arange(count)[self.followers]
-        else:
-            found[self.rows.numpy()] = self.followers.numpy()
+        found[self.followers] = self.rows
         return found
-
-    def at(self, device: torch.device) -> tuple[Picked, Picked]:
-        """Return ``rows`` and ``followers`` as indices of tensors on a device."""
-        if isinstance(self.rows, slice) or isinstance(self.followers, slice):
-            return self.rows, self.followers
-        return self.rows.to(device), self.followers.to(device)
 
 
 def chains(keys: Array) -> Chains:
-    """Group rows ``[n]``, ``n >= 1``, by the keys of their streams.
-
-    The places are slices if there is one stream, or if streams take turns. Rows are then compared
-    with their followers without a copy. Cost: a sort of the keys.
+    """Group rows ``[n]``, ``n >= 1``, by the keys of their streams. Cost: a sort of the keys.
 
     Example:
         >>> import numpy as np
@@ -202,234 +180,59 @@ def chains(keys: Array) -> Chains:
         ([5, 7], [1, 0], [4, 3])
         >>> found.rows.tolist(), found.followers.tolist()
         ([1, 0, 2], [4, 2, 3])
-        >>> chains(np.array([1, 2, 1, 2, 1])).rows
-        slice(0, 3, None)
     """
-    count = len(keys)
-    if count == 1:
-        only = torch.zeros(1, dtype=torch.int64, device="cpu")
-        return Chains(keys, only, only, slice(0, 0), slice(0, 0))
+    if len(keys) == 1:
+        return Chains(keys, _ZERO, _ZERO, _ZERO[:0], _ZERO[:0])
     order = np.argsort(keys, kind="stable")
     grouped = keys[order]
     same = grouped[1:] == grouped[:-1]
     others = np.flatnonzero(~same)
     starts = np.concatenate([_ZERO, others + 1])
-    ends = np.concatenate([others, [count - 1]])
-    rows: Any = order[:-1][same]
-    followers: Any = order[1:][same]
-    step = count - len(rows)
-    # The batch has count - step pairs of rows with distance ``step``, so all of them are pairs of a
-    # stream.
-    if bool((followers - rows == step).all()):
-        rows, followers = slice(0, count - step), slice(step, count)
-    else:
-        rows, followers = torch.from_numpy(rows), torch.from_numpy(followers)
-    first, last = torch.from_numpy(order[starts]), torch.from_numpy(order[ends])
-    return Chains(grouped[starts], first, last, rows, followers)
+    ends = np.concatenate([others, [len(keys) - 1]])
+    return Chains(grouped[starts], order[starts], order[ends], order[:-1][same], order[1:][same])
 
 
-class Links:
-    """Links from each slot to the slots of the next and previous row of its stream.
+def following_lanes(count: int, lanes: int, newest: int) -> Array:
+    """Return the rows before consecutive rows, int64 ``[count]``, see `adjacent`.
 
-    A row without a next or previous row has a link to itself. Links are not checked. The code that
-    sets them must make sure that the rows are stored.
+    ``newest`` is the first stored row before them; -1 if there is none.
+    """
+    before = np.arange(-lanes, count - lanes)
+    before[:lanes] = -1 if newest < 0 else -2 - newest - np.arange(min(lanes, count))
+    return before
 
-    Cost: 8 bytes per slot, or 16 from 2**31 slots on. Their pages are allocated only when rows are
-    written. Links of a checkpoint that was opened in place are read at their first use.
+
+def adjacent(elements: Array, lanes: int, total: int, stored: int) -> tuple[Array, Array]:
+    """Return the rows before and after distinct elements ``[K]`` of a ring.
+
+    Args:
+        lanes: distance from an element to the next one of its lane.
+        total: number of elements of the ring.
+        stored: elements below this number hold a row.
+
+    Returns:
+        The place in the batch of the row before each, or ``-2 - element`` of a stored row, or -1.
+        And the stored element after each, or -1 also if it is in the batch.
+
+    Cost: a sort.
 
     Example:
-        >>> import torch
-        >>> from replaykit.storages.next_rows import Links
-        >>> links = Links(4, torch.device("cpu"))
-        >>> links.join(torch.tensor([3, 0]), torch.tensor([0, 2]))
-        >>> links.after(torch.arange(4)).tolist(), links.before(torch.arange(4)).tolist()
-        ([2, 1, 2, 0], [3, 1, 0, 3])
+        >>> import numpy as np
+        >>> from replaykit.storages.next_rows import adjacent
+        >>> [found.tolist() for found in adjacent(np.array([4, 0]), 1, 5, 5)]
+        [[-5, 0], [-1, 1]]
     """
+    order = np.argsort(elements, kind="stable")
+    rising = elements[order]
 
-    @torch.inference_mode(False)  # tensors made in that mode cannot be changed outside of it
-    def __init__(self, slots: int, device: torch.device) -> None:
-        self.slots, self.device = slots, device
-        self.wide = slots > _INT32
-        self._tables = self._zeros(), self._zeros()
-        # The content of the tables, in files that were not read yet.
-        self._later: ReadLater[_Distances] | None = None
+    def places(wanted: Array) -> Array:
+        at = np.minimum(np.searchsorted(rising, wanted), len(rising) - 1)
+        return np.where(rising[at] == wanted, order[at], -1)
 
-    def _zeros(self) -> torch.Tensor:
-        # Tables hold distances to slots. So zeros, the content of unwritten memory, mean no links.
-        if self.device.type == "cpu":
-            return torch.from_numpy(np.zeros(self.slots, np.int64 if self.wide else np.int32))
-        dtype = torch.int64 if self.wide else torch.int32
-        return torch.zeros(self.slots, dtype=dtype, device=self.device)
-
-    @property
-    def kind(self) -> Any:
-        """The NumPy dtype of the distances."""
-        return np.int64 if self.wide else np.int32
-
-    @property
-    def _after(self) -> torch.Tensor:
-        return self._tables[0] if self._later is None else self._read()[0]
-
-    @property
-    def _before(self) -> torch.Tensor:
-        return self._tables[1] if self._later is None else self._read()[1]
-
-    @torch.inference_mode(False)
-    def move_to(self, memory: Array) -> None:
-        """Use ``memory``, on the CPU, as the table of next rows from now on."""
-        self._tables = torch.from_numpy(memory), self._tables[1]
-
-    def reread(self) -> int:
-        """Compute the table of previous rows again.
-
-        Returns:
-            A bound for slots. Only slots below this bound may have links.
-
-        Raises:
-            ValueError: a link leads outside the slots, or a slot follows two slots.
-        """
-        after, before = (table.numpy() for table in self._tables)
-        found = _distances(after)
-        before[:] = found.before  # in place: the core has its address
-        return found.stop
-
-    def set_distances_later(self, steps: Sequence[Array | MappedRows]) -> None:
-        """Set the distances from the first slots to their next rows, for a later read.
-
-        Args:
-            steps: the distances ``[n]``, as one or several equal arrays. If they differ, or are
-                invalid as for ``reread``, each use of the links raises CheckpointError.
-        """
-        self._later = ReadLater(_distances, steps, "links between rows")
-
-    def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._later is not None:
-            found = self._later.read()
-            after, before = (table.numpy() for table in self._tables)
-            after[: len(found.after)], before[: len(found.after)] = found.after, found.before
-            self._later = None
-        return self._tables
-
-    def addresses(self) -> tuple[int, int]:
-        """Return the addresses of the distances to next and to previous rows.
-
-        The distances are int64 if ``wide``, else int32.
-        """
-        return self._after.data_ptr(), self._before.data_ptr()
-
-    def nbytes(self) -> int:
-        """Return the bytes of both tables."""
-        after, before = self._tables
-        return after.nbytes + before.nbytes
-
-    def after(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the slots of the next rows, int64 ``[B]``."""
-        return slots + self._after.index_select(0, slots)
-
-    def before(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the slots of the previous rows, int64 ``[B]``."""
-        return slots + self._before.index_select(0, slots)
-
-    def ends(self, slots: Array) -> Array:
-        """Return a mask of the rows without a known next row, bool ``[B]``.
-
-        Slots and result are on the CPU.
-        """
-        if self.device.type == "cpu":
-            return np.asarray(self._after.numpy()[slots] == 0)
-        found = self._after.index_select(0, torch.from_numpy(slots).to(self.device)) == 0
-        return np.asarray(found.cpu().numpy())
-
-    def steps(self, stop: int) -> torch.Tensor:
-        """Return a copy of the distances from the first ``stop`` slots to their next rows."""
-        return self._after[:stop].clone()
-
-    def join(self, rows: torch.Tensor, followers: torch.Tensor) -> None:
-        """Link rows to their followers, int64 ``[K]`` each."""
-        step = (followers - rows).to(self._after.dtype)
-        self._after[rows] = step
-        self._before[followers] = -step
-
-    def part(self, rows: torch.Tensor, followers: torch.Tensor) -> None:
-        """Remove the links from rows to next rows, and from followers to previous rows."""
-        self._after[rows] = 0
-        self._before[followers] = 0
-
-    def clear(self, stop: int) -> None:
-        """Remove the links of the first ``stop`` slots.
-
-        No other slot may have links.
-        """
-        self._later = None
-        for table in self._tables:
-            table[:stop].zero_()
-
-    def neighbours(self, elements: torch.Tensor, stored: int) -> Neighbours:
-        """Return the neighbours of distinct slots ``[K]`` of a write.
-
-        The slots below ``stored`` held rows before the write. See ``indexing.neighbours``.
-
-        Cost: O(K) for consecutive slots, else O(K log K).
-        """
-        after, before = self.after(elements), self.before(elements)
-        places = _SlotOrder(elements)
-        at, written = places.of(after)
-        follows = after != elements
-        inside = (follows & written).nonzero().flatten()
-        outside = (follows & ~written & (after < stored)).nonzero().flatten()
-        _, written = places.of(before)
-        following = ((before != elements) & ~written & (before < stored)).nonzero().flatten()
-        return Neighbours([(inside, at[inside])], outside, before[following], following)
-
-
-class _Distances(NamedTuple):
-    """Distances ``[n]`` to next and previous rows, without links from ``stop`` on."""
-
-    after: Array
-    before: Array
-    stop: int
-
-
-def _distances(*tables: Array) -> _Distances:
-    """Compute the distances to previous rows from the distances to next rows.
-
-    If several tables are given, they must be equal.
-
-    Raises:
-        ValueError: the tables differ, a link leads outside the slots, or two lead to one slot.
-    """
-    after = agreed(*tables)
-    at = np.flatnonzero(after)
-    followers = at + after[at]
-    if len(at) and not 0 <= followers.min() <= followers.max() < len(after):
-        raise ValueError(f"expected links between {len(after)} slots, got links to others")
-    before, steps = np.zeros_like(after), -after[at]
-    before[followers] = steps
-    if not np.array_equal(before[followers], steps):
-        raise ValueError("expected at most one previous row, got a slot that follows two")
-    return _Distances(after, before, int(max(at.max(), followers.max())) + 1 if len(at) else 0)
-
-
-class _SlotOrder:
-    """The places of distinct slots ``[K]``, for look-ups."""
-
-    def __init__(self, elements: torch.Tensor) -> None:
-        self._count, self._first = len(elements), int(elements[0])
-        run = arange(self._first, self._first + self._count).to(elements.device)
-        self._rising: torch.Tensor | None = None
-        if not torch.equal(elements, run):
-            self._rising, self._order = elements.sort()
-
-    def of(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return places of slots, and a mask of the slots found.
-
-        Places of slots that were not found have no meaning.
-        """
-        if self._rising is None:
-            at = slots - self._first
-            return at, (at >= 0) & (at < self._count)
-        at = torch.searchsorted(self._rising, slots).clamp_(max=self._count - 1)
-        return self._order[at], self._rising[at] == slots
+    before, after = (elements - lanes) % total, (elements + lanes) % total
+    inside = places(before)
+    earlier = np.where(inside >= 0, inside, np.where(before < stored, -2 - before, -1))
+    return earlier, np.where((places(after) < 0) & (after < stored), after, -1)
 
 
 _LEAST_KNOWN: Final = 1024
@@ -443,7 +246,6 @@ class StreamTails:
     still stored.
 
     Args:
-        links: the links between rows.
         rows, key: the columns, and the path of the key.
         dtype: the dtype of the keys.
 
@@ -451,8 +253,8 @@ class StreamTails:
     twice the count of stored streams if that is more.
     """
 
-    def __init__(self, links: Links, rows: Columns, key: Path, dtype: np.dtype[Any]) -> None:
-        self._links, self._rows, self._key, self._dtype = links, rows, key, dtype
+    def __init__(self, rows: Columns, key: Path, dtype: Any) -> None:
+        self._rows, self._key, self._dtype = rows, key, dtype
         self._slots: dict[Any, int] = {}
         self._most = _LEAST_KNOWN
 
@@ -475,8 +277,8 @@ class StreamTails:
         """Forget all streams, because no row is stored any more."""
         self._slots = {}
 
-    def of(self, found: Chains) -> tuple[Array, torch.Tensor]:
-        """Find the stored newest rows of a batch's streams, which have no followers yet.
+    def of(self, found: Chains) -> tuple[Array, Array]:
+        """Find the newest rows of a batch's streams, if they are still stored.
 
         Returns:
             The indices in ``found`` of the streams that have such a row, and the slots of these
@@ -487,11 +289,10 @@ class StreamTails:
         at = np.flatnonzero(slots >= 0)
         newest = slots[at]
         if len(at):
-            held = self._links.ends(newest)
-            held &= self._keys_at(torch.from_numpy(newest)) == found.keys[at]
+            held = self._keys_at(torch.from_numpy(newest)) == found.keys[at]
             if not held.all():
                 at, newest = at[held], newest[held]
-        return at, torch.from_numpy(newest).to(self._rows.device)
+        return at, newest
 
     def append(self, found: Chains, slots: torch.Tensor) -> list[Any] | None:
         """Record a write of rows to slots ``[K]``.
@@ -500,7 +301,8 @@ class StreamTails:
             The keys of all known streams if the call removed streams without stored rows, else
             None.
         """
-        self._slots.update(zip(found.keys.tolist(), slots[found.last].tolist(), strict=True))
+        last = slots.numpy()[found.last].tolist()
+        self._slots.update(zip(found.keys.tolist(), last, strict=True))
         if len(self._slots) <= self._most:
             return None
         # The number of known streams has doubled since the last search, so searches are rare.
@@ -519,35 +321,64 @@ class StreamTails:
 _Leaves = Mapping[Path, torch.Tensor]
 
 
-def mismatch(
-    earlier: _Leaves, later: _Leaves, pairs: Pairs, severed: torch.Tensor | None = None
-) -> tuple[Path, int] | None:
-    """Find the first row whose next observation differs from the following row.
+def check_follows(
+    leaves: _Leaves,
+    before: Array,
+    pairs: Pairs,
+    lanes: int,
+    newest: _Leaves,
+    at: Array,
+    *,
+    streams: bool,
+) -> None:
+    """Check the rows of a batch against the rows before them.
 
-    Only pairs of rows in one episode count.
+    Only rows in one episode count. An episode ends if a flag of the earlier row is set (see
+    `end_flags`) or an id differs.
 
     Args:
-        earlier, later: rows ``[n, *F]`` by path, and their followers in time. An episode ends if a
-            flag of the earlier row is set (see `end_flags`) or an id differs.
+        leaves: the rows, leaves ``[n, *F]`` by path.
+        before: for each row the place in the batch of the row before it; negative for none.
         pairs: the leaves to compare.
-        severed: rows after which an episode ends without a flag, bool ``[n]``.
+        lanes: number of lanes.
+        newest: stored rows ``[m, *F]``.
+        at: the places of the rows that must follow ``newest``, int64 ``[m]``.
+        streams: whether rows follow each other by stream.
 
-    Returns:
-        The path of the counterpart, and the position of the row among the ``n`` rows; None if all
-        rows agree.
+    Raises:
+        ValueError: a row continues an episode, but differs from the next observation of the row
+            before.
 
     Cost: one pass over the paired leaves. Flags and ids are read only if rows differ.
     """
+    kept = {path: leaf for path, leaf in leaves.items() if _matters(path, pairs)}
+    known = f"the newest stored row{' of its stream' if streams else ''} has"
+    if len(at):
+        device = next(iter(newest.values())).device
+        later = {path: leaf.to(device) for path, leaf in _some(kept, at).items()}
+        found = _mismatch(newest, later, pairs)
+        if found is not None:
+            _refuse(found[0], pairs, int(at[found[1]]), known, lanes)
+    followers = np.flatnonzero(before >= 0)
+    if len(followers):
+        rows = before[followers]
+        found = _mismatch(_some(kept, rows), _some(kept, followers), pairs)
+        if found is not None:
+            of_stream = ", of the same stream," if streams else ""
+            earlier = f"row {int(rows[found[1]]) // lanes}{of_stream} has"
+            _refuse(found[0], pairs, int(followers[found[1]]), earlier, lanes)
+
+
+def _mismatch(earlier: _Leaves, later: _Leaves, pairs: Pairs) -> tuple[Path, int] | None:
     first: tuple[Path, int] | None = None
-    open_rows: torch.Tensor | None = None
+    ended: torch.Tensor | None = None
     for path, root in pairs.root_of.items():
         differs = differing(earlier[path], later[root])
         if not bool(differs.any()):
             continue
-        if open_rows is None:
-            ended = _ended(earlier, later)
-            open_rows = ~(ended if severed is None else ended | severed)
-        wrong = (differs & open_rows).nonzero()
+        if ended is None:
+            ended = _ended(earlier, later).to(differs.device)
+        wrong = (differs & ~ended).nonzero()
         if len(wrong) and (first is None or int(wrong[0]) < first[1]):
             first = path, int(wrong[0])
     return first
@@ -565,95 +396,6 @@ def _ended(earlier: _Leaves, later: _Leaves) -> torch.Tensor:
     return ended
 
 
-def check_batch(leaves: _Leaves, batch: torch.Size, pairs: Pairs) -> None:
-    """Check the rows of a batch, leaves ``[n, *lanes, *F]``, against each other.
-
-    Raises:
-        ValueError: a row continues an episode, but differs from the next observation of the row
-            before.
-    """
-    if batch[0] < 2:
-        return
-    cells, rows = batch[1:].numel(), batch.numel()
-    flat = {
-        path: leaf.reshape(rows, *leaf.shape[len(batch) :])
-        for path, leaf in leaves.items()
-        if _matters(path, pairs)
-    }
-    earlier = {path: leaf[: rows - cells] for path, leaf in flat.items()}
-    later = {path: leaf[cells:] for path, leaf in flat.items()}
-    found = mismatch(earlier, later, pairs)
-    if found is not None:
-        path, element = found
-        row, lane = divmod(element, cells)
-        _refuse(path, pairs, f"row {row + 1}", f"row {row} has", lane, cells)
-
-
-def check_newest(
-    earlier: _Leaves,
-    leaves: _Leaves,
-    batch: torch.Size,
-    pairs: Pairs,
-    severed: torch.Tensor | None = None,
-) -> None:
-    """Check the first row of a batch against the newest stored row.
-
-    Args:
-        earlier: the newest stored row, leaves ``[lanes, *F]``.
-        leaves: the leaves of the batch, ``[*batch, *F]``.
-        batch: the shape of the batch, ``[n, *lanes]``.
-        pairs: the leaves to compare.
-        severed: lanes whose newest row ends an episode, bool ``[lanes]``.
-
-    Raises:
-        ValueError: as ``check_batch``.
-    """
-    cells = batch[1:].numel()
-    later = {
-        path: leaf[:1].reshape(cells, *leaf.shape[len(batch) :])
-        for path, leaf in leaves.items()
-        if _matters(path, pairs)
-    }
-    device = next(iter(earlier.values())).device
-    later = {path: leaf.to(device) for path, leaf in later.items()}
-    found = mismatch(earlier, later, pairs, severed)
-    if found is not None:
-        _refuse(found[0], pairs, "row 0", "the newest stored row has", found[1], cells)
-
-
-def check_streams(leaves: _Leaves, found: Chains, pairs: Pairs) -> None:
-    """Check the rows of a batch, leaves ``[n, *F]``, against each other, by stream.
-
-    Raises:
-        ValueError: as ``check_batch``.
-    """
-    known = {path: leaf for path, leaf in leaves.items() if _matters(path, pairs)}
-    places = arange(len(next(iter(known.values()))))
-    wrong = mismatch(_some(known, found.rows), _some(known, found.followers), pairs)
-    if wrong is not None:
-        path, pair = wrong
-        rows, followers = (int(places[part][pair]) for part in (found.rows, found.followers))
-        _refuse(path, pairs, f"row {followers}", f"row {rows}, of the same stream, has", 0, 1)
-
-
-def check_newest_of(earlier: _Leaves, leaves: _Leaves, first: torch.Tensor, pairs: Pairs) -> None:
-    """Check rows ``first`` of a batch against the newest stored rows of their streams.
-
-    ``first`` is int64 ``[m]``, and the stored rows ``earlier`` are leaves ``[m, *F]``.
-
-    Raises:
-        ValueError: as ``check_batch``.
-    """
-    known = {path: leaf for path, leaf in leaves.items() if _matters(path, pairs)}
-    device = next(iter(earlier.values())).device
-    later = {path: leaf.to(device) for path, leaf in _some(known, first).items()}
-    found = mismatch(earlier, later, pairs)
-    if found is not None:
-        path, place = found
-        row = f"row {int(first[place])}"
-        _refuse(path, pairs, row, "the newest stored row of its stream has", 0, 1)
-
-
 def _matters(path: Path, pairs: Pairs) -> bool:
     return (
         path in pairs.root_of
@@ -663,14 +405,18 @@ def _matters(path: Path, pairs: Pairs) -> bool:
     )
 
 
-def _some(leaves: _Leaves, at: slice | torch.Tensor) -> dict[Path, torch.Tensor]:
-    return {path: carried(leaf)[at].view(leaf.dtype) for path, leaf in leaves.items()}
+def _some(leaves: _Leaves, at: Array) -> dict[Path, torch.Tensor]:
+    index = torch.from_numpy(at)
+    return {
+        path: carried(leaf)[index.to(leaf.device)].view(leaf.dtype) for path, leaf in leaves.items()
+    }
 
 
-def _refuse(path: Path, pairs: Pairs, row: str, before: str, lane: int, cells: int) -> None:
-    root, where = format_key(pairs.root_of[path]), f" (lane {lane})" if cells > 1 else ""
+def _refuse(path: Path, pairs: Pairs, row: int, before: str, lanes: int) -> None:
+    root, (step, lane) = format_key(pairs.root_of[path]), divmod(row, lanes)
+    where = f" (lane {lane})" if lanes > 1 else ""
     raise ValueError(
-        f"key {root}, {row}{where}: expected the value that {before} under {format_key(path)}, "
-        "since no flag under 'next' and no change of an id ends the episode there, got another "
-        'one; on_mismatch="dense" stores such rows in full'
+        f"key {root}, row {step}{where}: expected the value that {before} under "
+        f"{format_key(path)}, since no flag under 'next' and no change of an id ends the episode "
+        'there, got another one; on_mismatch="dense" stores such rows in full'
     )

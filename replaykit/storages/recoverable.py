@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from replaykit.storages.tensors import LazyTensorStorage
 
 __all__ = [
-    "FOLLOWERS",
     "GENERATIONS",
-    "OVERFLOW",
     "POSITIONS",
     "PRIORITIES",
+    "REFERENCES",
     "VERSION_SHARED",
     "Committing",
     "Recovery",
@@ -50,9 +49,9 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 
 POSITIONS, GENERATIONS = 0, 1
-OVERFLOW, FOLLOWERS = 4, 5
+REFERENCES = 6
 PRIORITIES = 8
-"""Numbers of tables; shared storages also use 2, 3, 6 and 7."""
+"""Numbers of tables; shared storages also use 2, 3, 6 and 7, and no references."""
 
 
 class Committing:
@@ -289,7 +288,7 @@ class Committing:
         return CommittedPriorities(changed.length, changed.most, changed.dropped)
 
 
-VERSION_SHARED = 3
+VERSION_SHARED, VERSION_REFERENCES = 3, 4
 """Version of the format of folders whose rows processes share, or have shared."""
 
 _ROWS = 1000
@@ -383,7 +382,8 @@ class Recovery(Committing):
         content = self.describe(schema, columns.slots, columns.lanes)
         if pairs is not None:
             content["dedup_next"] = _dedup_columns_of(pairs)
-        version = VERSION_SHARED if self.shared else 1 if pairs is None else 2
+            content["references"] = REFERENCES
+        version = VERSION_SHARED if self.shared else 1 if pairs is None else VERSION_REFERENCES
         self.home.publish(content, version=version)
         self.active = True
 

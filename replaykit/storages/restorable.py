@@ -11,6 +11,7 @@ import torch
 from replaykit._compat import arange
 from replaykit.checkpoint import MappedRows, RowChunks
 from replaykit.declared import decode_state
+from replaykit.episodes.interleaved import stream_keys
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, split_leaves, zeros_of
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
@@ -18,17 +19,21 @@ from replaykit.storages.columns import Columns
 from replaykit.storages.content import (
     Content,
     Group,
-    LinkedColumn,
     RowsState,
-    rebuilt_column,
     to_plain,
 )
 from replaykit.storages.dedup_columns import DedupColumns
-from replaykit.storages.dedup_streams import StreamColumns, keys_of
 from replaykit.storages.episode_indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.next_rows import Pairs
 from replaykit.storages.records import PackedLeaves, plan_records
+from replaykit.storages.references import (
+    NEXT,
+    OBSERVATION,
+    ReferencedColumn,
+    References,
+    rebuilt_columns,
+)
 from replaykit.storages.tensor_bytes import by_value, from_value, picked
 from replaykit.structure import Branch, Path
 
@@ -58,12 +63,13 @@ class RestorableStorage(ColumnStorage):
         if isinstance(columns, DedupColumns):
             packed = columns.rows.packed(length)
             leaves.update(columns.rows.view(length))
-            elements, values = columns.own_following(length)
-            steps = columns.links.steps(length) if isinstance(columns, StreamColumns) else None
+            table, values = columns.table.content(length)
+            count = len(next(iter(values.values())))
+            known = References(length * self.lanes.numel(), self.lanes.numel(), (table,), count)
             for path, root in columns.pairs.root_of.items():
-                leaves[path] = LinkedColumn(
-                    leaves[root], elements, values[path], columns.lanes, steps
-                )
+                source, own = leaves[root], values[path]
+                leaves[root] = ReferencedColumn(source, own, known, OBSERVATION, self.lanes)
+                leaves[path] = ReferencedColumn(source, own, known, NEXT, self.lanes)
         else:
             packed = columns.packed(length)
             leaves.update(columns.view(length))
@@ -228,7 +234,7 @@ class RestorableStorage(ColumnStorage):
         with self.lock:
             state = super().__getstate__()
             content = self.content()
-            columns = [by_value(group.plain_columns()) for group in content.groups]
+            columns = [by_value(list(group.plain_columns())) for group in content.groups]
             state["ledger"], state["_log"] = by_value(self.ledger.state()), self.ledger.log
             state["_matcher"] = None
             state["indexes"] = self.indexes.state()
@@ -244,8 +250,8 @@ class RestorableStorage(ColumnStorage):
         self.ledger.restore(ledger, None)
         self.ledger.log = log  # the copied followers go on
         if stored is not None:
-            schema, lanes, columns = from_value(stored)
-            columns = [rebuilt_column(column, columns, lanes) for column in columns]
+            schema, lanes, (columns, references) = from_value(stored)
+            columns = rebuilt_columns(columns, references, lanes)
             rows = Rows(schema.root, dict(zip(schema.leaves, columns, strict=True)), torch.Size())
             self._columns = self._allocate(schema, lanes, rows)
             self._adopt(self._columns)
@@ -272,15 +278,14 @@ def _fill(
         packed: the records that hold some of the leaves.
     """
     count = count if rows is None else len(rows)
-    if isinstance(columns, StreamColumns) and not count:
-        columns.clear()
-    elif isinstance(columns, StreamColumns):
-        keys = picked(leaves[columns.key], slice(None) if rows is None else rows)
+    if isinstance(columns, DedupColumns):
         known = ledger is not None and rows is None
         order = ledger.write_order() if known and ledger is not None else arange(count)
-        columns.begin(keys_of(keys[:count], columns.schema.leaves[columns.key].dtype), order)
-    elif isinstance(columns, DedupColumns):
-        columns.drop_unread()
+        keys = None
+        if columns.key is not None and count:
+            values = picked(leaves[columns.key], slice(None) if rows is None else rows)
+            keys = stream_keys(values[:count].view(columns.schema.leaves[columns.key].dtype))
+        columns.begin_fill(count, keys, order)
     row_bytes = columns.schema.row_bytes() * columns.lanes.numel()
     # Rows of the same layout are copied without temporary values.
     whole = rows is None and isinstance(columns, Columns) and columns.lies_as(packed)
@@ -294,10 +299,8 @@ def _fill(
             border = min(leaf.border(start) for leaf in pieces)
             stop = border if start + block // 8 < border < stop else stop
         kept = slice(start, stop) if rows is None else rows[start:stop]
-        if isinstance(columns, StreamColumns):
+        if isinstance(columns, DedupColumns):
             columns.fill(start, leaves, kept)
-        elif isinstance(columns, DedupColumns):
-            columns.scatter(arange(start, stop), leaves, kept)
         else:
             columns.fill(start, stop - start, leaves, kept, packed)
 
@@ -325,13 +328,16 @@ def mapped_rows(group: Group, schema: Schema, slots: int, ndim: int) -> Columns:
         layout = plan_records(schema)
         if not packed.lie_as(layout):  # map separate columns, with the stride of the records
             layout = records = None
-    leaves = group.leaves
-    tensors |= {path: leaves[path].spanned(slots) for path in schema.leaves if path not in tensors}
+    tensors |= {
+        path: _source(group.leaves[path]).spanned(slots)
+        for path in schema.leaves
+        if path not in tensors
+    }
     return Columns(schema, tensors, ndim, layout=layout, records=records, mapped=True)
 
 
 def adopt_mapped(columns: DedupColumns, group: Group, rows: int) -> None:
-    """Map the overflow rows and links of a checkpoint, without reading them.
+    """Map the overflow entries and references of a checkpoint, without reading them.
 
     Args:
         columns: columns over ``mapped_rows``.
@@ -341,23 +347,18 @@ def adopt_mapped(columns: DedupColumns, group: Group, rows: int) -> None:
     Raises:
         OSError: the system refuses to map them.
     """
-    followed = {path: group.leaves[path] for path in columns.pairs.root_of}
-    first: LinkedColumn = next(iter(followed.values()))
-    table, used = None, len(first.elements)
+    nexts = {path: group.leaves[path] for path in columns.pairs.root_of}
+    references = list(dict.fromkeys(column.references for column in nexts.values()))
+    table, used = None, references[0].overflow
     if used:
         # The table has free entries for later writes, because growth would copy the whole table.
         entries = min(2 * used + _SPARE_ENTRIES, columns.slots * columns.lanes.numel())
-        tensors = {p: cast(MappedRows, c.values).spanned(entries) for p, c in followed.items()}
+        tensors = {p: cast(MappedRows, c.values).spanned(entries) for p, c in nexts.items()}
         table = Columns(columns.pairs.overflow, tensors, 1, mapped=True)
-    if isinstance(columns, StreamColumns):
-        columns.link([cast(MappedRows, column.steps) for column in followed.values()])
-    elements = [cast(MappedRows, column.elements) for column in followed.values()]
-    columns.adopt_later(elements, table, rows)
+    columns.table.adopt_later(references, table, rows)
 
 
-def why_not_mapped(
-    content: Content, pairs: Pairs | None, slots: int, *, linked: bool
-) -> tuple[Path, str] | None:
+def why_not_mapped(content: Content, pairs: Pairs | None) -> tuple[Path, str] | None:
     """Return a leaf of a checkpoint that cannot be mapped, and the reason.
 
     Return None if all leaves can be mapped.
@@ -365,46 +366,31 @@ def why_not_mapped(
     Args:
         content: the rows of the checkpoint.
         pairs: the leaves that the storage stores once; None if there are none.
-        slots: number of slots of the storage.
-        linked: whether rows of the storage follow each other by stream.
     """
     for group in content.groups:
         leaves = group.leaves
         packed = () if group.packed is None else group.packed.offsets
-        once = [column for column in leaves.values() if isinstance(column, LinkedColumn)]
+        root_of = {} if pairs is None else pairs.root_of
         for path, column in leaves.items():
-            root = None if pairs is None else pairs.root_of.get(path)
             why = ""
-            if isinstance(column, LinkedColumn):
-                why = _why_not_linked(column, once[0], None if root is None else leaves[root])
-                if not why and linked != (column.steps is not None):
-                    why = "which was stored once with another lane_key"
-                if not why and not linked and content.rows < slots:
-                    why = _why_not_ended(column, content)
-            elif root is not None:
-                why = "which is stored in every row there, and not once (dedup_next)"
-            elif path not in packed and not isinstance(column, MappedRows):
+            if path in root_of:
+                why = _why_not_paired(column, leaves[root_of[path]])
+            elif isinstance(column, ReferencedColumn) and path not in root_of.values():
+                why = "which was stored once (dedup_next)"
+            elif path not in packed and not isinstance(_source(column), MappedRows):
                 why = "which is not in one of the mapped files"
             if why:
                 return path, why
     return None
 
 
-def _why_not_linked(column: LinkedColumn, first: LinkedColumn, source: Any) -> str:
-    if source is None:
-        return "which was stored once (dedup_next)"
-    steps, mapped = column.steps, isinstance(column.values, MappedRows)
-    # Their content is compared when they are read.
-    same = len(column.elements) == len(first.elements) and (steps is None) == (first.steps is None)
-    if column.source is source and mapped and same:
+def _source(column: Any) -> Any:
+    return column.source if isinstance(column, ReferencedColumn) else column
+
+
+def _why_not_paired(column: Any, root: Any) -> str:
+    if not isinstance(column, ReferencedColumn):
+        return "which is stored in every row there, and not once (dedup_next)"
+    if column.source is _source(root) and isinstance(column.values, MappedRows):
         return ""
     return "which does not follow the key that it is stored under, as others do"
-
-
-def _why_not_ended(column: LinkedColumn, content: Content) -> str:
-    # In a full ring, slot 0 follows the last slot. With more slots it does not.
-    cells = content.lanes.numel()
-    last = arange((content.rows - 1) * cells, content.rows * cells)
-    if content.rows and not torch.equal(column.elements[-cells:], last):
-        return "whose last row is followed by the first one, in another capacity"
-    return ""

@@ -7,6 +7,7 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path as FilePath
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from typing_extensions import Self
 
@@ -17,7 +18,6 @@ from replaykit.storages.column_storage import AnyColumns, ColumnStorage
 from replaykit.storages.columns import Columns
 from replaykit.storages.content import Content
 from replaykit.storages.dedup_columns import DedupColumns
-from replaykit.storages.dedup_streams import StreamColumns
 from replaykit.storages.episode_indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.next_rows import (
@@ -25,11 +25,10 @@ from replaykit.storages.next_rows import (
     Mismatch,
     Pairs,
     chains,
-    check_batch,
-    check_newest,
-    check_streams,
+    check_follows,
     checked_keys,
     checked_mismatch,
+    following_lanes,
     pairs_of,
 )
 from replaykit.storages.overflow_table import Grow, grow_in_memory
@@ -148,15 +147,17 @@ class LazyTensorStorage(TensorStorage):
         device: device of the rows; ``"auto"`` for the device of the first data.
         ndim: number of leading dimensions that count as rows. Dimension 0 is time, and the others
             are lanes.
-        dedup_next: store observations once. A read then takes ``("next", key)`` of a row from
-            ``key`` of the following row. With ``lane_key``, that is the following row of the same
-            stream. If the following row has other values, an overflow row stores the next
-            observation. This happens for the last row of an episode, for the newest row, and for
-            rows edited or placed by hand. A list names the root keys. ``True`` selects every key
-            that occurs at the root and under ``next`` with one shape and dtype, except ``reward``
-            and flags. Every read returns the same bits as without this option. But views of these
-            keys (``storage[a:b]``, ``rb[i]``, ``column``) become copies. If observations are most
-            of a row, the rows take half the memory. ``False`` costs nothing.
+        dedup_next: store observations once. Each row refers to its observation ``key`` and to its
+            next observation ``("next", key)``. The next observation of a row and the observation of
+            the following row are stored once if their bits are equal. With ``lane_key``, that is
+            the following row of the same stream. Overflow rows store the observations that exceed
+            one for each row. There is one for the last row of an episode, for the newest row, and
+            for rows edited or placed by hand. A list names the root keys. ``True`` selects every
+            key that occurs at the root and under ``next`` with one shape and dtype, except
+            ``reward``, flags, and ids of episodes or streams. Every read returns the same bits as
+            without this option. But views of these keys (``storage[a:b]``, ``rb[i]``, ``column``)
+            become copies. If observations are most of a row, the rows take half the memory.
+            ``False`` costs nothing.
         on_mismatch: the reaction to a row that continues an episode, but whose observation differs
             from the next observation of the row before. ``"error"`` refuses the batch, and
             ``"dense"`` stores both observations. A row continues an episode under three conditions.
@@ -401,11 +402,11 @@ class LazyTensorStorage(TensorStorage):
 
     @property
     def overflow_rows(self) -> int:
-        """Number of rows whose next observations are stored as overflow rows.
+        """Number of stored observations that exceed one for each row.
 
         For ``ndim > 1``, rows of all lanes count.
         """
-        with self.lock:  # the first call reads overflow rows that are still in files
+        with self.lock:  # the first call reads references that are still in files
             columns = self._columns
             return columns.overflow_rows if isinstance(columns, DedupColumns) else 0
 
@@ -458,36 +459,21 @@ class LazyTensorStorage(TensorStorage):
     def check_order(self, rows: Any) -> None:
         if not self.dedup_next or self.on_mismatch == "dense" or not isinstance(rows, Rows):
             return
-        columns = self._columns
-        if (
-            isinstance(columns, DedupColumns)
-            and isinstance(rows, MatchedRows)
-            and rows.matcher is self._matcher
-            and columns.continues(rows, self.ledger.cursor)
-        ):
-            return
         self._check(rows)
-        if isinstance(columns, StreamColumns):
+        columns = self._columns
+        if isinstance(columns, DedupColumns):
             matched = isinstance(rows, MatchedRows) and rows.matcher is self._matcher
-            columns.check(rows, matched=matched)
+            columns.check(rows, self.ledger.cursor, matched=matched)
             return
-        if not isinstance(columns, DedupColumns):
-            pairs = self._pairs_of(Schema(rows.root))
-            if self.lane_key is None:
-                check_batch(rows.leaves, rows.batch, pairs)
-            else:
-                check_streams(rows.leaves, chains(stream_keys(rows.leaves[self.lane_key])), pairs)
-            return
-        compared = columns.compare(rows, self.ledger.cursor)
-        try:
-            if compared.newest is not None and bool(compared.newest.any()):
-                newest, severed = columns.newest_rows(), columns.severed
-                check_newest(newest, rows.leaves, rows.batch, columns.pairs, severed)
-            if compared.inside is not None and bool(compared.inside.any()):
-                check_batch(rows.leaves, rows.batch, columns.pairs)
-        except BaseException:
-            columns.forget()
-            raise
+        pairs, lanes = self._pairs_of(Schema(rows.root)), rows.batch[1:].numel()
+        if self.lane_key is None:
+            before = following_lanes(rows.batch.numel(), lanes, -1)
+        else:
+            before = chains(stream_keys(rows.leaves[self.lane_key])).before(len(rows))
+        leaves = {path: leaf.flatten(0, self.ndim - 1) for path, leaf in rows.leaves.items()}
+        none = np.zeros(0, np.int64)
+        streams = self.lane_key is not None
+        check_follows(leaves, before, pairs, lanes, {}, none, streams=streams)
 
     def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
         if not self.dedup_next:
@@ -497,9 +483,7 @@ class LazyTensorStorage(TensorStorage):
         return self._dedup_columns(pairs, taken, self._grow(taken.device))
 
     def _dedup_columns(self, pairs: Pairs, rows: Columns, grow: Grow) -> DedupColumns:
-        if self.lane_key is not None:
-            return StreamColumns(pairs, rows, grow, self.lane_key)
-        return DedupColumns(pairs, rows, grow)
+        return DedupColumns(pairs, rows, grow, self.lane_key)
 
     def put_back(self) -> None:
         """Update derived data after a rollback has restored overwritten rows."""
@@ -507,7 +491,7 @@ class LazyTensorStorage(TensorStorage):
             self._columns.reread(self.ledger)
 
     def _pairs_of(self, schema: Schema) -> Pairs:
-        pairs = pairs_of(schema, self.dedup_next)
+        pairs = pairs_of(schema, self.dedup_next, self.lane_key)
         if self.lane_key in pairs.root_of:
             raise ValueError(
                 f"dedup_next: expected no lane_key under 'next', got {format_key(self.lane_key)}: "

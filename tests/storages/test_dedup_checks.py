@@ -325,7 +325,7 @@ def test_out_of_memory_for_overflow_rows_changes_nothing(monkeypatch: pytest.Mon
     def full(*_: Any) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(columns._overflow, "_grow", full)
+    monkeypatch.setattr(columns.table, "grow", full)
     rows = _steps(list(range(100)))
     rows["next", "observation"] += 0.5
     with pytest.raises(MemoryError, match="no room"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, native
-from replaykit.storages.dedup_native import NativeDedup
+from replaykit.storages.dedup_native import NativeObservations
 
 
 def _steps(values: list[float], **columns: Any) -> TensorDict:
@@ -33,24 +33,23 @@ def _with(rows: TensorDict, slots: int, *, core: bool = True, **options: Any) ->
     rb = ReplayBuffer(storage=LazyTensorStorage(slots, dedup_next=True, **options))
     rb.extend(rows)
     if not core:
-        rb.storage.require()._native = None
+        rb.storage.require().table.native = None
     return rb
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often each method did what it is there for."""
-    made = {"compare": 0, "write": 0, "gather": 0, "following": 0}
+    """How often each method was called."""
+    made = {"threads": 0, "gather": 0, "shown": 0}
 
     def counted(name: str) -> None:
-        method = getattr(NativeDedup, name)
+        method = getattr(NativeObservations, name)
 
         def call(*args: Any, **options: Any) -> Any:
-            found = method(*args, **options)
-            made[name] += found is not None and found is not False
-            return found
+            made[name] += 1
+            return method(*args, **options)
 
-        monkeypatch.setattr(NativeDedup, name, call)
+        monkeypatch.setattr(NativeObservations, name, call)
 
     for name in made:
         counted(name)
@@ -105,12 +104,13 @@ def test_core_and_torch_store_equal_rows(
 
 def test_the_core_is_used(calls: dict[str, int]) -> None:
     rb = _with(_steps([0, 1, 2]), 50)
+    known = calls["threads"]
     rb.extend(_steps([2, 3, 4]))
     rb.add(_steps([4, 5])[0])
-    assert calls == {"compare": 2, "write": 2, "gather": 0, "following": 0}
+    assert calls == {"threads": known + 4, "gather": 0, "shown": 0}  # to compare and to write
     rb.sample(8)
     rb.storage.require().gather_keys([("next", "observation")], torch.arange(3))
-    assert calls == {"compare": 2, "write": 2, "gather": 1, "following": 1}
+    assert (calls["gather"], calls["shown"]) == (1, 1)
     assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 3, 4, 5]
     assert rb.storage.overflow_rows == 1
 
@@ -119,11 +119,12 @@ def test_rows_in_files_are_written_by_the_core(calls: dict[str, int], tmp_path: 
     storage = LazyMemmapStorage(500, scratch_dir=tmp_path, dedup_next=True, on_mismatch="dense")
     rb = ReplayBuffer(storage=storage)
     rb.extend(_steps([0, 1, 2]))
-    for turn in range(20):  # more rows beside than the first table has, which is then another file
+    known = calls["threads"]
+    for turn in range(20):  # more overflow rows than the first table has, which then is larger
         rows = _steps([float(x) for x in range(11)])
         rows["next", "observation"] += turn / 64 + 0.5
         rb.extend(rows)
-    assert calls["write"] == 20
+    assert calls["threads"] == known + 40
     assert storage.overflow_rows == 201
     got = rb["next", "observation"].squeeze(1)
     want = [x + 1.5 + turn / 64 for turn in range(20) for x in range(10)]
@@ -202,16 +203,16 @@ def test_out_of_memory_for_overflow_rows_changes_nothing(
     columns = rb.storage.require()
     rows = _steps([float(x) for x in range(101)])
     rows["next", "observation"] += 0.5
-    before, grow = rb[:], columns._overflow._grow
+    before, grow = rb[:], columns.table.grow
 
     def full(*_: Any) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(columns._overflow, "_grow", full)
+    monkeypatch.setattr(columns.table, "grow", full)
     with pytest.raises(MemoryError, match="no room"):
         rb.extend(rows)
     assert bool((rb[:] == before).all())
-    monkeypatch.setattr(columns._overflow, "_grow", grow)
+    monkeypatch.setattr(columns.table, "grow", grow)
     rb.extend(_steps([2, 3]))  # the newest row is known as before
     rb.extend(rows)
     assert rb.storage.overflow_rows == 101
@@ -270,38 +271,47 @@ def test_core_follows_moved_memory(core: bool, transitions: Any, same_rows: Any)
 
 
 def _core(**changes: Any) -> Any:
-    """Rows of a number, which the next row has again; 4 of them, and 2 entries beside."""
-    memory = {
-        "root": np.zeros(4, np.int64),
-        "own": np.zeros(2, np.int64),
-        "map": np.array([1, 0, 0, 0], np.int32),
-        "stack": np.array([1, 0], np.int64),
-        "free": np.ones(1, np.int64),
-    }
-    address = {name: array.ctypes.data for name, array in memory.items()}
+    """4 rows of a number, which the next row has too, and 2 overflow entries."""
     arguments = {
-        "bases": [address["root"], address["own"]],
-        "strides": [8, 8],
         "sizes": [8, 8],
         "follows": [-1, 0],
         "ends": [],
         "ids": [],
         "rows": 4,
-        "step": 1,
-        "map": address["map"],
-        "wide": False,
-        "entries": 2,
-        "stack": address["stack"],
-        "free": address["free"],
+        "lanes": 1,
     }
-    made = native.core.Followed(**{**arguments, **changes})
-    return made, memory
+    return native.core.Observations(*{**arguments, **changes}.values())
+
+
+class _Memory:
+    """The memory of a core, with two rows that follow each other."""
+
+    def __init__(self) -> None:
+        self.root, self.own = np.zeros(4, np.int64), np.zeros(2, np.int64)
+        self.references = np.zeros((4, 2), np.int32)
+        self.core = _core()
+        bases = [self.root.ctypes.data, self.own.ctypes.data]
+        self.core.point(bases, [8, 8], self.references.ctypes.data, 2)
+
+    def write(self, slots: list[int], values: list[int], nexts: list[int], newest: int) -> int:
+        at, now, then = (np.array(part, np.int64) for part in (slots, values, nexts))
+        addresses = [now.ctypes.data, then.ctypes.data]
+        self.core.compare_run(len(at), newest, addresses, 1)
+        if missing := self.core.plan(at.ctypes.data, len(at), 0)[0]:
+            return int(missing)
+        self.core.write(addresses, 1)
+        return 0
+
+    def read(self, slots: list[int], kind: int) -> list[int]:
+        at, out = np.array(slots, np.int64), np.zeros(len(slots), np.int64)
+        self.core.gather(at.ctypes.data, len(at), kind, [out.ctypes.data], [8], 1)
+        return [int(value) for value in out]
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"strides": [8]},
+        {"sizes": [8]},
         {"sizes": [8, -8]},
         {"sizes": [8, 4]},
         {"follows": [-1, 1]},
@@ -310,9 +320,9 @@ def _core(**changes: Any) -> Any:
         {"ids": [2]},
         {"ids": [-1]},
         {"rows": 0},
-        {"step": 0},
-        {"step": 5},
-        {"entries": -1},
+        {"rows": 2**31 - 1},
+        {"lanes": 0},
+        {"lanes": 5},
     ],
     ids=str,
 )
@@ -321,37 +331,87 @@ def test_descriptions_that_do_not_fit_are_refused(changes: dict[str, Any]) -> No
         _core(**changes)
 
 
+def test_entries_are_shared_and_used_again() -> None:
+    memory = _Memory()
+    assert memory.write([0, 1], [1, 2], [2, 3], -1) == 0
+    assert (memory.read([0, 1], 0), memory.read([0, 1], 1)) == ([1, 2], [2, 3])
+    assert memory.core.alone() == 1
+    assert memory.write([2, 3], [3, 9], [8, 9], 1) == 0
+    assert (memory.read([0, 1, 2, 3], 0), memory.read([0, 1, 2, 3], 1)) == (
+        [1, 2, 3, 9],
+        [2, 3, 8, 9],
+    )
+    assert memory.core.alone() == 2
+    before = memory.references.copy()
+    assert memory.write([0, 1], [5, 7], [6, 8], 2) == 2  # four entries are needed, two are free
+    assert (memory.references == before).all()
+    assert (memory.read([0, 1], 0), memory.core.alone()) == ([1, 2], 2)
+    assert memory.write([0, 1], [9, 7], [7, 8], 3) == 0
+    assert memory.read([0, 1, 2, 3], 1) == [7, 8, 8, 9]
+    memory.core.derive(4)
+    assert memory.core.alone() == 2
+    memory.core.clear()
+    assert memory.core.alone() == 0
+
+
+def test_references_that_contradict_each_other_are_refused() -> None:
+    memory = _Memory()
+    memory.write([0, 1], [1, 2], [2, 3], -1)
+    for row, kind, value, message in (
+        (0, 0, 1, "of two rows"),
+        (0, 1, 5, "entry 4"),
+        (1, 0, 4, "to 2 entries, got one to entry 3"),
+        (1, 1, -3, "to 2 entries, got one to entry 2"),
+    ):
+        kept = memory.references.copy()
+        memory.references[row, kind] = value
+        with pytest.raises(ValueError, match=message):
+            memory.core.derive(2)
+        memory.references[:] = kept
+    memory.core.derive(2)
+    assert memory.read([0, 1], 1) == [2, 3]
+
+
 def test_calls_that_do_not_fit_are_refused() -> None:
-    core, memory = _core()
+    memory = _Memory()
+    core = memory.core
     batch = np.arange(3, dtype=np.int64)
     index = np.array([0, 4], np.int64)
     rows = [batch.ctypes.data, batch.ctypes.data]
     out = [np.empty(2, np.int64).ctypes.data]
     with pytest.raises(IndexError, match=r"\[0, 4\), got 4"):
-        core.gather(index.ctypes.data, 2, out, [8], 1)
-    for to, strides, count in (([], [], 1), (out, [], 1), (out, [8], -1)):
+        core.gather(index.ctypes.data, 2, 0, out, [8], 1)
+    for to, strides, count, kind in (
+        ([], [], 1, 0),
+        (out, [], 1, 0),
+        (out, [8], -1, 0),
+        (out, [8], 1, 2),
+        (out, [8], 1, 3),
+    ):
         with pytest.raises(ValueError, match="expected"):
-            core.gather(index.ctypes.data, count, to, strides, 1)
+            core.gather(index.ctypes.data, count, kind, to, strides, 1)
     with pytest.raises(ValueError, match="each of 2 leaves, got 1"):
-        core.compare(rows[:1], 3, 0, False, 1)
-    with pytest.raises(IndexError, match="got 4"):
-        core.compare(rows, 3, 4, False, 1)
-    for count in (0, 4):
-        with pytest.raises(ValueError, match="fewer than slots"):
-            core.compare(rows, count, 0, False, 1)
-    with pytest.raises(RuntimeError, match="entry"):
-        core.compare(rows, 3, 1, False, 1)  # the row at slot 1 has none
+        core.compare_run(3, -1, rows[:1], 1)
+    for count, newest in ((0, 0), (1, 4), (1, -2)):
+        with pytest.raises(ValueError, match="at least one row"):
+            core.compare_run(count, newest, rows, 1)
+    after = np.array([1, -1, -1], np.int64)
+    with pytest.raises(ValueError, match="places of rows"):
+        core.compare(np.array([3, 0, 1], np.int64).ctypes.data, after.ctypes.data, 3, rows, 1)
+    core.forget()
     with pytest.raises(ValueError, match="compared last"):
-        core.write(1, 3, rows, 1)
-    core.compare(rows, 3, 0, False, 1)
+        core.plan(batch.ctypes.data, 3, 0)
+    core.compare_run(3, -1, rows, 1)
     with pytest.raises(ValueError, match="compared last"):
-        core.write(1, 2, rows, 1)
+        core.plan(batch.ctypes.data, 2, 0)
     with pytest.raises(IndexError, match="got 4"):
-        core.write(4, 3, rows, 1)
-    assert core.write(1, 3, rows, 1) == 1  # three rows to keep and the newest: one too many
-    assert memory["root"].tolist() == [0, 0, 0, 0]
-    with pytest.raises(ValueError, match="without lanes"):
-        _core(step=2)[0].compare(rows, 1, 0, False, 1)
+        core.plan(np.array([1, 2, 4], np.int64).ctypes.data, 3, 0)
+    with pytest.raises(ValueError, match="stored rows"):
+        core.plan_run(4, 3)
+    core.forget()
+    with pytest.raises(ValueError, match="a plan"):
+        core.write(rows, 1)
+    assert memory.root.tolist() == [0, 0, 0, 0]
 
 
 # -- streams --------------------------------------------------------------------------------------
@@ -359,109 +419,21 @@ def test_calls_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
 @pytest.mark.parametrize("length", [None, 20], ids=["ring", "by stream"])
-def test_the_core_is_used_for_streams(
-    length: int | None, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = {"compare_streams": 0, "write_streams": 0, "gather": 0}
-
-    def counted(name: str) -> None:
-        method = getattr(NativeDedup, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            found = method(*args, **options)
-            made[name] += found is not None and found is not False
-            return found
-
-        monkeypatch.setattr(NativeDedup, name, call)
-
-    for name in made:
-        counted(name)
+def test_the_core_is_used_for_streams(length: int | None, make: Any, calls: dict[str, int]) -> None:
     rb = ReplayBuffer(
         storage=make(50, dedup_next=True, lane_key="env"),
         writer=None if length is None else LaneWriter(length),
         batch_size=8,
     )
     rb.extend(_steps([0, 1, 2], env=[1, 1]))
+    known = calls["threads"]
     rb.extend(_steps([2, 3, 4], env=[1, 1]))
     rb.extend(_steps([7, 8], env=[2]))
     rb.add(_steps([4, 5], env=[1])[0])
-    assert made == {"compare_streams": 3, "write_streams": 3, "gather": 0}
+    assert calls == {"threads": known + 6, "gather": 0, "shown": 0}
     rb.sample()
-    assert made["gather"] == (make is LazyTensorStorage)
+    assert calls["gather"] == (make is LazyTensorStorage)
     assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 3, 4, 8, 5]
     assert rb.storage.overflow_rows == 2
     with pytest.raises(ValueError, match=r"row 0: .*newest stored row of its stream"):
         rb.extend(_steps([6, 7], env=[2]))
-    assert made["write_streams"] == 3
-
-
-def _linked(**changes: Any) -> tuple[Any, dict[str, Any]]:
-    steps = {"after": np.zeros(4, np.int32), "before": np.zeros(4, np.int32)}
-    _, memory = _core()
-    address = {name: array.ctypes.data for name, array in {**memory, **steps}.items()}
-    arguments = {
-        "bases": [address["root"], address["own"]],
-        "strides": [8, 8],
-        "sizes": [8, 8],
-        "follows": [-1, 0],
-        "ends": [],
-        "ids": [],
-        "rows": 4,
-        "step": 1,
-        "wide": False,
-        "entries": 2,
-        **{name: address[name] for name in ("map", "stack", "free", "after", "before")},
-    }
-    return native.core.Linked(**{**arguments, **changes}), {**memory, **steps}
-
-
-def test_calls_for_streams_that_do_not_fit_are_refused() -> None:
-    core, memory = _linked()
-    batch = np.arange(3, dtype=np.int64)
-    rows = [batch.ctypes.data, batch.ctypes.data]
-
-    def compare(
-        followers: list[int], newest: list[int], first: list[int], addresses: Any = rows
-    ) -> Any:
-        parts = [np.array(part, np.int64) for part in (followers, newest, first, first)]
-        place = [part.ctypes.data for part in parts]
-        return core.compare_linked(addresses, len(followers), place[0], len(newest), *place[1:], 1)
-
-    def write(slots: list[int]) -> Any:
-        at = np.array(slots, np.int64)
-        return core.write_linked(at.ctypes.data, len(slots), rows, 1)
-
-    with pytest.raises(ValueError, match="without lanes"):
-        _linked(step=2)
-    with pytest.raises(ValueError, match="each of 2 leaves, got 1"):
-        compare([-1], [], [], rows[:1])
-    for followers in ([], [-1] * 5):
-        with pytest.raises(ValueError, match="no more than slots"):
-            compare(followers, [], [])
-    for followers, newest, first in (([-2], [], []), ([1], [], []), ([-1], [0], [1])):
-        with pytest.raises(IndexError, match="places of rows"):
-            compare(followers, newest, first)
-    with pytest.raises(IndexError, match="got 4"):
-        compare([-1], [4], [0])
-    with pytest.raises(RuntimeError, match="entry"):
-        compare([-1], [1], [0])  # the row at slot 1 has none
-    with pytest.raises(ValueError, match="compared last"):
-        write([1])
-    with pytest.raises(ValueError, match="one after the other"):
-        core.compare(rows, 1, 0, False, 1)
-    compare([-1, -1, -1], [], [])
-    with pytest.raises(ValueError, match="compared last"):
-        write([1, 2])
-    with pytest.raises(IndexError, match="got 4"):
-        write([1, 2, 4])
-    assert write([1, 2, 3]) == 2
-    assert memory["root"].tolist() == [0, 0, 0, 0]
-    compare([-1], [0], [0])
-    assert write([3]) == 0
-    assert memory["after"].tolist() == [3, 0, 0, 0]
-    assert memory["before"].tolist() == [0, 0, 0, -3]
-    memory["after"][0] = 4
-    out = [np.empty(1, np.int64).ctypes.data]
-    memory["map"][0] = 0
-    with pytest.raises(RuntimeError, match="link"):
-        core.gather(np.zeros(1, np.int64).ctypes.data, 1, out, [8], 1)

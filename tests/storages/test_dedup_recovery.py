@@ -17,9 +17,7 @@ from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from replaykit.errors import CheckpointError
-from replaykit.storages.dedup_native import NativeDedup
-from replaykit.storages.dedup_rows import DedupRows
-from replaykit.storages.dedup_streams import StreamColumns
+from replaykit.storages.observation_table import ObservationTable
 
 SLOTS = 19
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -108,36 +106,29 @@ class _Worker:
 
     def fails(self, patch: pytest.MonkeyPatch) -> None:
         """A write that is cut off in the middle of what it changes, or at its end."""
-        commit, write = DedupRows._commit, NativeDedup.write
-        half = self.draw.random() < 0.5
+        write, half = ObservationTable.write, len(self.rb) > 1 and self.draw.random() < 0.5
 
-        def cut_off(columns: Any, change: Any, values: Any, cleared: Any, *rest: Any) -> None:
-            commit(columns, change, values, cleared, *rest)
-            if half:
-                columns._overflow.assign(cleared, None)
-            raise RuntimeError("cut off")
-
-        def refused(native: Any, *arguments: Any) -> bool:
-            assert write(native, *arguments)
+        def cut_off(table: Any, *arguments: Any, **options: Any) -> None:
+            write(table, *arguments, **options)
+            if half:  # as if some references had not been set yet
+                table.references[: len(self.rb) // 2] = 0
             raise RuntimeError("cut off")
 
         with patch.context() as patched:
-            patched.setattr(DedupRows, "_commit", cut_off)
-            patched.setattr(NativeDedup, "write", refused)
-            patched.setattr(NativeDedup, "write_streams", refused_streams)
+            patched.setattr(ObservationTable, "write", cut_off)
             rows = self.rows(self.draw.choice([1, 3, 8]))
             while not len(rows):
                 rows = self.rows(3)
+            table = self.rb.storage.require().table
+            if half:
+                elements = torch.arange(len(self.rb) * table.cells).numpy()
+                with self.rb.storage.lock:
+                    table.journal.journal(elements, elements[:0], table.cells, [])
+                    with pytest.raises(RuntimeError, match="cut off"):
+                        self.rb.extend(rows)
+                return
             with pytest.raises(RuntimeError, match="cut off"):
                 self.rb.extend(rows)
-
-
-def refused_streams(native: Any, *arguments: Any) -> bool:
-    assert _write_streams(native, *arguments)
-    raise RuntimeError("cut off")
-
-
-_write_streams = NativeDedup.write_streams
 
 
 def check(rb: ReplayBuffer, model: ReplayBuffer, same_rows: Any) -> None:
@@ -150,16 +141,9 @@ def check(rb: ReplayBuffer, model: ReplayBuffer, same_rows: Any) -> None:
     if columns is None:
         return
     # What follows from the files is what it would be if it were worked out anew.
-    beside = columns._overflow
-    used = beside._map[beside._map > 0].numpy() - 1
-    free = beside._stack[: beside._free].numpy()
-    assert sorted([*used, *free]) == list(range(len(beside._stack)))
-    if isinstance(columns, StreamColumns):
-        after, before = columns.links._after.numpy(), columns.links._before.numpy()
-        found = np.zeros_like(before)
-        at = np.flatnonzero(after)
-        found[at + after[at]] = -after[at]
-        assert (found == before).all()
+    alone = rb.storage.overflow_rows
+    columns.table.core.derive(len(rb))
+    assert rb.storage.overflow_rows == alone
 
 
 @pytest.mark.parametrize(
@@ -264,14 +248,12 @@ def test_manifest_lists_deduplicated_keys(tmp_path: Path) -> None:
     rb = kept(tmp_path)
     rb.extend(episode(0, 5))
     record = json.loads((tmp_path / "%recovery" / "manifest.json").read_text())
-    assert record["format_version"] == 2  # older versions do not know of entries beside
+    assert record["format_version"] == 4  # older versions do not know of references
     assert record["content"]["dedup_next"] == [["x"], ["pixels"]]
 
 
 @pytest.mark.parametrize("harm", ["gone", "short", "link"])
-@pytest.mark.parametrize(
-    "file", ["%beside/next/pixels.memmap", "%recovery/table-4-4.bin", "%recovery/table-5-4.bin"]
-)
+@pytest.mark.parametrize("file", ["%beside/next/pixels.memmap", "%recovery/table-6-8.bin"])
 def test_a_file_that_is_not_as_it_was_left_is_named(tmp_path: Path, file: str, harm: str) -> None:
     rb = kept(tmp_path, "streams")
     for env in range(3):
@@ -295,25 +277,24 @@ def test_a_file_that_is_not_as_it_was_left_is_named(tmp_path: Path, file: str, h
 
 
 @pytest.mark.parametrize(
-    ("table", "values", "message"),
+    ("row", "kind", "value", "message"),
     [
-        (4, {0: 1, 1: 1}, "of two rows"),
-        (4, {0: -3}, "overflow entries"),
-        (5, {0: 400}, "slots"),
-        (5, {0: 2, 1: 1}, "follows two"),
+        (0, 0, 2, "of two rows"),
+        (0, 1, 400, "references to 19 entries, got one to entry 399"),
+        (0, 1, 18, "references to 5 entries, got one to entry 17"),
+        (4, 1, -30, "bytes in .*beside"),
     ],
 )
 def test_bookkeeping_that_contradicts_itself_is_refused(
-    tmp_path: Path, table: int, values: dict[int, int], message: str
+    tmp_path: Path, row: int, kind: int, value: int, message: str
 ) -> None:
     rb = kept(tmp_path, "streams")
     rb.extend(episode(0, 5, 0))
     del rb
     gc.collect()
-    path = tmp_path / "%recovery" / f"table-{table}-4.bin"
+    path = tmp_path / "%recovery" / "table-6-8.bin"
     numbers = np.frombuffer(path.read_bytes(), np.int32).copy()
-    for at, value in values.items():
-        numbers[at] = value
+    numbers[2 * row + kind] = value
     path.write_bytes(numbers.tobytes())
     with pytest.raises(CheckpointError, match=message):
         kept(tmp_path, "streams")
@@ -353,7 +334,7 @@ def test_commits_of_a_durable_storage_have_all_files_on_the_disk(
         synced.clear()
         rb.extend(episode(5 + turn, 1, 0))
         state = next(at for at, one in enumerate(synced) if "state" in one)
-        rows = {"%beside/next/pixels.memmap", "%recovery/table-4-4.bin", "%recovery/table-5-4.bin"}
+        rows = {"%beside/next/pixels.memmap", "%recovery/table-6-8.bin"}
         assert rows <= set(synced[:state])
         del rb
         rb = kept(tmp_path, "streams", durable=True)
@@ -373,7 +354,7 @@ def test_unreserved_end_of_a_file_is_not_used(tmp_path: Path) -> None:
             longer.truncate(file.stat().st_size + 10**6)
     rb = kept(tmp_path, size=500)
     columns: Any = rb.storage._columns
-    assert columns._overflow.table.slots <= 64
+    assert columns.table._overflow.slots <= 64
     assert bool((rb[:] == before).all())
     for first in range(0, 1000, 10):
         rb.extend(episode(first, 1))

@@ -271,7 +271,8 @@ def test_a_damaged_record_is_refused(tmp_path: Path, transitions: Any) -> None:
     storage = _dedup_columns(10)
     _buffer(storage).extend(transitions(0).steps(7))
     state = storage.content().to_state()
-    columns = state["groups"][0]["columns"]
+    group = state["groups"][0]
+    columns, references = group["columns"], group["references"]
     place = next(
         i for i, column in enumerate(columns) if isinstance(column, dict) and "follows" in column
     )
@@ -279,16 +280,27 @@ def test_a_damaged_record_is_refused(tmp_path: Path, transitions: Any) -> None:
     for change in (
         {"follows": 99},
         {"follows": place},
-        {"elements": good["elements"].flip(0)},
-        {"elements": good["elements"] + 7},
-        {"elements": good["elements"].float()},
-        {"values": good["values"][:-1]},
-        {"values": None},
+        {"entries": good["entries"][:-1]},
+        {"entries": None},
+        {"entries": references},
     ):
         columns[place] = {**good, **change}
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="expected"):
             Content.from_state(state)
     columns[place] = good
+    for wrong in (
+        references + 7,
+        references - 9,
+        references[1:],
+        references[:, :1],
+        references.float(),
+        references.long(),
+        None,
+    ):
+        group["references"] = wrong
+        with pytest.raises(ValueError, match="expected"):
+            Content.from_state(state)
+    group["references"] = references
     assert Content.from_state(state).rows == 7
 
 
@@ -434,15 +446,10 @@ def test_an_interrupt_between_two_columns_leaves_whole_rows(
     for rb in (dense, once):
         rb.extend(rows)
     once_columns = once.storage.require()
-    columns: Any = once_columns.rows
-    names = ["scatter", "scatter_ring"]
-    if core:
-        # One step, after which the columns know what was written only when they are told.
-        columns, names = once_columns._native, ["write"]
-        if columns is None:
-            pytest.skip("needs the compiled core")
-    else:
-        once_columns._native = None
+    columns: Any = once_columns.table
+    name = "write" if core else "_write_entries"
+    if not core:
+        once_columns.table.native = None
     calls: list[Any] = []
 
     def interrupted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -455,8 +462,7 @@ def test_an_interrupt_between_two_columns_leaves_whole_rows(
 
         return write
 
-    for name in names:
-        monkeypatch.setattr(columns, name, interrupted(getattr(columns, name)))
+    monkeypatch.setattr(columns, name, interrupted(getattr(columns, name)))
     row = stream.steps(4)
     with pytest.raises(KeyboardInterrupt):
         once.extend(row)
@@ -464,11 +470,10 @@ def test_an_interrupt_between_two_columns_leaves_whole_rows(
     once.extend(row)
     dense.extend(row)
     assert same_rows(dense[:], once[:])
-    # Every entry beside is in use once, or free.
-    beside = once_columns._overflow
-    entries = beside.entries(torch.arange(10)).long()
-    used = torch.cat([entries[entries > 0] - 1, beside._stack[: beside._free]])
-    assert sorted(used.tolist()) == list(range(len(beside._stack)))
+    # The entries in use are those that rows refer to.
+    alone = once.storage.overflow_rows
+    once_columns.table.core.derive(10)
+    assert once.storage.overflow_rows == alone
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class Twins:
         if not len(dense):
             return
         if not self.core:
-            once.storage.require()._native = None
+            once.storage.require().table.native = None
         assert same(dense[:], once[:])
         slots = torch.arange(len(dense)).flip(0)
         for contiguous in (False, True):
@@ -102,19 +102,17 @@ class Twins:
 
 
 def check_tables(storage: Any) -> None:
-    """Each row is named by the one that it names; every entry is in use once, or free."""
-    columns, slots = storage.require(), torch.arange(storage.max_size)
-    after, before = columns.links.after(slots), columns.links.before(slots)
-    assert bool(((after >= 0) & (after < len(slots))).all())
-    followed = after != slots
-    assert torch.equal(before[after[followed]], slots[followed])
-    assert int((before != slots).sum()) == int(followed.sum())
-    beside = columns._overflow
-    entries = beside.entries(slots).long()
-    used = torch.cat([entries[entries > 0] - 1, beside._stack[: beside._free]])
-    assert sorted(used.tolist()) == list(range(len(beside._stack)))
-    stored = storage.ledger.length
-    assert bool((entries[:stored][~followed[:stored]] > 0).all())
+    """No entry is of two rows, and no other entry is in use."""
+    columns, stored = storage.require(), storage.ledger.length
+    references = columns.table.references[:stored]
+    nexts = references[:, 1].tolist()
+    assert 0 not in references
+    for kind in (0, 1):
+        assert len(set(references[:, kind].tolist())) == stored
+    alone = set(nexts) - set(references[:, 0].tolist())
+    assert storage.overflow_rows == len(alone)
+    columns.table.core.derive(stored)
+    assert storage.overflow_rows == len(alone)
 
 
 def model_beside(storage: Any) -> int:
@@ -422,19 +420,19 @@ def test_out_of_memory_for_overflow_rows_changes_nothing(
     rb = ReplayBuffer(storage=storage, writer=None if length is None else LaneWriter(200))
     rb.extend(_steps([1, 2, 1], [0, 10, 1], [1, 11, 2]))
     columns, before = storage.require(), rb[:]
-    columns._native = columns._native if core else None
+    columns.table.native = columns.table.native if core else None
 
     def full(*_: Any) -> Any:
         raise MemoryError("no room")
 
-    grow = columns._overflow._grow
-    monkeypatch.setattr(columns._overflow, "_grow", full)
+    grow = columns.table.grow
+    monkeypatch.setattr(columns.table, "grow", full)
     rows = _steps([1, 2] * 50, list(range(100)), [0.5] * 100)
     with pytest.raises(MemoryError, match="no room"):
         rb.extend(rows)
     assert bool((rb[:] == before).all())
     check_tables(storage)
-    monkeypatch.setattr(columns._overflow, "_grow", grow)
+    monkeypatch.setattr(columns.table, "grow", grow)
     rb.extend(_steps([2, 1], [11, 2], [12, 3]))
     assert storage.overflow_rows == 2
     rb.extend(rows)
@@ -456,15 +454,10 @@ def test_an_interrupt_between_two_columns_leaves_whole_rows(
     rows = stream.steps(14)
     twins.both(lambda b: b.extend(rows))
     once = twins.storages[1].require()
-    columns: Any = once.rows
-    names = ["scatter"]
-    if core:
-        # One step, after which the columns know what was written only when they are told.
-        columns, names = once._native, ["write_streams"]
-        if columns is None:
-            pytest.skip("needs the compiled core")
-    else:
-        once._native = None
+    columns: Any = once.table
+    name = "write" if core else "_write_entries"
+    if not core:
+        once.table.native = None
     calls: list[Any] = []
 
     def interrupted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -477,8 +470,7 @@ def test_an_interrupt_between_two_columns_leaves_whole_rows(
 
         return write
 
-    for name in names:
-        monkeypatch.setattr(columns, name, interrupted(getattr(columns, name)))
+    monkeypatch.setattr(columns, name, interrupted(getattr(columns, name)))
     more = stream.steps(7)
     with pytest.raises(KeyboardInterrupt):
         twins.buffers[1].extend(more)

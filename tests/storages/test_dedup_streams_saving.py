@@ -28,7 +28,6 @@ from replaykit import (
     SliceSampler,
     StackFrames,
 )
-from replaykit.storages.content import Content
 
 
 def _dense(size: int, **options: Any) -> LazyTensorStorage:
@@ -202,35 +201,6 @@ def test_hooks_see_dense_rows(tmp_path: Path, transitions: Any, same_rows: Any) 
     assert same_rows(seen[1], rb[:])
     assert same_rows(other[:], rb[:])
     assert other.storage.overflow_rows == rb.storage.overflow_rows
-
-
-def test_a_damaged_record_is_refused(transitions: Any) -> None:
-    storage = _dedup_columns(10)
-    _buffer(storage).extend(Envs(transitions, 0).steps(17))
-    state = storage.content().to_state()
-    columns = state["groups"][0]["columns"]
-    place = next(
-        i for i, column in enumerate(columns) if isinstance(column, dict) and "follows" in column
-    )
-    good = columns[place]
-    for change in (
-        {"steps": good["steps"] + 10},
-        {"steps": good["steps"] - 10},
-        {"steps": good["steps"][1:]},
-        {"steps": good["steps"].float()},
-        {"steps": None},
-        {"own": good["own"].flip(0)},
-        {"own_values": good["own_values"][:-1]},
-    ):
-        columns[place] = {**good, **change}
-        with pytest.raises(ValueError):
-            Content.from_state(state)
-    # Who knows of no steps finds nothing under the names that it knows.
-    columns[place] = {name: value for name, value in good.items() if name != "steps"}
-    with pytest.raises(ValueError):
-        Content.from_state(state)
-    columns[place] = good
-    assert Content.from_state(state).rows == 10
 
 
 # -- memory ---------------------------------------------------------------------------------------
