@@ -1,5 +1,5 @@
 // Functions for a few changed elements of tables. They read the elements for parts that hold a
-// copy, and log them for processes that follow later. `FollowedTable.changed` and `ElementLog` use
+// copy, and log them for processes that follow later. `WatchedTable.changed` and `ElementLog` use
 // them.
 #pragma once
 

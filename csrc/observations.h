@@ -1,4 +1,4 @@
-// Rows whose observations lie in a table of their own. Each row refers to two entries of the table:
+// Rows whose observations are in a separate table. Each row refers to two entries of the table:
 // its observation and its next observation. The table has an entry for each row, in the columns of
 // the root leaves, and overflow entries in memory that grows. The caller has checked the memory at
 // every address, and that the source of a write does not overlap the table. This class checks the
@@ -203,7 +203,7 @@ class Observations {
     return wrong;
   }
 
-  // Sets the result of a comparison that was made elsewhere: whether each row has the observation
+  // Sets the result of a comparison that the caller has made: whether each row has the observation
   // of the row before, and whether it leads to the row after it.
   void set_shares(const std::uint8_t* before, const std::uint8_t* after) {
     std::copy_n(before, before_.size(), shares_[0].begin());
@@ -313,7 +313,7 @@ class Observations {
     commit();
   }
 
-  // Sets the planned references, after the rows were written elsewhere.
+  // Sets the planned references, after the caller has written the rows.
   void commit() {
     if (!planned_) return;
     for (std::size_t i = 0; i < slots_.size(); ++i) {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Listed
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, overload
 
@@ -826,7 +825,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         input_dict_or_td: Any,
         clone: bool = False,
         *,
-        keys_to_update: Listed[Any] | None = None,
+        keys_to_update: Sequence[Any] | None = None,
     ) -> Self:
         """Replace several whole columns; return the buffer. Transforms do not apply.
 
@@ -1351,7 +1350,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
                 _ = storage.episodes  # raises if rows have no keys
             return Episodes(storage)
 
-    def cut(self, lane: int | Listed[int] | torch.Tensor | None = None) -> None:
+    def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
         """End the open episodes, although no flag marks their end.
 
         Rows that are written next belong to new episodes, which begin in the middle. Before the

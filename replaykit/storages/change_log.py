@@ -11,7 +11,7 @@ import numpy as np
 
 from replaykit.structure import Path
 
-__all__ = ["Change", "ChangeKind", "ChangeLog"]
+__all__ = ["ChangeKind", "ChangeLog", "LoggedChange"]
 
 Array = np.ndarray[Any, Any]
 
@@ -33,7 +33,7 @@ class ChangeKind(enum.Enum):
     """Any row may be at another slot, as after a load."""
 
 
-class Change(NamedTuple):
+class LoggedChange(NamedTuple):
     """Consecutive changes of one kind.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Run:
         self.count = 0
         self.parts: list[Any] = []
 
-    def after(self, seen: int) -> Change:
+    def after(self, seen: int) -> LoggedChange:
         """Return the changes with the number ``seen`` or a later one."""
         if len(self.parts) > 1:
             self.parts = [np.concatenate(self.parts)]
@@ -77,7 +77,7 @@ class _Run:
             slots = range(slots + skipped, slots + self.count)
         elif slots is not None:
             slots = slots[skipped:]
-        return Change(self.kind, slots, self.columns)
+        return LoggedChange(self.kind, slots, self.columns)
 
 
 _SPARE = 4096
@@ -201,7 +201,7 @@ class ChangeLog:
 
     # -- following ------------------------------------------------------------------------------
 
-    def since(self, seen: int) -> list[Change] | None:
+    def since(self, seen: int) -> list[LoggedChange] | None:
         """Return the changes with the number ``seen`` or a later one, in order.
 
         The result is None if the log has dropped any of them, or has not reached ``seen``.

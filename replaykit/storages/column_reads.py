@@ -64,7 +64,7 @@ class SequencedStorage(Storage):
 
     def commit(self, rows: Rows) -> None:
         self.ledger.advance(rows.batch[0])
-        self.indexes.append(rows)
+        self.indexes.append(rows, self.ledger.log.number)
 
     def commit_by_stream(self, rows: Rows, slots: torch.Tensor, displacing: Any, turn: Any) -> None:
         """Commit rows that were written by stream.

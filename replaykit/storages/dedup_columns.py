@@ -38,7 +38,7 @@ _Leaves = dict[Path, torch.Tensor]
 
 
 class DedupColumns:
-    """Columns whose rows refer to observations in a table of their own.
+    """Columns whose rows refer to observations in a separate table.
 
     The class has the methods of ``Columns``. An element is the number ``slot * lanes + lane`` of a
     row. The observation of a row is its leaves at the root that are in pairs, and its next

@@ -15,7 +15,7 @@ from replaykit.declared import MOST, Count, decode_state, within
 from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex, Head, InterleavedIndex
 from replaykit.episodes.episode_laws import RESTORED, SEVERED
 from replaykit.schema import Rows, Schema
-from replaykit.storages.change_log import Change, ChangeKind
+from replaykit.storages.change_log import ChangeKind, LoggedChange
 from replaykit.storages.content import Content, Group
 from replaykit.storages.ledger import Ledger, MovedPositions
 from replaykit.structure import Branch, Path
@@ -141,11 +141,14 @@ class EpisodeIndexes:
             KeyError: the storage lacks a column that the rule names.
             RuntimeError: nothing was written yet, or the rows are not TensorDicts.
         """
-        self.settle()
-        self._catch_up()
+        if self._restoring is not None or self._restarted:
+            self.settle()
+        storage = self._storage()
+        assert storage is not None
+        if self.seen != storage.ledger.log.number:
+            self._catch_up()
         found = self._main if rule is _DEFAULT or rule == _DEFAULT else self._others.get(rule)
         if found is None:
-            storage = self.storage
             root = storage.require().schema.root
             if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
                 raise RuntimeError(
@@ -166,17 +169,17 @@ class EpisodeIndexes:
             _warn_of_unused_flags(self.storage.require().schema)
         return found
 
-    def append(self, rows: Rows) -> None:
+    def append(self, rows: Rows, number: int) -> None:
         """Index committed rows that were written at the cursor.
+
+        ``number`` is that of the log after the write.
 
         If the batch has more rows than the storage has slots, some rows were never stored. The
         indexes read those rows from the batch.
         """
         if self._restoring is not None or self._restarted:
             self.settle()
-        storage = self._storage()
-        assert storage is not None
-        main, count, number = self._main, rows.batch[0], storage.ledger.log.number
+        main, count = self._main, rows.batch[0]
         if self.seen != number - count:
             self.pending()
         if main is None:
@@ -469,7 +472,7 @@ class EpisodeIndexes:
         return ([], False) if heads is None else (heads.get("streams", []), heads.get("now", False))
 
 
-def _outdates(change: Change, paths: Collection[Path]) -> bool:
+def _outdates(change: LoggedChange, paths: Collection[Path]) -> bool:
     """Return whether an index over columns has to read them again after a change."""
     if change.kind is ChangeKind.EDIT:
         return change.columns is None or not change.columns.isdisjoint(paths)
