@@ -1,4 +1,4 @@
-"""Declare what saved state may be, and decode it.
+"""Declare the values that saved state may have, and decode it.
 
 The state of a part is a frozen dataclass, and so is the record of a file. The types of its fields
 say what they may be:
@@ -66,7 +66,7 @@ MOST = 2**62
 
 
 class Rule(NamedTuple):
-    """What a saved value may be, or a limit of the values of another rule.
+    """A type of saved values, or a limit of the values of another rule.
 
     Attributes:
         words: the rule as a part of an error message.

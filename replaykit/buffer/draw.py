@@ -512,7 +512,7 @@ def undo_outdated(buffer: ReplayBuffer, draw: Draw) -> None:
 
 
 def _keep_or_undo(buffer: ReplayBuffer, draw: Draw, storage: Storage) -> None:
-    """Do what ``give_back`` does. The caller holds the lock."""
+    """Do the same as ``give_back`` does. The caller holds the lock."""
     show(buffer._sampler, draw.was_out)
     if draw.kept and not buffer._sampler.consumes:
         buffer._retry.append(draw)

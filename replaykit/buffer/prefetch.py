@@ -48,7 +48,7 @@ class Draw:
 
     Attributes:
         index: the rows of the batch.
-        info: what the sampler knows of these rows.
+        info: the sampler's values for these rows.
         anchors: the index that the sampler drew, before the sample unit changed it.
         ran_out: whether the draw ended a pass.
         size: the batch size that was requested.

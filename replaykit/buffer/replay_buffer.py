@@ -1518,7 +1518,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         """
         return actor_class(cls, remote_config)
 
-    # -- what ensembles replace ------------------------------------------------------------------
+    # -- methods that ensembles replace ------------------------------------------------------------
 
     def _written(self) -> int:
         """Return a number that grows with every write, so that failed draws are retried."""

@@ -259,7 +259,7 @@ class DedupColumns:
             grid[0], grid[time_dim] = grid[time_dim], grid[0]
         return selected_elements(index, torch.Size(shape), strides).to(self.device)
 
-    # -- what comes before a row ----------------------------------------------------------------
+    # -- previous rows ------------------------------------------------------------------------------
 
     def _forget_newest(self) -> None:
         self._newest = self._compared = None

@@ -39,7 +39,7 @@ _Kind = Annotated[int, within(1, 3)]
 
 @dataclass(frozen=True)
 class _Beginnings:
-    """Where and how the first episodes begin, in each lane or in each stream."""
+    """The beginnings of the first episodes, in each lane or in each stream."""
 
     oldest: _Position
     begin: list[_Position]

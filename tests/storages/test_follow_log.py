@@ -147,7 +147,7 @@ def test_more_slots_than_rows_are_recorded_once_each() -> None:
     assert log.number == 4
 
 
-def test_what_a_follower_was_given_does_not_change_later() -> None:
+def test_slots_given_to_a_follower_do_not_change_later() -> None:
     log, given = ChangeLog(1000), np.array([5, 6])
     log.edit(given)
     (change,) = log.since(0) or ()
