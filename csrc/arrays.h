@@ -66,6 +66,15 @@ class Array {
   Py_buffer view_;
 };
 
+// Does the work, and releases the interpreter lock if the work has more than `most` steps. Up to
+// this number, the work takes less time than releasing and taking the lock.
+template <std::int64_t most, typename Work>
+auto released(std::int64_t steps, const Work& work) {
+  if (steps <= most) return work();
+  nb::gil_scoped_release release;
+  return work();
+}
+
 inline void check_length(const char* name, std::int64_t got, std::int64_t expected) {
   if (got != expected) {
     throw nb::value_error(("expected " + std::to_string(expected) + " entries in `" + name +

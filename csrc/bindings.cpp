@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "arrays.h"
 #include "bindings.h"
 #include "rank_heap.h"
 
@@ -72,12 +73,7 @@ NB_MODULE(_core, m) {
              const double* in = ranks.data();
              std::int64_t* out = slots.data();
              check_ranks(in, n);
-             if (n > kReleaseAbove) {
-               nb::gil_scoped_release release;
-               self.offer(in, n, out);
-             } else {
-               self.offer(in, n, out);
-             }
+             replaykit::released<kReleaseAbove>(n, [&] { self.offer(in, n, out); });
            },
            nb::arg("ranks").noconvert(), nb::arg("slots").noconvert(),
            "Offer the ranks in order; write the slot of each row, or -1, into `slots`.")

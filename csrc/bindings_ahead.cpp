@@ -82,13 +82,7 @@ void replaykit::bind_ahead(nb::module_& m) {
                return self.run(elements.numbers(), times.numbers(), lasts.numbers(), n, answers,
                                sides);
              };
-             std::int64_t wrong = n;
-             if (n <= kRowsKept) {
-               wrong = work();
-             } else {
-               nb::gil_scoped_release release;
-               wrong = work();
-             }
+             const std::int64_t wrong = replaykit::released<kRowsKept>(n, work);
              if (wrong != n) {
                throw nb::index_error(("expected stored rows, and in their episodes at most all of "
                                       "them, got row " +

@@ -16,19 +16,13 @@
 namespace nb = nanobind;
 using replaykit::Array;
 using replaykit::Commits;
+using replaykit::released;
 
 namespace {
 
 // For up to this many bytes, the work takes less time than releasing and taking the interpreter
 // lock.
 constexpr std::int64_t kBytesKept = 1 << 15;
-
-template <typename Work>
-auto unlocked(std::int64_t bytes, const Work& work) {
-  if (bytes <= kBytesKept) return work();
-  nb::gil_scoped_release release;
-  return work();
-}
 
 class HeldCommits {
  public:
@@ -87,7 +81,8 @@ void replaykit::bind_commits(nb::module_& m) {
       .def("journal",
            [](HeldCommits& self, std::int64_t first, std::int64_t until) {
              Commits& commits = *self;
-             return unlocked(commits.size(first, until), [&] { return commits.journal(first, until); });
+             return released<kBytesKept>(commits.size(first, until),
+                                         [&] { return commits.journal(first, until); });
            },
            nb::arg("first"), nb::arg("until"),
            "Journal the present rows. Without enough room, change nothing and return False.")
@@ -99,7 +94,7 @@ void replaykit::bind_commits(nb::module_& m) {
              const Array given(values, "values", Array::kInt64, 1);
              check_length("values", given.size(), elements.size());
              const std::int64_t count = elements.size();
-             return unlocked(16 * count, [&] {
+             return released<kBytesKept>(16 * count, [&] {
                return (*self).put(table, of.out(), of.size(), elements.numbers(), given.numbers(),
                                   count);
              });
@@ -129,7 +124,7 @@ void replaykit::bind_commits(nb::module_& m) {
           check_length("out", found.size(), index.size());
           auto* to = reinterpret_cast<double*>(found.bytes_out());
           const std::int64_t count = index.size(), length = numbers.size();
-          return unlocked(16 * count, [&] {
+          return released<kBytesKept>(16 * count, [&] {
             if (numbers.item() == 8) {
               return take_rising(index.numbers(), count, numbers.doubles(), length, to);
             }
@@ -149,7 +144,7 @@ void replaykit::bind_commits(nb::module_& m) {
             throw nb::value_error("expected at most as many elements as there are numbers");
           }
           if (elements.size() == 0) return;
-          unlocked(8 * elements.size(), [&] {
+          released<kBytesKept>(8 * elements.size(), [&] {
             log_elements(numbers.out(), numbers.size(), first, elements.numbers(), elements.size(),
                          table);
           });

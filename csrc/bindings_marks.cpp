@@ -4,12 +4,14 @@
 
 #include <vector>
 
+#include "arrays.h"
 #include "bindings.h"
 #include "marks.h"
 
 namespace nb = nanobind;
 using replaykit::FlagOfRows;
 using replaykit::OwnFlag;
+using replaykit::released;
 
 namespace {
 
@@ -31,13 +33,6 @@ std::vector<FlagOfRows> as_flags(const std::vector<std::int64_t>& flags) {
   return own;
 }
 
-template <typename Work>
-void unlocked(std::int64_t rows, const Work& work) {
-  if (rows <= kReleaseAbove) return work();
-  nb::gil_scoped_release release;
-  work();
-}
-
 OwnFlag as_own(const std::vector<std::int64_t>& places, std::size_t flag) {
   return {reinterpret_cast<std::uint8_t*>(places[3 * flag]), places[3 * flag + 1],
           places[3 * flag + 2] != 0};
@@ -53,7 +48,8 @@ void replaykit::bind_marks(nb::module_& m) {
           const std::vector<FlagOfRows> own = as_flags(flags);
           const auto* numbers = reinterpret_cast<const std::int64_t*>(window);
           auto* done = reinterpret_cast<std::uint8_t*>(out);
-          unlocked(n, [&] { mark_windows(own, numbers, n, done, done + n, done + 2 * n); });
+          released<kReleaseAbove>(
+              n, [&] { mark_windows(own, numbers, n, done, done + n, done + 2 * n); });
         },
         nb::arg("flags"), nb::arg("window"), nb::arg("n"), nb::arg("out"),
         "Write the columns done, truncated and terminated of n rows. `flags` has the address, "
@@ -69,7 +65,8 @@ void replaykit::bind_marks(nb::module_& m) {
           const auto* numbers = reinterpret_cast<const std::int64_t*>(window);
           const OwnFlag done = as_own(places, 0), truncated = as_own(places, 1);
           const OwnFlag terminated = as_own(places, 2);
-          unlocked(n, [&] { mark_own(done, truncated, terminated, others, numbers, n); });
+          released<kReleaseAbove>(
+              n, [&] { mark_own(done, truncated, terminated, others, numbers, n); });
         },
         nb::arg("places"), nb::arg("more"), nb::arg("window"), nb::arg("n"),
         "Mark the ends of windows in the columns done, truncated and terminated of a batch.");

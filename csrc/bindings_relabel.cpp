@@ -10,6 +10,7 @@
 namespace nb = nanobind;
 using replaykit::Array;
 using replaykit::NumberRows;
+using replaykit::released;
 
 namespace {
 
@@ -30,13 +31,6 @@ void run(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, double 
 // For up to this many numbers, the work takes less time than releasing and taking the interpreter
 // lock.
 constexpr std::int64_t kReleaseAbove = 4096;
-
-template <typename Work>
-void unlocked(std::int64_t numbers, const Work& work) {
-  if (numbers <= kReleaseAbove) return work();
-  nb::gil_scoped_release release;
-  work();
-}
 
 // The arguments of `later_goals`.
 class Later {
@@ -110,7 +104,7 @@ void replaykit::bind_relabel(nb::module_& m) {
         const std::uintptr_t to[3] = {new_goal, new_next_goal, new_reward};
         const std::int64_t size = doubles ? sizeof(double) : sizeof(float);
         const auto work = doubles ? run<double> : run<float>;
-        unlocked(n * width, [&] {
+        released<kReleaseAbove>(n * width, [&] {
           work(rows_chosen.bytes(), n, width, limit, rows(fresh, width * size),
                rows(achieved, achieved_stride), old, rows(reward, reward_stride), to);
         });
@@ -122,7 +116,7 @@ void replaykit::bind_relabel(nb::module_& m) {
       [](nb::handle draws, nb::handle low, nb::handle last, double p, std::uintptr_t column,
          std::int64_t stride, std::int64_t slots, nb::handle chosen, nb::handle goals) {
         Later later(draws, low, last, column, stride, slots, chosen, goals);
-        unlocked(later.size() * kNumbersADraw, [&] { later.run(p); });
+        released<kReleaseAbove>(later.size() * kNumbersADraw, [&] { later.run(p); });
         later.check();
       },
       nb::arg("draws"), nb::arg("low"), nb::arg("last"), nb::arg("p"), nb::arg("column"),
@@ -141,7 +135,7 @@ void replaykit::bind_relabel(nb::module_& m) {
                                           {at<char>(next_goal), next_goal_stride}};
         const auto work =
             later.doubles() ? replaykit::overwrite<double> : replaykit::overwrite<float>;
-        unlocked(later.size() * kNumbersADraw, [&] {
+        released<kReleaseAbove>(later.size() * kNumbersADraw, [&] {
           if (!later.run(p)) return;
           work(later.chosen(), later.size(), later.width(), limit, later.goals(),
                {at<const char>(achieved), achieved_stride}, to, {at<char>(reward), reward_stride});

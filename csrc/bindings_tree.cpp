@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "arrays.h"
 #include "binary_tree.h"
 #include "ledger.h"
 #include "power.h"
@@ -22,18 +23,12 @@
 namespace nb = nanobind;
 
 namespace replaykit {
+
 namespace {
 
 // For up to this many entries, the work takes less time than releasing and taking the interpreter
 // lock.
 constexpr std::int64_t kReleaseAbove = 64;
-
-template <class Work>
-auto unlocked(std::int64_t entries, Work work) {
-  if (entries <= kReleaseAbove) return work();
-  nb::gil_scoped_release release;
-  return work();
-}
 
 template <class Pointed>
 Pointed* at(std::uintptr_t address) {
@@ -91,29 +86,29 @@ class SegmentTree {
   std::int64_t update(std::uintptr_t index, std::uintptr_t values, bool wide, std::int64_t n) {
     const Values from = {wide ? Values::kDoubles : Values::kFloats, at<void>(values), 0.0};
     const Indices own = copied(index, n);
-    return unlocked(n, [&] { return kernels_.update(tree_, own.data(), from, n); });
+    return released<kReleaseAbove>(n, [&] { return kernels_.update(tree_, own.data(), from, n); });
   }
 
   std::int64_t update_to(std::uintptr_t index, double value, std::int64_t n) {
     const Values from = {Values::kOne, nullptr, value};
     const Indices own = copied(index, n);
-    return unlocked(n, [&] { return kernels_.update(tree_, own.data(), from, n); });
+    return released<kReleaseAbove>(n, [&] { return kernels_.update(tree_, own.data(), from, n); });
   }
 
   std::int64_t update_run(std::int64_t start, std::uintptr_t values, bool wide, std::int64_t n) {
     check_run(start, n);
     const Values from = {wide ? Values::kDoubles : Values::kFloats, at<void>(values), 0.0};
-    return unlocked(n, [&] { return kernels_.update_run(tree_, start, from, n); });
+    return released<kReleaseAbove>(n, [&] { return kernels_.update_run(tree_, start, from, n); });
   }
 
   std::int64_t update_run_to(std::int64_t start, double value, std::int64_t n) {
     check_run(start, n);
     const Values from = {Values::kOne, nullptr, value};
-    return unlocked(n, [&] { return kernels_.update_run(tree_, start, from, n); });
+    return released<kReleaseAbove>(n, [&] { return kernels_.update_run(tree_, start, from, n); });
   }
 
   void rebuild() {
-    unlocked(tree_.levels.capacity, [&] { kernels_.rebuild(tree_); });
+    released<kReleaseAbove>(tree_.levels.capacity, [&] { kernels_.rebuild(tree_); });
   }
 
   double root() const { return kernels_.root(tree_); }
@@ -126,7 +121,7 @@ class SegmentTree {
     for (std::int64_t i = 0; i < n; ++i) {
       if (from[i] < 0 || from[i] > to[i] || to[i] > tree_.levels.capacity) return i;
     }
-    unlocked(n, [&] { kernels_.reduce(tree_, from, to, n, at<double>(out)); });
+    released<kReleaseAbove>(n, [&] { kernels_.reduce(tree_, from, to, n, at<double>(out)); });
     return kTaken;
   }
 
@@ -147,7 +142,7 @@ class SegmentTree {
     if (!(sum > 0)) return n == 0 ? kTaken : kEmpty;
     const auto* from = at<const double>(x);
     const double limit = limited ? sum : std::numeric_limits<double>::infinity();
-    return unlocked(n, [&]() -> std::int64_t {
+    return released<kReleaseAbove>(n, [&]() -> std::int64_t {
       for (std::int64_t i = 0; i < n; ++i) {
         if (!(from[i] >= 0 && from[i] <= limit)) return i;
       }
@@ -163,7 +158,7 @@ class SegmentTree {
     const double sum = root();
     if (!(sum > 0)) return n == 0;
     auto* u = at<double>(uniform);
-    unlocked(n, [&] {
+    released<kReleaseAbove>(n, [&] {
       constexpr double kLast = 1.0 - DBL_EPSILON / 2;  // the largest number below 1
       for (std::int64_t b = 0; b < n; ++b) {
         const double v = strata ? (static_cast<double>(b) + u[b]) / static_cast<double>(n) : u[b];
@@ -289,7 +284,7 @@ void bind_trees(nb::module_& m) {
         [](nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu> base, double exponent) {
           const auto n = static_cast<std::int64_t>(base.shape(0));
           double* x = base.data();
-          unlocked(n, [&] { power_all(x, n, exponent); });
+          released<kReleaseAbove>(n, [&] { power_all(x, n, exponent); });
         },
         nb::arg("base").noconvert(), nb::arg("exponent"), "Raise bases to the exponent, in place.");
 
@@ -333,7 +328,7 @@ void bind_trees(nb::module_& m) {
              const Indices own = copied(index, n);
              const std::int64_t* at_index = own.data();
              const auto* then = at<const std::int64_t>(generation);
-             return unlocked(n, [&] {
+             return released<kReleaseAbove>(n, [&] {
                return doubles ? self.set_priorities(least, most, at<double>(raw), at_index,
                                                     at<const double>(priority), then, n, limit,
                                                     counters, eps, alpha, ceiling)
@@ -354,12 +349,14 @@ void bind_trees(nb::module_& m) {
       .def("total", &BinaryTree::total)
       .def("update",
            [](BinaryTree& self, std::uintptr_t index, std::uintptr_t value, std::int64_t n) {
-             unlocked(n, [&] { self.update(at<std::int64_t>(index), at<float>(value), n); });
+             released<kReleaseAbove>(
+                 n, [&] { self.update(at<std::int64_t>(index), at<float>(value), n); });
            },
            "Set leaves; the addresses hold int64 indices, which are not checked, and float32.")
       .def("find",
            [](const BinaryTree& self, std::uintptr_t x, std::int64_t n, std::uintptr_t index) {
-             unlocked(n, [&] { self.find(at<double>(x), n, at<std::int64_t>(index)); });
+             released<kReleaseAbove>(
+                 n, [&] { self.find(at<double>(x), n, at<std::int64_t>(index)); });
            },
            "Find leaves; `x` is the address of float64, and `index` of int64 results.");
 }

@@ -1,5 +1,4 @@
-// Finds the boundaries of episodes in stored columns. replaykit/episodes/boundaries.py does the
-// same in torch. The caller has checked the memory at every address.
+// Finds the boundaries of episodes in columns. The caller has checked the memory at every address.
 #pragma once
 
 #include <algorithm>
@@ -15,13 +14,13 @@ namespace replaykit {
 // A column of flags. The flag of a cell is at base + cell * stride. Cells are ordered by row, then
 // by lane.
 struct FlagColumn {
-  enum Role : int { kTruncated = 0, kDone = 1, kTerminal = 2, kInit = 3 };
+  enum Role : int { kTruncated = 0, kDone = 1, kTerminal = 2, kInit = 3, kCode = 4 };
   const char* base;
   std::int64_t stride;
   std::int64_t values;  // per cell; the flag is set if any value is not zero
   int bytes;            // of a value: 1, 2, 4 or 8
   bool sign;            // true if the highest bit is a sign, which is ignored
-  int role;             // columns are sorted by their roles
+  int role;             // columns are sorted by their roles; a column of codes is the only one
 };
 
 struct IdColumn {
@@ -40,7 +39,6 @@ class EpisodeColumns {
 
   std::int64_t slots() const { return slots_; }
   std::int64_t lanes() const { return lanes_; }
-  bool has_ids() const { return !ids_.empty(); }
   std::int64_t id_bytes() const { return id_bytes_; }
 
   // Writes the codes of n cells. For the first `followed` cells, the columns also contain the next
@@ -78,6 +76,10 @@ class EpisodeColumns {
   void flags(std::int64_t cell, std::int64_t n, std::uint8_t* out) const {
     std::memset(out, 0, static_cast<std::size_t>(n));
     for (const FlagColumn& column : flags_) {
+      if (column.role == FlagColumn::kCode) {
+        std::memcpy(out, column.base + cell, static_cast<std::size_t>(n));
+        continue;
+      }
       switch (column.bytes) {
         case 1: codes_of<std::uint8_t>(column, cell, n, out); break;
         case 2: codes_of<std::uint16_t>(column, cell, n, out); break;
@@ -119,32 +121,15 @@ class EpisodeColumns {
   static void codes_of(const FlagColumn& column, std::int64_t cell, std::int64_t n,
                        std::uint8_t* out) {
     const char* at = column.base + cell * column.stride;
-    const auto each = [&](auto say) {
-      if (column.values == 1 && !column.sign) {
-        for (std::int64_t i = 0; i < n; ++i, at += column.stride) {
-          Word word;
-          std::memcpy(&word, at, sizeof(Word));
-          out[i] = say(word != 0, out[i]);
-        }
-      } else {
-        for (std::int64_t i = 0; i < n; ++i, at += column.stride) {
-          out[i] = say(is_set<Word>(at, column), out[i]);
-        }
+    for (std::int64_t i = 0; i < n; ++i, at += column.stride) {
+      const bool set = is_set<Word>(at, column);
+      if (column.role == FlagColumn::kInit) {
+        out[i] |= set ? 0 : kNotInit;
+      } else if (column.role == FlagColumn::kTruncated) {
+        out[i] = set ? 2 : out[i];
+      } else {  // kDone ends an episode that goes on. kTerminal changes the code of another end.
+        out[i] = set && (out[i] == 0) == (column.role == FlagColumn::kDone) ? 1 : out[i];
       }
-    };
-    using Code = std::uint8_t;
-    switch (column.role) {
-      case FlagColumn::kTruncated:
-        each([](bool set, Code code) { return static_cast<Code>(set ? 2 : code); });
-        break;
-      case FlagColumn::kDone:
-        each([](bool set, Code code) { return static_cast<Code>(set && code == 0 ? 1 : code); });
-        break;
-      case FlagColumn::kTerminal:
-        each([](bool set, Code code) { return static_cast<Code>(set && code != 0 ? 1 : code); });
-        break;
-      default:
-        each([](bool set, Code code) { return static_cast<Code>(set ? code : code | kNotInit); });
     }
   }
 
@@ -153,66 +138,88 @@ class EpisodeColumns {
   std::int64_t slots_, lanes_, id_bytes_ = 0;
 };
 
-// The ids in the newest row of every lane. The next row is compared with them.
-class LastIds {
- public:
-  bool known() const { return known_; }
-  const std::vector<std::uint8_t>& bytes() const { return bytes_; }
-  void forget() { known_ = false; }
-  void set(std::vector<std::uint8_t> bytes) {
-    bytes_ = std::move(bytes);
-    known_ = true;
-  }
+// The rows that a batch has for streams of a pool.
+struct StreamRows {
+  std::int64_t n;
+  Numbers records, slots, row_ids;
+  const Numbers* segments;    // or null, if no stream is cut
+  const std::uint8_t* stops;  // or null; the code of a cut after a row, or 0
+};
 
-  // Appends rows [first, until) of the columns. If ids are known, they have the same size as in the
-  // columns.
+// Appends rows to episodes, with their ids. It keeps the ids in the newest row of every lane. The
+// first row of a lane that comes next is compared with them if an episode is open.
+class EpisodeWriter {
+ public:
+  // Appends rows [first, until) of the columns to a ring.
   void append(Episodes& episodes, const EpisodeColumns& columns, std::int64_t first,
               std::int64_t until) {
     if (first == until) return;
-    const std::int64_t lanes = columns.lanes(), bytes = columns.id_bytes();
+    const std::int64_t lanes = columns.lanes();
     const std::int64_t piece = std::min(until - first, episodes.piece());
-    std::vector<std::uint8_t>& codes = codes_;
-    codes.resize(static_cast<std::size_t>(piece * lanes));
-    if (columns.has_ids()) bytes_.resize(static_cast<std::size_t>(bytes * lanes));
+    codes_.resize(static_cast<std::size_t>(piece * lanes));
+    keep_ids(columns, lanes);
     episodes.reserve(until - first);
-    if (columns.has_ids() && known_ && episodes.hi() > episodes.lo()) {
-      for (std::int64_t at = 0; at < lanes; ++at) {
-        if (!columns.same_ids(first * lanes + at, bytes_.data() + at * bytes)) {
-          episodes.close_lane(at, kSwitched);
-        }
-      }
-    }
+    for (std::int64_t at = 0; at < lanes; ++at) compare(episodes, columns, first * lanes + at, at);
     for (std::int64_t row = first; row < until; row += piece) {
       const std::int64_t rows = std::min(piece, until - row);
       // No row follows the last row yet.
       const std::int64_t followed = std::min(rows, until - 1 - row);
-      columns.codes(row * lanes, rows * lanes, followed * lanes, codes.data());
-      episodes.append_piece(codes.data(), rows);
+      columns.codes(row * lanes, rows * lanes, followed * lanes, codes_.data());
+      episodes.append_piece(codes_.data(), rows);
     }
-    if (columns.has_ids()) {
-      for (std::int64_t at = 0; at < lanes; ++at) {
-        columns.copy_ids((until - 1) * lanes + at, bytes_.data() + at * bytes);
-      }
-      known_ = true;
+    for (std::int64_t at = 0; at < lanes; ++at) {
+      columns.copy_ids((until - 1) * lanes + at, ids_.data() + at * bytes_);
     }
   }
 
   // Does the same as `append` for streams that have cuts after n of the rows. No column shows a
-  // cut. `after` has these rows in rising order. `ends` has a code for each lane of these rows, as
-  // in `Episodes::close_each`.
+  // cut. `after` has these rows in rising order. `ends` has a code for each lane of these rows,
+  // kSevered, kRestored, or 0 to leave the episode open.
   void append_ending(Episodes& episodes, const EpisodeColumns& columns, std::int64_t first,
                      std::int64_t until, Numbers after, const std::uint8_t* ends, std::int64_t n) {
-    for (std::int64_t i = 0; i < n; ++i, ends += columns.lanes()) {
+    for (std::int64_t i = 0; i < n; ++i) {
       append(episodes, columns, first, after[i] + 1);
       first = after[i] + 1;
-      if (episodes.close_each(ends)) forget();
+      for (std::int64_t at = 0; at < columns.lanes(); ++at, ++ends) {
+        if (*ends != 0) episodes.close_lane(at, *ends);
+      }
     }
     append(episodes, columns, first, until);
   }
 
+  // Appends the rows of the columns from `first` on to a pool. Returns the lanes that are dropped.
+  std::vector<std::int64_t> append_streams(Episodes& episodes, const EpisodeColumns& columns,
+                                           std::int64_t first, const StreamRows& rows) {
+    codes_.resize(static_cast<std::size_t>(rows.n));
+    columns.codes(first, rows.n, 0, codes_.data());
+    keep_ids(columns, episodes.records());
+    for (std::int64_t i = 0; i < rows.n; ++i) {
+      const std::int64_t at = rows.records[i];
+      episodes.enter(at, rows.segments ? (*rows.segments)[i] : episodes.lane(at).segment);
+      compare(episodes, columns, first + i, at);
+      episodes.append_row(at, rows.slots[i], rows.row_ids[i], codes_[static_cast<std::size_t>(i)]);
+      columns.copy_ids(first + i, ids_.data() + at * bytes_);
+      if (rows.stops && rows.stops[i] != 0) episodes.close_lane(at, rows.stops[i]);
+    }
+    return episodes.drop_empty();
+  }
+
  private:
-  bool known_ = false;
-  std::vector<std::uint8_t> bytes_;
+  void keep_ids(const EpisodeColumns& columns, std::int64_t lanes) {
+    bytes_ = columns.id_bytes();
+    ids_.resize(static_cast<std::size_t>(bytes_ * lanes));
+  }
+
+  // Ends the open episode of a lane if the next row has other ids.
+  void compare(Episodes& episodes, const EpisodeColumns& columns, std::int64_t cell,
+               std::int64_t at) const {
+    const Episodes::Lane& lane = episodes.lane(at);
+    if (bytes_ == 0 || lane.open == Episodes::kNone || lane.hi == lane.lo) return;
+    if (!columns.same_ids(cell, ids_.data() + at * bytes_)) episodes.close_lane(at, kSwitched);
+  }
+
+  std::int64_t bytes_ = 0;  // of the ids of a lane
+  std::vector<std::uint8_t> ids_;
   std::vector<std::uint8_t> codes_;
 };
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "count_law.h"
@@ -20,15 +21,10 @@ namespace replaykit {
 // change.
 class EpisodeSums {
  public:
-  EpisodeSums(const CountLaw& law, std::int64_t lanes, std::int64_t slots) : law_(law) {
-    for (std::int64_t at = 0; at < lanes; ++at) lanes_.emplace_back(slots);
-    ends_.assign(static_cast<std::size_t>(lanes), 0);
-  }
+  explicit EpisodeSums(const CountLaw& law) : law_(law) {}
 
   const CountLaw& law() const { return law_; }
-  std::int64_t total() const { return ends_.back(); }
-  std::int64_t used() const { return used_; }
-  void use(std::int64_t when) { used_ = when; }
+  std::int64_t total() const { return ends_.empty() ? 0 : ends_.back(); }
 
   // Returns the approximate number of steps that the next `refresh` needs.
   std::int64_t behind(const Episodes& of) const {
@@ -44,11 +40,15 @@ class EpisodeSums {
   void refresh(const Episodes& of) {
     if (of.version() == version_) return;
     std::int64_t sum = 0;
-    for (std::int64_t at = 0; at < of.lanes(); ++at) {
-      LaneSums& own = lanes_[static_cast<std::size_t>(at)];
-      refresh(own, of.lane(at), of);
+    while (static_cast<std::int64_t>(lanes_.size()) < of.records()) lanes_.emplace_back(of.slots());
+    ends_.clear();
+    for (std::int64_t rank = 0; rank < of.lanes(); ++rank) {
+      const Episodes::Lane& lane = of.lane(of.record(rank));
+      LaneSums& own = lanes_[static_cast<std::size_t>(of.record(rank))];
+      if (own.born != lane.born) own = LaneSums(of.slots(), lane.born);
+      refresh(own, lane);
       sum += own.headless + own.regular + own.open;
-      ends_[static_cast<std::size_t>(at)] = sum;
+      ends_.push_back(sum);
     }
     version_ = of.version();
     ended_ = of.ended();
@@ -63,7 +63,7 @@ class EpisodeSums {
     }
   }
 
-  // Writes the results of `RingEpisodes.find` for n numbers, as five columns of length n. Returns
+  // Writes lane, base, rows, count and rest of n windows, given by number, as five columns. Returns
   // the position of the first number that is not in [0, total()), or n. The sums must be up to
   // date.
   std::int64_t find(const Episodes& of, Numbers number, std::int64_t n, std::int64_t* out) const {
@@ -85,7 +85,7 @@ class EpisodeSums {
       for (std::int64_t i = 0; i < open; ++i) {
         Search& search = searches[i];
         search.entry = (search.number + (search.base - search.first)) * Episodes::kGroup;
-        const NumberedRing& log = of.lane(search.lane).log;
+        const NumberedRing<>& log = of.lane(of.record(search.lane)).log;
         __builtin_prefetch(log.address(std::max(log.begin(), search.entry - 1)));
         __builtin_prefetch(log.address(search.entry));
         __builtin_prefetch(log.address(std::min(log.end() - 1, search.entry + 8)));
@@ -99,9 +99,8 @@ class EpisodeSums {
   // Writes the elements of single rows, given by number. Returns the position of the first number
   // that is not in [0, total()), or n.
   std::int64_t pick(const Episodes& of, Numbers number, std::int64_t n, std::int64_t* out) const {
-    const std::int64_t slots = of.slots(), lanes = of.lanes();
     if (front_ >= 0) {
-      const std::int64_t first = (of.lo() + front_) % slots;
+      const std::int64_t slots = of.slots(), first = (of.lane(0).lo + front_) % slots;
       for (std::int64_t i = 0; i < n; ++i) {
         const std::int64_t given = number[i];
         if (given < 0 || given >= total()) return i;
@@ -109,31 +108,24 @@ class EpisodeSums {
       }
       return n;
     }
-    std::vector<std::int64_t> all(static_cast<std::size_t>(5 * n));
-    const std::int64_t wrong = find(of, number, n, all.data());
-    for (std::int64_t i = 0; i < wrong; ++i) {
-      out[i] = (all[n + i] + all[4 * n + i]) % slots * lanes + all[i];
-    }
-    return wrong;
+    return slices(of, number, n, 1, out, nullptr);
   }
 
   // Writes the elements of windows of `length` rows, given by number, one window after another. For
-  // each element, also writes the position of its window among the numbers. Returns the position of
+  // each element, writes the position of its window among the numbers, unless `window` is null.
+  // Returns the position of
   // the first number that is out of range or has a shorter window, or n.
   std::int64_t slices(const Episodes& of, Numbers number, std::int64_t n, std::int64_t length,
                       std::int64_t* element, std::int64_t* window) const {
-    const std::int64_t slots = of.slots(), lanes = of.lanes();
     std::vector<std::int64_t> all(static_cast<std::size_t>(5 * n));
     const std::int64_t found = find(of, number, n, all.data());
     for (std::int64_t i = 0; i < found; ++i) {
-      const std::int64_t lane = all[i], base = all[n + i], rows = all[2 * n + i];
+      const std::int64_t at = of.record(all[i]), base = all[n + i], rows = all[2 * n + i];
       const std::int64_t rest = all[4 * n + i];
       if (length > rows - rest) return i;
-      std::int64_t slot = (base + rest) % slots;
-      for (std::int64_t step = 0; step < length; ++step) {
-        *element++ = slot * lanes + lane;
-        *window++ = i;
-        if (++slot == slots) slot = 0;
+      for (std::int64_t time = base + rest; time < base + rest + length; ++time) {
+        *element++ = of.cell(time, at);
+        if (window != nullptr) *window++ = i;
       }
     }
     return found;
@@ -146,23 +138,25 @@ class EpisodeSums {
   // counted row. Returns -1 for other rules or lanes, or if the counted rows are not contiguous.
   // They are contiguous if only the oldest and the newest rows do not count.
   std::int64_t missing_in_front(const Episodes& of) const {
-    if (lanes_.size() != 1 || !law_.single()) return -1;
+    if (of.pooled() || lanes_.size() != 1 || !law_.single()) return -1;
     const LaneSums& own = lanes_.front();
     const Episodes::Lane& lane = of.lane(0);
     std::int64_t headless = 0, open = 0;
-    if (lane.headless_ended()) headless = lane.last(lane.first) + 1 - of.lo();
-    if (of.is_open(lane)) open = of.hi() - std::max(of.lo(), lane.open);
-    const std::int64_t regular = of.hi() - of.lo() - headless - open;
+    if (lane.headless_ended()) headless = lane.last(lane.first) + 1 - lane.lo;
+    if (lane.is_open()) open = lane.hi - std::max(lane.lo, lane.open);
+    const std::int64_t regular = lane.hi - lane.lo - headless - open;
     if (own.regular != regular) return -1;
-    const std::int64_t skipped = own.open ? law_.skipped(open_at_reset(of, lane)) : 0;
+    const std::int64_t skipped = own.open ? law_.skipped(lane.open_at_reset()) : 0;
     if (skipped == 0) return headless - own.headless;
     return headless + regular == 0 ? skipped : -1;
   }
 
   struct LaneSums {
-    explicit LaneSums(std::int64_t slots) : sums(slots / Episodes::kGroup + 4) {}
+    explicit LaneSums(std::int64_t slots, std::int64_t lane = 0)
+        : sums(slots / Episodes::kGroup + 4), born(lane) {}
 
-    NumberedRing sums;           // the sum of all entries before each group
+    NumberedRing<> sums;         // the sum of all entries before each group
+    std::int64_t born;           // of the lane
     std::int64_t upto = 0;       // end of the summed entries
     std::int64_t total = 0;      // their sum
     std::int64_t from = -1;      // the first entry that counts
@@ -181,7 +175,7 @@ class EpisodeSums {
     return law_.mass(lane.last(entry) - lane.last(entry - 1), lane.head(entry) == kReset, false);
   }
 
-  void refresh(LaneSums& own, const Episodes::Lane& lane, const Episodes& of) {
+  void refresh(LaneSums& own, const Episodes::Lane& lane) {
     constexpr std::int64_t group = Episodes::kGroup;
     const std::int64_t from = lane.first + lane.headless_ended(), until = lane.log.end();
     const std::int64_t start = from / group * group;
@@ -193,7 +187,6 @@ class EpisodeSums {
     } else {
       own.sums.drop_until(start / group);
     }
-    own.sums.reserve((until + group - 1) / group - own.sums.end());
     for (; own.upto < until; ++own.upto) {
       if (own.upto % group == 0) own.sums.push(own.total);
       own.total += mass(lane, own.upto);
@@ -209,15 +202,11 @@ class EpisodeSums {
     own.regular = own.total - own.before;
     own.headless = own.open = 0;
     if (lane.headless_ended()) {
-      own.headless = law_.mass(lane.last(lane.first) + 1 - of.lo(), false, false);
+      own.headless = law_.mass(lane.last(lane.first) + 1 - lane.lo, false, false);
     }
-    if (of.is_open(lane)) {
-      own.open = law_.mass(of.hi() - std::max(of.lo(), lane.open), open_at_reset(of, lane), true);
+    if (lane.is_open()) {
+      own.open = law_.mass(lane.hi - std::max(lane.lo, lane.open), lane.open_at_reset(), true);
     }
-  }
-
-  static bool open_at_reset(const Episodes& of, const Episodes::Lane& lane) {
-    return lane.open >= of.lo() && lane.open_head == kReset;
   }
 
   // Writes the results for a number, or returns true if the number requires a search in the log.
@@ -229,23 +218,23 @@ class EpisodeSums {
                                     ends_.begin());
       if (at > 0) given -= ends_[at - 1];
     }
-    const LaneSums& own = lanes_[at];
     const auto lane_number = static_cast<std::int64_t>(at);
-    const Episodes::Lane& lane = of.lane(lane_number);
+    const Episodes::Lane& lane = of.lane(of.record(lane_number));
+    const LaneSums& own = lanes_[static_cast<std::size_t>(of.record(lane_number))];
     if (given < own.headless) {
-      const std::int64_t stored = lane.last(lane.first) + 1 - of.lo();
-      write(columns, position, lane_number, of.lo(), stored, false, false, given);
+      const std::int64_t stored = lane.last(lane.first) + 1 - lane.lo;
+      write(columns, position, lane_number, lane.lo, stored, false, false, given);
       return false;
     }
     given -= own.headless;
     if (given >= own.regular) {
-      const std::int64_t first = std::max(of.lo(), lane.open);
-      write(columns, position, lane_number, first, of.hi() - first, open_at_reset(of, lane), true,
+      const std::int64_t first = std::max(lane.lo, lane.open);
+      write(columns, position, lane_number, first, lane.hi - first, lane.open_at_reset(), true,
             given - own.regular);
       return false;
     }
     const std::int64_t target = given + own.before;
-    const NumberedRing::Stretch stretch =
+    const NumberedRing<>::Stretch stretch =
         own.sums.stretch(own.from / Episodes::kGroup, own.sums.end(), target);
     search = {stretch.base,   stretch.base, stretch.length, stretch.number,
               target,         lane_number,  position,       0};
@@ -261,7 +250,7 @@ class EpisodeSums {
   }
 
   void finish(const Episodes& of, const Search& search, std::int64_t* const* columns) const {
-    const Episodes::Lane& lane = of.lane(search.lane);
+    const Episodes::Lane& lane = of.lane(of.record(search.lane));
     std::int64_t rest = search.target - *search.base, entry = search.entry;
     if (entry > 0 && lane.log.in_one_piece(entry - 1, Episodes::kGroup + 1)) {
       // As below, with fewer steps.
@@ -301,41 +290,33 @@ class EpisodeSums {
   CountLaw law_;
   std::vector<LaneSums> lanes_;
   std::vector<std::int64_t> ends_;  // the end of each lane's numbers
-  std::int64_t version_ = -1, ended_ = 0, used_ = 0;
+  std::int64_t version_ = -1, ended_ = 0;
   std::int64_t front_ = -1;  // see `missing_in_front`
 };
 
-// The sums of the rules in use. A new rule replaces the least recently used rule.
+// The sums of the rules in use, the last used rule first. A new rule replaces the last one.
 class EpisodeLaws {
  public:
-  EpisodeSums& of(const Episodes& episodes, const CountLaw& law) {
-    ++now_;
-    for (EpisodeSums& one : laws_) {
-      if (one.law() == law) {
-        one.use(now_);
-        return one;
-      }
+  EpisodeSums& of(const CountLaw& law) {
+    auto found = std::find_if(laws_.begin(), laws_.end(),
+                              [&](const auto& one) { return one->law() == law; });
+    if (found == laws_.end()) {
+      if (laws_.size() == kMost) laws_.pop_back();
+      found = laws_.insert(laws_.end(), std::make_unique<EpisodeSums>(law));
     }
-    if (laws_.size() == kMost) {
-      laws_.erase(std::min_element(laws_.begin(), laws_.end(), [](const auto& a, const auto& b) {
-        return a.used() < b.used();
-      }));
-    }
-    laws_.emplace_back(law, episodes.lanes(), episodes.slots());
-    laws_.back().use(now_);
-    return laws_.back();
+    std::rotate(laws_.begin(), found, found + 1);
+    return *laws_.front();
   }
 
   std::int64_t bytes() const {
     std::int64_t sum = 0;
-    for (const EpisodeSums& one : laws_) sum += one.bytes();
+    for (const auto& one : laws_) sum += one->bytes();
     return sum;
   }
 
  private:
   static constexpr std::size_t kMost = 8;
-  std::vector<EpisodeSums> laws_;
-  std::int64_t now_ = 0;
+  std::vector<std::unique_ptr<EpisodeSums>> laws_;
 };
 
 }  // namespace replaykit

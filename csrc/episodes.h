@@ -1,12 +1,11 @@
-// Boundaries of episodes among the rows of a ring, with one stream per lane. The results equal
-// those of replaykit/episodes/ring.py, which defines links, codes and heads. No Python, no torch,
-// no global state. Unless a comment says otherwise, the caller has checked all arguments.
+// Boundaries of episodes among the rows of streams. replaykit/episodes/episode_laws.py defines
+// codes and heads. No Python, no torch, no global state. Unless a comment says otherwise, the
+// caller has checked all arguments.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
-#include <deque>
 #include <new>
 #include <utility>
 #include <vector>
@@ -57,352 +56,452 @@ class Links {
   std::int64_t capacity_ = 0, used_ = 0;
 };
 
+// The episodes of streams, which are the lanes. The time of a row is its number in its stream. Rows
+// have links, which lie at their cells. The link of an episode's first row has the time of the
+// newest row of the episode, and every other link has the time of the first row.
+//
+// Only `cell` and `place` know where rows lie. In a ring, lanes have the same times, and row and
+// lane give the cell. In a pool, each lane lists the slots of its rows. The rows of a pool come one
+// by one, and lanes come and go. Their order is given by `renumber`. All other functions that take
+// a lane take the record of the lane, which stays the same.
 class Episodes {
  public:
   // The number of episodes per sum. The log drops its oldest entries in whole groups of this size.
   static constexpr std::int64_t kGroup = 16;
+  static constexpr std::int64_t kNone = INT64_MIN;
 
   // The episodes of one stream. Ended episodes are logged in time order as `last * 4 + head`. Each
   // episode begins right after the previous one. Entry 0 is the end of all rows before the start.
   struct Lane {
-    explicit Lane(std::int64_t slots) : log(slots + 2 * kGroup + 2) {}
+    // The lane begins `gone` rows after the begin of an episode.
+    Lane(std::int64_t most, std::int64_t start, std::int64_t gone, std::int64_t head)
+        : lo(start), hi(start), head_last(start - 1), next_head(static_cast<std::uint8_t>(head)),
+          log(most + 2 * kGroup + 2), slots(most), firsts(most) {
+      if (gone > 0) open = head_begin = start - gone;
+      log.push((start - 1) * 4);
+      slots.restart(start);
+      firsts.restart(1);
+    }
 
-    std::int64_t open = -1;        // begin of the open episode, or -1
-    std::int64_t head_begin = -1;  // begin of the oldest row's episode if before lo, or -1
-    std::int64_t head_last = 0;    // last row of that episode, if it has ended
-    std::int64_t first = 1;        // entry of the oldest ended episode with a stored row
-    std::uint8_t open_head = kReset, next_head = kReset;
-    NumberedRing log;
+    std::int64_t lo, hi;              // rows with lo <= time < hi are stored
+    std::int64_t open = kNone;        // begin of the open episode
+    std::int64_t head_begin = kNone;  // begin of the oldest row's episode if before lo
+    std::int64_t head_last;           // last row of that episode, if it has ended
+    std::int64_t first = 1;           // entry of the oldest ended episode with a stored row
+    std::int64_t born = 0;            // differs if the record was used again
+    std::uint8_t open_head = kReset, next_head;
+    NumberedRing<> log;
+    std::vector<std::int64_t> severed;  // times of rows that a cut separates from the next row
+
+    // Only a pool uses these.
+    NumberedRing<std::uint32_t> slots;  // of stored rows, numbered by time
+    NumberedRing<> firsts;              // row ids of episodes' first rows, numbered as in the log
+    std::int64_t newest = kNone;        // the highest row id
+    std::int64_t segment = 0;
 
     std::int64_t last(std::int64_t entry) const { return log[entry] >> 2; }
     Head head(std::int64_t entry) const { return static_cast<Head>(log[entry] & 3); }
-    bool headless_ended() const { return head_begin >= 0 && head_begin != open; }
+    bool headless_ended() const { return head_begin != kNone && head_begin != open; }
+    bool is_open() const { return open != kNone && hi > lo; }
+    bool open_at_reset() const { return open >= lo && open_head == kReset; }
   };
 
-  // `begin` and `head` have the same meaning as in RingEpisodes. If they are null, every lane
-  // starts with a reset.
-  Episodes(std::int64_t slots, std::int64_t lanes, std::int64_t start, const std::int64_t* begin,
-           const std::int64_t* head)
-      : slots_(slots), lo_(start), hi_(start), turn_(start - start % slots) {
+  // Makes a ring of `lanes` lanes, or a pool if there are none. `gone` and `head` have one number
+  // for each lane; see `Lane`.
+  Episodes(std::int64_t slots, std::int64_t lanes, std::int64_t start, Numbers gone, Numbers head)
+      : slots_(slots), width_(lanes), turn_(start - start % slots) {
     lanes_.reserve(static_cast<std::size_t>(lanes));
     for (std::int64_t at = 0; at < lanes; ++at) {
-      lanes_.emplace_back(slots);
-      Lane& lane = lanes_.back();
-      if (begin != nullptr) lane.open = lane.head_begin = begin[at];
-      if (head != nullptr) lane.next_head = static_cast<std::uint8_t>(head[at]);
-      lane.head_last = start - 1;
-      lane.log.reserve(1);
-      lane.log.push((start - 1) * 4);
+      lanes_.emplace_back(slots, start, gone[at], head[at]);
+      order_.push_back(at);
     }
+    rank_ = order_;
   }
 
+  bool pooled() const { return width_ == 0; }
   std::int64_t slots() const { return slots_; }
-  std::int64_t lanes() const { return static_cast<std::int64_t>(lanes_.size()); }
-  std::int64_t lo() const { return lo_; }
-  std::int64_t hi() const { return hi_; }
+  std::int64_t lanes() const { return static_cast<std::int64_t>(order_.size()); }
+  std::int64_t width() const { return width_; }
+  std::int64_t records() const { return static_cast<std::int64_t>(lanes_.size()); }
+  // The bounds of the rows in a ring.
+  std::int64_t lo() const { return pooled() ? 0 : lanes_.front().lo; }
+  std::int64_t hi() const { return pooled() ? 0 : lanes_.front().hi; }
   std::int64_t version() const { return version_; }
   // Returns how many episodes have ended so far.
   std::int64_t ended() const { return ended_; }
   const Lane& lane(std::int64_t at) const { return lanes_[static_cast<std::size_t>(at)]; }
-  bool is_open(const Lane& lane) const { return lane.open >= 0 && hi_ > lo_; }
+  // Returns the record of a lane by its number.
+  std::int64_t record(std::int64_t rank) const { return order_[static_cast<std::size_t>(rank)]; }
 
   std::int64_t bytes() const {
-    std::int64_t sum = links_.bytes() + 16 * static_cast<std::int64_t>(severed_.size());
-    for (const Lane& lane : lanes_) sum += lane.log.bytes();
+    std::int64_t sum = links_.bytes() + 8 * static_cast<std::int64_t>(places_.size());
+    for (const Lane& lane : lanes_) {
+      sum += lane.log.bytes() + 8 * static_cast<std::int64_t>(lane.severed.size());
+      if (pooled()) sum += lane.slots.bytes() + lane.firsts.bytes() + std::int64_t{sizeof(Lane)};
+    }
     return sum;
   }
 
-  // -- writing ------------------------------------------------------------------------------------
+  // Returns the cell of a stored row, without a division.
+  std::int64_t cell(std::int64_t time, std::int64_t at) const {
+    if (pooled()) return lane(at).slots[time];
+    const std::int64_t place = time - turn_;
+    return (place < slots_ ? place : place - slots_) * width_ + at;
+  }
+
+  // -- writing a ring -----------------------------------------------------------------------------
 
   // Returns the maximum number of rows for one call of `append_piece`.
   std::int64_t piece() const {
-    return std::min(slots_, std::max<std::int64_t>(1, kPiece / lanes()));
+    return std::min(slots_, std::max<std::int64_t>(1, kPiece / std::max<std::int64_t>(1, width_)));
   }
 
   // Makes room for the links of n rows.
   void reserve(std::int64_t n) {
-    const std::int64_t at = hi_ % slots_;
+    const std::int64_t at = hi() % slots_;
     const std::int64_t places = n >= slots_ - at ? slots_ : at + n;
-    links_.reserve(places * lanes(), slots_ * lanes());
+    links_.reserve(places * width_, slots_ * width_);
   }
 
-  // Appends n rows with codes [n, lanes]. Cost: O(n * lanes).
-  void append(const std::uint8_t* codes, std::int64_t n) {
-    if (n == 0) return;
-    reserve(n);
-    for (std::int64_t done = 0; done < n;) {
-      const std::int64_t rows = std::min(n - done, piece());
-      append_piece(codes + done * lanes(), rows);
-      done += rows;
-    }
-  }
-
-  // Appends up to `piece()` rows. The caller has reserved room for their links.
+  // Appends up to `piece()` rows with codes [n, lanes]. The caller has reserved room for their
+  // links. Cost: O(n * lanes).
   void append_piece(const std::uint8_t* codes, std::int64_t n) {
-    const std::int64_t width = lanes();
-    evict(hi_ + n - slots_);
-    for (std::int64_t at = 0; at < width; ++at) {
-      std::int64_t ends = 0;
-      for (std::int64_t row = 0; row < n; ++row) ends += (codes[row * width + at] & kCodeBits) != 0;
-      lanes_[static_cast<std::size_t>(at)].log.reserve(ends);
+    const std::int64_t hi = this->hi(), lo = hi + n - slots_;
+    if (lo > this->lo()) {
+      for (std::int64_t at = 0; at < width_; ++at) evict(at, lo);
+      turn_ = lo - lo % slots_;
     }
-    for (std::int64_t row = 0; row < n; ++row, codes += width) {
-      const std::int64_t time = hi_ + row;
-      std::int64_t* links = row_of(time);
-      for (std::int64_t at = 0; at < width; ++at) {
-        Lane& lane = lanes_[static_cast<std::size_t>(at)];
-        const std::int64_t end = codes[at] & kCodeBits;
-        if (lane.open < 0) {
-          lane.open = time;
-          lane.open_head = codes[at] & kNotInit ? std::uint8_t{kCut} : lane.next_head;
-          links[at] = (time << kLinkShift) | (lane.open_head << kHeadShift) | end;
-        } else {
-          links[at] = lane.open * (1 << kLinkShift) | end;
-        }
-        if (end != 0) end_episode(lane, at, time, end);
+    for (std::int64_t row = 0; row < n; ++row, codes += width_) {
+      const std::int64_t first = cell(hi + row, 0);
+      for (std::int64_t at = 0; at < width_; ++at) add(at, hi + row, first + at, codes[at]);
+    }
+    for (Lane& lane : lanes_) lane.hi += n;
+    ++version_;
+  }
+
+  // -- writing a pool -----------------------------------------------------------------------------
+
+  // Starts the lane of a stream without rows, and returns its record. If the first row continues
+  // an episode, `gone` rows of this episode are not stored, and `first_row` is the id of the first.
+  std::int64_t start(std::int64_t gone, std::int64_t head, std::int64_t first_row) {
+    if (free_.empty()) {
+      free_.push_back(records());
+      lanes_.emplace_back(slots_, 0, 0, head);
+    }
+    const std::int64_t at = free_.back();
+    free_.pop_back();
+    start_again(at, 0, gone, head);
+    if (gone > 0) lanes_[static_cast<std::size_t>(at)].firsts.push(first_row);
+    return at;
+  }
+
+  // Sets the order of lanes, as records.
+  void renumber(Numbers order, std::int64_t n) {
+    order_.resize(static_cast<std::size_t>(n));
+    rank_.resize(lanes_.size());
+    for (std::int64_t rank = 0; rank < n; ++rank) {
+      order_[static_cast<std::size_t>(rank)] = order[rank];
+      rank_[static_cast<std::size_t>(order[rank])] = rank;
+    }
+    ++version_;
+  }
+
+  // Prepares a lane for a row of a segment. A change of segment cuts the stream. If all rows of the
+  // stream are lost, it begins again.
+  void enter(std::int64_t at, std::int64_t segment) {
+    const std::int64_t hi = lane(at).hi;
+    if (lane(at).newest != kNone && lane(at).lo == hi) start_again(at, hi, 0, kReset);
+    if (lane(at).segment != segment) close_lane(at, kSevered);
+    lanes_[static_cast<std::size_t>(at)].segment = segment;
+  }
+
+  // Appends a row to a lane. A row that was in the slot must be the oldest row of its lane.
+  void append_row(std::int64_t at, std::int64_t slot, std::int64_t id, std::uint8_t code) {
+    Lane& own = lanes_[static_cast<std::size_t>(at)];
+    if (slot >= static_cast<std::int64_t>(places_.size())) {
+      links_.reserve(slot + 1, slots_);
+      places_.resize(static_cast<std::size_t>(slot + 1), {kFree, 0});
+    }
+    Place& place = places_[static_cast<std::size_t>(slot)];
+    if (place.lane != kFree) {
+      evict(place.lane, lane(place.lane).lo + 1);
+      if (place.lane != at && lane(place.lane).lo == lane(place.lane).hi) {
+        emptied_.push_back(place.lane);
       }
     }
-    hi_ += n;
+    own.slots.push(slot);
+    if (own.open == kNone) own.firsts.push(id);
+    add(at, own.hi, slot, code);
+    place = {static_cast<std::uint32_t>(at), static_cast<std::uint32_t>(own.hi)};
+    ++own.hi;
+    own.newest = std::max(own.newest, id);
     ++version_;
   }
 
-  // Ends the open episodes of the chosen lanes at their newest rows. Cost: O(lanes).
-  void close(const std::uint8_t* chosen, std::int64_t code) {
-    close_where([&](std::int64_t at) { return chosen[at] != 0; }, code);
-  }
-
-  // Does the same as `close` with a code for each lane: kSevered, kRestored, or 0 to leave the
-  // episode open. Returns whether no code is 0.
-  bool close_each(const std::uint8_t* codes) {
-    for (const std::uint8_t code : {kSevered, kRestored}) {
-      if (std::find(codes, codes + lanes(), code) == codes + lanes()) continue;
-      close_where([&](std::int64_t at) { return codes[at] == code; }, code);
+  // Returns the lanes that have lost all their rows, and drops them.
+  std::vector<std::int64_t> drop_empty() {
+    std::vector<std::int64_t> found;
+    for (const std::int64_t at : emptied_) {
+      if (lane(at).lo < lane(at).hi || lane(at).newest == kNone) continue;
+      found.push_back(at);
+      start_again(at, 0, 0, kReset);
     }
-    return std::find(codes, codes + lanes(), 0) == codes + lanes();
+    free_.insert(free_.end(), found.begin(), found.end());
+    emptied_.clear();
+    return found;
   }
 
-  // Does the same as `close` for one lane, without an entry in `severed`. At least one row must be
-  // stored.
+  // -- ends without a row -------------------------------------------------------------------------
+
+  // Ends the open episode of a lane at its newest row. The codes kSevered and kRestored also cut
+  // the stream there.
   void close_lane(std::int64_t at, std::int64_t code) {
     Lane& lane = lanes_[static_cast<std::size_t>(at)];
-    if (lane.open < 0) return;
-    lane.log.reserve(1);
-    row_of(hi_ - 1)[at] |= code;
-    end_episode(lane, at, hi_ - 1, code);
+    if (lane.hi == lane.lo) return;
+    const std::int64_t time = lane.hi - 1;
+    std::vector<std::int64_t>& cuts = lane.severed;
+    if (code >= kSevered && (cuts.empty() || cuts.back() != time)) {
+      cuts.erase(cuts.begin(), std::lower_bound(cuts.begin(), cuts.end(), lane.lo));
+      cuts.push_back(time);
+    }
+    if (lane.open != kNone) {
+      links_.data()[cell(time, at)] |= code;
+      end_episode(at, time, code);
+    }
     ++version_;
-  }
-
-  // Returns the time and lane of each stored row that a cut separates from the next row.
-  const std::deque<std::pair<std::int64_t, std::int64_t>>& severed() {
-    forget_severed();
-    return severed_;
   }
 
   // -- rows ---------------------------------------------------------------------------------------
 
   // Writes the time and lane of the rows at n elements. Returns the position of the first element
-  // that is outside the ring, or n.
-  std::int64_t place(Numbers element, std::int64_t n, std::int64_t* time,
-                     std::int64_t* lane) const {
-    const std::int64_t newest = hi_ - 1;
-    const auto width = static_cast<std::int64_t>(lanes_.size());
+  // that has no row, or n. In a ring, elements without a row get a time that is not stored.
+  std::int64_t place(Numbers element, std::int64_t n, std::int64_t* time) const {
+    std::int64_t* const lane = time + n;
+    const auto cells = pooled() ? static_cast<std::int64_t>(places_.size()) : slots_ * width_;
+    const auto links = reinterpret_cast<std::uintptr_t>(links_.data());
+    const std::int64_t newest = hi() - 1;
     const std::int64_t seam = newest % slots_;  // -1 without rows, when no row is stored
     for (std::int64_t i = 0; i < n; ++i) {
-      const std::int64_t slot = width == 1 ? element[i] : element[i] / width;
-      if (element[i] < 0 || slot >= slots_) return i;
+      const std::int64_t own = element[i];
+      if (own < 0 || own >= cells) return i;
       // Prefetches the links, which a lookup reads next. A slot that was never in use has no link,
       // but a prefetch is only a hint.
-      const auto links = reinterpret_cast<std::uintptr_t>(links_.data());
-      const auto own = links + 8 * static_cast<std::uintptr_t>(element[i]);
-      __builtin_prefetch(reinterpret_cast<const char*>(own));
-      const std::int64_t back = seam - slot;
-      time[i] = newest - (back < 0 ? back + slots_ : back);
-      lane[i] = width == 1 ? 0 : element[i] % width;
+      const auto link = links + 8 * static_cast<std::uintptr_t>(own);
+      __builtin_prefetch(reinterpret_cast<const char*>(link));
+      if (pooled()) {
+        const Place place = places_[static_cast<std::size_t>(own)];
+        if (place.lane == kFree) return i;
+        const std::int64_t last = this->lane(place.lane).hi - 1;
+        time[i] = last - static_cast<std::uint32_t>(last - place.time);
+        lane[i] = rank_[place.lane];
+      } else {
+        const std::int64_t back = seam - (width_ == 1 ? own : own / width_);
+        time[i] = newest - (back < 0 ? back + slots_ : back);
+        lane[i] = width_ == 1 ? 0 : own % width_;
+      }
     }
     return n;
   }
 
-  // Writes the results of `RingEpisodes.lookup` for n rows. Returns the position of the first row
-  // that is not stored, or n.
-  std::int64_t lookup(Numbers time, Numbers lane, std::int64_t n, std::int64_t* begin,
-                      std::int64_t* last, std::int64_t* code, std::int64_t* head) const {
+  // Writes the results of `place` and `lookup` for n elements.
+  std::int64_t around(Numbers element, std::int64_t n, std::int64_t* out) const {
+    const std::int64_t wrong = place(element, n, out);
+    if (wrong != n) return wrong;
+    const Numbers time{reinterpret_cast<const char*>(out), 8};
+    const Numbers lane{reinterpret_cast<const char*>(out + n), 8};
+    return lookup(time, lane, n, out + 2 * n);
+  }
+
+  // Writes begin, last, code of the last row, and head of the episodes of n rows. Returns the
+  // position of the first row that is not stored, or n.
+  std::int64_t lookup(Numbers time, Numbers lane, std::int64_t n, std::int64_t* begin) const {
+    std::int64_t *const last = begin + n, *const code = last + n, *const head = code + n;
     // Each row needs three dependent reads. The reads of different rows overlap.
     std::int64_t own[kBatch], at[kBatch];
+    const std::int64_t* links = links_.data();
     for (std::int64_t from = 0; from < n; from += kBatch) {
       const std::int64_t m = std::min(kBatch, n - from);
       for (std::int64_t i = 0; i < m; ++i) {
+        if (!is_stored(time[from + i], lane[from + i])) return from + i;
         own[i] = time[from + i];
-        at[i] = lane[from + i];
-        if (!is_stored(own[i], at[i])) return from + i;
-        __builtin_prefetch(row_of(own[i]) + at[i]);
+        at[i] = record(lane[from + i]);
+        __builtin_prefetch(links + cell(own[i], at[i]));
       }
       for (std::int64_t i = 0; i < m; ++i) {
-        own[i] = std::min(own[i], row_of(own[i])[at[i]] >> kLinkShift);
+        own[i] = std::min(own[i], links[cell(own[i], at[i])] >> kLinkShift);
         begin[from + i] = own[i];
-        if (own[i] >= lo_) __builtin_prefetch(row_of(own[i]) + at[i]);
+        if (own[i] >= this->lane(at[i]).lo) __builtin_prefetch(links + cell(own[i], at[i]));
       }
       for (std::int64_t i = 0; i < m; ++i) {
-        const Lane& of = lanes_[static_cast<std::size_t>(at[i])];
+        const Lane& of = this->lane(at[i]);
         std::int64_t end = of.head_last, kind = kEvicted;
-        if (own[i] >= lo_) {
-          const std::int64_t link = row_of(own[i])[at[i]];
+        if (own[i] >= of.lo) {
+          const std::int64_t link = links[cell(own[i], at[i])];
           end = link >> kLinkShift;
           kind = (link >> kHeadShift) & 3;
         }
-        if (own[i] == of.open) end = hi_ - 1;
+        if (own[i] == of.open) end = of.hi - 1;
         head[from + i] = kind;
         last[from + i] = own[i] = end;
-        __builtin_prefetch(row_of(end) + at[i]);
+        __builtin_prefetch(links + cell(end, at[i]));
       }
-      for (std::int64_t i = 0; i < m; ++i) code[from + i] = row_of(own[i])[at[i]] & kCodeBits;
+      for (std::int64_t i = 0; i < m; ++i) code[from + i] = links[cell(own[i], at[i])] & kCodeBits;
     }
     return n;
   }
 
-  // Writes the codes of n rows. Returns the position of the first row that is not stored, or n.
-  std::int64_t codes(Numbers time, Numbers lane, std::int64_t n, std::int64_t* code) const {
-    for (std::int64_t i = 0; i < n; ++i) {
-      const std::int64_t own = time[i], at = lane[i];
-      if (!is_stored(own, at)) return i;
-      code[i] = row_of(own)[at] & kCodeBits;
+  // Writes five columns for n rows: their cells and codes, the first and last times of the unbroken
+  // parts of the streams around them, and `first_row`. Returns the position of the first row that
+  // is not stored, or n.
+  std::int64_t rows(Numbers time, Numbers lane, std::int64_t n, std::int64_t* out) const {
+    for (std::int64_t i = 0; i < n; ++i, ++out) {
+      if (!is_stored(time[i], lane[i])) return i;
+      const std::int64_t at = record(lane[i]);
+      const Lane& of = this->lane(at);
+      const auto after = std::lower_bound(of.severed.begin(), of.severed.end(), time[i]);
+      out[0] = cell(time[i], at);
+      out[n] = code(time[i], at);
+      out[2 * n] = after == of.severed.begin() ? of.lo : std::max(of.lo, *(after - 1) + 1);
+      out[3 * n] = after == of.severed.end() ? of.hi - 1 : *after;
+      out[4 * n] = first_row(time[i], at);
     }
     return n;
+  }
+
+  // Returns the code of a stored row.
+  std::int64_t code(std::int64_t time, std::int64_t at) const {
+    return links_.data()[cell(time, at)] & kCodeBits;
+  }
+
+  // Returns the row id of the first row of a stored row's episode in a pool; -1 in a ring.
+  std::int64_t first_row(std::int64_t time, std::int64_t at) const {
+    if (!pooled()) return -1;
+    std::int64_t entry = lane(at).first, more = lane(at).log.end() - entry;
+    while (more > 0) {
+      const std::int64_t half = more / 2;
+      const bool before = lane(at).last(entry + half) < time;
+      entry += before ? half + 1 : 0;
+      more = before ? more - half - 1 : half;
+    }
+    return lane(at).firsts[entry];
   }
 
   // -- all episodes -------------------------------------------------------------------------------
 
   std::int64_t count() const {
     std::int64_t sum = 0;
-    for (const Lane& lane : lanes_) sum += lane.log.end() - lane.first + is_open(lane);
+    for (const std::int64_t at : order_) {
+      sum += lane(at).log.end() - lane(at).first + lane(at).is_open();
+    }
     return sum;
   }
 
-  // Calls use(lane, begin, last, head) for every stored episode, lane by lane and in time order.
-  template <typename Use>
-  void each(const Use& use) const {
-    for (std::int64_t at = 0; at < lanes(); ++at) {
-      const Lane& lane = this->lane(at);
-      for (std::int64_t entry = lane.first; entry < lane.log.end(); ++entry) {
-        if (entry == lane.first && lane.headless_ended()) {
-          use(at, lane.head_begin, lane.last(entry), kEvicted);
-        } else {
-          use(at, lane.last(entry - 1) + 1, lane.last(entry), lane.head(entry));
-        }
-      }
-      if (is_open(lane)) {
-        use(at, lane.open, hi_ - 1, lane.open < lo_ ? kEvicted : static_cast<Head>(lane.open_head));
-      }
-    }
-  }
-
-  // Writes the six columns of `RingEpisodes.table`, with `count()` entries each. Cost: O(episodes).
+  // Writes lane, begin, first, last, code and head of all episodes, lane by lane and in time order,
+  // with `count()` entries each. Cost: O(episodes).
   void table(std::int64_t* out) const {
     const std::int64_t n = count();
-    std::int64_t i = 0;
-    each([&](std::int64_t at, std::int64_t begin, std::int64_t last, Head head) {
-      const std::int64_t code = row_of(last)[at] & kCodeBits;
-      const std::int64_t row[] = {at, begin, std::max(begin, lo_), last, code, head};
-      for (std::int64_t column = 0; column < 6; ++column) out[column * n + i] = row[column];
-      ++i;
-    });
-  }
-
-  // Returns the number of stored rows of the longest episode. Cost: O(episodes).
-  std::int64_t longest() const {
-    std::int64_t most = 0;
-    each([&](std::int64_t, std::int64_t begin, std::int64_t last, Head) {
-      most = std::max(most, last + 1 - std::max(begin, lo_));
-    });
-    return most;
+    for (std::int64_t rank = 0; rank < lanes(); ++rank) {
+      const std::int64_t at = record(rank);
+      const Lane& lane = this->lane(at);
+      const auto write = [&](std::int64_t begin, std::int64_t last, std::int64_t head) {
+        const std::int64_t first = std::max(begin, lane.lo);
+        const std::int64_t kind = begin < lane.lo ? std::int64_t{kEvicted} : head;
+        const std::int64_t row[] = {rank, begin, first, last, code(last, at), kind};
+        for (std::int64_t column = 0; column < 6; ++column) out[column * n] = row[column];
+        ++out;
+      };
+      for (std::int64_t entry = lane.first; entry < lane.log.end(); ++entry) {
+        const bool headless = entry == lane.first && lane.headless_ended();
+        write(headless ? lane.head_begin : lane.last(entry - 1) + 1, lane.last(entry),
+              lane.head(entry));
+      }
+      if (lane.is_open()) write(lane.open, lane.hi - 1, lane.open_head);
+    }
   }
 
  private:
   // The number of cells that one piece appends. Their codes fit into the first level of the cache.
   static constexpr std::int64_t kPiece = 8192;
   static constexpr std::int64_t kBatch = 128;
+  static constexpr std::uint32_t kFree = UINT32_MAX;
 
-  bool is_stored(std::int64_t time, std::int64_t at) const {
-    return time >= lo_ && time < hi_ && at >= 0 && at < lanes();
+  // The lane and the low bits of the time of the row in a slot of a pool.
+  struct Place {
+    std::uint32_t lane, time;
+  };
+
+  bool is_stored(std::int64_t time, std::int64_t rank) const {
+    if (rank < 0 || rank >= lanes()) return false;
+    const Lane& of = lane(record(rank));
+    return time >= of.lo && time < of.hi;
   }
 
-  // Returns the slot of a time in [lo_, lo_ + slots_) without a division.
-  std::int64_t place(std::int64_t time) const {
-    const std::int64_t at = time - turn_;
-    return at < slots_ ? at : at - slots_;
-  }
-  std::int64_t* row_of(std::int64_t time) { return links_.data() + place(time) * lanes(); }
-  const std::int64_t* row_of(std::int64_t time) const {
-    return links_.data() + place(time) * lanes();
-  }
-
-  template <typename Chosen>
-  void close_where(const Chosen& chosen, std::int64_t code) {
-    if (hi_ == lo_) return;
-    const std::int64_t time = hi_ - 1;
-    const bool severs = code == kSevered || code == kRestored;
-    forget_severed();
-    const bool again = !severed_.empty() && severed_.back().first == time;
-    const auto marked = [&](const auto& place) {
-      const auto of_row = std::find_if(severed_.rbegin(), severed_.rend(),
-                                       [&](const auto& one) { return one.first < time; });
-      return std::find(severed_.rbegin(), of_row, place) != of_row;
-    };
-    for (std::int64_t at = 0; at < lanes(); ++at) {
-      if (!chosen(at)) continue;
-      const std::pair<std::int64_t, std::int64_t> place{time, at};
-      if (severs && !(again && marked(place))) severed_.push_back(place);
-      close_lane(at, code);
-    }
+  // Makes a record a lane without rows. The time of its next row is `start`.
+  void start_again(std::int64_t at, std::int64_t start, std::int64_t gone, std::int64_t head) {
+    Lane& lane = lanes_[static_cast<std::size_t>(at)];
+    lane = Lane(slots_, start, gone, head);
+    lane.born = ++born_;
     ++version_;
   }
 
-  void end_episode(Lane& lane, std::int64_t at, std::int64_t time, std::int64_t code) {
-    if (lane.open >= lo_) {
-      std::int64_t& link = row_of(lane.open)[at];
-      link = (time << kLinkShift) | (link & ((1 << kLinkShift) - 1));
+  // Adds the row at `time` with its link.
+  void add(std::int64_t at, std::int64_t time, std::int64_t cell, std::uint8_t code) {
+    Lane& lane = lanes_[static_cast<std::size_t>(at)];
+    const std::int64_t end = code & kCodeBits;
+    std::int64_t& link = links_.data()[cell];
+    if (lane.open == kNone) {
+      lane.open = time;
+      lane.open_head = code & kNotInit ? std::uint8_t{kCut} : lane.next_head;
+      link = time * (1 << kLinkShift) | (lane.open_head << kHeadShift) | end;
+    } else {
+      link = lane.open * (1 << kLinkShift) | end;
+    }
+    if (end != 0) end_episode(at, time, end);
+  }
+
+  void end_episode(std::int64_t at, std::int64_t time, std::int64_t code) {
+    Lane& lane = lanes_[static_cast<std::size_t>(at)];
+    if (lane.open >= lane.lo) {
+      std::int64_t& link = links_.data()[cell(lane.open, at)];
+      link = time * (1 << kLinkShift) | (link & ((1 << kLinkShift) - 1));
     } else {
       lane.head_last = time;
     }
     lane.log.push(time * 4 + lane.open_head);
-    lane.open = -1;
+    lane.open = kNone;
     lane.next_head = code == kSevered ? kCut : kReset;
     ++ended_;
   }
 
-  // Drops the rows before `lo`. If an episode continues after `lo`, the lane keeps its begin and
-  // last row, since the link of the episode's first row is dropped. Cost: O(lanes + dropped
+  // Drops the rows of a lane before `lo`. If an episode continues after `lo`, the lane keeps its
+  // begin and last row, since the link of the episode's first row is dropped. Cost: O(dropped
   // episodes).
-  void evict(std::int64_t lo) {
-    if (lo <= lo_) return;
-    for (std::int64_t at = 0; at < lanes(); ++at) {
-      Lane& lane = lanes_[static_cast<std::size_t>(at)];
-      std::int64_t begin = lane.open, last = lane.head_last;  // `last` is unused if it is open
-      if (lo < hi_) {
-        begin = std::min(lo, row_of(lo)[at] >> kLinkShift);
-        if (begin >= lo_) last = row_of(begin)[at] >> kLinkShift;
-      }
-      lane.head_begin = begin < lo ? begin : -1;
-      lane.head_last = last;
-      while (lane.first < lane.log.end() && lane.last(lane.first) < lo) ++lane.first;
-      // The log keeps the whole group of the first entry, and the entry before that group.
-      lane.log.drop_until(lane.first / kGroup * kGroup - 1);
+  void evict(std::int64_t at, std::int64_t lo) {
+    Lane& lane = lanes_[static_cast<std::size_t>(at)];
+    const std::int64_t* links = links_.data();
+    std::int64_t begin = lane.open, last = lane.head_last;  // `last` is unused if it is open
+    if (lo < lane.hi) {
+      begin = std::min(lo, links[cell(lo, at)] >> kLinkShift);
+      if (begin >= lane.lo) last = links[cell(begin, at)] >> kLinkShift;
     }
-    lo_ = lo;
-    turn_ = lo - lo % slots_;
+    lane.head_begin = begin < lo ? begin : kNone;
+    lane.head_last = last;
+    while (lane.first < lane.log.end() && lane.last(lane.first) < lo) ++lane.first;
+    // The log keeps the whole group of the first entry, and the entry before that group.
+    lane.log.drop_until(lane.first / kGroup * kGroup - 1);
+    lane.lo = lo;
+    if (!pooled()) return;
+    lane.slots.drop_until(lo);
+    lane.firsts.drop_until(lane.first);
   }
 
-  void forget_severed() {
-    const auto gone = std::find_if(severed_.begin(), severed_.end(),
-                                   [&](const auto& one) { return one.first >= lo_; });
-    severed_.erase(severed_.begin(), gone);
-  }
-
-  std::int64_t slots_, lo_, hi_;
-  std::int64_t turn_;  // the last multiple of slots_ that is not above lo_
-  std::int64_t version_ = 0, ended_ = 0;
+  std::int64_t slots_, width_;
+  std::int64_t turn_;  // the last multiple of slots_ that is not above the oldest row of a ring
+  std::int64_t version_ = 0, ended_ = 0, born_ = 0;
   std::vector<Lane> lanes_;
+  std::vector<std::int64_t> order_, rank_, free_, emptied_;
+  std::vector<Place> places_;
   Links links_;
-  std::deque<std::pair<std::int64_t, std::int64_t>> severed_;  // by time
 };
 
 }  // namespace replaykit

@@ -7,9 +7,10 @@
 
 namespace replaykit {
 
-// The entries begin() .. end()-1 of an endless sequence of numbers, stored in a circular array that
-// grows. The size of the array doubles when necessary. It exceeds `most` only if more entries are
-// in use at once.
+// The entries begin() .. end()-1 of an endless sequence of numbers, stored in a circular array. The
+// size of the array doubles when necessary. It exceeds `most` only if more entries are in use at
+// once. It halves when less than a quarter of it is in use.
+template <typename Number = std::int64_t>
 class NumberedRing {
  public:
   explicit NumberedRing(std::int64_t most) : most_(most) {}
@@ -17,11 +18,11 @@ class NumberedRing {
   std::int64_t begin() const { return begin_; }
   std::int64_t end() const { return end_; }
   std::int64_t size() const { return end_ - begin_; }
-  std::int64_t bytes() const { return 8 * capacity(); }
+  std::int64_t bytes() const { return sizeof(Number) * capacity(); }
 
   // Requires begin() <= number < end().
-  std::int64_t operator[](std::int64_t number) const { return data_[place(number)]; }
-  const std::int64_t* address(std::int64_t number) const { return &data_[place(number)]; }
+  Number operator[](std::int64_t number) const { return data_[place(number)]; }
+  const Number* address(std::int64_t number) const { return &data_[place(number)]; }
 
   // Returns whether `count` entries, beginning at `number`, are contiguous in memory.
   bool in_one_piece(std::int64_t number, std::int64_t count) const {
@@ -32,23 +33,20 @@ class NumberedRing {
   void reserve(std::int64_t more) {
     const std::int64_t need = size() + more;
     if (need <= capacity()) return;
-    const std::int64_t grown = std::max(need, std::min(most_, std::max(2 * capacity(), kFirst)));
-    std::vector<std::int64_t> data(static_cast<std::size_t>(grown));
-    for (std::int64_t number = begin_; number < end_; ++number) {
-      data[static_cast<std::size_t>(number - begin_)] = (*this)[number];
-    }
-    data_.swap(data);
-    first_ = 0;
+    lay_out(std::max(need, std::min(most_, std::max(2 * capacity(), kFirst))));
   }
 
-  // Appends an entry. The caller has reserved room for it.
-  void push(std::int64_t value) { data_[place(end_++)] = value; }
+  void push(std::int64_t value) {
+    reserve(1);
+    data_[place(end_++)] = static_cast<Number>(value);
+  }
 
   void drop_until(std::int64_t number) {
     number = std::min(number, end_);
     if (number <= begin_) return;
     first_ = static_cast<std::int64_t>(place(number));
     begin_ = number;
+    if (capacity() > kLeast && size() < capacity() / 4) lay_out(capacity() / 2);
   }
 
   // Drops all entries. The next entry has the given number.
@@ -61,7 +59,7 @@ class NumberedRing {
   // one of two contiguous stretches of memory that has this entry. The entries must rise, and the
   // first entry must not be above x.
   struct Stretch {
-    const std::int64_t* base;
+    const Number* base;
     std::int64_t length;
     std::int64_t number;  // of base[0]
   };
@@ -73,7 +71,16 @@ class NumberedRing {
   }
 
  private:
-  static constexpr std::int64_t kFirst = 8;
+  static constexpr std::int64_t kFirst = 8, kLeast = 1024;
+
+  void lay_out(std::int64_t capacity) {
+    std::vector<Number> data(static_cast<std::size_t>(capacity));
+    for (std::int64_t number = begin_; number < end_; ++number) {
+      data[static_cast<std::size_t>(number - begin_)] = (*this)[number];
+    }
+    data_.swap(data);
+    first_ = 0;
+  }
 
   std::int64_t capacity() const { return static_cast<std::int64_t>(data_.size()); }
 
@@ -83,7 +90,7 @@ class NumberedRing {
     return static_cast<std::size_t>(at < capacity() ? at : at - capacity());
   }
 
-  std::vector<std::int64_t> data_;
+  std::vector<Number> data_;
   std::int64_t most_;
   std::int64_t begin_ = 0, end_ = 0;
   std::int64_t first_ = 0;  // the place of begin()

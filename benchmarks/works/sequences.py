@@ -239,7 +239,7 @@ class Extending(Contender):
         self.storage = LazyTensorStorage(self.rows)
         self.buffer = ReplayBuffer(storage=self.storage)
         if not self.indexed:
-            self.storage.indexes.append = lambda rows: None  # type: ignore[method-assign]
+            self.storage.indexes.append = lambda rows, number: None  # type: ignore
         data = as_tensordict(self.leaves)
         for start in range(0, self.rows, CHUNK):
             self.buffer.extend(data[start : start + CHUNK])

@@ -76,7 +76,7 @@ class StoredSurroundings(Surroundings):
 
     def column(self, key: Path) -> torch.Tensor | None:
         columns = self._storage.require()
-        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+        if not self._index.in_ring or type(columns) is not Columns:
             return None
         if columns.ndim > 1 or columns.advise:
             return None
@@ -86,7 +86,7 @@ class StoredSurroundings(Surroundings):
     def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
         columns = self._storage.require()
         # Only with these types do consecutive rows in time have consecutive slots in the ring.
-        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+        if not self._index.in_ring or type(columns) is not Columns:
             return None
         return columns.discounted(key, self._cells, steps, gamma)
 
@@ -95,14 +95,14 @@ class StoredSurroundings(Surroundings):
 
         A limit is the number of steps that frames may reach back.
         """
-        lowest = self._index.lowest
+        lowest = self._index.bounds(self.lane)[0]
         if time is None:
             return Before(self._cells, self.time, self.begin, lowest)
         return Before(self._index.element(time, self.lane), time, self.begin, lowest)
 
     def lead(self, plan: StepsPlan) -> Led | None:
         columns = self._columns
-        if self.rows is None or type(self._index) is not EpisodeIndex:
+        if self.rows is None or not self._index.in_ring:
             return None
         ahead = columns.steps_ahead(plan) if type(columns) is Columns else None
         if ahead is None:
@@ -112,7 +112,7 @@ class StoredSurroundings(Surroundings):
     def _frames(self, keys: Sequence[Path]) -> Frames | None:
         """Return the reader of stacked frames; None if the stored form does not allow it."""
         columns = self._columns
-        if type(self._index) is not EpisodeIndex or type(columns) is not Columns:
+        if not self._index.in_ring or type(columns) is not Columns:
             return None
         if self.relabels and any(not c.changes.isdisjoint(keys) for c, _ in self.relabels):
             return None

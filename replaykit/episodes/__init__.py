@@ -10,10 +10,10 @@ from replaykit.episodes.episode_laws import (
     EndReason,
     Head,
     Needs,
+    Windows,
 )
-from replaykit.episodes.index import EpisodeIndex, Windows
-from replaykit.episodes.interleaved import InterleavedIndex
-from replaykit.episodes.ring import RingEpisodes
+from replaykit.episodes.index import EpisodeIndex
+from replaykit.episodes.streams import StreamEpisodes
 
 __all__ = [
     "EPISODES",
@@ -26,8 +26,7 @@ __all__ = [
     "EndReason",
     "EpisodeIndex",
     "Head",
-    "InterleavedIndex",
     "Needs",
-    "RingEpisodes",
+    "StreamEpisodes",
     "Windows",
 ]

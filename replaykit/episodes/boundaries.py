@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from replaykit.episodes.episode_laws import CONTINUES, NOT_INIT, SEVERED, TERMINATED, TRUNCATED
+from replaykit.episodes.episode_laws import SEVERED
 from replaykit.schema import Schema
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS, end_flags, format_key
@@ -22,7 +22,6 @@ __all__ = [
     "RowNumbers",
     "RowSource",
     "SavedEpisodes",
-    "between",
     "positions_from",
     "seams",
 ]
@@ -139,10 +138,7 @@ class SavedEpisodes(Protocol):
         """True if another process or a checkpoint has stored the beginnings of episodes."""
 
     def pop_first_begins(self) -> Mapping[str, Any] | None:
-        """Return and drop the saved beginnings of the first episodes of lanes, or None."""
-
-    def saved_streams(self) -> tuple[list[list[int]], bool]:
-        """Return the beginnings of streams' first episodes, and whether all are included."""
+        """Return the saved beginnings of the first episodes of lanes, or None."""
 
 
 class RowSource(Protocol):
@@ -245,51 +241,6 @@ class BoundColumns:
         if self.terminal is not None:
             self.paths |= {self.terminal}
 
-    def codes(
-        self, leaves: Mapping[Path, torch.Tensor], ndim: int
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
-        """Return the codes and ids of consecutive rows ``[n, *lanes, ...]``.
-
-        Returns:
-            The codes, uint8 ``[n, lanes]``, without the ends that ids cause; and the ids, uint8
-            ``[n, lanes, bytes]``, or None without ids.
-        """
-        shape = _cells(leaves, self.paths, ndim)
-        codes = np.zeros(shape, np.uint8)
-        for path in self.flags:
-            is_set = _is_set(leaves[path], ndim, shape)
-            if self.terminal is not None or path[-1] == "truncated":
-                codes[is_set] = TRUNCATED
-            else:  # `done` alone counts as terminated
-                codes[is_set & (codes == CONTINUES)] = TERMINATED
-        if self.terminal is not None:
-            codes[_is_set(leaves[self.terminal], ndim, shape) & (codes != CONTINUES)] = TERMINATED
-        if self.init is not None:
-            codes[~_is_set(leaves[self.init], ndim, shape)] |= NOT_INIT
-        if not self.ids:
-            return codes, None
-        parts = []
-        for path in self.ids:
-            values = leaves[path].detach()
-            own = torch.empty(values.shape, dtype=values.dtype, device="cpu").copy_(values)
-            size = values.shape[ndim:].numel() * values.dtype.itemsize
-            parts.append(own.view(-1).view(torch.uint8).numpy().reshape(*shape, size))
-        return codes, np.concatenate(parts, -1)
-
-
-def _is_set(tensor: torch.Tensor, ndim: int, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
-    """Return a mask of rows with a nonzero number in a flag, bool ``[n, lanes]``."""
-    size = tensor.shape[ndim:].numel()
-    found = (tensor.detach() != 0).cpu().numpy().reshape(*shape, size)
-    return np.asarray(found[..., 0] if found.shape[-1] == 1 else found.any(-1))
-
-
-def _cells(
-    leaves: Mapping[Path, torch.Tensor], paths: frozenset[Path], ndim: int
-) -> tuple[int, int]:
-    leaf = leaves[next(iter(paths))] if paths else next(iter(leaves.values()))
-    return leaf.shape[0], leaf.shape[1:ndim].numel()
-
 
 def _or_default(given: tuple[Path, ...] | None, default: tuple[Path, ...]) -> tuple[Path, ...]:
     return default if given is None else given
@@ -320,12 +271,15 @@ def seams(
     length: int,
     lanes: int,
     upcoming: int,
-) -> tuple[Array, Array, bool]:
+    *,
+    by_stream: bool = False,
+) -> tuple[Array, Array, Array]:
     """Find the stored rows after which a stream was cut or rows are missing.
 
     Args:
         marks: marks of cuts.
-        positions: row ids in ring order, as ``positions_from`` returns them.
+        positions: row ids in ring order, as ``positions_from`` returns them, or in write order if
+            rows lie by stream.
         oldest: the first row id.
         length: number of rows.
         upcoming: row id of the next write. The next row continues the streams of the last row only
@@ -343,7 +297,7 @@ def seams(
         numbers, codes = marks.among(oldest * lanes, (oldest + length) * lanes)
         rows = numbers // lanes - oldest
     else:
-        severed = np.nonzero(np.diff(positions, append=upcoming) != 1)[0]
+        severed = np.nonzero((np.diff(positions, append=upcoming) != 1) & (not by_stream))[0]
         numbers, codes = marks.among(
             int(positions.min()) * lanes, (int(positions.max()) + 1) * lanes
         )
@@ -358,7 +312,7 @@ def seams(
     ends = np.zeros((len(after), lanes), np.uint8)
     ends[np.searchsorted(after, severed)] = SEVERED
     np.maximum.at(ends, (np.searchsorted(after, rows), numbers % lanes), codes)
-    return after, ends, not len(severed)
+    return after, ends, severed
 
 
 def _indices_in(values: Array, wanted: Array) -> Array:
@@ -372,23 +326,3 @@ def _indices_in(values: Array, wanted: Array) -> Array:
         place = np.nonzero(wanted[at] == values)[0]
         found[at[place]] = place
     return found
-
-
-def between(severed: Array, lo: Any, hi: Any, time: Array, lane: Array) -> tuple[Array, Array]:
-    """Return the first and last time of the stretch without a cut around each row.
-
-    Args:
-        severed: time and lane of the rows after which streams are cut, int64 ``[m, 2]``.
-        lo, hi: bounds of the stored times in the lanes of the rows, ``lo <= time < hi``.
-    """
-    first, last = np.full_like(time, 0) + lo, np.full_like(time, 0) + hi - 1
-    if len(severed):
-        reach = int(np.max(hi) - np.min(lo)) + 1
-        keys = np.sort(severed[:, 1] * reach + severed[:, 0] - np.min(lo))
-        own = lane * reach
-        after = np.searchsorted(keys, own + time - np.min(lo))
-        ends = np.append(keys, np.iinfo(np.int64).max)[after] - own
-        last = np.where(ends < reach, np.minimum(last, ends + np.min(lo)), last)
-        starts = np.insert(keys, 0, -1)[after] - own
-        first = np.where(starts >= 0, np.maximum(first, starts + np.min(lo) + 1), first)
-    return first, last

@@ -10,19 +10,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 __all__ = [
-    "CODE_BITS",
     "CONTINUES",
     "EPISODES",
-    "HEAD_SHIFT",
-    "LINK_SHIFT",
     "NOTHING",
-    "NOT_INIT",
     "RESTORED",
     "ROWS",
     "SEVERED",
     "SWITCHED",
-    "TERMINATED",
-    "TRUNCATED",
     "WINDOWS",
     "CountLaw",
     "EndReason",
@@ -30,6 +24,7 @@ __all__ = [
     "Found",
     "Head",
     "Needs",
+    "Windows",
 ]
 
 
@@ -72,23 +67,12 @@ class Head(IntEnum):
 
 
 CONTINUES: Final = 0
-TERMINATED: Final = 1
-TRUNCATED: Final = 2
 SWITCHED: Final = 3
 """A cut because the next row has another trajectory id. The next episode begins with a reset."""
 SEVERED: Final = 4
 """A cut by ``cut()``, or because rows are missing. The next episode begins in its middle."""
 RESTORED: Final = 5
 """A cut by a restart. The next episode begins with a reset."""
-
-CODE_BITS: Final = 7
-NOT_INIT: Final = 0x20
-"""The bit of rows whose ``is_init`` is False. An episode that begins there has no reset."""
-
-HEAD_SHIFT: Final = 3
-LINK_SHIFT: Final = 5
-"""Shift of the target in a link: ``target << 5 | head << 3 | code``; see ``ring``."""
-
 
 Array = np.ndarray[Any, Any]
 
@@ -109,6 +93,10 @@ class Found(NamedTuple):
     rows: Array
     count: Array  # type: ignore[assignment]
     rest: Array
+
+
+Windows = Found
+"""Windows that were looked up by number."""
 
 
 class EpisodeTable(NamedTuple):
@@ -269,18 +257,8 @@ class CountLaw:
             intact=needs.intact,
         )
 
-    def key(self) -> tuple[int, int, int, int, int, int, int]:
-        """Return the law as the numbers that the compiled core expects."""
-        return self._key
-
     @cached_property
-    def _key(self) -> tuple[int, int, int, int, int, int, int]:
-        return (
-            self.least,
-            self.add,
-            self.below,
-            self.past,
-            self.open_future,
-            int(self.closed),
-            int(self.intact),
-        )
+    def key(self) -> tuple[int, int, int, int, int, bool, bool]:
+        """The law as the compiled core expects it."""
+        numbers = self.least, self.add, self.below, self.past, self.open_future
+        return *numbers, self.closed, self.intact

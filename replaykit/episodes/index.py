@@ -1,4 +1,4 @@
-"""Index the episodes of a ring of rows as rows are written."""
+"""Index the episodes among stored rows as rows are written."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from replaykit.episodes.boundaries import BoundaryRule, BoundColumns, between, positions_from, seams
+from replaykit.episodes.boundaries import BoundaryRule, BoundColumns, positions_from, seams
 from replaykit.episodes.episode_laws import (
     CONTINUES,
-    ROWS,
+    SEVERED,
     SWITCHED,
     WINDOWS,
     CountLaw,
     EndReason,
-    Found,
     Head,
+    Windows,
 )
-from replaykit.episodes.ring import RingEpisodes
+from replaykit.episodes.heads import heads_to_save, known_heads
+from replaykit.episodes.streams import (
+    ColumnReader,
+    StreamEpisodes,
+    key_dtype,
+    stream_keys,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,289 +33,38 @@ if TYPE_CHECKING:
     from replaykit.schema import Rows
     from replaykit.structure import Path
 
-__all__ = ["EpisodeIndex", "RingWrites", "StaticEpisodes", "Windows"]
+__all__ = ["EpisodeIndex", "StaticEpisodes"]
 
 Array = np.ndarray[Any, Any]
 
-_EVICTED, _RESET = int(Head.EVICTED), int(Head.RESET)
+_EVICTED, _RESET, _CUT = int(Head.EVICTED), int(Head.RESET), int(Head.CUT)
+
+_BEHIND = 256
+"""Number of rows of interleaved streams that may wait, so that they are indexed together."""
+
+_LEAST = 16 * _BEHIND
+"""Number of slots from which on rows may wait. It is at least twice the waiting rows."""
+
+_BLOCK = 2**20
+"""Number of rows of interleaved streams that a rebuild indexes in one step."""
 
 
-class RingWrites:
-    """The part of `EpisodeIndex` that follows writes, with its data in ``_ring``."""
-
-    def __init__(self, storage: RowSource, rule: BoundaryRule, *, before: int = 0) -> None:
-        columns = storage.require()
-        self.rule = rule
-        self.bound: BoundColumns = rule.bind(columns.schema)
-        self._storage, self._columns = storage, columns
-        self.lanes = columns.lanes.numel()
-        self.slots = columns.slots
-        self._ring = RingEpisodes(self.slots, self.lanes)
-        self._lane_numbers = np.arange(self.lanes)
-        # The row id of the next row to index, and the ledger's count of changes at that time.
-        ledger = storage.ledger
-        self._noted = ledger.next_position - before
-        self._changes = ledger.changes
-        self._edited = False
-        self._after_clear = np.full(self.lanes, int(Head.RESET), np.int64)
-        # Number of rebuilds. Each rebuild gives rows new times.
-        self.rebuilt = 0
-        # All rows from this row id on were appended.
-        self._ordered_from = 0
-        # True if the next write uses a free slot, or the slot of the oldest row in ring order.
-        self._is_ring = True
-        self._versions = 0  # sum of the versions of earlier rings
-        if ledger.length and (self._noted > ledger.cleared or not before):
-            self._rebuild()
-
-    @property
-    def _in_order(self) -> bool:
-        """True if the difference between time and row id is the same for all indexed rows.
-
-        After placed rows, it becomes True again when all of these are overwritten.
-        """
-        return self._noted - (self._ring.hi - self._ring.lo) >= self._ordered_from
-
-    @property
-    def indexed_until(self) -> int:
-        """Row id of the next row to index; before a rebuild, row id of the oldest row."""
-        ledger = self._storage.ledger
-        if self._edited or ledger.changes != self._changes:
-            return ledger.next_position - ledger.length
-        return self._noted
-
-    # -- following writes -----------------------------------------------------------------------
-
-    def edited(self) -> None:
-        """Follow an edit of a column that ends episodes."""
-        self._edited = True
-
-    def append(self, count: int) -> None:
-        """Follow a write of ``count`` rows at the cursor."""
-        self.sync()
-
-    def sync(self) -> None:
-        """Index all rows written since the last call. Cost: O(rows written)."""
-        ledger = self._storage.ledger
-        if ledger.changes != self._changes or self._edited:
-            self._rebuild()
-            return
-        behind = ledger.next_position - self._noted
-        if not behind:
-            return
-        # Rows were overwritten before they were indexed, or the cursor was between stored rows.
-        if behind > self.slots or not self._is_ring:
-            self._rebuild()
-            return
-        first = (ledger.cursor - behind) % self.slots
-        until = min(self.slots, first + behind)
-        self._append_stored(first, until)
-        if first + behind > self.slots:
-            self._append_stored(0, first + behind - self.slots)
-        self._noted = ledger.next_position
-
-    def append_rows(self, rows: Rows) -> None:
-        """Index the last rows written, including rows that are already overwritten."""
-        ledger = self._storage.ledger
-        before = ledger.next_position - len(rows)
-        if ledger.changes != self._changes and ledger.cleared == before:
-            start = -(-self._ring.hi // self.slots) * self.slots
-            self._begin_ring(start, None, self._head_after_clear())
-            self._is_ring = True
-        elif ledger.changes != self._changes or self._noted != before or not self._is_ring:
-            self._rebuild()
-            return
-        # All rows that were edited or placed earlier are overwritten.
-        if len(rows) >= self.slots:
-            self._edited, self._ordered_from = False, 0
-        leaves = rows.leaves
-        self._append({path: leaves[path] for path in self.bound.paths} or leaves)
-        self._noted, self._changes = ledger.next_position, ledger.changes
-
-    def close(self, lanes: Array, code: int) -> None:
-        """End the open episodes of lanes, bool ``[lanes]``, with the code."""
-        self.sync()
-        self._ring.close(lanes, code)
-        if lanes.all():
-            self._ring.forget_ids()
-
-    def _append_stored(self, first: int, until: int) -> None:
-        """Index the stored rows of slots ``[first, until)``."""
-        self._append_with_ends(first, until, None)
-
-    def _append_with_ends(self, first: int, until: int, ends: tuple[Array, Array] | None) -> None:
-        """Index stored rows, with ends as for ``RingEpisodes.append_columns``."""
-        columns = self._columns
-        if self._ring.append_columns(self.bound, columns, first, until, ends):
-            return
-        columns.refresh_addresses()
-        views = {path: columns[path][first:until] for path in self.bound.paths}
-        if not views:
-            path = columns.order[0]
-            views = {path: columns[path][first:until]}
-        self._append(views, None if ends is None else (ends[0] - first, ends[1]))
-
-    def _append(
-        self, leaves: Mapping[Path, torch.Tensor], ends: tuple[Array, Array] | None = None
-    ) -> None:
-        codes, ids = self.bound.codes(leaves, self._columns.ndim)
-        if ends is not None:
-            after, said = ends
-            codes[after] |= np.where(codes[after] & 7 == CONTINUES, said, 0).astype(codes.dtype)
-        if ids is not None:
-            last = self._ring.last_ids()
-            if last is not None:
-                switched = (ids[0] != last).any(-1)
-                if switched.any():
-                    self._ring.close(switched, SWITCHED)
-            codes[:-1][(codes[:-1] & 7 == CONTINUES) & (ids[1:] != ids[:-1]).any(-1)] |= SWITCHED
-            self._ring.set_last_ids(ids[-1])
-        if ends is None:
-            self._ring.append(codes)
-        else:
-            self._ring.append_severed(codes, *ends)
-
-    def _rebuild(self) -> None:
-        """Index all stored rows again, at new times, in one pass over the columns.
-
-        If the first row of an episode was overwritten, its beginning is kept, provided that its
-        rows are the same.
-        """
-        ledger, old, lanes = self._storage.ledger, self._ring, self.lanes
-        length, slots = ledger.length, self.slots
-        # The oldest row is in slot 0. In a full ring, it is at the cursor.
-        start_slot = ledger.cursor if length == slots else 0
-        positions = positions_from(ledger, start_slot)
-        oldest = ledger.next_position - length if positions is None else int(positions[0])
-        # Even times of rows that are no longer stored must not be negative.
-        above = max(old.hi, oldest) if length else old.hi
-        start = -(-above // slots) * slots + start_slot
-        begin = np.full(lanes, -1, np.int64)
-        head = np.full(lanes, int(Head.RESET), np.int64)
-        known = self._saved_begin(oldest) if length and self._trusts_others else None
-        if known is None and length:
-            known = self._heads(start_slot, oldest)
-        if known is not None:
-            began, head = known
-            begin = np.where(began >= 0, start - (oldest - began), -1)
-        elif not length or oldest == ledger.cleared:
-            head = self._head_after_clear()
-        else:  # earlier rows are unknown
-            head = np.full(lanes, int(Head.CUT), np.int64)
-        self._begin_ring(start, begin, head)
-        marks = self._storage.indexes.marks
-        after, ends, in_order = seams(marks, positions, oldest, length, lanes, ledger.next_position)
-        self._ordered_from = 0 if in_order else ledger.next_position
-        turn = min(length, slots - start_slot)  # number of the first row that wraps to slot 0
-        for first, until, slot in ((0, turn, start_slot), (turn, length, 0)):
-            low, high = np.searchsorted(after, (first, until))
-            stops = (after[low:high] + (slot - first), ends[low:high])
-            if first < until:
-                self._append_with_ends(slot, slot + until - first, stops if low < high else None)
-        self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
-        self._is_ring = length == slots or ledger.cursor == length
-
-    def _begin_ring(self, start: int, begin: Array | None, head: Array) -> None:
-        self.rebuilt += 1
-        self._versions += self._ring.version + 1
-        self._ring = RingEpisodes(self.slots, self.lanes, start=start, begin=begin, head=head)
-
-    def _head_after_clear(self) -> Array:
-        """Return the ``Head`` of the first episodes after the storage was cleared."""
-        if self._ring.hi > self._ring.lo:
-            went_on = self._ring.open_lanes & (self._storage.ledger.cleared == self._noted)
-            self._after_clear = np.where(went_on, int(Head.CUT), int(Head.RESET))
-        return self._after_clear
-
-    def _heads(self, slot: int, position: int) -> tuple[Array, Array] | None:
-        """Return the beginnings of the episodes of a slot's row, and their ``Head``.
-
-        A beginning is a row id, or -1 if the episode begins with this row. The result is None if
-        the row was never indexed.
-        """
-        ring = self._ring
-        newest = ring.hi - 1
-        time = newest - (newest - slot) % self.slots
-        if position < self._noted and time >= ring.lo:
-            asked = np.empty((2, self.lanes), np.int64)
-            asked[0], asked[1] = time, self._lane_numbers
-            begin, _, _, head = ring.lookup(*asked)
-            begin[begin == time] = -1
-            begin[begin >= 0] += position - time
-            head[head == _EVICTED] = _RESET
-            return begin, head
-        return self._saved_begin(position)
-
-    @property
-    def _trusts_others(self) -> bool:
-        """True if saved beginnings take precedence, because both follow the default rule."""
-        return self._storage.indexes.has_begins and self.rule == BoundaryRule()
-
-    def _saved_begin(self, position: int) -> tuple[Array, Array] | None:
-        """Return the result of ``_heads`` as saved by another process or a checkpoint."""
-        saved = self._storage.indexes.pop_first_begins()
-        if saved is None or saved["oldest"] != position:
-            return None
-        return np.array(saved["begin"]), np.array(saved["head"])
-
-    # -- state ----------------------------------------------------------------------------------
-
-    def first(self) -> tuple[int, Any, Any]:
-        """Return the row id of the oldest row, and the beginnings of its episodes.
-
-        A beginning consists of a row id and a ``Head``, ``[lanes]`` each. The row id is -1 if the
-        episode begins with the oldest row. Storages in files call this after every write.
-        """
-        self.sync()
-        ring = self._ring
-        lo, hi = ring.lo, ring.hi
-        if self.lanes != 1 or hi == lo or not self._in_order:
-            known = self.state()
-            return known["oldest"], known["begin"], known["head"]
-        began, head = ring.first()
-        oldest = self._noted - (hi - lo)
-        begin = -1 if began == lo else began + oldest - lo
-        return oldest, (begin,), (_RESET if head == _EVICTED else head,)
-
-    def state(self, kept: torch.Tensor | None = None) -> dict[str, Any]:
-        """Return the part of the index that cannot be derived from the rows.
-
-        This part consists of the beginnings of episodes whose first rows are not stored.
-
-        Args:
-            kept: slots of the stored rows to save, int64 ``[K]``; None for all rows.
-        """
-        self.sync()
-        ring = self._ring
-        if ring.hi == ring.lo or not (self._in_order or kept is not None):
-            return {"oldest": -1, "begin": [], "head": []}
-        slot, oldest = ring.lo % self.slots, self._noted - (ring.hi - ring.lo)
-        if kept is not None:
-            positions = self._storage.ledger.positions(kept)
-            first = int(positions.argmin())
-            slot, oldest = int(kept[first]), int(positions[first])
-        known = self._heads(slot, oldest)
-        assert known is not None  # the ring has a row
-        return {"oldest": oldest, "begin": known[0], "head": known[1]}
-
-
-_ALL_ROWS = CountLaw(1, 0)
-
-Windows = Found
-"""Windows that were looked up by number."""
-
-
-class EpisodeIndex(RingWrites):
+class EpisodeIndex:
     """The beginnings and ends of all episodes of a column storage, and their reasons.
 
     An *element*, int64, is the address of a row. It is the slot, or ``slot * lanes + lane`` in a
-    storage with lanes. The *time* of a row is its sequence number in its lane. No time is used
-    twice. ``time_and_lane`` and ``element`` convert between elements and times. Arguments must
-    belong to stored rows, which is not checked. The caller must hold the lock of the storage.
+    storage with lanes. The *time* of a row is its sequence number in its lane.
+    ``time_and_lane`` and ``element`` convert between elements and times. Arguments must belong to
+    stored rows. The caller must hold the lock of the storage.
 
-    Every write calls ``sync`` for its rows, at a cost proportional to their number. If rows were
-    moved or edited, or were written without ``sync``, the next call of ``sync`` rebuilds the index.
-    The rebuild takes one pass over the columns that end episodes.
+    With a ``lane_key``, the streams that have stored rows are the lanes, in the order of their
+    keys. A lane's number is valid until the next write. Consecutive rows of a stream have
+    consecutive times, even if rows of other streams are between them in the ring. A stream whose
+    last row is lost is forgotten. If it is written again, it begins with a reset.
+
+    Every write calls ``append`` or ``placed`` for its rows, at a cost proportional to their number.
+    If rows were moved or edited, or were written without such a call, the next call of ``sync``
+    rebuilds the index. The rebuild takes one pass over the columns that end episodes.
 
     Args:
         storage: the storage, which must have rows.
@@ -337,76 +92,477 @@ class EpisodeIndex(RingWrites):
         [[0, 3], [2, 5]]
     """
 
+    def __init__(self, storage: RowSource, rule: BoundaryRule, *, before: int = 0) -> None:
+        columns = storage.require()
+        self.rule = rule
+        self.bound: BoundColumns = rule.bind(columns.schema)
+        self.key: Path | None = storage.lane_key
+        if self.key is not None:  # the key never changes within a lane
+            self.bound.ids = tuple(path for path in self.bound.ids if path != self.key)
+            self.bound.paths |= {self.key}
+        self._storage, self._columns = storage, columns
+        self._reader = ColumnReader(self.bound, columns)
+        self.slots = columns.slots
+        self._streams = self._new(columns.lanes.numel())
+        # The row id of the next row to index, and the ledger's count of changes at that time.
+        ledger = storage.ledger
+        self._noted = ledger.next_position - before
+        self._changes = ledger.changes
+        self._edited = False
+        # Number of rebuilds. Each rebuild gives rows new times.
+        self.rebuilt = 0
+        self._versions = 0  # sum of the versions of earlier ``_streams``
+        # All rows from this row id on were appended.
+        self._ordered_from = 0
+        # The heads of a ring's next episodes after its rows were cleared.
+        self._after_clear = np.full(self.lanes, _RESET)
+        # True if the next write uses a free slot, or the slot of the oldest row in ring order.
+        self._is_ring = True
+        self._placed = np.zeros(0, np.int64)  # slots of the last write, if it placed rows
+        if ledger.length and (self._noted > ledger.cleared or not before):
+            self._rebuild()
+
+    def _new(self, lanes: int, **start: Any) -> StreamEpisodes:
+        if self.key is None:
+            return StreamEpisodes(self.slots, lanes, **start)
+        leaf = self._columns.schema.leaves[self.key]
+        return StreamEpisodes(self.slots, keys=key_dtype(leaf.shape, leaf.dtype))
+
+    @property
+    def lanes(self) -> int:
+        """Number of lanes, or of streams that have stored rows."""
+        return self._streams.lanes
+
+    @property
+    def in_ring(self) -> bool:
+        """True if the next row of a lane lies in its next slot, round the ring."""
+        return self.key is None
+
+    @property
+    def _in_order(self) -> bool:
+        """True if the difference between time and row id is the same for all rows of a ring.
+
+        After placed rows, it becomes True again when all of these are overwritten.
+        """
+        return self._noted - (self._streams.hi - self._streams.lo) >= self._ordered_from
+
+    @property
+    def indexed_until(self) -> int:
+        """Row id of the next row to index; before a rebuild, row id of the oldest row."""
+        ledger = self._storage.ledger
+        if self._edited or ledger.changes != self._changes:
+            return ledger.next_position - ledger.length
+        return self._noted
+
+    # -- following writes -----------------------------------------------------------------------
+
+    def edited(self) -> None:
+        """Follow an edit that is about to change a column that ends episodes, or has changed it."""
+        if self.key is not None:
+            self.sync()
+        self._edited = True
+
+    def append(self, count: int) -> None:
+        """Follow a write of ``count`` rows at the cursor; index these rows now or later."""
+        may_wait = self.key is not None and self._noted and self.slots >= _LEAST
+        if not may_wait or self._storage.ledger.next_position - self._noted >= _BEHIND:
+            self.sync()
+
+    def sync(self) -> None:
+        """Index all rows written since the last call. Cost: O(rows written)."""
+        ledger = self._storage.ledger
+        if ledger.changes != self._changes or self._edited:
+            self._rebuild()
+            return
+        behind = ledger.next_position - self._noted
+        if not behind:
+            return
+        # Rows were overwritten before they were indexed, or the cursor was between stored rows.
+        if behind > self.slots or not self._is_ring:
+            self._rebuild()
+            return
+        first = (ledger.cursor - behind) % self.slots
+        until = min(self.slots, first + behind)
+        self._append_stored(first, until)
+        if first + behind > self.slots:
+            self._append_stored(0, first + behind - self.slots)
+        self._noted = ledger.next_position
+
+    def append_rows(self, rows: Rows) -> None:
+        """Index the last rows written, including rows that are already overwritten."""
+        ledger, count = self._storage.ledger, len(rows)
+        before = ledger.next_position - count
+        if ledger.changes != self._changes and ledger.cleared == before:
+            self._restart(0)
+            self._is_ring = True
+        elif ledger.changes != self._changes or self._noted != before or not self._is_ring:
+            self._rebuild()
+            return
+        # All rows that were edited or placed earlier are overwritten.
+        if count >= self.slots:
+            self._edited, self._ordered_from = False, 0
+        for start in range(0, count, self.slots):
+            stop = min(count, start + self.slots)
+            leaves = {path: rows.leaves[path][start:stop] for path in self.bound.paths}
+            row_ids = np.arange(before + start, before + stop)
+            slots = (ledger.cursor - ledger.next_position + row_ids) % self.slots
+            self._append_leaves(leaves, slots, row_ids)
+        self._noted, self._changes = ledger.next_position, ledger.changes
+
+    def placed(self, rows: Rows, slots: Array) -> None:
+        """Index the last rows written, each in a slot of its stream.
+
+        ``slots`` are int64 ``[n]``, free slots after the stored rows, or the slot of the oldest row
+        of the stream.
+        """
+        ledger, count = self._storage.ledger, len(rows)
+        plain = ledger.changes == self._changes and not self._edited
+        if not plain or ledger.next_position - self._noted != count:
+            self._rebuild()
+            return
+        leaves = {path: rows.leaves[path] for path in self.bound.paths}
+        self._append_leaves(leaves, slots, np.arange(self._noted, self._noted + count))
+        self._noted, self._is_ring, self._placed = ledger.next_position, False, slots
+
+    def close(self, lanes: Array, code: int) -> None:
+        """End the open episodes of lanes, bool ``[lanes]``, with the code."""
+        self.sync()
+        self._streams.close(lanes, code)
+
+    def _append_stored(
+        self,
+        first: int,
+        until: int,
+        row_ids: Array | None = None,
+        cuts: tuple[Array, Array] | None = None,
+        **more: Any,
+    ) -> None:
+        """Index the stored rows of slots ``[first, until)``.
+
+        A ring is cut after the rows ``cuts``; see ``seams``. For streams, ``row_ids`` are given if
+        rows were not appended, and ``more`` has cuts and heads as for ``append_streams``.
+        """
+        source, at = self._reader.stored(first, until)
+        if self.key is None:
+            after, ends = (None, None) if cuts is None else (cuts[0] + at, cuts[1])
+            self._streams.append_columns(source, at, at + until - first, after, ends)
+            return
+        slots = np.arange(first, until)
+        if row_ids is None:
+            ledger = self._storage.ledger
+            row_ids = ledger.next_position - 1 - (ledger.cursor - 1 - slots) % self.slots
+        keys = stream_keys(self._columns[self.key][first:until])
+        self._streams.append_streams(source, at, keys, slots, row_ids, **more)
+
+    def _append_leaves(
+        self, leaves: Mapping[Path, torch.Tensor], slots: Array, row_ids: Array, **more: Any
+    ) -> None:
+        """Index rows of a batch, with cuts and heads as for ``_append_stored``."""
+        source = self._reader.copied(leaves, len(slots))
+        if self.key is None:
+            self._streams.append_columns(source, 0, len(slots), None, None)
+        else:
+            keys = stream_keys(leaves[self.key])
+            self._streams.append_streams(source, 0, keys, slots, row_ids, **more)
+
+    def _rebuild(self) -> None:
+        """Index all stored rows again, at new times, in one pass over the columns.
+
+        If the first row of an episode was overwritten, its beginning is kept, provided that its
+        rows are the same.
+        """
+        old = self._streams
+        try:
+            self._index_all(old)
+        except BaseException:
+            self._streams = old  # the next rebuild needs its beginnings
+            raise
+
+    def _index_all(self, old: StreamEpisodes) -> None:
+        ledger, noted, slots = self._storage.ledger, self._noted, self.slots
+        length = ledger.length
+        # The oldest row is in slot 0. In a full ring, it is at the cursor.
+        start = ledger.cursor if length == slots else 0
+        order, row_ids = None, positions_from(ledger, start)
+        if ledger.by_stream and length:
+            order = ledger.write_order()
+            row_ids = ledger.positions(order).numpy()
+        oldest = ledger.next_position - length if row_ids is None else int(row_ids[0])
+
+        def heads(keys: Array | None, slot: Array, row_id: Array) -> Array:
+            return known_heads(old, noted, self._storage.indexes, self.rule, keys, slot, row_id)
+
+        if self.key is None and length:
+            lanes = np.arange(old.lanes)
+            known = heads(None, start * old.lanes + lanes, np.full(old.lanes, oldest))
+            self._restart(start, known, unknown=oldest != ledger.cleared)
+        else:
+            self._restart(start)
+        after, ends, severed = seams(
+            self._storage.indexes.marks,
+            row_ids,
+            oldest,
+            length,
+            old.lanes if self.key is None else 1,
+            ledger.next_position,
+            by_stream=ledger.by_stream,
+        )
+        self._ordered_from = ledger.next_position if len(severed) else 0
+        if self.key is None:
+            turn = min(length, slots - start)  # number of the first row that wraps to slot 0
+            for first, until, slot in ((0, turn, start), (turn, length, 0)):
+                low, high = np.searchsorted(after, (first, until))
+                cuts = (after[low:high] - first, ends[low:high]) if low < high else None
+                if first < until:
+                    self._append_stored(slot, slot + until - first, cuts=cuts)
+        elif length:
+            stops = np.zeros(length, np.uint8)
+            stops[after] = ends[:, 0]
+            self._append_blocks(start, order, row_ids, oldest, severed, stops, heads)
+        self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
+        self._is_ring = not ledger.by_stream and (length == slots or ledger.cursor == length)
+
+    def _append_blocks(
+        self,
+        start: int,
+        order: torch.Tensor | None,
+        row_ids: Array | None,
+        oldest: int,
+        severed: Array,
+        stops: Array,
+        heads: Any,
+    ) -> None:
+        """Index the stored rows of streams in blocks, from the slot ``start`` on or in an order."""
+        length, slots, done = len(stops), self.slots, 0
+        while done < length:
+            # A block ends at the last slot, because its rows are read as one slice.
+            until = min(length, done + _BLOCK, slots - start if done < slots - start else length)
+            part = slice(done, until)
+            ids = np.arange(oldest + done, oldest + until) if row_ids is None else row_ids[part]
+            # Rows of different segments do not follow one another.
+            segments = np.searchsorted(severed, np.arange(done, until))
+            cuts: dict[str, Any] = {"segments": segments, "stops": stops[part], "heads": heads}
+            if order is None:
+                first = (start + done) % slots
+                self._append_stored(first, first + until - done, ids, **cuts)
+            else:
+                leaves = {path: self._columns[path][order[part]] for path in self.bound.paths}
+                self._append_leaves(leaves, order[part].numpy(), ids, **cuts)
+            done = until
+        # The next row continues only streams of the last segment. A rebuild after that row would
+        # cut the same streams.
+        self._streams.close(self._streams.per_lane()[5] != len(severed), SEVERED)
+
+    def _restart(self, start: int, known: Array | None = None, *, unknown: bool = False) -> None:
+        """Begin without rows, at times that are new.
+
+        ``start`` is the slot of the first row. ``known`` has the result of ``known_heads`` for a
+        ring. The other beginnings are ``unknown``, unless the rows come after a clear.
+        """
+        old, ledger = self._streams, self._storage.ledger
+        went_on = ledger.cleared == self._noted  # open episodes of cleared rows may continue
+        self._versions += old.version + 1
+        self.rebuilt += 1
+        if self.key is not None:
+            self._streams = new = self._new(0)
+            new.joined = set(old.joined)
+            if went_on:
+                new.joined.update(old.keys[old.per_lane()[2] != 0].tolist())
+            return
+        lanes = old.lanes
+        if old.hi > old.lo:
+            self._after_clear = np.where(went_on & (old.per_lane()[2] != 0), _CUT, _RESET)
+        gone, head = np.zeros(lanes, np.int64), self._after_clear
+        if known is not None:
+            gone = known[:, 0]
+            head = np.where(known[:, 1] > 0, known[:, 1], _CUT if unknown else head)
+        start += -(-old.hi // self.slots) * self.slots
+        self._streams = self._new(lanes, start=start, gone=gone, head=head)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def first(self) -> tuple[int, Any, Any]:
+        """Return the row id of the oldest row, and the beginnings of its episodes.
+
+        A beginning consists of a row id and a ``Head``, ``[lanes]`` each. The row id is -1 if the
+        episode begins with the oldest row. Storages in files call this after every write, if rows
+        lie in a ring.
+        """
+        self.sync()
+        lo, hi = self._streams.lo, self._streams.hi
+        if self.lanes != 1 or hi == lo or not self._in_order:
+            known = self.state()
+            return known["oldest"], known["begin"], known["head"]
+        _, _, begin, _, _, head = self._streams.around(np.array([lo % self.slots]))[:, 0].tolist()
+        oldest = self._noted - (hi - lo)
+        begin = -1 if begin == lo else begin + oldest - lo
+        return oldest, (begin,), (_RESET if head == _EVICTED else head,)
+
+    def state(self, kept: torch.Tensor | None = None) -> dict[str, Any]:
+        """Return the part of the index that cannot be derived from the rows.
+
+        This part consists of the beginnings of episodes whose first rows are not stored.
+
+        Args:
+            kept: slots of the stored rows to save, int64 ``[K]``; None for all rows.
+        """
+        self.sync()
+        streams, lane = self._streams, np.arange(self.lanes)
+        if self.key is None:
+            if streams.hi == streams.lo or not (self._in_order or kept is not None):
+                return {"oldest": -1, "begin": [], "head": []}
+            slot, oldest = streams.lo % self.slots, self._noted - (streams.hi - streams.lo)
+            if kept is not None:
+                row_ids = self._storage.ledger.positions(kept)
+                at = int(row_ids.argmin())
+                slot, oldest = int(kept[at]), int(row_ids[at])
+            _, _, gone, head = heads_to_save(streams, slot * self.lanes + lane, lane).T
+            begin = np.where(gone > 0, oldest - gone, -1)
+            return {"oldest": oldest, "begin": begin, "head": head}
+        slots = self.element(self.bounds(lane)[0], lane) if kept is None else kept.numpy()
+        row_id, lane = self._row_ids(slots), streams.place(slots)[1]
+        order = np.lexsort((row_id, lane))
+        first = order[np.flatnonzero(np.diff(lane[order], prepend=-1))]
+        rows = heads_to_save(streams, slots[first], row_id[first])
+        rows = rows[(rows[:, 2] > 0) | (rows[:, 3] != _RESET)]  # without rows that are resets
+        return {"oldest": -1, "begin": [], "head": [], "streams": rows.tolist()}
+
+    # -- streams --------------------------------------------------------------------------------
+
+    def sizes(self, keys: Array | None = None) -> Array:
+        """Return the count of stored rows of every stream, or of the streams ``keys``.
+
+        ``stream_keys`` describes keys. The count is 0 for a stream without stored rows.
+        """
+        lo, hi = self._streams.per_lane()[:2]
+        if keys is None:
+            return hi - lo
+        return np.append(hi - lo, 0)[self._streams.ranks(keys)]
+
+    def nth(self, keys: Array, number: Array) -> Array:
+        """Return slots of rows, given stream keys and the rows' indices, oldest row first."""
+        lane = self._streams.ranks(keys)
+        return self.element(self.bounds(lane)[0] + number, lane)
+
+    def oldest(self) -> int:
+        """Return the lowest stored row id of streams. Cost: O(streams).
+
+        At least one row must be stored.
+        """
+        lane = np.arange(self.lanes)
+        return int(self._row_ids(self.element(self.bounds(lane)[0], lane)).min())
+
+    def newest(self, lanes: Array) -> Array:
+        """Return the row ids of the newest rows of streams in a mask, bool ``[lanes]``."""
+        return self._streams.per_lane()[4][lanes]
+
+    def lanes_of(self, keys: Any) -> Array:
+        """Return a mask of the streams with these keys, bool ``[lanes]``.
+
+        Raises:
+            IndexError: a stream has no stored rows.
+            TypeError: a key is a float, but the column has integers.
+        """
+        self.sync()
+        assert self.key is not None
+        chosen, leaf = np.zeros(self.lanes, bool), self._columns.schema.leaves[self.key]
+        values = torch.as_tensor(keys, device="cpu")
+        if values.is_floating_point() and not leaf.dtype.is_floating_point:
+            raise TypeError(f"expected keys of streams as {leaf.dtype}, got {values.dtype}")
+        cells = values.to(leaf.dtype).reshape(-1, *leaf.shape)
+        lanes = self._streams.ranks(stream_keys(cells))
+        if (lanes < 0).any():
+            wrong = cells[int(np.argmin(lanes))].tolist()
+            raise IndexError(f"expected a stream with stored rows, got {wrong!r}")
+        chosen[lanes] = True
+        return chosen
+
+    def keys(self, lanes: Array) -> list[Any]:
+        """Return the keys (``stream_keys``) of the lanes in a mask, bool ``[lanes]``."""
+        return list(self._streams.keys[lanes].tolist())
+
     # -- rows -----------------------------------------------------------------------------------
+
+    def _row_ids(self, element: Array) -> Array:
+        slots = element // self.lanes if self.key is None else element
+        return self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
 
     def time_and_lane(self, element: Array) -> tuple[Array, Array]:
         """Return time and lane of stored elements."""
-        if self.lanes == 1:
-            slot, lane = element, np.zeros(element.shape, np.int64)
-        else:
-            slot, lane = np.divmod(element, self.lanes)
-        newest = self._ring.hi - 1
-        return newest - (newest - slot) % self.slots, lane
+        return self._streams.place(element)
 
     def element(self, time: Array, lane: Array) -> Array:
         """Return the elements of rows. This is the inverse of ``time_and_lane``."""
-        if self.lanes == 1:
-            return time % self.slots
-        return (time % self.slots) * self.lanes + lane
+        return self._streams.element(time, lane)
 
     def bounds(self, lane: Array) -> tuple[Any, Any]:
-        """Return ``lo, hi`` of lanes. Rows with ``lo <= time < hi`` are stored."""
-        return self._ring.lo, self._ring.hi
+        """Return ``lo, hi`` of lanes. Rows with ``lo <= time < hi`` are stored.
 
-    @property
-    def lowest(self) -> int:
-        """Time of the oldest stored rows, which is the same in all lanes."""
-        return self._ring.lo
+        In a ring, these are two ints, since all lanes have the same bounds.
+        """
+        if self.key is None:
+            return self._streams.lo, self._streams.hi
+        lo, hi = self._streams.per_lane()[:2, lane]
+        return lo, hi
 
     def spans(self, time: Array, lane: Array) -> tuple[Array, Array]:
         """Return the times of the first stored row and the last row of rows' episodes."""
-        begin, last, _, _ = self._ring.lookup(time, lane)
+        begin, last, _, _ = self._streams.lookup(time, lane)
         return np.maximum(begin, self.bounds(lane)[0]), last
 
     def around(self, element: Array) -> Array:
         """Return the positions of stored elements in their episodes, int64 ``[6, K]``.
 
         The six rows of the array are time, lane, begin, last, code of the last row, and ``Head``.
+
+        Raises:
+            IndexError: a row is not stored.
         """
-        return self._ring.around(element)
+        return self._streams.around(element)
 
     def rows(self, law: CountLaw, number: Array) -> Array:
         """Return the elements of single rows, given their numbers among the drawable rows."""
-        return self._ring.pick(law, WINDOWS, number)
+        return self._streams.pick(law, WINDOWS, number)
 
     def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
         """Return begin, last, code of the last row, and ``Head`` of rows' episodes."""
-        return self._ring.lookup(time, lane)
+        return self._streams.lookup(time, lane)
 
     def ended_among(self, newest: int) -> tuple[Array, Array, Array]:
         """Return the ends of episodes among the ``newest`` stored rows of every lane.
 
         An end is a row that terminated or was truncated. The result has three arrays: time, lane
-        and ``EndReason``, int64 ``[m]`` each. Cost: O(newest).
+        and ``EndReason``, int64 ``[m]`` each.
+
+        Cost: O(newest). If a writer chooses slots by stream, and ``newest`` exceeds the rows of the
+        last write, the cost is O(rows).
         """
-        lo, hi = self._ring.lo, self._ring.hi
-        time = np.repeat(np.arange(max(lo, hi - newest), hi), self.lanes)
-        lane = np.tile(np.arange(self.lanes), len(time) // self.lanes)
-        code = self._ring.codes(time, lane) if len(time) else time
+        ledger = self._storage.ledger
+        slots = np.arange(ledger.length)
+        if newest < ledger.length and self._is_ring:
+            slots = (ledger.cursor - newest + np.arange(newest)) % self.slots
+        elif newest < ledger.length and ledger.by_stream:
+            if newest <= len(self._placed):
+                slots = np.unique(self._placed[len(self._placed) - newest :])
+            slots = slots[self._row_ids(slots) >= ledger.next_position - newest]
+        if self.key is None:
+            slots = (slots[:, None] * self.lanes + np.arange(self.lanes)).reshape(-1)
+        time, lane = self.time_and_lane(slots)
+        code = self._streams.rows(time, lane)[1]
         ended = (code == int(EndReason.TERMINATED)) | (code == int(EndReason.TRUNCATED))
-        return time[ended], lane[ended], code[ended].astype(np.int64)
+        return time[ended], lane[ended], code[ended]
 
     def begins(self, time: Array, lane: Array) -> Array:
         """Return the times at which rows' episodes began, even before all stored rows."""
-        return self._ring.lookup(time, lane)[0]
+        return self._streams.lookup(time, lane)[0]
 
     def heads(self, time: Array, lane: Array) -> Array:
         """Return the ``Head`` of the episodes of rows."""
-        return self._ring.lookup(time, lane)[3]
+        return self._streams.lookup(time, lane)[3]
 
     def reasons(self, time: Array, lane: Array) -> Array:
         """Return the ``EndReason`` of the episodes of rows."""
-        return np.minimum(self._ring.lookup(time, lane)[2], int(EndReason.CUT))
+        return np.minimum(self._streams.lookup(time, lane)[2], int(EndReason.CUT))
 
     def streams(self, time: Array, lane: Array) -> tuple[Array, Array]:
         """Return first and last time of the unbroken part of a stream around each row.
@@ -414,60 +570,70 @@ class EpisodeIndex(RingWrites):
         An unbroken part may contain several episodes. It ends at the write seam, at missing rows
         and at restarts.
         """
-        return between(self._ring.severed(), *self.bounds(lane), time, lane)
+        _, _, first, last, _ = self._streams.rows(time, lane)
+        return first, last
 
     def positions(self, time: Array, lane: Array) -> Array:
         """Return the row ids of rows.
 
-        The rows may include overwritten rows whose episode has stored rows.
+        The rows may include overwritten rows whose episode has stored rows. For the first row of an
+        episode, the result is exact. For other overwritten rows of interleaved streams, the result
+        is a lower bound.
         """
-        ledger = self._storage.ledger
-        if ledger.in_order:
-            return time + (ledger.next_position - self._ring.hi)
-        lo = self._ring.lo
-        stored = np.maximum(time, lo)
-        found = ledger.positions(torch.from_numpy(stored % self.slots)).numpy()
-        return found - (stored - time)
+        if self.key is None and self._storage.ledger.in_order:
+            return time + (self._storage.ledger.next_position - self._streams.hi)
+        stored = np.maximum(time, self.bounds(lane)[0])
+        found = self._row_ids(self.element(stored, lane))
+        if self.key is None:
+            return found - (stored - time)
+        begin = self.begins(stored, lane)
+        gone = self._streams.rows(stored, lane)[4] + time - begin
+        return np.where(time < stored, gone, found)
 
     def ids(self, time: Array, lane: Array) -> Array:
-        """Return unique episode ids, which are ``row id * lanes + lane`` of first rows."""
-        begin = self.begins(time, lane)
-        return self.positions(begin, lane) * self.lanes + lane
+        """Return unique episode ids.
+
+        They are the row ids of first rows, or ``row id * lanes + lane`` in a ring of lanes.
+        """
+        if self.key is not None:
+            return self._streams.rows(time, lane)[4]
+        return self.positions(self.begins(time, lane), lane) * self.lanes + lane
 
     # -- windows --------------------------------------------------------------------------------
 
     def totals(self, law: CountLaw, kind: int) -> Array:
         """Return the number of windows, episodes or rows of every lane, int64 ``[lanes]``."""
-        return self._ring.totals(law, kind)
+        return self._streams.totals(law, kind)
 
     def total(self, law: CountLaw, kind: int) -> int:
         """Return the sum of ``totals``."""
-        return self._ring.total(law, kind)
+        return self._streams.total(law, kind)
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
         """Look up windows by number, which counts in the order of lanes, then of time."""
-        return self._ring.find(law, kind, number)
+        return self._streams.find(law, kind, number)
 
     def slices(self, law: CountLaw, number: Array, length: int) -> tuple[Array, Array]:
         """Return elements of windows of ``length`` rows by number, window after window.
 
-        The second array has the position of each element's window in ``number``. The call combines
-        ``find`` and ``element``.
+        The second array has the position of each element's window in ``number``.
         """
-        return self._ring.slices(law, number, length)
+        return self._streams.slices(law, number, length)
 
     def runs(self, start: Array, length: int) -> Array:
         """Return the elements of ``length`` rows of a lane, from each element ``[K]`` on."""
-        steps = np.arange(0, length * self.lanes, self.lanes)
-        element = (start[:, None] + steps).reshape(-1)
-        element %= self.slots * self.lanes
-        return element
+        if self.key is None:
+            element = (start[:, None] + np.arange(0, length * self.lanes, self.lanes)).reshape(-1)
+            element %= self.slots * self.lanes
+            return element
+        time, lane = self.time_and_lane(start)
+        every = (time[:, None] + np.arange(length)).reshape(-1)
+        return self.element(every, np.repeat(lane, length))
 
     def eligible_starts(self, law: CountLaw, time: Array, lane: Array) -> Array:
         """Return whether windows of a law may start with these stored rows, bool ``[K]``.
 
-        Windows start with the first ``law.count`` usable rows of an episode. Rows without enough
-        history are not usable.
+        Windows start with the first ``law.count`` usable rows of an episode.
         """
         begin, last, code, head = self.episodes_at(time, lane)
         first = np.maximum(begin, self.bounds(lane)[0])
@@ -477,29 +643,29 @@ class EpisodeIndex(RingWrites):
 
     def table(self) -> Any:
         """Return all stored episodes as an ``EpisodeTable``. Cost: O(episodes)."""
-        return self._ring.table()
+        return self._streams.table()
 
     def longest(self) -> int:
         """Return the count of stored rows of the longest episode. Cost: O(episodes)."""
-        return self._ring.longest()
+        return self._streams.longest()
 
     @property
     def version(self) -> int:
         """A number that changes with every change of the index."""
-        return self._versions + self._ring.version
+        return self._versions + self._streams.version
 
     @property
     def numbering(self) -> int:
-        """A number that changes when lanes are added or removed, which renumbers them."""
-        return 0
+        """A number that changes when streams are added or dropped."""
+        return self._streams.numbering
 
     def stored_rows(self) -> int:
         """Return the number of stored rows of all lanes."""
-        return int(self.totals(_ALL_ROWS, ROWS).sum())
+        return int(self.sizes().sum())
 
     def nbytes(self) -> int:
         """Return the size of the index in bytes."""
-        return self._ring.nbytes()
+        return self._streams.nbytes()
 
 
 class StaticEpisodes(EpisodeIndex):
@@ -514,15 +680,15 @@ class StaticEpisodes(EpisodeIndex):
     """
 
     def __init__(self, storage: RowSource, ends: torch.Tensor) -> None:
-        columns, ledger = storage.require(), storage.ledger
-        self.rule = BoundaryRule(flags=(), ids=())
-        self.bound = self.rule.bind(columns.schema)
-        self._storage, self._columns = storage, columns
-        self.lanes, self.slots = 1, columns.slots
+        ledger = storage.ledger
+        self.rule, self.key = BoundaryRule(flags=(), ids=()), None
+        self._storage, self._columns = storage, storage.require()
+        self.bound = self.rule.bind(self._columns.schema)
+        self.slots = self._columns.slots
         start = ledger.cursor if ledger.length == self.slots and ledger.in_order else 0
-        self._ring = RingEpisodes(self.slots, 1, start=start)
+        self._streams = self._new(1, start=start)
         codes = np.where(ends.numpy(), SWITCHED, CONTINUES).astype(np.uint8)
-        self._ring.append(np.roll(codes, -start)[:, None])
+        self._streams.append(np.roll(codes, -start)[:, None])
         self._noted, self._changes = ledger.next_position, ledger.changes
         self._edited, self._ordered_from, self._versions, self.rebuilt = False, 0, 0, 0
 
@@ -531,12 +697,3 @@ class StaticEpisodes(EpisodeIndex):
         """True if rows were written that the index does not have."""
         ledger = self._storage.ledger
         return ledger.next_position != self._noted or ledger.changes != self._changes
-
-    def edited(self) -> None:
-        """Do nothing, because columns do not end these episodes."""
-
-    def sync(self) -> None:
-        """Do nothing, because the given ends are valid until the next write."""
-
-    def append_rows(self, rows: Any) -> None:
-        """Do nothing, because the given ends are valid until the next write."""

@@ -10,8 +10,8 @@ import torch
 
 from replaykit._compat import lookup
 from replaykit.checkpoint import ReadLater, ReadOnce
-from replaykit.episodes.pools import Records, Rings, spread
 from replaykit.samplers.consuming import rising
+from replaykit.samplers.pools import Records, Rings, spread
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import elements_of

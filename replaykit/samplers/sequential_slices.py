@@ -12,7 +12,6 @@ import torch
 from replaykit._compat import arange
 from replaykit.declared import encode_state, within
 from replaykit.episodes import EPISODES, CountLaw, EpisodeIndex, Windows
-from replaykit.episodes.interleaved import InterleavedIndex
 from replaykit.samplers.slicing import SliceRequest
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
@@ -404,7 +403,7 @@ class Sequential:
 
 
 def _interleaved(request: SliceRequest) -> bool:
-    return isinstance(request.episodes, InterleavedIndex)
+    return not request.episodes.in_ring
 
 
 def _mark(storage: Storage, element: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from replaykit.episodes import EpisodeIndex, InterleavedIndex
+from replaykit.episodes import EpisodeIndex
 from replaykit.episodes.episode_laws import RESTORED
 from replaykit.schema import Rows, Schema
 from replaykit.storages.columns import Columns
@@ -66,13 +66,13 @@ class SequencedStorage(Storage):
         self.ledger.advance(rows.batch[0])
         self.indexes.append(rows, self.ledger.log.number)
 
-    def commit_by_stream(self, rows: Rows, slots: torch.Tensor, displacing: Any, turn: Any) -> None:
+    def commit_by_stream(self, rows: Rows, slots: torch.Tensor) -> None:
         """Commit rows that were written by stream.
 
-        See ``InterleavedIndex.placed``.
+        See ``EpisodeIndex.placed``.
         """
         self.ledger.place_in_streams(slots)
-        self.indexes.placed(rows, slots.numpy(), displacing, turn)
+        self.indexes.placed(rows, slots.numpy())
 
     @property
     def episodes(self) -> EpisodeIndex:
@@ -98,7 +98,7 @@ class SequencedStorage(Storage):
         if self.lane_key is None:
             return super().lanes_named(lane)
         index = self.episodes if lane is not None and self.ledger.length else None
-        return index.lanes_of(lane) if isinstance(index, InterleavedIndex) else None
+        return None if index is None else index.lanes_of(lane)
 
     def episode_state(self) -> dict[str, Any] | None:
         return self.indexes.state()

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import TensorDict, dtype_name
-from replaykit.episodes import InterleavedIndex
-from replaykit.episodes.interleaved import stream_keys
+from replaykit.episodes.streams import stream_keys
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.storages.column_reads import AnyColumns, ColumnReads
@@ -201,8 +200,8 @@ class ColumnStorage(ColumnReads):
     def cut(self, lanes: Any) -> None:
         super().cut(lanes)
         if isinstance(self._columns, DedupColumns):
-            index = None if lanes is None else self.episodes
-            self._columns.sever(index.keys(lanes) if isinstance(index, InterleavedIndex) else lanes)
+            by_stream = lanes is not None and self.lane_key is not None
+            self._columns.sever(self.episodes.keys(lanes) if by_stream else lanes)
 
     def resume(self, *, over: bool) -> None:
         super().resume(over=over)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import arange
-from replaykit.episodes.interleaved import key_dtype, stream_keys
+from replaykit.episodes.streams import key_dtype, stream_keys
 from replaykit.schema import Rows, Schema
 from replaykit.storages.columns import Columns
 from replaykit.storages.indexing import last_occurrences, ravel, selected_elements
@@ -259,7 +259,7 @@ class DedupColumns:
             grid[0], grid[time_dim] = grid[time_dim], grid[0]
         return selected_elements(index, torch.Size(shape), strides).to(self.device)
 
-    # -- previous rows ------------------------------------------------------------------------------
+    # -- previous rows -----------------------------------------------------------------------------
 
     def _forget_newest(self) -> None:
         self._newest = self._compared = None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from replaykit.declared import MOST, Count, decode_state, within
-from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex, Head, InterleavedIndex
+from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex, Head
 from replaykit.episodes.episode_laws import RESTORED, SEVERED
 from replaykit.schema import Rows, Schema
 from replaykit.storages.change_log import ChangeKind, LoggedChange
@@ -196,14 +196,13 @@ class EpisodeIndexes:
                 index.append(count)
         self.seen = number
 
-    def placed(self, rows: Rows, slots: Array, displacing: Array, turn: Array) -> None:
+    def placed(self, rows: Rows, slots: Array) -> None:
         """Index committed rows that were written by stream.
 
-        The indexes already have all other rows. See ``InterleavedIndex.placed``.
+        The indexes already have all other rows. See ``EpisodeIndex.placed``.
         """
         for index in self._live():
-            assert isinstance(index, InterleavedIndex)
-            index.placed(rows, slots, displacing, turn)
+            index.placed(rows, slots)
 
     def pending(self) -> bool:
         """Return whether rows have to be indexed before a write overwrites them.
@@ -243,9 +242,7 @@ class EpisodeIndexes:
         self.loaded, self.seen = False, self.storage.ledger.log.number
 
     def _made(self, rule: BoundaryRule, *, before: int = 0) -> EpisodeIndex:
-        storage = self.storage
-        kind = EpisodeIndex if storage.lane_key is None else InterleavedIndex
-        return kind(storage, rule, before=before)
+        return EpisodeIndex(self.storage, rule, before=before)
 
     def _is_indexed(self) -> bool:
         """Return whether the rows are TensorDicts, the only rows that are indexed."""
@@ -265,7 +262,7 @@ class EpisodeIndexes:
         lowest = 0
         if ledger.in_order:
             lowest = (ledger.next_position - ledger.slots) * self.storage.lanes.numel()
-        if isinstance(self._main, InterleavedIndex) and ledger.by_stream:
+        if self._main is not None and ledger.by_stream:
             lowest = self._main.oldest()
         ledger.log.cut()
         self.marks.add(newest, code, lowest)
@@ -303,7 +300,7 @@ class EpisodeIndexes:
         for index in self._live():
             index.sync()
         self.seen = ledger.log.number
-        if isinstance(main, InterleavedIndex):
+        if main is not None:
             chosen = np.ones(main.lanes, bool) if lanes is None else lanes
             return chosen, np.sort(main.newest(chosen))
         chosen = np.ones(count, bool) if lanes is None else lanes
@@ -343,7 +340,7 @@ class EpisodeIndexes:
         Return None if ``known`` has more than these values and the marks.
         """
         main = self._main
-        if type(main) is not EpisodeIndex:
+        if main is None or not main.in_ring:
             return None
         self._catch_up()
         return main.first()
@@ -461,16 +458,6 @@ class EpisodeIndexes:
         """
         return self.heads_from is not None
 
-    def saved_streams(self) -> tuple[list[list[int]], bool]:
-        """Return the result of ``pop_first_begins`` for interleaved streams.
-
-        Returns:
-            The streams as in ``InterleavedIndex.state``, and whether they are complete and up to
-            date.
-        """
-        heads = self.pop_first_begins()
-        return ([], False) if heads is None else (heads.get("streams", []), heads.get("now", False))
-
 
 def _outdates(change: LoggedChange, paths: Collection[Path]) -> bool:
     """Return whether an index over columns has to read them again after a change."""
@@ -549,8 +536,7 @@ def state_of_subset(
     if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
         return state
     saved = _SavedRows(content, group, state, ledger, lane_key)
-    kind = EpisodeIndex if lane_key is None else InterleavedIndex
-    heads = kind(cast(Any, saved), saved.rule).state(kept)
+    heads = EpisodeIndex(cast(Any, saved), saved.rule).state(kept)
     known = state or {"marks": [], "codes": []}
     return {**known, "heads": heads, "root_flags": True}
 
@@ -608,6 +594,3 @@ class _SavedRows:
 
     def pop_first_begins(self) -> dict[str, Any] | None:
         return self._heads
-
-    def saved_streams(self) -> tuple[list[list[int]], bool]:
-        return ([] if self._heads is None else self._heads.get("streams", [])), False

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import torch
 
-from replaykit.episodes.interleaved import stream_keys
+from replaykit.episodes.streams import stream_keys
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
 from replaykit.storages.tensor_bytes import carried, differing

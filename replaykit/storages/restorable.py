@@ -11,7 +11,7 @@ import torch
 from replaykit._compat import arange
 from replaykit.checkpoint import MappedRows, RowChunks
 from replaykit.declared import decode_state
-from replaykit.episodes.interleaved import stream_keys
+from replaykit.episodes.streams import stream_keys
 from replaykit.errors import SchemaError
 from replaykit.schema import Rows, Schema, split_leaves, zeros_of
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from typing_extensions import Self
 
-from replaykit.episodes.interleaved import stream_keys
+from replaykit.episodes.streams import stream_keys
 from replaykit.keywords import Replaced, checked_keywords, named_after, old_name
 from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 import torch
 
 from replaykit.checkpoint import MappedRows
 from replaykit.declared import Count, Positive, vector
-from replaykit.episodes import InterleavedIndex
-from replaykit.episodes.interleaved import stream_keys
+from replaykit.episodes import EpisodeIndex
+from replaykit.episodes.streams import stream_keys
 from replaykit.errors import BufferFull
 from replaykit.keywords import checked_keywords
 from replaykit.schema import Rows
@@ -189,18 +189,6 @@ class ImmutableDatasetWriter(Writer):
 Array = np.ndarray[Any, Any]
 
 
-class _Targets(NamedTuple):
-    """The target slots of written rows; each attribute is ``[n]``.
-
-    The attributes are the slot, whether the slot had a row before, and the number of times that the
-    ring of the row's stream has wrapped in this write.
-    """
-
-    slots: Array
-    displacing: Array
-    turn: Array
-
-
 @dataclass(frozen=True)
 class _LaneState(WriterState):
     """The state of the writer, with the stream of each row."""
@@ -291,19 +279,19 @@ class LaneWriter(Writer):
             return self._no_rows()
         index = self._index(rows)
         rows = storage.apart(rows)
-        places = self._targets(rows, index)
+        targets, distinct = self._targets(rows, index)
         storage.check_order(rows)
         storage.accept(rows)
         if index is None:
             _ = storage.episodes  # create the index, so that it follows this write
-        slots = torch.from_numpy(places.slots)
-        last = last_occurrences(slots) if places.turn.any() else slice(None)
+        slots = torch.from_numpy(targets)
+        last = slice(None) if distinct else last_occurrences(slots)
         storage.write_by_stream(slots[last], rows, last)
-        storage.commit_by_stream(rows, slots, places.displacing, places.turn)
+        storage.commit_by_stream(rows, slots)
         self._count(len(rows))
         return slots
 
-    def _index(self, rows: Rows) -> InterleavedIndex | None:
+    def _index(self, rows: Rows) -> EpisodeIndex | None:
         """Return the index of the stored rows; None before the first write."""
         storage = self._columns
         if not storage.initialized:
@@ -321,10 +309,11 @@ class LaneWriter(Writer):
                 "write by stream; call empty() of the buffer first"
             )
         index = storage.episodes
-        assert isinstance(index, InterleavedIndex)
+        assert index is not None
         return index
 
-    def _targets(self, rows: Rows, index: InterleavedIndex | None) -> _Targets:
+    def _targets(self, rows: Rows, index: EpisodeIndex | None) -> tuple[Array, bool]:
+        """Return the slots of rows ``[n]``, and whether they are distinct."""
         storage = self._columns
         assert storage.lane_key is not None
         keys = stream_keys(rows.leaves[storage.lane_key])
@@ -351,12 +340,11 @@ class LaneWriter(Writer):
         again = ~old & ~fresh
         if again.any():
             slots[again] = slots[(np.repeat(starts, counts) + place - size)[again]]
-        found = _Targets(*(np.empty(count, part) for part in (np.int64, np.bool_, np.int64)))
-        found.slots[order], found.displacing[order] = slots, ~fresh
-        found.turn[order] = number // ring
-        return found
+        found = np.empty(count, np.int64)
+        found[order] = slots
+        return found, bool((number < ring).all())
 
-    def _check_room(self, index: InterleavedIndex | None, fresh: int, slots: int) -> None:
+    def _check_room(self, index: EpisodeIndex | None, fresh: int, slots: int) -> None:
         """Raise BufferFull if all streams, including ``fresh`` new streams, do not fit."""
         sizes = np.zeros(0, np.int64) if index is None else index.sizes()
         needed = int(np.maximum(sizes, self.length).sum()) + fresh * self.length

@@ -1,4 +1,4 @@
-"""A model in NumPy of `RingEpisodes`, the ring of the compiled core."""
+"""A model in NumPy of a ring of `StreamEpisodes`."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from typing import Any
 import numpy as np
 
 from replaykit.episodes.episode_laws import (
-    CODE_BITS,
     EPISODES,
-    HEAD_SHIFT,
-    LINK_SHIFT,
-    NOT_INIT,
     RESTORED,
     ROWS,
     SEVERED,
     WINDOWS,
     CountLaw,
     EpisodeTable,
-    Found,
     Head,
+    Windows,
 )
 
-__all__ = ["NumpyRing"]
+__all__ = ["NOT_INIT", "NumpyRing"]
 
 Array = np.ndarray[Any, Any]
 
 _FIRST = 1024
+
+CODE_BITS, NOT_INIT = 7, 0x20
+"""The bits of a code, and the bit of rows whose ``is_init`` is False."""
+
+HEAD_SHIFT, LINK_SHIFT = 3, 5
+"""The form of a link: ``target << 5 | head << 3 | code``."""
 
 
 class NumpyRing:
@@ -364,7 +366,7 @@ class NumpyRing:
         sums, *_ = self._summed(law, kind)
         return int(sums[-1]) if len(sums) else 0
 
-    def find(self, law: CountLaw, kind: int, number: Array) -> Found:
+    def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
         """Look up windows, episodes or rows by number, int64 ``[K]``.
 
         Windows, episodes and rows are numbered in the order of lanes, and in each lane in the order
@@ -381,7 +383,7 @@ class NumpyRing:
             raise IndexError(f"expected numbers in [0, {total}), got {got}")
         at = np.searchsorted(sums, number, side="right")
         before = np.where(at > 0, sums[at - 1], 0)
-        return Found(self.table().lane[at], base[at], rows[at], count[at], number - before)
+        return Windows(self.table().lane[at], base[at], rows[at], count[at], number - before)
 
     def pick(self, law: CountLaw, kind: int, number: Array) -> Array:
         """Return the elements of single rows by number, found by ``find``."""

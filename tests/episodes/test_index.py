@@ -14,8 +14,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.episodes import CountLaw, EpisodeIndex, Head
-from replaykit.episodes.index import RingWrites
-from replaykit.episodes.ring import RingEpisodes
+from replaykit.episodes.streams import ColumnReader
 
 LAWS = [CountLaw.strict(1), CountLaw.strict(3), CountLaw(1, 1, past=1, open_future=1)]
 
@@ -286,25 +285,24 @@ def test_rows_placed_all_over_are_noted_in_one_go(
     lanes: tuple[int, ...], read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if every stream had been cut by itself after each row that another one follows."""
-    count, note, calls = int(np.prod(lanes)), RingWrites._append_with_ends, []
+    count, note, calls = int(np.prod(lanes)), EpisodeIndex._append_stored, []
 
-    def counted(self: RingWrites, first: int, until: int, ends: Any) -> None:
-        calls.append(ends)
-        note(self, first, until, ends)
+    def counted(self: EpisodeIndex, first: int, until: int, cuts: Any = None) -> None:
+        calls.append(cuts)
+        note(self, first, until, cuts=cuts)
 
-    def one_by_one(self: RingWrites, first: int, until: int, ends: Any) -> None:
-        for slot, codes in zip(*(ends or ((), ())), strict=True):
-            note(self, first, slot + 1, None)
+    def one_by_one(self: EpisodeIndex, first: int, until: int, cuts: Any = None) -> None:
+        start = first
+        for row, codes in zip(*(cuts or ((), ())), strict=True):
+            note(self, first, start + row + 1)
             for code in set(codes.tolist()) - {0}:
-                self._ring.close(codes == code, code)
-            if codes.all():
-                self._ring.forget_ids()
-            first = slot + 1
+                self._streams.close(codes == code, code)
+            first = start + row + 1
         if first < until:
-            note(self, first, until, None)
+            note(self, first, until)
 
     if not read:  # columns that the core cannot read
-        monkeypatch.setattr(RingEpisodes, "append_columns", lambda *args: False)
+        monkeypatch.setattr(ColumnReader, "_read_addresses", lambda self: None)
     for seed in range(8):
         random = np.random.default_rng(seed)
         rb = ReplayBuffer(storage=LazyTensorStorage(40 * count, ndim=1 + len(lanes)))
@@ -322,18 +320,19 @@ def test_rows_placed_all_over_are_noted_in_one_go(
             rb.writer.cut(int(random.integers(count)) if lanes else None)
         found = []
         for way in (counted, one_by_one):
-            monkeypatch.setattr(RingWrites, "_append_with_ends", way)
+            monkeypatch.setattr(EpisodeIndex, "_append_stored", way)
             rb.storage.ledger.log.edit(None, rb.storage.episodes.bound.paths)
             calls.clear()
             index = rb.storage.episodes
             assert len(calls) <= 2
             assert way is one_by_one or sum(len(ends[0]) for ends in calls if ends) > 9
-            first = index._ring.lo  # times go on from one to the next
+            first = index._streams.lo  # times go on from one to the next
             table = index.table()._replace(
                 **{n: getattr(index.table(), n) - first for n in ("begin", "first", "last")}
             )
-            severed = index._ring.severed() - [first, 0]
-            found.append((np.stack(table), severed[np.lexsort(severed.T)]))
+            time = np.repeat(np.arange(first, index._streams.hi), count)
+            parts = index.streams(time, np.tile(np.arange(count), len(time) // count))
+            found.append((np.stack(table), np.stack(parts) - first))
         for once, each in zip(*found, strict=True):
             assert np.array_equal(once, each)
 
@@ -370,3 +369,29 @@ def test_index_version_only_increases() -> None:
     versions = [version for version, _ in seen]
     assert versions == sorted(set(versions))
     assert [rebuilt for _, rebuilt in seen] == [0, 0, 1, 2, 2, 2, 3, 4, 4, 4, 5, 6]
+
+
+@pytest.mark.parametrize("lane_key", [None, "env"])
+def test_beginnings_outlive_a_rebuild_that_failed(
+    lane_key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(6, lane_key=lane_key))
+    done = torch.arange(20) % 7 == 6
+    rb.extend(TensorDict({"env": torch.zeros(20, dtype=torch.int64), "done": done}, [20]))
+    before = rb.episodes.ids.tolist(), rb.episodes.begins.tolist(), rb.episodes.heads.tolist()
+    assert before == ([14], [14], [Head.RESET])
+    rb.extend(TensorDict({"env": torch.zeros(3, dtype=torch.int64), "done": done[:3]}, [3]))
+    before = rb.episodes.ids.tolist(), rb.episodes.begins.tolist(), rb.episodes.heads.tolist()
+    assert before == ([14], [14], [Head.EVICTED])
+
+    def fails(self: ColumnReader, first: int, until: int) -> Any:
+        raise RuntimeError("no memory")
+
+    with rb.storage.lock:
+        rb.storage.ledger.log.edit(None, [("done",)])
+        with monkeypatch.context() as patch:
+            patch.setattr(ColumnReader, "stored", fails)
+            with pytest.raises(RuntimeError, match="no memory"):
+                _ = rb.storage.episodes
+    after = rb.episodes.ids.tolist(), rb.episodes.begins.tolist(), rb.episodes.heads.tolist()
+    assert after == before

@@ -32,7 +32,6 @@ from replaykit.episodes import (
     EndReason,
     EpisodeIndex,
     Head,
-    InterleavedIndex,
 )
 
 SWITCHED, SEVERED, RESTORED = 3, 4, 5
@@ -196,7 +195,7 @@ def check(buffer: ReplayBuffer, model: Model) -> None:
         assert not model.rows
         return
     index = buffer.storage.episodes
-    assert isinstance(index, InterleavedIndex)
+    assert not index.in_ring
     found, expected = buffer.episodes, model.episodes()
     assert index.lanes == len(model.lanes)
     assert index.stored_rows() == len(model.rows)
@@ -221,7 +220,7 @@ def check(buffer: ReplayBuffer, model: Model) -> None:
         check_rows(buffer, model, index)
 
 
-def check_rows(buffer: ReplayBuffer, model: Model, index: InterleavedIndex) -> None:
+def check_rows(buffer: ReplayBuffer, model: Model, index: EpisodeIndex) -> None:
     ledger = buffer.storage.ledger
     slots = ledger.write_order()
     assert ledger.positions(slots).tolist() == [row.position for row in model.rows]
@@ -289,9 +288,9 @@ def test_streams_equal_a_scan_of_the_rows(
     rows: Any, behind: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if behind:  # small writes are noted together also in small rings
-        monkeypatch.setattr("replaykit.episodes.interleaved._BEHIND", 4)
-        monkeypatch.setattr("replaykit.episodes.interleaved._LEAST", 8)
-    monkeypatch.setattr("replaykit.episodes.interleaved._BLOCK", 3)
+        monkeypatch.setattr("replaykit.episodes.index._BEHIND", 4)
+        monkeypatch.setattr("replaykit.episodes.index._LEAST", 8)
+    monkeypatch.setattr("replaykit.episodes.index._BLOCK", 3)
     kinds = ["extend"] * 8 + ["add", "add", "cut", "cut one", "empty", "edit", "load"]
 
     @settings(max_examples=40, deadline=None)
@@ -363,17 +362,6 @@ def stream(keys: list[Any], done: list[int] | None = None, key: Any = "env") -> 
 
 def lengths(buffer: ReplayBuffer) -> list[int]:
     return list(buffer.episodes.lengths.tolist())
-
-
-def test_interleaved_index_overrides_every_method_that_uses_links() -> None:
-    """What is asked of an index is asked of one of streams too, which has no ring of links."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))
-    buffer.extend(stream([0, 1]))
-    assert not hasattr(buffer.storage.episodes, "_ring")
-    for name, what in vars(EpisodeIndex).items():
-        inherited = getattr(InterleavedIndex, name) is what
-        if not name.startswith("_") and callable(what) and inherited:
-            assert "_ring" not in what.__code__.co_names, name
 
 
 def test_without_lane_key_interleaved_ids_are_runs_of_one_row() -> None:
@@ -467,8 +455,8 @@ def test_files_and_copies_have_streams_too(tmp_path: Path) -> None:
 def test_large_write_keeps_the_beginning_of_the_oldest_episode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("replaykit.episodes.interleaved._BEHIND", 4)
-    monkeypatch.setattr("replaykit.episodes.interleaved._LEAST", 8)
+    monkeypatch.setattr("replaykit.episodes.index._BEHIND", 4)
+    monkeypatch.setattr("replaykit.episodes.index._LEAST", 8)
     buffer = ReplayBuffer(storage=LazyTensorStorage(16, lane_key="env"))
     buffer.extend(stream([0] * 13))
     buffer.extend(stream([1, 1]))
@@ -536,7 +524,7 @@ def test_stream_is_cut_after_its_newest_row_if_that_was_placed_by_hand(ends: str
 
 
 def test_row_placed_by_hand_splits_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replaykit.episodes.interleaved._BLOCK", 3)
+    monkeypatch.setattr("replaykit.episodes.index._BLOCK", 3)
     buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))
     buffer.extend(stream([0, 1] * 4))
     assert lengths(buffer) == [4, 4]
@@ -577,7 +565,7 @@ def test_another_rule_gets_a_separate_index() -> None:
     buffer.extend(stream([0, 1] * 3, [0, 0, 1, 0, 0, 1]))
     with buffer.storage.lock:
         other = buffer.storage.indexes.of(BoundaryRule(flags=(), ids=()))
-        assert isinstance(other, InterleavedIndex)
+        assert not other.in_ring
         assert other.table().last.tolist() == [2, 2]
         buffer.extend(stream([0, 1, 1]))
         table = buffer.storage.indexes.of(BoundaryRule(flags=(), ids=())).table()

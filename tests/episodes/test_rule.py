@@ -11,7 +11,8 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer
-from replaykit.episodes import EpisodeIndex, index
+from replaykit.episodes import EpisodeIndex, StreamEpisodes
+from replaykit.episodes.streams import ColumnReader
 
 
 def new_index(columns: dict[Any, torch.Tensor], slots: int, ndim: int = 1) -> EpisodeIndex:
@@ -94,13 +95,15 @@ def test_the_core_says_which_columns_it_cannot_read(done: torch.Tensor, reads: b
     """It reads all that are usual: else every write would go the long way, with the same result."""
     rb = ReplayBuffer(storage=LazyTensorStorage(4))
     rb.extend(TensorDict({"next": {"done": done}}, [4]))
-    columns, ring = rb.storage.require(), index.RingEpisodes(4, 1)
-    bound = rb.storage.episodes.bound
-    assert ring.append_columns(bound, columns, 0, 3) is reads
-    assert ring.hi == 3 * reads
+    columns, ring = rb.storage.require(), StreamEpisodes(4, 1)
+    reader = ColumnReader(rb.storage.episodes.bound, columns)
+    source, first = reader.stored(1, 4)
+    assert first == reads  # a copy begins with the first row
+    ring.append_columns(source, first, first + 3, None, None)
+    assert ring.hi == 3
     if reads:
         with pytest.raises(IndexError, match=r"rows in \[0, 4\), got 2 to 5"):
-            ring.append_columns(bound, columns, 2, 5)
+            ring.append_columns(source, 2, 5, None, None)
         for after, codes, error, text in (
             ([2, 4], [4, 4], IndexError, "rising rows from 1 to 4 in `after`, got 4"),
             ([2, 2], [4, 4], IndexError, "got 2"),
@@ -110,5 +113,5 @@ def test_the_core_says_which_columns_it_cannot_read(done: torch.Tensor, reads: b
         ):
             ends = np.array(after), np.array(codes, np.uint8)[:, None]
             with pytest.raises(error, match=text):
-                ring.append_columns(bound, columns, 1, 4, ends)
+                ring.append_columns(source, 1, 4, *ends)
         assert ring.hi == 3

@@ -35,8 +35,8 @@ from replaykit.episodes import (
     WINDOWS,
     BoundaryRule,
     CountLaw,
+    EpisodeIndex,
     Head,
-    InterleavedIndex,
 )
 from replaykit.errors import BufferFull, NotEnoughData, SchemaError
 
@@ -174,7 +174,7 @@ def check(rb: ReplayBuffer, model: Model) -> None:
     if rows:
         assert rb[:]["number"][slots].tolist() == [row.position for row in rows]
     index, runs = rb.storage.episodes, model.all_runs()
-    assert isinstance(index, InterleavedIndex)
+    assert not index.in_ring
     assert index.stored_rows() == len(rows)
     assert index.sizes().tolist() == [model.kept[key] for key in sorted(model.lanes)]
     found = rb.episodes
@@ -199,7 +199,7 @@ def check(rb: ReplayBuffer, model: Model) -> None:
         check_streams(rb, model, index)
 
 
-def check_streams(rb: ReplayBuffer, model: Model, index: InterleavedIndex) -> None:
+def check_streams(rb: ReplayBuffer, model: Model, index: EpisodeIndex) -> None:
     """Nothing is read across a cut, and everything across an eviction of other streams' rows."""
     ledger = rb.storage.ledger
     for lane, key in enumerate(sorted(model.lanes)):

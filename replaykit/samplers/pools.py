@@ -18,7 +18,7 @@ def spread(start: Array, count: Array) -> Array:
 
     Example:
         >>> import numpy as np
-        >>> from replaykit.episodes.pools import spread
+        >>> from replaykit.samplers.pools import spread
         >>> spread(np.array([5, 0]), np.array([2, 3])).tolist()
         [5, 6, 0, 1, 2]
     """
