@@ -17,6 +17,9 @@ JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # finished take tests from the others.
 PARALLEL := -n $(JOBS) --dist worksteal
 DATA ?=
+# Bytecode is written in any case, or each worker compiles all tests and each process that a test
+# starts compiles the package.
+export PYTHONDONTWRITEBYTECODE :=
 # The suite has a time limit, so each run ends with a list of the slowest tests.
 SLOWEST := --durations=25 --durations-min=5
 

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
+import gc
 import json
 import multiprocessing
+import os
+import shutil
 import subprocess
 import sys
 import zlib
@@ -20,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 
 from replaykit import (
@@ -32,11 +37,47 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.structure import build, flatten
+from tests import effort
+from tests.prepared import python
 from tests.ray_cluster import ray_cluster
 
 __all__ = ["ray_cluster"]
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+# -- the run --------------------------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Tests that draw their cases draw fewer in a run without tests that are marked `long`.
+    effort.short = "not long" in config.option.markexpr
+
+
+@pytest.hookimpl(trylast=True)  # of the items that the marks have left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        effort.limit_examples(item)
+    if dropped := effort.left_out(items):
+        config.hook.pytest_deselected(items=list(dropped))
+        items[:] = [item for item in items if item not in dropped]
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    """Tests of Ray come first, so that one worker has them and starts it once; then long ones."""
+    if "ray_cluster" in getattr(item, "fixturenames", ()):
+        return 0
+    return 1 if item.path.parent.name == "crash" else 2
+
+
+def pytest_collection_finish() -> None:
+    # Otherwise each full collection of garbage, and each end of a forked process, visits all tests.
+    gc.collect()
+    gc.freeze()
+    # Processes that tests start get this `sitecustomize`; those that run tests have started.
+    paths = [str(Path(__file__).parent / "children"), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 _START_METHOD = multiprocessing.get_start_method(allow_none=True)
@@ -49,13 +90,20 @@ def start_method() -> None:
         multiprocessing.set_start_method(_START_METHOD, force=True)
 
 
+@pytest.fixture
+def forkserver(request: pytest.FixtureRequest) -> Any:
+    """Processes that get all they have pickled, as spawned ones do, in hundredths of the time."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload([request.module.__name__])
+    return found
+
+
 @pytest.fixture(params=["fork", "forkserver"])
 def context(request: pytest.FixtureRequest) -> Any:
-    """Processes that have what is there from before, or that get it pickled, as spawned ones do."""
-    found = multiprocessing.get_context(request.param)
-    if request.param == "forkserver":  # which has imported everything
-        found.set_forkserver_preload([request.module.__name__])
-    return found
+    """Processes that have what is there from before, or that get it pickled."""
+    if request.param == "forkserver":
+        return request.getfixturevalue("forkserver")
+    return multiprocessing.get_context(request.param)
 
 
 def make_rows(start: int, count: int, **others: torch.Tensor) -> TensorDict:
@@ -236,13 +284,22 @@ def _snapshot() -> Callable[[ReplayBuffer], Any]:
 
 @pytest.fixture
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs a program in a fresh interpreter; fails with its output unless ``check=False``."""
+    """Runs a program in a process of its own; fails with its output unless ``check=False``.
+
+    The interpreter has imported replaykit, unless ``fresh=True``.
+    """
 
     def run(
-        program: str, *arguments: object, check: bool = True, timeout: float = 120, **options: Any
+        program: str,
+        *arguments: object,
+        check: bool = True,
+        fresh: bool = False,
+        timeout: float = 120,
+        **options: Any,
     ) -> subprocess.CompletedProcess[str]:
+        interpreter = [sys.executable] if fresh else python()
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
+            [*interpreter, "-W", "error", "-c", program, *map(str, arguments)],
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -256,30 +313,49 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+@pytest.fixture(scope="session")
+def built_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``built_once(name, build)``: a folder that the first worker to ask builds for all workers."""
+    # The parent belongs to this run alone, and is the same for all its workers.
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def built(name: str, build: Callable[[Path], None]) -> Path:
+        folder = base / name
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "done").exists():
+                shutil.rmtree(folder, ignore_errors=True)  # a build that failed
+                folder.mkdir()
+                build(folder)
+                (folder / "done").touch()
+        return folder
+
+    return built
+
+
 # -- what tests are marked with --------------------------------------------------------------------
 
 
-def _marks(tree: ast.AST, name: str) -> set[str]:
-    """The identifiers in ``pytest.mark.NAME(...)`` on the test functions of a module."""
-    found = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+@functools.cache
+def marked_with(name: str) -> set[str]:
+    """Return the identifiers in the marks of that name on all test functions."""
+    found = set[str]()
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        source = path.read_text("utf-8")
+        if f"mark.{name}(" not in source:
             continue
-        for mark in node.decorator_list:
-            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == f"pytest.mark.{name}":
-                found |= {ast.literal_eval(argument) for argument in mark.args}
+        for node in ast.parse(source).body:
+            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+                continue
+            for mark in node.decorator_list:
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == f"pytest.mark.{name}":
+                    found |= {ast.literal_eval(argument) for argument in mark.args}
     return found
 
 
-@pytest.fixture(scope="session")
-def marked_with() -> Callable[[str], set[str]]:
-    """``marked_with(name)``: the identifiers in the marks of that name on all tests."""
-
-    def identifiers(name: str) -> set[str]:
-        files = Path(__file__).parent.rglob("test_*.py")
-        return set().union(*(_marks(ast.parse(path.read_text("utf-8")), name) for path in files))
-
-    return identifiers
+@pytest.fixture(name="marked_with", scope="session")
+def _marked_with() -> Callable[[str], set[str]]:
+    return marked_with
 
 
 def _sign(manifest: dict[str, Any]) -> str:

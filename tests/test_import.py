@@ -118,20 +118,22 @@ def test_importing_takes_at_most_a_sixth_of_a_second_longer(run_python: Any) -> 
         f"import time, tensordict; t = time.process_time(); import replaykit\n{_LOAD}\n"
         "print(time.process_time() - t)"
     )
-    run_python("import replaykit", env=environment)
+    run_python("import replaykit", fresh=True, env=environment)
     seconds = 1.0
     for _ in range(5):
         if seconds <= 0.15:
             break
-        seconds = min(seconds, float(run_python(program, env=environment).stdout))
+        seconds = min(seconds, float(run_python(program, fresh=True, env=environment).stdout))
     assert seconds <= 0.15
 
 
 @pytest.mark.programs
 def test_import_of_the_package_loads_no_torch(run_python: Any) -> None:
     program = "import replaykit, sys; print({*sys.modules} & {'torch', 'numpy', 'tensordict'})"
-    assert run_python(program).stdout == "set()\n"
-    found = run_python("import replaykit; print(replaykit.samplers.RandomSampler.__name__)")
+    assert run_python(program, fresh=True).stdout == "set()\n"
+    found = run_python(
+        "import replaykit; print(replaykit.samplers.RandomSampler.__name__)", fresh=True
+    )
     assert found.stdout == "RandomSampler\n"
     with pytest.raises(AttributeError, match="has no attribute 'sampler'"):
         _ = replaykit.sampler

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import multiprocessing
 import os
 import pickle
 import resource
@@ -139,12 +138,11 @@ def test_changes_stay_in_the_process_and_in_a_forked_one(tmp_path):
     assert (tmp_path / "x").read_bytes() == bytes(10_000)
 
 
-def test_a_tensor_over_the_memory_can_be_pickled_and_sent(tmp_path):
+def test_a_tensor_over_the_memory_can_be_pickled_and_sent(tmp_path, forkserver):
     tensor = mapped(tmp_path / "x", b"abc")
     assert pickle.loads(pickle.dumps(tensor)).tolist() == [97, 98, 99]
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_add_one, args=(tensor, theirs))
+    ours, theirs = forkserver.Pipe()
+    process = forkserver.Process(target=_add_one, args=(tensor, theirs))
     process.start()
     theirs.close()  # so that a process that dies ends the wait
     assert ours.recv() == [98, 99, 100]
@@ -174,7 +172,7 @@ with open(sys.argv[1], "rb") as file:
     tensor = torch.frombuffer(map_private(file.fileno(), 3), dtype=torch.uint8)
 atexit.register(late)
 """
-    done = run_python(program, tmp_path / "x")
+    done = run_python(program, tmp_path / "x", fresh=True)
     assert done.stdout.split("\n")[:2] == ["[97, 98, 99]"] * 2
 
 

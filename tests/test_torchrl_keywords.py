@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import multiprocessing
 import os
 import pickle
 from pathlib import Path
@@ -260,7 +259,9 @@ def write(buffer: ReplayBuffer, start: int) -> None:
 
 @pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
 @pytest.mark.parametrize("prioritized", [False, True])
-def test_processes_write_into_a_buffer_after_share(kind: Any, prioritized: bool) -> None:
+def test_processes_write_into_a_buffer_after_share(
+    kind: Any, prioritized: bool, forkserver: Any
+) -> None:
     sampler = PrioritizedSampler(**PRIORITY) if prioritized else None
     rb = ReplayBuffer(storage=kind(100), sampler=sampler, batch_size=16)
     assert not rb.shared
@@ -268,8 +269,7 @@ def test_processes_write_into_a_buffer_after_share(kind: Any, prioritized: bool)
     assert rb.share(True) is rb
     assert rb.shared
     rb.extend(numbered(0, 10))
-    context = multiprocessing.get_context("spawn")
-    worker = context.Process(target=write, args=(rb, 10))
+    worker = forkserver.Process(target=write, args=(rb, 10))
     worker.start()
     worker.join()
     assert worker.exitcode == 0
@@ -298,11 +298,10 @@ def test_share_refuses_unshareable_buffers_and_changes_nothing() -> None:
         shared.share(False)
 
 
-def test_share_keeps_the_pace_for_all_processes() -> None:
+def test_share_keeps_the_pace_for_all_processes(forkserver: Any) -> None:
     limiter = RateLimiter(1.0, min_size_to_sample=1, error_buffer=1000.0)
     rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4, rate_limiter=limiter).share()
-    context = multiprocessing.get_context("spawn")
-    worker = context.Process(target=write, args=(rb, 0))
+    worker = forkserver.Process(target=write, args=(rb, 0))
     worker.start()
     worker.join()
     assert rb.stats()["inserts"] == 10

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from replaykit.adapters import (
 from replaykit.datasets import CorpusExperienceReplay, convert
 from replaykit.datasets.families import MINARI, ROBOMIMIC
 from replaykit.errors import SchemaError
+from tests.prepared import python
 
 SHARED = Path(__file__).parents[3] / "shared/data"
 SHA256 = {
@@ -632,7 +632,7 @@ def test_a_killed_export_shows_all_or_nothing_and_the_next_one_tidies_up(
     which, when, tmp_path, datasets
 ):
     target = datasets / "x/a-v0" if which == "minari" else tmp_path / "a.hdf5"
-    command = [sys.executable, "-c", KILLED, which]
+    command = [*python(), "-c", KILLED, which]
     killed = subprocess.run([*command, when, str(target)], timeout=100)
     assert killed.returncode == -signal.SIGKILL
     assert target.exists() == when.startswith("sync_directory")

@@ -22,6 +22,7 @@ from gymnasium import spaces
 from replaykit import SliceSampler
 from replaykit.adapters import RecordReplay, open_recording, record, recording_folder
 from replaykit.errors import CheckpointError, SchemaError
+from tests.prepared import python
 
 
 class Counting(gymnasium.Env[Any, Any]):
@@ -666,7 +667,7 @@ def check_continued(folder: Path, whole: Path, count: int) -> None:
 
 def child(folder: Path, log: Path, point: str, durable: str = "no") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(folder), str(log), point, durable],
+        [*python(), "-c", CHILD, str(folder), str(log), point, durable],
         stdout=subprocess.PIPE,
         text=True,
     )

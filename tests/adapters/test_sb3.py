@@ -30,6 +30,7 @@ from stable_baselines3.her import HerReplayBuffer
 from replaykit import LinearScheduler, NStep
 from replaykit.adapters import SB3HerReplayBuffer, SB3ReplayBuffer
 from replaykit.adapters.sb3 import PrioritizedSamples
+from tests.prepared import python
 
 Array = np.ndarray[Any, Any]
 Step = tuple[Any, Any, Array, Array, Array, list[dict[str, Any]]]
@@ -111,6 +112,7 @@ def both(one: Any, other: Any, rows: int, seed: int, env: Any = None) -> tuple[A
 # -- batches --------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dedup", [False, True], ids=["dense", "dedup"])
 @pytest.mark.parametrize("envs", [1, 3])
 @pytest.mark.parametrize(
@@ -376,6 +378,7 @@ def hindsight(kind: Any, envs: int, steps: int, *, normal: bool = False, **kwarg
     return model.learn(steps)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("normal", [False, True], ids=["plain", "normalized"])
 @pytest.mark.parametrize("strategy", ["future", "final", "episode"])
 @pytest.mark.parametrize("envs", [1, 3])
@@ -697,7 +700,7 @@ for number, step in enumerate(rollout(OBSERVATIONS["image"], BOX, int(sys.argv[2
 @pytest.mark.parametrize("envs", [1, 2])
 def test_rows_outlive_a_kill(tmp_path: Path, envs: int) -> None:
     child = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path / "rows"), str(envs)],
+        [*python(), "-c", KILLED, str(tmp_path / "rows"), str(envs)],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],

@@ -6,7 +6,6 @@ import gc
 import json
 import multiprocessing
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from replaykit import (
     TensorDictPrioritizedReplayBuffer,
 )
 from replaykit.errors import CheckpointError
+from tests.prepared import python
 
 pytest.importorskip("fcntl", reason="processes share files only on systems with flock")
 
@@ -53,7 +53,7 @@ def numbers(buffer: ReplayBuffer) -> list[int]:
 def run(code: str, *arguments: Any) -> str:
     """Run a program in a process that is not related to this one; return what it prints."""
     found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        [*python(), "-c", textwrap.dedent(code), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -96,7 +96,7 @@ ended.append(time.monotonic())
 """
 
     def seconds() -> float:
-        done = run_python(program)
+        done = run_python(program, fresh=True)
         assert done.stderr == ""
         return float(done.stdout)
 

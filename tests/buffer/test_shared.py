@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pickle
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.storages import shared_storage
+from tests.prepared import python
 from tests.storages.sharing import another, shown
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -309,7 +309,7 @@ def test_named_folder_stays_after_the_last_buffer(tmp_path: Path) -> None:
 
 def run(script: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
+        [*python(), "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -372,7 +372,7 @@ def test_next_buffer_removes_folders_of_killed_processes(
     os.kill(os.getpid(), 9)
     """
     done = subprocess.run(
-        [sys.executable, "-c", _HEAD + textwrap.dedent(script)],
+        [*python(), "-c", _HEAD + textwrap.dedent(script)],
         capture_output=True,
         text=True,
         timeout=300,

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.prepared import python
+
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-S"]  # without what is installed, which may come before any folder
 RUN = "import sys; from replaykit_command import main; sys.exit(main())"
@@ -165,7 +167,7 @@ def test_a_closed_pipe_is_no_error(tmp_path, arguments, code, closed):
     os.close(reads)
     streams = {"stdout": writes, "stderr": subprocess.PIPE if closed == "stdout" else writes}
     run = "import sys; from replaykit.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", run, *arguments]
+    command = [*python(), "-c", run, *arguments]
     done = subprocess.run(command, cwd=tmp_path, text=True, check=False, **streams)
     os.close(writes)
     assert done.returncode == code

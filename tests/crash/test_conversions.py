@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from tests.prepared import python
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 
@@ -144,7 +145,7 @@ def test_killed_conversion_is_repeated_and_never_used_as_complete(
     old, new = written(tmp_path / "old.h5"), written(tmp_path / "new.h5", 21, seed=3)
     (tmp_path / "root").mkdir()
     arguments = [str(old), str(new), str(tmp_path / "root" / "data"), str(dense), str(random_kills)]
-    done = subprocess.run([sys.executable, "-c", CRASH, *arguments], capture_output=True, text=True)
+    done = subprocess.run([*python(), "-c", CRASH, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     died, finished = map(int, done.stdout.split())
     assert died >= 30

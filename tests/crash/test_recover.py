@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import effort
 from tests.crash.recovering import (
     KINDS,
     ONCE,
@@ -108,7 +109,7 @@ def _killed_again_and_again(kind: str, folder: Path, kills: int, seed: int) -> N
 def test_recovered_buffer_has_exactly_the_committed_rows(
     kind: str, seed: int, tmp_path: Path
 ) -> None:
-    _killed_again_and_again(kind, tmp_path / "rows", 7, seed)
+    _killed_again_and_again(kind, tmp_path / "rows", effort.cases(7), seed)
 
 
 def _killed_while_it_loads(kind: str, folder: Path, kills: int, seed: int) -> set[int]:

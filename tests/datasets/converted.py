@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.prepared import python
 
 __all__ = ["content", "growth", "needs_proc"]
 
@@ -42,7 +43,7 @@ def growth(small: Path, large: Path, work: Path, layout: str, block_bytes: int) 
     in `replaykit.datasets.families`.
     """
     arguments = [*map(str, (small, large, work)), layout, str(block_bytes)]
-    command = [sys.executable, "-W", "ignore", "-c", _PEAK, *arguments]
+    command = [*python(), "-W", "ignore", "-c", _PEAK, *arguments]
     return 1024 * int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +27,7 @@ from replaykit.filesystem import siblings
 from replaykit.testing.robohive_files import make_trial
 from tests.datasets.mutated.corpora import CORPORA
 from tests.datasets.mutated.running import check
+from tests.prepared import python
 
 SKIP = ConvertOptions(policies=Policies(on_invalid="skip"))
 
@@ -406,7 +406,7 @@ def test_conversion_killed_at_any_step_gives_the_same_data_set(
         for k, n in enumerate(trials)
     ]
     target.parent.mkdir()
-    command = [sys.executable, "-c", CRASH, str(target), str(dense), *map(str, paths)]
+    command = [*python(), "-c", CRASH, str(target), str(dense), *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     died, kept = map(int, done.stdout.split())

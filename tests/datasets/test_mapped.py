@@ -6,7 +6,6 @@ import copy
 import multiprocessing
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,7 @@ from replaykit.datasets.published_buffer import MappedStorage
 from replaykit.datasets.publishing import open_published
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from tests.prepared import python
 
 
 def publish(target: Path, records: int = 6, *, force: bool = False) -> MappedStorage:
@@ -130,7 +130,7 @@ def test_scattered_episodes_are_read_where_they_lie(tmp_path):
             writer.add_trial(**trial)
     sources = Sources.local([source])
     ensure_dataset(tmp_path / "data", get_sources=lambda: sources, layout=ROBOHIVE)
-    command = [sys.executable, "-c", ANON, str(tmp_path / "data")]
+    command = [*python(), "-c", ANON, str(tmp_path / "data")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     held, rows, spread = done.stdout.split()
     assert int(rows) == 256

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.transfers import target_lock
+from tests.prepared import python
 
 
 @pytest.mark.pitfall("DS12")
@@ -77,7 +77,7 @@ print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 def test_processes_that_ask_at_once_share_one_conversion(tmp_path, source):
     log = tmp_path / "log"
     paths = [str(path) for path in (source, tmp_path / "root" / "data", log)]
-    done = subprocess.run([sys.executable, "-c", SHARE, *paths], capture_output=True, text=True)
+    done = subprocess.run([*python(), "-c", SHARE, *paths], capture_output=True, text=True)
     assert done.stdout.strip() == "[0, 0, 0, 0]", done.stderr
     assert log.read_text() == "converted\n"
     # Without a handler of the user's, logging shows the lines of those who wait.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from replaykit.errors import DownloadError
 from replaykit.testing import Fault
+from tests.prepared import python
 
 REPO = "jdvakil/RoboSet_Sim"
 ID = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
@@ -29,7 +29,7 @@ print(len(data), float(data["next", "reward"].sum()))
 
 def child(serving: Any, root: Path, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", CHILD.format(id=ID, root=str(root))],
+        [*python(), "-c", CHILD.format(id=ID, root=str(root))],
         env={**os.environ, **serving.env, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -67,7 +67,7 @@ def test_two_processes_that_ask_at_once_share_one_conversion(serve, small, root,
     program += "print(data.storage.published.manifest.made, data.data_path.stat().st_ino)"
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", program],
+            [*python(), "-c", program],
             env={**os.environ, **serving.env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import Published, open_published, verify_published
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from tests.prepared import python
 
 
 def flat(path: Path, *lengths: int, seed: int = 0, **options: Any) -> Published:
@@ -218,7 +218,7 @@ def test_peak_memory_does_not_grow_with_the_length_of_an_episode(tmp_path):
             file[f"Trial{k}/done"] = np.zeros(records, np.bool_)
     sources = Sources.local([tmp_path / "large.h5"])
     ensure_dataset(tmp_path / "large", get_sources=lambda: sources, layout=ROBOHIVE)
-    command = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
+    command = [*python(), "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 6 * 1024
     split = open_published(tmp_path / "large_split")
@@ -238,7 +238,7 @@ def test_peak_memory_does_not_grow_with_the_data(tmp_path):
             trial["env_infos"] = {"image": np.full((records, 200_000), seed, np.uint8)}
             writer.add_trial(**trial)
     ensure_dataset(tmp_path / "large", get_sources=lambda: Sources.local([file]), layout=ROBOHIVE)
-    command = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
+    command = [*python(), "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 8 * 1024
     split = open_published(tmp_path / "large_split")

@@ -156,7 +156,7 @@ for _ in range(20):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     small = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    done = run_python(program, timeout=60, env={**os.environ, **small})
+    done = run_python(program, fresh=True, timeout=60, env={**os.environ, **small})
     assert int(done.stdout) < 20 * 2 * 8 * WIDTH // 4096 // 10
 
 
