@@ -36,6 +36,7 @@ from replaykit import (
     SliceSampler,
     TensorDictMaxValueWriter,
 )
+from tests import effort
 from tests.conftest import fingerprint
 from tests.interrupting import interrupted_at, random_interrupts
 
@@ -255,7 +256,7 @@ def injected(kind: str, name: str, folder: Path, *, bytecodes: bool, most: int) 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_interrupts_at_calls_leave_whole_changes(kind: str, name: str, tmp_path: Path) -> None:
-    hits = injected(kind, name, tmp_path, bytecodes=False, most=5)
+    hits = injected(kind, name, tmp_path, bytecodes=False, most=effort.cases(5))
     assert hits or name in ("cut", "set a column", "update_if_present", "update_priority")
 
 

@@ -22,7 +22,6 @@ from zipfile import ZipFile
 
 import pytest
 import torch
-from filelock import FileLock
 from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.programs
@@ -118,7 +117,7 @@ def _isolation(source: Path) -> dict[str, str]:
 
 def _build(folder: Path) -> None:
     source = folder / "source"
-    source.mkdir(parents=True)
+    source.mkdir()
     # A core that an editable installation left in the checkout must not be taken for a built one.
     ignore = shutil.ignore_patterns("__pycache__", "*.so", "_core.pyi")
     for name in SOURCES:
@@ -136,17 +135,8 @@ def _build(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
-    """The wheel; the first worker that asks builds it, others wait for that."""
-    # The parent belongs to this run alone, and is the same for all its workers.
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel"
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "done").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # a build that failed
-            _build(folder)
-            (folder / "done").touch()
-    return Wheel(folder)
+def wheel(built_once: Any) -> Wheel:
+    return Wheel(built_once("wheel", _build))
 
 
 # -- files ----------------------------------------------------------------------------------------

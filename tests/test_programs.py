@@ -19,7 +19,7 @@ from tests.rooms import ROOT
 
 pytestmark = [pytest.mark.programs, pytest.mark.timeout(280)]
 
-SECONDS = 15
+SECONDS = 8
 START_S = 120
 """Time for imports, for processes that start and end, and for other tests on the machine."""
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -39,10 +40,8 @@ class Page(HTMLParser):
                 self.links.append(value)
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built from a copy of the pages, so that tests write nothing into ``docs``."""
-    folder = tmp_path_factory.mktemp("site")
+def _build(folder: Path) -> None:
+    """Build the site from a copy of the pages, so that tests write nothing into ``docs``."""
     names = ["docs", "benchmarks/RESULTS.md", "README.md", "CHANGELOG.md", "CITATION.cff"]
     for name in [*names, "CONTRIBUTING.md", "SECURITY.md", "examples"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -50,14 +49,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run(copy, check=True)
     for generated in ("_build", "reference", "figures", "datasets", "benchmarks"):
         subprocess.run(["rm", "-rf", str(folder / "docs" / generated)], check=True)
-    built = folder / "html"
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     done = subprocess.run(
-        [*command, str(folder / "docs"), str(built)],
+        [*command, str(folder / "docs"), str(folder / "html")],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return built
+
+
+@pytest.fixture(scope="session")
+def site(built_once: Any) -> Path:
+    return built_once("site", _build) / "html"
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 def test_vector_environment_example_learns(mode: str) -> None:
     """Random play ends after 22 steps on average."""

@@ -25,6 +25,7 @@ from replaykit import (
     StepCount,
 )
 from replaykit.episodes import EndReason, Head
+from tests import effort
 
 
 @pytest.mark.acceptance("S12")
@@ -40,7 +41,7 @@ def test_steps_to_the_end_after_every_write(
         rb.set_writer(LaneWriter(100))
     kept: list[list[tuple[int, int, bool]]] = [[], []]  # of each lane: (t, begin, done)
     begin, written = [0, 0], 0
-    while written < 1000:
+    while written < effort.cases(1000):
         count = 1 if "pieces" not in layout else dice.randint(1, 130)
         lanes = [dice.randrange(2)] if streams else [0, 1]
         codes = []

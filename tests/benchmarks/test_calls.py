@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.contender import Contender
 from benchmarks.setting import Setting
 from benchmarks.works import calls
@@ -36,6 +38,7 @@ def test_calls_of_python_and_of_c_are_counted_apart() -> None:
     assert sys.getprofile() is None
 
 
+@pytest.mark.programs
 def test_two_runs_count_the_same_calls(tmp_path: Path) -> None:
     setting = Setting(rows=1000, images=100, rounds=1, threads=1, scratch=tmp_path)
     first, second = calls.run(setting), calls.run(setting)

@@ -96,6 +96,7 @@ def _advantage(rows: TensorDict) -> torch.Tensor:
     return rows["id"][..., None] * 10 + 0.5
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("count", [5, CAPACITY, 17])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", STORAGES)

@@ -204,6 +204,7 @@ def _compare(call: Callable[[ReplayBuffer], torch.Tensor], backend: str, **made:
         assert torch.equal(run(compiled, shift), expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("call", ANY, ids=lambda call: call.__name__[1:])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_compiled_function_calls_a_buffer_as_a_plain_one_does(storage: str, call: Any):

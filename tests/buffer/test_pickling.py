@@ -23,6 +23,7 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.storages.tensor_bytes import by_value, from_value
+from tests import effort
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 COPIES = {
@@ -144,7 +145,7 @@ def test_copies_keep_every_kind_of_writer(how: str, rows: Any):
 def test_a_buffer_can_be_copied_while_it_is_written(buffer_of: Any, rows: Any, check_whole: Any):
     """TH2: no row is copied half."""
     buffer = buffer_of("tensor", 50)
-    end = time.monotonic() + 1.0
+    end = time.monotonic() + effort.seconds(1.0)
 
     def write() -> None:
         start = 0

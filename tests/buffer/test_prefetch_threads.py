@@ -19,6 +19,7 @@ from replaykit import (
     RoundRobinWriter,
     SamplerWithoutReplacement,
 )
+from tests import effort
 
 pytestmark = pytest.mark.usefixtures("by_threads")
 
@@ -132,7 +133,7 @@ def test_consumers_of_short_passes_never_hang(
 ):
     """Consumers of short passes, while everything that gives up prepared batches goes on."""
     buffer = buffer_of(kind, filled=6, sampler="without", batch_size=3, prefetch=2)
-    end = time.monotonic() + 3
+    end = time.monotonic() + effort.seconds(3)
 
     def consume() -> None:
         while time.monotonic() < end:

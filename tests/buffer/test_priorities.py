@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorClass, TensorDict
 
 from replaykit import LazyTensorStorage, RandomSampler, ReplayBuffer, TensorDictMaxValueWriter
+from tests import effort
 
 
 class Step(TensorClass):
@@ -251,7 +252,7 @@ def test_no_sample_sees_new_rows_with_old_priorities(prioritised_sampler: Any):
         buffer.extend(TensorDict({"x": value, "td_error": value}, [4]))
 
     write(1)
-    end, number = time.monotonic() + 1.0, 1
+    end, number = time.monotonic() + effort.seconds(1.0), 1
     wrong: list[Any] = []
 
     def read() -> None:

@@ -140,6 +140,7 @@ def test_every_storage_gives_its_rows_to_every_other(
         go_on(loaded, agree_on, rows, check_whole)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.pitfall("CK11")
 @pytest.mark.parametrize(
     ("writer", "state"),

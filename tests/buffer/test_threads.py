@@ -22,6 +22,7 @@ from replaykit import (
     SamplerWithoutReplacement,
     TensorDictRoundRobinWriter,
 )
+from tests import effort
 
 STORAGES = {
     "list": ListStorage,
@@ -70,7 +71,7 @@ def test_a_row_is_never_seen_half_written(
         transform=lambda data: data,
     )
     buffer.extend(numbered(16, 0))
-    end = time.monotonic() + 0.5
+    end = time.monotonic() + effort.seconds(0.5)
     reads = [0]
 
     def write() -> None:
@@ -85,14 +86,13 @@ def test_a_row_is_never_seen_half_written(
                 buffer[3:9] = numbered(6, number)
 
     def read() -> None:
-        while time.monotonic() < end:
+        while time.monotonic() < end or reads[0] <= 5:
             for data in (buffer.sample(), buffer.sample(9), buffer.next()):
                 assert data is None or not mixed(data)
             assert not mixed(buffer.sample(16))
             reads[0] += 1
 
     in_threads(write, read, read)
-    assert reads[0] > 5
 
 
 @pytest.mark.pitfall("TH2")
@@ -100,7 +100,7 @@ def test_reads_of_rows_see_whole_batches(in_threads: Any):
     """An ``extend`` is there as a whole or not at all: here every batch fills the buffer."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     buffer.extend(numbered(8, 0))
-    end = time.monotonic() + 0.7
+    end = time.monotonic() + effort.seconds(0.7)
 
     def write() -> None:
         number = 0
@@ -125,7 +125,7 @@ def test_any_mix_of_calls_from_eight_threads_leaves_a_whole_buffer(
     kind: str, prefetch: int | None, in_threads: Any, tmp_path: Any
 ):
     """TH3: also setters, ``empty`` and saving; errors are the documented ones only."""
-    _random_mix(kind, prefetch, 1.5, in_threads, tmp_path)
+    _random_mix(kind, prefetch, effort.seconds(1.5), in_threads, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*sampler is left out")
@@ -343,7 +343,7 @@ def test_reads_during_set_storage_use_one_storage(in_threads: Any):
     for storage in (tensors, listed):
         buffer.set_storage(storage)
         buffer.extend(numbered(8, 3))
-    end = time.monotonic() + 0.7
+    end = time.monotonic() + effort.seconds(0.7)
 
     def swap() -> None:
         while time.monotonic() < end:

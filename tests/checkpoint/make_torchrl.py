@@ -1,4 +1,6 @@
-"""Saves a buffer of TorchRL: ``python make_torchrl.py KIND FOLDER``. Needs torchrl, not replaykit.
+"""Saves buffers of TorchRL: ``python make_torchrl.py FOLDER KIND ...``, each in ``FOLDER/KIND``.
+
+Needs torchrl, not replaykit.
 
 The directories ``fixtures/torchrl_*`` were made with it; see ``fixtures/README.md``.
 """
@@ -107,4 +109,5 @@ def tensor() -> ReplayBuffer:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]().dumps(sys.argv[2])
+    for kind in sys.argv[2:]:
+        globals()[kind]().dumps(f"{sys.argv[1]}/{kind}")

@@ -14,6 +14,7 @@ import torch
 from replaykit.adapters import recording_folder
 from replaykit.checkpoint import chunks
 from replaykit.datasets import publishing
+from tests import effort
 from tests.crash.power import choose, search
 from tests.crash.power_workloads import (
     GROWING,
@@ -59,12 +60,12 @@ def _survives(workload: str, folder: Path, most: int, *, seed: int = 0) -> None:
 
 @pytest.mark.parametrize("kind", COMMITS)
 def test_durable_commits_survive_a_cut_anywhere(kind: str, tmp_path: Path) -> None:
-    _survives(kind, tmp_path, 50)
+    _survives(kind, tmp_path, effort.cases(50))
 
 
 @pytest.mark.parametrize("workload", ["saves", "kept saves"])
 def test_saves_survive_a_cut_anywhere(workload: str, tmp_path: Path) -> None:
-    _survives(workload, tmp_path, 60)
+    _survives(workload, tmp_path, effort.cases(60))
 
 
 @pytest.mark.parametrize("swap", ["exchange", "two renames"])
@@ -73,11 +74,11 @@ def test_published_data_sets_survive_a_cut_anywhere(
 ) -> None:
     if swap == "two renames":
         monkeypatch.setattr(publishing, "exchange", lambda *_: False)
-    _survives("data sets", tmp_path, 20)
+    _survives("data sets", tmp_path, effort.cases(20))
 
 
 def test_recordings_survive_a_cut_anywhere(tmp_path: Path) -> None:
-    _survives("recordings", tmp_path, 50)
+    _survives("recordings", tmp_path, effort.cases(50))
 
 
 def _survives_twice(kind: str, folder: Path, most: int) -> None:

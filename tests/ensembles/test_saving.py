@@ -45,6 +45,7 @@ def empty_like(name: str, **arguments: Any) -> ReplayBufferEnsemble:
     return make_ensemble([0, 0], [SAMPLERS[name]] * 2, seed=9, **arguments)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.pitfall("RD3")
 @pytest.mark.parametrize("way", ["files", "opened files", "state", "pickle", "copy"])
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -17,6 +17,7 @@ SIZES += [1023, 1024, 1025, 4095, 4096, 4097]
 F64 = torch.float64
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("capacity", [*SIZES, 100_003])
 def test_integer_weights_are_found_exactly(

@@ -11,6 +11,7 @@ import torch
 from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree, native
 from replaykit.priorities import tree_kernels
 from replaykit.priorities.tree_kernels import available_kernels
+from tests import effort
 
 TREES = [SumSegmentTree, MinSegmentTree, MaxSegmentTree]
 DTYPES = [torch.float32, torch.float64]
@@ -64,7 +65,7 @@ def test_a_million_draws_are_the_same(
         generator = torch.Generator().manual_seed(1)
         tree = SumSegmentTree(100_003, dtype=dtype)
         tree.load((10 ** (torch.rand(100_003, generator=generator) * 6 - 3)).to(dtype))
-        return tree.draw(1_000_000, generator=generator, stratified=stratified)
+        return tree.draw(effort.cases(1_000_000), generator=generator, stratified=stratified)
 
     require_equal(each_kernel(draw))
 

@@ -94,6 +94,7 @@ for capacity in (2**23, 2**23 - 1):
     run_python(program)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("tree_class", [SumSegmentTree, MinSegmentTree, MaxSegmentTree])
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_tree_memory_is_aligned_to_cache_lines(kernel: str, tree_class: Any, capacity: int) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from replaykit.errors import EmptyDistributionError
 from replaykit.priorities.tree_kernels import available_kernels
+from tests import effort
 
 KERNELS = available_kernels()
 F64 = torch.float64
@@ -183,7 +184,7 @@ def test_a_million_updates_and_searches_equal_a_model(
     tree, model = SumSegmentTree(capacity), _Weights(capacity)
     tree[0] = 1
     model.set(0, 1)
-    for batch in range(110):
+    for batch in range(effort.cases(110)):
         count = 256
         index = torch.randint(0, capacity, (count,), generator=generator)
         value = torch.randint(0, 200, (count,), generator=generator)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from replaykit import SumSegmentTree
+from tests import effort
 
 F64 = torch.float64
 
@@ -39,7 +40,7 @@ def test_threads_may_share_a_tree(kernel: str, require_rebuilt: Callable[[Any], 
     capacity = 20_000
     tree = SumSegmentTree(capacity)
     tree[::2] = 1.0
-    until = time.monotonic() + 1.5
+    until = time.monotonic() + effort.seconds(1.5)
 
     def write(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -68,7 +69,7 @@ def test_other_threads_see_whole_batches_of_updates(kernel: str) -> None:
     tree = SumSegmentTree(3000)
     every = torch.arange(3000)
     tree.update(every, 1.0)
-    until = time.monotonic() + 0.7
+    until = time.monotonic() + effort.seconds(0.7)
 
     def write() -> None:
         while time.monotonic() < until:

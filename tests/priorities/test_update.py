@@ -62,6 +62,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("index", INDICES)
 @pytest.mark.parametrize("value", VALUES)
 def test_update_takes_indices_and_values_of_any_kind(kernel: str, index: str, value: str) -> None:
@@ -129,6 +130,7 @@ def test_update_range_equals_updates_by_index(
 BAD_WEIGHTS = [math.nan, -1.0, -1e-45, -1e-300, math.inf, -math.inf, 1e39]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("position", [0, 150, 299])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", BAD_WEIGHTS)
@@ -168,6 +170,7 @@ def test_a_bad_weight_changes_nothing(
     assert memory(tree) == before
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bad", [-1, -(2**63), 1000, 1001, 1007, 1008, 2**40, 2**63 - 1])
 @pytest.mark.parametrize("tree_class", TREES)
 @pytest.mark.parametrize("position", [0, 299])

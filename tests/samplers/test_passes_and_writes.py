@@ -181,6 +181,7 @@ class _Pass:
         return [slots[slot] for slot in drawn], ended
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("needs", _NEEDS, ids=str)
@@ -250,6 +251,7 @@ def _check_true(batch: TensorDict, transform: str, truth: _Truth) -> None:
             assert row["previous_action"].item() == expected, t
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("transform", list(_TRANSFORMS))
 @pytest.mark.parametrize("sampler", list(_SAMPLERS))

@@ -137,7 +137,8 @@ def test_shares_and_weights(how: str, stratified: bool, norm: str, follows: Any)
     assert model.share(count) == share
     newest: list[int] = []
     rest: list[int] = []
-    for turn in range(1500):
+    # The norm is of weights alone.
+    for turn in range(1500 if norm == "global" else 20):
         data = rb.sample(count * LENGTH)
         starts = drawn_starts(data)
         newest += [number[row] for row in starts[:share]]
@@ -146,6 +147,8 @@ def test_shares_and_weights(how: str, stratified: bool, norm: str, follows: Any)
             weight = data["priority_weight"].reshape(count, LENGTH)[:, 0]
             torch.testing.assert_close(weight, model.weight(count, 0.9, starts, norm))
             assert float(weight.max()) <= 1 + 1e-12
+    if norm != "global":
+        return
     order = list(number)
     laws = [model.among(model.newest), model.among(model.starts), model.mixed(count)]
     for drawn, law in zip([newest, rest, newest + rest], laws, strict=True):

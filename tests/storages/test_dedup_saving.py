@@ -130,6 +130,7 @@ def test_files_are_removed_with_the_storage(temporary: Path, transitions: Any) -
 # -- saved and loaded -----------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("source", MAKERS)
 @pytest.mark.parametrize("target", MAKERS)
 @pytest.mark.parametrize("slots", [20, 13, 31])

@@ -77,6 +77,7 @@ def _buffer(storage: Any, length: int | None = None, **options: Any) -> ReplayBu
 # -- saved and loaded -----------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @WRITERS
 @pytest.mark.parametrize("source", MAKERS)
 @pytest.mark.parametrize("target", [*MAKERS, _one_stream])

@@ -288,6 +288,7 @@ def drawn_windows(buffer: ReplayBuffer, transform: Any, windows: list[list[int]]
     return own.sample(sum(map(len, windows)))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("gamma", [0.5, 0.99, 1.0, 0.0])
 @pytest.mark.parametrize("end", [TERMINATED, TRUNCATED, 0])
 @pytest.mark.parametrize("window", [[0, 1, 2, 3], [4], [2, 3, 4], [0], [-1, 3, 4], [3, 4, -1, -1]])

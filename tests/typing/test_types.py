@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.programs
+
 PROGRAM = Path(__file__).with_name("program.py")
 
 WRONG = """
