@@ -108,7 +108,7 @@ struct Index {
 
   // Checks that rows [first, until) are in the columns, and that the columns match the episodes.
   void check(const EpisodeColumns& columns, std::int64_t first, std::int64_t until) const {
-    check_length("lanes", columns.lanes(), std::max<std::int64_t>(1, episodes.width()));
+    check_length("lanes", columns.lanes(), episodes.pooled() ? 1 : episodes.lanes());
     if (first < 0 || first > until || until > columns.slots()) {
       refuse(nb::index_error, "expected rows in [0, " + std::to_string(columns.slots()) +
                               "), got " + std::to_string(first) + " to " + std::to_string(until));
@@ -245,20 +245,12 @@ void replaykit::bind_episodes(nb::module_& m) {
              self.check_kind(false);
              const Optional rows(after, "after", Array::kInt64, 1);
              const Optional codes(ends, "ends", Array::kUint8, 2);
-             const std::int64_t n = rows ? rows->size() : 0;
+             const std::int64_t n = rows && codes ? rows->size() : 0;
              if (n > 0) {
                check_length("ends", codes->size(0), n);
                check_length("ends", codes->size(1), columns.lanes());
                check_codes(codes->bytes(), n * columns.lanes());
-             }
-             for (std::int64_t i = 0, least = first; i < n; ++i) {
-               const std::int64_t row = rows->numbers()[i];
-               if (row < least || row >= until) {
-                 refuse(nb::index_error, "expected rising rows from " + std::to_string(first) +
-                                             " to " + std::to_string(until) +
-                                             " in `after`, got " + std::to_string(row));
-               }
-               least = row + 1;
+               check_numbers(*rows, "after", first, until - 1);
              }
              released<kReleaseAbove>((until - first) * columns.lanes(), [&] {
                self.writer.append_ending(self.episodes, columns, first, until,

@@ -107,11 +107,17 @@ class EpisodeColumns {
   }
 
   template <typename Word>
+  static Word load(const char* at) {
+    Word word;
+    std::memcpy(&word, at, sizeof(Word));
+    return word;
+  }
+
+  template <typename Word>
   static bool is_set(const char* at, const FlagColumn& column) {
     bool found = false;
     for (std::int64_t i = 0; i < column.values; ++i, at += sizeof(Word)) {
-      Word word;
-      std::memcpy(&word, at, sizeof(Word));
+      const Word word = load<Word>(at);
       found |= (column.sign ? static_cast<Word>(word << 1) : word) != 0;
     }
     return found;
@@ -121,15 +127,19 @@ class EpisodeColumns {
   static void codes_of(const FlagColumn& column, std::int64_t cell, std::int64_t n,
                        std::uint8_t* out) {
     const char* at = column.base + cell * column.stride;
-    for (std::int64_t i = 0; i < n; ++i, at += column.stride) {
-      const bool set = is_set<Word>(at, column);
-      if (column.role == FlagColumn::kInit) {
-        out[i] |= set ? 0 : kNotInit;
-      } else if (column.role == FlagColumn::kTruncated) {
-        out[i] = set ? 2 : out[i];
-      } else {  // kDone ends an episode that goes on. kTerminal changes the code of another end.
-        out[i] = set && (out[i] == 0) == (column.role == FlagColumn::kDone) ? 1 : out[i];
+    const bool plain = column.values == 1 && !column.sign;
+    const auto each = [&](auto code) {
+      for (std::int64_t i = 0; i < n; ++i, at += column.stride) {
+        out[i] = static_cast<std::uint8_t>(
+            code(plain ? load<Word>(at) != 0 : is_set<Word>(at, column), out[i]));
       }
+    };
+    switch (column.role) {
+      case FlagColumn::kTruncated: return each([](bool set, int old) { return set ? 2 : old; });
+      case FlagColumn::kDone: return each([](bool set, int old) { return set && !old ? 1 : old; });
+      case FlagColumn::kTerminal:
+        return each([](bool set, int old) { return set && old ? 1 : old; });
+      default: return each([](bool set, int old) { return set ? old : old | kNotInit; });
     }
   }
 
@@ -153,7 +163,7 @@ class EpisodeWriter {
   // Appends rows [first, until) of the columns to a ring.
   void append(Episodes& episodes, const EpisodeColumns& columns, std::int64_t first,
               std::int64_t until) {
-    if (first == until) return;
+    if (first >= until) return;
     const std::int64_t lanes = columns.lanes();
     const std::int64_t piece = std::min(until - first, episodes.piece());
     codes_.resize(static_cast<std::size_t>(piece * lanes));

@@ -121,7 +121,6 @@ class Episodes {
   bool pooled() const { return width_ == 0; }
   std::int64_t slots() const { return slots_; }
   std::int64_t lanes() const { return static_cast<std::int64_t>(order_.size()); }
-  std::int64_t width() const { return width_; }
   std::int64_t records() const { return static_cast<std::int64_t>(lanes_.size()); }
   // The bounds of the rows in a ring.
   std::int64_t lo() const { return pooled() ? 0 : lanes_.front().lo; }
