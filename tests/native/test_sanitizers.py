@@ -22,9 +22,8 @@ X86 = platform.machine().lower() in ("x86_64", "amd64")
 SOURCES: dict[str, dict[str, list[str]]] = {
     "commits": {},
     "episodes": {},
-    "followed": {},
-    "linked": {},
     "marks": {},
+    "observations": {},
     "rank_heap": {},
     "relabel": {},
     "rows": {},
