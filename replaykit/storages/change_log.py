@@ -114,8 +114,8 @@ class ChangeLog:
         >>> seen = log.number
         >>> log.append(4, 2)
         >>> log.edit(np.array([1]), [("x",)])
-        >>> [(change.kind.value, list(change.slots)) for change in log.since(seen)]
-        [('append', [4, 5]), ('edit', [1])]
+        >>> [(change.kind.value, np.array(change.slots)) for change in log.since(seen)]
+        [('append', array([4, 5])), ('edit', array([1]))]
     """
 
     def __init__(self, rows: int) -> None:

@@ -167,8 +167,8 @@ class DedupColumns:
         if path in self._root_of or path in self._root_of.values():
             root = self._root_of.get(path, path)
             raise KeyError(
-                f"{format_key(path)} is stored once, under {format_key(root)}, and cannot tell "
-                "where episodes end; give dedup_next the other keys"
+                f"expected a column with one value for each row, got {format_key(path)}, which is "
+                f"stored once, under {format_key(root)}; leave it out of dedup_next"
             )
         return self.rows[path]
 

@@ -391,8 +391,8 @@ class LazyMemmapStorage(LazyTensorStorage):
             key: a stored key; a tuple if it is nested.
 
         Raises:
-            KeyError: there is no column of that name, or the column is deduplicated and stored
-                under another key.
+            KeyError: there is no column of that name, or it is deduplicated, so that rows refer to
+                its values.
             RuntimeError: nothing was written yet, or ``cleanup`` has removed the files.
 
         Example:

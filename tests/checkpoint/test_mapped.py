@@ -453,7 +453,7 @@ def test_storages_that_cannot_be_mapped_are_named(tmp_path: Path):
     once.extend(TensorDict({"x": x[:5], "next": {"x": x[1:]}}, [5]))
     once.dumps(tmp_path / "once")
     plain = ReplayBuffer(storage=LazyTensorStorage(9))
-    with pytest.raises(ValueError, match=r"got .*next.*x.*, which was stored once"):
+    with pytest.raises(ValueError, match=r"got 'x', which was stored once"):
         plain.loads(tmp_path / "once", mmap=True)
     assert not plain.storage.initialized
 

@@ -118,7 +118,7 @@ def test_a_second_push_replaces_the_first_and_leaves_other_files(
     hub.commit("me/steps", {"paper.pdf": b"%PDF"})
     obsolete = {"old.memmap", "gone/meta.json", "gone/x.memmap"}
     text = json.loads((target / "manifest.json").read_text())
-    group = {"file": "old.memmap", "nbytes": 0, "crc32": "0"}
+    group = {"file": "old.memmap", "nbytes": 0, "crc32": "00000000"}
     array = {**text["arrays"][0], "file": "gone/x.memmap"}
     text["arrays"][0], text["group_file"] = array, group
     hub.commit("me/steps", {"manifest.json": json.dumps(text).encode()})

@@ -112,6 +112,7 @@ def test_annealing_beta_touches_no_priority(monkeypatch: pytest.MonkeyPatch) -> 
     """SL9: a step of beta costs the same at any size; one of alpha is a pass over all rows."""
     buffer = PrioritizedReplayBuffer(alpha=1.0, beta=0.4, storage=LazyTensorStorage(10))
     buffer.extend(torch.arange(10))
+    buffer.sample(1)  # gives the rows their priorities
     passes = []
     table = buffer.sampler._table
     monkeypatch.setattr(type(table), "_set_range", lambda self, start, raw: passes.append(len(raw)))

@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, to_device
-from replaykit.buffer import sampling
+from replaykit.buffer import deliver
 from replaykit.transfer import Arrival, CudaEngine, Staging, engine_for
 
 _GARBAGE = 0xEE
@@ -218,7 +218,7 @@ def test_threads_share_the_buffers_and_hold_no_lock_while_they_wait() -> None:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> LateEngine:
     found = LateEngine()
-    monkeypatch.setattr(sampling, "engine_for", lambda device: found)
+    monkeypatch.setattr(deliver, "engine_for", lambda device: found)
     return found
 
 
