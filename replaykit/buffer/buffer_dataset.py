@@ -79,7 +79,7 @@ class MemberFacts:
 
 
 class DrawnRows(NamedTuple):
-    """Rows ``[B, ...]`` that another process has draw, with their info.
+    """Rows ``[B, ...]`` that another process has drawn, with their info.
 
     ``info`` has ``index`` and ``index_generation``. ``data`` does not contain the info yet.
     """
@@ -98,11 +98,11 @@ class Readiness(NamedTuple):
 class BufferHandle(Uncompiled, ABC):
     """A handle of a buffer that makes its batches in other processes.
 
-    Loaders request streams of batches, and each stream is draw with a separate generator. These
+    Loaders request streams of batches, and each stream is drawn with a separate generator. These
     requests do not affect the handle's own draws. New rows and priorities have an effect from the
     next batch on.
 
-    Ensembles request parts of their batches, and each part is draw with a seed. The handle sends a
+    Ensembles request parts of their batches, and each part is drawn with a seed. The handle sends a
     request immediately, unless it would have to wait to send it.
     """
 
@@ -131,7 +131,7 @@ class BufferHandle(Uncompiled, ABC):
     def _asking(self, generator: torch.Generator) -> Callable[[int], RemoteRequest]:
         """Return a function that requests one batch per call.
 
-        The function's argument is the number of rows. The batches are draw with ``generator``.
+        The function's argument is the number of rows. The batches are drawn with ``generator``.
         """
 
     @abstractmethod

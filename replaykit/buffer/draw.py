@@ -223,12 +223,15 @@ def choose_rows(
             index, info = unit.expand(anchors, info, storage)
         except BaseException:
             sampler.put_back([anchors], storage)
+            show(sampler, was_out)
             raise
     # A sample unit may have expanded the anchors, which have the generations.
     if tracked and not (index is anchors and "index_generation" in info):
         _add_generations(info, index, storage)
     if counted:
         buffer._draws_made += 1
+    if mark is not None and mark.token is not None and type(sampler).mark is Sampler.mark:
+        mark.token = sampler.drawn(mark.token)
     return Draw(
         index,
         info,
@@ -568,15 +571,16 @@ def undo_draws(buffer: ReplayBuffer, draws: list[Draw], storage: Storage) -> Non
     delivered, only the rows return to the pass. The caller holds the lock.
     """
     sampler, generator, left = buffer._sampler, buffer._generator, list(draws)
+    without_token: list[Draw] = []  # newest first
     shown = sampler.ran_out
     while left and left[-1].number == buffer._draws_made and not sampler.consumes:
         mark = left[-1].mark
         if mark is None:
             break
-        left.pop()
+        draw = left.pop()
         buffer._draws_made -= 1
-        if mark.token is not None:
-            sampler.rollback(mark.token, storage)
+        if mark.token is None or sampler.rollback(mark.token, storage) is False:
+            without_token.append(draw)
         unused = mark.after is not None and torch.equal(random_state(generator), mark.after)
         if mark.random is not None and unused:
             set_random_state(generator, mark.random)
@@ -585,8 +589,10 @@ def undo_draws(buffer: ReplayBuffer, draws: list[Draw], storage: Storage) -> Non
             positions = storage.ledger.positions(draw.anchors.cpu())
             unwritten = draw.anchors[(positions < draw.written).to(draw.anchors.device)]
             sampler.put_back([unwritten], storage)
-    elif left:
-        put_back(left, sampler, storage)
+    elif left or without_token:
+        if left:
+            buffer._draws_made += 1  # no token of a draw under way knows of the returned rows
+        put_back([*left, *reversed(without_token)], sampler, storage)
     show(sampler, shown)
 
 

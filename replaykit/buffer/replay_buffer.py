@@ -465,7 +465,8 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             return False
         with self._locked(settled=False) as storage:
             self._sampler.needs = self._needs
-            if self._retry and not draw.is_outdated(self, self._retry[0], storage):
+            kept = size == self._batch_size and bool(self._retry)
+            if kept and not draw.is_outdated(self, self._retry[0], storage):
                 return True
             return self._sampler.can_sample(storage, size)
 

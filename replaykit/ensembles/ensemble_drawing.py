@@ -222,6 +222,7 @@ class EnsembleDrawing(Asking[DataT]):
             set_random_state(generator, before)
             raise
         over = {part.member for part in parts if any(one.draw.ran_out for one in part.draws)}
+        self._draws_made += 1
         return EnsembleDrawn(
             choice.members,
             choice.rows,
@@ -233,6 +234,7 @@ class EnsembleDrawing(Asking[DataT]):
             checks=checks,
             before=before if given is None else None,
             after=random_state(generator) if given is None else None,
+            number=self._draws_made,
         )
 
     def _part(
@@ -287,7 +289,9 @@ class EnsembleDrawing(Asking[DataT]):
     def _give_back(self, drawn: EnsembleDrawn) -> None:  # type: ignore[override]
         """Undo a draw whose batch failed, and all later draws that were not delivered."""
         with self._locked(settled=False):
-            self._undo([drawn, *withdraw(self)], self._storage)
+            draws = [drawn, *withdraw(self)]
+            draws.sort(key=lambda one: one.number)
+            self._undo(draws, self._storage)
             show(self._sampler, drawn.was_out)
 
     def _undo(self, draws: list[Any], storage: Any) -> None:

@@ -43,6 +43,7 @@ class EnsembleDrawn:
             numbers of rows.
         before, after: states of the ensemble's own generator; None if it was not used.
         until: the time on the monotonic clock at which the wait for rows ends; None for no limit.
+        number: the number of the draw among those of the ensemble.
     """
 
     members: list[int]
@@ -56,6 +57,7 @@ class EnsembleDrawn:
     before: torch.Tensor | None = None
     after: torch.Tensor | None = None
     until: float | None = None
+    number: int = 0
 
     @property
     def draw(self) -> EnsembleDrawn:

@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -287,19 +287,30 @@ class Sampler(Uncompiled, ABC):
             return None
         return storage.ledger.next_position, copy.deepcopy(self.state_dict())
 
-    def rollback(self, token: Any, storage: Storage) -> None:
+    def drawn(self, token: Any) -> Any:
+        """Return the token of the default ``mark``, with a copy of the state after the draw."""
+        return (*token, copy.deepcopy(self.state_dict()))
+
+    def rollback(self, token: Any, storage: Storage) -> bool | None:
         """Undo all draws since a ``mark``. The state then is as if they were never made.
 
-        Writes and updates since then stay. If rows were written since then, the default does
-        nothing, because the token lacks them.
+        Writes and updates since then stay. So the default declines if rows were written since
+        then, or if other code has changed the state since the draw.
+
+        Returns:
+            False if the draws were not undone. The buffer then calls ``put_back``.
         """
-        if token is not None and token[0] == storage.ledger.next_position:
-            self.load_state_dict(token[1])
+        position, before, after = token
+        if position != storage.ledger.next_position or not _equal(self.state_dict(), after):
+            return False
+        self.load_state_dict(before)
+        return None
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         """Return the rows of undelivered draws, given in the order of drawing, to the pass.
 
-        The buffer calls this if later draws were delivered, or if there is no token.
+        The buffer calls this if later draws were delivered, if there is no token, or if
+        ``rollback`` has declined.
         """
 
     def drop_pass(self) -> None:
@@ -485,3 +496,15 @@ class Transition(SampleUnit):
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return both arguments unchanged."""
         return index, info
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two states hold equal values."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)

@@ -257,8 +257,12 @@ class ColumnStorage(ColumnReads):
             last = last_occurrences(slots)
             if not are_new:
                 self.indexes.settle()
-                self.ledger.log.edit(slots.numpy())
-            self.write(slots[last], rows, last)
+            try:
+                self.write(slots[last], rows, last)
+            finally:
+                # Only now, because `write` indexes the rows that pending changes name.
+                if not are_new:
+                    self.ledger.log.edit(slots.numpy())
             if are_new:
                 self.ledger.place(slots, move_cursor=set_cursor)
                 self.notify(slots if self.ndim == 1 else with_lanes(slots, self.lanes))

@@ -254,6 +254,8 @@ class Ledger(Tables):
         # is then outdated.
         self.changes = 0
         self.cleared = 0
+        # The row id after the last load: rows with lower ids were not written here since then.
+        self._moved_at = 0
         # True if row ids are in a table, and each write replaced the oldest row of its stream.
         self.by_stream = False
         # The changes of rows. A storage also records its edits here.
@@ -356,7 +358,8 @@ class Ledger(Tables):
         if changes is None:
             assert seen is not None
             stored = arange(self.length)
-            return False, stored[self.positions(stored) >= seen[1]].numpy()
+            since = max(seen[1], self._moved_at)
+            return False, stored[self.positions(stored) >= since].numpy()
         for change in changes:
             if change.kind in (ChangeKind.CLEAR, ChangeKind.MOVE):
                 cleared, slots = change.kind is ChangeKind.CLEAR, [_NO_SLOTS]
@@ -544,6 +547,7 @@ class Ledger(Tables):
             self._generations = self._outdate(old, self._generations, source)
         if not self.length:
             self.cleared = self.next_position
+        self._moved_at = self.next_position
 
     def follow(
         self,
@@ -569,6 +573,7 @@ class Ledger(Tables):
             self.changes += 1
             self.log.move()
             self.cursor, self.length, self.next_position = cursor, length, next_position
+            self._moved_at = next_position
         elif positions[0] is None:
             self.follow_writes(cursor, length, next_position)
         else:

@@ -5,6 +5,8 @@ Every test also moves the number of the part past a change, and finds the change
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,3 +178,48 @@ def test_commits_follow_the_log(tmp_path: Path) -> None:
         held.recovery._seen = again.storage.ledger.log.number
     del again, held
     assert opened().storage.ledger.positions(torch.arange(SLOTS)).tolist() == ids
+
+
+# -- changes that a follower learns late ----------------------------------------------------------
+
+
+def _ranked() -> ReplayBuffer:
+    sampler = PrioritizedSampler(alpha=1.0, beta=1.0)
+    return ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, batch_size=4)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("how", ["edits", "copy", "pickle"])
+def test_loaded_priorities_outlive_the_log(how: str, mmap: bool, tmp_path: Path) -> None:
+    """A copy of a buffer has no entries in its log, and many edits drop the oldest ones."""
+    saved = _ranked()
+    saved.extend(TensorDict({"x": torch.arange(8.0)}, [8]))
+    saved.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
+    saved.dumps(tmp_path / "saved")
+    loaded = _ranked()
+    loaded.loads(tmp_path / "saved", mmap=mmap)
+    if how == "copy":
+        loaded = copy.deepcopy(loaded)
+    elif how == "pickle":
+        loaded = pickle.loads(pickle.dumps(loaded))
+    for turn in range(80 if how == "edits" else 0):
+        loaded.set_at_("x", torch.tensor(float(turn)), turn % 8)
+    loaded.extend(TensorDict({"x": torch.zeros(1)}, [1]))
+    expected = [8.0, *range(2, 9)]
+    assert loaded.state_dict()["_sampler"]["_priorities"].tolist() == expected
+
+
+def test_rows_set_in_place_end_episodes_at_once() -> None:
+    def steps(*done: bool) -> TensorDict:
+        following = TensorDict({"done": torch.tensor(done)}, [len(done)])
+        return TensorDict({"x": torch.arange(len(done)), "next": following}, [len(done)])
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8))
+    buffer.extend(steps(False, False, False, False, False, True))
+    assert buffer.episodes.lengths.tolist() == [6]
+    buffer.storage.set(torch.tensor([2]), steps(True), set_cursor=False)
+    assert buffer.episodes.lengths.tolist() == [3, 3]
+    buffer.storage.set(torch.tensor([3]), steps(True), set_cursor=False)
+    assert buffer.episodes.lengths.tolist() == [3, 1, 2]
+    buffer.extend(steps(False))
+    assert buffer.episodes.lengths.tolist() == [3, 1, 2, 1]
