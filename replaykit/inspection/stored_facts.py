@@ -30,9 +30,9 @@ from replaykit.inspection.facts import (
     evenly,
     measure,
 )
+from replaykit.recovery.recovery_folder import PRIORITIES
 from replaykit.storages import LazyMemmapStorage, LazyTensorStorage
 from replaykit.storages.content import Content
-from replaykit.storages.recoverable import PRIORITIES
 from replaykit.structure import Branch
 from replaykit.writers import RoundRobinWriter
 
@@ -243,7 +243,7 @@ def _stored_priorities(storage: LazyMemmapStorage) -> torch.Tensor | None:
     if kept is None or not kept.priorities or not kept.priorities[0].length:
         return None
     length = kept.priorities[0].length
-    return torch.from_numpy(recovery.home.table(PRIORITIES, np.float64, length)[:length])
+    return torch.from_numpy(recovery.home.table(PRIORITIES, length)[:length])
 
 
 @contextmanager

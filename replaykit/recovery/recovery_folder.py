@@ -24,15 +24,27 @@ from replaykit.recovery.journal import Journal, MappedFile, States
 from replaykit.recovery.locks import Exclusive, is_held
 
 __all__ = [
+    "CHANGED",
     "COUNTS",
     "DESCRIPTION",
+    "ENTRIES",
     "FORMAT",
+    "GENERATIONS",
     "LOCK",
     "MAKING",
     "MANIFEST",
     "MEMBERS",
+    "OVERFLOW_BEFORE_4",
+    "POSITIONS",
+    "PRIORITIES",
+    "PRIORITIES_SET",
     "RECOVERABLE",
+    "REFERENCES",
+    "ROWS",
+    "ROWS_WRITTEN",
     "SHARED",
+    "SIGNS",
+    "STEPS_BEFORE_4",
     "RecoveryFolder",
     "check_file",
     "is_shared",
@@ -41,7 +53,7 @@ __all__ = [
 ]
 
 FORMAT = "replaykit-recovery"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MANIFEST = "manifest.json"
 
 
@@ -144,6 +156,24 @@ COUNTS = "pace.bin"
 """File with the counts of a rate limiter."""
 DESCRIPTION = "sharing.json"
 """File with the description of the storage for processes that join."""
+POSITIONS, GENERATIONS, CHANGED, SIGNS = range(4)
+OVERFLOW_BEFORE_4, STEPS_BEFORE_4 = 4, 5
+REFERENCES, PRIORITIES = 6, 8
+ROWS_WRITTEN, PRIORITIES_SET = 400, 401
+ENTRIES, ROWS = 500, 1000
+"""The numbers of all targets of the journal: tables, files of overflow entries, files of rows.
+
+Each sampler has a table of priorities, from ``PRIORITIES`` on. The first file of entries and the
+first file of rows have the numbers ``ENTRIES`` and ``ROWS``. Processes that share rows use
+``CHANGED`` for the log of changed elements, ``SIGNS`` for readers without the lock, and
+``ROWS_WRITTEN`` and ``PRIORITIES_SET`` for the chunks of the next save.
+"""
+
+_FOLLOWING = (CHANGED, SIGNS, ROWS_WRITTEN, PRIORITIES_SET)
+_FOLLOWING_BEFORE_5 = (6, 7)
+"""Tables that only processes that share the rows need. In older folders they also had the numbers 6
+and 7, unless 6 held references."""
+
 _JOURNAL_BYTES = 1 << 16
 _TABLE = re.compile(r"table-(\d{1,9})-([1-9]\d{0,8})\.bin")
 
@@ -324,9 +354,9 @@ class RecoveryFolder:
             rows = list(self._rows.items())
             self._commits = native.core.Commits(self.journal.memory, even, odd, rows)
 
-    def check_table(self, number: int, dtype: Any, rows: int) -> None:
+    def check_table(self, number: int, rows: int) -> None:
         """Raise CheckpointError, which names the file, if a table has too few rows."""
-        width = np.dtype(dtype).itemsize
+        width = _dtype_of(number).itemsize
         found = self._found.get(number, 0)  # before the mapping extended the file to whole pages
         if rows * width > found or (rows and number not in self._tables):
             file = self._table_file(number, width)
@@ -405,12 +435,11 @@ class RecoveryFolder:
                 "process can only read them"
             )
 
-    def table(self, number: int, dtype: Any, rows: int) -> Array:
+    def table(self, number: int, rows: int) -> Array:
         """Return the rows of a table, ``[N]`` with N at least ``rows``; new rows are 0."""
-        width = np.dtype(dtype).itemsize
-        known = self._tables.get(number)
+        dtype, known = _dtype_of(number), self._tables.get(number)
         if known is None or len(known[1]) < rows:
-            self._map_table(number, width, rows)
+            self._map_table(number, dtype.itemsize, rows)
         return self._tables[number][1].view(dtype)[:, 0]
 
     def _map_table(self, number: int, width: int, rows: int) -> None:
@@ -434,6 +463,19 @@ class RecoveryFolder:
             del self._targets[number]
             known[0].path.unlink()
 
+    def drop_following(self) -> None:
+        """Remove the tables that only processes that share the rows need.
+
+        A process that writes the rows alone does not update them.
+        """
+        found = self.manifest()
+        dedup = found is not None and "references" in found
+        for number in (*_FOLLOWING, *_FOLLOWING_BEFORE_5[dedup:]):
+            if number in self._tables:
+                self.drop_table(number)
+        (self.folder / COUNTS).unlink(missing_ok=True)
+        sync_directory(self.folder)
+
     def set(self, number: int, values: Array, at: Array | range, *, fresh: bool = False) -> None:
         """Set the rows ``at`` of a table to ``values``, ``[K]``.
 
@@ -450,7 +492,7 @@ class RecoveryFolder:
             ):
                 return
         top = (at.stop if isinstance(at, range) else int(at.max()) + 1) if len(at) else 0
-        cells = self.table(number, values.dtype, top)
+        cells = self.table(number, top)
         if not fresh:
             self.journal_rows(number, at)
         if isinstance(at, range):
@@ -519,6 +561,13 @@ class RecoveryFolder:
             file.sync()
         for path in self._more:
             _sync_file(path)
+
+
+def _dtype_of(number: int) -> np.dtype[Any]:
+    """Return the dtype of a table; a pair of references is one number."""
+    if number in (OVERFLOW_BEFORE_4, STEPS_BEFORE_4):
+        return np.dtype(np.int32)
+    return np.dtype(np.float64 if PRIORITIES <= number < ROWS_WRITTEN else np.int64)
 
 
 def _sync_file(file: Path) -> None:

@@ -86,6 +86,8 @@ class DedupColumns:
             self._tails = StreamTails(rows, key, key_dtype(leaf.shape, leaf.dtype))
         # The rows before and after the rows of a load, their streams, and their order.
         self._coming: tuple[Array, Array, Chains | None, Array] | None = None
+        # The ledger of the rows, if all other data must be derived before the next write.
+        self._outdated: Ledger | None = None
         self._arrange(pairs)
 
     def _arrange(self, pairs: Pairs) -> None:
@@ -131,32 +133,45 @@ class DedupColumns:
     @property
     def overflow_rows(self) -> int:
         """Number of elements whose next observation is not the observation of an element."""
+        self._derive()
         self.table.read_references()
         return int(self.table.core.alone())
 
     def clear(self) -> None:
         """Remove the references of all rows; the memory stays allocated."""
         self.table.clear()
+        self._outdated = None
         self.rows.batch_memory.clear()
         self._forget_newest()
         self._coming = None
         if self._tails is not None:
             self._tails.clear()
 
-    def reread(self, ledger: Ledger, overflow: Columns | None = None) -> None:
-        """Derive all other data from the tables in files, after a recovery or a rollback.
+    def outdate(self, ledger: Ledger) -> None:
+        """Have the next write derive all other data from the tables in files.
 
-        The next rows need not continue the stored rows.
+        The tables have changed by a rollback, or by another process. The next rows need not
+        continue the stored rows.
+        """
+        self.forget()
+        self._forget_newest()
+        self.table.stored, self._outdated = ledger.length, ledger
 
-        Args:
-            overflow: the recovered overflow entries.
+    def _derive(self) -> None:
+        if self._outdated is not None:
+            self.reread(self._outdated)
+
+    def reread(self, ledger: Ledger) -> None:
+        """Derive all other data from the tables in files, as after a recovery.
 
         Raises:
             ValueError: the references contradict each other.
         """
-        alone = self.table.reread(ledger.length, overflow)
+        self.table.reread(ledger.length)
         self._forget_newest()
+        self._outdated = None
         if self._tails is not None:
+            alone = self.table.lone_ends()
             order = np.argsort(ledger.positions(torch.from_numpy(alone)).numpy())
             self._tails.found(torch.from_numpy(alone[order]))
 
@@ -307,6 +322,7 @@ class DedupColumns:
             ValueError: a row continues an episode, but differs from the next observation of the row
                 before.
         """
+        self._derive()
         table = self.table
         sources = table.sources(rows, slice(None), matched=matched)
         try:
@@ -436,6 +452,7 @@ class DedupColumns:
         slots: torch.Tensor | None,
     ) -> Chains | None:
         """Write ``count`` rows at the slots from ``first`` on, or at ``slots``."""
+        self._derive()
         known = self._compared
         if known is not None and known[0] is rows and count == len(rows):
             _, streams, sources = known
@@ -472,6 +489,7 @@ class DedupColumns:
         """
         if not len(slots):
             return
+        self._derive()
         self._forget_newest()
         rows = Rows(self.schema.root, dict(leaves), torch.Size([len(slots), *self.lanes]))
         sources = self.table.sources(rows, kept, matched=False)
@@ -599,6 +617,7 @@ class DedupColumns:
             return
         if not len(elements):
             return
+        self._derive()
         self._forget_newest()
         here = elements.to(self.device)
         sources, keep = {}, np.zeros(len(elements), np.uint8)

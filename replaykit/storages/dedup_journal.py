@@ -9,11 +9,16 @@ import numpy as np
 import torch
 
 from replaykit.recovery import check_file
+from replaykit.recovery.recovery_folder import (
+    ENTRIES,
+    OVERFLOW_BEFORE_4,
+    REFERENCES,
+    STEPS_BEFORE_4,
+)
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
-from replaykit.storages.recoverable import REFERENCES, rows_as_bytes
 from replaykit.storages.references import followed_references
-from replaykit.storages.row_files import RowFiles, grow_in_files
+from replaykit.storages.row_files import RowFiles, grow_in_files, rows_as_bytes
 from replaykit.structure import Path
 
 if TYPE_CHECKING:
@@ -23,10 +28,7 @@ __all__ = ["DedupJournal"]
 
 Array = np.ndarray[Any, Any]
 
-_ENTRIES = 500
-"""The lowest number of a journal target that is a file of overflow entries."""
-
-_BEFORE = (4, 5)
+_BEFORE = (OVERFLOW_BEFORE_4, STEPS_BEFORE_4)
 """Tables of the folder's format before version 4: 1 + the overflow entry of each row, and the
 distance to the next row of its stream."""
 
@@ -41,21 +43,29 @@ class DedupJournal:
     Args:
         recovery: the Recovery object of the storage, which journals and commits.
         folder: the folder with the files of the entries.
+        mapped: True if the folder is on a disk, and False if it is in memory.
     """
 
-    def __init__(self, recovery: Recovery, folder: FilePath) -> None:
-        self._recovery, self._folder = recovery, folder
-        self._grow_files = grow_in_files(folder)
+    def __init__(self, recovery: Recovery, folder: FilePath, *, mapped: bool) -> None:
+        self._recovery, self._folder, self._mapped = recovery, folder, mapped
+        self._grow_files = grow_in_files(folder, mapped=mapped)
         self.files: list[FilePath] = []
         """The files of the entries; empty before the first entry."""
-        self._entries: range = range(0)
+        self.reserved: Any = None
+        """The number of entries with reserved blocks, in memory that processes share; None if the
+        rows are not shared."""
+        self._targets: range = range(0)
 
     # -- files --------------------------------------------------------------------------------
 
     def grow(self, schema: Schema, entries: int, table: Columns | None) -> Columns:
         """Allocate room for entries; see ``overflow_table.Grow``."""
+        if self.reserved is not None:  # another process has mapped as many
+            entries = max(entries, self.reserved[0])
         grown = self._grow_files(schema, entries, table)
         self._load_table(grown)
+        if self.reserved is not None:
+            self.reserved[0] = entries
         return grown
 
     def open(self, schema: Schema, elements: int) -> None:
@@ -73,31 +83,28 @@ class DedupJournal:
             if plan.nbytes(path):
                 entries = min(entries, file.stat().st_size // plan.nbytes(path))
         if entries:
-            self._load_table(RowFiles.of(self._folder, schema, entries, torch.Size()).opened(1))
+            self.table(schema, entries)
 
-    def table(self, schema: Schema, references: Array) -> Columns | None:
-        """Return the entries up to the last one that a row refers to; None if there is none.
-
-        The disk may have no blocks for later entries.
+    def table(self, schema: Schema, entries: int) -> Columns | None:
+        """Map a number of entries; return None if the number is 0.
 
         Raises:
             CheckpointError: a file is too short or missing; the error names it.
         """
-        entries = -int(references.min(initial=0))
-        if entries < 1:
+        if not entries:
             return None
         plan = RowFiles.of(self._folder, schema, entries, torch.Size())
         for path, file in plan.files.items():
             check_file(file, plan.nbytes(path), exactly=False)
-        found = plan.opened(1)
+        found = plan.opened(1, mapped=self._mapped)
         self._load_table(found)
         return found
 
     def _load_table(self, table: Columns) -> None:
         cells = rows_as_bytes(table)
-        self._entries = range(_ENTRIES, _ENTRIES + len(cells))
+        self._targets = range(ENTRIES, ENTRIES + len(cells))
         plan = RowFiles.of(self._folder, table.schema, table.slots, torch.Size())
-        targets = dict(zip(self._entries, cells.values(), strict=True))
+        targets = dict(zip(self._targets, cells.values(), strict=True))
         self.files = list(plan.files.values())
         self._recovery.home.also(targets, self.files)
 
@@ -109,11 +116,17 @@ class DedupJournal:
         """
         home = self._recovery.home
         if there:
-            home.check_table(REFERENCES, np.int64, elements)
-        return home.table(REFERENCES, np.int64, elements)[:elements].view(np.int32).reshape(-1, 2)
+            home.check_table(REFERENCES, elements)
+        return home.table(REFERENCES, elements)[:elements].view(np.int32).reshape(-1, 2)
 
-    def convert(self, elements: int, lanes: int, stored: int, *, streams: bool) -> Array:
-        """Make the references of a folder in the format before version 4; see ``references``.
+    def convert(self, references: Array, lanes: int, stored: int, *, streams: bool) -> None:
+        """Make the references of a folder in the format before version 4.
+
+        Args:
+            references: the result of ``references``, whose first ``stored`` rows get values.
+            lanes: number of lanes.
+            stored: number of elements that hold rows.
+            streams: whether rows follow each other by stream.
 
         Raises:
             CheckpointError: a table is missing or too short; the error names it.
@@ -122,17 +135,15 @@ class DedupJournal:
         home = self._recovery.home
         tables = []
         for number in _BEFORE[: 1 + streams]:
-            home.check_table(number, np.int32, elements)
-            tables.append(home.table(number, np.int32, elements)[:stored].copy())
+            home.check_table(number, len(references))
+            tables.append(home.table(number, stored)[:stored].copy())
         overflow = tables[0]
         own = np.flatnonzero(overflow)
         if len(own) and overflow[own].min() < 0:
             raise ValueError("expected numbers of overflow entries, got others")
         found = followed_references(stored, lanes, own, *tables[1:])
         found[own, 1] = -overflow[own]
-        references = self.references(elements, there=False)
         references[:stored] = found
-        return references
 
     def drop_converted(self) -> None:
         """Remove the tables that ``convert`` has read."""
@@ -156,10 +167,11 @@ class DedupJournal:
             return
         inside = entries >= 0
         if inside.any():
-            recovery.journal_rows(_run_of(np.unique(entries[inside] // lanes)), roots)
+            # No stored row refers to these entries, so readers without the lock need no sign.
+            recovery.journal_stored(_run_of(np.unique(entries[inside] // lanes)), roots)
         if not inside.all():
             numbers = _run_of(np.sort(-1 - entries[~inside]))
-            for target in self._entries:
+            for target in self._targets:
                 home.journal_rows(target, numbers)
 
     def journal_all(self, stored: int) -> None:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from replaykit.errors import CheckpointError
 from replaykit.keywords import checked_keywords
 from replaykit.recovery import (
     RECOVERABLE,
@@ -26,36 +25,28 @@ from replaykit.recovery import (
     is_shared,
 )
 from replaykit.schema import Rows, Schema
-from replaykit.storages.column_storage import AnyColumns
 from replaykit.storages.columns import Columns
 from replaykit.storages.dedup_columns import DedupColumns
-from replaykit.storages.dedup_journal import DedupJournal
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.memory import as_device
-from replaykit.storages.next_rows import DedupNext, Mismatch, Pairs
+from replaykit.storages.next_rows import DedupNext, Mismatch
 from replaykit.storages.overflow_table import Grow
 from replaykit.storages.recoverable import Recovery
 from replaykit.storages.row_files import (
+    OVERFLOW,
     RowFiles,
     added_in_files,
     columns_in_files,
     grow_in_files,
-    refuse_taken,
     remove_empty,
 )
-from replaykit.storages.shared_storage import read_description, remove_followers
+from replaykit.storages.shared_storage import read_description
 from replaykit.storages.tensor_bytes import by_value, from_value
-from replaykit.storages.tensors import LazyTensorStorage
+from replaykit.storages.tensors import DESCRIBED, LazyTensorStorage
 from replaykit.structure import Path
 from replaykit.ted import unravel
 
 __all__ = ["LazyMemmapStorage", "join_storage"]
-
-_OVERFLOW = "%beside"
-"""Folder of the overflow rows.
-
-No file of a key has this name, because ``%`` in keys is escaped.
-"""
 
 
 class LazyMemmapStorage(LazyTensorStorage):
@@ -183,84 +174,18 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.existsok = existsok
         if recover:
             assert self.scratch_dir is not None
-            self.recovery = Recovery(self, RecoveryFolder(self.scratch_dir, durable=durable))
-            self._resume(self.scratch_dir)
-
-    def _resume(self, folder: FilePath) -> None:
-        """Resume with the rows that a storage of the same arguments left in a folder."""
-        found = self.recovery.known()
-        if found is None:
-            return
-        try:
-            schema = Schema.from_json(found.get("schema"))
-        except ValueError as error:
-            raise CheckpointError(f"the schema of {folder} cannot be read: {error}") from None
-        lanes = torch.Size(found["lanes"])
-        pairs = self.pairs_for(schema)
-        self.recovery.check_dedup(found, pairs)
-        stored = schema if pairs is None else pairs.stored
-        plan = RowFiles.of(folder, stored, self._slots_for(lanes), lanes)
-        for path, file in plan.files.items():
-            check_file(file, plan.nbytes(path))
-        rows, files = plan.opened(self.ndim), list(plan.files.values())
-        with self.lock:
-            try:
-                before_3 = "references" not in found
-                self._adopt_files(folder, pairs, rows, files, before_3=before_3)
-            except BaseException:
-                self.recovery.active = False  # its present state must not be committed
-                raise
-
-    def _adopt_files(
-        self,
-        folder: FilePath,
-        pairs: Pairs | None,
-        rows: Columns,
-        files: list[FilePath],
-        *,
-        before_3: bool,
-    ) -> None:
-        self._made_in = folder
-        if pairs is None:
-            self._columns = rows
-            self._adopt(rows)
-            self.recovery.resume(rows, files)
-            return
-        journal = DedupJournal(self.recovery, folder / _OVERFLOW)
-        columns = self._columns = self._dedup_columns(pairs, rows, journal.grow)
-        self._adopt(columns)
-        elements = rows.slots * rows.lanes.numel()
-        journal.open(pairs.overflow, elements)
-        self.recovery.resume(rows, [*files, *journal.files])
-        stored, streams = self.ledger.length * rows.lanes.numel(), self.lane_key is not None
-        try:
-            if before_3:
-                references = journal.convert(elements, rows.lanes.numel(), stored, streams=streams)
-            else:
-                references = journal.references(elements, there=True)
-            columns.table.journal_by(journal, references)
-            columns.reread(self.ledger, journal.table(pairs.overflow, references[:stored]))
-        except ValueError as error:
-            raise CheckpointError(f"{folder} contradicts itself: {error}") from None
-        if before_3:
-            self.recovery.publish(rows, pairs)
-            journal.drop_converted()
+            home = RecoveryFolder(self.scratch_dir, durable=durable)
+            self.recovery = Recovery(self, home, existsok=existsok)
+            self.recovery.resume()
 
     def _forget_columns(self, slots: int, size: int) -> None:
         # The files exist, for rows of this layout.
         self.clear()
 
-    def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
-        if self.recovery is None or self.recovery.shared:
-            return super()._allocate(schema, lanes, rows)
-        return self._allocate_recoverable(schema, lanes)
-
     def _allocate_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
         slots = self._slots_for(lanes)
-        if self.recovery is not None:
-            return super()._allocate_memory(schema, lanes, rows)
         with self._folder() as folder:
-            taken = sorted((folder / _OVERFLOW).rglob("*.memmap")) if self.dedup_next else []
+            taken = sorted((folder / OVERFLOW).rglob("*.memmap")) if self.dedup_next else []
             files = RowFiles.of(folder, schema, slots, lanes).files.values()
             if self.existsok and (taken or any(file.exists() for file in files)):
                 give_up_rows(folder)
@@ -281,42 +206,13 @@ class LazyMemmapStorage(LazyTensorStorage):
             folder, stored, new, columns.slots, columns.lanes, existsok=self.existsok
         )
 
-    def _allocate_recoverable(self, schema: Schema, lanes: torch.Size) -> AnyColumns:
-        home = self.recovery.home
-        home.check_process()
-        pairs = self.pairs_for(schema)
-        stored, slots = schema if pairs is None else pairs.stored, self._slots_for(lanes)
-        with self._folder() as folder:
-            plan = RowFiles.of(folder, stored, slots, lanes)
-            present = {file for file in plan.files.values() if file.exists()}
-            if pairs is not None:
-                present |= set((folder / _OVERFLOW).rglob("*.memmap"))
-            if not home.half_made:  # else the files are leftovers of this storage
-                refuse_taken(folder, present, existsok=self.existsok, own=home.folder)
-                if present:
-                    give_up_rows(folder, home.folder)
-            with home.making():
-                rows = columns_in_files(
-                    folder, stored, slots, lanes, existsok=True, taken=[], ndim=self.ndim
-                )
-                self._made_in = folder
-                self.recovery.reopen(rows, list(plan.files.values()))
-                columns: AnyColumns = rows
-                if pairs is not None:
-                    journal = DedupJournal(self.recovery, folder / _OVERFLOW)
-                    columns = dedup = self._dedup_columns(pairs, rows, journal.grow)
-                    elements = slots * lanes.numel()
-                    dedup.table.journal_by(journal, journal.references(elements, there=False))
-                self.recovery.publish(rows, pairs)
-        return columns
-
     @property
     def checks_before_load(self) -> bool:
         return False  # files are made only for rows that were verified before
 
     def _grow(self, device: torch.device) -> Grow:
         assert self._made_in is not None
-        return grow_in_files(self._made_in / _OVERFLOW)
+        return grow_in_files(self._made_in / OVERFLOW)
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[FilePath]:
@@ -415,8 +311,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             columns, path = self.require(), unravel(key)
             tensor = columns[path]
             rows = columns.rows if isinstance(columns, DedupColumns) else columns
-            shared = self.recovery is not None and self.recovery.shared
-            folder = self.recovery.folder if shared else self._made_in
+            folder = self._made_in if self.recovery is None else self.recovery.folder
             if folder is None:
                 raise RuntimeError(
                     "expected rows in files, got rows whose files cleanup() has removed"
@@ -453,7 +348,6 @@ class LazyMemmapStorage(LazyTensorStorage):
                 recover=True,
                 durable=alone.home.durable,
             )
-            remove_followers(alone.home.folder)
             alone.hand_over([0])  # no element is logged yet
             self._forget_rows()
             self.recovery, self._locks = sharing, {}
@@ -475,7 +369,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         if self.recovery is not None and self.recovery.shared:
             return self
         with self.lock:
-            columns, folder = self._columns, self._made_in
+            columns = self._columns
+            folder = self._made_in if self.recovery is None else self.recovery.folder
             if not isinstance(columns, Columns) or folder is None:
                 return (
                     super().for_readers()
@@ -542,9 +437,7 @@ def _join(folder: FilePath, found: Mapping[str, Any]) -> LazyTensorStorage:
 def _recover(folder: FilePath, found: Mapping[str, Any]) -> LazyMemmapStorage:
     """Open rows that no process shares now, and share them."""
     storage = LazyMemmapStorage(
-        found["max_size"],
-        ndim=found["ndim"],
-        lane_key=found["lane_key"],
+        **{name: found[name] for name in DESCRIBED},
         scratch_dir=folder,
         recover=True,
         durable=found["durable"],

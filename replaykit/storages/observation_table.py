@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from replaykit._compat import arange
 from replaykit.checkpoint import ReadLater
 from replaykit.schema import Rows
 from replaykit.storages.columns import Columns
-from replaykit.storages.dedup_journal import DedupJournal
 from replaykit.storages.dedup_native import NativeObservations, observations_of
 from replaykit.storages.indexing import contained, unravel_index
 from replaykit.storages.next_rows import Pairs, following_lanes
@@ -26,6 +25,9 @@ from replaykit.storages.references import (
 )
 from replaykit.storages.tensor_bytes import any_differing, carried, carried_rows, picked
 from replaykit.structure import Path
+
+if TYPE_CHECKING:
+    from replaykit.storages.dedup_journal import DedupJournal
 
 __all__ = ["ObservationTable"]
 
@@ -165,24 +167,32 @@ class ObservationTable:
         self._references, self.journal, self._moves = references, kept, None
         self.point()
 
-    def reread(self, stored: int, overflow: Columns | None) -> Array:
+    @property
+    def overflow_entries(self) -> int:
+        """Number of the overflow entries with memory."""
+        return 0 if self._overflow is None else self._overflow.slots
+
+    def use_overflow(self, overflow: Columns | None) -> None:
+        """Use the overflow entries that another process, or a recovery, has mapped."""
+        self._overflow = overflow
+        self.point()
+
+    def reread(self, stored: int) -> None:
         """Find the entries in use from the references in files.
 
         Args:
             stored: number of slots that hold rows.
-            overflow: the recovered overflow entries; None keeps the present ones.
-
-        Returns:
-            The elements whose next observation is not the observation of an element, rising.
 
         Raises:
             ValueError: the references contradict each other.
         """
-        self._overflow = overflow or self._overflow
         self.point()
         self.stored = stored
         self.core.derive(stored * self.cells)
-        elements = np.arange(stored * self.cells)
+
+    def lone_ends(self) -> Array:
+        """Return the elements whose next observation is not the observation of an element."""
+        elements = np.arange(self.stored * self.cells)
         own, nexts = (
             entries_of(self._references, elements, self.cells, kind) for kind in (OBSERVATION, NEXT)
         )
@@ -349,11 +359,8 @@ class ObservationTable:
                 found = self.core.plan(elements.ctypes.data, len(elements), keep)
             if not found[0]:
                 return found[1], found[2]
-            table = self._overflow
-            known = 0 if table is None else table.slots
-            entries = grown_entries(known, found[0], self.elements)
-            self._overflow = self.grow(self._overflow_schema, entries, table)
-            self.point()
+            entries = grown_entries(self.overflow_entries, found[0], self.elements)
+            self.use_overflow(self.grow(self._overflow_schema, entries, self._overflow))
         raise RuntimeError(f"expected room for all entries, got {found[0]} too few")
 
     def write(

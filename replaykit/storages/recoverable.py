@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,17 @@ import torch
 
 from replaykit.checkpoint.dirty_chunks import TrackedTensor
 from replaykit.errors import CheckpointError
-from replaykit.recovery import CommitLock, RecoveryFolder
+from replaykit.recovery import CommitLock, RecoveryFolder, check_file, give_up_rows
+from replaykit.recovery.recovery_folder import (
+    GENERATIONS,
+    POSITIONS,
+    PRIORITIES,
+    REFERENCES,
+    ROWS,
+    SIGNS,
+)
 from replaykit.schema import Schema
+from replaykit.storages.column_reads import AnyColumns
 from replaykit.storages.columns import Columns
 from replaykit.storages.commit_state import (
     Changed,
@@ -26,9 +35,18 @@ from replaykit.storages.commit_state import (
     insert_part,
     still_there,
 )
+from replaykit.storages.dedup_columns import DedupColumns
+from replaykit.storages.dedup_journal import DedupJournal
 from replaykit.storages.episode_indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.next_rows import Pairs
+from replaykit.storages.row_files import (
+    OVERFLOW,
+    RowFiles,
+    columns_in_files,
+    refuse_taken,
+    rows_as_bytes,
+)
 from replaykit.structure import Path
 from replaykit.ted import format_key
 
@@ -36,22 +54,17 @@ if TYPE_CHECKING:
     from replaykit.storages.tensors import LazyTensorStorage
 
 __all__ = [
-    "GENERATIONS",
-    "POSITIONS",
-    "PRIORITIES",
-    "REFERENCES",
+    "ANNOUNCED",
+    "IRREGULAR",
+    "RESERVED",
+    "RESET",
+    "SIGN_COUNT",
     "VERSION_SHARED",
     "Committing",
     "Recovery",
-    "rows_as_bytes",
 ]
 
 Array = np.ndarray[Any, Any]
-
-POSITIONS, GENERATIONS = 0, 1
-REFERENCES = 6
-PRIORITIES = 8
-"""Numbers of tables; shared storages also use 2, 3, 6 and 7, and no references."""
 
 
 class Committing:
@@ -62,6 +75,8 @@ class Committing:
     Args:
         storage: the storage.
         home: the recovery folder next to the storage's files.
+        existsok: whether to reuse the space of existing files.
+        mapped: True if the folder is on a disk, and False if it is in memory.
     """
 
     shared = False
@@ -70,9 +85,19 @@ class Committing:
     _more: tuple[int, ...] = ()
     """Numbers that follow the committed state; see ``hand_over``."""
 
-    def __init__(self, storage: LazyTensorStorage, home: RecoveryFolder) -> None:
+    def __init__(
+        self,
+        storage: LazyTensorStorage,
+        home: RecoveryFolder,
+        *,
+        existsok: bool = False,
+        mapped: bool = True,
+    ) -> None:
         self._storage = weakref.ref(storage)
         self.home = home
+        self.folder = home.folder.parent
+        """The folder of the row files."""
+        self._existsok, self._mapped = existsok, mapped
         self.active = False
         """True after the first write, or if rows were recovered."""
         self._rows: dict[Any, int] = {}
@@ -104,7 +129,7 @@ class Committing:
             self._seen = -1
         elif saved is not None and place < len(saved.priorities):
             table = saved.priorities[place]
-            cells = self.home.table(PRIORITIES + place, np.float64, table.length)[: table.length]
+            cells = self.home.table(PRIORITIES + place, table.length)[: table.length]
             if not (np.isfinite(cells) & (cells >= 0)).all():
                 raise CheckpointError(
                     f"{self.home.folder} is damaged: number {PRIORITIES + place} of its tables "
@@ -289,10 +314,17 @@ class Committing:
 
 
 VERSION_SHARED, VERSION_REFERENCES = 3, 4
-"""Version of the format of folders whose rows processes share, or have shared."""
+"""Versions of the format of folders whose rows processes share or have shared, and of folders with
+references."""
 
-_ROWS = 1000
-"""Number of the first file of rows. Tables have smaller numbers."""
+ANNOUNCED, IRREGULAR, RESET, RESERVED = range(SIGN_COUNT := 4)
+"""Numbers of the signs that writers set for readers without the lock.
+
+- ``ANNOUNCED``: row id up to which a process is writing rows at the cursor.
+- ``IRREGULAR``: twice the number of other overwrites of rows. It is odd during an overwrite.
+- ``RESET``: number of the last state with changes that are not writes at the cursor.
+- ``RESERVED``: number of overflow entries with reserved blocks.
+"""
 
 
 class Recovery(Committing):
@@ -303,8 +335,7 @@ class Recovery(Committing):
     the process is killed during it, or if an error comes before the ledger counts it.
 
     Args:
-        storage: the storage.
-        home: the recovery folder next to the storage's files.
+        storage, home, existsok, mapped: as for ``Committing``.
     """
 
     # -- opening ------------------------------------------------------------------------------
@@ -351,58 +382,172 @@ class Recovery(Committing):
             )
         return found
 
-    def check_dedup(self, found: dict[str, Any], pairs: Pairs | None) -> None:
-        """Raise ValueError if the files were made with another ``dedup_next``."""
+    def make_columns(self, schema: Schema, lanes: torch.Size, pairs: Pairs | None) -> AnyColumns:
+        """Make the files of the rows, in which none is stored yet, and publish them.
+
+        Args:
+            schema: the layout of the rows.
+            lanes: sizes of the dimensions after time.
+            pairs: the leaves that are stored once; None if every row stores all leaves.
+
+        Raises:
+            RuntimeError: another storage or process uses the folder, or this is a forked process.
+            OSError: the disk has too little room.
+        """
+        storage, home, folder = self._storage(), self.home, self.folder
+        assert storage is not None
+        home.check_process()
+        stored, slots = schema if pairs is None else pairs.stored, storage._slots_for(lanes)
+        plan = RowFiles.of(folder, stored, slots, lanes)
+        present = {file for file in plan.files.values() if file.exists()}
+        if pairs is not None:
+            present |= set((folder / OVERFLOW).rglob("*.memmap"))
+        if not home.half_made:  # else the files are leftovers of this storage
+            refuse_taken(folder, present, existsok=self._existsok, own=home.folder)
+            if present:
+                give_up_rows(folder, home.folder)
+        with home.making():
+            rows = columns_in_files(
+                folder,
+                stored,
+                slots,
+                lanes,
+                existsok=True,
+                taken=[],
+                ndim=storage.ndim,
+                mapped=self._mapped,
+            )
+            self._open(rows, list(plan.files.values()), fresh=True)
+            columns: AnyColumns = rows
+            if pairs is not None:
+                journal = DedupJournal(self, folder / OVERFLOW, mapped=self._mapped)
+                references = journal.references(slots * lanes.numel(), there=False)
+                columns = self._dedup(storage, pairs, rows, journal, references)
+            self._publish(schema, rows, pairs)
+        return columns
+
+    def _dedup(
+        self,
+        storage: LazyTensorStorage,
+        pairs: Pairs,
+        rows: Columns,
+        journal: DedupJournal,
+        references: Array,
+    ) -> DedupColumns:
+        columns = DedupColumns(pairs, rows, journal.grow, storage.lane_key)
+        columns.table.journal_by(journal, references)
+        return columns
+
+    def _publish(self, schema: Schema, rows: Columns, pairs: Pairs | None) -> None:
+        """Write the manifest. From then on the storage can be recovered."""
+        content = self.describe(schema, rows.slots, rows.lanes)
+        if pairs is not None:
+            content["dedup_next"] = _dedup_columns_of(pairs)
+            content["references"] = REFERENCES
+        self.home.publish(content, version=self._version(content))
+        self.active = True
+
+    def _version(self, content: Mapping[str, Any]) -> int:
+        if "references" in content:
+            return VERSION_REFERENCES
+        return VERSION_SHARED if self.shared else 1
+
+    def resume(self) -> None:
+        """Resume with the rows that a storage of the same arguments left in the folder.
+
+        Raises:
+            ValueError: the storage was made with other arguments; the error names one.
+            CheckpointError: the files are damaged, or contradict each other.
+        """
+        found, storage = self.known(), self._storage()
+        assert storage is not None
+        if found is None:
+            return
+        with storage.lock:
+            try:
+                self._restore(storage, *self._open_files(storage, found))
+                if isinstance(storage._columns, DedupColumns):
+                    self._restore_references(storage, storage._columns, found)
+            except BaseException:
+                self.active = False  # its present state must not be committed
+                raise
+
+    def _open_files(
+        self, storage: LazyTensorStorage, found: Mapping[str, Any]
+    ) -> tuple[Columns, Array]:
+        """Map the files of the rows and undo uncommitted changes; return rows and state.
+
+        Raises:
+            ValueError: the files were made with another ``dedup_next``.
+            CheckpointError: a file is damaged or missing; the error names it.
+        """
+        folder = self.folder
+        try:
+            schema = Schema.from_json(found.get("schema"))
+        except ValueError as error:
+            raise CheckpointError(f"the schema of {folder} cannot be read: {error}") from None
+        lanes, pairs = torch.Size(found["lanes"]), storage.pairs_for(schema)
         there, own = found.get("dedup_next"), None if pairs is None else _dedup_columns_of(pairs)
         if there != own:
             shown = [
                 False if keys is None else [key[0] if len(key) == 1 else tuple(key) for key in keys]
                 for keys in (own, there)
             ]
-            folder = self.home.folder.parent
             raise ValueError(f"expected dedup_next={shown[0]}, got {shown[1]} in {folder}")
-
-    def begin(self, columns: Columns, files: list[FilePath]) -> None:
-        """Open new row files, without stored rows, for the journal, and publish them."""
-        self.reopen(columns, files)
-        self.publish(columns)
-
-    def reopen(self, columns: Columns, files: list[FilePath]) -> None:
-        """Do the first half of ``begin``. Afterwards tables can be made."""
-        self._open(columns, files, fresh=True)
-
-    def publish(self, columns: Columns, pairs: Pairs | None = None) -> None:
-        """Do the second half of ``begin``. From then on the storage can be recovered.
-
-        Args:
-            columns: the columns of the rows.
-            pairs: the leaves that are stored once; None if the columns have all leaves.
-        """
-        schema = columns.schema if pairs is None else pairs.schema
-        content = self.describe(schema, columns.slots, columns.lanes)
+        stored = schema if pairs is None else pairs.stored
+        plan = RowFiles.of(folder, stored, storage._slots_for(lanes), lanes)
+        for path, file in plan.files.items():
+            check_file(file, plan.nbytes(path))
+        rows, files = plan.opened(storage.ndim, mapped=self._mapped), list(plan.files.values())
+        elements = rows.slots * lanes.numel()
+        columns: AnyColumns = rows
         if pairs is not None:
-            content["dedup_next"] = _dedup_columns_of(pairs)
-            content["references"] = REFERENCES
-        version = VERSION_SHARED if self.shared else 1 if pairs is None else VERSION_REFERENCES
-        self.home.publish(content, version=version)
+            journal = DedupJournal(self, folder / OVERFLOW, mapped=self._mapped)
+            journal.open(pairs.overflow, elements)
+            files += journal.files
+        numbers = self._open(rows, files)
+        if pairs is not None:
+            there = "references" in found
+            references = journal.references(elements, there=there)
+            columns = self._dedup(storage, pairs, rows, journal, references)
+        storage._columns = columns
+        storage._adopt(columns)
         self.active = True
+        return rows, numbers
 
-    def resume(self, columns: Columns, files: list[FilePath]) -> None:
+    def _restore_references(
+        self, storage: LazyTensorStorage, columns: DedupColumns, found: Mapping[str, Any]
+    ) -> None:
+        """Find the entries in use; convert the tables of a folder before version 4."""
+        table, rows = columns.table, columns.rows
+        journal, cells = table.journal, rows.lanes.numel()
+        assert journal is not None
+        stored, streams = storage.ledger.length * cells, storage.lane_key is not None
+        try:
+            if "references" not in found:
+                journal.convert(table.references, cells, stored, streams=streams)
+            # The disk may have no blocks for entries after the last one in use.
+            used = -int(table.references[:stored].min(initial=0))
+            table.use_overflow(journal.table(columns.pairs.overflow, used))
+            columns.reread(storage.ledger)
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder} contradicts itself: {error}") from None
+        if "references" not in found:
+            self._publish(columns.schema, rows, columns.pairs)
+            journal.drop_converted()
+
+    def _restore(self, storage: LazyTensorStorage, columns: Columns, numbers: Array) -> None:
         """Restore the committed ledger, cuts and begins of episodes.
 
         Raises:
             CheckpointError: the files contradict each other.
         """
-        storage = self._storage()
-        assert storage is not None
-        numbers = self._open(columns, files)
-        self.active = True
         if not len(numbers):
             return
         try:
             state = CommittedState.decode(numbers)
             for place, table in enumerate(state.priorities):
-                self.home.check_table(PRIORITIES + place, np.float64, table.length)
+                self.home.check_table(PRIORITIES + place, table.length)
             positions = self._table(POSITIONS, state.positions)
             generations = self._table(GENERATIONS, state.generations)
             ledger = Ledger.check(
@@ -430,7 +575,7 @@ class Recovery(Committing):
 
     def _open(self, columns: Columns, files: list[FilePath], *, fresh: bool = False) -> Array:
         rows = rows_as_bytes(columns)
-        targets = {_ROWS + number: cells for number, cells in enumerate(rows.values())}
+        targets = {ROWS + number: cells for number, cells in enumerate(rows.values())}
         self._rows = dict(zip(rows, targets, strict=True))
         self.home.sync_with(files)
         storage = self._storage()
@@ -441,8 +586,8 @@ class Recovery(Committing):
     def _table(self, number: int, length: int) -> torch.Tensor | None:
         if length < 0:
             return None
-        self.home.check_table(number, np.int64, length)
-        cells = self.home.table(number, np.int64, length)
+        self.home.check_table(number, length)
+        cells = self.home.table(number, length)
         return torch.from_numpy(cells[:length].copy())
 
     @property
@@ -458,15 +603,20 @@ class Recovery(Committing):
         Raises:
             OSError: there is no room. No state has changed then.
         """
-        found = self.home.manifest()
+        found, storage = self.home.manifest(), self._storage()
+        assert storage is not None
+        self.home.drop_following()
         if found is not None:
-            self.home.publish(found, version=VERSION_SHARED)
+            self.home.publish(found, version=max(VERSION_SHARED, self._version(found)))
             self._seen, self._more = -1, tuple(more)
             try:
                 self.commit()
             except BaseException:
                 self._more = ()
                 raise
+            if isinstance(storage._columns, DedupColumns):
+                signs = self.home.table(SIGNS, SIGN_COUNT)
+                signs[RESERVED] = storage._columns.table.overflow_entries
         self.active = False
 
     # -- changes ------------------------------------------------------------------------------
@@ -485,9 +635,10 @@ class Recovery(Committing):
             OSError: there is no room for a copy of the rows. Nothing has changed then.
             RuntimeError: this is a forked process.
         """
-        self._journal(at, paths)
+        self.journal_stored(at, paths)
 
-    def _journal(self, at: Array | range, paths: Iterable[Path] | None = None) -> None:
+    def journal_stored(self, at: Array | range, paths: Iterable[Path] | None = None) -> None:
+        """Journal as ``journal_rows`` does, but give readers without the lock no sign."""
         storage = self._storage()
         assert storage is not None
         stored = storage.ledger.length
@@ -550,10 +701,10 @@ class Recovery(Committing):
             if now != self._journaled:
                 self._journaled, self._whole = now, used
         elif until <= slots:
-            self._journal(range(first, until))
+            self.journal_stored(range(first, until))
         else:
-            self._journal(range(first, slots))
-            self._journal(range(until - slots))
+            self.journal_stored(range(first, slots))
+            self.journal_stored(range(until - slots))
 
     def poll(self, *, whole: bool = False) -> None:
         """Poll other processes before the caller reads the number of rows.
@@ -570,20 +721,3 @@ class Recovery(Committing):
 def _dedup_columns_of(pairs: Pairs) -> list[list[Any]]:
     """Return the root paths of the leaves that are stored once."""
     return [list(path) for path in pairs.root_of.values()]
-
-
-def rows_as_bytes(columns: Columns) -> dict[Path | None, Array]:
-    """Return views of the memory of columns, uint8 ``[slots, bytes]`` each.
-
-    The keys are the paths of leaves in separate columns, and None for the records.
-    """
-    packed = {} if columns.layout is None else columns.layout.offsets
-    alone: dict[Path | None, torch.Tensor] = {}
-    if columns.records is not None:
-        alone[None] = columns.records
-    alone |= {path: tensor for path, tensor in columns.tensors.items() if path not in packed}
-    return {
-        path: tensor.reshape(-1).view(torch.uint8).reshape(columns.slots, -1).numpy()
-        for path, tensor in alone.items()
-        if tensor.numel()
-    }

@@ -10,8 +10,9 @@ import shutil
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path as FilePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from replaykit.filesystem import map_common, reserve_blocks
@@ -26,6 +27,7 @@ from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Path
 
 __all__ = [
+    "OVERFLOW",
     "RowFiles",
     "added_in_files",
     "columns_in_files",
@@ -33,12 +35,21 @@ __all__ = [
     "map_file",
     "refuse_taken",
     "remove_empty",
+    "rows_as_bytes",
 ]
+
+Array = np.ndarray[Any, Any]
 
 _RECORDS: Path = (object(),)
 """The path of the records among the paths of leaves. No key can equal it."""
 
 _RECORDS_NAME = "records"
+
+OVERFLOW = "%beside"
+"""Folder of the overflow entries of ``dedup_next``.
+
+No file of a key has this name, because ``%`` in keys is escaped.
+"""
 
 
 def columns_in_files(
@@ -185,16 +196,16 @@ class RowFiles(NamedTuple):
         )
 
 
-def grow_in_files(folder: FilePath) -> Grow:
+def grow_in_files(folder: FilePath, *, mapped: bool = True) -> Grow:
     """Return a function that extends the files of a table and maps them again.
 
-    No value is copied.
+    No value is copied. ``mapped`` is False if the files are in memory.
     """
 
     def grow(schema: Schema, entries: int, table: Columns | None) -> Columns:
         folder.mkdir(exist_ok=True)
         return columns_in_files(
-            folder, schema, entries, torch.Size(), existsok=True, taken=[], ndim=1
+            folder, schema, entries, torch.Size(), existsok=True, taken=[], ndim=1, mapped=mapped
         )
 
     return grow
@@ -272,6 +283,23 @@ def _check_disk(folder: FilePath, needed: int, present: set[FilePath]) -> None:
             "use a smaller max_size or a scratch_dir on a larger disk",
             str(folder),
         )
+
+
+def rows_as_bytes(columns: Columns) -> dict[Path | None, Array]:
+    """Return views of the memory of columns, uint8 ``[slots, bytes]`` each.
+
+    The keys are the paths of leaves in separate columns, and None for the records.
+    """
+    packed = {} if columns.layout is None else columns.layout.offsets
+    alone: dict[Path | None, torch.Tensor] = {}
+    if columns.records is not None:
+        alone[None] = columns.records
+    alone |= {path: tensor for path, tensor in columns.tensors.items() if path not in packed}
+    return {
+        path: tensor.reshape(-1).view(torch.uint8).reshape(columns.slots, -1).numpy()
+        for path, tensor in alone.items()
+        if tensor.numel()
+    }
 
 
 def _file_names(paths: list[Path]) -> dict[Path, FilePath]:

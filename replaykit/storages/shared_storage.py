@@ -19,9 +19,7 @@ import torch
 from replaykit.checkpoint.dirty_chunks import RECORDS, Changes, TrackedTensor
 from replaykit.checkpoint.shared_dirty_chunks import SharedChanges
 from replaykit.errors import CheckpointError
-from replaykit.filesystem import sync_directory
 from replaykit.recovery import (
-    COUNTS,
     DESCRIPTION,
     LOCK,
     MEMBERS,
@@ -32,16 +30,22 @@ from replaykit.recovery import (
     ProcessRegistry,
     RecoveryFolder,
     SharedLock,
-    check_file,
     check_flock,
-    give_up_rows,
     is_held,
     is_shared,
     one_thread_in_children,
     read_manifest,
     write_manifest,
 )
-from replaykit.schema import Schema
+from replaykit.recovery.recovery_folder import (
+    CHANGED,
+    GENERATIONS,
+    POSITIONS,
+    PRIORITIES,
+    PRIORITIES_SET,
+    ROWS_WRITTEN,
+    SIGNS,
+)
 from replaykit.storages.change_log import ChangeKind
 from replaykit.storages.columns import Columns
 from replaykit.storages.commit_state import (
@@ -51,41 +55,30 @@ from replaykit.storages.commit_state import (
     RecoverableWriter,
     set_alone,
 )
+from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.recoverable import (
-    GENERATIONS,
-    POSITIONS,
-    PRIORITIES,
-    VERSION_SHARED,
+    ANNOUNCED,
+    IRREGULAR,
+    RESERVED,
+    RESET,
+    SIGN_COUNT,
     Recovery,
 )
-from replaykit.storages.row_files import RowFiles, columns_in_files, refuse_taken
+from replaykit.storages.references import REFERENCES_KEY
 from replaykit.structure import Path
 
 if TYPE_CHECKING:
     from replaykit.storages.tensors import LazyTensorStorage
 
 __all__ = [
-    "ANNOUNCED",
     "HOW",
-    "IRREGULAR",
-    "RESET",
-    "SIGNS",
     "Following",
     "Sharing",
     "memory_folder",
     "read_description",
-    "remove_followers",
 ]
 
 Array = np.ndarray[Any, Any]
-
-ANNOUNCED, IRREGULAR, RESET = range(SIGNS := 3)
-"""Numbers of the signs that writers set for readers without the lock.
-
-- ``ANNOUNCED``: row id up to which a process is writing rows at the cursor.
-- ``IRREGULAR``: twice the number of other overwrites of rows. It is odd during an overwrite.
-- ``RESET``: number of the last state with changes that are not writes at the cursor.
-"""
 
 _ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
 """True if processors see each other's stores in order; else reads take the lock."""
@@ -102,12 +95,11 @@ class Following(Recovery):
     updates only the counters, and only for reads.
 
     Args:
-        storage: the storage.
-        home: the recovery folder that all processes have open.
+        storage, home, existsok, mapped: as for ``Committing``.
     """
 
-    def __init__(self, storage: LazyTensorStorage, home: RecoveryFolder) -> None:
-        super().__init__(storage, home)
+    def __init__(self, storage: LazyTensorStorage, home: RecoveryFolder, **options: bool) -> None:
+        super().__init__(storage, home, **options)
         self._known = 0
         """Number of the state that this process has followed; -1 to read everything."""
         self._logged_until = 0
@@ -135,7 +127,7 @@ class Following(Recovery):
         if storage is None or signs is None or self._known < 0 or not _ORDERED:
             return None
         irregular = signs[IRREGULAR]
-        if irregular & 1:
+        if irregular & 1 or self._lacks_entries(storage):
             return None
         ledger, indexed = storage.ledger, storage.indexes.indexed_until()
         found = self.home.states.first(self._known)
@@ -150,9 +142,31 @@ class Following(Recovery):
                     return None
             else:
                 self._known, self._lags = found[0], True
-                ledger.follow_writes(*found[1:])
+                self._follow_writes(storage, *found[1:])
                 self._seen = ledger.log.number
         return irregular, ledger.next_position, indexed
+
+    def _lacks_entries(self, storage: LazyTensorStorage) -> bool:
+        """Return whether another process has made overflow entries that are not mapped here."""
+        columns = storage._columns
+        if not isinstance(columns, DedupColumns):
+            return False
+        return bool(columns.table.overflow_entries != self._signs[RESERVED])
+
+    def _map_entries(self, storage: LazyTensorStorage) -> None:
+        """Map the overflow entries that another process has made."""
+        if self._lacks_entries(storage):
+            columns: Any = storage._columns
+            table = columns.table
+            reserved = self._signs[RESERVED]
+            table.use_overflow(table.journal.table(columns.pairs.overflow, reserved))
+
+    @staticmethod
+    def _follow_writes(storage: LazyTensorStorage, *counters: int) -> None:
+        """Follow writes at the cursor, of which only the counters were read."""
+        storage.ledger.follow_writes(*counters)
+        if isinstance(storage._columns, DedupColumns):
+            storage._columns.outdate(storage.ledger)
 
     def _glance_at_all(self, storage: LazyTensorStorage) -> bool:
         """Follow the whole latest state, and return whether that was possible."""
@@ -161,7 +175,7 @@ class Following(Recovery):
             return False
         if not before.follow(found[1][:-1]):
             return False
-        storage.ledger.follow_writes(before.cursor, before.length, before.next_position)
+        self._follow_writes(storage, before.cursor, before.length, before.next_position)
         self._follow_counters(storage, before)
         self._known, self._lags = found[0], False
         return True
@@ -227,7 +241,7 @@ class Following(Recovery):
         assert before is not None
         tables = []
         for number, length in ((POSITIONS, before.positions), (GENERATIONS, before.generations)):
-            cells = self.home.table(number, np.int64, length)[:length] if length >= 0 else None
+            cells = self.home.table(number, length)[:length] if length >= 0 else None
             tables.append((cells, None if since is None else since.get(number, _NO_ELEMENTS)))
         ledger.follow(
             before.cursor,
@@ -240,6 +254,8 @@ class Following(Recovery):
         )
         if since is not None:
             self._follow_edits(storage, since)
+        if isinstance(storage._columns, DedupColumns):
+            storage._columns.outdate(ledger)
         if not steady:
             indexes.follow(before.marks, before.codes, reset=reset)
         indexes.heads_from = self._heads
@@ -283,7 +299,7 @@ class Following(Recovery):
         """Give a sampler the present priorities of some elements; None for all."""
         assert self._committed is not None
         table = self._committed.priorities[place]
-        cells = self.home.table(PRIORITIES + place, np.float64, table.length)[: table.length]
+        cells = self.home.table(PRIORITIES + place, table.length)[: table.length]
         if at is not None:
             at = at[at < table.length]
         values = cells.copy() if at is None else cells[at]
@@ -313,9 +329,8 @@ class Following(Recovery):
 _NO_ELEMENTS = np.zeros(0, np.int64)
 
 
-_LOG, _SIGNS, _ROWS_WRITTEN, _PRIORITIES_SET = 2, 3, 6, 7
-"""Numbers of the tables for the log of changes, the signs for readers without the lock, and the
-dirty rows and priorities."""
+_VERSION = 5
+"""Version of the description of a shared storage."""
 
 _LOG_LENGTH = 1 << 17
 _PREFIX = "replaykit-shared-"
@@ -376,8 +391,8 @@ class Sharing(Following):
         check_flock()
         one_thread_in_children()
         home = RecoveryFolder(folder, shared=True, recoverable=recover, durable=durable)
-        super().__init__(storage, home)
-        self._folder, self._private = folder, private
+        super().__init__(storage, home, existsok=existsok, mapped=mapped)
+        self._private = private
         self._how = dict(zip(HOW, (private, mapped, existsok, recover, durable), strict=True))
         if not join and not recover:
             if is_shared(home.folder):
@@ -401,21 +416,16 @@ class Sharing(Following):
         # `atexit` does not run in processes that multiprocessing started. A priority below 0 runs
         # this after the process has waited for its children, which may still open the folder.
         self._leave = multiprocessing.util.Finalize(
-            self, _leave, args=(self._members, self._folder, self._private), exitpriority=-1
+            self, _leave, args=(self._members, self.folder, self._private), exitpriority=-1
         )
 
     def invitation(self) -> dict[str, Any]:
         """Return the arguments that another process needs to join."""
-        return {"folder": self._folder, **self._how}
+        return {"folder": self.folder, **self._how}
 
     def describe_sharing(self, content: dict[str, Any]) -> None:
         """Write the description of the storage for processes that join; see ``join_folder``."""
-        write_manifest(self.home.folder, content | self._how, VERSION_SHARED, DESCRIPTION)
-
-    @property
-    def folder(self) -> FilePath:
-        """The folder of the row files."""
-        return self._folder
+        write_manifest(self.home.folder, content | self._how, _VERSION, DESCRIPTION)
 
     def new_lock(self) -> SharedLock:
         """Return a lock for this process, which may be a forked child."""
@@ -428,63 +438,36 @@ class Sharing(Following):
 
     # -- files --------------------------------------------------------------------------------
 
-    def make_columns(self, schema: Schema, slots: int, lanes: torch.Size) -> Columns:
-        """Make the files of the rows; the caller holds the lock."""
-        storage, home = self._storage(), self.home
-        assert storage is not None
-        plan = RowFiles.of(self._folder, schema, slots, lanes)
-        present = {file for file in plan.files.values() if file.exists()}
-        if not home.half_made:
-            refuse_taken(self._folder, present, existsok=self._how["existsok"], own=home.folder)
-            if present:
-                give_up_rows(self._folder, home.folder)
-        with home.making():
-            columns = columns_in_files(
-                self._folder,
-                schema,
-                slots,
-                lanes,
-                existsok=True,
-                taken=[],
-                ndim=storage.ndim,
-                mapped=self._how["mapped"],
-            )
-            self.begin(columns, list(plan.files.values()))
+    def _open(self, columns: Columns, files: list[FilePath], *, fresh: bool = False) -> Array:
+        numbers = super()._open(columns, files, fresh=fresh)
         self._open_log(columns)
-        return columns
-
-    def _attach(self, storage: LazyTensorStorage) -> None:
-        """Map the files that another process has made."""
-        found = self.known()
-        assert found is not None
-        lanes = torch.Size(found["lanes"])
-        schema = Schema.from_json(found["schema"])
-        plan = RowFiles.of(self._folder, schema, storage._slots_for(lanes), lanes)
-        for path, file in plan.files.items():
-            check_file(file, plan.nbytes(path))
-        columns = plan.opened(storage.ndim, mapped=self._how["mapped"])
-        self._open(columns, list(plan.files.values()))
-        self._open_log(columns)
-        storage._columns = columns
-        storage._adopt(columns)
-        self.active = True
+        return numbers
 
     def _open_log(self, columns: Columns) -> None:
         self._changes = columns.changes = self._row_changes(columns)
         like = Changes(columns.slots * columns.lanes.numel(), _PRIORITY_BYTES)
-        cells = self._cells(_PRIORITIES_SET, SharedChanges.length(like))
+        cells = self._cells(PRIORITIES_SET, SharedChanges.length(like))
         self._set = SharedChanges(cells, like, pending_changes=self._pending_changes)
-        self._log = ElementLog(self.home.table(_LOG, np.int64, _LOG_LENGTH)[:_LOG_LENGTH])
-        self._signs = self.home.table(_SIGNS, np.int64, SIGNS)[:SIGNS].data
+        self._log = ElementLog(self._cells(CHANGED, _LOG_LENGTH))
+        self._signs = self._cells(SIGNS, SIGN_COUNT).data
+
+    def _dedup(self, storage: LazyTensorStorage, *given: Any) -> DedupColumns:
+        columns = super()._dedup(storage, *given)
+        journal = columns.table.journal
+        assert journal is not None
+        journal.reserved = self._signs[RESERVED:]
+        columns.outdate(storage.ledger)
+        return columns
 
     def _cells(self, number: int, count: int) -> Array:
-        return self.home.table(number, np.int64, count)[:count]
+        return self.home.table(number, count)[:count]
 
     def _row_changes(self, columns: Columns) -> SharedChanges:
         """Return the record of dirty rows, for the next save, that all processes share."""
         before, like = self._changes, columns.changes
-        keys = [RECORDS, *(path for path in columns.tensors if path not in like.packed)]
-        cells = self._cells(_ROWS_WRITTEN, SharedChanges.length(like, keys))
+        keys: list[Any] = [RECORDS, REFERENCES_KEY]
+        keys += [path for path in columns.tensors if path not in like.packed]
+        cells = self._cells(ROWS_WRITTEN, SharedChanges.length(like, keys))
         views = GivenViews(self.home.folder)
         made = SharedChanges(cells, like, keys, views, self._pending_changes)
         if before is not None and before.exposed:
@@ -529,8 +512,11 @@ class Sharing(Following):
         if not self.active:
             if not home.published:
                 return
-            self._attach(storage)
+            found = self.known()
+            assert found is not None
+            self._open_files(storage, found)
             signs = self._signs
+        self._map_entries(storage)
         sequence, used = home.journaled()
         sequence -= 1
         if used:  # the process that journaled these rows has died
@@ -657,23 +643,17 @@ def read_description(folder: FilePath) -> dict[str, Any]:
                 and (key is None or isinstance(key, list))
             ):
                 raise CheckpointError(f"{home / DESCRIPTION} does not describe a shared buffer")
-            return {**found, "lane_key": None if key is None else tuple(key)}
+            dedup: Any = found.get("dedup_next", False)  # not there before version 5
+            found["on_mismatch"] = found.get("on_mismatch", "error")
+            found["lane_key"] = None if key is None else tuple(key)
+            if isinstance(dedup, list):
+                dedup = [tuple(path) for path in dedup]
+            found["dedup_next"] = dedup
+            return found
     raise FileNotFoundError(
         f"expected a folder of a buffer with shared=True, got {folder}, in which there is no "
         f"{RECOVERABLE}/{DESCRIPTION} and no {SHARED}/{DESCRIPTION}"
     )
-
-
-def remove_followers(home: FilePath) -> None:
-    """Remove the tables that only processes that share the rows need.
-
-    A process that writes the rows alone does not update them. The caller has locked the folder.
-    """
-    for number in (_LOG, _SIGNS, _ROWS_WRITTEN, _PRIORITIES_SET):
-        for file in home.glob(f"table-{number}-*.bin"):
-            file.unlink()
-    (home / COUNTS).unlink(missing_ok=True)
-    sync_directory(home)
 
 
 def memory_folder() -> FilePath:

@@ -38,7 +38,10 @@ from replaykit.storages.shared_storage import HOW, Sharing, memory_folder
 from replaykit.structure import build
 from replaykit.ted import format_key
 
-__all__ = ["LazyTensorStorage", "TensorStorage"]
+__all__ = ["DESCRIBED", "LazyTensorStorage", "TensorStorage"]
+
+DESCRIBED = ("max_size", "ndim", "lane_key", "dedup_next", "on_mismatch")
+"""Names of the arguments that processes find in the description of a shared storage."""
 
 
 @named_after
@@ -164,7 +167,8 @@ class LazyTensorStorage(TensorStorage):
             No flag under ``next`` of the row before is set, no id column of ``ted.EPISODE_KEYS``
             changes, and no ``cut`` comes between. The first row after ``write_at``, an edit of
             these keys, ``empty`` or a load is not checked. With ``lane_key``, this holds for the
-            first row of each stream. Rows placed by hand are never checked.
+            first row of each stream. Rows placed by hand are never checked. In a shared buffer, the
+            first rows after a write of another process are not checked either.
         lane_key: the column that names the stream of a row, such as the id of an environment or a
             trajectory. Use it if rows of several environments arrive one by one in any order. The
             rows of one stream then follow each other, even if rows of other streams are written
@@ -281,8 +285,8 @@ class LazyTensorStorage(TensorStorage):
             Whether the storage has joined other processes before.
 
         Raises:
-            ValueError: rows are stored already, the device is not the CPU, or ``dedup_next`` is
-                set. Or the storage has joined other processes, whose ``parts`` differ.
+            ValueError: rows are stored already, or the device is not the CPU. Or the storage has
+                joined other processes, whose ``parts`` differ.
             RuntimeError: another process or storage uses the folder of this storage.
             OSError: the folder cannot be made.
         """
@@ -321,8 +325,6 @@ class LazyTensorStorage(TensorStorage):
 
     def _check_sharing_options(self) -> None:
         name = type(self).__name__
-        if self.dedup_next:
-            raise ValueError(f"expected shared=True without dedup_next, got {self.dedup_next!r}")
         if self._device == "auto" or torch.device(self._device).type != "cpu":
             raise ValueError(
                 f"expected a {name} on the CPU for shared=True, got device {self._device}"
@@ -340,8 +342,7 @@ class LazyTensorStorage(TensorStorage):
         """Begin to share a folder, or join other processes if ``parts`` is None."""
         sharing = Sharing(self, folder, join=parts is None, **how)
         if parts is not None:
-            lane_key = None if self.lane_key is None else list(self.lane_key)
-            own = {"max_size": self.max_size, "ndim": self.ndim, "lane_key": lane_key}
+            own = {name: getattr(self, name) for name in DESCRIBED}
             sharing.describe_sharing({**own, "parts": dict(parts)})
         return sharing
 
@@ -361,16 +362,10 @@ class LazyTensorStorage(TensorStorage):
         Raises:
             RuntimeError: the folder is gone, or one process recovers it alone.
         """
-        storage = cls(found["max_size"], ndim=found["ndim"], lane_key=found["lane_key"])
+        storage = cls(**{name: found[name] for name in DESCRIBED})
         storage._begin_sharing(None, folder, **{name: found[name] for name in HOW})
         storage._invited = found["parts"]
         return storage
-
-    def _allocate_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
-        if self.recovery is not None and self.recovery.shared:
-            columns: Columns = self.recovery.make_columns(schema, self._slots_for(lanes), lanes)
-            return columns
-        return super()._allocate_memory(schema, lanes, rows)
 
     def for_readers(self) -> Any:
         if self.recovery is not None and self.recovery.shared:
@@ -476,9 +471,12 @@ class LazyTensorStorage(TensorStorage):
         check_follows(leaves, before, pairs, lanes, {}, none, streams=streams)
 
     def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
-        if not self.dedup_next:
+        pairs = self.pairs_for(schema)
+        if self.recovery is not None:
+            made: AnyColumns = self.recovery.make_columns(schema, lanes, pairs)
+            return made
+        if pairs is None:
             return self._allocate_memory(schema, lanes, rows)
-        pairs = self._pairs_of(schema)
         taken = self._allocate_memory(pairs.stored, lanes, rows)
         return self._dedup_columns(pairs, taken, self._grow(taken.device))
 
@@ -488,7 +486,7 @@ class LazyTensorStorage(TensorStorage):
     def put_back(self) -> None:
         """Update derived data after a rollback has restored overwritten rows."""
         if isinstance(self._columns, DedupColumns):
-            self._columns.reread(self.ledger)
+            self._columns.outdate(self.ledger)
 
     def _pairs_of(self, schema: Schema) -> Pairs:
         pairs = pairs_of(schema, self.dedup_next, self.lane_key)

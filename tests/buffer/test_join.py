@@ -34,6 +34,14 @@ def rows(first: int, count: int) -> TensorDict:
     return TensorDict({"number": number, "next": {"done": number % 4 == 3}}, [count])
 
 
+def observed(first: int, count: int) -> TensorDict:
+    """Rows with observations, of which each is the next one of the row before."""
+    found = rows(first, count)
+    found["seen"] = found["number"][:, None].expand(count, 3).contiguous()
+    found["next", "seen"] = found["seen"] + 1
+    return found
+
+
 def prioritized() -> PrioritizedSampler:
     return PrioritizedSampler(alpha=0.7, beta=0.5)
 
@@ -112,21 +120,26 @@ def test_rows_outlive_all_processes(tmp_path: Path) -> None:
     assert numbers(again) == list(range(3, 13))
 
 
-def test_rows_are_recovered_with_and_without_sharing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dedup_next", [False, True])
+def test_rows_are_recovered_with_and_without_sharing(dedup_next: bool, tmp_path: Path) -> None:
     written = 0
     for shared in (False, True, False, False, True, True):
-        storage = LazyMemmapStorage(10, scratch_dir=tmp_path, recover=True)
+        options: Any = {"dedup_next": dedup_next, "recover": True}
+        storage = LazyMemmapStorage(10, scratch_dir=tmp_path, **options)
         assert len(storage) == min(written, 10)
         buffer = ReplayBuffer(storage=storage, sampler=prioritized(), shared=shared, batch_size=4)
         handles = [buffer]
         if shared:
             handles.append(ReplayBuffer.join(tmp_path, sampler=prioritized()))
         for handle in handles:
-            index = handle.extend(rows(written, 3))
+            index = handle.extend(observed(written, 3))
             handle.update_priority(index, torch.arange(3.0) + written + 1)
             written += 3
         for handle in handles:
             assert numbers(handle) == [*range(max(0, written - 10), written)]
+            found = handle[:]
+            assert (found["seen"][:, 0] == found["number"]).all()
+            assert (found["next", "seen"][:, 2] == found["number"] + 1).all()
             known: Any = handle.sampler
             slots = torch.arange(len(handle))
             held = handle[slots]["number"] + 1.0
@@ -135,7 +148,7 @@ def test_rows_are_recovered_with_and_without_sharing(tmp_path: Path) -> None:
         del storage, buffer, handles, handle, known
         gc.collect()
     record = json.loads((tmp_path / "%recovery" / "manifest.json").read_text())
-    assert record["format_version"] == 3
+    assert record["format_version"] == (4 if dedup_next else 3)
 
 
 def test_saves_after_a_recovery_have_all_rows(tmp_path: Path) -> None:

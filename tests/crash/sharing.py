@@ -24,13 +24,21 @@ _SALT = 2654435761
 
 
 def new_buffer(
-    slots: int, folder: Path | None = None, *, prioritized: bool = True, recover: bool = False
+    slots: int,
+    folder: Path | None = None,
+    *,
+    prioritized: bool = True,
+    recover: bool = False,
+    dedup: bool = False,
 ) -> ReplayBuffer:
     """A shared buffer in memory or in a folder."""
+    options: dict[str, Any] = {}
+    if dedup:
+        options = {"dedup_next": ["seen"], "on_mismatch": "dense"}
     return ReplayBuffer(
-        storage=LazyTensorStorage(slots)
+        storage=LazyTensorStorage(slots, **options)
         if folder is None
-        else LazyMemmapStorage(slots, scratch_dir=folder, recover=recover),
+        else LazyMemmapStorage(slots, scratch_dir=folder, recover=recover, **options),
         sampler=PrioritizedSampler(alpha=0.7, beta=0.5) if prioritized else RandomSampler(),
         batch_size=16,
         shared=True,
@@ -55,7 +63,8 @@ def rows(writer: int, batch: int, first: int, count: int) -> TensorDict:
             "size": torch.full((count,), count),
             "number": number,
             "wide": noise[:, None].expand(count, WIDE).to(torch.uint8).contiguous(),
-            "next": {"done": number % 5 == 4},
+            "seen": seen(writer, number),
+            "next": {"done": number % 5 == 4, "seen": seen(writer, number + 1)},
         },
         [count],
     )
@@ -63,9 +72,15 @@ def rows(writer: int, batch: int, first: int, count: int) -> TensorDict:
     return found
 
 
+def seen(writer: int, number: torch.Tensor) -> torch.Tensor:
+    """Observations, of which each is the next one of the row before."""
+    return (number * 8 + writer)[:, None].expand(len(number), 20).contiguous()
+
+
 def check_of(found: TensorDict) -> torch.Tensor:
     """What stands in the column that follows from the others."""
     mixed = found["writer"] * 31 + found["batch"] * 17 + found["size"] * 7 + found["number"]
+    mixed = mixed + found["seen"].sum(-1) * 5 + found["next", "seen"].sum(-1) * 11
     mixed = (
         mixed + found["wide"].long().sum(-1) * 3 + found["next", "done"].long().reshape(mixed.shape)
     )

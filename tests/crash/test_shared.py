@@ -20,7 +20,7 @@ import torch
 
 from replaykit import ReplayBuffer
 from replaykit.recovery import RecoveryFolder
-from replaykit.storages import shared_storage
+from replaykit.storages import recoverable, shared_storage
 from tests.crash.recovering import kill_at
 from tests.crash.sharing import assert_whole, extends, joined, new_buffer, rows, samples, size_of
 
@@ -94,8 +94,9 @@ def batches_of(buffer: ReplayBuffer, writer: int) -> int:
 
 def test_concurrent_writers_lose_no_row_and_rows_are_whole(context: Any, tmp_path: Path) -> None:
     slots, batches = 45, 60
-    for folder in (None, tmp_path / "rows"):
-        buffer = new_buffer(slots, folder, prioritized=folder is not None)
+    for folder, dedup in ((None, False), (tmp_path / "rows", False), (None, True)):
+        prioritized = folder is not None
+        buffer = new_buffer(slots, folder, prioritized=prioritized, dedup=dedup)
         stop, (hear, said) = context.Event(), context.Pipe(duplex=False)
         reader = context.Process(target=samples, args=(buffer, stop, said))
         writers = [
@@ -188,30 +189,34 @@ def check_priorities(buffer: ReplayBuffer, unsure: set[int]) -> None:
     assert len(raw) == len(buffer)
 
 
+@pytest.mark.parametrize("dedup", [False, True])
 @pytest.mark.parametrize(
     ("disk", "method", "kills"), [(False, "fork", 10), (True, "fork", 10), (False, "spawn", 3)]
 )
 def test_killed_writer_does_not_block_others(
-    disk: bool, method: str, kills: int, tmp_path: Path
+    disk: bool, method: str, kills: int, dedup: bool, tmp_path: Path
 ) -> None:
-    buffer = new_buffer(4000, tmp_path / "rows" if disk else None)
+    buffer = new_buffer(4000, tmp_path / "rows" if disk else None, dedup=dedup)
     kill_again_and_again(buffer, multiprocessing.get_context(method), kills, int(disk))
 
 
-@pytest.mark.parametrize(("recover", "method"), [(False, "fork"), (True, "spawn")])
+@pytest.mark.parametrize(
+    ("recover", "method", "dedup"),
+    [(False, "fork", False), (True, "spawn", False), (True, "fork", True)],
+)
 def test_killed_writer_that_joined_by_path_does_not_block_others(
-    recover: bool, method: str, tmp_path: Path
+    recover: bool, method: str, dedup: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "rows"
-    buffer = new_buffer(4000, path, recover=recover)
+    buffer = new_buffer(4000, path, recover=recover, dedup=dedup)
     kills = 10 if method == "fork" else 3
     kill_again_and_again(buffer, multiprocessing.get_context(method), kills, 5, path)
 
 
-def lose_all_processes(path: Path, rounds: int, seed: int) -> None:
+def lose_all_processes(path: Path, rounds: int, seed: int, *, dedup: bool = False) -> None:
     """Kills three writers at once, which are all processes that share the rows, and goes on."""
     context, draw = multiprocessing.get_context("fork"), random.Random(seed)
-    new_buffer(4000, path, recover=True).shutdown()
+    new_buffer(4000, path, recover=True, dedup=dedup).shutdown()
     there = [0, 0, 0]
     for turn in range(rounds):
         pipes, processes = [], []
@@ -233,7 +238,8 @@ def lose_all_processes(path: Path, rounds: int, seed: int) -> None:
                     done[writer] = hear.recv()
         for process in processes:
             process.join(60)
-        buffer = joined(path) if turn % 2 else new_buffer(4000, path, recover=True)
+        made = not turn % 2
+        buffer = new_buffer(4000, path, recover=True, dedup=dedup) if made else joined(path)
         there = [batches_of(buffer, writer) for writer in range(3)] if len(buffer) else there
         for found, said in zip(there, done, strict=True):
             assert found in (said + 1, said + 2), (there, done)
@@ -247,14 +253,15 @@ def lose_all_processes(path: Path, rounds: int, seed: int) -> None:
         gc.collect()
 
 
-def test_rows_are_recovered_after_all_processes_were_killed(tmp_path: Path) -> None:
-    lose_all_processes(tmp_path / "rows", 4, 1)
+@pytest.mark.parametrize("dedup", [False, True])
+def test_rows_are_recovered_after_all_processes_were_killed(dedup: bool, tmp_path: Path) -> None:
+    lose_all_processes(tmp_path / "rows", 4, 1, dedup=dedup)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_rows_are_recovered_after_many_kills_of_all_processes(seed: int, tmp_path: Path) -> None:
-    lose_all_processes(tmp_path / "rows", 10, seed)
+    lose_all_processes(tmp_path / "rows", 10, seed, dedup=bool(seed % 2))
 
 
 def assert_extends_are_whole(buffer: ReplayBuffer) -> None:
@@ -270,10 +277,12 @@ def assert_extends_are_whole(buffer: ReplayBuffer) -> None:
     assert found_sizes[1:].tolist() == found["size"][ends[1:]].tolist()
 
 
-@pytest.mark.parametrize("disk", [False, True])
-def test_kill_during_overwrites_restores_the_old_rows(disk: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("disk", "dedup"), [(False, False), (True, False), (False, True)])
+def test_kill_during_overwrites_restores_the_old_rows(
+    disk: bool, dedup: bool, tmp_path: Path
+) -> None:
     """In a ring that is full, so that what a killed one had overwritten is to be put back."""
-    buffer = new_buffer(45, tmp_path / "rows" if disk else None)
+    buffer = new_buffer(45, tmp_path / "rows" if disk else None, dedup=dedup)
     context, draw = multiprocessing.get_context("fork"), random.Random(int(disk))
     buffer.extend(rows(7, 0, 0, 45))
     batch, written = 0, 45
@@ -292,7 +301,8 @@ def test_kill_during_overwrites_restores_the_old_rows(disk: bool, tmp_path: Path
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_many_killed_writers_do_not_block_others(seed: int, tmp_path: Path) -> None:
-    buffer = new_buffer(12000, tmp_path / "rows" if seed % 2 else None)
+    path = tmp_path / "rows" if seed % 2 else None
+    buffer = new_buffer(12000, path, dedup=seed % 4 > 1)
     kill_again_and_again(buffer, multiprocessing.get_context("fork"), 15, seed)
 
 
@@ -329,8 +339,10 @@ def test_next_process_rolls_back_half_written_rows(
     assert numbers_by_writer(buffer) == {0: list(range(3, 13))}
 
 
-@pytest.mark.parametrize("disk", [False, True])
-def test_kill_during_load_leaves_others_the_old_or_new_state(disk: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("disk", "dedup"), [(False, False), (True, False), (False, True)])
+def test_kill_during_load_leaves_others_the_old_or_new_state(
+    disk: bool, dedup: bool, tmp_path: Path
+) -> None:
     """The others go on with what was there before, or with all of the checkpoint."""
     saved = new_buffer(45)
     for batch in range(20):
@@ -348,7 +360,7 @@ def test_kill_during_load_leaves_others_the_old_or_new_state(disk: bool, tmp_pat
 
     wanted, draw, seen = known(saved), random.Random(int(disk)), set()
     for number in range(7):
-        buffer = new_buffer(45, tmp_path / f"rows{number}" if disk else None)
+        buffer = new_buffer(45, tmp_path / f"rows{number}" if disk else None, dedup=dedup)
         buffer.extend(rows(7, 0, 0, 60))
         buffer.update_priority(torch.arange(3), torch.tensor([2.0, 3.0, 4.0]))
         before = known(buffer)
@@ -446,11 +458,12 @@ def test_children_are_forked_while_a_thread_extends() -> None:
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), writer
 
 
+@pytest.mark.parametrize("dedup", [False, True])
 @pytest.mark.parametrize("place", ["columns_in_files", "begin", "published", "opened"])
 def test_child_forked_during_the_first_write_can_write(
-    place: str, monkeypatch: pytest.MonkeyPatch
+    place: str, dedup: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buffer = new_buffer(50)
+    buffer = new_buffer(50, dedup=dedup)
     children: list[int] = []
 
     def forking(call: Any) -> Any:
@@ -463,8 +476,8 @@ def test_child_forked_during_the_first_write_can_write(
         return called
 
     module, name = {
-        "columns_in_files": (shared_storage, "columns_in_files"),
-        "begin": (shared_storage.Sharing, "begin"),
+        "columns_in_files": (recoverable, "columns_in_files"),
+        "begin": (shared_storage.Sharing, "_open"),
         "published": (RecoveryFolder, "publish"),
         "opened": (shared_storage.Sharing, "_open_log"),
     }[place]

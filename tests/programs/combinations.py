@@ -249,10 +249,6 @@ REFUSALS = [
         "expected a RoundRobinWriter for shared=True",
     ),
     Refusal(
-        lambda c: c.shared and c.dedup,
-        "expected shared=True without dedup_next",
-    ),
-    Refusal(
         lambda c: c.writer == "lanes" and c.layout != "lane_key",
         "a LaneWriter expected a tensor or memmap storage with lane_key=",
     ),

@@ -42,14 +42,18 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 class Kind:
     """How the buffers of a test are made, and rows that fit them."""
 
-    def __init__(self, sampler: str, *, ndim: int = 1, streams: bool = False) -> None:
-        self.sampler, self.ndim, self.streams = sampler, ndim, streams
+    def __init__(
+        self, sampler: str, *, ndim: int = 1, streams: bool = False, dedup: bool = False
+    ) -> None:
+        self.sampler, self.ndim, self.streams, self.dedup = sampler, ndim, streams, dedup
 
     def buffer(self, folder: Path | None, *, shared: bool) -> ReplayBuffer:
         lanes = LANES if self.ndim == 2 else 1
         options: dict[str, Any] = {"ndim": self.ndim}
         if self.streams:
             options["lane_key"] = "lane"
+        if self.dedup and shared:  # the plain buffer stores all observations
+            options |= {"dedup_next": ["observation"], "on_mismatch": "dense"}
         storage: Any = (
             LazyTensorStorage(SLOTS * lanes, **options)
             if folder is None
@@ -77,9 +81,18 @@ class Kind:
             },
             shape,
         )
+        if self.dedup:
+            rows["observation"] = self._seen(number, bits)
+            rows["next", "observation"] = self._seen(number + 10, bits)
         if priorities:
             rows["p"] = (number % 5 + 0.5) * (1 + bits % 3)
         return rows
+
+    @staticmethod
+    def _seen(number: torch.Tensor, bits: int) -> torch.Tensor:
+        """Observations, of which some differ between batches."""
+        values = number + (bits >> (number % 23)) % 2
+        return values[..., None].expand(*number.shape, 40).float()
 
 
 KINDS = {
@@ -91,6 +104,9 @@ KINDS = {
     "slices of lanes": Kind("prioritized slices", ndim=2),
     "streams": Kind("prioritized", streams=True),
     "slices of streams": Kind("prioritized slices", streams=True),
+    "references": Kind("prioritized", dedup=True),
+    "references of lanes": Kind("prioritized", ndim=2, dedup=True),
+    "references of streams": Kind("slices", streams=True, dedup=True),
 }
 
 
@@ -272,7 +288,7 @@ def test_handles_agree_with_a_plain_buffer(
 
 
 @relaxed(12)
-@given(data=st.data(), kind=st.sampled_from(["prioritized", "streams", "lanes"]))
+@given(data=st.data(), kind=st.sampled_from(["prioritized", "streams", "lanes", "references"]))
 def test_handles_agree_with_a_short_log(
     data: st.DataObject, kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
