@@ -118,6 +118,12 @@ void replaykit::bind_observations(nb::module_& m) {
              check(stored >= 0 && stored <= self.rows(), "expected at most as many rows as there are");
              self.derive(stored);
            }, "Find the entries in use. Raise ValueError if references contradict each other.")
+      .def("share", &Observations::share, "Keep a copy of references, from the next derive on.")
+      .def("follow",
+           [](Observations& self, std::int64_t rows, std::int64_t n, std::int64_t stored) {
+             check(stored >= 0 && stored <= self.rows(), "expected at most as many rows as there are");
+             self.follow(checked_index(rows, n, self.rows()), stored);
+           }, "Follow other processes, which have changed the references of distinct rows.")
       .def("clear", &Observations::clear, "Remove all references.")
       .def("alone", &Observations::alone, "Return the number of next observations of no other row.")
       .def("gather",

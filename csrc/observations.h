@@ -97,12 +97,45 @@ class Observations {
     }
     available_ = stored;
     add_free();
+    if (shared_) known_references_.assign(references_, references_ + 2 * stored);
+  }
+
+  // Keeps a copy of the references from the next `derive` on, so that `follow` can be called.
+  void share() { shared_ = true; }
+
+  // Finds the entries in use after another process has changed the references of distinct rows.
+  // `derive` must follow if this throws.
+  void follow(const List& rows, std::int64_t stored) {
+    forget();
+    const std::int64_t before = available_;
+    make_available(stored);
+    for (const std::int64_t row : rows) {
+      if (row >= stored) outside(stored, row);
+      if (row >= before) continue;
+      const std::int32_t* old = &known_references_[static_cast<std::size_t>(2 * row)];
+      for (const int kind : {kObservation, kNext}) release(entry_of(old[kind], row, kind), kind);
+    }
+    known_references_.resize(static_cast<std::size_t>(2 * available_));
+    for (const std::int64_t row : rows) {
+      for (const int kind : {kObservation, kNext}) {
+        const std::int64_t at = entry(row, kind);
+        if (at >= available_ || held(at) & kOf[kind]) outside(available_, at);
+        hold(at, kind);
+      }
+      std::copy_n(references_ + 2 * row, 2, &known_references_[static_cast<std::size_t>(2 * row)]);
+    }
+    for (List& free : free_) {
+      free.erase(std::remove_if(free.begin(), free.end(),
+                                [this](std::int64_t at) { return held(at) != 0; }),
+                 free.end());
+    }
   }
 
   // Removes all references. The entries of the rows become available when rows are written.
   void clear() {
     forget();
     held_[0].clear();
+    known_references_.clear();
     held_[1].assign(static_cast<std::size_t>(overflow_), 0);
     available_ = alone_ = 0;
     add_free();
@@ -226,9 +259,7 @@ class Observations {
     planned_ = true;
     std::int64_t stop = available_;
     for (const std::int64_t slot : slots_) stop = std::max(stop, (slot / lanes_ + 1) * lanes_);
-    available_ = stop;
-    held_[0].resize(static_cast<std::size_t>(stop), 0);
-    for (std::int64_t at = stop; at-- > known_;) free_[0].push_back(at);
+    make_available(stop);
     // Last first, so that rows get entries in the order in which entries were released.
     for (std::size_t i = n; i-- > 0;) {
       for (const int kind : {kNext, kObservation}) {
@@ -322,6 +353,12 @@ class Observations {
         references_[2 * slots_[i] + kind] = static_cast<std::int32_t>(at >= 0 ? at + 1 : at);
       }
     }
+    if (shared_) {
+      known_references_.resize(static_cast<std::size_t>(2 * available_));
+      for (const std::int64_t slot : slots_) {
+        std::copy_n(references_ + 2 * slot, 2, &known_references_[static_cast<std::size_t>(2 * slot)]);
+      }
+    }
     used_.clear();
     planned_ = false;
     forget();
@@ -383,7 +420,10 @@ class Observations {
 
   // Returns the entry that a row refers to.
   std::int64_t entry(std::int64_t row, int kind) const {
-    const std::int64_t reference = references_[2 * row + kind];
+    return entry_of(references_[2 * row + kind], row, kind);
+  }
+
+  std::int64_t entry_of(std::int64_t reference, std::int64_t row, int kind) const {
     if (reference < 0) {
       if (-1 - reference >= overflow_) outside(overflow_, reference);
       return reference;
@@ -410,6 +450,14 @@ class Observations {
   void release(std::int64_t at, int kind) {
     set_held(at, held(at) & ~kOf[kind]);
     if (!held(at)) free_[at < 0].push_back(at);
+  }
+
+  // Makes the entries of the first `stop` rows available.
+  void make_available(std::int64_t stop) {
+    if (stop <= available_) return;
+    held_[0].resize(static_cast<std::size_t>(stop), 0);
+    for (std::int64_t at = stop; at-- > available_;) free_[0].push_back(at);
+    available_ = stop;
   }
 
   void add_free() {
@@ -468,7 +516,9 @@ class Observations {
   List before_, after_, slots_, made_, used_;
   std::vector<std::uint8_t> shares_[2], keep_;
   std::vector<Fresh> fresh_;
-  bool planned_ = false;
+  bool planned_ = false, shared_ = false;
+  // The references that this process has followed; empty unless processes share them.
+  std::vector<std::int32_t> known_references_;
   std::size_t tops_[2] = {0, 0};
   std::int64_t known_ = 0;
 };

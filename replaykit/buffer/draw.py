@@ -113,7 +113,7 @@ def draw_unlocked(buffer: ReplayBuffer, size: int, *given: Any) -> tuple[DrawnBa
         takes the lock, which excludes other processes.
     """
     storage, sampler = buffer._storage, buffer._sampler
-    sharing, lock = storage.recovery, storage.lock
+    sharing, lock = storage.recovery.sharing, storage.lock
     if not lock.enter_apart():
         return None, False
     try:

@@ -30,7 +30,6 @@ from replaykit.inspection.facts import (
     evenly,
     measure,
 )
-from replaykit.recovery.recovery_folder import PRIORITIES
 from replaykit.storages import LazyMemmapStorage, LazyTensorStorage
 from replaykit.storages.content import Content
 from replaykit.structure import Branch
@@ -239,11 +238,10 @@ def _opened(path: Path) -> LazyMemmapStorage:
 
 def _stored_priorities(storage: LazyMemmapStorage) -> torch.Tensor | None:
     recovery: Any = storage.recovery
-    kept = recovery._still_saved()
-    if kept is None or not kept.priorities or not kept.priorities[0].length:
+    state = recovery.state
+    if state is None or not state.priorities or not state.priorities[0].length:
         return None
-    length = kept.priorities[0].length
-    return torch.from_numpy(recovery.home.table(PRIORITIES, length)[:length])
+    return torch.from_numpy(recovery.committed_priorities(0, None).values)
 
 
 @contextmanager

@@ -198,29 +198,6 @@ class Journal:
         if self._durable:
             self._file.sync()
 
-    def save_run(self, sequence: int, target: int, rows: Array, first: int, until: int) -> None:
-        """Journal the rows ``first..until``, faster than ``save``.
-
-        Every ``extend`` of a full ring calls this.
-        """
-        head, width = self._head, rows.shape[1]
-        same = head[_SEQUENCE] == sequence
-        nbytes = (until - first) * width
-        body = _HEADER + 8 * _ENTRY + (head[_USED] if same else 0)
-        stop = body + (nbytes + 7 & ~7)
-        if self._durable or stop > len(self._plain):
-            self.save(sequence, target, rows, range(first, until))
-            return
-        if not same:  # in this order, so that old entries never count for this operation
-            head[_USED] = 0
-            head[_CHECKED] = False
-            head[_SEQUENCE] = sequence
-        self._bytes[body : body + nbytes] = rows[first:until].reshape(-1)
-        _pack_entry(
-            self._plain, body - 8 * _ENTRY, target, width, until - first, first, stop - body, 0
-        )
-        head[_USED] = stop - _HEADER
-
     def sync(self) -> None:
         """Wait until the file is on disk."""
         self._file.sync()

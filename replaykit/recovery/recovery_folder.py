@@ -24,28 +24,17 @@ from replaykit.recovery.journal import Journal, MappedFile, States
 from replaykit.recovery.locks import Exclusive, is_held
 
 __all__ = [
-    "CHANGED",
     "COUNTS",
     "DESCRIPTION",
-    "ENTRIES",
     "FORMAT",
-    "GENERATIONS",
     "LOCK",
     "MAKING",
     "MANIFEST",
     "MEMBERS",
-    "OVERFLOW_BEFORE_4",
-    "POSITIONS",
-    "PRIORITIES",
-    "PRIORITIES_SET",
     "RECOVERABLE",
-    "REFERENCES",
-    "ROWS",
-    "ROWS_WRITTEN",
     "SHARED",
-    "SIGNS",
-    "STEPS_BEFORE_4",
     "RecoveryFolder",
+    "Tables",
     "check_file",
     "is_shared",
     "read_manifest",
@@ -156,20 +145,42 @@ COUNTS = "pace.bin"
 """File with the counts of a rate limiter."""
 DESCRIPTION = "sharing.json"
 """File with the description of the storage for processes that join."""
-POSITIONS, GENERATIONS, CHANGED, SIGNS = range(4)
-OVERFLOW_BEFORE_4, STEPS_BEFORE_4 = 4, 5
-REFERENCES, PRIORITIES = 6, 8
-ROWS_WRITTEN, PRIORITIES_SET = 400, 401
-ENTRIES, ROWS = 500, 1000
-"""The numbers of all targets of the journal: tables, files of overflow entries, files of rows.
 
-Each sampler has a table of priorities, from ``PRIORITIES`` on. The first file of entries and the
-first file of rows have the numbers ``ENTRIES`` and ``ROWS``. Processes that share rows use
-``CHANGED`` for the log of changed elements, ``SIGNS`` for readers without the lock, and
-``ROWS_WRITTEN`` and ``PRIORITIES_SET`` for the chunks of the next save.
-"""
 
-_FOLLOWING = (CHANGED, SIGNS, ROWS_WRITTEN, PRIORITIES_SET)
+class Tables:
+    """The numbers of all tables, and of the other targets of the journal.
+
+    - ``POSITIONS``, ``GENERATIONS``: the tables of a ledger.
+    - ``REFERENCES``: the references of rows to observations.
+    - ``PRIORITIES``: the priorities of the first sampler; those of the next one have the next
+      number.
+    - ``CHANGED``, ``SIGNS``, ``ROWS_WRITTEN``, ``PRIORITIES_SET``: for processes that share the
+      rows. They are the log of changed elements, the signs for readers without the lock, and the
+      chunks to write at the next save.
+    - ``ENTRIES``, ``ROWS``: the first file of overflow entries, and the first file of rows.
+    """
+
+    POSITIONS, GENERATIONS, CHANGED, SIGNS = range(4)
+    OVERFLOW_BEFORE_4, STEPS_BEFORE_4 = 4, 5
+    REFERENCES, PRIORITIES = 6, 8
+    ROWS_WRITTEN, PRIORITIES_SET = 400, 401
+    ENTRIES, ROWS = 500, 1000
+
+    @staticmethod
+    def dtype(number: int) -> np.dtype[Any]:
+        """Return the dtype of a table; a pair of references is one number."""
+        if number in (Tables.OVERFLOW_BEFORE_4, Tables.STEPS_BEFORE_4):
+            return np.dtype(np.int32)
+        prioritized = Tables.PRIORITIES <= number < Tables.ROWS_WRITTEN
+        return np.dtype(np.float64 if prioritized else np.int64)
+
+
+_FOLLOWING = (
+    Tables.CHANGED,
+    Tables.SIGNS,
+    Tables.ROWS_WRITTEN,
+    Tables.PRIORITIES_SET,
+)
 _FOLLOWING_BEFORE_5 = (6, 7)
 """Tables that only processes that share the rows need. In older folders they also had the numbers 6
 and 7, unless 6 held references."""
@@ -356,7 +367,7 @@ class RecoveryFolder:
 
     def check_table(self, number: int, rows: int) -> None:
         """Raise CheckpointError, which names the file, if a table has too few rows."""
-        width = _dtype_of(number).itemsize
+        width = Tables.dtype(number).itemsize
         found = self._found.get(number, 0)  # before the mapping extended the file to whole pages
         if rows * width > found or (rows and number not in self._tables):
             file = self._table_file(number, width)
@@ -403,11 +414,7 @@ class RecoveryFolder:
         """
         if not self.shared:
             self.check_process()
-        if type(at) is range:
-            if at.stop > at.start:
-                cells = self._targets[target]
-                self.journal.save_run(self._next, target, cells, at.start, at.stop)
-        else:
+        if type(at) is not range or at:
             self.journal.save(self._next, target, self._targets[target], at)
 
     def journal_file_rows(self, first: int, until: int) -> tuple[int, int]:
@@ -423,7 +430,7 @@ class RecoveryFolder:
         before, commits = self.journaled(), self._commits
         if commits is None or not commits.journal(first, until):
             for target, cells in self._rows.items():
-                self.journal.save_run(before[0], target, cells, first, until)
+                self.journal.save(before[0], target, cells, range(first, until))
             self._pass_addresses()
         return before
 
@@ -437,7 +444,7 @@ class RecoveryFolder:
 
     def table(self, number: int, rows: int) -> Array:
         """Return the rows of a table, ``[N]`` with N at least ``rows``; new rows are 0."""
-        dtype, known = _dtype_of(number), self._tables.get(number)
+        dtype, known = Tables.dtype(number), self._tables.get(number)
         if known is None or len(known[1]) < rows:
             self._map_table(number, dtype.itemsize, rows)
         return self._tables[number][1].view(dtype)[:, 0]
@@ -561,13 +568,6 @@ class RecoveryFolder:
             file.sync()
         for path in self._more:
             _sync_file(path)
-
-
-def _dtype_of(number: int) -> np.dtype[Any]:
-    """Return the dtype of a table; a pair of references is one number."""
-    if number in (OVERFLOW_BEFORE_4, STEPS_BEFORE_4):
-        return np.dtype(np.int32)
-    return np.dtype(np.float64 if PRIORITIES <= number < ROWS_WRITTEN else np.int64)
 
 
 def _sync_file(file: Path) -> None:

@@ -278,16 +278,8 @@ class RecoverableSampler(Sampler):
             return storage is not None and storage.ledger.length > 0
         return self._kept.pending(table) or not self._stored.is_current(storage)
 
-    def restore_priorities(self, priorities: torch.Tensor, most: float, dropped: int) -> None:
-        """Load an earlier sampler's priorities. Raises ValueError if alpha forbids one."""
-        self._law.check(0.0, most)
-        table = self._stored.new_table(self._home(None), self._law)
-        table.load(priorities.to(self.dtype))
-        self._stored.load(self._law, table, most, self._home(None))
-        self.dropped_updates = dropped
-
     def follow_priorities(self, changed: Changed) -> None:
-        """Apply another process's changes of the priorities.
+        """Load an earlier sampler's priorities, or another process's changes of the priorities.
 
         Raises:
             ValueError: the exponents do not allow these priorities.
@@ -295,7 +287,11 @@ class RecoverableSampler(Sampler):
         values, most, dropped = torch.from_numpy(changed.values), changed.most, changed.dropped
         if changed.elements is None or self._table is None:
             self._chosen = None
-            self.restore_priorities(values, most, dropped)
+            self._law.check(0.0, most)
+            table = self._stored.new_table(self._home(None), self._law)
+            table.load(values.to(self.dtype))
+            self._stored.load(self._law, table, most, self._home(None))
+            self.dropped_updates = dropped
         else:
             table = self._stored.known(None)
             self._stored.skip(self._home(None))

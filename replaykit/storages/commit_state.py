@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import struct
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 from replaykit.storages.ledger import Ledger
 
@@ -29,13 +29,6 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-_FIXED = 16
-_OLDEST = 9
-_STREAM = 4
-
-_NO_NUMBERS = np.zeros(0, np.int64)
-_NO_STREAMS = np.zeros((0, _STREAM), np.int64)
-
 
 class CommittedPriorities(NamedTuple):
     """The counts of a sampler's priorities.
@@ -51,44 +44,93 @@ class CommittedPriorities(NamedTuple):
     dropped: int
 
 
-@dataclass
-class CommittedState:
-    """One committed state of a storage and its parts.
+class _Counter:
+    """One number of a state, at a fixed place."""
 
-    The parts are samplers and writers. ``moved_on`` and ``follow`` change the state in place.
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __get__(self, state: CommittedState, kind: Any = None) -> int:
+        return int(state.view[self.at])
+
+    def __set__(self, state: CommittedState, value: int) -> None:
+        state.view[self.at] = value
+
+
+class _List:
+    """A list of numbers of a state, after the fixed numbers and all lists before it."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __get__(self, state: CommittedState, kind: Any = None) -> Array:
+        return state.numbers[state.starts[self.at] : state.starts[self.at + 1]]
+
+    def __set__(self, state: CommittedState, values: Any) -> None:
+        state.numbers[state.starts[self.at] : state.starts[self.at + 1]] = values
+
+
+_FIXED, _PER_SAMPLER, _PER_STREAM = 16, 3, 4
+_MOVING = [0, 1, 2, 9]
+"""The counters that writes at the cursor change."""
+
+
+class CommittedState:
+    """One committed state of a storage and its parts, in int64 numbers.
+
+    The parts are samplers and writers. The attributes read and change the numbers in place.
+
+    Args:
+        numbers: the numbers of a state, which this object does not copy. They may be followed by
+            ``more`` numbers, which do not belong to it.
 
     Attributes:
         cursor, length, next_position, cleared, by_stream: the counters of the ledger.
         positions, generations: lengths of the ledger's tables; -1 for a table whose numbers follow
             from the counters.
-        marks, codes: the cuts of streams.
-        oldest: row id of the oldest row. It is None without episodes. It is -1, with an empty
-            ``begin``, if the begins are unknown.
-        begin, head: for the first episode of each lane, the place and the kind of its beginning.
-        streams: four numbers for each interleaved stream.
-        priorities: the counts of each sampler's priorities, in the order in which the samplers were
-            added.
+        oldest: row id of the oldest row, if ``has_episodes``. It is -1, with an empty ``begin``, if
+            the begins are unknown.
         counts: the count of each writer, in the order in which the writers were added.
+        begin, head: for the first episode of each lane, the place and the kind of its beginning.
+        marks, codes: the cuts of streams.
+        streams: four numbers for each interleaved stream.
         more: count of the numbers that follow those of this object.
+
+    Raises:
+        ValueError: no state has these numbers.
     """
 
-    cursor: int
-    length: int
-    next_position: int
-    cleared: int
-    by_stream: bool
-    positions: int
-    generations: int
-    marks: Array
-    codes: Array
-    oldest: int | None = None
-    begin: Array = field(default_factory=lambda: _NO_NUMBERS)
-    head: Array = field(default_factory=lambda: _NO_NUMBERS)
-    streams: Array = field(default_factory=lambda: _NO_STREAMS)
-    priorities: list[CommittedPriorities] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    more: int = 0
-    _encoded: Array = field(default_factory=lambda: _NO_NUMBERS)
+    cursor, length, next_position, cleared, by_stream = map(_Counter, range(5))
+    positions, generations = map(_Counter, (5, 6))
+    has_episodes, oldest, more = map(_Counter, (8, 9, 14))
+    _priorities, counts, begin, head, marks, codes, streams = map(_List, range(7))
+
+    def __init__(self, numbers: Array) -> None:
+        if len(numbers) < _FIXED:
+            raise ValueError(f"expected at least {_FIXED} numbers, got {len(numbers)}")
+        self.view: Any = numbers.data
+        marks, heads, streams, samplers, writers, more = (
+            self.view[at] for at in (7, 10, 11, 12, 13, 14)
+        )
+        sizes = (
+            samplers * _PER_SAMPLER,
+            writers,
+            heads,
+            heads,
+            marks,
+            marks,
+            streams * _PER_STREAM,
+        )
+        self.starts = list(accumulate(sizes, initial=_FIXED))
+        own = self.starts[-1]
+        if min(*sizes, more) < 0 or len(numbers) not in (own, own + more):
+            raise ValueError(f"expected {own} numbers and {more} more, got {len(numbers)}")
+        self.numbers = numbers[:own]
+
+    @classmethod
+    def empty(cls) -> CommittedState:
+        """Return the state of an empty storage without parts."""
+        return cls.of(Ledger(1), None, tables=(-1, -1), priorities=[], counts=[])
 
     @classmethod
     def of(
@@ -96,214 +138,119 @@ class CommittedState:
         ledger: Ledger,
         episodes: dict[str, Any] | None,
         *,
-        positions: int,
-        generations: int,
+        tables: Iterable[int],
         priorities: list[CommittedPriorities],
         counts: list[int],
         more: int = 0,
     ) -> CommittedState:
-        """Return the state of a ledger and of episode indexes (``EpisodeIndexes.known``)."""
-        heads = None if episodes is None else episodes["heads"]
-        known: dict[str, Any] = {}
-        if heads is not None:
-            known = {
-                "oldest": heads["oldest"],
-                "begin": np.asarray(heads["begin"], np.int64),
-                "head": np.asarray(heads["head"], np.int64),
-            }
-            if "streams" in heads:
-                streams = np.asarray(heads["streams"], np.int64)
-                known["streams"] = streams.reshape(-1, _STREAM)
-        return cls(
+        """Return the state of a ledger and of episode indexes (``EpisodeIndexes.known``).
+
+        Args:
+            tables: ``positions`` and ``generations``.
+        """
+        known: Any = {"marks": (), "codes": (), "heads": None} if episodes is None else episodes
+        heads = known["heads"] or {"oldest": 0, "begin": (), "head": ()}
+        begin, marks = np.asarray(heads["begin"], np.int64), known["marks"]
+        streams = np.asarray(heads.get("streams", ()), np.int64).reshape(-1)
+        fixed = [
             ledger.cursor,
             ledger.length,
             ledger.next_position,
             ledger.cleared,
             ledger.by_stream,
-            positions,
-            generations,
-            _NO_NUMBERS if episodes is None else episodes["marks"],
-            _NO_NUMBERS if episodes is None else episodes["codes"],
-            priorities=priorities,
-            counts=counts,
-            more=more,
-            **known,
-        )
+            *tables,
+            len(marks),
+            known["heads"] is not None,
+            heads["oldest"],
+            len(begin),
+            len(streams) // _PER_STREAM,
+            len(priorities),
+            len(counts),
+            more,
+            0,
+            *(0 for _ in priorities for _ in range(_PER_SAMPLER)),
+            *counts,
+        ]
+        lists = (fixed, begin, heads["head"], marks, known["codes"], streams)
+        state = cls(np.concatenate([np.asarray(part, np.int64) for part in lists]))
+        state.set_priorities(priorities)
+        return state
+
+    @property
+    def priorities(self) -> list[CommittedPriorities]:
+        """The counts of each sampler's priorities, in the order in which samplers were added."""
+        rows = self._priorities.reshape(-1, _PER_SAMPLER)
+        most = rows[:, 1].copy().view(np.float64).tolist()
+        return [
+            CommittedPriorities(*row)
+            for row in zip(rows[:, 0].tolist(), most, rows[:, 2].tolist(), strict=True)
+        ]
+
+    def set_priorities(self, priorities: list[CommittedPriorities]) -> None:
+        """Set ``priorities``, of as many samplers as before."""
+        at, view = _FIXED, self.view
+        for length, most, dropped in priorities:
+            view[at], view[at + 1], view[at + 2] = length, _bits(most), dropped
+            at += _PER_SAMPLER
 
     def episodes(self) -> dict[str, Any]:
         """Return the state of episodes, as ``EpisodeIndexes.state`` does."""
         heads = None
-        if self.oldest is not None:
+        if self.has_episodes:
             heads = {
                 "oldest": self.oldest,
-                "begin": np.asarray(self.begin, np.int64).tolist(),
-                "head": np.asarray(self.head, np.int64).tolist(),
-                "streams": self.streams.tolist(),
+                "begin": self.begin.tolist(),
+                "head": self.head.tolist(),
+                "streams": self.streams.reshape(-1, _PER_STREAM).tolist(),
             }
         marks, codes = self.marks.tolist(), self.codes.tolist()
         return {"marks": marks, "codes": codes, "heads": heads, "root_flags": True}
 
-    def encode(self) -> Array:
-        """Return the state as int64 numbers, in an array that this object keeps."""
-        tables = [n for t in self.priorities for n in (t.length, _bits(t.most), t.dropped)]
-        fixed = (
-            self.cursor,
-            self.length,
-            self.next_position,
-            self.cleared,
-            self.by_stream,
-            self.positions,
-            self.generations,
-            len(self.marks),
-            self.oldest is not None,
-            0 if self.oldest is None else self.oldest,
-            len(self.begin),
-            len(self.streams),
-            len(self.priorities),
-            len(self.counts),
-            self.more,
-            0,
-        )
-        numbers = np.array([*fixed, *tables, *self.counts], np.int64)
-        lists = [self.begin, self.head]
-        if len(self.marks):
-            lists += self.marks, self.codes.astype(np.int64)
-        if len(self.streams):
-            lists.append(self.streams.reshape(-1))
-        self._encoded = np.concatenate([numbers, *lists])
-        return self._encoded
-
-    def moved_on(
+    def advance(
         self,
         ledger: Ledger,
         first: tuple[int, Any, Any] | None,
         priorities: list[CommittedPriorities],
         counts: list[int],
-    ) -> Array | None:
-        """Become the state after a write at the cursor, and return its numbers.
+    ) -> bool:
+        """Become the state after a write at the cursor, and return whether that was possible.
 
-        Every ``extend`` calls this, so it encodes only the numbers that have changed.
+        Every ``extend`` calls this. If more has changed than a write at the cursor changes, or if
+        there are interleaved streams, return False and change nothing.
 
         Args:
             first: the result of ``EpisodeIndexes.first_known``.
-
-        Returns:
-            None if more has changed than a write at the cursor changes, or if there are interleaved
-            streams. This object has not changed then.
         """
-        numbers, lanes = self._encoded, len(self.begin)
+        view, starts = self.view, self.starts
+        lanes = starts[3] - starts[2]
         if (
             first is None
-            or not len(numbers)
-            or self.cleared != ledger.cleared
-            or self.by_stream != ledger.by_stream
-            or not self.positions == self.generations == -1
+            or view[3:7].tolist() != [ledger.cleared, ledger.by_stream, -1, -1]
             or not (ledger.in_order and ledger.counted)
-            or self.oldest is None
+            or view[8:14].tolist() != [1, view[9], lanes, 0, len(priorities), len(counts)]
             or len(first[1]) != lanes
-            or len(priorities) != len(self.priorities)
-            or len(counts) != len(self.counts)
-            or len(self.streams)
         ):
-            return None
-        self.cursor, self.length = ledger.cursor, ledger.length
-        self.next_position = ledger.next_position
-        self.oldest = first[0]
-        self.priorities, self.counts = priorities, counts
-        view = numbers.data
-        view[0], view[1], view[2] = self.cursor, self.length, self.next_position
-        view[_OLDEST] = self.oldest
-        at = _FIXED
-        for table in priorities:
-            view[at], view[at + 1], view[at + 2] = table.length, _bits(table.most), table.dropped
-            at += 3
-        for count in counts:
+            return False
+        view[0], view[1], view[2] = ledger.cursor, ledger.length, ledger.next_position
+        view[9] = first[0]
+        self.set_priorities(priorities)
+        for at, count in enumerate(counts, starts[1]):
             view[at] = count
-            at += 1
         if lanes == 1:
-            (view[at],), (view[at + 1],) = first[1:]
+            (view[starts[2]],), (view[starts[3]],) = first[1:]
         else:
-            numbers[at : at + lanes], numbers[at + lanes : at + 2 * lanes] = first[1:]
-        if self.begin.base is not numbers:
-            self.begin, self.head = numbers[at : at + lanes], numbers[at + lanes : at + 2 * lanes]
-        return numbers
-
-    def follow(self, numbers: Array) -> bool:
-        """Become the state of these numbers, and return whether that was possible.
-
-        If more has changed than a write at the cursor changes, return False and change nothing.
-        """
-        mine = self._encoded
-        if len(numbers) != len(mine) or not self.positions == self.generations == -1:
-            return False
-        fixed = numbers[:_FIXED].tolist()
-        if fixed[3:_OLDEST] != mine[3:_OLDEST].tolist():
-            return False
-        if fixed[_OLDEST + 1 :] != mine[_OLDEST + 1 : _FIXED].tolist():
-            return False
-        lanes, tables, counts = len(self.begin), len(self.priorities), len(self.counts)
-        heads = _FIXED + 3 * tables + counts
-        marks = heads + 2 * lanes
-        streams = marks + 2 * len(self.marks)
-        if streams > marks and not np.array_equal(numbers[marks:streams], mine[marks:streams]):
-            return False
-        mine[:] = numbers
-        self.cursor, self.length, self.next_position = fixed[:3]
-        if self.oldest is not None:
-            self.oldest = fixed[_OLDEST]
-        if tables:
-            rows = numbers[_FIXED : _FIXED + 3 * tables].reshape(-1, 3).tolist()
-            self.priorities = [CommittedPriorities(n, _float(most), late) for n, most, late in rows]
-        self.counts = numbers[heads - counts : heads].tolist()
-        self.begin, self.head = mine[heads : heads + lanes], mine[heads + lanes : marks]
-        self.streams = mine[streams:].reshape(-1, _STREAM)
+            self.begin, self.head = first[1:]
         return True
 
-    @classmethod
-    def of_numbers(cls, numbers: Array) -> CommittedState:
-        """Decode a copy of numbers with ``more``; none give the state of an empty storage."""
-        if not len(numbers):
-            return cls(0, 0, 0, 0, False, -1, -1, _NO_NUMBERS, _NO_NUMBERS)
-        found = cls.decode(numbers.copy())
-        found._encoded = numbers[: len(numbers) - found.more].copy()
-        return found
-
-    @classmethod
-    def decode(cls, numbers: Array) -> CommittedState:
-        """Decode the result of ``encode``, and skip the ``more`` numbers that follow.
-
-        Raises:
-            ValueError: ``encode`` cannot return the numbers.
-        """
-        if len(numbers) < _FIXED:
-            raise ValueError(f"expected at least {_FIXED} numbers, got {len(numbers)}")
-        fixed = numbers[:_FIXED].tolist()
-        marks, heads, streams, tables, counts, more = (fixed[at] for at in (7, 10, 11, 12, 13, 14))
-        sizes = [tables * 3, counts, heads, heads, marks, marks, streams * _STREAM, more]
-        if min(sizes) < 0 or sum(sizes) != len(numbers) - _FIXED:
-            raise ValueError(f"expected {sizes} numbers, got {len(numbers) - _FIXED}")
-        parts = np.split(numbers[_FIXED:], np.cumsum(sizes)[:-1])
-        rows = parts[0].reshape(-1, 3).tolist()
-        return cls(
-            cursor=fixed[0],
-            length=fixed[1],
-            next_position=fixed[2],
-            cleared=fixed[3],
-            by_stream=bool(fixed[4]),
-            positions=fixed[5],
-            generations=fixed[6],
-            marks=parts[4],
-            codes=parts[5],
-            oldest=fixed[9] if fixed[8] else None,
-            begin=parts[2],
-            head=parts[3],
-            streams=parts[6].reshape(-1, _STREAM),
-            priorities=[
-                CommittedPriorities(length, _float(most), late) for length, most, late in rows
-            ],
-            counts=parts[1].tolist(),
-            more=more,
-        )
+    def only_moved(self, before: CommittedState) -> bool:
+        """Return whether only writes at the cursor came after an earlier state."""
+        if self.starts != before.starts or not self.positions == self.generations == -1:
+            return False
+        fixed, known = (state.view[:_FIXED].tolist() for state in (self, before))
+        for at in _MOVING:
+            fixed[at] = known[at]
+        cuts = slice(self.starts[4], self.starts[6])
+        return fixed == known and np.array_equal(self.numbers[cuts], before.numbers[cuts])
 
 
 _double, _whole = struct.Struct("=d"), struct.Struct("=q")
@@ -311,10 +258,6 @@ _double, _whole = struct.Struct("=d"), struct.Struct("=q")
 
 def _bits(number: float) -> int:
     return int(_whole.unpack(_double.pack(number))[0])
-
-
-def _float(bits: int) -> float:
-    return float(_double.unpack(_whole.pack(bits))[0])
 
 
 class Changed(NamedTuple):
@@ -352,11 +295,8 @@ class PriorityKeeper(Protocol):
     def priorities_pending(self) -> bool:
         """Return whether ``priorities_changed`` might return changes."""
 
-    def restore_priorities(self, priorities: torch.Tensor, most: float, dropped: int) -> None:
-        """Load the priorities of an earlier sampler, float64 ``[length]``."""
-
     def follow_priorities(self, changed: Changed) -> None:
-        """Load the changes of another process.
+        """Load priorities of an earlier sampler, or the changes of another process.
 
         ``priorities_changed`` does not return these changes.
         """

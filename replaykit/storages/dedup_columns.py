@@ -36,6 +36,9 @@ __all__ = ["DedupColumns"]
 Array = np.ndarray[Any, Any]
 _Leaves = dict[Path, torch.Tensor]
 
+_PART = 4
+"""If more than one of this many rows has changed, all of them are read."""
+
 
 class DedupColumns:
     """Columns whose rows refer to observations in a separate table.
@@ -86,8 +89,9 @@ class DedupColumns:
             self._tails = StreamTails(rows, key, key_dtype(leaf.shape, leaf.dtype))
         # The rows before and after the rows of a load, their streams, and their order.
         self._coming: tuple[Array, Array, Chains | None, Array] | None = None
-        # The ledger of the rows, if all other data must be derived before the next write.
-        self._outdated: Ledger | None = None
+        # The ledger of the rows, and the number of its log that this object has seen, if all other
+        # data must be derived before the next write.
+        self._outdated: tuple[Ledger, int] | None = None
         self._arrange(pairs)
 
     def _arrange(self, pairs: Pairs) -> None:
@@ -139,27 +143,45 @@ class DedupColumns:
 
     def clear(self) -> None:
         """Remove the references of all rows; the memory stays allocated."""
+        if self._outdated is not None:
+            self.table.stored, self._outdated = self._outdated[0].length, None
         self.table.clear()
-        self._outdated = None
         self.rows.batch_memory.clear()
         self._forget_newest()
         self._coming = None
         if self._tails is not None:
             self._tails.clear()
 
-    def outdate(self, ledger: Ledger) -> None:
+    def outdate(self, ledger: Ledger, seen: int = -1) -> None:
         """Have the next write derive all other data from the tables in files.
 
         The tables have changed by a rollback, or by another process. The next rows need not
         continue the stored rows.
+
+        Args:
+            seen: number of the ledger's log before the changes; -1 if the log lacks them.
         """
         self.forget()
         self._forget_newest()
-        self.table.stored, self._outdated = ledger.length, ledger
+        if self._outdated is not None:
+            seen = min(seen, self._outdated[1])
+        self._outdated = ledger, seen
 
     def _derive(self) -> None:
-        if self._outdated is not None:
-            self.reread(self._outdated)
+        if self._outdated is None:
+            return
+        ledger, seen = self._outdated
+        changes = None if ledger.log.irregular > seen else ledger.log.since(seen)
+        slots = [] if changes is None else [change.in_ring(self.slots) for change in changes]
+        if changes is None or _PART * sum(map(len, slots)) > ledger.length:
+            self.reread(ledger)
+        elif slots:
+            written = np.concatenate(slots)
+            elements = self._elements_at(torch.from_numpy(np.unique(written)))
+            self.table.follow(elements, ledger.length)
+            if self._tails is not None:
+                self._tails.follow(torch.from_numpy(written))
+        self._outdated = None
 
     def reread(self, ledger: Ledger) -> None:
         """Derive all other data from the tables in files, as after a recovery.
@@ -169,7 +191,6 @@ class DedupColumns:
         """
         self.table.reread(ledger.length)
         self._forget_newest()
-        self._outdated = None
         if self._tails is not None:
             alone = self.table.lone_ends()
             order = np.argsort(ledger.positions(torch.from_numpy(alone)).numpy())

@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from replaykit.recovery import check_file
-from replaykit.recovery.recovery_folder import (
-    ENTRIES,
-    OVERFLOW_BEFORE_4,
-    REFERENCES,
-    STEPS_BEFORE_4,
-)
+from replaykit.recovery import Tables, check_file
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
 from replaykit.storages.references import followed_references
@@ -28,7 +22,7 @@ __all__ = ["DedupJournal"]
 
 Array = np.ndarray[Any, Any]
 
-_BEFORE = (OVERFLOW_BEFORE_4, STEPS_BEFORE_4)
+_BEFORE = (Tables.OVERFLOW_BEFORE_4, Tables.STEPS_BEFORE_4)
 """Tables of the folder's format before version 4: 1 + the overflow entry of each row, and the
 distance to the next row of its stream."""
 
@@ -102,7 +96,7 @@ class DedupJournal:
 
     def _load_table(self, table: Columns) -> None:
         cells = rows_as_bytes(table)
-        self._targets = range(ENTRIES, ENTRIES + len(cells))
+        self._targets = range(Tables.ENTRIES, Tables.ENTRIES + len(cells))
         plan = RowFiles.of(self._folder, table.schema, table.slots, torch.Size())
         targets = dict(zip(self._targets, cells.values(), strict=True))
         self.files = list(plan.files.values())
@@ -116,8 +110,8 @@ class DedupJournal:
         """
         home = self._recovery.home
         if there:
-            home.check_table(REFERENCES, elements)
-        return home.table(REFERENCES, elements)[:elements].view(np.int32).reshape(-1, 2)
+            home.check_table(Tables.REFERENCES, elements)
+        return home.table(Tables.REFERENCES, elements)[:elements].view(np.int32).reshape(-1, 2)
 
     def convert(self, references: Array, lanes: int, stored: int, *, streams: bool) -> None:
         """Make the references of a folder in the format before version 4.
@@ -162,7 +156,7 @@ class DedupJournal:
             roots: the columns that hold the entries of rows.
         """
         recovery, home = self._recovery, self._recovery.home
-        recovery.journal_table(REFERENCES, _run_of(elements))
+        recovery.journal_table(Tables.REFERENCES, _run_of(elements))
         if not len(entries):
             return
         inside = entries >= 0
@@ -176,7 +170,7 @@ class DedupJournal:
 
     def journal_all(self, stored: int) -> None:
         """Journal the references of the first ``stored`` elements."""
-        self._recovery.journal_table(REFERENCES, range(stored))
+        self._recovery.journal_table(Tables.REFERENCES, range(stored))
 
 
 def _run_of(numbers: Array) -> Array | range:

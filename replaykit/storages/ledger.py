@@ -21,7 +21,6 @@ __all__ = [
     "LedgerState",
     "MovedPositions",
     "Table",
-    "Tables",
     "check_generations",
     "check_positions",
     "checked_state",
@@ -37,56 +36,24 @@ Table = torch.Tensor | ReadLater[torch.Tensor]
 _NO_SLOTS = np.zeros(0, np.int64)
 
 
-class Tables:
-    """The two tables of a ledger; each is None if the counters imply its numbers."""
+class _ReadOnce:
+    """A table of a ledger, which is read from the files of a checkpoint at its first use.
 
-    def __init__(self) -> None:
-        self._position_table: Table | None = None
-        self._generation_table: Table | None = None
+    Args:
+        name: the attribute that holds the table.
+    """
 
-    @property
-    def counted(self) -> bool:
-        """True if generations follow from the counters, without a table."""
-        return self._generation_table is None
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    @property
-    def in_order(self) -> bool:
-        """True if row ids follow from the counters, since all writes were at the cursor."""
-        return self._position_table is None
-
-    @property
-    def _positions(self) -> torch.Tensor | None:
-        table = self._position_table
+    def __get__(self, ledger: Ledger, kind: Any = None) -> torch.Tensor | None:
+        table = ledger.__dict__[self._name]
         if isinstance(table, ReadLater):
-            table = self._position_table = _read(table)
-        return table
+            table = ledger.__dict__[self._name] = _read(table)
+        return cast(torch.Tensor | None, table)
 
-    @_positions.setter
-    def _positions(self, table: Table | None) -> None:
-        self._position_table = table
-
-    @property
-    def _generations(self) -> torch.Tensor | None:
-        table = self._generation_table
-        if isinstance(table, ReadLater):
-            table = self._generation_table = _read(table)
-        return table
-
-    @_generations.setter
-    def _generations(self, table: Table | None) -> None:
-        self._generation_table = table
-
-    @property
-    def unread(self) -> bool:
-        """True if row ids are in the files of a checkpoint and were not read yet."""
-        return isinstance(self._position_table, ReadLater)
-
-    def read_tables(self) -> None:
-        """Read the tables that are still in files.
-
-        The caller must do this before it overwrites a row.
-        """
-        _ = self._positions, self._generations
+    def __set__(self, ledger: Ledger, table: Table | None) -> None:
+        ledger.__dict__[self._name] = table
 
 
 def saved_table(
@@ -228,7 +195,7 @@ def check_generations(table: torch.Tensor, length: int) -> None:
         )
 
 
-class Ledger(Tables):
+class Ledger:
     """The row ids and generations of a storage with ``slots`` slots, in int64.
 
     A row id (``position``) is the number of a row in write order. It is never used twice, even
@@ -244,8 +211,12 @@ class Ledger(Tables):
     Stored rows always occupy slots ``0..length-1``. Not thread-safe: the storage's lock guards it.
     """
 
+    _positions, _generations = _ReadOnce("_position_table"), _ReadOnce("_generation_table")
+
     def __init__(self, slots: int) -> None:
-        super().__init__()
+        # Each table is None if the counters imply its numbers.
+        self._position_table: Table | None = None
+        self._generation_table: Table | None = None
         self.slots = slots
         self.cursor = 0
         self.length = 0
@@ -262,6 +233,28 @@ class Ledger(Tables):
         self.log = ChangeLog(slots)
 
     # -- reading ------------------------------------------------------------------------------
+
+    @property
+    def counted(self) -> bool:
+        """True if generations follow from the counters, without a table."""
+        return self._generation_table is None
+
+    @property
+    def in_order(self) -> bool:
+        """True if row ids follow from the counters, since all writes were at the cursor."""
+        return self._position_table is None
+
+    @property
+    def unread(self) -> bool:
+        """True if row ids are in the files of a checkpoint and were not read yet."""
+        return isinstance(self._position_table, ReadLater)
+
+    def read_tables(self) -> None:
+        """Read the tables that are still in files.
+
+        The caller must do this before it overwrites a row.
+        """
+        _ = self._positions, self._generations
 
     def next_slots(self, count: int) -> torch.Tensor:
         """Return the slots of the next ``count`` rows in write order: int64 ``[count]``."""

@@ -32,6 +32,7 @@ from replaykit.storages.memory import as_device
 from replaykit.storages.next_rows import DedupNext, Mismatch
 from replaykit.storages.overflow_table import Grow
 from replaykit.storages.recoverable import Recovery
+from replaykit.storages.recoverable_files import hand_over, resume
 from replaykit.storages.row_files import (
     OVERFLOW,
     RowFiles,
@@ -176,7 +177,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             assert self.scratch_dir is not None
             home = RecoveryFolder(self.scratch_dir, durable=durable)
             self.recovery = Recovery(self, home, existsok=existsok)
-            self.recovery.resume()
+            resume(self.recovery)
 
     def _forget_columns(self, slots: int, size: int) -> None:
         # The files exist, for rows of this layout.
@@ -348,7 +349,7 @@ class LazyMemmapStorage(LazyTensorStorage):
                 recover=True,
                 durable=alone.home.durable,
             )
-            alone.hand_over([0])  # no element is logged yet
+            hand_over(alone, 0)  # no element is logged yet
             self._forget_rows()
             self.recovery, self._locks = sharing, {}
             alone.home.close()

@@ -273,6 +273,10 @@ class StreamTails:
         self._slots = dict(zip(self._keys_at(slots).tolist(), slots.tolist(), strict=True))
         self._most = max(_LEAST_KNOWN, 2 * len(self._slots))
 
+    def follow(self, slots: torch.Tensor) -> None:
+        """Record rows that another process has written to these slots, in write order."""
+        self.append(chains(self._keys_at(slots)), slots)
+
     def clear(self) -> None:
         """Forget all streams, because no row is stored any more."""
         self._slots = {}

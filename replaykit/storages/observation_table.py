@@ -190,6 +190,18 @@ class ObservationTable:
         self.stored = stored
         self.core.derive(stored * self.cells)
 
+    def follow(self, elements: Array, stored: int) -> None:
+        """Find the entries in use after another process has changed references of elements.
+
+        The elements are distinct, and ``stored`` is as for ``reread``.
+
+        Raises:
+            ValueError: the references contradict each other.
+        """
+        self.point()
+        self.stored = stored
+        self.core.follow(elements.ctypes.data, len(elements), stored * self.cells)
+
     def lone_ends(self) -> Array:
         """Return the elements whose next observation is not the observation of an element."""
         elements = np.arange(self.stored * self.cells)

@@ -32,9 +32,11 @@ from replaykit.storages.next_rows import (
     pairs_of,
 )
 from replaykit.storages.overflow_table import Grow, grow_in_memory
+from replaykit.storages.recoverable import Recovery
+from replaykit.storages.recoverable_files import make_columns
 from replaykit.storages.restorable import RestorableStorage, adopt_mapped, mapped_rows
 from replaykit.storages.schema_match import MatchedRows
-from replaykit.storages.shared_storage import HOW, Sharing, memory_folder
+from replaykit.storages.shared_storage import HOW, begin_sharing, memory_folder
 from replaykit.structure import build
 from replaykit.ted import format_key
 
@@ -338,13 +340,14 @@ class LazyTensorStorage(TensorStorage):
 
     def _new_sharing(
         self, parts: Mapping[str, bool] | None, folder: FilePath, **how: Any
-    ) -> Sharing:
+    ) -> Recovery:
         """Begin to share a folder, or join other processes if ``parts`` is None."""
-        sharing = Sharing(self, folder, join=parts is None, **how)
+        recovery = begin_sharing(self, folder, join=parts is None, **how)
         if parts is not None:
             own = {name: getattr(self, name) for name in DESCRIBED}
-            sharing.describe_sharing({**own, "parts": dict(parts)})
-        return sharing
+            assert recovery.sharing is not None
+            recovery.sharing.describe_sharing({**own, "parts": dict(parts)})
+        return recovery
 
     def _forget_rows(self) -> None:
         """Drop the rows of this object; the rows of the shared files replace them."""
@@ -381,7 +384,7 @@ class LazyTensorStorage(TensorStorage):
         for name in ("_columns", "_matcher", "ledger", "indexes", "_locks", "_listeners"):
             del state[name]
         log = self.ledger.log
-        return {**state, "recovery": None, "_shared": recovery.invitation(), "_log": log}
+        return {**state, "recovery": None, "_shared": recovery.sharing.invitation(), "_log": log}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_shared" not in state:
@@ -473,8 +476,7 @@ class LazyTensorStorage(TensorStorage):
     def _allocate(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> AnyColumns:
         pairs = self.pairs_for(schema)
         if self.recovery is not None:
-            made: AnyColumns = self.recovery.make_columns(schema, lanes, pairs)
-            return made
+            return make_columns(self.recovery, schema, lanes, pairs)
         if pairs is None:
             return self._allocate_memory(schema, lanes, rows)
         taken = self._allocate_memory(pairs.stored, lanes, rows)

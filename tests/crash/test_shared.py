@@ -20,7 +20,7 @@ import torch
 
 from replaykit import ReplayBuffer
 from replaykit.recovery import RecoveryFolder
-from replaykit.storages import recoverable, shared_storage
+from replaykit.storages import recoverable, recoverable_files, shared_storage
 from tests.crash.recovering import kill_at
 from tests.crash.sharing import assert_whole, extends, joined, new_buffer, rows, samples, size_of
 
@@ -58,7 +58,7 @@ def ended(child: int) -> int:
     raise AssertionError("it did not come to its end")
 
 
-def die(*_: Any) -> None:
+def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -318,17 +318,18 @@ def test_other_processes_see_rows_of_a_spawned_process() -> None:
     assert batches_of(buffer, 1) == 4
 
 
+@pytest.mark.parametrize("dedup", [False, True])
 def test_next_process_rolls_back_half_written_rows(
-    monkeypatch: pytest.MonkeyPatch,
+    dedup: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buffer = new_buffer(10)
+    buffer = new_buffer(10, dedup=dedup)
     for batch in range(4):
         buffer.extend(rows(0, batch, 3 * batch, 3))
     before = buffer[:].clone()
     priorities = buffer.sampler.state_dict()["_priorities"].tolist()
 
     def work() -> None:
-        monkeypatch.setattr(type(buffer.storage.recovery), "_commit", die)
+        monkeypatch.setattr(shared_storage.Sharing, "commit_state", die)
         buffer.extend(rows(1, 0, 0, 8))
 
     assert ended(in_child(work)) == -signal.SIGKILL
@@ -476,10 +477,10 @@ def test_child_forked_during_the_first_write_can_write(
         return called
 
     module, name = {
-        "columns_in_files": (recoverable, "columns_in_files"),
-        "begin": (shared_storage.Sharing, "_open"),
+        "columns_in_files": (recoverable_files, "columns_in_files"),
+        "begin": (recoverable.Recovery, "open_rows"),
         "published": (RecoveryFolder, "publish"),
-        "opened": (shared_storage.Sharing, "_open_log"),
+        "opened": (shared_storage.Sharing, "open_tables"),
     }[place]
     monkeypatch.setattr(module, name, forking(getattr(module, name)))
     buffer.extend(rows(0, 0, 0, 3))

@@ -175,7 +175,7 @@ def test_commits_follow_the_log(tmp_path: Path) -> None:
     held: Any = again.storage
     with again.storage.lock:
         again.writer.write_at(torch.tensor([0]), rows(1))
-        held.recovery._seen = again.storage.ledger.log.number
+        held.recovery.seen = again.storage.ledger.log.number
     del again, held
     assert opened().storage.ledger.positions(torch.arange(SLOTS)).tolist() == ids
 

@@ -424,3 +424,33 @@ def test_counters_have_64_bits() -> None:
     slots = torch.arange(4)
     for buffer in (one, other):
         assert (buffer.storage.ledger.generations(slots) == torch.tensor([1, 1, 1, 0]) + many).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"lane_key": "lane"}], ids=["ring", "streams"])
+def test_references_that_are_followed_equal_those_that_are_read_again(
+    options: dict[str, Any],
+) -> None:
+    one, other = pair(40, dedup_next=["number"], on_mismatch="dense", **options)
+    draw, numbers = torch.Generator().manual_seed(3), [0, 0, 0, 0]
+    for turn in range(150):
+        count, lane, jump = (int(torch.randint(1, 4, (), generator=draw)) for _ in range(3))
+        lane = lane if options else 0
+        rows = steps_of(numbers[lane] + (jump == 1), [0] * count, lane)
+        numbers[lane] += count + (jump == 1)
+        rows["next", "number"] = rows["number"] + 1
+        (one, other)[turn // 2 % 2].extend(rows)
+        if turn % 5 == 0:
+            third = another(one)  # reads all references
+            expected = third[:]
+            for buffer in (one, other):
+                assert buffer.storage.overflow_rows == third.storage.overflow_rows
+                assert (buffer[:] == expected).all()
+    with one.storage.lock:
+        stored = one[one.storage.ledger.write_order()]
+    lanes = stored["lane"].unique() if options else [None]
+    runs = [
+        stored["number"][stored["lane"] == lane] if options else stored["number"] for lane in lanes
+    ]
+    alone = sum(1 + int((run.diff() != 1).sum()) for run in runs)
+    assert one.storage.overflow_rows == alone
+    assert (stored["next", "number"] == stored["number"] + 1).all()
