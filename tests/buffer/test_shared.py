@@ -69,7 +69,6 @@ def written() -> LazyTensorStorage:
         ({"prefetch": 2, "batch_size": 4}, "prefetch"),
         ({"storage": lambda: LazyTensorStorage(10, device="cuda")}, "cuda"),
         ({"storage": lambda: LazyTensorStorage(10, device="auto")}, "auto"),
-        ({"storage": lambda: LazyTensorStorage(10, dedup_next=True)}, "dedup_next"),
         ({"storage": written}, "3 rows"),
     ],
 )

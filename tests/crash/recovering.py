@@ -27,7 +27,14 @@ SLOTS = 24
 KINDS = ("ring", "lanes", "streams", "best")
 ONCE = ("once ring", "once lanes", "once streams", "once rings", "once best")
 """The same, and rings of streams, with observations stored once."""
-SHARED = ("shared ring", "shared lanes", "shared streams")
+SHARED = (
+    "shared ring",
+    "shared lanes",
+    "shared streams",
+    "shared once ring",
+    "shared once lanes",
+    "shared once streams",
+)
 """The same in a buffer that processes share."""
 
 
@@ -95,7 +102,7 @@ def apply(buffer: ReplayBuffer, kind: str, step: int) -> None:
         new = buffer[torch.tensor(at)]
         new["pixels"] = (255 - new["pixels"]).contiguous()
         buffer[torch.tensor(at)] = new
-    elif stored and what < 0.37 and kind in ("ring", "once ring", "shared ring"):
+    elif stored and what < 0.37 and kind.endswith("ring"):
         buffer.cut()
     elif what < 0.39:
         buffer.empty()

@@ -61,13 +61,16 @@ struct Store {
   Bytes root, flag, own;
   std::vector<std::int32_t> references;
   std::vector<Row> model;
-  Observations core;
+  // The object that writes, and that of another process, which follows.
+  Observations core, other;
 
   Store(Random& random, Int rows, Int lanes_, Int size_)
       : slots(rows), lanes(lanes_), size(size_), root(exactly(rows * size)), flag(exactly(rows)),
         references(at(2 * rows), 0), model(at(rows)),
-        core({size, 1, size}, {-1, -1, 0}, {1}, {}, rows, lanes_) {
+        core({size, 1, size}, {-1, -1, 0}, {1}, {}, rows, lanes_), other(core) {
     references.shrink_to_fit();
+    core.share();
+    other.share();
     grow(below(random, 2));
   }
 
@@ -77,7 +80,9 @@ struct Store {
     own = std::move(larger);
     overflow += more;
     const auto base = [](Bytes& bytes) { return reinterpret_cast<Int>(bytes.data()); };
-    core.point({base(root), base(flag), base(own)}, {size, 1, size}, references.data(), overflow);
+    for (Observations* one : {&core, &other}) {
+      one->point({base(root), base(flag), base(own)}, {size, 1, size}, references.data(), overflow);
+    }
   }
 
   // Every row has its two observations, and no entry has two references of a kind.
@@ -108,6 +113,13 @@ struct Store {
       alone += used[1][entry] && !used[0][entry];
     }
     REQUIRE(core.alone() == alone);
+  }
+
+  // Lets the other process follow a write, and sometimes go on writing.
+  void follow(Random& random, const List& rows) {
+    other.follow(rows, stored);
+    REQUIRE(core.alone() == other.alone());
+    if (random() % 2) std::swap(core, other);
   }
 };
 
@@ -217,10 +229,12 @@ void random_stores(Random& random, Int widest, int rounds) {
       }
       for (Int i = 0; i < n; ++i) store.model[at(slots[at(i)])] = rows[at(i)];
       store.stored = limit;
+      store.follow(random, slots);
       store.check();
       if (random() % 8 == 0) store.core.derive(store.stored);
       if (random() % 16 == 0) {
         store.core.clear();
+        store.other.clear();
         store.model.assign(at(store.slots), Row());
         std::fill(store.references.begin(), store.references.end(), 0);
         store.stored = 0;
