@@ -103,7 +103,7 @@ class CommittedState:
     cursor, length, next_position, cleared, by_stream = map(_Counter, range(5))
     positions, generations = map(_Counter, (5, 6))
     has_episodes, oldest, more = map(_Counter, (8, 9, 14))
-    _priorities, counts, begin, head, marks, codes, streams = map(_List, range(7))
+    counts, begin, head, marks, codes, streams = map(_List, range(1, 7))
 
     def __init__(self, numbers: Array) -> None:
         if len(numbers) < _FIXED:
@@ -179,11 +179,10 @@ class CommittedState:
     @property
     def priorities(self) -> list[CommittedPriorities]:
         """The counts of each sampler's priorities, in the order in which samplers were added."""
-        rows = self._priorities.reshape(-1, _PER_SAMPLER)
-        most = rows[:, 1].copy().view(np.float64).tolist()
+        view = self.view
         return [
-            CommittedPriorities(*row)
-            for row in zip(rows[:, 0].tolist(), most, rows[:, 2].tolist(), strict=True)
+            CommittedPriorities(view[at], _float(view[at + 1]), view[at + 2])
+            for at in range(_FIXED, self.starts[1], _PER_SAMPLER)
         ]
 
     def set_priorities(self, priorities: list[CommittedPriorities]) -> None:
@@ -258,6 +257,10 @@ _double, _whole = struct.Struct("=d"), struct.Struct("=q")
 
 def _bits(number: float) -> int:
     return int(_whole.unpack(_double.pack(number))[0])
+
+
+def _float(bits: int) -> float:
+    return float(_double.unpack(_whole.pack(bits))[0])
 
 
 class Changed(NamedTuple):

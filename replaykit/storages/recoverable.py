@@ -396,7 +396,8 @@ class Recovery:
 
     def journal_stored(self, at: Array | range, paths: Iterable[Path] | None = None) -> None:
         """Journal as ``journal_rows`` does, but give readers without the lock no sign."""
-        stored = self.storage.ledger.length
+        ledger = self.storage.ledger
+        stored = ledger.length
         if self.state is not None:  # its rows are valid until the next commit, even after a `clear`
             stored = max(stored, self.state.length)
         if isinstance(at, range):
@@ -408,7 +409,7 @@ class Recovery:
         if paths is not None:  # a leaf without a separate column is in the records
             places = {path if path in rows else None for path in paths}
             targets = {rows[path] for path in places if path in rows}
-        self._begin_entry(*self.home.journaled())
+        self._begin_entry(ledger, *self.home.journaled())
         for target in targets:
             self.home.journal_rows(target, at)
 
@@ -417,12 +418,12 @@ class Recovery:
 
         The rows need not be stored rows.
         """
-        self._begin_entry(*self.home.journaled())
+        self._begin_entry(self.storage.ledger, *self.home.journaled())
         self.home.journal_rows(target, at)
 
-    def _begin_entry(self, sequence: int, used: int) -> None:
+    def _begin_entry(self, ledger: Ledger, sequence: int, used: int) -> None:
         """Set how much of the journal belongs to complete writes."""
-        now = sequence, self.storage.ledger.log.number
+        now = sequence, ledger.log.number
         if now != self.journaled:
             self.journaled, self._whole = now, used
 
@@ -443,7 +444,7 @@ class Recovery:
         until = first + count
         if until <= ledger.length:  # the case of every write of few rows to a full ring
             # The journal entry comes before `_begin_entry`. The write overwrites no row until then.
-            self._begin_entry(*self.home.journal_file_rows(first, until))
+            self._begin_entry(ledger, *self.home.journal_file_rows(first, until))
         elif until <= slots:
             self.journal_stored(range(first, until))
         else:
