@@ -11,7 +11,6 @@ import torch
 from replaykit._compat import lookup
 from replaykit.checkpoint import ReadLater, ReadOnce
 from replaykit.samplers.consuming import rising
-from replaykit.samplers.pools import Records, Rings, spread
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import elements_of
@@ -22,7 +21,84 @@ __all__ = ["VersionColumn", "VersionGroups"]
 
 Array = np.ndarray[Any, Any]
 
-_NO_SLOTS = np.zeros(0, np.int64)
+_NONE = np.zeros(0, np.int64)
+
+_FIRST = 64
+
+
+class _Lists:
+    """Numbered lists of rows in one array.
+
+    Each list has a piece of the array whose length is a power of two. A list that outgrows its
+    piece gets a larger one. When the array is full, all lists move to a new array. At least a
+    quarter of the array's entries are in use. Cost: O(1) per entry, amortised.
+
+    Attributes:
+        count: the number of entries of each list.
+    """
+
+    def __init__(self) -> None:
+        self._pool = np.zeros(_FIRST, np.int64)
+        self._top = 0
+        self.count = self._base = self._room = self._free = _NONE
+
+    def start(self, count: int) -> Array:
+        """Return the numbers of ``count`` new, empty lists. Cost: O(lists)."""
+        numbers, self._free = self._free[:count], self._free[count:]
+        if len(numbers) < count:
+            more = np.zeros(count - len(numbers), np.int64)
+            numbers = np.concatenate([numbers, np.arange(len(more)) + len(self.count)])
+            self.count = np.concatenate([self.count, more])
+            self._base = np.concatenate([self._base, more])
+            self._room = np.concatenate([self._room, more])
+        self.count[numbers] = self._room[numbers] = 0
+        return numbers
+
+    def drop(self, numbers: Array) -> None:
+        """Let later lists have the numbers of these lists."""
+        self._free = np.concatenate([self._free, numbers])
+
+    def get(self, which: Array, place: Array) -> Array:
+        """Return the entries at ``place`` of the lists ``which``."""
+        return self._pool[self._base[which] + place]
+
+    def put(self, which: Array, place: Array, rows: Array) -> None:
+        """Set entries of lists, after ``reserve`` made room."""
+        self._pool[self._base[which] + place] = rows
+
+    def reserve(self, which: Array, need: Array, alive: Array) -> None:
+        """Make room for ``need`` entries in each of the lists ``which``.
+
+        ``alive`` holds the numbers of all lists in use.
+        """
+        short = need > self._room[which]
+        if not short.any():
+            return
+        moving, sizes = which[short], _power(need[short])
+        pool, top = self._pool, self._top
+        if top + sizes.sum() > len(pool):
+            wanted = _power(np.maximum(self.count, 1))
+            wanted[which] = _power(need)
+            moving, sizes, top = alive, wanted[alive], 0
+            pool = np.zeros(max(_FIRST, 2 * int(sizes.sum())), np.int64)
+        count = self.count[moving]
+        owner, place = np.repeat(moving, count), _spread(0, count)
+        rows = self.get(owner, place)
+        self._base[moving], self._room[moving] = top + np.cumsum(sizes) - sizes, sizes
+        self._pool, self._top = pool, top + int(sizes.sum())
+        self.put(owner, place, rows)
+
+
+def _spread(start: Array | int, count: Array) -> Array:
+    """Return joined runs of ``count[i]`` consecutive numbers from ``start[i]`` on."""
+    ends = np.cumsum(count)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(start - ends + count, count)
+
+
+def _power(need: Array) -> Array:
+    """Return the smallest powers of two that are not below ``need``, at least 1."""
+    # frexp is exact: need - 1 = m * 2**e with 0.5 <= m < 1, so that 2**e > need - 1.
+    return np.int64(1) << np.frexp((need - 1).astype(np.float64))[1].astype(np.int64)
 
 
 class VersionGroups:
@@ -52,30 +128,29 @@ class VersionGroups:
         """A counter that grows with every change of ``versions`` or ``counts``."""
         self.versions = np.zeros(0, np.int64)
         """The versions of the rows, in ascending order: ``[V]``."""
-        self._ids = np.zeros(0, np.int64)  # numbers of the versions' groups
-        self._group: Any = Records({"count": np.int64})
-        self._rings = Rings(np.int64)
-        self._of = np.zeros(0, np.int64)  # group of a row; -1: none
-        self._place = np.zeros(0, np.int64)  # position in its group
-        self._numbers = np.zeros(0, np.int64)  # numbers of the groups in ``versions``, as of:
+        self._ids = _NONE  # numbers of the versions' lists
+        self._lists = _Lists()
+        self._of = _NONE  # list of a row; -1: none
+        self._place = _NONE  # position in its list
+        self._numbers = _NONE  # numbers of the lists in ``versions``, as of:
         self._numbered = -1
 
     @property
     def counts(self) -> Array:
         """The number of rows of each version: int64 ``[V]``. Cost: O(V)."""
-        return np.asarray(self._group.count[self._ids])
+        return self._lists.count[self._ids]
 
     def members(self, which: Array, place: Array) -> Array:
         """Return the rows at positions ``place`` in the groups of versions ``which``.
 
         ``which`` holds positions in ``versions``.
         """
-        return self._rings.get(self._ids[which], place)
+        return self._lists.get(self._ids[which], place)
 
     def of(self, elements: Array) -> Array:
         """Return each row's position in ``versions``. Cost: O(V) more after a change."""
         if self._numbered != self.changes:
-            self._numbers = np.zeros(self._group.capacity, np.int64)
+            self._numbers = np.zeros(len(self._lists.count), np.int64)
             self._numbers[self._ids] = np.arange(len(self._ids))
             self._numbered = self.changes
         return np.asarray(self._numbers[self._of[elements]])
@@ -99,9 +174,9 @@ class VersionGroups:
         elements, versions, known = elements[~same], versions[~same], known[~same]
         self._remove(elements[known])
         self._add(elements, versions)
-        gone = self._group.count[self._ids] == 0
+        gone = self.counts == 0
         if gone.any():
-            self._group.give_back(self._ids[gone])
+            self._lists.drop(self._ids[gone])
             self.versions, self._ids = self.versions[~gone], self._ids[~gone]
 
     def _reserve(self, length: int) -> None:
@@ -117,20 +192,20 @@ class VersionGroups:
     def _remove(self, elements: Array) -> None:
         if not len(elements):
             return
-        group, count = self._of[elements], self._group.count
+        group, count = self._of[elements], self._lists.count
         order = np.argsort(group, kind="stable")
         elements, group = elements[order], group[order]
         touched, leaving = np.unique(group, return_counts=True)
         after = count[touched] - leaving
         owner = np.repeat(touched, leaving)
-        tail = self._rings.get(owner, spread(after, leaving))
+        tail = self._lists.get(owner, _spread(after, leaving))
         self._of[elements] = -1
         stays = self._of[tail] >= 0
         moved, their = tail[stays], owner[stays]
         hole = self._place[elements] < np.repeat(after, leaving)
         holes = self._place[elements][hole]
         # Both arrays have the same number of entries for each group, in the order of the groups.
-        self._rings.put(their, holes, moved)
+        self._lists.put(their, holes, moved)
         self._place[moved] = holes
         count[touched] = after
 
@@ -140,18 +215,16 @@ class VersionGroups:
         coming, number = np.unique(versions, return_counts=True)
         fresh = coming[~np.isin(coming, self.versions)]
         if len(fresh):
-            ids = self._group.new_numbers(len(fresh))
-            self._group.count[ids] = 0
-            self._rings.start(ids, self._group.capacity)
+            ids = self._lists.start(len(fresh))
             at = np.searchsorted(self.versions, fresh)
             self.versions = np.insert(self.versions, at, fresh)
             self._ids = np.insert(self._ids, at, ids)
-        count = self._group.count
+        count = self._lists.count
         which = self._ids[np.searchsorted(self.versions, coming)]
         need = count[which] + number
-        self._rings.reserve(which, need, np.zeros_like(count), count, self._ids)
-        owner, place = np.repeat(which, number), spread(count[which], number)
-        self._rings.put(owner, place, elements)
+        self._lists.reserve(which, need, self._ids)
+        owner, place = np.repeat(which, number), _spread(count[which], number)
+        self._lists.put(owner, place, elements)
         self._of[elements], self._place[elements] = owner, place
         count[which] = need
 
@@ -161,8 +234,7 @@ class VersionGroups:
         """Return copies of the rows by version ``[N]``, the versions and counts ``[V]``."""
         counts = self.counts
         which = np.repeat(np.arange(len(counts)), counts)
-        places = spread(np.zeros_like(counts), counts)
-        return self.members(which, places), self.versions.copy(), counts
+        return self.members(which, _spread(0, counts)), self.versions.copy(), counts
 
     @classmethod
     def of_state(cls, elements: Array, versions: Array, counts: Array) -> VersionGroups:
@@ -234,7 +306,7 @@ class VersionColumn:
                 return self.groups
             slots = log.slots_since(self._seen, ledger.slots, self.path)
             if slots is not None:
-                changed = rising(np.concatenate([_NO_SLOTS, *slots]))
+                changed = rising(np.concatenate([_NONE, *slots]))
                 changed = elements_of(changed, lanes)
             elif ledger.written_since((self._seen, 0))[0]:
                 self.groups = VersionGroups()
