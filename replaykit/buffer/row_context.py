@@ -14,7 +14,7 @@ from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.columns import Columns
-from replaykit.storages.history_kernels import Before, Frames, Led, StepsPlan
+from replaykit.storages.history_kernels import Before, Led, StepsPlan
 from replaykit.storages.indexing import ravel
 from replaykit.structure import Node, Path
 from replaykit.ted import format_key
@@ -90,16 +90,6 @@ class StoredSurroundings(Surroundings):
             return None
         return columns.discounted(key, self._cells, steps, gamma)
 
-    def _before(self, time: Array | None = None) -> Before:
-        """Return the rows, or rows at ``time`` of their episodes, and their limits.
-
-        A limit is the number of steps that frames may reach back.
-        """
-        lowest = self._index.bounds(self.lane)[0]
-        if time is None:
-            return Before(self._cells, self.time, self.begin, lowest)
-        return Before(self._index.element(time, self.lane), time, self.begin, lowest)
-
     def lead(self, plan: StepsPlan) -> Led | None:
         columns = self._columns
         if self.rows is None or not self._index.in_ring:
@@ -109,53 +99,27 @@ class StoredSurroundings(Surroundings):
             return None
         return ahead.lead(self.rows, self._cells, self.time, self.last)
 
-    def _frames(self, keys: Sequence[Path]) -> Frames | None:
-        """Return the reader of stacked frames; None if the stored form does not allow it."""
-        columns = self._columns
-        if not self._index.in_ring or type(columns) is not Columns:
-            return None
-        if self.relabels and any(not c.changes.isdisjoint(keys) for c, _ in self.relabels):
-            return None
-        return columns.frames
-
     def stacks(
-        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+        self,
+        keys: Sequence[Path],
+        count: int,
+        *,
+        zero: bool = False,
+        flat: bool = False,
+        at_next: bool = False,
     ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
-        frames = self._frames(keys)
-        if frames is None:
+        columns, index = self._columns, self._index
+        if not index.in_ring or type(columns) is not Columns or columns.frames is None:
             return None
-        return frames.stacks(tuple(keys), self._before(), count, zero=zero, flat=flat)
-
-    def stacks_before_next(
-        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
-    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
-        frames, time = self._frames(keys), self.next_time
-        if frames is None or time is None:
+        if any(not transform.changes.isdisjoint(keys) for transform, _ in self.relabels):
             return None
-        rows = self._before(time)
-        return frames.stacks(tuple(keys), rows, count, zero=zero, flat=flat)
-
-    def pairs(self, keys: Sequence[Path], *, joined: bool) -> list[list[torch.Tensor]] | None:
-        frames = self._frames(keys)
-        if frames is None:
-            return None
-        paths = tuple(keys)
-        if joined:
-            made = frames.joined(paths, self._before(), 2)
-            pairs = None if made is None else [made]
-        else:
-            pairs = frames.apart(paths, self._before(), 2)
-        time = self.next_time
-        if pairs is None or time is None:
-            return pairs
-        rows = self._before(time)
-        if joined:
-            own = frames.joined(paths, rows, 1)
-            return None if own is None else [[pairs[0][0], own[0]]]
-        apart = frames.apart(paths, rows, 1)
-        if apart is None:
-            return None
-        return [[previous, own] for (previous, _), (own,) in zip(pairs, apart, strict=True)]
+        element, time = self._cells, self.time
+        if at_next:
+            assert self.next_time is not None
+            time = self.next_time
+            element = index.element(time, self.lane)
+        rows = Before(element, time, self.begin, index.bounds(self.lane)[0])
+        return columns.frames.stacks(tuple(keys), rows, count, zero=zero, flat=flat)
 
     def stored(self) -> int:
         return int(self._index.totals(_ALL, ROWS).sum())

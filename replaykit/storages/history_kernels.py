@@ -49,11 +49,11 @@ class _Plan(NamedTuple):
     """A plan for copying some leaves.
 
     Attributes:
-        models: empty results for one number of rows, as templates.
+        models: empty stacks of one number of rows, as templates.
         features: the shape of a frame, for each leaf.
-        places: for each frame, the index of its result, and the byte of the frame in a row of this
-            result. All frames of a leaf precede the frames of the next leaf.
-        strides: for each frame, the bytes from row to row in its result.
+        places: for each frame, the index of its stack, and the byte of the frame in a row of this
+            stack. All frames of a leaf precede the frames of the next leaf.
+        strides: for each frame, the bytes from row to row in its stack.
         nbytes: bytes of all frames of a row.
     """
 
@@ -93,53 +93,14 @@ class Frames:
             dimension, the frames are ``[B, count * F[0], *F[1:]]``. None for a large batch or a
             missing leaf.
         """
-        key = paths, count, flat
-        plan = self._plans.get(key, _UNKNOWN)
-        if plan is None or (plan is _UNKNOWN and (plan := self._stacks(key)) is None):
-            return None
-        made = self._made(key, plan, rows, count, zero)
-        if made is None:
-            return None
-        return dict(zip(paths, zip(made, plan.features, strict=True), strict=True))
-
-    def apart(
-        self, paths: tuple[Path, ...], rows: Before, count: int
-    ) -> list[list[torch.Tensor]] | None:
-        """Return for each path a list of ``count`` frames ``[B, *F]``, the oldest first.
-
-        Missing frames are zeros. The result is None in the same cases as for ``stacks``.
-        """
-        key = paths, count
-        plan = self._plans.get(key, _UNKNOWN)
-        if plan is None or (plan is _UNKNOWN and (plan := self._apart(key)) is None):
-            return None
-        made = self._made(key, plan, rows, count, zero=True)
-        if made is None:
-            return None
-        return [made[at : at + count] for at in range(0, len(made), count)]
-
-    def joined(
-        self, paths: tuple[Path, ...], rows: Before, count: int
-    ) -> list[torch.Tensor] | None:
-        """Return the values of all paths as ``count`` tensors ``[B, A]``, oldest first.
-
-        Missing frames are zeros. The result is None in the same cases as for ``stacks``, and if a
-        leaf does not have torch's default dtype.
-        """
-        key = paths, count, torch.get_default_dtype()
-        plan = self._plans.get(key, _UNKNOWN)
-        if plan is None or (plan is _UNKNOWN and (plan := self._joined(key)) is None):
-            return None
-        return self._made(key, plan, rows, count, zero=True)
-
-    def _made(
-        self, key: Any, plan: _Plan, rows: Before, count: int, zero: bool
-    ) -> list[torch.Tensor] | None:
-        number = rows.element.shape[0]
-        if number * plan.nbytes >= _WIDE_BYTES:
+        key, number = (paths, count, flat), rows.element.shape[0]
+        if key not in self._plans:
+            self._plans[key] = self._plan(*key)
+        plan = self._plans[key]
+        if plan is None or number * plan.nbytes >= _WIDE_BYTES:
             return None
         self._columns.refresh_addresses()
-        table, _ = self._rows.table(key[0])
+        table, _ = self._rows.table(paths)
         if plan.models[0].shape[0] != number:
             fresh = [model.new_empty((number, *model.shape[1:])) for model in plan.models]
             plan = self._plans[key] = plan._replace(models=fresh)  # another thread may do the same
@@ -147,72 +108,23 @@ class Frames:
         bases = [leaf.data_ptr() for leaf in made]
         to = [bases[leaf] + byte for leaf, byte in plan.places]
         table.frames(*rows, self._rows.cells, count, zero, to, plan.strides, 1)
-        return made
+        return dict(zip(paths, zip(made, plan.features, strict=True), strict=True))
 
-    # -- plans --------------------------------------------------------------------------------
-
-    def _stacks(self, key: tuple[tuple[Path, ...], int, bool]) -> _Plan | None:
-        paths, count, flat = key
-
-        def plan(shapes: list[torch.Size], dtypes: list[torch.dtype], sizes: list[int]) -> _Plan:
-            models = [
-                _new(_stacked(shape, count, flat), dtype)
-                for shape, dtype in zip(shapes, dtypes, strict=True)
-            ]
-            places = [(at, j * size) for at, size in enumerate(sizes) for j in range(count)]
-            strides = [count * size for size in sizes for _ in range(count)]
-            return _Plan(models, shapes, places, strides, count * sum(sizes))
-
-        return self._planned(key, paths, plan)
-
-    def _apart(self, key: tuple[tuple[Path, ...], int]) -> _Plan | None:
-        paths, count = key
-
-        def plan(shapes: list[torch.Size], dtypes: list[torch.dtype], sizes: list[int]) -> _Plan:
-            models = [
-                _new(shape, dtype)
-                for shape, dtype in zip(shapes, dtypes, strict=True)
-                for _ in range(count)
-            ]
-            strides = [size for size in sizes for _ in range(count)]
-            places = [(at, 0) for at in range(len(models))]
-            return _Plan(models, shapes, places, strides, count * sum(sizes))
-
-        return self._planned(key, paths, plan)
-
-    def _joined(self, key: tuple[tuple[Path, ...], int, torch.dtype]) -> _Plan | None:
-        paths, count, dtype = key
-
-        def plan(
-            shapes: list[torch.Size], dtypes: list[torch.dtype], sizes: list[int]
-        ) -> _Plan | None:
-            if any(own is not dtype for own in dtypes):
-                return None
-            width = sum(sizes)
-            models = [_new(torch.Size([width // dtype.itemsize]), dtype) for _ in range(count)]
-            before = [sum(sizes[:at]) for at in range(len(sizes))]
-            places = [(frame, byte) for byte in before for frame in range(count)]
-            return _Plan(models, shapes, places, [width] * len(places), count * width)
-
-        return self._planned(key, paths, plan)
-
-    def _planned(self, key: Any, paths: tuple[Path, ...], plan: Any) -> _Plan | None:
-        """Make a plan and cache it; return None if a leaf is missing."""
-        tensors, made = self._columns.tensors, None
-        if all(path in tensors for path in paths):
-            dtypes = [tensors[path].dtype for path in paths]
-            shapes = [tensors[path].shape[self._columns.ndim :] for path in paths]
-            sizes = [s.numel() * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
-            made = plan(shapes, dtypes, sizes)
-        self._plans[key] = made
-        return made
-
-
-_UNKNOWN = _Plan([], [], [], [], 0)
-
-
-def _new(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty((1, *shape), dtype=dtype, device="cpu")
+    def _plan(self, paths: tuple[Path, ...], count: int, flat: bool) -> _Plan | None:
+        """Return a plan; None if a leaf is missing."""
+        tensors = self._columns.tensors
+        if not all(path in tensors for path in paths):
+            return None
+        leaves = [tensors[path] for path in paths]
+        shapes = [leaf.shape[self._columns.ndim :] for leaf in leaves]
+        sizes = [leaf.dtype.itemsize * s.numel() for leaf, s in zip(leaves, shapes, strict=True)]
+        models = [
+            torch.empty((1, *_stacked(shape, count, flat)), dtype=leaf.dtype, device="cpu")
+            for shape, leaf in zip(shapes, leaves, strict=True)
+        ]
+        places = [(at, j * size) for at, size in enumerate(sizes) for j in range(count)]
+        strides = [count * size for size in sizes for _ in range(count)]
+        return _Plan(models, shapes, places, strides, count * sum(sizes))
 
 
 def _stacked(shape: torch.Size, count: int, flat: bool) -> torch.Size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -338,7 +338,7 @@ class StackFrames(HistoryTransform):
         if stacks is None:
             return None
         if before:
-            ahead = around.stacks_before_next(before, self.k - 1, zero=zero, flat=self.flat)
+            ahead = around.stacks(before, self.k - 1, zero=zero, flat=self.flat, at_next=True)
             if ahead is None:
                 return None
         return _Stacks(stacks, ahead, next_keys)
@@ -532,11 +532,10 @@ class PreviousStep(HistoryTransform):
         made = [_ALL] if concat else list(self.names.values())
         self.changes = frozenset({*made, *(("next", *key) for key in made)})
 
-    def fetch(self, around: Surroundings) -> Around | list[list[torch.Tensor]]:
+    def fetch(self, around: Surroundings) -> Around | dict[Path, torch.Tensor]:
         """Read the row before each row, and the row that ``next`` comes from."""
         around.next_made.append(self)
-        keys = self._in_order() if self.concat else self.keys
-        pairs = around.pairs(keys, joined=self.concat)
+        pairs = self._stacks(around)
         if pairs is not None:
             return pairs
         own = around.time if around.next_time is None else around.next_time
@@ -545,16 +544,32 @@ class PreviousStep(HistoryTransform):
         time[:, 1] = own
         return around.fetch(self.keys, time)
 
+    def _stacks(self, around: Surroundings) -> dict[Path, torch.Tensor] | None:
+        """Read ``[B, 2, *F]`` for each key in one step; return None if the storage cannot."""
+        stacks = around.stacks(self.keys, 2, zero=True)
+        if stacks is None:
+            return None
+        pairs = {key: stack for key, (stack, _) in stacks.items()}
+        if around.next_time is not None:
+            ahead = around.stacks(self.keys, 1, at_next=True)
+            if ahead is None:
+                return None
+            for key, (own, _) in ahead.items():
+                pairs[key][:, 1:] = own
+        return pairs
+
     def apply(
-        self, data: Any, fetched: Around | list[list[torch.Tensor]], around: Surroundings
+        self, data: Any, fetched: Around | dict[Path, torch.Tensor], around: Surroundings
     ) -> Any:
         """Add the values of the previous step."""
-        blank = isinstance(fetched, list) and not self.init  # zeros are filled in already
-        found = self._pairs(fetched, around)
+        leaves = fetched if isinstance(fetched, dict) else around.seen(fetched)
+        # Zeros are filled in already, but zeros of actions become columns that are not zero.
+        blank = leaves is fetched and not self.init and self.num_actions is None
         begins = None
         values: dict[Path, torch.Tensor] = {}
         has_next = any(key[0] == "next" for key in around.keys)
-        for name, (previous, own) in found.items():
+        for name, pair in self._pairs(leaves).items():
+            previous = pair[:, 0]
             if not blank:
                 if begins is None:
                     begins = as_tensor_like(around.time == around.first, previous)
@@ -562,21 +577,15 @@ class PreviousStep(HistoryTransform):
             values[name] = previous
             if has_next:
                 under_next: Path = ("next", *name)
-                values[under_next] = own
+                values[under_next] = pair[:, 1]
         set_real(data, values, around.mask)
         return data
 
-    def _pairs(
-        self, fetched: Around | list[list[torch.Tensor]], around: Surroundings
-    ) -> dict[Path, Sequence[torch.Tensor]]:
+    def _pairs(self, leaves: dict[Path, torch.Tensor]) -> dict[Path, torch.Tensor]:
         """Return, by name, the values of the previous row and of the row of ``next``."""
-        if isinstance(fetched, list):
-            return dict(zip([_ALL] if self.concat else self.names.values(), fetched, strict=True))
-        leaves = around.seen(fetched)
         if self.concat:
-            made = torch.cat([self._columns(key, leaves[key]) for key in self._in_order()], -1)
-            return {_ALL: (made[:, 0], made[:, 1])}
-        return {name: (leaves[key][:, 0], leaves[key][:, 1]) for key, name in self.names.items()}
+            return {_ALL: torch.cat([self._columns(k, leaves[k]) for k in self._in_order()], -1)}
+        return {name: leaves[key] for key, name in self.names.items()}
 
     def _started(self, name: Path, values: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
         """Return values ``[B, *F]`` with ``init`` at the first rows of episodes."""

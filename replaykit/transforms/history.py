@@ -155,7 +155,13 @@ class Surroundings(ABC):
         return None
 
     def stacks(
-        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
+        self,
+        keys: Sequence[Path],
+        count: int,
+        *,
+        zero: bool = False,
+        flat: bool = False,
+        at_next: bool = False,
     ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
         """Return the ``count`` rows up to each row of the batch, oldest first.
 
@@ -166,32 +172,12 @@ class Surroundings(ABC):
             count: number of rows; if the episode has fewer, its first row is repeated.
             zero: use zeros instead of the first row.
             flat: join rows along the first feature dimension, if there is one.
+            at_next: return the rows up to the rows at ``next_time`` instead.
 
         Returns:
             For each key, one leaf and ``F``. The leaf is ``[B, count, *F]``, or with ``flat`` ``[B,
             count * F[0], *F[1:]]``. If the result is None, the caller must ``fetch`` the rows
             instead.
-        """
-        return None
-
-    def stacks_before_next(
-        self, keys: Sequence[Path], count: int, *, zero: bool, flat: bool
-    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
-        """Return ``stacks`` of the rows at ``next_time``."""
-        return None
-
-    def pairs(self, keys: Sequence[Path], *, joined: bool) -> list[list[torch.Tensor]] | None:
-        """Return the previous row and the row of ``next`` for each row of the batch.
-
-        If a row is the first of its episode, its previous row has zeros. Only ``fetch`` of a
-        transform may call this.
-
-        Args:
-            joined: join all keys along their features, if all have torch's default dtype.
-
-        Returns:
-            Two leaves ``[B, *F]`` for each key, or with ``joined`` two leaves ``[B, A]`` for all
-            keys. If the result is None, the caller must ``fetch`` the rows instead.
         """
         return None
 

@@ -100,53 +100,30 @@ def test_stacked_frames_match_model(data: Any, zero: bool, flat: bool) -> None:
         assert stack.equal(expected)
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_separate_frames_match_model(data: Any) -> None:
-    its = Drawn(data, DTYPES)
-    found = its.frames.apart(its.paths, its.rows, its.count)
-    assert found is not None
-    for (key,), leaves in zip(its.paths, found, strict=True):
-        expected = its.expected(key, zero=True)
-        assert len(leaves) == its.count
-        for frame, leaf in enumerate(leaves):
-            assert leaf.equal(expected[:, frame])
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_joined_keys_match_model(data: Any) -> None:
-    its = Drawn(data, [torch.float32])
-    found = its.frames.joined(its.paths, its.rows, its.count)
-    assert found is not None
-    expected = torch.cat([its.expected(key, True).flatten(2) if its.leaves[key].ndim > its.ndim
-                          else its.expected(key, True)[..., None] for (key,) in its.paths],
-                         -1)  # fmt: skip
-    for frame, joined in enumerate(found):
-        assert joined.equal(expected[:, frame])
-
-
 def test_unsupported_columns_are_left_to_other_readers() -> None:
     leaves = {"x": torch.zeros(4, 2), "n": torch.zeros(4, dtype=torch.int64)}
     frames, one = frames_of(made(leaves, 1)), np.ones(1, np.int64)
-    assert (
-        frames.joined((("x",), ("n",)), Before(one, one, one, 0), 2) is None
-    )  # not all are numbers of that kind
-    assert frames.joined((("x",),), Before(one, one, one, 0), 2) is not None
+
+    def stacks(paths: Any, rows: Any, count: int) -> Any:
+        return frames.stacks(paths, Before(rows, rows, rows, 0), count, zero=False, flat=True)
+
     for paths in ((("none",),), (("x",), ("none",))):
-        assert frames.apart(paths, Before(one, one, one, 0), 2) is None
-        assert frames.joined(paths, Before(one, one, one, 0), 2) is None
-        assert frames.stacks(paths, Before(one, one, one, 0), 2, zero=False, flat=True) is None
+        assert stacks(paths, one, 2) is None
     many = np.ones(2**16, np.int64)  # of 8 bytes, twice
-    assert frames.apart((("x",),), Before(many, many, many, 0), 2) is None
-    assert frames.apart((("x",),), Before(many[1:], many[1:], many[1:], 0), 1) is not None
+    assert stacks((("x",),), many, 2) is None
+    assert stacks((("x",),), many[1:], 1) is not None
+
+
+def newest(frames: Frames, element: int, reach: int) -> Any:
+    rows = Before(*(np.array([number]) for number in (element, 9, 9 - reach)), -9)
+    return frames.stacks((("x",),), rows, 2, zero=True, flat=False)
 
 
 def test_rows_outside_storage_raise_index_error() -> None:
-    frames, one = frames_of(made({"x": torch.zeros(4, 2)}, 1)), np.ones(1, np.int64)
+    frames = frames_of(made({"x": torch.zeros(4, 2)}, 1))
     for element, reach in ((4, 0), (-1, 0), (0, 4), (0, -1)):
         with pytest.raises(IndexError):
-            frames.apart((("x",),), Before(one * element, one * 9, one * (9 - reach), -9), 2)
+            newest(frames, element, reach)
 
 
 def test_mapped_columns_have_no_frame_reader(tmp_path: Any) -> None:
@@ -159,11 +136,11 @@ def test_frame_reader_follows_moved_memory() -> None:
     """Whoever holds a view of a column may have its memory exchanged."""
     leaf = torch.arange(4.0)
     columns = made({"x": leaf}, 1)
-    frames, last = frames_of(columns), np.array([3])
-    assert frames.apart((("x",),), Before(last, last, last, 0), 1)[0][0].item() == 3  # type: ignore[index]
+    frames = frames_of(columns)
+    assert newest(frames, 3, 1)[("x",)][0].tolist() == [[2, 3]]
     column = columns[("x",)]
     column.set_(torch.arange(4.0) * 10)  # type: ignore[call-overload]
-    assert frames.apart((("x",),), Before(last, last, last, 0), 1)[0][0].item() == 30  # type: ignore[index]
+    assert newest(frames, 3, 1)[("x",)][0].tolist() == [[20, 30]]
 
 
 def test_core_refuses_mismatched_arguments() -> None:

@@ -66,7 +66,7 @@ def test_steps_are_counted_from_where_the_episode_began(
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), n=st.sampled_from([1, 3]), init=st.sampled_from([0, 0, 1]))
 def test_core_and_separate_reads_give_equal_steps(data: Any, n: int, init: int) -> None:
-    """What the core copies apart in one step is what is made of rows read by themselves."""
+    """What the core copies in one step is what is made of rows read by themselves."""
     dtypes = [torch.float32, torch.float64, torch.int32, torch.bool]
     shape = data.draw(st.sampled_from([(), (1,), (2, 3)]))
     dtype = data.draw(st.sampled_from(dtypes))
@@ -88,7 +88,7 @@ def test_core_and_separate_reads_give_equal_steps(data: Any, n: int, init: int) 
     buffer.extend(TensorDict({"action": action, "next": following}, [steps]))
     found = buffer[:]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StoredSurroundings, "pairs", Surroundings.pairs)
+        patch.setattr(StoredSurroundings, "stacks", Surroundings.stacks)
         expected = buffer[:]
     assert set(found.keys(True, True)) == set(expected.keys(True, True))
     for key in expected.keys(True, True):
