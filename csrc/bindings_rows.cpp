@@ -109,28 +109,6 @@ void replaykit::bind_rows(nb::module_& m) {
            nb::arg("threads"), nb::arg("mapped") = false, nb::arg("cold") = false,
            "Copy rows out, of mapped files with hints to the kernel. Return whether anything was "
            "read from disk. Raise IndexError if a row is outside [0, limit).")
-      .def("discounted",
-           [](const Table& self, std::int64_t index, std::int64_t steps, std::int64_t n,
-              std::int64_t lanes, double gamma, bool wide, std::int64_t out) {
-             if (self.width() != 1 || self.row_bytes() != (wide ? 8 : 4)) {
-               throw nb::value_error("expected a table of one field of one number");
-             }
-             if (lanes < 1) throw nb::value_error("expected lanes of at least 1");
-             const List at = checked_index(index, n, self.rows());
-             const List on = checked_index(steps, n, self.rows() / lanes);
-             unlocked(self, n, [&] {
-               if (wide) {
-                 self.discounted(at.data(), on.data(), n, lanes, gamma,
-                                 reinterpret_cast<double*>(as_address(out)));
-               } else {
-                 self.discounted(at.data(), on.data(), n, lanes, gamma,
-                                 reinterpret_cast<float*>(as_address(out)));
-               }
-             });
-           },
-           nb::arg("index"), nb::arg("steps"), nb::arg("n"), nb::arg("lanes"), nb::arg("gamma"),
-           nb::arg("wide"), nb::arg("out"),
-           "Write discounted sums over each row and the next steps[i] rows of its lane.")
       .def("frames",
            [](const Table& self, nb::handle element, nb::handle time, nb::handle begin,
               std::int64_t lowest, std::int64_t lanes, std::int64_t count, bool zero,

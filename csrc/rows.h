@@ -173,33 +173,6 @@ class Table {
                         [limit](std::int64_t at) { return at < 0 || at >= limit; }) - index;
   }
 
-  // Writes discounted sums of the first field, which holds a single number. Sum i covers row
-  // `index[i]` and the next `steps[i]` rows of its lane in the ring. Sums are in double precision.
-  // The caller has checked positions and steps.
-  template <typename Number>
-  void discounted(const std::int64_t* index, const std::int64_t* steps, std::int64_t n,
-                  std::int64_t lanes, double gamma, Number* out) const {
-    const Field& field = fields_.front();
-    const auto at = [&](std::int64_t row) {
-      return field.base + (row < rows_ ? row : row - rows_) * field.stride;
-    };
-    constexpr std::int64_t kAhead = 16;
-    for (std::int64_t i = -kAhead; i < n; ++i) {
-      for (std::int64_t k = 0; i + kAhead < n && k <= steps[i + kAhead]; ++k) {
-        detail::prefetch_line(at(index[i + kAhead] + k * lanes));
-      }
-      if (i < 0) continue;
-      double sum = 0, weight = 1;
-      for (std::int64_t k = 0; k <= steps[i]; ++k, weight *= gamma) {
-        if (weight == 0) break;  // 0 * infinity would make the sum NaN
-        Number value;
-        std::memcpy(&value, at(index[i] + k * lanes), sizeof value);
-        sum += weight * static_cast<double>(value);
-      }
-      out[i] = static_cast<Number>(sum);
-    }
-  }
-
   // For every row `index[i]`, copies the `count` rows of its lane that end with it, oldest first.
   // Field f of the j-th of these rows is copied to sides[f * count + j]. Only `reach[i]` rows
   // before row `index[i]` exist. Missing rows are replaced by the oldest existing row, or by zero

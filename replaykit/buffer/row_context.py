@@ -83,13 +83,6 @@ class StoredSurroundings(Surroundings):
         columns.refresh_addresses()
         return columns.tensors.get(key)
 
-    def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
-        columns = self._storage.require()
-        # Only with these types do consecutive rows in time have consecutive slots in the ring.
-        if not self._index.in_ring or type(columns) is not Columns:
-            return None
-        return columns.discounted(key, self._cells, steps, gamma)
-
     def lead(self, plan: StepsPlan) -> Led | None:
         columns = self._columns
         if self.rows is None or not self._index.in_ring:

@@ -300,22 +300,6 @@ class Columns:
         index = rows if self.ndim == 1 else unravel_index(rows, self.lanes)
         return row_kernels.gather(self, index, rows, contiguous)
 
-    def discounted(self, path: Path, elements: Any, steps: Any, gamma: float) -> Any:
-        """Return discounted sums of a leaf over stored elements and the rows after them.
-
-        The rows after an element are in the same lane.
-
-        Args:
-            path: a leaf with one float32 or float64 number per row.
-            elements, steps: NumPy int64 ``[B]``. Each sum covers ``steps + 1`` rows.
-
-        Returns:
-            Sums ``[B, *F]``, like the leaf; None if only ``gather_keys`` can read the leaf.
-        """
-        if self._native is None or self.advise:
-            return None
-        return self._native.discounted(path, elements, steps, gamma)
-
     def steps_ahead(self, plan: StepsPlan) -> StepsAhead | None:
         """Return an object that computes the sums of a plan; None if the core cannot."""
         if self._native is None or self.advise:

@@ -94,7 +94,6 @@ class NativeRows:
         """Update the addresses of the columns."""
         tensors, sizes, strides = self.columns, self.sizes, self.strides
         self._some: dict[tuple[Path, ...], tuple[Any, list[int]]] = {}
-        self._single: dict[Path, Any] = {}
         self._plans: dict[int, tuple[StepsPlan, StepsAhead | None]] = {}
         self._models: dict[tuple[Path, ...], list[torch.Tensor]] = {}
         self._leaves = native.Table(
@@ -241,36 +240,6 @@ class NativeRows:
                 sizes,
             )
         return known
-
-    def discounted(self, path: Path, rows: Any, steps: Any, gamma: float) -> torch.Tensor | None:
-        """Return discounted sums of one number per row; see ``Columns.discounted``.
-
-        Return None if the core cannot compute them.
-        """
-        dtype = self._dtypes.get(path)
-        if dtype not in (torch.float32, torch.float64) or self.sizes[path] != dtype.itemsize:
-            return None
-        self._owner.refresh_addresses()
-        table = self._single.get(path)
-        if table is None:
-            table = self._single[path] = native.Table(
-                [self.columns[path].data_ptr()],
-                [self.strides[path]],
-                [self.sizes[path]],
-                self.elements,
-            )
-        rows, steps = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(steps, np.int64)
-        [sums] = self._fresh_leaves((path,), len(rows))
-        table.discounted(
-            torch.from_numpy(rows).data_ptr(),
-            torch.from_numpy(steps).data_ptr(),
-            len(rows),
-            self.cells,
-            gamma,
-            dtype is torch.float64,
-            sums.data_ptr(),
-        )
-        return sums
 
     def steps_ahead(self, plan: StepsPlan) -> StepsAhead | None:
         """Return the object for a plan of sums over steps, cached until the columns move.

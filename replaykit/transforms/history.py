@@ -136,21 +136,11 @@ class Surroundings(ABC):
         """
         return None
 
-    def discounted(self, key: Path, steps: Array, gamma: float) -> torch.Tensor | None:
-        """Return discounted sums of a stored leaf, or None.
-
-        If the result is None, the caller must ``fetch`` the rows and sum the values. The leaf has
-        one number per row. Each sum covers the stored values of the row and of the ``steps`` rows
-        after it in its episode. ``steps`` is int64 ``[B]``. Only ``fetch`` of a transform may call
-        this.
-        """
-        return None
-
     def lead(self, plan: StepsPlan) -> Led | None:
         """Sum rewards over several steps, and fill ``rows`` with leaves of the last step.
 
         Only ``fetch`` of a transform may call this. A None result means that nothing has changed.
-        The caller must then use ``discounted`` and ``fetch`` instead.
+        The caller must then ``fetch`` the rows instead.
         """
         return None
 

@@ -293,14 +293,12 @@ _TABLE_STEPS = 4096
 class _Fetched(NamedTuple):
     """The rows that ``fetch`` reads if ``Surroundings.lead`` cannot be used.
 
-    ``steps`` is the number of steps after each row, ``[B]``. Either ``sums`` has the sums of
-    rewards ``[B, *F]``, or ``rewards`` has the rewards ``[B, m, *F]``. ``last`` has the leaves
-    ``keys`` under ``next`` of the last step.
+    ``steps`` is the number of steps after each row, ``[B]``. ``rewards`` has the rewards ``[B, m,
+    *F]``. ``last`` has the leaves ``keys`` under ``next`` of the last step.
     """
 
     steps: Array
-    sums: torch.Tensor | None
-    rewards: Around | None
+    rewards: Around
     last: Around | None
     keys: list[Path]
 
@@ -439,13 +437,9 @@ class NStep(HistoryTransform):
         if not relabelled.isdisjoint(_ENDS):
             steps = self._ended_earlier(around, steps)
         last = around.next_time = around.time + steps
-        sums = rewards = None
-        if self.reward_key not in relabelled:
-            sums = around.discounted(self.reward_key, steps, self.gamma)
-        if sums is None:
-            rewards = around.fetch([self.reward_key], _times(around, steps))
+        rewards = around.fetch([self.reward_key], _times(around, steps))
         keys = self._next_keys(around.keys)
-        return _Fetched(steps, sums, rewards, around.fetch(keys, last) if keys else None, keys)
+        return _Fetched(steps, rewards, around.fetch(keys, last) if keys else None, keys)
 
     def _next_keys(self, keys: Collection[Path]) -> list[Path]:
         """Return the stored keys that come from the last step; computed once per schema."""
@@ -489,10 +483,7 @@ class NStep(HistoryTransform):
         if isinstance(fetched, Led):
             return self._apply_led(data, own, fetched, around)
         steps = fetched.steps
-        sums = fetched.sums
-        if sums is None:
-            assert fetched.rewards is not None
-            sums = self._summed(around.seen(fetched.rewards)[self.reward_key], steps)
+        sums = self._summed(around.seen(fetched.rewards)[self.reward_key], steps)
         last: dict[Path, torch.Tensor] = {}
         if fetched.last is not None:
             seen = around.seen(fetched.last)
@@ -544,9 +535,9 @@ class NStep(HistoryTransform):
         beyond = as_tensor_like(steps[:, None] < np.arange(width), rewards)
         # Later entries repeat the last reward, which may be infinite. So mask it, not multiply by
         # 0.
-        exact = rewards.double().masked_fill(over_features(beyond, rewards), 0)
+        exact = rewards.to(torch.float64, copy=True).masked_fill_(over_features(beyond, rewards), 0)
         factors = as_tensor_like(np.power(self.gamma, np.arange(width)), exact)
-        return (exact * over_features(factors, exact[0])).sum(1).to(rewards.dtype)
+        return exact.mul_(over_features(factors, exact[0])).sum(1).to(rewards.dtype)
 
     def _apply_inside(self, data: Any, own: torch.Tensor, around: Surroundings) -> Any:
         """Sum inside the windows of the batch (``per_step``)."""

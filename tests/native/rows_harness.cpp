@@ -333,35 +333,6 @@ void gathers_after_a_fork() {
   }
 }
 
-void discounted_sums(Random& random) {
-  for (int turn = 0; turn < 50; ++turn) {
-    const std::int64_t lanes = 1 + below(random, 3), slots = 1 + below(random, 40);
-    const std::int64_t rows = lanes * slots, stride = 4 + below(random, 17);
-    const std::int64_t n = below(random, 90);
-    Bytes column(static_cast<std::size_t>(rows * stride));
-    std::vector<float> values;
-    for (std::int64_t row = 0; row < rows; ++row) {
-      values.push_back(static_cast<float>(below(random, 17) - 8));
-      std::memcpy(column.data() + row * stride, &values.back(), sizeof(float));
-    }
-    std::vector<std::int64_t> index, steps;
-    for (std::int64_t i = 0; i < n; ++i) {
-      index.push_back(below(random, rows));
-      steps.push_back(below(random, slots));
-    }
-    std::vector<float> out(static_cast<std::size_t>(n));
-    const Table table({{address(column), stride, 4}}, rows);
-    table.discounted(index.data(), steps.data(), n, lanes, 0.5, out.data());
-    for (std::size_t i = 0; i < out.size(); ++i) {
-      double sum = 0, weight = 1;
-      for (std::int64_t k = 0; k <= steps[i]; ++k, weight /= 2) {
-        sum += weight * values[static_cast<std::size_t>((index[i] + k * lanes) % rows)];
-      }
-      REQUIRE(out[i] == static_cast<float>(sum));
-    }
-  }
-}
-
 // Sums, and what rows say of the last step, against loops over bytes; and rows that are none.
 void steps_ahead(Random& random) {
   using replaykit::StepsAhead;
@@ -534,7 +505,6 @@ int main(int count, char** arguments) {
     of_a_slot_named_twice_the_last_row_stays(random);
     positions_outside(random);
     rows_of_a_file(random);
-    discounted_sums(random);
     steps_ahead(random);
     frames_of_rows(random);
     rows_next_to_each_other(random);

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -273,42 +272,3 @@ def test_a_table_takes_as_many_numbers_as_it_has_fields() -> None:
         native.Table([0], [1], [1], -1)
     with pytest.raises(ValueError, match="sizes of at least 0"):
         native.Table([0], [1], [-1], 1)
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), ndim=st.sampled_from([1, 2, 3]), gamma=st.sampled_from([0.0, 0.5, 1.0]))
-def test_discounted_sums_go_round_the_ring(data: Any, ndim: int, gamma: float) -> None:
-    lanes = LANES[ndim]
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
-    shape = data.draw(st.sampled_from([(), (1,), (1, 1)]))
-    reward = torch.randn(SLOTS, *lanes, *shape, dtype=dtype)
-    rows = split_leaves(TensorDict({"r": reward, "x": torch.zeros(SLOTS, *lanes)}, [SLOTS, *lanes]),
-                      ndim)  # fmt: skip
-    columns = Columns(Schema(rows.root), rows.leaves, ndim)
-    cells = int(np.prod(lanes))
-    count = data.draw(st.integers(0, 40))
-    element = np.array(data.draw(st.lists(st.integers(0, SLOTS * cells - 1), min_size=count,
-                                          max_size=count)), np.int64)  # fmt: skip
-    steps = np.array(data.draw(st.lists(st.integers(0, SLOTS - 1), min_size=count,
-                                        max_size=count)), np.int64)  # fmt: skip
-    found = columns.discounted(("r",), element, steps, gamma)
-    assert found.shape == (count, *shape)
-    assert found.dtype is dtype
-    plain = reward.reshape(SLOTS, cells).double().numpy()
-    expected = [
-        sum(gamma**k * plain[(at // cells + k) % SLOTS, at % cells] for k in range(on + 1))
-        for at, on in zip(element.tolist(), steps.tolist(), strict=True)
-    ]
-    assert np.allclose(found.reshape(-1).double().numpy(), expected, rtol=1e-6, atol=1e-6)
-
-
-def test_discounted_sums_of_rows_that_are_not_there() -> None:
-    leaves = {"r": torch.zeros(4), "two": torch.zeros(4, 2), "n": torch.zeros(4, dtype=torch.int64)}
-    rows = split_leaves(TensorDict(leaves, [4]), 1)
-    columns = Columns(Schema(rows.root), rows.leaves, 1)
-    one = np.ones(1, np.int64)
-    for element, steps in ((4, 0), (-1, 0), (0, 4), (0, -1)):
-        with pytest.raises(IndexError):
-            columns.discounted(("r",), one * element, one * steps, 0.5)
-    for key in ("two", "n", "none"):  # those are for others to sum
-        assert columns.discounted((key,), one, one, 0.5) is None
