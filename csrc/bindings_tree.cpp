@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "arrays.h"
-#include "binary_tree.h"
 #include "ledger.h"
 #include "power.h"
 #include "tree.h"
@@ -341,24 +340,6 @@ void bind_trees(nb::module_& m) {
            nb::arg("index"), nb::arg("priority"), nb::arg("generation"), nb::arg("n"),
            nb::arg("limit"), nb::arg("next_position"), nb::arg("slots"), nb::arg("eps"),
            nb::arg("alpha"), nb::arg("ceiling"));
-
-  nb::class_<BinaryTree>(m, "BinaryTree",
-                         "A binary sum tree with sequential queries, the baseline of a benchmark.")
-      .def(nb::init<std::int64_t>(), nb::arg("capacity"))
-      .def_prop_ro("capacity", &BinaryTree::capacity)
-      .def("total", &BinaryTree::total)
-      .def("update",
-           [](BinaryTree& self, std::uintptr_t index, std::uintptr_t value, std::int64_t n) {
-             released<kReleaseAbove>(
-                 n, [&] { self.update(at<std::int64_t>(index), at<float>(value), n); });
-           },
-           "Set leaves; the addresses hold int64 indices, which are not checked, and float32.")
-      .def("find",
-           [](const BinaryTree& self, std::uintptr_t x, std::int64_t n, std::uintptr_t index) {
-             released<kReleaseAbove>(
-                 n, [&] { self.find(at<double>(x), n, at<std::int64_t>(index)); });
-           },
-           "Find leaves; `x` is the address of float64, and `index` of int64 results.");
 }
 
 }  // namespace replaykit

@@ -29,7 +29,7 @@ ABOUT: Final = {
         "Samples, writes, trees and memory",
         "A row has 10 leaves and 170 bytes, and a batch has 256 rows. `index_select` gathers each "
         "leaf of plain columns by one call of torch. `copy per leaf` writes each leaf by one "
-        "call. The binary tree is a tree of float64 in the compiled core. Image rows have two "
+        "call. The binary tree is a tree of float64 in C++. Image rows have two "
         "images of 3 x 64 x 64 bytes. Cold files are not in the page cache.",
     ),
     "sequences": (

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import tempfile
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.contender import Contender, Subject, expect
+from benchmarks.contender import Contender, Subject, Unavailable, expect
 from benchmarks.harness import Times, ready, take_turns
 from benchmarks.laws import expect_frequencies
 from benchmarks.limits import tree_limit
 from benchmarks.report import SUBJECT, Line, Target, lines_of_turns
 from benchmarks.setting import BATCH, Setting
-from replaykit import native
 from replaykit.priorities import SumSegmentTree
 
 __all__ = ["BinaryTree", "SumTree", "asked", "run", "subjects"]
@@ -99,8 +103,25 @@ class SumTree(Tree):
         return self.tree.update
 
 
+@cache
+def _library() -> ctypes.CDLL:
+    """Return the compiled binary tree."""
+    source = Path(__file__).parents[1] / "binary_tree.cpp"
+    with tempfile.TemporaryDirectory() as folder:
+        made = f"{folder}/binary_tree.so"
+        command = ["c++", "-std=c++17", "-O3", "-shared", "-fPIC", str(source), "-o", made]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise Unavailable(f"no C++ compiler builds it: {error}") from None
+        library = ctypes.CDLL(made)
+    library.tree_new.restype = ctypes.c_void_p
+    library.tree_total.restype = ctypes.c_double
+    return library
+
+
 class BinaryTree(Tree):
-    """The core's binary tree, walked from the root for each draw and to the root for each update.
+    """A binary tree in C++, walked from the root for each draw and to the root for each update.
 
     It is handed what replaykit's own tree is: tensors, from Python, in one call for all 256.
     """
@@ -109,27 +130,31 @@ class BinaryTree(Tree):
 
     def __init__(self, leaves: int) -> None:
         super().__init__(leaves)
-        self.tree = native.core.BinaryTree(leaves)
+        self.core = _library()
+        self.tree = ctypes.c_void_p(self.core.tree_new(ctypes.c_int64(leaves)))
+        weakref.finalize(self, self.core.tree_delete, self.tree)
 
     def load(self, weights: torch.Tensor) -> None:
         self._update(torch.arange(self.leaves), weights)
 
     def find(self, prefix: torch.Tensor) -> torch.Tensor:
         found = torch.empty(len(prefix), dtype=torch.int64)
-        self.tree.find(prefix.data_ptr(), len(prefix), found.data_ptr())
+        at, to = ctypes.c_void_p(prefix.data_ptr()), ctypes.c_void_p(found.data_ptr())
+        self.core.tree_find(self.tree, at, ctypes.c_int64(len(prefix)), to)
         return found
 
     def total(self) -> float:
-        return self.tree.total()
+        return float(self.core.tree_total(self.tree))
 
     def _draw(self) -> torch.Tensor:
-        return self.find(torch.rand(BATCH, dtype=torch.float64).mul_(self.tree.total()))
+        return self.find(torch.rand(BATCH, dtype=torch.float64).mul_(self.total()))
 
     def drawer(self) -> Callable[[], Any]:
         return self._draw
 
     def _update(self, index: torch.Tensor, weights: torch.Tensor) -> None:
-        self.tree.update(index.data_ptr(), weights.data_ptr(), len(index))
+        at, to = ctypes.c_void_p(index.data_ptr()), ctypes.c_void_p(weights.data_ptr())
+        self.core.tree_update(self.tree, at, to, ctypes.c_int64(len(index)))
 
     def updater(self) -> Callable[[torch.Tensor, torch.Tensor], Any]:
         return self._update

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree, native
+from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from replaykit.priorities import tree_kernels
 from replaykit.priorities.tree_kernels import available_kernels
 from tests import effort
@@ -184,17 +184,3 @@ def test_a_kernel_that_this_processor_lacks_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setenv("REPLAYKIT_TREE", "avx512")
     with pytest.raises(RuntimeError, match="one of portable, torch, got avx512"):
         SumSegmentTree(3)
-
-
-def test_the_yardstick_is_a_sum_tree() -> None:
-    generator = torch.Generator().manual_seed(4)
-    value = torch.randint(0, 50, (1000,), generator=generator).float()
-    binary, tree = native.core.BinaryTree(1000), SumSegmentTree(1000)
-    index = torch.arange(1000)
-    binary.update(index.data_ptr(), value.data_ptr(), 1000)
-    tree.update(index, value)
-    assert (binary.capacity, binary.total()) == (1000, tree.total)
-    x = (torch.rand(500, dtype=F64, generator=generator) * tree.total).floor()
-    found = torch.empty(500, dtype=torch.int64)
-    binary.find(x.data_ptr(), 500, found.data_ptr())
-    assert torch.equal(found, tree.find_prefix(x))
