@@ -104,32 +104,11 @@ bool is_near(const char* a, const char* b, std::int64_t width, double limit) {
   return sum < limit * limit;
 }
 
-// Writes goals [n, width], next goals [n, width] and rewards [n]. A chosen row gets the new goal.
-// Its reward is 0 if the row achieved that goal, else -1. All other rows get their old values.
+// Writes new goals, next goals and rewards in the chosen rows. The reward is 0 if the row achieved
+// its new goal, else -1.
 template <typename Number>
 void relabel(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, double limit,
-             NumberRows fresh, NumberRows achieved, const NumberRows old[2], NumberRows reward,
-             Number* goals[2], Number* rewards) {
-  const std::size_t bytes = static_cast<std::size_t>(width) * sizeof(Number);
-  for (std::int64_t row = 0; row < n; ++row) {
-    const bool own = chosen[row] != 0;
-    const char* goal = fresh.at(row);
-    for (int k = 0; k < 2; ++k) {
-      char* to = reinterpret_cast<char*>(goals[k] + row * width);
-      copy_bytes(to, own ? goal : old[k].at(row), bytes);
-    }
-    if (own) {
-      rewards[row] = is_near<Number>(achieved.at(row), goal, width, limit) ? Number{0} : Number{-1};
-    } else {
-      std::memcpy(rewards + row, reward.at(row), sizeof(Number));
-    }
-  }
-}
-
-// Does the same as `relabel` in place. Only chosen rows are written.
-template <typename Number>
-void overwrite(const std::uint8_t* chosen, std::int64_t n, std::int64_t width, double limit,
-               NumberRows fresh, NumberRows achieved, const OwnRows goals[2], OwnRows rewards) {
+             NumberRows fresh, NumberRows achieved, const OwnRows goals[2], OwnRows rewards) {
   const std::size_t bytes = static_cast<std::size_t>(width) * sizeof(Number);
   for (std::int64_t row = 0; row < n; ++row) {
     if (!chosen[row]) continue;

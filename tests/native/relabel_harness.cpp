@@ -14,7 +14,6 @@
 
 namespace {
 
-using replaykit::NumberRows;
 using replaykit::Numbers;
 using replaykit::OwnRows;
 
@@ -82,9 +81,9 @@ void one_case(Random& random, bool shorter) {
   const std::vector<Number> before = batch;
   const OwnRows to[2] = {{bytes(batch) + width * item, stride},
                          {bytes(batch) + 2 * width * item, stride}};
-  replaykit::overwrite<Number>(chosen.data(), n, width, 0.05, {bytes(goals), width * item},
-                               {bytes(batch), stride}, to,
-                               {bytes(batch) + 3 * width * item, stride});
+  replaykit::relabel<Number>(chosen.data(), n, width, 0.05, {bytes(goals), width * item},
+                             {bytes(batch), stride}, to,
+                             {bytes(batch) + 3 * width * item, stride});
   for (std::int64_t i = 0; i < n; ++i) {
     const Number* now = batch.data() + i * wide;
     const Number* old = before.data() + i * wide;

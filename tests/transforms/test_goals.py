@@ -9,21 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
+from replaykit import native
 from replaykit.transforms import HindsightGoal
 from replaykit.transforms.hindsight import (
     REACHED,
     distance_rewards,
     later_goals,
-    relabel_batch,
-    relabel_later,
-    relabelled,
+    relabel_rows,
 )
 
 ACHIEVED, GOAL, NEXT_GOAL = ("next", "achieved_goal"), ("desired_goal",), ("next", "desired_goal")
 REWARD = ("next", "reward")
-KEYS = (ACHIEVED, (GOAL, NEXT_GOAL), REWARD)
 
 
 def leaves_of(
@@ -60,23 +57,21 @@ def test_the_core_and_torch_agree(
     size: int, width: int, dtype: torch.dtype, packed: bool, flat: bool, seed: int
 ) -> None:
     rows, fresh, leaves = leaves_of(size, width, dtype, packed, seed, flat)
-    before = {key: leaf.clone() for key, leaf in leaves.items()}
-    found = relabelled(rows.numpy(), fresh, leaves, *KEYS)
-    assert found is not None
+    before = leaves[ACHIEVED].clone()
     expected, _ = HindsightGoal()._relabelled(leaves, rows, fresh)
-    assert set(found) == set(expected) == {GOAL, NEXT_GOAL, REWARD}
+    assert relabel_rows(rows.numpy(), fresh.numpy(), list(leaves.values()))
+    assert set(expected) == {GOAL, NEXT_GOAL, REWARD}
     for key, value in expected.items():
-        assert found[key].shape == value.shape
-        assert bits(found[key]) == bits(value), key
-    assert all(bits(leaves[key]) == bits(leaf) for key, leaf in before.items())
+        assert leaves[key].shape == value.shape
+        assert bits(leaves[key]) == bits(value), key
+    assert bits(leaves[ACHIEVED]) == bits(before)
 
 
 def test_core_relabels_many_rows_like_torch() -> None:
     rows, fresh, leaves = leaves_of(5000, 3, torch.float32, True, 0)
-    found = relabelled(rows.numpy(), fresh, leaves, *KEYS)
-    assert found is not None
     expected, _ = HindsightGoal()._relabelled(leaves, rows, fresh)
-    assert all(bits(found[key]) == bits(value) for key, value in expected.items())
+    assert relabel_rows(rows.numpy(), fresh.numpy(), list(leaves.values()))
+    assert all(bits(leaves[key]) == bits(value) for key, value in expected.items())
 
 
 def ring_of(
@@ -96,13 +91,11 @@ def ring_of(
     slots=st.integers(1, 60),
     width=st.integers(1, 5),
     dtype=st.sampled_from([torch.float32, torch.float64]),
-    packed=st.booleans(),
-    flat=st.booleans(),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=100, deadline=None)
 def test_goals_drawn_by_the_core_are_those_by_numpy(
-    size: int, slots: int, width: int, dtype: torch.dtype, packed: bool, flat: bool, seed: int
+    size: int, slots: int, width: int, dtype: torch.dtype, seed: int
 ) -> None:
     draws, low, last, column = ring_of(size, slots, width, dtype, seed)
     further = last - low
@@ -113,23 +106,6 @@ def test_goals_drawn_by_the_core_are_those_by_numpy(
     assert found is not None
     assert (found[0] == rows).all()
     assert bits(torch.from_numpy(found[1])) == bits(expected)
-
-    leaves = leaves_of(size, width, dtype, packed, seed, flat)[2]
-    new, _ = HindsightGoal()._relabelled(leaves, torch.from_numpy(rows), expected)
-    inner = {key[1]: leaves[key] for key in (ACHIEVED, NEXT_GOAL, REWARD)}
-    batch = TensorDict({"desired_goal": leaves[GOAL], "next": TensorDict(inner, [size])}, [size])
-    both = batch.copy()
-    keys = ("achieved_goal", "desired_goal")
-    achieved = leaves[ACHIEVED].clone()
-    assert relabel_batch(both, rows, expected, *keys)
-    assert all(bits(both[key]) == bits(value) for key, value in new.items())
-    assert bits(batch["desired_goal"]) == bits(leaves[GOAL])
-    told = relabel_later(draws, low, last, 0.8, column, batch, *keys)
-    assert told is not None
-    assert (told[0] == rows).all()
-    assert bits(torch.from_numpy(told[1])) == bits(expected)
-    assert all(bits(leaves[key]) == bits(value) for key, value in new.items())
-    assert bits(leaves[ACHIEVED]) == bits(achieved)
 
 
 def test_invalid_draws_and_times_are_refused() -> None:
@@ -149,25 +125,10 @@ def test_invalid_draws_and_times_are_refused() -> None:
         later_goals(draws.astype(np.float32), low, last, 0.8, column)
 
 
-def test_core_declines_unsupported_columns_and_batches() -> None:
+def test_core_declines_unsupported_columns() -> None:
     draws, low, last, column = ring_of(4, 9, 2, torch.float32, 0)
     for other in (column.half(), column[:, 0], column.T.contiguous().T, column[:0]):
         assert later_goals(draws, low, last, 0.8, other) is None
-    leaves = leaves_of(4, 2, torch.float32, True, 0)[2]
-    keys = ("achieved_goal", "desired_goal")
-    plain = TensorDict(leaves, [4])
-    for data in (
-        plain.exclude(GOAL),
-        plain.exclude(REWARD),
-        plain.exclude("next"),
-        plain.clone().set(GOAL, torch.zeros(4, 2, 1)),
-        plain.to_dict(),
-    ):
-        assert relabel_later(draws, low, last, 0.8, column, data, *keys) is None
-    fresh, rows = torch.zeros(4, 2), np.ones(4, bool)
-    for data in (plain.copy().lock_(), plain.exclude(GOAL), TensorDict(leaves, [])):
-        assert not relabel_batch(data, rows, fresh, *keys)
-    assert all(plain[key] is leaf for key, leaf in leaves.items())
 
 
 def test_core_declines_unsupported_leaves() -> None:
@@ -180,9 +141,16 @@ def test_core_declines_unsupported_leaves() -> None:
         {ACHIEVED: torch.zeros(6, 3, 1)},
         {ACHIEVED: torch.zeros(6, 2)},
     ):
-        assert relabelled(rows.numpy(), fresh, {**leaves, **other}, *KEYS) is None
-    assert relabelled(rows.numpy(), fresh.T.contiguous().T, leaves, *KEYS) is None
-    assert relabelled(rows.numpy(), fresh.to(torch.float16), leaves, *KEYS) is None
+        its = list({**leaves, **other}.values())
+        before = [bits(leaf) for leaf in its]
+        assert not relabel_rows(rows.numpy(), fresh.numpy(), its)
+        assert [bits(leaf) for leaf in its] == before
+    for goals in (fresh.half(), fresh[0]):
+        assert not relabel_rows(rows.numpy(), goals.numpy(), list(leaves.values()))
+    with pytest.raises(TypeError, match="`goals` as a contiguous"):
+        relabel_rows(rows.numpy(), fresh.T.contiguous().T.numpy(), list(leaves.values()))
+    with pytest.raises(ValueError, match="entries in `goals`"):
+        native.core.relabel(rows.numpy(), fresh.numpy()[:5], REACHED, *[0] * 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.float64])
