@@ -10,7 +10,7 @@
 
 namespace nb = nanobind;
 using replaykit::FlagOfRows;
-using replaykit::OwnFlag;
+using replaykit::MarkOfRows;
 using replaykit::released;
 
 namespace {
@@ -33,41 +33,24 @@ std::vector<FlagOfRows> as_flags(const std::vector<std::int64_t>& flags) {
   return own;
 }
 
-OwnFlag as_own(const std::vector<std::int64_t>& places, std::size_t flag) {
-  return {reinterpret_cast<std::uint8_t*>(places[3 * flag]), places[3 * flag + 1],
-          places[3 * flag + 2] != 0};
-}
-
 }  // namespace
 
 void replaykit::bind_marks(nb::module_& m) {
   m.def("mark_windows",
         [](const std::vector<std::int64_t>& flags, std::uintptr_t window, std::int64_t n,
-           std::uintptr_t out) {
-          if (n < 0) throw nb::value_error("expected a number of rows");
+           const std::vector<std::int64_t>& marks) {
+          if (n < 0 || marks.size() != 6) {
+            throw nb::value_error("expected a number of rows, and address and stride of three marks");
+          }
           const std::vector<FlagOfRows> own = as_flags(flags);
           const auto* numbers = reinterpret_cast<const std::int64_t*>(window);
-          auto* done = reinterpret_cast<std::uint8_t*>(out);
+          const auto mark = [&](std::size_t at) {
+            return MarkOfRows{reinterpret_cast<std::uint8_t*>(marks[at]), marks[at + 1]};
+          };
           released<kReleaseAbove>(
-              n, [&] { mark_windows(own, numbers, n, done, done + n, done + 2 * n); });
+              n, [&] { mark_windows(own, numbers, n, mark(0), mark(2), mark(4)); });
         },
-        nb::arg("flags"), nb::arg("window"), nb::arg("n"), nb::arg("out"),
+        nb::arg("flags"), nb::arg("window"), nb::arg("n"), nb::arg("marks"),
         "Write the columns done, truncated and terminated of n rows. `flags` has the address, "
-        "stride and meaning of each flag.");
-
-  m.def("mark_own",
-        [](const std::vector<std::int64_t>& places, const std::vector<std::int64_t>& more,
-           std::uintptr_t window, std::int64_t n) {
-          if (n < 0 || places.size() != 9) {
-            throw nb::value_error("expected address, stride and whether it is known of three flags");
-          }
-          const std::vector<FlagOfRows> others = as_flags(more);
-          const auto* numbers = reinterpret_cast<const std::int64_t*>(window);
-          const OwnFlag done = as_own(places, 0), truncated = as_own(places, 1);
-          const OwnFlag terminated = as_own(places, 2);
-          released<kReleaseAbove>(
-              n, [&] { mark_own(done, truncated, terminated, others, numbers, n); });
-        },
-        nb::arg("places"), nb::arg("more"), nb::arg("window"), nb::arg("n"),
-        "Mark the ends of windows in the columns done, truncated and terminated of a batch.");
+        "stride and meaning of each flag, and `marks` address and stride of each column.");
 }

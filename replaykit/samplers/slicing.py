@@ -275,7 +275,7 @@ class Sliced(Sampler):
     def complete_fresh(self, rows: Any, info: dict[Any, Any]) -> Any:
         if type(self).complete is not Sliced.complete:
             return self.complete(rows, info)
-        return self._slicing.markers.complete_fresh(rows, info)
+        return self._slicing.markers.complete(rows, info, fresh=True)
 
     def shape_of(self, rows: int) -> tuple[int, ...] | None:
         return self._slicing.shape_of(rows)

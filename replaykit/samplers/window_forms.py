@@ -35,7 +35,7 @@ _NEXT = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 _END, _TRUNCATED, _TERMINATED = range(3)
 
 # Read only if no other flag is stored; see `_flags`.
-_AT_ROOT = [("done", _END), ("truncated", _TRUNCATED), ("terminated", _TERMINATED)]
+_AT_ROOT = [("done", _END, -1), ("truncated", _TRUNCATED, -1), ("terminated", _TERMINATED, -1)]
 
 _CPU = torch.device("cpu")
 
@@ -69,11 +69,9 @@ class Markers:
         self.truncated_key, self.init_key = truncated_key, init_key
         self._init: Path | None = None if init_key is None else unravel(init_key)
         self._checked: Schema | None = None
-        self._sources: list[tuple[Path, list[tuple[str, int]]]] = []
+        self._sources: list[tuple[Path, list[tuple[str, int, int]]]] = []
         self._keys: tuple[Any, Any, Any] | None = None
         self._model: torch.Tensor | None = None
-        # The container and names of the flags, if they are siblings and the only ends of episodes.
-        self._siblings: tuple[str, tuple[str, ...]] | None = None
         if truncated_key is None:
             return
         truncated = unravel(truncated_key)
@@ -93,15 +91,13 @@ class Markers:
         if len(truncated) > 1:
             named |= {paths[1]: _TRUNCATED, paths[2]: _TERMINATED}
             flags = (*(flags or ()), paths[0])
-        read: dict[Path, list[tuple[str, int]]] = {}
+        # Each has the number of the flag of ``_keys`` with the same path, or -1.
+        read: dict[Path, list[tuple[str, int, int]]] = {}
         for path in dict.fromkeys((*_NEXT, *named, *(flags or ()))):
             meaning = named.get(path, _END)
-            read.setdefault(path[:-1], []).append((path[-1], meaning))
+            own = paths.index(path) if path in paths else -1
+            read.setdefault(path[:-1], []).append((path[-1], meaning, own))
         self._sources = [*read.items(), ((), _AT_ROOT)]
-        if list(read) == [truncated[:-1]] and len(truncated) == 2:
-            names = tuple(path[-1] for path in paths)
-            if {name for name, _ in read[truncated[:-1]]} == set(names):
-                self._siblings = truncated[0], names
 
     def check(self, schema: Schema) -> None:
         """Raise KeyError or ValueError if a padding value does not fit a stored key."""
@@ -123,16 +119,20 @@ class Markers:
                 )
         self._checked = schema
 
-    def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
-        """Add the flags of rows ``[B]`` to ``info`` and fill padding; return the rows."""
+    def complete(self, rows: Any, info: dict[Any, Any], *, fresh: bool = False) -> Any:
+        """Add the flags of rows ``[B]`` to ``info`` and fill padding; return the rows.
+
+        If no other code uses the rows (``fresh``), their flags may change in place, and ``info``
+        then refers to them.
+        """
         window = info[SEQUENCE_ID]
         plain = type(rows) is TensorDict or is_tensordict(rows)
         if not plain or rows.batch_size != window.shape or not window.numel():
             return rows
         mask = info.get(MASK)
         # On the CPU the flags are NumPy arrays. With few rows, the cost is the number of calls.
-        if mask is None and window.is_cpu and self._by_core(rows, window, info):
-            self._mark_first(rows, info, _array(window), None)
+        if mask is None and window.is_cpu and self._by_core(rows, window, info, fresh=fresh):
+            self._mark_first(rows, info, window, None)
             return rows
         number = _array(window)
         real = None if mask is None else _array(mask.unsqueeze(-1))
@@ -150,71 +150,23 @@ class Markers:
             info[done_key] = _tensor(done)
             info[truncated_key] = _tensor(truncated)
             info[terminated_key] = _tensor(terminated)
-        self._mark_first(rows, info, number, real)
+        self._mark_first(rows, info, window, real)
         if self.pad_value is not None and mask is not None:
             self._blank(rows, ~mask)
         return rows
 
-    def _mark_first(self, rows: Any, info: dict[Any, Any], number: Any, real: Any | None) -> None:
+    def _mark_first(
+        self, rows: Any, info: dict[Any, Any], window: torch.Tensor, real: Any | None
+    ) -> None:
         """Add the flag of first rows, if it is stored."""
         stored = None if self._init is None else lookup(rows, self._init)
         if isinstance(stored, torch.Tensor):
-            init, first = _flag(stored), _edge(number, real, last=False)
+            init, first = _flag(stored), _edge(_array(window), real, last=False)
             info[self.init_key] = _tensor(first | (init if real is None else init & real))
 
-    def complete_fresh(self, rows: Any, info: dict[Any, Any]) -> Any:
-        """Do the same as ``complete``, for rows that no other code uses.
-
-        If the rows contain the flags, these are changed in place, and ``info`` refers to them.
-        """
-        window = info[SEQUENCE_ID]
-        if (
-            MASK not in info
-            and window.is_cpu
-            and type(rows) is TensorDict
-            and rows.batch_size == window.shape
-        ):
-            leaves = fields_of(rows)
-            unmarked = self._init is None or lookup(rows, self._init) is None
-            if unmarked and self._in_place(leaves, window, info):
-                return rows
-        return self.complete(rows, info)
-
-    def _in_place(self, leaves: dict[str, Any], window: torch.Tensor, info: dict[Any, Any]) -> bool:
-        if self._siblings is None:
-            return False
-        container, names = self._siblings
-        inner = leaves.get(container)
-        if type(inner) is not TensorDict or not window.is_contiguous():
-            return False
-        known, count = fields_of(inner), window.shape[0]
-        done, cut, ended = names
-        below = done in known or cut in known or ended in known
-        if not below and not leaves.keys().isdisjoint(names):
-            return False  # the flags at the root show where episodes end
-        places: list[int] = []
-        flags: list[torch.Tensor] = []
-        for name in names:
-            leaf = known.get(name)
-            if leaf is None:
-                leaf = torch.empty((count, 1), dtype=torch.bool, device=_CPU)
-                places += (leaf.data_ptr(), 1, 0)
-            elif (
-                type(leaf) is not torch.Tensor
-                or leaf.dtype is not torch.bool
-                or leaf.numel() != count
-                or leaf.ndim != 2
-                or not leaf.is_cpu
-            ):
-                return False
-            else:
-                places += (leaf.data_ptr(), leaf.stride(0), 1)
-            flags.append(leaf)
-        native.core.mark_own(places, (), window.data_ptr(), count)
-        info |= zip(self._keys, flags, strict=True)  # type: ignore[arg-type]
-        return True
-
-    def _by_core(self, rows: Any, window: torch.Tensor, info: dict[Any, Any]) -> bool:
+    def _by_core(
+        self, rows: Any, window: torch.Tensor, info: dict[Any, Any], *, fresh: bool
+    ) -> bool:
         """Add the flags of rows by one call of the core.
 
         Return False if the core cannot read them.
@@ -223,6 +175,7 @@ class Markers:
             return self._keys is None
         count = window.shape[0]
         flags: list[int] = []
+        marks: list[torch.Tensor | None] = [None, None, None]
         for container, names in self._sources:
             if names is _AT_ROOT and flags:
                 break
@@ -232,7 +185,7 @@ class Markers:
                     continue
                 return False
             leaves = fields_of(inner)
-            for name, meaning in names:
+            for name, meaning, own in names:
                 leaf = leaves.get(name)
                 if leaf is None:
                     continue
@@ -241,13 +194,21 @@ class Markers:
                 if leaf.numel() != count or not leaf.is_cpu:
                     return False
                 flags += (leaf.data_ptr(), leaf.stride(0), meaning)
-        model = self._model
-        if model is None or model.shape[0] != 3 * count:
-            model = self._model = torch.empty((3 * count, 1), dtype=torch.bool, device=_CPU)
-        made = torch.empty_like(model)
-        native.core.mark_windows(flags, window.data_ptr(), count, made.data_ptr())
-        # The flags share memory, like the leaves of a batch, but have separate autograd versions.
-        info |= zip(self._keys, torch.unsafe_split(made, count), strict=True)
+                if fresh and own >= 0 and leaf.dim() == 2:
+                    marks[own] = leaf
+        if marks[0] is None or marks[1] is None or marks[2] is None:
+            model = self._model
+            if model is None or model.shape[0] != 3 * count:
+                model = self._model = torch.empty((3 * count, 1), dtype=torch.bool, device=_CPU)
+            # These share memory, like the leaves of a batch, but have separate autograd versions.
+            made = torch.unsafe_split(torch.empty_like(model), count)
+            marks = [new if old is None else old for old, new in zip(marks, made, strict=True)]
+        places: list[int] = []
+        for key, mark in zip(self._keys, marks, strict=True):
+            assert mark is not None
+            info[key] = mark
+            places += (mark.data_ptr(), mark.stride(0))
+        native.core.mark_windows(flags, window.data_ptr(), count, places)
         return True
 
     def _flags(self, rows: Any) -> tuple[Any, Any, Any]:
@@ -266,7 +227,7 @@ class Markers:
                 leaves = dict(inner.items())
             else:
                 continue
-            for name, meaning in names:
+            for name, meaning, _ in names:
                 leaf = leaves.get(name)
                 if not isinstance(leaf, torch.Tensor):
                     continue
