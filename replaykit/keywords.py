@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
 
-__all__ = ["Replaced", "checked_keywords", "named_after", "old_name", "refuse_unknown"]
+__all__ = [
+    "Replaced",
+    "checked_keywords",
+    "named_after",
+    "old_name",
+    "refuse_unknown",
+    "whole_number",
+]
 
 _Class = TypeVar("_Class", bound=type)
 _Init = TypeVar("_Init", bound=Callable[..., None])
@@ -184,3 +192,21 @@ def old_name(old: str, new: str) -> property:
         return getattr(self, new)
 
     return _OldName(read, doc=f"The old name of `{new}`; deprecated.")
+
+
+def whole_number(name: str, value: Any, least: int | None = None) -> int:
+    """Return an argument as an int.
+
+    Raises:
+        TypeError: the value is not an int, or is a bool.
+        ValueError: the value is below ``least``.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"expected {name} as an int, got {value!r}") from None
+    if least is not None and number < least:
+        raise ValueError(f"expected {name} of at least {least}, got {value!r}")
+    return number

@@ -22,6 +22,7 @@ from replaykit.buffer.component_checks import checked_batch_size
 from replaykit.buffer.deliver import deliver_batch, finish_batch
 from replaykit.buffer.draw import choose_rows, read_earlier, size_of
 from replaykit.buffer.prefetch import Draw
+from replaykit.declared import Count, Positive, read_value
 from replaykit.samplers import Sampler, SamplerWithoutReplacement, Transition
 from replaykit.samplers.window_measures import eligible_records
 from replaykit.transfer import Packing, View, is_plain
@@ -371,12 +372,9 @@ class BufferDataset(IterableDataset):
         drop_last: bool = False,
     ) -> None:
         check_loaded(buffer)
-        for name, value, least in (("steps", steps, 1), ("seed", seed, None)):
-            if value is None and name == "steps":
-                continue
-            if type(value) is not int or (least is not None and value < least):
-                bound = "" if least is None else f" of at least {least}"
-                raise ValueError(f"expected {name} as an int{bound}, got {value!r}")
+        read_value(int, seed, "seed")
+        if steps is not None:
+            read_value(Positive, steps, "steps")
         sampler = buffer.sampler
         passes = sampler.passes
         if passes and steps is not None:
@@ -429,9 +427,8 @@ class BufferDataset(IterableDataset):
         Raises:
             ValueError: ``epoch`` or ``start`` is not an int of at least 0.
         """
-        for name, value in (("epoch", epoch), ("start", start)):
-            if type(value) is not int or value < 0:
-                raise ValueError(f"expected {name} as an int of at least 0, got {value!r}")
+        read_value(Count, epoch, "epoch")
+        read_value(Count, start, "start")
         self._at[_EPOCH], self._at[_START], self._at[_WRITTEN] = epoch, start, -1
 
     def begin(self, epoch: int, start: int) -> None:
@@ -687,9 +684,8 @@ def _shard_of_process(rank: int | None, world_size: int | None) -> tuple[int, in
         if not known:
             return 0, 1
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    for name, value in (("rank", rank), ("world_size", world_size)):
-        if type(value) is not int:
-            raise ValueError(f"expected {name} as an int, got {value!r}")
+    read_value(int, rank, "rank")
+    read_value(int, world_size, "world_size")
     if not 0 <= rank < world_size:
         raise ValueError(f"expected a rank below world_size, got {rank} of {world_size}")
     return rank, world_size

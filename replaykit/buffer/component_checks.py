@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from replaykit._compat import arange
+from replaykit.declared import Count, Positive, read_value
+from replaykit.keywords import whole_number
 from replaykit.pace import RateLimiter
 from replaykit.samplers import ConsumingSampler, RandomSampler, Sampler, SampleUnit, Transition
-from replaykit.samplers.consuming import checked_uses
 from replaykit.storages import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -57,7 +58,7 @@ def consuming_sampler(
     """
     if uses is None:
         return sampler
-    count = checked_uses("consume_after_n_samples", uses)
+    count = whole_number("consume_after_n_samples", uses, 1)
     if prefetch:
         raise ValueError(f"expected consume_after_n_samples without prefetch, got {prefetch}")
     if sampler is None:
@@ -296,18 +297,14 @@ def _class_of(given: object) -> str:
 
 def checked_batch_size(batch_size: object) -> int:
     """Return a batch size; ValueError if it is not an int of at least 1."""
-    if isinstance(batch_size, np.integer):
-        batch_size = int(batch_size)
-    if type(batch_size) is not int or batch_size < 1:
-        raise ValueError(f"expected batch_size as an int of at least 1, got {batch_size!r}")
-    return batch_size
+    number = int(batch_size) if isinstance(batch_size, np.integer) else batch_size
+    return cast(int, read_value(Positive, number, "batch_size"))
 
 
 def checked_prefetch(prefetch: int | None, batch_size: int | None) -> int:
     if prefetch is None or prefetch == 0:
         return 0
-    if type(prefetch) is not int or prefetch < 0:
-        raise ValueError(f"expected prefetch as an int of at least 0, got {prefetch!r}")
+    read_value(Count, prefetch, "prefetch")
     if batch_size is None:
         raise ValueError(
             "Dynamic batch-size specification is incompatible with multithreaded sampling: "

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from replaykit.buffer.buffer_dataset import BufferDataset, BufferHandle, check_workers, stream_seed
 from replaykit.buffer.components import DataT
+from replaykit.declared import Count, read_value
 
 if TYPE_CHECKING:
     pass
@@ -47,8 +48,7 @@ class BufferLoader(DataLoader[DataT]):
     dataset: BufferDataset
 
     def __init__(self, dataset: BufferDataset, *, workers: int = 0, **options: Any) -> None:
-        if type(workers) is not int or workers < 0:
-            raise ValueError(f"expected workers as an int of at least 0, got {workers!r}")
+        read_value(Count, workers, "workers")
         if workers:
             check_workers(dataset.buffer, _start_method(options.get("multiprocessing_context")))
         # The base class draws the workers' seed from it, not from torch's global generator.

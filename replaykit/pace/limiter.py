@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from replaykit.keywords import whole_number
+
 __all__ = ["INSERT", "SAMPLE", "RateLimiter", "checked_timeout"]
 
 INSERT, SAMPLE = 0, 1
@@ -77,7 +79,7 @@ class RateLimiter:
         ratio = _number("samples_per_insert", samples_per_insert)
         if not 0 < ratio < math.inf:
             raise ValueError(f"expected samples_per_insert above 0, got {samples_per_insert!r}")
-        least = _count("min_size_to_sample", min_size_to_sample)
+        least = whole_number("min_size_to_sample", min_size_to_sample, 1)
         middle = ratio * least
         if isinstance(error_buffer, (tuple, list)):
             if len(error_buffer) != 2:
@@ -114,7 +116,9 @@ class RateLimiter:
             RateLimiter.min_size(1000)
         """
         found = cls.__new__(cls)
-        found._set(1.0, _count("min_size_to_sample", min_size_to_sample), -math.inf, math.inf)
+        found._set(
+            1.0, whole_number("min_size_to_sample", min_size_to_sample, 1), -math.inf, math.inf
+        )
         return found
 
     @classmethod
@@ -136,7 +140,7 @@ class RateLimiter:
             [0, 1, 2, 3, 4, 5, 6]
         """
         found = cls.__new__(cls)
-        found._set(1.0, 1, 0.0, float(_count("size", size)))
+        found._set(1.0, 1, 0.0, float(whole_number("size", size, 1)))
         found._queue = True
         return found
 
@@ -233,12 +237,3 @@ def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise TypeError(f"expected {name} as a number, got {value!r}")
     return float(value)
-
-
-def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"expected {name} as an int, got {value!r}")
-    count = int(value.__index__())
-    if count < 1:
-        raise ValueError(f"expected {name} of at least 1, got {value!r}")
-    return count

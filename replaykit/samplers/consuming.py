@@ -13,13 +13,13 @@ from replaykit._compat import as_tensor
 from replaykit.checkpoint import ReadLater, ReadOnce
 from replaykit.declared import Positive
 from replaykit.errors import NotEnoughData
-from replaykit.keywords import checked_keywords
+from replaykit.keywords import checked_keywords, whole_number
 from replaykit.samplers.priority_rules import stored_elements
 from replaykit.samplers.sampler import Int64s, Sampler, made_of_saved, require_rows
 from replaykit.samplers.window_measures import integers
 from replaykit.storages import Storage
 
-__all__ = ["ConsumingSampler", "LiveSlots", "checked_uses", "rising"]
+__all__ = ["ConsumingSampler", "LiveSlots", "rising"]
 
 Array = np.ndarray[Any, Any]
 
@@ -291,7 +291,7 @@ class ConsumingSampler(Sampler):
     @checked_keywords
     def __init__(self, max_sample_count: int = 1, *, replacement: bool = True) -> None:
         super().__init__(replacement=replacement)
-        self._most = checked_uses("max_sample_count", max_sample_count)
+        self._most = whole_number("max_sample_count", max_sample_count, 1)
         self._slots = LiveSlots()
         # The ledger's count of clears when last read; None: not read yet.
         # The place in the storage's log that the slots have followed; None after a load.
@@ -439,20 +439,6 @@ class ConsumingSampler(Sampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_sample_count={self._most})"
-
-
-def checked_uses(name: str, value: object) -> int:
-    """Return the number of times that rows are drawn.
-
-    Raises:
-        TypeError: the value is not an int.
-        ValueError: the value is below 1.
-    """
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"expected {name} as an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"expected {name} of at least 1, got {value!r}")
-    return int(value)
 
 
 def _distinct(limit: int, count: int, generator: torch.Generator | None) -> Array:

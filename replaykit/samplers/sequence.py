@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from replaykit.episodes import BoundaryRule, EpisodeIndex
+from replaykit.keywords import whole_number
 from replaykit.samplers.sampler import Sampler, SampleUnit
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
@@ -110,10 +111,7 @@ class Sequence(SampleUnit):
             ("bootstrap", bootstrap, 0),
             ("dilation", dilation, 1),
         ):
-            if type(value) is not int:
-                raise TypeError(f"expected {name} as an int, got {value!r}")
-            if value < least:
-                raise ValueError(f"expected {name} of at least {least}, got {value}")
+            whole_number(name, value, least)
         if episode_boundary not in EPISODE_BOUNDARIES:
             raise ValueError(
                 f"expected episode_boundary as one of {EPISODE_BOUNDARIES}, got "

@@ -12,6 +12,7 @@ import torch
 from replaykit._compat import arange
 from replaykit.declared import encode_state, within
 from replaykit.episodes import EPISODES, CountLaw, EpisodeIndex, Windows
+from replaykit.keywords import whole_number
 from replaykit.samplers.slicing import SliceRequest
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
@@ -131,12 +132,7 @@ class Sequential:
     """
 
     def __init__(self, stride: int | None = None) -> None:
-        if stride is not None:
-            if not isinstance(stride, (int, np.integer)) or isinstance(stride, bool):
-                raise TypeError(f"expected stride as an int, got {stride!r}")
-            if stride < 1:
-                raise ValueError(f"expected stride of at least 1, got {stride}")
-        self._stride = None if stride is None else int(stride)
+        self._stride = None if stride is None else whole_number("stride", stride, 1)
         self.pass_index = 0
         self._cursor: _Cursor | None = None
         self._resets = 0

@@ -14,6 +14,7 @@ import torch
 from replaykit.episodes import BoundaryRule, EpisodeIndex
 from replaykit.episodes.index import StaticEpisodes
 from replaykit.errors import NoEpisodeColumns
+from replaykit.keywords import whole_number
 from replaykit.samplers.window_forms import ALIGNS, PADS, SHORTS, WindowForm
 from replaykit.schema import Schema
 from replaykit.storages import Storage
@@ -41,15 +42,8 @@ class SliceSize:
                 "Either num_slices or slice_len must be not None, and not both. Got "
                 f"num_slices={num_slices} and slice_len={slice_len}."
             )
-        for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
-            if value is None:
-                continue
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-                raise TypeError(f"expected {name} as an int, got {value!r}")
-            if value < 1:
-                raise ValueError(f"expected {name} of at least 1, got {value}")
-        self.num_slices = None if num_slices is None else int(num_slices)
-        self.slice_len = None if slice_len is None else int(slice_len)
+        self.num_slices = None if num_slices is None else whole_number("num_slices", num_slices, 1)
+        self.slice_len = None if slice_len is None else whole_number("slice_len", slice_len, 1)
 
     def of(self, batch_size: int) -> tuple[int, int]:
         """Return number and length of a batch's slices. RuntimeError if they do not fit."""

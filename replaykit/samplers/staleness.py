@@ -13,7 +13,7 @@ import torch
 from replaykit.checkpoint import ReadLater
 from replaykit.declared import vector, within
 from replaykit.errors import NotEnoughData
-from replaykit.keywords import checked_keywords
+from replaykit.keywords import checked_keywords, whole_number
 from replaykit.samplers.policy_versions import VersionColumn, VersionGroups
 from replaykit.samplers.sampler import Int64s, Sampler, as_drawn, made_of_saved, require_rows
 from replaykit.samplers.window_measures import index_for, refuse_nothing, uniform
@@ -160,7 +160,7 @@ class StalenessAwareSampler(Sampler):
 
     @consumer_version.setter
     def consumer_version(self, value: int) -> None:
-        value = _whole("consumer_version", value)
+        value = whole_number("consumer_version", value)
         self._consumer_version = value
 
     def increment_consumer_version(self) -> None:
@@ -177,7 +177,7 @@ class StalenessAwareSampler(Sampler):
 
     @max_staleness.setter
     def max_staleness(self, value: int) -> None:
-        most = _whole("max_staleness", value)
+        most = whole_number("max_staleness", value)
         if most < -1:
             raise ValueError(f"expected max_staleness of at least 0, or -1, got {value!r}")
         self._max_staleness = most
@@ -367,12 +367,6 @@ class StalenessAwareSampler(Sampler):
 
 def _reciprocal(staleness: torch.Tensor) -> torch.Tensor:
     return 1.0 / (staleness + 1.0)
-
-
-def _whole(name: str, value: object) -> int:
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"expected {name} as an int, got {value!r}")
-    return int(value.__index__())
 
 
 def _checked_weights(given: Any, count: int) -> Array:
