@@ -72,26 +72,6 @@ def merged(data: Any, info: dict[Any, Any], dim: int, *, needed: bool = True) ->
     return data
 
 
-def put_fresh(data: Any, info: dict[Any, Any]) -> bool:
-    """Put the info into rows that were just read, if it has one value per row; else return False.
-
-    Nothing is checked that a read guarantees.
-    """
-    if type(data) is not TensorDict:
-        return False
-    index = info["index"]
-    rows, device = index.shape[0], index.device
-    if data.batch_size != (rows,):  # each row is a trajectory
-        return False
-    for key, value in info.items():
-        if type(key) is not str or type(value) is not torch.Tensor:
-            return False
-        if value.shape[:1] != (rows,) or value.device != device:
-            return False
-    put_all(data, info)
-    return True
-
-
 def is_ragged(data: Any) -> bool:
     """Return whether rows of different batch sizes are stacked.
 
@@ -118,18 +98,9 @@ def shaped(data: Any, rows: int, shape: tuple[int, ...]) -> Any:
     return data.reshape(shape) if data.batch_size == (rows,) else data
 
 
-def with_masks(data: Any, info: dict[Any, Any]) -> Any:
-    """Put the padding masks into a batch for its transforms."""
-    for key in _MASKS:
-        mask = info.get(key)
-        if mask is not None and is_tensordict(data) and data.batch_size == mask.shape:
-            data.set(key, mask)
-    return data
-
-
-def with_markers(data: Any, markers: dict[Any, Any]) -> Any:
-    """Put the sampler's markers into a batch for transforms to change."""
-    for key, value in markers.items():
+def with_info(data: Any, info: Mapping[Any, Any]) -> Any:
+    """Put masks or markers of the sampler into a batch for its transforms."""
+    for key, value in info.items():
         fits = isinstance(value, torch.Tensor) and is_tensordict(data)
         if fits and value.shape[:1] == data.batch_size[:1]:
             data.set(key, value)
@@ -318,7 +289,7 @@ def deliver_batch(
     data, info = buffer._finish(batch) if made is None else made
     if batch.arrival is not None:
         batch.arrival.order()  # in the thread that will use the batch
-    if merge and not (batch.fresh and buffer._target is None and put_fresh(data, info)):
+    if merge:
         data = merged(data, info, batch.stack_dim, needed=needed)
     elif batch.numbered and buffer._chain.entries and is_tensordict(data):
         data = data.exclude("index")
@@ -362,7 +333,7 @@ def transform_rows(buffer: ReplayBuffer, batch: DrawnBatch, data: Any, info: dic
         data = merged(data, {"index": batch.draw.index}, batch.stack_dim, needed=False)
     marked = len(info) > 1
     if marked and buffer._chain.entries:
-        data = with_masks(data, info)
+        data = with_info(data, {key: info[key] for key in _MASKS if key in info})
     if batch.fetched is not None:
         (chain, prepared), batch.fetched = batch.fetched, None
         if marked:
@@ -371,7 +342,7 @@ def transform_rows(buffer: ReplayBuffer, batch: DrawnBatch, data: Any, info: dic
             markers = {
                 key: info.pop(key) for key in list(info) if key in changes or (key,) in changes
             }
-            data = with_markers(data, markers)
+            data = with_info(data, markers)
         data = apply_all(chain, data, prepared)
     elif buffer._chain.entries:
         data = buffer._chain.forward(data)

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from replaykit.buffer.components import claim_parts, limiter_queue
 from replaykit.buffer.draw import drop_draws, put_back, rewind
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot
-from replaykit.declared import encode_state
+from replaykit.declared import Rule, decode_state, encode_state
 from replaykit.errors import CheckpointError
 from replaykit.interrupts import deferred
 from replaykit.pace import LimiterQueue
@@ -95,7 +95,12 @@ def generator_state(generator: torch.Generator | None) -> dict[str, Any] | None:
     return {"device": str(generator.device), "state": generator.get_state()}
 
 
-class UndeliveredDraw(NamedTuple):
+def _is_index(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim in (1, 2)
+
+
+@dataclass(frozen=True)
+class UndeliveredDraw:
     """A prefetched draw in a checkpoint of an earlier release, which saved these draws.
 
     Attributes:
@@ -103,7 +108,7 @@ class UndeliveredDraw(NamedTuple):
         ran_out: whether the draw ended a pass.
     """
 
-    anchors: torch.Tensor
+    anchors: Annotated[Any, Rule("an int64 index", _is_index)]
     ran_out: bool
 
 
@@ -304,14 +309,7 @@ def undelivered_draws(saved: object) -> list[UndeliveredDraw]:
     """Return the prefetched draws of a checkpoint; ValueError if they are invalid."""
     if not isinstance(saved, list):
         raise ValueError(f"expected a list of prepared draws, got {saved!r}")
-    found = []
-    for record in saved:
-        fields = record if isinstance(record, Mapping) else {}
-        anchors, ran_out = fields.get("anchors"), fields.get("ran_out")
-        if not _is_index(anchors) or not isinstance(ran_out, bool):
-            raise ValueError(f"expected a prepared draw, got {record!r}")
-        found.append(UndeliveredDraw(anchors.clone(), ran_out))
-    return found
+    return [decode_state(UndeliveredDraw, record, "a prepared draw") for record in saved]
 
 
 def check_rows(draws: Sequence[UndeliveredDraw], state: BufferState) -> None:
@@ -326,10 +324,6 @@ def check_rows(draws: Sequence[UndeliveredDraw], state: BufferState) -> None:
                 f"expected draws among the {shape.tolist()} saved rows, got "
                 f"{drawn.anchors.tolist()}"
             )
-
-
-def _is_index(value: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim in (1, 2)
 
 
 def of_another_kind(saved: Any, sampler: Sampler) -> bool:

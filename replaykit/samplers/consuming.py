@@ -414,10 +414,6 @@ class ConsumingSampler(Sampler):
             "_ran_out": self._ran_out,
         }
 
-    def stored_in(self, state_dict: dict[str, Any]) -> int | None:
-        # The state lacks rows that came without a notification.
-        return None
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = self._declared_state(state_dict)
         self._slots, self._seen = saved.slots(), None
