@@ -526,6 +526,10 @@ class DedupColumns:
     def _adjacent(self, elements: Array) -> tuple[Array, Array]:
         return adjacent(elements, self._cells, self._elements, self.table.stored * self._cells)
 
+    def reserve(self, entries: int) -> None:
+        """Make room for as many overflow entries, before ``begin_fill`` removes rows."""
+        self.table.reserve(entries)
+
     def begin_fill(self, count: int, keys: Array | None, order: torch.Tensor) -> None:
         """Remove all rows, before ``fill`` loads rows into the slots ``0, 1, ...``.
 

@@ -177,6 +177,15 @@ class ObservationTable:
         self._overflow = overflow
         self.point()
 
+    def reserve(self, entries: int) -> None:
+        """Make room for as many overflow entries.
+
+        Raises:
+            MemoryError, OSError: there is no room; nothing has changed.
+        """
+        if entries > self.overflow_entries:
+            self.use_overflow(self.grow(self._overflow_schema, entries, self._overflow))
+
     def reread(self, stored: int) -> None:
         """Find the entries in use from the references in files.
 
@@ -371,8 +380,7 @@ class ObservationTable:
                 found = self.core.plan(elements.ctypes.data, len(elements), keep)
             if not found[0]:
                 return found[1], found[2]
-            entries = grown_entries(self.overflow_entries, found[0], self.elements)
-            self.use_overflow(self.grow(self._overflow_schema, entries, self._overflow))
+            self.reserve(grown_entries(self.overflow_entries, found[0], self.elements))
         raise RuntimeError(f"expected room for all entries, got {found[0]} too few")
 
     def write(

@@ -87,8 +87,8 @@ class Recovery:
         self._more: tuple[int, ...] = ()
         # The targets of the journal with the rows, by the path of a leaf, or None for the records.
         self._rows: dict[Any, int] = {}
-        # Numbers of the state in progress, and of the ledger's log, at the last journaled write.
-        self.journaled: tuple[int, int] | None = None
+        # The number of the state in progress, and the ledger's counters, at the last journaled write.
+        self.journaled: tuple[int, ...] | None = None
         # Bytes of the journal that belong to complete changes; a rollback stops there.
         self._whole = 0
         # The tables that this commit has changed, and their elements.
@@ -253,7 +253,7 @@ class Recovery:
             return
         ledger = storage.ledger
         if self.journaled is not None:
-            if self.journaled == (self.home.journaled()[0], ledger.log.number):
+            if self.journaled == (self.home.journaled()[0], *_counters(ledger)):
                 self.roll_back(self._whole)  # undo a write that failed before the ledger counted it
             self.journaled = None
         storage.indexes.settle()
@@ -423,7 +423,7 @@ class Recovery:
 
     def _begin_entry(self, ledger: Ledger, sequence: int, used: int) -> None:
         """Set how much of the journal belongs to complete writes."""
-        now = sequence, ledger.log.number
+        now = sequence, *_counters(ledger)
         if now != self.journaled:
             self.journaled, self._whole = now, used
 
@@ -465,3 +465,8 @@ class Recovery:
     def new_lock(self) -> Any:
         """Return a lock for the storage."""
         return CommitLock(self.commit) if self.sharing is None else self.sharing.new_lock()
+
+
+def _counters(ledger: Ledger) -> tuple[int, int, int]:
+    """Return numbers that every complete write of rows changes, and edits and cuts do not."""
+    return ledger.next_position, ledger.cleared, ledger.changes

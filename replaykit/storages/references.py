@@ -141,7 +141,7 @@ class References:
         """Return the references int32 ``[rows, 2]``, after a check.
 
         Raises:
-            ValueError: an entry does not exist.
+            ValueError: an entry does not exist, or two rows refer to it in the same way.
         """
         tables = [t[:] if isinstance(t, RowChunks) else t for t in self.tables]
         return self.made(*(table.cpu().numpy() for table in tables))
@@ -151,10 +151,14 @@ class References:
         if not self.is_direct:
             return followed_references(self.rows, self.lanes, *tables)
         found = tables[0].reshape(self.rows, 2)
-        if self.rows and not -self.overflow <= found.min() <= found.max() <= self.rows:
-            raise ValueError(
-                f"expected references to {self.rows} and {self.overflow} entries, got others"
-            )
+        for kind in (OBSERVATION, NEXT):
+            entries = entries_of(found, np.arange(self.rows), self.lanes, kind)
+            if self.rows and not -self.overflow <= entries.min() <= entries.max() < self.rows:
+                raise ValueError(
+                    f"expected references to {self.rows} and {self.overflow} entries, got others"
+                )
+            if (np.bincount(entries + self.overflow) > 1).any():
+                raise ValueError("expected an entry for each reference, got an entry of two rows")
         return found
 
     def later(self, others: list[References], use: Callable[[Array], None]) -> ReadLater[None]:
@@ -240,7 +244,7 @@ class ReferencedColumn:
             slots, place = torch.div(at, self._cells, rounding_mode="floor").unique(
                 return_inverse=True
             )
-            source = _rows(self.source, slots).reshape(-1, *self._feature)
+            source = _rows(self.source, slots).reshape(len(slots) * self._cells, *self._feature)
             rows = place * self._cells + at % self._cells
             found = picked_entries(source, self.values, torch.where(entries < 0, entries, rows))
         return found.view(self.dtype).view(len(index), *self.shape[1:])

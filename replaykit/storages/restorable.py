@@ -131,7 +131,12 @@ class RestorableStorage(ColumnStorage):
             self._columns = columns
             self._adopt(columns)
             self.recovery.journal_rows(range(self.ledger.length))
-        _fill(columns, leaves, content.rows, rows, content.ledger, group.packed)
+        try:
+            _fill(columns, leaves, content.rows, rows, content.ledger, group.packed)
+        except BaseException:
+            if isinstance(columns, DedupColumns):
+                columns.outdate(self.ledger)  # the rows of the ledger are still there
+            raise
         if content.check is not None:
             content.check()
         self._columns = columns
@@ -285,6 +290,10 @@ def _fill(
         if columns.key is not None and count:
             values = picked(leaves[columns.key], slice(None) if rows is None else rows)
             keys = stream_keys(values[:count].view(columns.schema.leaves[columns.key].dtype))
+        tables = {leaf.references for leaf in leaves.values() if isinstance(leaf, ReferencedColumn)}
+        for references in tables:
+            references.array()  # a check
+        columns.reserve(max((references.overflow for references in tables), default=0))
         columns.begin_fill(count, keys, order)
     row_bytes = columns.schema.row_bytes() * columns.lanes.numel()
     # Rows of the same layout are copied without temporary values.

@@ -23,6 +23,7 @@ from replaykit import (
     SliceSampler,
     TensorStorage,
 )
+from replaykit.errors import CheckpointError
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import unravel_index
 
@@ -512,3 +513,82 @@ def test_default_device_and_inference_mode_do_not_affect_rows(
     for rb in (dense, once):
         rb.extend(rows[2])
     assert same_rows(dense[:], once[:])
+
+
+# -- loads that fail ------------------------------------------------------------------------------
+
+
+def _chain(first: int, count: int, shift: float = 0.0) -> TensorDict:
+    x = torch.arange(first, first + count).float()
+    following = {"x": x + 1 + shift, "done": torch.zeros(count, 1, dtype=torch.bool)}
+    return TensorDict({"x": x, "next": TensorDict(following, [count])}, [count])
+
+
+def _chains() -> ReplayBuffer:
+    return ReplayBuffer(
+        storage=LazyTensorStorage(200, dedup_next=True, on_mismatch="dense"), batch_size=8
+    )
+
+
+def test_load_without_memory_changes_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, buffer = _chains(), _chains()
+    saved.extend(_chain(1000, 150, shift=0.5))  # a row follows no other one, so all are stored
+    saved.dumps(tmp_path / "saved")
+    buffer.extend(_chain(0, 150))
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("replaykit.storages.overflow_table.allocate", refuse)
+        with pytest.raises(MemoryError, match="no room"):
+            buffer.loads(tmp_path / "saved")
+    buffer.extend(_chain(500, 3, shift=0.5))
+    expected = torch.cat([_chain(0, 150), _chain(500, 3, shift=0.5)])
+    assert torch.equal(buffer[:]["x"], expected["x"])
+    assert torch.equal(buffer[:]["next", "x"], expected["next", "x"])
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("kind", ["missing", "twice"])
+def test_references_that_lead_nowhere_are_refused(kind: str, mmap: bool, tmp_path: Path) -> None:
+    saved, buffer = _chains(), _chains()
+    saved.extend(_chain(0, 5))
+    references = saved.storage.require().table._references  # a crafted file has such values
+    if kind == "missing":
+        references[4, 1] = 0  # the entry of a row that is not stored
+    else:
+        references[:5, 0] = 1
+    saved.dumps(tmp_path / "saved")
+    if not mmap:
+        buffer.extend(_chain(100, 3))
+    refused = pytest.raises(CheckpointError, match=r"references|an entry of two rows")
+    if mmap:  # the references are read with the first rows
+        buffer.loads(tmp_path / "saved", mmap=True)
+        with refused:
+            buffer[:]
+    else:
+        with refused:
+            buffer.loads(tmp_path / "saved")
+    if not mmap:
+        buffer.extend(_chain(103, 2))
+        assert torch.equal(buffer[:]["next", "x"], _chain(100, 5)["next", "x"])
+
+
+def test_lanes_with_an_empty_observation_are_copied_and_loaded(tmp_path: Path) -> None:
+    def grid() -> ReplayBuffer:
+        storage = LazyTensorStorage(10, ndim=2, dedup_next=True, on_mismatch="dense")
+        return ReplayBuffer(storage=storage)
+
+    x = torch.rand(2, 5, 3)
+    rows = TensorDict({"x": x[:, :-1], "empty": torch.zeros(2, 4, 0)}, [2, 4])
+    rows["next"] = TensorDict({"x": x[:, 1:], "empty": torch.zeros(2, 4, 0)}, [2, 4])
+    buffer = grid()
+    buffer.extend(rows)
+    buffer.dumps(tmp_path / "saved")
+    loaded = grid()
+    loaded.loads(tmp_path / "saved")
+    for other in (loaded, copy.deepcopy(buffer)):
+        assert torch.equal(other[:]["next", "x"], x[:, 1:])

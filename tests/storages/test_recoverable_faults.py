@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from replaykit import (
     LazyMemmapStorage,
     LazyTensorStorage,
+    NStep,
     PrioritizedSampler,
     ReplayBuffer,
     RoundRobinWriter,
@@ -566,3 +567,40 @@ def test_table_left_empty_by_a_kill_is_created(tmp_path: Path) -> None:
     del rb
     rb = opened(tmp_path)
     assert rb.storage.ledger.positions(torch.arange(3)).tolist() == [0, 3, 2]
+
+
+def test_failed_first_flush_after_a_load_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flush also cuts the loaded stream. The cut does not make the half write complete."""
+
+    def steps(count: int) -> TensorDict:
+        x = torch.arange(float(count))
+        following = {"x": x + 1, "reward": torch.ones(count, 1)}
+        following |= {
+            name: torch.zeros(count, 1, dtype=torch.bool) for name in ("done", "truncated")
+        }
+        return TensorDict({"x": x, "next": TensorDict(following, [count])}, [count])
+
+    def buffer(name: str) -> ReplayBuffer:
+        storage = LazyMemmapStorage(4, scratch_dir=tmp_path / name, recover=True)
+        return ReplayBuffer(storage=storage, transform=NStep(2, 0.9, when="write"))
+
+    def broken(columns: Columns, *_: Any) -> None:
+        columns[("x",)][1] = -999.0
+        raise OSError("the disk is broken")
+
+    saved = buffer("a")
+    saved.extend(steps(6))
+    saved.dumps(tmp_path / "saved")
+    loaded = buffer("b")
+    loaded.loads(tmp_path / "saved")
+    before = loaded.storage[:]["x"].clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(Columns, "scatter_ring", broken)
+        patch.setattr(Columns, "scatter", broken)
+        with pytest.raises(OSError, match="broken"):
+            loaded.flush()
+    assert torch.equal(loaded.storage[:]["x"], before)
+    loaded.flush()
+    assert len(loaded) == 4
