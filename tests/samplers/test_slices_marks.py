@@ -224,3 +224,25 @@ def test_rows_on_a_device(options: dict[str, Any], rows: Callable[..., Any]) -> 
     assert {leaf.device.type for leaf in batch.values(True, True)} == {"cuda"}
     assert batch["next", "done"].sum() == 10
     assert torch.equal(batch["t"][batch["next", "done"][:, 0]] >= 0, torch.ones(10).bool().cuda())
+
+
+def test_transforms_see_stored_flags_not_marks_of_windows() -> None:
+    seen = []
+
+    def note(rows: TensorDict) -> TensorDict:
+        seen.append(rows["next", "done"].clone())
+        return rows
+
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(12),
+        sampler=SliceSampler(slice_len=2),
+        transform=note,
+        batch_size=4,
+    )
+    ends = torch.arange(12)[:, None] == 11
+    flags = {"done": ends, "terminated": ends, "truncated": torch.zeros_like(ends)}
+    buffer.extend(TensorDict({"x": torch.arange(12), "next": flags}, [12]))
+    for _ in range(5):
+        batch = buffer.sample()
+        assert torch.equal(seen.pop(), batch["x"][:, None] == 11)
+        assert batch["next", "done"].flatten().tolist() == [False, True] * 2
