@@ -289,7 +289,7 @@ class EnsembleDrawing(Asking[DataT]):
     def _give_back(self, drawn: EnsembleDrawn) -> None:  # type: ignore[override]
         """Undo a draw whose batch failed, and all later draws that were not delivered."""
         with self._locked(settled=False):
-            draws = [drawn, *withdraw(self)]
+            draws: list[Any] = [drawn, *withdraw(self)]
             draws.sort(key=lambda one: one.number)
             self._undo(draws, self._storage)
             show(self._sampler, drawn.was_out)
