@@ -86,6 +86,13 @@ class RowNumbers(Protocol):
     def in_order(self) -> bool:
         """True if the stored rows are in ring order."""
 
+    @property
+    def place_in_log(self) -> tuple[int, int]:
+        """The number of the log of changes, and the next row id."""
+
+    def written_since(self, seen: tuple[int, int] | None) -> tuple[bool, Array]:
+        """Return whether all rows were removed since, and the slots written after that."""
+
     def positions(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the row ids of the rows in slots, int64 of the same shape."""
 

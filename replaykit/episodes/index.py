@@ -118,7 +118,7 @@ class EpisodeIndex:
         self._after_clear = np.full(self.lanes, _RESET)
         # True if the next write uses a free slot, or the slot of the oldest row in ring order.
         self._is_ring = True
-        self._placed = np.zeros(0, np.int64)  # slots of the last write, if it placed rows
+        self._place = ledger.place_in_log  # as of ``_noted``, for rows that are placed later
         if ledger.length and (self._noted > ledger.cleared or not before):
             self._rebuild()
 
@@ -177,6 +177,9 @@ class EpisodeIndex:
         behind = ledger.next_position - self._noted
         if not behind:
             return
+        if ledger.by_stream:
+            self._append_placed(behind)
+            return
         # Rows were overwritten before they were indexed, or the cursor was between stored rows.
         if behind > self.slots or not self._is_ring:
             self._rebuild()
@@ -222,7 +225,22 @@ class EpisodeIndex:
             return
         leaves = {path: rows.leaves[path] for path in self.bound.paths}
         self._append_leaves(leaves, slots, np.arange(self._noted, self._noted + count))
-        self._noted, self._is_ring, self._placed = ledger.next_position, False, slots
+        self._noted, self._place, self._is_ring = ledger.next_position, ledger.place_in_log, False
+
+    def _append_placed(self, behind: int) -> None:
+        """Index the newest ``behind`` rows, which another process wrote by stream."""
+        ledger = self._storage.ledger
+        slots = np.unique(ledger.written_since(self._place)[1])
+        row_ids = self._row_ids(slots)
+        order = np.argsort(row_ids)[np.count_nonzero(row_ids < self._noted) :]
+        if len(order) != behind:  # rows were overwritten before they were indexed
+            self._rebuild()
+            return
+        slots, row_ids = slots[order], row_ids[order]
+        at = torch.from_numpy(slots)
+        leaves = {path: self._columns[path][at] for path in self.bound.paths}
+        self._append_leaves(leaves, slots, row_ids)
+        self._noted, self._place, self._is_ring = ledger.next_position, ledger.place_in_log, False
 
     def close(self, lanes: Array, code: int) -> None:
         """End the open episodes of lanes, bool ``[lanes]``, with the code."""
@@ -320,6 +338,7 @@ class EpisodeIndex:
             stops[after] = ends[:, 0]
             self._append_blocks(start, order, row_ids, oldest, severed, stops, heads)
         self._noted, self._changes, self._edited = ledger.next_position, ledger.changes, False
+        self._place = ledger.place_in_log
         self._is_ring = not ledger.by_stream and (length == slots or ledger.cursor == length)
 
     def _append_blocks(
@@ -528,23 +547,12 @@ class EpisodeIndex:
         """Return begin, last, code of the last row, and ``Head`` of rows' episodes."""
         return self._streams.lookup(time, lane)
 
-    def ended_among(self, newest: int) -> tuple[Array, Array, Array]:
-        """Return the ends of episodes among the ``newest`` stored rows of every lane.
+    def ended_among(self, slots: Array) -> tuple[Array, Array, Array]:
+        """Return the ends of episodes among the rows in distinct slots, int64 ``[K]``.
 
         An end is a row that terminated or was truncated. The result has three arrays: time, lane
         and ``EndReason``, int64 ``[m]`` each.
-
-        Cost: O(newest). If a writer chooses slots by stream, and ``newest`` exceeds the rows of the
-        last write, the cost is O(rows).
         """
-        ledger = self._storage.ledger
-        slots = np.arange(ledger.length)
-        if newest < ledger.length and self._is_ring:
-            slots = (ledger.cursor - newest + np.arange(newest)) % self.slots
-        elif newest < ledger.length and ledger.by_stream:
-            if newest <= len(self._placed):
-                slots = np.unique(self._placed[len(self._placed) - newest :])
-            slots = slots[self._row_ids(slots) >= ledger.next_position - newest]
         if self.key is None:
             slots = (slots[:, None] * self.lanes + np.arange(self.lanes)).reshape(-1)
         time, lane = self.time_and_lane(slots)

@@ -12,9 +12,9 @@ import torch
 from replaykit._compat import is_tensordict, new_tensordict
 from replaykit.episodes import EndReason, EpisodeIndex
 from replaykit.storages import Storage
+from replaykit.storages.change_log import ChangeKind
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import unravel_index
-from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Path
 from replaykit.ted import Key, end_flags, format_key, unravel
 from replaykit.transforms.batch_values import as_number
@@ -131,8 +131,8 @@ class ReturnToGo(Transform):
         self._forget()
 
     def _forget(self) -> None:
-        # The last row id with computed returns, and the rebuild count of the index at that time.
-        self._seen: weakref.WeakKeyDictionary[EpisodeIndex, tuple[int, int]] = (
+        # The place in each storage's log up to which returns are computed.
+        self._seen: weakref.WeakKeyDictionary[Storage, tuple[int, int]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -203,30 +203,39 @@ class ReturnToGo(Transform):
         storage = _require_columns(storage)
         if not storage.initialized:
             return
-        index = storage.episodes
-        position = storage.ledger.next_position
-        before = self._seen.get(index)
-        plain = before is not None and before[1] == index.rebuilt
-        newest = position - before[0] if plain and before is not None else storage.ledger.length
-        time, lane, code = index.ended_among(newest)
-        columns = storage.require()
-        if not plain and before is not None:
-            # The index was rebuilt: slots or ends of rows may differ, so recompute all returns.
-            stored = storage.ledger.length
-            columns.check_writable()
-            columns.refresh_addresses()
-            columns[self.key][:stored] = self.default
-            columns[_VALID][:stored] = False
-        elif not plain and len(time):
-            # First call with stored rows, as after a load: compute only missing returns.
-            known = self._gather(storage, index, [_VALID], time, lane)[_VALID]
-            fresh = ~known.flatten(1).any(1).cpu().numpy()
-            time, lane, code = time[fresh], lane[fresh], code[fresh]
-        chosen = self._computed(code)
-        time, lane, code = time[chosen], lane[chosen], code[chosen]
-        if len(time):
-            self._fill(storage, index, time, lane, code)
-        self._seen[index] = position, index.rebuilt
+        index, ledger = storage.episodes, storage.ledger
+        seen = self._seen.get(storage)
+        outdated = _is_outdated(storage, index, None if seen is None else seen[0])
+        whole = seen is None or outdated
+        slots = np.arange(ledger.length) if whole else np.unique(ledger.written_since(seen)[1])
+        ended = index.ended_among(slots)
+        chosen = self._computed(ended[2])
+        if not outdated and chosen.any():
+            # Rows have returns after a load, or if another process has written them.
+            known = self._gather(storage, index, [_VALID], *ended[:2])[_VALID]
+            chosen &= ~known.flatten(1).any(1).cpu().numpy()
+        element, returns = torch.zeros(0, dtype=torch.int64, device="cpu"), None
+        if chosen.any():
+            element, returns = self._sums(storage, index, *(part[chosen] for part in ended))
+        if outdated:
+            self._replace_all(storage, element, returns)
+        elif returns is not None:
+            valid = torch.ones(len(element), 1, dtype=torch.bool, device="cpu")
+            cells = unravel_index(element, storage.lanes).unbind(-1)
+            storage.put(cells, {self.key: returns, _VALID: valid})
+        self._seen[storage] = ledger.place_in_log
+
+    def _replace_all(
+        self, storage: ColumnStorage, element: torch.Tensor, returns: torch.Tensor | None
+    ) -> None:
+        """Store the returns of these elements, and the default in all other rows."""
+        leaf, shape, rows = storage.leaf(self.key), storage.visible_shape(), len(storage)
+        values = torch.full((rows, *leaf.shape), self.default, dtype=leaf.dtype, device="cpu")
+        valid = torch.zeros(rows, 1, dtype=torch.bool, device="cpu")
+        if returns is not None:
+            values[element], valid[element] = returns, True
+        columns = {self.key: values.view(*shape, *leaf.shape), _VALID: valid.view(*shape, 1)}
+        storage.edit_columns(columns)
 
     def _computed(self, code: Array) -> Array:
         """Return a bool mask of the ended episodes that get returns."""
@@ -234,14 +243,13 @@ class ReturnToGo(Transform):
             return np.ones(len(code), bool)
         return code == int(EndReason.TERMINATED)
 
-    def _fill(
-        self,
-        storage: ColumnStorage,
-        index: EpisodeIndex,
-        last: Array,
-        lane: Array,
-        code: Array,
-    ) -> None:
+    def _sums(
+        self, storage: ColumnStorage, index: EpisodeIndex, last: Array, lane: Array, code: Array
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the elements and the returns of all stored rows of episodes.
+
+        ``last``, ``lane`` and ``code`` are those of the last rows.
+        """
         first, _ = index.spans(last, lane)
         rows = last - first + 1
         of_row = np.repeat(np.arange(len(rows)), rows)
@@ -257,12 +265,8 @@ class ReturnToGo(Transform):
             wanted = [self.value] if isinstance(self.value, tuple) else _under_next(storage)
             found = self._gather(storage, index, wanted, last[at], lane[at])
             value = self._values(found, leaves[self.reward], truncated)
-        returns = self._returns(leaves, rows, value)
-        element = torch.from_numpy(index.element(time, lane[of_row]))
-        slots = element.numpy() // storage.lanes.numel()
-        storage.ledger.log.edit(slots, [self.key, _VALID])
-        _scatter(storage, self.key, element, returns)
-        _scatter(storage, _VALID, element, torch.ones(len(time), 1, dtype=torch.bool, device="cpu"))
+        returns = self._returns(leaves, rows, value).to(storage.leaf(self.key).dtype)
+        return torch.from_numpy(index.element(time, lane[of_row])), returns
 
     @staticmethod
     def _gather(
@@ -343,19 +347,23 @@ class ReturnToGo(Transform):
         return f"ReturnToGo(gamma={self.gamma:g}, key={format_key(self.key)})"
 
 
-def _scatter(
-    storage: ColumnStorage, key: Path, element: torch.Tensor, values: torch.Tensor
-) -> None:
-    """Write one column of stored rows. The index stays valid, as it is not a flag."""
-    columns = storage.require()
-    columns.check_writable()
-    columns.refresh_addresses()
-    target = columns[key]
-    element, values = element.to(target.device), values.to(target.device)
-    if columns.ndim > 1:
-        carried(target)[tuple(unravel_index(element, columns.lanes).unbind(-1))] = carried(values)
-    else:
-        carried(target)[element] = carried(values)
+def _is_outdated(storage: ColumnStorage, index: EpisodeIndex, seen: int | None) -> bool:
+    """Return whether stored rows have moved, or may end other episodes, since ``seen``.
+
+    Without ``seen``, only changes since the last load count, because loaded rows have returns.
+    """
+    changes = storage.ledger.log.since(seen or 0)
+    if changes is None:
+        return seen is not None
+    moves, outdated, paths = {ChangeKind.MOVE}, False, index.bound.paths
+    if not storage.ledger.by_stream:  # else writes have placed rows
+        moves.add(ChangeKind.PLACE)
+    for kind, _, columns in changes:
+        if kind in moves:
+            outdated = seen is not None or kind is not ChangeKind.MOVE
+        elif kind is ChangeKind.EDIT:
+            outdated |= columns is None or not columns.isdisjoint(paths)
+    return outdated
 
 
 def _under_next(storage: ColumnStorage) -> list[Path]:

@@ -18,13 +18,14 @@ from replaykit import (
     LazyTensorStorage,
     PrioritizedSampler,
     ReplayBuffer,
+    ReturnToGo,
     TensorDictMaxValueWriter,
 )
 from replaykit.episodes.episode_laws import RESTORED
 
 SLOTS = 24
 
-KINDS = ("ring", "lanes", "streams", "best")
+KINDS = ("ring", "lanes", "streams", "best", "rings", "returns")
 ONCE = ("once ring", "once lanes", "once streams", "once rings", "once best")
 """The same, and rings of streams, with observations stored once."""
 SHARED = (
@@ -83,6 +84,7 @@ def new_buffer(kind: str, folder: Path | None, *, durable: bool = False) -> Repl
         storage=storage,
         sampler=PrioritizedSampler(alpha=0.7, beta=0.5),
         writer=writer,
+        transform=ReturnToGo(0.5) if "returns" in kind else None,
         shared="shared" in kind and folder is not None,
     )
 
@@ -97,7 +99,7 @@ def apply(buffer: ReplayBuffer, kind: str, step: int) -> None:
             some = torch.stack([some // 3, some % 3], -1)
         values = torch.tensor([draw.random() * 3 for _ in range(5)])
         buffer.update_priority(some, values)
-    elif stored and what < 0.33 and "lanes" not in kind:
+    elif stored and what < 0.33 and "lanes" not in kind and "returns" not in kind:
         at = sorted(draw.sample(range(stored), min(3, stored)))
         new = buffer[torch.tensor(at)]
         new["pixels"] = (255 - new["pixels"]).contiguous()

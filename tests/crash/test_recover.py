@@ -8,11 +8,13 @@ import multiprocessing
 import random
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import effort
 from tests.crash.recovering import (
@@ -23,6 +25,7 @@ from tests.crash.recovering import (
     apply,
     child,
     differences,
+    kill_at,
     loading,
     new_buffer,
     restart,
@@ -110,6 +113,33 @@ def test_recovered_buffer_has_exactly_the_committed_rows(
     kind: str, seed: int, tmp_path: Path
 ) -> None:
     _killed_again_and_again(kind, tmp_path / "rows", effort.cases(7), seed)
+
+
+def _ends_an_episode(kind: str, folder: Path, die_at: int) -> None:
+    buffer, rows = new_buffer(kind, folder), rows_of(random.Random(0), kind, 0, 4)
+    rows["next", "done"] = torch.arange(4) == 3
+    buffer.extend(rows[:3])
+    kill_at(die_at, since="_sums")
+    buffer.extend(rows[3:])
+    sys.setprofile(None)
+
+
+@pytest.mark.parametrize("kind", ["returns"])
+def test_kill_while_returns_are_stored_takes_them_back_with_the_row(
+    kind: str, tmp_path: Path
+) -> None:
+    found = []
+    for die_at in range(200, 1200, 60):
+        folder = tmp_path / str(die_at)
+        process = CONTEXT.Process(target=_ends_an_episode, args=(kind, folder, die_at))
+        process.start()
+        process.join(60)
+        found.append(new_buffer(kind, folder)[:]["return_valid"].flatten().tolist())
+        gc.collect()
+        if not process.exitcode:
+            break
+    assert all(valid in ([False] * 3, [True] * 4) for valid in found), found
+    assert found[0] != found[-1]
 
 
 def _killed_while_it_loads(kind: str, folder: Path, kills: int, seed: int) -> set[int]:

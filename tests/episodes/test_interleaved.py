@@ -250,7 +250,7 @@ def check_rows(buffer: ReplayBuffer, model: Model, index: EpisodeIndex) -> None:
     assert codes.tolist() == [row.episode.code for row in model.rows if row.episode]
     assert heads.tolist() == [model.head(row.episode) for row in model.rows if row.episode]
     for newest in (1, len(model.rows)):
-        ended = index.ended_among(newest)
+        ended = index.ended_among(ledger.write_order()[-newest:].numpy())
         got = ledger.positions(torch.from_numpy(index.element(*ended[:2]))).tolist()
         expected = [row for row in model.rows[-newest:] if row.code]
         assert sorted(zip(got, ended[2].tolist(), strict=True)) == [

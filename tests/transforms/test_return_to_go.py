@@ -308,18 +308,18 @@ def test_returns_are_summed_once_per_episode(monkeypatch: pytest.MonkeyPatch) ->
     rb = buffer_of(transform, 1000)
     rb.extend(rows_of([1.0] * 10, [False] * 9 + [True]))
     index = EpisodeIndex
-    among, fill = index.ended_among, ReturnToGo._fill
+    among, sums = index.ended_among, ReturnToGo._sums
 
-    def counted(self: Any, newest: int) -> Any:
-        looked.append(newest)
-        return among(self, newest)
+    def counted(self: Any, slots: Any) -> Any:
+        looked.append(len(slots))
+        return among(self, slots)
 
-    def filled(self: Any, *arguments: Any) -> None:
+    def counting(self: Any, *arguments: Any) -> Any:
         summed.append(arguments[2].tolist())
-        fill(self, *arguments)
+        return sums(self, *arguments)
 
     monkeypatch.setattr(index, "ended_among", counted)
-    monkeypatch.setattr(ReturnToGo, "_fill", filled)
+    monkeypatch.setattr(ReturnToGo, "_sums", counting)
     for row in range(30):
         rb.add(rows_of([1.0], [row == 29])[0])
     rb.extend(rows_of([1.0] * 5))

@@ -217,9 +217,11 @@ def check_streams(rb: ReplayBuffer, model: Model, index: EpisodeIndex) -> None:
             right = min([mark for mark in marks if mark >= n], default=len(rows) - 1)
             assert (first[n] - lo, last[n] - lo) == (left, right)
     for count in (1, 2, model.written):
-        ended, lane, code = index.ended_among(count)
-        got = ledger.positions(torch.from_numpy(index.element(ended, lane))).tolist()
         first = 0 if count >= len(model.in_order()) else model.written - count
+        order = ledger.write_order()
+        slots = order[ledger.positions(order) >= first]
+        ended, lane, code = index.ended_among(slots.numpy())
+        got = ledger.positions(torch.from_numpy(index.element(ended, lane))).tolist()
         newest = [row for row in model.in_order() if row.position >= first]
         assert sorted(zip(got, code.tolist(), strict=True)) == [
             (row.position, row.code) for row in newest if row.code
