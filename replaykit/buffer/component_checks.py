@@ -24,7 +24,7 @@ from replaykit.storages.content import Content
 from replaykit.storages.restorable import why_not_mapped
 from replaykit.ted import format_key
 from replaykit.transforms import Compose
-from replaykit.writers import RoundRobinWriter, Writer
+from replaykit.writers import LaneWriter, RoundRobinWriter, Writer
 
 __all__ = [
     "check_consuming",
@@ -34,7 +34,6 @@ __all__ = [
     "check_not_ahead",
     "check_order",
     "check_shareable",
-    "check_transforms",
     "check_transforms_of",
     "check_type",
     "checked_batch_size",
@@ -189,7 +188,7 @@ def check_not_ahead(depth: int) -> None:
         )
 
 
-def check_shareable(storage: Storage, writer: Writer, chain: Compose) -> None:
+def check_shareable(storage: Storage, writer: Writer) -> None:
     """Check that the parts of a buffer can be shared.
 
     Raises:
@@ -200,32 +199,22 @@ def check_shareable(storage: Storage, writer: Writer, chain: Compose) -> None:
             "expected a LazyTensorStorage or LazyMemmapStorage for shared=True, whose memory "
             f"processes can share, got {type(storage).__name__}"
         )
-    if not isinstance(writer, RoundRobinWriter):
+    if not isinstance(writer, (RoundRobinWriter, LaneWriter)):
         raise ValueError(
-            f"expected a RoundRobinWriter for shared=True, got {type(writer).__name__}, whose "
-            "order is known to one process only"
+            "expected a RoundRobinWriter or LaneWriter for shared=True, got "
+            f"{type(writer).__name__}, whose order is known to one process only"
         )
-    check_transforms(chain)
+    if isinstance(writer, LaneWriter):
+        writer.check_storage(storage)
 
 
-def common_parts(sampler: Sampler, limiter: RateLimiter | None) -> dict[str, bool]:
+def common_parts(sampler: Sampler, writer: Writer, limiter: RateLimiter | None) -> dict[str, bool]:
     """Return the parts that buffers over shared rows must have in common."""
     return {
         "prioritized sampler": bool(sampler.prioritized),
+        "LaneWriter": isinstance(writer, LaneWriter),
         "rate limiter": limiter is not None,
     }
-
-
-def check_transforms(chain: Compose) -> None:
-    """Raise ValueError if a transform has to follow every write.
-
-    A shared buffer does not allow that, because other processes write, too.
-    """
-    for transform in chain.checking_writes:
-        raise ValueError(
-            f"expected transforms that do not follow every write for shared=True, got "
-            f"{type(transform).__name__}: other processes write too"
-        )
 
 
 def refuse_exchange(buffer: Any, part: str) -> None:

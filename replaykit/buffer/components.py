@@ -14,7 +14,6 @@ from replaykit.buffer.component_checks import (
     check_not_ahead,
     check_order,
     check_shareable,
-    check_transforms,
     check_transforms_of,
     check_type,
     common_parts,
@@ -140,13 +139,13 @@ def make_parts(buffer: ReplayBuffer) -> None:
     buffer._sample_unit.check(storage, sampler)
     check_uses(buffer, sampler, storage, writer, chain)
     if buffer._shared:
-        check_shareable(storage, writer, chain)
+        check_shareable(storage, writer)
     if buffer._rate_limiter is not None:
         buffer._rate_limiter.check_capacity(storage.max_size)
     joining = False
     claim_parts(buffer, sampler, writer)
     if buffer._shared:
-        parts = common_parts(sampler, buffer._rate_limiter)
+        parts = common_parts(sampler, writer, buffer._rate_limiter)
         joining = storage.share(parts)  # type: ignore[attr-defined]
     buffer._pace = limiter_queue(buffer, storage, shared=buffer._shared)
     writer.register_storage(storage)
@@ -167,8 +166,6 @@ def make_parts(buffer: ReplayBuffer) -> None:
 def set_chain(buffer: ReplayBuffer, chain: Compose) -> None:
     """Set the chain, and compute which neighbours of a row it needs."""
     check_transforms_of(buffer._sampler, chain)
-    if buffer._shared:
-        check_transforms(chain)
     buffer._chain = chain
     buffer._needs = needs_of(list(chain))
     buffer._listening = chain.checking_writes
@@ -343,8 +340,8 @@ def share_rows(buffer: ReplayBuffer, shared: bool) -> None:
         storage, sampler, writer = buffer._storage, buffer._sampler, buffer._writer
         unit, chain = buffer._sample_unit, buffer._chain
         check_consuming(sampler, storage, writer, unit, chain, prefetch=0, shared=True)
-        check_shareable(storage, writer, chain)
-        storage.share(common_parts(sampler, buffer._rate_limiter))  # type: ignore[attr-defined]
+        check_shareable(storage, writer)
+        storage.share(common_parts(sampler, writer, buffer._rate_limiter))  # type: ignore[attr-defined]
         buffer._shared = True
         buffer._pace = limiter_queue(buffer, storage, shared=True)
         writer.register_storage(storage)

@@ -305,7 +305,7 @@ class LazyTensorStorage(TensorStorage):
 
     def _check_parts(self, there: Mapping[str, Any], parts: Mapping[str, bool]) -> None:
         for name, own in parts.items():
-            if there.get(name) is not own:
+            if there.get(name, False) is not own:
                 how = "with" if not own else "without"
                 raise ValueError(
                     f"expected a buffer {how} a {name}, like the other processes that share "

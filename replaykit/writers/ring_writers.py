@@ -255,13 +255,17 @@ class LaneWriter(Writer):
         self.length = _checked_length(length)
         self.tracks_generations = track_generations
 
-    def register_storage(self, storage: Storage) -> None:
-        """Set the storage to write to. Raises ValueError if it has no ``lane_key``."""
+    def check_storage(self, storage: Storage) -> None:
+        """Raise ValueError if a storage has no ``lane_key``."""
         if not isinstance(storage, ColumnStorage) or storage.lane_key is None:
             raise ValueError(
                 f"a {type(self).__name__} expected a tensor or memmap storage with lane_key=, the "
                 f"column that identifies streams, got {storage!r}"
             )
+
+    def register_storage(self, storage: Storage) -> None:
+        """Set the storage to write to. Raises ValueError if it has no ``lane_key``."""
+        self.check_storage(storage)
         super().register_storage(storage)
 
     @property

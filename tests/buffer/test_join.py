@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
@@ -47,8 +48,13 @@ def prioritized() -> PrioritizedSampler:
 
 
 def new_buffer(folder: Path, *, recover: bool = True, **options: Any) -> ReplayBuffer:
-    storage = LazyMemmapStorage(10, scratch_dir=folder, recover=recover)
+    key = options.pop("lane_key", None)
+    storage = LazyMemmapStorage(10, scratch_dir=folder, recover=recover, lane_key=key)
     return ReplayBuffer(storage=storage, shared=True, batch_size=4, **options)
+
+
+by_number: dict[str, Any] = {"lane_key": lambda: "number"}
+"""A stream for each number."""
 
 
 def numbers(buffer: ReplayBuffer) -> list[int]:
@@ -299,6 +305,8 @@ def test_rows_that_processes_share_are_not_recovered_alone(tmp_path: Path) -> No
     [
         ({"sampler": prioritized}, {"sampler": RandomSampler}, "with a prioritized sampler"),
         ({"sampler": RandomSampler}, {"sampler": prioritized}, "without a prioritized sampler"),
+        ({**by_number, "writer": lambda: LaneWriter(1)}, {}, "with a LaneWriter"),
+        (by_number, {"writer": lambda: LaneWriter(1)}, "without a LaneWriter"),
         ({}, {"rate_limiter": lambda: RateLimiter.queue(8)}, "without a rate limiter"),
         ({"rate_limiter": lambda: RateLimiter.queue(8)}, {}, "with a rate limiter"),
     ],

@@ -20,6 +20,7 @@ from tensordict import TensorDict
 
 from replaykit import (
     ImmutableDatasetWriter,
+    LaneWriter,
     LazyMemmapStorage,
     LazyStackStorage,
     LazyTensorStorage,
@@ -66,6 +67,7 @@ def written() -> LazyTensorStorage:
         ({"storage": None}, "ListStorage"),
         ({"writer": TensorDictMaxValueWriter}, "TensorDictMaxValueWriter"),
         ({"writer": ImmutableDatasetWriter}, "ImmutableDatasetWriter"),
+        ({"writer": lambda: LaneWriter(2)}, "lane_key="),
         ({"prefetch": 2, "batch_size": 4}, "prefetch"),
         ({"storage": lambda: LazyTensorStorage(10, device="cuda")}, "cuda"),
         ({"storage": lambda: LazyTensorStorage(10, device="auto")}, "auto"),
@@ -74,8 +76,10 @@ def written() -> LazyTensorStorage:
 )
 def test_buffers_that_cannot_be_shared_are_refused(options: dict[str, Any], message: str) -> None:
     options = {"storage": lambda: LazyTensorStorage(10), **options}
+    made = options["storage"]() if options["storage"] else None
     with pytest.raises(ValueError, match=message):
-        ReplayBuffer(**options, shared=True)
+        ReplayBuffer(**{**options, "storage": made}, shared=True)
+    assert getattr(made, "recovery", None) is None
 
 
 def test_parts_cannot_be_exchanged() -> None:

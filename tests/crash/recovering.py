@@ -32,9 +32,12 @@ SHARED = (
     "shared ring",
     "shared lanes",
     "shared streams",
+    "shared rings",
+    "shared returns",
     "shared once ring",
     "shared once lanes",
     "shared once streams",
+    "shared once rings",
 )
 """The same in a buffer that processes share."""
 

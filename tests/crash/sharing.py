@@ -11,15 +11,18 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
+    ReturnToGo,
 )
 from tests.crash.recovering import kill_at
 
 WIDE = 3000
+GAMMA = 0.5
 _SALT = 2654435761
 
 
@@ -30,25 +33,38 @@ def new_buffer(
     prioritized: bool = True,
     recover: bool = False,
     dedup: bool = False,
+    length: int = 0,
 ) -> ReplayBuffer:
-    """A shared buffer in memory or in a folder."""
-    options: dict[str, Any] = {}
+    """A shared buffer in memory or in a folder.
+
+    Args:
+        dedup: whether observations are stored once.
+        length: rows of the stream of each writer, with returns; 0 for one ring without returns.
+    """
+    options: dict[str, Any] = {"lane_key": "writer" if length else None}
     if dedup:
-        options = {"dedup_next": ["seen"], "on_mismatch": "dense"}
+        options |= {"dedup_next": ["seen"], "on_mismatch": "dense"}
     return ReplayBuffer(
         storage=LazyTensorStorage(slots, **options)
         if folder is None
         else LazyMemmapStorage(slots, scratch_dir=folder, recover=recover, **options),
-        sampler=PrioritizedSampler(alpha=0.7, beta=0.5) if prioritized else RandomSampler(),
-        batch_size=16,
         shared=True,
+        **_parts(length, prioritized=prioritized),
     )
 
 
-def joined(folder: Path) -> ReplayBuffer:
+def _parts(length: int, *, prioritized: bool = True) -> dict[str, Any]:
+    return {
+        "sampler": PrioritizedSampler(alpha=0.7, beta=0.5) if prioritized else RandomSampler(),
+        "writer": LaneWriter(length) if length else None,
+        "transform": ReturnToGo(GAMMA) if length else None,
+        "batch_size": 16,
+    }
+
+
+def joined(folder: Path, length: int = 0) -> ReplayBuffer:
     """Join a prioritized buffer of `new_buffer` by its path."""
-    sampler = PrioritizedSampler(alpha=0.7, beta=0.5)
-    return ReplayBuffer.join(folder, sampler=sampler, batch_size=16)
+    return ReplayBuffer.join(folder, **_parts(length))
 
 
 def rows(writer: int, batch: int, first: int, count: int) -> TensorDict:
@@ -64,7 +80,11 @@ def rows(writer: int, batch: int, first: int, count: int) -> TensorDict:
             "number": number,
             "wide": noise[:, None].expand(count, WIDE).to(torch.uint8).contiguous(),
             "seen": seen(writer, number),
-            "next": {"done": number % 5 == 4, "seen": seen(writer, number + 1)},
+            "next": {
+                "done": number % 5 == 4,
+                "reward": (number % 7).float(),
+                "seen": seen(writer, number + 1),
+            },
         },
         [count],
     )
@@ -93,6 +113,19 @@ def assert_whole(found: TensorDict) -> None:
     assert not wrong.any(), [found[key][wrong].tolist() for key in ("writer", "batch", "number")]
 
 
+def assert_returns(found: TensorDict) -> None:
+    """The stored rows of a writer, in order: those of whole episodes have returns, no others."""
+    last = int(found["number"][-1])
+    wanted = []
+    for number in found["number"].tolist():
+        end = number - number % 5 + 4
+        rewards = [step % 7 for step in range(number, end + 1)]
+        total = sum(GAMMA**n * reward for n, reward in enumerate(rewards))
+        wanted.append((total, True) if end <= last else (0.0, False))
+    stored = [found[key].flatten().tolist() for key in ("episode_return", "return_valid")]
+    assert [*zip(*stored, strict=True)] == wanted
+
+
 def size_of(writer: int, batch: int) -> int:
     """Rows of an extend."""
     return 1 + (writer * 5 + batch * 3) % 9
@@ -104,16 +137,18 @@ def extends(
     batches: range,
     said: Any = None,
     die_at: int = 0,
+    length: int = 0,
 ) -> None:
     """Extends by as many batches, and says after each which one it was.
 
     Args:
         buffer: the buffer, or the folder by which to join it.
         die_at: the call of a function of the package at which it is killed; 0: none.
+        length: as for `new_buffer`, to join a folder.
     """
     torch.set_num_threads(1)
     if isinstance(buffer, Path):
-        buffer = joined(buffer)
+        buffer = joined(buffer, length)
     first = sum(size_of(writer, batch) for batch in range(batches.start))
     if said is not None:
         said.send("ready")

@@ -124,7 +124,7 @@ def _ends_an_episode(kind: str, folder: Path, die_at: int) -> None:
     sys.setprofile(None)
 
 
-@pytest.mark.parametrize("kind", ["returns"])
+@pytest.mark.parametrize("kind", ["returns", "shared returns"])
 def test_kill_while_returns_are_stored_takes_them_back_with_the_row(
     kind: str, tmp_path: Path
 ) -> None:

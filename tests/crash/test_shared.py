@@ -22,7 +22,16 @@ from replaykit import ReplayBuffer
 from replaykit.recovery import RecoveryFolder
 from replaykit.storages import recoverable, recoverable_files, shared_storage
 from tests.crash.recovering import kill_at
-from tests.crash.sharing import assert_whole, extends, joined, new_buffer, rows, samples, size_of
+from tests.crash.sharing import (
+    assert_returns,
+    assert_whole,
+    extends,
+    joined,
+    new_buffer,
+    rows,
+    samples,
+    size_of,
+)
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -296,6 +305,70 @@ def test_kill_during_overwrites_restores_the_old_rows(
         buffer.extend(rows(7, own, own, 1))
         assert len(buffer) == 45
         assert len(buffer.episodes.index) == 45
+
+
+def kill_writers_of_streams(
+    folder: Path, method: str, rounds: int, seed: int, *, joins: bool
+) -> None:
+    """Has three processes write a stream each, kills one of them, and does so again.
+
+    Args:
+        joins: whether they join by path; otherwise they inherit the buffer.
+    """
+    context, draw, length = multiprocessing.get_context(method), random.Random(seed), 30
+    buffer = new_buffer(3 * length, folder, recover=joins, length=length)
+    there = [0, 0, 0]
+    for _ in range(rounds):
+        pipes, processes, dies = [], [], draw.randrange(3)
+        for writer, batch in enumerate(there):
+            hear, said = context.Pipe(duplex=False)
+            at = draw.randrange(1, 9000) if writer == dies else 0
+            arguments = folder if joins else buffer, writer, range(batch, batch + 20), said, at
+            processes.append(context.Process(target=extends, args=(*arguments, length)))
+            processes[-1].start()
+            said.close()
+            pipes.append(hear)
+        for writer, (hear, process) in enumerate(zip(pipes, processes, strict=True)):
+            done = there[writer] - 1
+            with contextlib.suppress(EOFError):
+                assert hear.poll(60)
+                assert hear.recv() == "ready"
+                while True:
+                    done = hear.recv()
+            process.join(60)
+            assert process.exitcode == 0 or (writer == dies and process.exitcode == -signal.SIGKILL)
+            assert writer == dies or done == there[writer] + 19
+            there[writer] = done + 1
+        with buffer.storage.lock:
+            found = buffer[buffer.storage.ledger.write_order()]
+        assert_whole(found)
+        for writer, batch in enumerate(there):
+            own = found[found["writer"] == writer]
+            sizes = [sum(size_of(writer, one) for one in range(n)) for n in (batch, batch + 1)]
+            written = int(own["number"][-1]) + 1 if len(own) else 0
+            # A killed process may have committed one batch that it did not report.
+            assert written in sizes[: 1 + (writer == dies)]
+            there[writer] += written != sizes[0]
+            assert own["number"].tolist() == list(range(max(0, written - length), written))
+            if written:
+                assert_returns(own)
+        assert len(buffer.episodes.index) == len(buffer)
+        assert buffer.write_count == sum(
+            size_of(writer, one) for writer, batch in enumerate(there) for one in range(batch)
+        )
+
+
+@pytest.mark.parametrize(("method", "joins", "rounds"), [("fork", False, 6), ("spawn", True, 2)])
+def test_killed_writer_leaves_whole_streams_with_their_returns(
+    method: str, joins: bool, rounds: int, tmp_path: Path
+) -> None:
+    kill_writers_of_streams(tmp_path / "rows", method, rounds, 1, joins=joins)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_many_killed_writers_leave_whole_streams(seed: int, tmp_path: Path) -> None:
+    kill_writers_of_streams(tmp_path / "rows", "fork", 12, seed, joins=bool(seed % 2))
 
 
 @pytest.mark.long

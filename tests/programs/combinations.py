@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from replaykit import (
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
+    ReturnToGo,
     RoundRobinWriter,
     SamplerWithoutReplacement,
     Sequence,
@@ -79,9 +81,11 @@ class Combination:
     dedup: bool = False
     prefetch: int = 0
     n_step: bool = False
+    returns: bool = False
+    """True if a `ReturnToGo` stores returns with the rows."""
 
     def __str__(self) -> str:
-        options = ["shared", "recover", "dedup", "n_step"]
+        options = ["shared", "recover", "dedup", "n_step", "returns"]
         names = [name for name in options if getattr(self, name)]
         names += [f"prefetch={self.prefetch}"] if self.prefetch else []
         return ", ".join([self.storage, self.layout, self.writer, self.sampler, *names])
@@ -124,6 +128,7 @@ class Combination:
             ring=RING if self.writer == "lanes" else None,
             best=self.writer == "best",
             uses=USES if self.sampler == "consuming" else None,
+            gamma=GAMMA if self.returns else None,
         )
 
     def make_storage(self, folder: Path) -> Any:
@@ -160,12 +165,13 @@ class Combination:
         return ReplayBuffer.join(folder, **self._options(seed))
 
     def _options(self, seed: int) -> dict[str, Any]:
+        transform = NStep(STEPS, GAMMA) if self.n_step else None
         return {
             "sampler": SAMPLERS[self.sampler](),
             "writer": WRITERS[self.writer](),
             "prefetch": self.prefetch or None,
             "batch_size": BATCH,
-            "transform": NStep(STEPS, GAMMA) if self.n_step else None,
+            "transform": ReturnToGo(GAMMA) if self.returns else transform,
             "sample_unit": Sequence(SLICE, burn_in=BEFORE) if self.sequences else None,
             "generator": torch.Generator().manual_seed(seed),
         }
@@ -188,9 +194,18 @@ def combinations() -> Iterator[Combination]:
         for writer, sampler, shared, prefetch, n_step in itertools.product(
             WRITERS, SAMPLERS, [False, True], [0, 2], [False, True]
         ):
-            yield Combination(
+            made = Combination(
                 storage, layout, writer, sampler, shared, recover, dedup, prefetch, n_step
             )
+            yield made
+            if _stores_returns(made):
+                yield dataclasses.replace(made, returns=True)
+
+
+def _stores_returns(c: Combination) -> bool:
+    """Return whether programs run the combination with a `ReturnToGo`, too."""
+    ordered = c.writer in ("ring", "lanes") and c.sampler != "consuming"
+    return c.storage in ("lazy", "memmap") and ordered and not c.n_step
 
 
 # -- what the package refuses ----------------------------------------------------------------------
@@ -245,8 +260,8 @@ REFUSALS = [
         "expected a LazyTensorStorage or LazyMemmapStorage for shared=True",
     ),
     Refusal(
-        lambda c: c.shared and c.writer != "ring",
-        "expected a RoundRobinWriter for shared=True",
+        lambda c: c.shared and c.writer not in ("ring", "lanes"),
+        "expected a RoundRobinWriter or LaneWriter for shared=True",
     ),
     Refusal(
         lambda c: c.writer == "lanes" and c.layout != "lane_key",

@@ -70,6 +70,8 @@ class Model:
     """True if the writer keeps the rows of largest rank."""
     uses: int | None = None
     """How often each row may be drawn, with a `ConsumingSampler`."""
+    gamma: float | None = None
+    """The discount of stored returns, with a `ReturnToGo`."""
 
     slots: list[Row | None] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
@@ -87,6 +89,8 @@ class Model:
     """The number of written rows, with those placed by hand. A write ends a pass over episodes."""
     free: list[int] = field(default_factory=list)
     """Slots of rows that are used up, in the order in which they became free."""
+    outdated: bool = False
+    """True if the next write computes all returns again, since rows or flags were changed."""
 
     def __post_init__(self) -> None:
         self.slots = [None] * self.capacity
@@ -130,6 +134,8 @@ class Model:
         default = self.highest_priority
         for position, values in enumerate(rows):
             slot = self._slot_for(values)
+            if self.gamma is not None:
+                values = {**values, "return": 0.0, "valid": False}
             priority = default if priorities is None else priorities[position]
             if slot >= 0:
                 self.place(slot, values, priority)
@@ -139,7 +145,23 @@ class Model:
         if priorities is not None:
             kept = [p for p, slot in zip(priorities, found, strict=True) if slot >= 0]
             self.highest_priority = max([default, *kept])
+        if self.gamma is not None:
+            self._store_returns(self.gamma)
         return found
+
+    def _store_returns(self, gamma: float) -> None:
+        """Store the returns of terminated episodes that have none; of all if rows have changed."""
+        if self.outdated:
+            for slot in self.stored():
+                self.edit(slot, {"return": 0.0, "valid": False})
+        for episode in self.episodes():
+            last = self[episode[-1]].values
+            if last["terminated"] and not last["valid"]:
+                total = 0.0
+                for slot in reversed(episode):
+                    total = self[slot].values["reward"] + gamma * total
+                    self.edit(slot, {"return": total, "valid": True})
+        self.outdated = False
 
     def _slot_for(self, values: Values) -> int:
         if self.best:
@@ -185,6 +207,7 @@ class Model:
 
     def place_by_hand(self, slots: Iterable[int], rows: Iterable[Values]) -> None:
         """Write rows into slots that the program chooses. The writer does not count them."""
+        self.outdated = True
         count = self.write_count
         for slot, values in zip(slots, rows, strict=True):
             self.place(slot, values)
@@ -195,6 +218,7 @@ class Model:
     def edit(self, slot: int, values: Values) -> None:
         """Change values of a stored row, which stays the same row."""
         self[slot].values = {**self[slot].values, **values}
+        self.outdated |= "done" in values
 
     def clear(self) -> None:
         """Remove all rows. A removed row's slot and generation never name a row again."""

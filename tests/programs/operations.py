@@ -163,6 +163,8 @@ def place_rows(s: Session, rng: Random, chosen: list[int]) -> None:
     lanes = s.combination.lanes
     steps = s.combination.capacity // lanes
     rows = s.new_rows(rng, len(chosen) * lanes)
+    if s.combination.returns:
+        rows = [{**row, "return": 0.0, "valid": False} for row in rows]
     given: Any = to_tensordict(rows, lanes)
     if not s.combination.columns:
         given = list(given.unbind(0))
@@ -209,6 +211,8 @@ def other_values(s: Session, rng: Random, row: Values) -> Values:
     if rng.random() < 0.8:
         keep |= {name: row[name] for name in ("done", "terminated", "truncated")}
     made = make_values(row["env"], rng.randrange(500), rng.choice(["open", "terminated"]))
+    if s.combination.returns:  # until the next write
+        made |= {"return": 0.0, "valid": False}
     return {**made, **keep}
 
 
@@ -265,6 +269,8 @@ def edit_column(s: Session, rng: Random) -> None:
         return
     lanes = s.combination.lanes
     name = rng.choice(["reward", "wide", "observation", "next_observation"])
+    if name == "reward" and s.combination.returns:
+        return  # each process may compute returns again, or not
     number = float(rng.randrange(500))
     slots = s.model.stored()
     new = [{name: number + slot} for slot in slots]
@@ -535,6 +541,8 @@ def newer_learner(s: Session, rng: Random) -> None:
 @operation(3)
 def save(s: Session, rng: Random) -> None:
     """Save into a folder, a new one or that of the last save, or into a dictionary."""
+    if s.model.outdated:
+        return  # a load does not compute the returns of a save again
     if s.combination.passes:
         s.handle = s.buffer  # whose pass is saved
     form = rng.choice(["dumps", "dumps again", "state_dict"])
@@ -598,6 +606,7 @@ def load_elsewhere(s: Session, rng: Random) -> None:
         c.writer,
         c.sampler,
         n_step=c.n_step,
+        returns=c.returns,
         dedup=c.storage in ("lazy", "memmap") and rng.random() < 0.5,
     )
     if not other.columns and (other.windows or other.n_step or other.sequences):
@@ -618,6 +627,7 @@ def load_elsewhere(s: Session, rng: Random) -> None:
 def check_copy(s: Session, made: ReplayBuffer, c: Combination, model: Any, rng: Random) -> None:
     """Check a copy of the buffer: its rows, one batch, and one write, which it makes alone."""
     s.check_content(made, model, c)
+    model.outdated = False  # a copy's first write computes only missing returns
     version = s.consumer_version
     if s.handle is s.buffer and s.can_sample():
         batch = made.sample()
@@ -654,6 +664,8 @@ def clone(s: Session, rng: Random) -> None:
 @operation(4, lambda c: c.recover)
 def reopen(s: Session, rng: Random) -> None:
     """Close the files and open them again, as after a restart of the program."""
+    if s.model.outdated:
+        return  # the first write after it computes only missing returns
     s.lines.append("rb = the same buffer, opened again")
     s.reopen(rng.randrange(1 << 30))
     s.model.cut()

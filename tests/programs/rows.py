@@ -36,6 +36,11 @@ N_STEP = {
     "steps_used": ("steps_used", torch.int64, (1,)),
     "bootstrap": ("bootstrap", torch.bool, (1,)),
 }
+RETURNS = {
+    "return": ("episode_return", torch.float32, (1,)),
+    "valid": ("return_valid", torch.bool, (1,)),
+}
+"""The columns that `ReturnToGo` stores."""
 
 
 def make_values(stream: int, step: int, end: str) -> Values:
@@ -71,7 +76,8 @@ def to_tensordict(rows: list[Values], lanes: int = 1, *, time_first: bool = True
     ``time_first=False`` returns ``[lanes, time]``, as buffers are given them.
     """
     made = TensorDict({}, [len(rows)])
-    for name, (key, dtype, shape) in COLUMNS.items():
+    with_returns = bool(rows) and "return" in rows[0]
+    for name, (key, dtype, shape) in {**COLUMNS, **(RETURNS if with_returns else {})}.items():
         made[key] = _leaf([row.get(name, 0) for row in rows], dtype, shape)
     if lanes == 1:
         return made
@@ -86,10 +92,10 @@ def to_columns(rows: Any, lanes: int = 1) -> dict[str, np.ndarray]:
     if lanes > 1:
         rows = rows.reshape(-1)
     found = {}
-    for name, (key, dtype, shape) in [*COLUMNS.items(), *N_STEP.items()]:
+    for name, (key, dtype, shape) in {**COLUMNS, **N_STEP, **RETURNS}.items():
         leaf = rows.get(key, None)
         if leaf is None:
-            assert name in N_STEP, f"{key} is missing"
+            assert name not in COLUMNS, f"{key} is missing"
             continue
         assert leaf.dtype == dtype, f"{key} has {leaf.dtype}"
         assert leaf.shape == (len(rows), *shape), f"{key} has the shape {tuple(leaf.shape)}"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import (
+    LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
@@ -43,9 +44,16 @@ class Kind:
     """How the buffers of a test are made, and rows that fit them."""
 
     def __init__(
-        self, sampler: str, *, ndim: int = 1, streams: bool = False, dedup: bool = False
+        self,
+        sampler: str,
+        *,
+        ndim: int = 1,
+        streams: bool = False,
+        dedup: bool = False,
+        length: int = 0,
     ) -> None:
         self.sampler, self.ndim, self.streams, self.dedup = sampler, ndim, streams, dedup
+        self.length = length
 
     def buffer(self, folder: Path | None, *, shared: bool) -> ReplayBuffer:
         lanes = LANES if self.ndim == 2 else 1
@@ -64,6 +72,7 @@ class Kind:
             sampler=SAMPLERS[self.sampler](),
             generator=torch.Generator(),
             priority_key="p",
+            writer=LaneWriter(self.length) if self.length else None,
             shared=shared,
         )
 
@@ -107,6 +116,8 @@ KINDS = {
     "references": Kind("prioritized", dedup=True),
     "references of lanes": Kind("prioritized", ndim=2, dedup=True),
     "references of streams": Kind("slices", streams=True, dedup=True),
+    "slices of rings": Kind("prioritized slices", streams=True, length=2),
+    "references of rings": Kind("slices", streams=True, dedup=True, length=2),
 }
 
 
@@ -308,6 +319,18 @@ def test_handles_agree_with_a_plain_buffer_in_long_runs(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "_LOG_LENGTH", log)
         work(KINDS[name], data, tmp_path_factory.mktemp("work"), data.draw(st.booleans()))
+
+
+def test_rows_of_other_processes_are_indexed_without_a_pass_over_all_rows() -> None:
+    options: dict[str, Any] = {"storage": LazyTensorStorage(40, lane_key="lane")}
+    one = ReplayBuffer(**options, writer=LaneWriter(10), shared=True)
+    handles, rebuilt = (one, another(one)), []
+    for turn in range(12):  # the rings of four streams wrap
+        for buffer in handles:
+            buffer.extend(TensorDict.cat([steps_of(4 * turn, [0, 1], lane) for lane in range(4)]))
+        rebuilt.append([buffer.storage.episodes.rebuilt for buffer in handles])
+    assert rebuilt[0] == rebuilt[-1]
+    assert [len(buffer.episodes.index) for buffer in handles] == [40, 40]
 
 
 # -- what was wrong once ----------------------------------------------------------------------

@@ -26,6 +26,7 @@ from replaykit import (
 )
 from replaykit.episodes import EpisodeIndex
 from replaykit.transforms.discounting import discounted_returns
+from tests.storages.sharing import another
 
 DEFAULT = -1000.0
 
@@ -542,3 +543,34 @@ def test_records_without_returns_are_refused_before_storing(storage: Storage) ->
     with pytest.raises((RuntimeError, ValueError), match=r"whole trajectories|episode index"):
         rb.extend(records)
     assert len(rb) == rb.write_count == 0
+
+
+def test_processes_that_share_rows_complete_each_others_returns() -> None:
+    pytest.importorskip("fcntl", reason="processes share files only on systems with flock")
+    one = ReplayBuffer(
+        storage=LazyTensorStorage(20), transform=ReturnToGo(0.5, default=DEFAULT), shared=True
+    )
+    other = another(one)
+    one.extend(rows_of([1, 2]))
+    other.extend(rows_of([4], [True]))
+    assert returns_of(one) == returns_of(other) == [3.0, 4.0, 4.0]
+    one.extend(rows_of([8]))
+    for flag in ("done", "terminated"):
+        one["next", flag] = torch.zeros(4, 1, dtype=torch.bool)
+    assert returns_of(other) == [3.0, 4.0, 4.0, DEFAULT]
+    other.extend(rows_of([16], [True]))  # the next write, by whichever process
+    assert returns_of(one) == returns_of(other) == [5.0, 8.0, 12.0, 16.0, 16.0]
+
+
+def test_returns_that_one_process_failed_to_store_are_stored_by_another() -> None:
+    pytest.importorskip("fcntl", reason="processes share files only on systems with flock")
+    transform = ReturnToGo(0.5, on_truncated="bootstrap", value=("next", "reward"))
+    one = ReplayBuffer(storage=LazyTensorStorage(20), transform=transform, shared=True)
+    other = another(one)
+    one.transform[0].value = lambda data: torch.zeros(7)
+    with pytest.raises(ValueError, match="shape of the rewards"):
+        one.extend(rows_of([1, 2], None, [False, True]))
+    assert one[:]["return_valid"].flatten().tolist() == [False, False]
+    other.extend(rows_of([5]))
+    assert one[:]["return_valid"].flatten().tolist() == [True, True, False]
+    assert returns_of(one)[:2] == [2.5, 3.0]
