@@ -226,8 +226,6 @@ class Recovery:
 
     def _still_saved(self) -> CommittedState | None:
         """Return the recovered state; None if rows were written since the recovery."""
-        if self.sharing is not None:
-            return self.state
         ledger = self.storage.ledger
         return self.state if self._state_at == (ledger.next_position, ledger.cleared) else None
 

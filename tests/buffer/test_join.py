@@ -157,6 +157,25 @@ def test_rows_are_recovered_with_and_without_sharing(dedup_next: bool, tmp_path:
     assert record["format_version"] == (4 if dedup_next else 3)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_written_without_priorities_get_the_default(shared: bool, tmp_path: Path) -> None:
+    """A process without a prioritized sampler drops the priorities of earlier processes."""
+    buffer = new_buffer(tmp_path, sampler=prioritized())
+    buffer.update_priority(buffer.extend(rows(0, 8)), torch.arange(8.0) + 2)
+    del buffer
+    gc.collect()
+    storage = LazyMemmapStorage(10, scratch_dir=tmp_path, recover=True)
+    plain = ReplayBuffer(storage=storage, shared=shared)
+    plain.extend(rows(8, 5))
+    del storage, plain
+    gc.collect()
+    again = new_buffer(tmp_path, sampler=prioritized())
+    again.update_priority(torch.tensor([5]), torch.tensor([3.0]))
+    for handle in (again, ReplayBuffer.join(tmp_path, sampler=prioritized())):
+        known: Any = handle.sampler
+        assert known.state_dict()["_priorities"].tolist() == [1, 1, 1, 1, 1, 3, 1, 1, 1, 1]
+
+
 def test_saves_after_a_recovery_have_all_rows(tmp_path: Path) -> None:
     """A process that wrote alone has marked no changes for the others' saves."""
     folder, saved = tmp_path / "rows", tmp_path / "saved"
