@@ -673,6 +673,7 @@ def reopen(s: Session, rng: Random) -> None:
     s.passes.left = None
     s.drop_queue()
     s.advance_version()
+    s.write_by_all()
 
 
 def _write_in_child(buffer: ReplayBuffer, given: list[Any]) -> None:

@@ -94,6 +94,7 @@ class Session:
         self.count = 0
         if c.storage == "tensor":
             self._begin_full()
+        self.write_by_all()
 
     def _begin_full(self) -> None:
         """Begin with a tensor that is full of zeros; empty the buffer if it can be emptied."""
@@ -102,6 +103,18 @@ class Session:
         if self.combination.writer != "immutable":
             self.call("rb.empty()", lambda rb: rb.empty())
             self.model.clear()
+
+    def write_by_all(self) -> None:
+        """Write a row by each process whose first write computes only missing returns."""
+        if not (self.combination.returns and self.combination.shared):
+            return
+        for handle in self.handles:
+            self.handle = handle
+            rows = self.new_rows(random.Random(0), self.combination.lanes)
+            given = self.as_given(rows)
+            self.call("rb.extend(first rows)", lambda rb, given=given: rb.extend(given))
+            self.model.write(rows)
+            self.advance_version()
 
     def _another(self) -> ReplayBuffer:
         """Return the buffer as another process gets it, from its parent or by its path."""
