@@ -24,7 +24,8 @@ from replaykit.storages.content import Content
 from replaykit.storages.restorable import why_not_mapped
 from replaykit.ted import format_key
 from replaykit.transforms import Compose
-from replaykit.writers import LaneWriter, RoundRobinWriter, Writer
+from replaykit.writers import RoundRobinWriter, Writer
+from replaykit.writers.ring_writers import check_lane_key
 
 __all__ = [
     "check_consuming",
@@ -199,20 +200,20 @@ def check_shareable(storage: Storage, writer: Writer) -> None:
             "expected a LazyTensorStorage or LazyMemmapStorage for shared=True, whose memory "
             f"processes can share, got {type(storage).__name__}"
         )
-    if not isinstance(writer, (RoundRobinWriter, LaneWriter)):
+    if writer.kind not in ("round_robin", "lanes"):
         raise ValueError(
             "expected a RoundRobinWriter or LaneWriter for shared=True, got "
             f"{type(writer).__name__}, whose order is known to one process only"
         )
-    if isinstance(writer, LaneWriter):
-        writer.check_storage(storage)
+    if writer.kind == "lanes":
+        check_lane_key(storage, writer)
 
 
 def common_parts(sampler: Sampler, writer: Writer, limiter: RateLimiter | None) -> dict[str, bool]:
     """Return the parts that buffers over shared rows must have in common."""
     return {
         "prioritized sampler": bool(sampler.prioritized),
-        "LaneWriter": isinstance(writer, LaneWriter),
+        "writer of streams, such as LaneWriter": writer.kind == "lanes",
         "rate limiter": limiter is not None,
     }
 

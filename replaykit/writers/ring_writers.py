@@ -22,7 +22,13 @@ from replaykit.structure import Branch
 from replaykit.ted import format_key
 from replaykit.writers.writer import Writer, WriterState, full_index, ledger_of
 
-__all__ = ["ImmutableDatasetWriter", "LaneWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter"]
+__all__ = [
+    "ImmutableDatasetWriter",
+    "LaneWriter",
+    "RoundRobinWriter",
+    "TensorDictRoundRobinWriter",
+    "check_lane_key",
+]
 
 
 class RoundRobinWriter(Writer):
@@ -255,17 +261,9 @@ class LaneWriter(Writer):
         self.length = _checked_length(length)
         self.tracks_generations = track_generations
 
-    def check_storage(self, storage: Storage) -> None:
-        """Raise ValueError if a storage has no ``lane_key``."""
-        if not isinstance(storage, ColumnStorage) or storage.lane_key is None:
-            raise ValueError(
-                f"a {type(self).__name__} expected a tensor or memmap storage with lane_key=, the "
-                f"column that identifies streams, got {storage!r}"
-            )
-
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to. Raises ValueError if it has no ``lane_key``."""
-        self.check_storage(storage)
+        check_lane_key(storage, self)
         super().register_storage(storage)
 
     @property
@@ -412,6 +410,15 @@ class LaneWriter(Writer):
                 "_longest": longest,
                 "_length": self.length,
             }
+
+
+def check_lane_key(storage: Storage, writer: Writer) -> None:
+    """Raise ValueError if a storage has no ``lane_key`` for a LaneWriter."""
+    if not isinstance(storage, ColumnStorage) or storage.lane_key is None:
+        raise ValueError(
+            f"a {type(writer).__name__} expected a tensor or memmap storage with lane_key=, the "
+            f"column that identifies streams, got {storage!r}"
+        )
 
 
 def _streams_of(state: dict[str, Any]) -> torch.Tensor:

@@ -324,8 +324,12 @@ def test_rows_that_processes_share_are_not_recovered_alone(tmp_path: Path) -> No
     [
         ({"sampler": prioritized}, {"sampler": RandomSampler}, "with a prioritized sampler"),
         ({"sampler": RandomSampler}, {"sampler": prioritized}, "without a prioritized sampler"),
-        ({**by_number, "writer": lambda: LaneWriter(1)}, {}, "with a LaneWriter"),
-        (by_number, {"writer": lambda: LaneWriter(1)}, "without a LaneWriter"),
+        (
+            {**by_number, "writer": lambda: LaneWriter(1)},
+            {},
+            "with a writer of streams, such as LaneWriter",
+        ),
+        (by_number, {"writer": lambda: LaneWriter(1)}, "without a writer of streams"),
         ({}, {"rate_limiter": lambda: RateLimiter.queue(8)}, "without a rate limiter"),
         ({"rate_limiter": lambda: RateLimiter.queue(8)}, {}, "with a rate limiter"),
     ],
