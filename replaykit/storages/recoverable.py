@@ -87,7 +87,7 @@ class Recovery:
         self._more: tuple[int, ...] = ()
         # The targets of the journal with the rows, by the path of a leaf, or None for the records.
         self._rows: dict[Any, int] = {}
-        # The number of the state in progress, and the ledger's counters, at the last journaled write.
+        # The number of the state in progress, and the ledger's counters, at the last journal entry.
         self.journaled: tuple[int, ...] | None = None
         # Bytes of the journal that belong to complete changes; a rollback stops there.
         self._whole = 0
