@@ -433,6 +433,8 @@ def load_checkpoint(
             try:
                 content = Content.from_state(head)
             except ValueError as error:
+                if checked:
+                    saved.verify()  # names the damaged file
                 raise CheckpointError(f"the rows in {path} are damaged: {error}") from None
             if checked and not mmap:
                 # Files may be verified after the copy, because no reader uses that memory yet.

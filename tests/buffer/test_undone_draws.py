@@ -159,7 +159,7 @@ class _InTurn(Sampler):
         self.order = state_dict["order"][0]
 
 
-def test_save_keeps_what_the_user_has_set(tmp_path: Path) -> None:
+def test_save_keeps_the_values_that_the_user_has_set(tmp_path: Path) -> None:
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(12), sampler=_InTurn(), batch_size=2, prefetch=2
     )

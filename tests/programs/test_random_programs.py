@@ -86,7 +86,7 @@ def test_declared_combinations_refuse_to_sample(tmp_path: Path) -> None:
 def test_each_operation_occurs_in_programs() -> None:
     found = accepted()
     assert {name for combination in found for name in names_for(combination)[0]} == set(OPERATIONS)
-    seen = {name for seed in range(400) for name, _ in make_program(seed, 50, found).steps}
+    seen = {name for seed in range(1200) for name, _ in make_program(seed, 50, found).steps}
     assert seen == set(OPERATIONS)
 
 
