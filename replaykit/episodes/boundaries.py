@@ -152,6 +152,10 @@ class RowSource(Protocol):
     """The part of a storage that an episode index reads."""
 
     @property
+    def lock(self) -> Any:
+        """The lock of the rows."""
+
+    @property
     def ledger(self) -> RowNumbers:
         """The ledger, with the stored rows and their slots."""
 

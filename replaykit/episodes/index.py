@@ -662,6 +662,12 @@ class EpisodeIndex:
         """A number that changes with every change of the index."""
         return self._versions + self._streams.version
 
+    def newest_version(self) -> int:
+        """Return ``version`` after indexing all rows written, also by other processes."""
+        with self._storage.lock:
+            self.sync()
+            return self.version
+
     @property
     def numbering(self) -> int:
         """A number that changes when streams are added or dropped."""

@@ -301,18 +301,23 @@ class SliceSamplerWithoutReplacement(Sliced):
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        index = self._index
-        fresh = self._version is None or (index is not None and index.version == self._version)
+        self._notice_writes()
         remaining, returned = self._remaining, self._returned
         return {
             **super().state_dict(),
-            "_remaining": remaining.clone() if fresh and remaining is not None else None,
-            "_returned": returned.clone() if fresh and returned is not None else None,
+            "_remaining": None if remaining is None else remaining.clone(),
+            "_returned": None if returned is None else returned.clone(),
             "_episodes": self._episodes,
             "_length": self._length,
             "_rows": self._rows,
             "_ran_out": self._ran_out,
         }
+
+    def _notice_writes(self) -> None:
+        """End the pass if rows were written since its last draw, also by another process."""
+        index, version = self._index, self._version
+        if version is not None and (index is None or index.newest_version() != version):
+            self._forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = self._declared_state(state_dict)
@@ -329,6 +334,7 @@ class SliceSamplerWithoutReplacement(Sliced):
         )
 
     def __getstate__(self) -> dict[str, Any]:
+        self._notice_writes()
         return {**super().__getstate__(), "_index": None, "_version": None}
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import pickle
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    SliceSamplerWithoutReplacement,
+)
 
 
 def _buffer(
@@ -186,3 +195,32 @@ def test_too_short_episodes_error_states_longest_episode(rows: Callable[..., Any
     with pytest.raises(RuntimeError, match="5 rows are stored, and the longest episode has 3"):
         rb.sample()
     assert not rb.can_sample()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="processes share rows under a lock of fcntl")
+@pytest.mark.parametrize("how", ["copy", "pickle", "save"])
+def test_write_of_another_process_ends_the_pass_of_a_copy(how: str, tmp_path: Path) -> None:
+    """The other handle stands for another process: this one learns of its rows from the files."""
+
+    def rows(first: int, count: int) -> TensorDict:
+        number = torch.arange(first, first + count)
+        return TensorDict({"x": number, "episode": number // 2}, [count])
+
+    def sampler() -> SliceSamplerWithoutReplacement:
+        return SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode", shuffle=False)
+
+    storage = LazyMemmapStorage(40, scratch_dir=tmp_path / "rows")
+    buffer = ReplayBuffer(storage=storage, sampler=sampler(), batch_size=4, shared=True)
+    buffer.extend(rows(0, 16))
+    assert buffer.sample()["x"].tolist() == [0, 1, 2, 3]
+    other = ReplayBuffer.join(tmp_path / "rows")
+    other.extend(rows(16, 1))  # as many episodes have a window as before
+    if how == "copy":
+        found = copy.deepcopy(buffer)
+    elif how == "pickle":
+        found = pickle.loads(pickle.dumps(buffer))
+    else:
+        buffer.dumps(tmp_path / "saved")
+        found = ReplayBuffer(storage=LazyTensorStorage(40), sampler=sampler(), batch_size=4)
+        found.loads(tmp_path / "saved")
+    assert found.sample()["x"].tolist() == [0, 1, 2, 3]  # the first batch of a pass
