@@ -10,7 +10,7 @@ import re
 import stat
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -310,13 +310,20 @@ class RecoveryFolder:
 
     # -- open ---------------------------------------------------------------------------------
 
-    def open(self, targets: Mapping[int, Array], *, fresh: bool = False) -> Array:
+    def open(
+        self,
+        targets: Mapping[int, Array],
+        *,
+        fresh: bool = False,
+        undoing: Callable[[], None] | None = None,
+    ) -> Array:
         """Open the journal and the states, undo uncommitted changes, and return the state.
 
         Args:
             targets: the rows of the storage's files, uint8 ``[N, bytes]``, by target number.
             fresh: whether the files of the rows are new. If so, old journals, states and tables are
                 removed.
+            undoing: function to call before uncommitted changes are undone.
 
         Raises:
             CheckpointError: a file is missing or damaged, or contradicts the other files. The error
@@ -350,6 +357,8 @@ class RecoveryFolder:
                     f"{self.folder} has lost its latest state: the journal belongs to number "
                     f"{self.journal.sequence}, the latest state has {self.states.sequence}"
                 )
+            if undoing is not None and self.journal.used(self._next):
+                undoing()
             if self.journal.undo(self._next, self._targets):
                 self._sync_rows()
                 self.journal.forget(self._next)

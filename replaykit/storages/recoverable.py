@@ -124,7 +124,8 @@ class Recovery:
         self._rows = dict(zip(rows, targets, strict=True))
         self.home.sync_with(files)
         self.seen = self.storage.ledger.log.number
-        numbers = self.home.open(targets, fresh=fresh)
+        undoing = None if self.sharing is None else self.sharing.announce_rollback
+        numbers = self.home.open(targets, fresh=fresh, undoing=undoing)
         if self.sharing is not None:
             self.sharing.open_tables(columns)
         return numbers

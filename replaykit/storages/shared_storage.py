@@ -165,6 +165,10 @@ class Sharing:
         self._log = ElementLog(self._cells(Tables.CHANGED, _LOG_LENGTH))
         self.signs = self._cells(Tables.SIGNS, SIGN_COUNT).data
 
+    def announce_rollback(self) -> None:
+        """Tell readers without the lock that rows change other than by writes at the cursor."""
+        self._cells(Tables.SIGNS, SIGN_COUNT)[IRREGULAR] |= 1
+
     def _cells(self, number: int, count: int) -> Array:
         return self.home.table(number, count)[:count]
 
@@ -209,7 +213,7 @@ class Sharing:
         if storage is None or signs is None or self._known < 0 or not _ORDERED:
             return None
         irregular = signs[IRREGULAR]
-        if irregular & 1 or self._lacks_entries(storage):
+        if irregular & 1:
             return None
         ledger, indexed = storage.ledger, storage.indexes.indexed_until()
         found = self.home.states.first(self._known)
@@ -226,6 +230,8 @@ class Sharing:
                 self._known, self._lags = found[0], True
                 self._follow_writes(storage, *found[1:])
                 self.recovery.seen = ledger.log.number
+        if self._lacks_entries(storage):  # a commit comes after the sign for its entries
+            return None
         return irregular, ledger.next_position, indexed
 
     @staticmethod
@@ -291,11 +297,12 @@ class Sharing:
         if changes is not None and changes.exposed:
             changes.check_views()
         regular = self.recovery.active and not self._lags and not signs[IRREGULAR] & 1
-        if regular and home.journaled() == (self._known + 1, 0):
-            return  # no process has changed anything in the meantime
         storage = self.recovery.storage_ref()
         if storage is None:
             return
+        if regular and home.journaled() == (self._known + 1, 0):
+            self._map_entries(storage)  # a failed write leaves entries without a commit
+            return  # no process has changed anything in the meantime
         if not self.recovery.active:
             if not home.published:
                 return

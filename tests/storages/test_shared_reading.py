@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, SliceSampler, StackFrames
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SliceSampler,
+    StackFrames,
+)
 from replaykit.buffer import draw
 from replaykit.storages import shared_storage
+from replaykit.storages.observation_table import ObservationTable
 from tests.storages.sharing import another
 
 SLOTS = 8
@@ -215,3 +224,129 @@ def test_index_built_from_overwritten_rows_is_discarded(
     for name in ("id", "begin", "evicted", "head", "length"):
         found, wanted = (getattr(b.episodes._facts, name).tolist() for b in (mine, other))
         assert found == wanted, name
+
+
+# -- observations that are stored once, and rows of a dead writer ---------------------------------
+
+
+def lone(first: int, count: int) -> TensorDict:
+    """Rows that share no observation, so each needs an entry of the overflow table."""
+    number = torch.arange(first, first + count)
+    found = TensorDict({"number": number, "seen": 10.0 * number}, [count])
+    done = torch.ones(count, dtype=torch.bool)
+    found["next"] = TensorDict({"done": done, "seen": 10.0 * number + 1}, [count])
+    return found
+
+
+def are_whole(batch: TensorDict) -> bool:
+    number = batch["number"]
+    return torch.equal(batch["seen"], 10.0 * number) and torch.equal(
+        batch["next", "seen"], 10.0 * number + 1
+    )
+
+
+def once() -> tuple[ReplayBuffer, ReplayBuffer]:
+    storage = LazyTensorStorage(200, dedup_next=True, on_mismatch="dense")
+    mine = ReplayBuffer(storage=storage, shared=True, batch_size=64)
+    mine.extend(lone(0, 8))
+    other = another(mine)
+    other.sample()
+    return mine, other
+
+
+@needs_order
+def test_growth_of_the_overflow_table_during_a_draw_raises_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine, other = once()
+    storage: Any = other.storage
+    states, grown = storage.recovery.home.states, []
+    first = states.first
+
+    def late(known: int) -> Any:
+        if not grown:
+            grown.append(True)
+            mine.extend(lone(8, 190))
+        return first(known)
+
+    monkeypatch.setattr(states, "first", late)
+    assert are_whole(other.sample())
+    assert grown
+    assert are_whole(other[:])
+
+
+@needs_order
+def test_entries_of_a_failed_write_do_not_make_draws_take_the_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine, other = once()
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObservationTable, "_planned", refused)
+        with pytest.raises(OSError, match="full"):
+            mine.extend(lone(8, 190))
+    other.sample()
+    ways = meanwhile(other, monkeypatch, lambda: None)
+    for _ in range(3):
+        assert are_whole(other.sample())
+    assert ways == ["apart"] * 3
+
+
+KILLED_WRITER = """
+import os, sys, torch
+from tensordict import TensorDict
+from replaykit import ReplayBuffer
+from replaykit.storages.recoverable import Recovery
+
+rb = ReplayBuffer.join(sys.argv[1])
+rb.storage.poll()
+journal = Recovery.journal_ring
+
+def journal_and_die(self, first, count):
+    journal(self, first, count)
+    columns = rb.storage.require()
+    getattr(columns, "rows", columns).tensors[("number",)][first : first + count] = -777
+    os._exit(9)
+
+Recovery.journal_ring = journal_and_die
+number = torch.arange(1000, 1050)
+rows = TensorDict({"number": number, "seen": 10.0 * number}, [50])
+done = torch.ones(50, dtype=torch.bool)
+rows["next"] = TensorDict({"done": done, "seen": 10.0 * number + 1}, [50])
+rb.extend(rows)
+"""
+
+
+@needs_order
+@pytest.mark.parametrize("dedup", [False, True])
+def test_rows_of_a_dead_writer_are_drawn_again_when_a_process_joins(
+    dedup: bool, tmp_path: Path, run_python: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that joins undoes the dead writer's rows while this one has read them."""
+    options = {"dedup_next": True, "on_mismatch": "dense"} if dedup else {}
+    storage = LazyMemmapStorage(100, scratch_dir=tmp_path / "rows", **options)
+    mine = ReplayBuffer(storage=storage, shared=True)
+    generator = torch.Generator().manual_seed(0)
+    buffer = ReplayBuffer.join(tmp_path / "rows", batch_size=16, generator=generator)
+    mine.extend(lone(0, 100))
+    buffer.sample()
+    reads: list[bool] = []
+    read = draw._draw_and_read
+
+    def between(*args: Any) -> Any:
+        if reads:
+            return read(*args)
+        reads.append(True)
+        assert run_python(KILLED_WRITER, tmp_path / "rows", check=False).returncode == 9
+        found = read(*args)
+        assert (found.draw.index != 0).all()
+        assert (found.draw.index < 50).any()
+        ReplayBuffer.join(tmp_path / "rows").extend(lone(100, 1))  # into slot 0
+        return found
+
+    monkeypatch.setattr(draw, "_draw_and_read", between)
+    assert are_whole(buffer.sample())
+    assert reads
