@@ -1,4 +1,4 @@
-"""What each declared type accepts, and every state of the package, damaged in every entry."""
+"""The values that declared types accept, and damage to every entry of every declared state."""
 
 from __future__ import annotations
 

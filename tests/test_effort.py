@@ -1,4 +1,4 @@
-"""What a short run leaves out, and processes that are prepared for programs."""
+"""The cases that a short run leaves out, and the processes that are prepared for programs."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _RECORDS: Path = (object(),)
 _RECORDS_NAME = "records"
 
 OVERFLOW = "%beside"
-"""Folder of the overflow entries of ``dedup_next``.
+"""Folder of the overflow entries of ``dedup_next``. Folders of earlier releases have this name.
 
 No file of a key has this name, because ``%`` in keys is escaped.
 """

@@ -51,7 +51,7 @@ def test_after_a_row_placed_by_hand_nothing_goes_on_from_the_rows_before_it(
     assert not any(min(episode) < 13 < max(episode) for episode in found)
     assert found == shown(loaded(buffer, tmp_path, None, **options))
     table = buffer.storage.episodes.table()
-    buffer.storage.ledger.log.edit(None, [("next", "done")])  # made anew, from what is stored
+    buffer.storage.ledger.log.edit(None, [("next", "done")])  # the index is rebuilt from the rows
     assert buffer.storage.episodes.table().code.tolist() == table.code.tolist()
     assert shown(buffer) == found
 

@@ -1,4 +1,4 @@
-"""What was changed since any count is told, or that it may be all; against a plain list."""
+"""The log gives the elements changed since any count, or says that it may be all of them."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_change_log_is_exact_for_few_changes(before: int, at: list[int]) -> None
     now = log.append(count, [(9, np.array(at, np.int64))])
     found = log.since(count, now)
     assert found is not None
-    told = found.get(9, np.zeros(0, np.int64))
-    assert told is not None
-    assert told.tolist() == sorted(set(at))
+    logged = found.get(9, np.zeros(0, np.int64))
+    assert logged is not None
+    assert logged.tolist() == sorted(set(at))
     assert now == count + len(at)
 
 

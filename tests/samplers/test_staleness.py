@@ -470,7 +470,7 @@ def test_many_edits_between_draws_are_a_pass() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_mark_update_does_not_hide_rows_of_another_process() -> None:
-    """Another process writes as many rows as ``mark_update`` is then told of here."""
+    """Another process writes as many rows as ``mark_update`` is then named of here."""
     rb = stale([0] * 10, 10, consumer_version=10, shared=True)
     rb.sample(10)
     child = os.fork()
@@ -495,8 +495,8 @@ def test_edits_that_are_remembered_take_no_more_than_the_rows() -> None:
         )
     changes = rb.storage.ledger.log.since(rb.storage.ledger.log._oldest)
     assert changes is not None
-    told = sum(len(change.slots) for change in changes if isinstance(change.slots, np.ndarray))
-    assert 400 <= told <= 500 + 4096 + 1024
+    named = sum(len(change.slots) for change in changes if isinstance(change.slots, np.ndarray))
+    assert 400 <= named <= 500 + 4096 + 1024
     assert known(rb) == stored(rb)
 
 
