@@ -83,6 +83,16 @@ class BatchMemory:
             self._sizes = dict(list(self._sizes.items())[1:])
         return last > number - _LATELY
 
+    def new_like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised contiguous tensor with the shape and device of a tensor."""
+        if tensor.is_cpu:
+            return self.new(tensor.shape, dtype)
+        return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+
+    def __reduce__(self) -> tuple[type[BatchMemory], tuple[()]]:
+        """Copy the object, also into another process, without its blocks."""
+        return BatchMemory, ()
+
     def clear(self) -> None:
         """Free the idle blocks, and leave the others to their tensors."""
         self._blocks.clear()

@@ -9,6 +9,7 @@ import torch
 
 from replaykit import native
 from replaykit._compat import TensorDict, lookup
+from replaykit.storages.batch_memory import REUSED_FROM
 from replaykit.structure import Path
 
 if TYPE_CHECKING:
@@ -18,12 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["Before", "Frames", "Led", "StepsAhead", "StepsPlan"]
 
 Array = np.ndarray[Any, Any]
-
-_WIDE_BYTES = 2**20
-"""Bytes of frames from which on torch copies them, because its threads are awake.
-
-See ``NativeRows``.
-"""
 
 
 class Before(NamedTuple):
@@ -90,24 +85,28 @@ class Frames:
 
         Returns:
             By path, the frames ``[B, count, *F]`` and the shape ``F``. With ``flat`` and a feature
-            dimension, the frames are ``[B, count * F[0], *F[1:]]``. None for a large batch or a
-            missing leaf.
+            dimension, the frames are ``[B, count * F[0], *F[1:]]``. None if a leaf is missing.
         """
         key, number = (paths, count, flat), rows.element.shape[0]
         if key not in self._plans:
             self._plans[key] = self._plan(*key)
         plan = self._plans[key]
-        if plan is None or number * plan.nbytes >= _WIDE_BYTES:
+        if plan is None:
             return None
         self._columns.refresh_addresses()
         table, _ = self._rows.table(paths)
         if plan.models[0].shape[0] != number:
             fresh = [model.new_empty((number, *model.shape[1:])) for model in plan.models]
             plan = self._plans[key] = plan._replace(models=fresh)  # another thread may do the same
-        made = [torch.empty_like(model) for model in plan.models]
+        memory, threads = self._columns.batch_memory, 1
+        if number * plan.nbytes >= REUSED_FROM:
+            made = [memory.new(model.shape, model.dtype) for model in plan.models]
+            threads = torch.get_num_threads()
+        else:
+            made = [torch.empty_like(model) for model in plan.models]
         bases = [leaf.data_ptr() for leaf in made]
         to = [bases[leaf] + byte for leaf, byte in plan.places]
-        table.frames(*rows, self._rows.cells, count, zero, to, plan.strides, 1)
+        table.frames(*rows, self._rows.cells, count, zero, to, plan.strides, threads)
         return dict(zip(paths, zip(made, plan.features, strict=True), strict=True))
 
     def _plan(self, paths: tuple[Path, ...], count: int, flat: bool) -> _Plan | None:

@@ -12,6 +12,7 @@ import torch
 from replaykit import native
 from replaykit._compat import is_tensordict, lookup
 from replaykit.episodes import Needs
+from replaykit.storages.batch_memory import BatchMemory
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
 from replaykit.transforms.batch_values import as_number, over_features, real_of, set_all, set_real
@@ -56,10 +57,6 @@ def next_stack(before: torch.Tensor, following: torch.Tensor, how: StackFrames) 
     return arranged(torch.cat([before, following.unsqueeze(1)], 1), how)
 
 
-_WIDE_BYTES = 2**20
-"""From this size on, torch copies stacks, because it uses several threads."""
-
-
 def contiguous_stacks(
     frames: torch.Tensor,
     features: torch.Size,
@@ -85,11 +82,10 @@ def contiguous_stacks(
         or following.shape[0] != frames.shape[0]
         or following.shape[1:] != features
         or not _lies_alike(following, frames, len(features))
-        or like.nbytes >= _WIDE_BYTES
     ):
         return next_stack(frames.view(-1, count, *features)[:, skip:], following, how)
     one = features.numel() * frames.dtype.itemsize
-    stack = torch.empty_like(like)
+    stack = how.memory.new(like.shape, like.dtype)
     native.core.join_rows(
         frames.data_ptr() + skip * one,
         count * one,
@@ -302,6 +298,7 @@ class StackFrames(HistoryTransform):
         self._known: tuple[Collection[Path], set[Path]] | None = None
         self._ages = np.arange(k - 1, -1, -1)
         self.flat = not dim and not new_dim
+        self.memory = BatchMemory()  # of the stacks under "next"
 
     # -- under the lock -----------------------------------------------------------------------
 

@@ -21,7 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+from replaykit import (
+    Cast,
+    ImageScale,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    StackFrames,
+)
 from replaykit.storages import batch_memory
 from replaykit.storages.batch_memory import BatchMemory
 
@@ -67,6 +74,29 @@ def _count(rb: ReplayBuffer) -> int:
 
 
 # -- batches --------------------------------------------------------------------------------------
+
+
+TRANSFORMS: dict[str, Callable[[], Any]] = {
+    "scaled": lambda: ImageScale(keys=["image", ("next", "image")]),
+    "cast": lambda: Cast(torch.float32, ["image", "halves"], with_next=False),
+    "stacked": lambda: StackFrames(["image"], 2),
+}
+
+
+@pytest.mark.parametrize("kind", TRANSFORMS)
+def test_transforms_reuse_memory_of_earlier_batches(kind: str) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(ROWS), batch_size=8, transform=TRANSFORMS[kind]())
+    rb.extend(_rows())
+    rb = copy.deepcopy(rb)
+    known, fresh, batch = set[int](), 0, None
+    for turn in range(40):
+        batch = rb.sample()
+        for key in ("image", ("next", "image")):
+            address = batch[key].untyped_storage().data_ptr()
+            fresh += turn >= 20 and address not in known
+            known.add(address)
+    assert not fresh
+    assert len(known) <= 6
 
 
 def _sample(rb: ReplayBuffer) -> Any:

@@ -130,3 +130,19 @@ def test_image_scale_has_repr_and_stage() -> None:
     assert repr(ImageScale()) == "ImageScale(-1, 1)"
     assert repr(ImageScale(0, 1, [("a", "b")])) == "ImageScale(0, 1, [('a', 'b')])"
     assert ImageScale().stage == "value"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_large_images_are_scaled_as_numpy_scales_them(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        data = torch.randint(0, 256, (37, 3, 64, 128), dtype=torch.uint8)
+        for image in (data, data.movedim(1, 3), data[:, :, ::2]):
+            batch = TensorDict({"observation": image}, [37])
+            scaled = ImageScale(-0.5, 2.0)(batch)["observation"]
+            numbers = image.numpy().astype(np.float32) / np.float32(255)
+            numbers = numbers * np.float32(2.5) + np.float32(-0.5)
+            assert (scaled.numpy() == numbers).all()
+    finally:
+        torch.set_num_threads(before)

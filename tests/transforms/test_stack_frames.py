@@ -337,6 +337,30 @@ def test_core_and_separate_reads_give_equal_stacks(data: Any) -> None:
         same(found, buffer.sample())
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_stacks_of_megabytes_equal_frames_read_one_by_one(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x = torch.randint(0, 256, (64, 1, 96, 96), dtype=torch.uint8)
+        ends = torch.arange(64)[:, None] % 9 == 8
+        rows = {"x": x, "next": {"x": x.flip(0), "done": ends, "reward": torch.rand(64, 1)}}
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(64), transform=StackFrames(["x"], 4), batch_size=60
+        )
+        buffer.extend(TensorDict(rows, [64]))
+        batch = buffer.sample()
+        assert batch["x"].nbytes > 2**21
+        age = torch.arange(3, -1, -1)
+        at = batch["index"][:, None] - age
+        at = torch.maximum(at, batch["index"][:, None] // 9 * 9)
+        assert torch.equal(batch["x"], x[at].flatten(1, 2))
+        following = torch.cat([x[at[:, 1:]], x.flip(0)[batch["index"]][:, None]], 1)
+        assert torch.equal(batch["next", "x"], following.flatten(1, 2))
+    finally:
+        torch.set_num_threads(before)
+
+
 class Changes:
     """Puts something else in the place of what is stored."""
 
