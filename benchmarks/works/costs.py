@@ -4,15 +4,18 @@ same buffer without that."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contender import Subject, expect
+import torch
+
+from benchmarks.contender import Contender, Subject, expect
 from benchmarks.harness import ready, take_turns
 from benchmarks.holders import Replaykit
-from benchmarks.report import SUBJECT, Line, lines_of_turns
+from benchmarks.laws import expect_frequencies
+from benchmarks.report import SUBJECT, Line, Target, lines_of_turns
 from benchmarks.rows import Leaves, make_transitions
 from benchmarks.setting import BATCH, Setting
 from benchmarks.works.transitions import Sampling
@@ -23,16 +26,19 @@ __all__ = ["asked", "run", "subjects"]
 
 ROWS = 8
 WITHOUT = "without"
+UPDATES = (Target(WITHOUT, 1.5),)
 
 
-def asked(setting: Setting) -> dict[str, tuple[()]]:
-    """Nothing: what these cost is said, and no more."""
-    return dict.fromkeys(_titles(setting), ())
+def asked(setting: Setting) -> dict[str, tuple[Target, ...]]:
+    """Return the target of updates; the other works have none."""
+    titles = _titles(setting)
+    return {**dict.fromkeys(titles, ()), titles[0]: UPDATES}
 
 
 def _titles(setting: Setting) -> list[str]:
     few = min(setting.rows, 100_000)
     return [
+        f"update of {BATCH} priorities, shared",
         f"extend {ROWS}, shared, priorities",
         f"sample of {few:,} rows, shared",
         f"sample of {setting.rows:,} rows, shared",
@@ -67,9 +73,45 @@ class Plain(Replaykit):
         expect(len(self.buffer) == self.rows, f"holds {len(self.buffer)} rows of {self.rows}")
 
 
+class Updating(Contender):
+    """A buffer in which 256 random rows get new priorities."""
+
+    def __init__(self, kind: Callable[[Leaves], Plain], title: str, leaves: Leaves) -> None:
+        self.name = title
+        self.kind = kind
+        self.leaves = leaves
+
+    def make(self) -> None:
+        self.holder = self.kind(self.leaves)
+
+    def check(self) -> None:
+        """Rows are drawn as often as their new priorities ask for."""
+        self.holder.check_label()
+        buffer, rows = self.holder.buffer, self.holder.rows
+        parts = min(64, rows)
+        priorities = torch.rand(rows) * (torch.arange(rows) % parts + 1)
+        for index in torch.arange(rows).split(BATCH):
+            buffer.update_priority(index, priorities[index])
+        counts = torch.zeros(parts, dtype=torch.int64)
+        for _ in range(100):
+            counts += (buffer.sample()["index"] % parts).bincount(minlength=parts)
+        weights = (priorities.double() + buffer.sampler.eps) ** buffer.sampler.alpha
+        sums = torch.zeros(parts, dtype=torch.float64)
+        expect_frequencies(counts, sums.index_add(0, torch.arange(rows) % parts, weights))
+
+    def inputs(self, calls: int) -> Iterable[Any]:
+        return [
+            (torch.randint(self.holder.rows, (BATCH,)), torch.rand(BATCH)) for _ in range(calls)
+        ]
+
+    def timed(self) -> Callable[[Any], Any]:
+        update = self.holder.buffer.update_priority
+        return lambda given: update(*given)
+
+
 def subjects(setting: Setting) -> dict[str, Subject]:
     """Return how to make the contenders of this work, by title."""
-    shared, few, many, recover, both = _titles(setting)
+    update, shared, few, many, recover, both = _titles(setting)
 
     def writing(**how: Any) -> Subject:
         kind = partial(Plain, **how)
@@ -80,7 +122,9 @@ def subjects(setting: Setting) -> dict[str, Subject]:
         return Subject(lambda: Sampling(kind, SUBJECT, make_transitions(rows)))
 
     folder = setting.scratch / "recovered"
+    prioritized = partial(Plain, shared=True, priorities=True)
     return {
+        update: Subject(lambda: Updating(prioritized, SUBJECT, make_transitions(setting.rows))),
         shared: writing(shared=True, priorities=True),
         few: sampling(min(setting.rows, 100_000)),
         many: sampling(setting.rows),
@@ -96,10 +140,12 @@ def run(setting: Setting) -> list[Line]:
     with tempfile.TemporaryDirectory(dir=setting.scratch) as root:
         folders = (Path(root) / str(number) for number in range(4))
         shared = partial(Plain, shared=True)
-        lines = _turns(
-            setting, next(titles), Writing, leaves,
-            partial(shared, priorities=True), partial(Plain, priorities=True),
-        )  # fmt: skip
+        lines = []
+        for work in (Updating, Writing):
+            lines += _turns(
+                setting, next(titles), work, leaves,
+                partial(shared, priorities=True), partial(Plain, priorities=True),
+            )  # fmt: skip
         for rows in (few, leaves):
             lines += _turns(setting, next(titles), Sampling, rows, shared, Plain)
         for priorities in (False, True):
@@ -115,7 +161,7 @@ def run(setting: Setting) -> list[Line]:
 def _turns(
     setting: Setting,
     title: str,
-    work: type[Writing] | type[Sampling],
+    work: type[Writing] | type[Sampling] | type[Updating],
     leaves: Leaves,
     kind: Callable[[Leaves], Plain],
     other: Callable[[Leaves], Plain],
@@ -124,4 +170,5 @@ def _turns(
     for contender in found.values():
         if isinstance(contender, Writing):
             contender.resize(ROWS)
-    return lines_of_turns(title, take_turns(found, rounds=setting.rounds), absent)
+    targets = asked(setting)[title]
+    return lines_of_turns(title, take_turns(found, rounds=setting.rounds), absent, targets)
