@@ -457,6 +457,7 @@ class ReadLater(Generic[Made]):
         files = dict.fromkeys(array.where for array in arrays if isinstance(array, MappedRows))
         self._where = f", in {', '.join(files)}" if files else ""
 
+    @torch.inference_mode(False)  # tensors made in that mode cannot be changed outside of it
     def read(self) -> Made:
         """Make the object. Cost: O(K).
 
@@ -476,6 +477,9 @@ class ReadOnce(Generic[Held]):
 
     If the read raises an error, the next access reads again.
 
+    Args:
+        name: the attribute of the owner that holds the value or the ReadLater.
+
     Example:
         >>> import numpy as np
         >>> from replaykit.checkpoint import ReadLater, ReadOnce
@@ -487,8 +491,11 @@ class ReadOnce(Generic[Held]):
         6
     """
 
+    def __init__(self, name: str = "") -> None:
+        self._name = name
+
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = f"_held{name}"
+        self._name = self._name or f"_held{name}"
 
     @overload
     def __get__(self, owner: None, kind: type) -> ReadOnce[Held]: ...

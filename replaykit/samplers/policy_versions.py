@@ -304,7 +304,7 @@ class VersionColumn:
         if self._storage is not None and self._storage() is storage:
             if self._seen == log.number:
                 return self.groups
-            slots = log.slots_since(self._seen, ledger.slots, self.path)
+            slots = log.slots_since(self._seen, ledger.slots, (self.path,))
             if slots is not None:
                 changed = rising(np.concatenate([_NONE, *slots]))
                 changed = elements_of(changed, lanes)

@@ -224,13 +224,18 @@ class ChangeLog:
         return changes is None or any(change.kind is not ChangeKind.CUT for change in changes)
 
     def slots_since(
-        self, seen: int, ring: int = 0, path: Path | None = None, *, edits: bool = True
+        self,
+        seen: int,
+        ring: int = 0,
+        paths: Collection[Path] | None = None,
+        *,
+        edits: bool = True,
     ) -> list[Any] | None:
         """Return the slots that have changed since ``seen``; None if any may have.
 
         Args:
             ring: number of slots of the ring, if rows are appended.
-            path: leave out the edits of other columns; None for all columns.
+            paths: leave out the edits of other columns; None for all columns.
             edits: whether to include edits.
         """
         changes, found = self.since(seen), []
@@ -240,7 +245,7 @@ class ChangeLog:
             kind, slots, columns = change
             if kind is ChangeKind.CUT or (kind is ChangeKind.EDIT and not edits):
                 continue
-            if path is not None and columns is not None and path not in columns:
+            if paths is not None and columns is not None and columns.isdisjoint(paths):
                 continue
             if slots is None:
                 return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -130,7 +129,7 @@ class CommittedState:
     @classmethod
     def empty(cls) -> CommittedState:
         """Return the state of an empty storage without parts."""
-        return cls.of(Ledger(1), None, tables=(-1, -1), priorities=[], counts=[])
+        return cls.of(Ledger(1), None, priorities=[], counts=[])
 
     @classmethod
     def of(
@@ -138,16 +137,11 @@ class CommittedState:
         ledger: Ledger,
         episodes: dict[str, Any] | None,
         *,
-        tables: Iterable[int],
         priorities: list[CommittedPriorities],
         counts: list[int],
         more: int = 0,
     ) -> CommittedState:
-        """Return the state of a ledger and of episode indexes (``EpisodeIndexes.known``).
-
-        Args:
-            tables: ``positions`` and ``generations``.
-        """
+        """Return the state of a ledger and of episode indexes (``EpisodeIndexes.known``)."""
         known: Any = {"marks": (), "codes": (), "heads": None} if episodes is None else episodes
         heads = known["heads"] or {"oldest": 0, "begin": (), "head": ()}
         begin, marks = np.asarray(heads["begin"], np.int64), known["marks"]
@@ -158,7 +152,8 @@ class CommittedState:
             ledger.next_position,
             ledger.cleared,
             ledger.by_stream,
-            *tables,
+            -1 if ledger.in_order else ledger.length,
+            ledger.generation_count,
             len(marks),
             known["heads"] is not None,
             heads["oldest"],
@@ -175,6 +170,11 @@ class CommittedState:
         state = cls(np.concatenate([np.asarray(part, np.int64) for part in lists]))
         state.set_priorities(priorities)
         return state
+
+    def ledger(self) -> tuple[int, int, int, int, bool, tuple[int, int]]:
+        """Return the counters and the lengths of the tables, for ``Ledger.follow``."""
+        counters = self.cursor, self.length, self.next_position, self.cleared
+        return *counters, bool(self.by_stream), (self.positions, self.generations)
 
     @property
     def priorities(self) -> list[CommittedPriorities]:
@@ -224,8 +224,9 @@ class CommittedState:
         lanes = starts[3] - starts[2]
         if (
             first is None
-            or view[3:7].tolist() != [ledger.cleared, ledger.by_stream, -1, -1]
-            or not (ledger.in_order and ledger.counted)
+            or view[3:6].tolist() != [ledger.cleared, ledger.by_stream, -1]
+            or not ledger.in_order
+            or view[6] != ledger.generation_count
             or view[8:14].tolist() != [1, view[9], lanes, 0, len(priorities), len(counts)]
             or len(first[1]) != lanes
         ):
@@ -243,7 +244,7 @@ class CommittedState:
 
     def only_moved(self, before: CommittedState) -> bool:
         """Return whether only writes at the cursor came after an earlier state."""
-        if self.starts != before.starts or not self.positions == self.generations == -1:
+        if self.starts != before.starts or self.positions >= 0:
             return False
         fixed, known = (state.view[:_FIXED].tolist() for state in (self, before))
         for at in _MOVING:

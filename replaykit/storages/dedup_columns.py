@@ -171,16 +171,18 @@ class DedupColumns:
         if self._outdated is None:
             return
         ledger, seen = self._outdated
-        changes = None if ledger.log.irregular > seen else ledger.log.since(seen)
-        slots = [] if changes is None else [change.in_ring(self.slots) for change in changes]
-        if changes is None or _PART * sum(map(len, slots)) > ledger.length:
+        self._outdated = ledger, -1  # until everything is derived
+        paths = {*self._root_of, *self._root_of.values()}
+        slots = ledger.log.slots_since(seen, self.slots, paths)
+        if slots is None or _PART * sum(map(len, slots)) > ledger.length:
             self.reread(ledger)
         elif slots:
-            written = np.concatenate(slots)
-            elements = self._elements_at(torch.from_numpy(np.unique(written)))
-            self.table.follow(elements, ledger.length)
-            if self._tails is not None:
-                self._tails.follow(torch.from_numpy(written))
+            changed = torch.from_numpy(np.unique(np.concatenate(slots)))
+            self.table.follow(self._elements_at(changed), ledger.length)
+            written = ledger.log.slots_since(seen, self.slots, edits=False)
+            if self._tails is not None and written:
+                at = torch.from_numpy(np.unique(np.concatenate(written)))
+                self._tails.follow(at[ledger.positions(at).argsort()])
         self._outdated = None
 
     def reread(self, ledger: Ledger) -> None:

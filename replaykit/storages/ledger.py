@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Protocol, cast
 
 import numpy as np
 import torch
 
 from replaykit import native
 from replaykit._compat import arange
-from replaykit.checkpoint import MappedRows, ReadLater
+from replaykit.checkpoint import MappedRows, ReadLater, ReadOnce
 from replaykit.declared import decode_state, vector, within
+from replaykit.recovery import Tables
 from replaykit.storages.change_log import ChangeKind, ChangeLog
 from replaykit.storages.indexing import all_distinct, contained
 
@@ -20,14 +21,7 @@ __all__ = [
     "Ledger",
     "LedgerState",
     "MovedPositions",
-    "Table",
-    "check_generations",
-    "check_positions",
-    "checked_state",
-    "followed",
-    "grown",
-    "own_table",
-    "saved_table",
+    "Region",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -36,38 +30,25 @@ Table = torch.Tensor | ReadLater[torch.Tensor]
 _NO_SLOTS = np.zeros(0, np.int64)
 
 
-class _ReadOnce:
-    """A table of a ledger, which is read from the files of a checkpoint at its first use.
+class Region(Protocol):
+    """Memory that holds the tables of a ledger, and undoes changes that are not committed.
 
-    Args:
-        name: the attribute that holds the table.
+    Several processes may use it. Each has a ledger, and only one of them changes it at a time.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def ledger_table(self, number: int, entries: int) -> Array:
+        """Return the first entries of a table of ``Tables``, int64; the memory grows if needed."""
 
-    def __get__(self, ledger: Ledger, kind: Any = None) -> torch.Tensor | None:
-        table = ledger.__dict__[self._name]
-        if isinstance(table, ReadLater):
-            table = ledger.__dict__[self._name] = _read(table)
-        return cast(torch.Tensor | None, table)
-
-    def __set__(self, ledger: Ledger, table: Table | None) -> None:
-        ledger.__dict__[self._name] = table
+    def before_change(self, number: int, at: Array | range) -> None:
+        """Journal entries of a table before they change."""
 
 
-def saved_table(
+def _saved_table(
     value: torch.Tensor | MappedRows | None, check: Callable[[torch.Tensor], None], name: str
 ) -> Table | None:
-    """Return a table of a saved state.
+    """Return a table of a saved state, which the caller does not change.
 
-    A table in files is read and checked later.
-
-    The caller does not change the table.
-
-    Args:
-        check: function that raises ValueError if the table contradicts the rest of the saved state.
-        name: the name of the table in the error.
+    A table in files is read and checked later. The error of ``check`` names it ``name``.
     """
     if not isinstance(value, MappedRows):
         return value
@@ -78,50 +59,6 @@ def saved_table(
         return table
 
     return ReadLater(make, [value], name)
-
-
-# Here and below, inference mode is off, because tables made in that mode cannot be changed outside
-# of it.
-@torch.inference_mode(False)
-def _read(table: ReadLater[torch.Tensor]) -> torch.Tensor:
-    return table.read()
-
-
-@torch.inference_mode(False)
-def own_table(table: Table | None) -> Table | None:
-    """Return a saved table that the caller may change.
-
-    A table in memory is copied now. A table in files is copied page by page, on the first write to
-    each page.
-    """
-    return table.clone() if isinstance(table, torch.Tensor) else table
-
-
-@torch.inference_mode(False)
-def followed(table: torch.Tensor | None, values: Any, at: Any) -> torch.Tensor | None:
-    """Return the table with the entries of another process; see ``Ledger.follow``."""
-    if values is None:
-        return None
-    if table is None or at is None or len(table) > len(values):
-        return torch.from_numpy(values.copy())
-    table = grown(table, len(values), len(values))
-    table.numpy()[at] = values[at]
-    return table
-
-
-@torch.inference_mode(False)
-def grown(table: torch.Tensor, size: int, limit: int) -> torch.Tensor:
-    """Return the table with at least ``size`` entries; new entries are -1.
-
-    The table at least doubles, up to ``limit``, so that the total cost of growth stays linear.
-    """
-    if size <= len(table):
-        return table
-    larger = torch.full(
-        (min(limit, max(size, 2 * len(table))),), -1, dtype=torch.int64, device="cpu"
-    )
-    larger[: len(table)] = table
-    return larger
 
 
 _MOST = 2**54
@@ -161,29 +98,19 @@ class LedgerState:
             if table is not None and not length <= len(table) <= most:
                 raise ValueError(f"expected {length} to {most} entries in {name}, got {len(table)}")
         if isinstance(self.positions, torch.Tensor):
-            check_positions(self.positions, written)
+            _check_positions(self.positions, written)
         if isinstance(self.generations, torch.Tensor):
-            check_generations(self.generations, length)
+            _check_generations(self.generations, length)
 
 
-def checked_state(state: Any) -> dict[str, Any]:
-    """Return a state after a check that `Ledger.state` can have returned it.
-
-    Raises:
-        ValueError: an entry is missing or impossible; the error names it.
-    """
-    decode_state(LedgerState, state, "the state of a ledger")
-    return cast(dict[str, Any], state)
-
-
-def check_positions(table: torch.Tensor, written: int) -> None:
+def _check_positions(table: torch.Tensor, written: int) -> None:
     """Raise ValueError unless the row ids are distinct and in ``[0, written)``."""
     known = table.numpy()
     if len(known) and (known.min() < 0 or known.max() >= written or not all_distinct(known)):
         raise ValueError(f"expected distinct 'positions' below {written}, got {table}")
 
 
-def check_generations(table: torch.Tensor, length: int) -> None:
+def _check_generations(table: torch.Tensor, length: int) -> None:
     """Raise ValueError if a generation is impossible.
 
     Each of the first ``length`` slots must have been written, and no slot more than `_MOST` times.
@@ -208,15 +135,20 @@ class Ledger:
     Tables of a checkpoint that was opened in place are read and checked on first use. That use
     raises CheckpointError if they contradict the counters.
 
+    Attributes:
+        region: the memory of the tables; None for the memory of this process.
+
     Stored rows always occupy slots ``0..length-1``. Not thread-safe: the storage's lock guards it.
     """
 
-    _positions, _generations = _ReadOnce("_position_table"), _ReadOnce("_generation_table")
+    # Each table is None if the counters imply its numbers.
+    _positions = ReadOnce["torch.Tensor | None"]("_position_table")
+    _generations = ReadOnce["torch.Tensor | None"]("_generation_table")
 
     def __init__(self, slots: int) -> None:
-        # Each table is None if the counters imply its numbers.
         self._position_table: Table | None = None
         self._generation_table: Table | None = None
+        self.region: Region | None = None
         self.slots = slots
         self.cursor = 0
         self.length = 0
@@ -238,6 +170,12 @@ class Ledger:
     def counted(self) -> bool:
         """True if generations follow from the counters, without a table."""
         return self._generation_table is None
+
+    @property
+    def generation_count(self) -> int:
+        """The length of the table of generations; -1 without a table."""
+        table = self._generations
+        return -1 if table is None else len(table)
 
     @property
     def in_order(self) -> bool:
@@ -374,20 +312,27 @@ class Ledger:
         """Commit ``count`` rows written at the cursor; only the last ``slots`` are stored."""
         after = self.next_position + count
         if self._generation_table is not None:
-            assert self._generations is not None
             laps, rest = divmod(count, self.slots)
-            self._grow_generations(min(self.slots, self.cursor + count))
-            self._generations += laps
-            self._generations[self.next_slots(rest)] += 1
+            table, at = (
+                self._table_for(Tables.GENERATIONS, min(self.slots, self.cursor + count)),
+                None,
+            )
+            if rest:
+                at = self.next_slots(rest)
+            self._before(Tables.GENERATIONS, range(len(table)) if laps else at)
+            if laps:
+                table += laps
+            if at is not None:
+                table[at] += 1
         if self._position_table is not None:
-            assert self._positions is not None
             kept = min(count, self.slots)
             last = (arange(kept) + self.cursor + count - kept) % self.slots
-            self._grow_positions(min(self.slots, self.cursor + count))
+            table = self._table_for(Tables.POSITIONS, min(self.slots, self.cursor + count))
+            self._before(Tables.POSITIONS, last)
             # This comes before the change of the table, so that an interrupt in between leaves a
             # valid ledger.
             self.next_position = after
-            self._positions[last] = arange(kept) + after - kept
+            table[last] = arange(kept) + after - kept
         # The length is not length + count, because placed rows may be in slots after the cursor.
         until = self.cursor + count
         if until > self.length:
@@ -424,32 +369,32 @@ class Ledger:
 
     def _place(self, slots: torch.Tensor) -> None:
         top = max(self.length, int(slots.max()) + 1)
-        if self._positions is None or len(self._positions) < top:
-            self._make_positions(top)
-        if self._generations is None or len(self._generations) < top:
-            self._make_generations(top)
-        assert self._positions is not None
-        assert self._generations is not None
+        numbers = Tables.POSITIONS, Tables.GENERATIONS
+        positions, generations = (self._table_for(number, top) for number in numbers)
+        for number in numbers:
+            self._before(number, slots)
         # NumPy has less overhead. If a slot repeats, it stores the last row id.
         at, first = slots.numpy(), self.next_position
         self.log.place(at)
         # This comes before the changes of the tables, so that an interrupt in between leaves a
         # valid ledger.
         self.next_position += len(slots)
-        self._positions.numpy()[at] = np.arange(len(at)) + first
-        np.add.at(self._generations.numpy(), at, 1)
+        positions.numpy()[at] = np.arange(len(at)) + first
+        np.add.at(generations.numpy(), at, 1)
         self.length = top
 
     def clear(self) -> None:
         """Forget all rows, and increase the generation of every slot that was written."""
         if self.next_position:
-            self._make_generations(self.length)
-            assert self._generations is not None
-            self._generations[self._generations >= 0] += 1
+            table = self._table_for(Tables.GENERATIONS, self.length)
+            self._before(Tables.GENERATIONS, range(len(table)))
+            table[table >= 0] += 1
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
         self.log.clear()
         self._positions, self.by_stream = None, False
-        self.cursor = 0
-        self.length = 0
+        self.cursor = self.length = 0
         self.changes += 1
         self.cleared = self.next_position
 
@@ -469,7 +414,15 @@ class Ledger:
             "generations": generations,
         }
 
-    check = staticmethod(checked_state)
+    @staticmethod
+    def check(state: Any) -> dict[str, Any]:
+        """Return a state after a check that ``state`` can have returned it.
+
+        Raises:
+            ValueError: an entry is missing or impossible; the error names it.
+        """
+        decode_state(LedgerState, state, "the state of a ledger")
+        return cast(dict[str, Any], state)
 
     @classmethod
     def saved(cls, state: dict[str, Any]) -> Ledger:
@@ -478,14 +431,14 @@ class Ledger:
         found.cursor, found.length = state["cursor"], state["length"]
         found.next_position = state["next_position"]
         length, written = found.length, found.next_position
-        found._positions = saved_table(
+        found._positions = _saved_table(
             state["positions"],
-            lambda table: check_positions(table, written),
+            lambda table: _check_positions(table, written),
             "positions of rows",
         )
-        found._generations = saved_table(
+        found._generations = _saved_table(
             state["generations"],
-            lambda table: check_generations(table, length),
+            lambda table: _check_generations(table, length),
             "generations of slots",
         )
         found.by_stream = not found.in_order and state.get("by_stream", False)
@@ -505,43 +458,44 @@ class Ledger:
         If this ledger was in use, its guarantees still hold. Row ids continue above all earlier
         ids. No earlier pair of slot and generation now identifies another row.
         """
-        self.changes += 1
-        self.log.move()
         used, old = self.next_position, self._all_generations()
         source = Ledger.saved(state)
+        positions, generations = source._position_table, source._generation_table
+        length, cursor, following = source.length, source.cursor, source.next_position
         if rows is None:
             assert source.keeps_slots(self.slots)
-            self.cursor, self.length = source.cursor, source.length
-            self._positions = own_table(source._position_table)
-            self._generations = own_table(source._generation_table)
             if source.slots != self.slots:
-                self.cursor = self.length % self.slots
+                cursor = length % self.slots
                 # No table is needed if each slot was written at most once.
-                if not source.counted or source.next_position != source.length:
-                    self._generations = source._generations_later(self.length)
+                if not source.counted or following != length:
+                    generations = source._generations_later(length)
         else:
-            self.length = len(rows)
-            self.cursor = self.length % self.slots
-            newest = arange(self.length) + (source.next_position - self.length)
-            positions = source.positions(rows)
-            # The ids of the newest rows, in order, follow from the counters again.
-            self._positions = None if torch.equal(positions, newest) else positions
-            self._generations = source.generations(rows)
-        self.by_stream = not self.in_order and state.get("by_stream", False)
-        self.next_position = source.next_position
+            length = len(rows)
+            cursor = length % self.slots
+            newest = arange(length) + (following - length)
+            positions, generations = source.positions(rows), source.generations(rows)
+            if torch.equal(positions, newest):
+                positions = None  # these ids follow from the counters again
         if used:
-            lowest = self.next_position - self.length
-            if self._positions is not None and self.length:
-                lowest = int(self._positions.min())
+            positions, lowest = _read(positions), following - length
+            if positions is not None and length:
+                lowest = int(positions.min())
             shift = max(0, used - lowest)
-            self.next_position += shift
-            if self._positions is not None:
-                self._positions += shift
-            self._generations = self._outdate(old, self._generations, source)
-        if not self.length:
-            self.cleared = self.next_position
-        self._moved_at = self.next_position
+            following += shift
+            positions = None if positions is None else positions + shift
+            generations = self._outdate(old, _read(generations), source)
+        positions = self._own(Tables.POSITIONS, positions)
+        self._generations = self._own(Tables.GENERATIONS, generations)
+        self._positions = positions
+        self.by_stream = positions is not None and state.get("by_stream", False)
+        self.cursor, self.length = cursor, length
+        self.next_position = self._moved_at = following
+        if not length:
+            self.cleared = following
+        self.changes += 1
+        self.log.move()
 
+    @torch.inference_mode(False)
     def follow(
         self,
         cursor: int,
@@ -549,38 +503,45 @@ class Ledger:
         next_position: int,
         cleared: int,
         by_stream: bool,
-        positions: tuple[Any, Any],
-        generations: tuple[Any, Any],
+        tables: tuple[int, int],
         *,
         moved: bool,
+        placed: Array | None = None,
     ) -> None:
-        """Follow the ledger of another process over the same rows.
+        """Follow a committed ledger, whose tables are in the region.
 
         Args:
-            positions, generations: a pair for each table. The first item is the whole table as a
-                NumPy array, or None for no table. The second item is int64 ``[K]``, the entries
-                that may differ from this ledger, or None for all entries.
-            moved: whether more has changed than writes at the cursor and by stream.
+            tables: the lengths of the tables; -1 for no table.
+            moved: whether more has changed than a clear and writes at the cursor and by stream.
+            placed: the slots of rows that were written by stream, and possibly of others; None
+                if they may be any.
         """
         if moved:
             self.changes += 1
             self.log.move()
-            self.cursor, self.length, self.next_position = cursor, length, next_position
             self._moved_at = next_position
-        elif positions[0] is None:
-            self.follow_writes(cursor, length, next_position)
-        else:
-            self.log.place(np.arange(len(positions[0])) if positions[1] is None else positions[1])
+        elif cleared != self.cleared:
+            self.next_position = cleared
+            self._forget_rows()
+        if moved or tables[0] >= 0:
+            if not moved:
+                if placed is None or self.in_order:  # rows at the cursor may have come before
+                    placed = np.arange(length)
+                self.log.place(placed[placed < length])
             self.cursor, self.length, self.next_position = cursor, length, next_position
+        else:
+            self.follow_writes(cursor, length, next_position)
         self.cleared, self.by_stream = cleared, by_stream
-        if positions[0] is not None or not self.in_order:
-            self._positions = followed(self._positions, *positions)
-        if generations[0] is not None or not self.counted:
-            self._generations = followed(self._generations, *generations)
+        numbers = Tables.POSITIONS, Tables.GENERATIONS
+        self._positions, self._generations = (
+            None if entries < 0 else self._in_region(number, entries)
+            for number, entries in zip(numbers, tables, strict=True)
+        )
 
     def follow_writes(self, cursor: int, length: int, next_position: int) -> None:
         """Follow writes at the cursor by another process."""
-        self.log.append(self.cursor, next_position - self.next_position)
+        if next_position > self.next_position:
+            self.log.append(self.cursor, next_position - self.next_position)
         self.cursor, self.length, self.next_position = cursor, length, next_position
 
     def _outdate(self, old: torch.Tensor, new: torch.Tensor | None, source: Ledger) -> torch.Tensor:
@@ -607,25 +568,64 @@ class Ledger:
             return self._generation_table[:length].clone()
         return ReadLater(lambda: self._all_generations()[:length], [], "generations of slots")
 
+    def _before(self, number: int, at: torch.Tensor | range | None) -> None:
+        """Let a region journal entries that are about to change."""
+        if self.region is not None and at is not None:
+            self.region.before_change(number, at if isinstance(at, range) else at.numpy())
+
+    def _in_region(self, number: int, entries: int) -> torch.Tensor:
+        assert self.region is not None
+        return torch.from_numpy(self.region.ledger_table(number, entries))
+
+    @torch.inference_mode(False)  # tables made in that mode cannot be changed outside of it
+    def _own(self, number: int, table: Table | None) -> Table | None:
+        """Return a table that this ledger may change, with the numbers of a given one.
+
+        In the memory of this process, a table in files is copied page by page, on the first write
+        to each page.
+        """
+        if self.region is None:
+            return table.clone() if isinstance(table, torch.Tensor) else table
+        if (table := _read(table)) is None:
+            return None
+        own = self._in_region(number, len(table))
+        self._before(number, range(len(own)))
+        return own.copy_(table)
+
+    def _table_for(self, number: int, size: int) -> torch.Tensor:
+        """Return the table of row ids or generations, with at least ``size`` entries."""
+        table = self._positions if number == Tables.POSITIONS else self._generations
+        return self._grown(number, table, size) if table is None or len(table) < size else table
+
     @torch.inference_mode(False)
-    def _make_positions(self, size: int) -> None:
-        if self._positions is None:
-            self._positions = self.positions(arange(self.length))
-        self._grow_positions(size)
+    def _grown(self, number: int, table: torch.Tensor | None, size: int) -> torch.Tensor:
+        """Make a table, or let it at least double, so that the cost of growth stays linear.
 
-    def _grow_positions(self, size: int) -> None:
-        assert self._positions is not None
-        self._positions = grown(self._positions, size, self.slots)
+        New entries are -1.
+        """
+        is_positions = number == Tables.POSITIONS
+        if table is None:
+            known = self.positions(arange(self.length)) if is_positions else self._all_generations()
+            table = _read(self._own(number, known))
+            assert table is not None
+        count = len(table)
+        if size > count:
+            size, smaller = min(self.slots, max(size, 2 * count)), table
+            if self.region is None:
+                table = torch.empty(size, dtype=torch.int64, device="cpu")
+                table[:count] = smaller
+            else:
+                table = self._in_region(number, size)
+            table[count:] = -1
+        if is_positions:
+            self._positions = table
+        else:
+            self._generations = table
+        return table
 
-    @torch.inference_mode(False)
-    def _make_generations(self, size: int) -> None:
-        if self._generations is None:
-            self._generations = self._all_generations()
-        self._grow_generations(size)
 
-    def _grow_generations(self, size: int) -> None:
-        assert self._generations is not None
-        self._generations = grown(self._generations, size, self.slots)
+def _read(table: Table | None) -> torch.Tensor | None:
+    return table.read() if isinstance(table, ReadLater) else table
 
 
 def is_plain_index(slots: torch.Tensor) -> bool:

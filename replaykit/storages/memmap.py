@@ -349,7 +349,7 @@ class LazyMemmapStorage(LazyTensorStorage):
                 recover=True,
                 durable=alone.home.durable,
             )
-            hand_over(alone, 0)  # no element is logged yet
+            hand_over(alone, (0, 0))  # no element is logged yet
             self._forget_rows()
             self.recovery, self._locks = sharing, {}
             alone.home.close()

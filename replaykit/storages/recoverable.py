@@ -124,6 +124,7 @@ class Recovery:
         self._rows = dict(zip(rows, targets, strict=True))
         self.home.sync_with(files)
         self.seen = self.storage.ledger.log.number
+        self.storage.ledger.region = self
         undoing = None if self.sharing is None else self.sharing.announce_rollback
         numbers = self.home.open(targets, fresh=fresh, undoing=undoing)
         if self.sharing is not None:
@@ -293,7 +294,7 @@ class Recovery:
             or not state.advance(ledger, storage.indexes.first_known(), priorities, counts)
         )
         if whole:
-            state = self._whole_state(storage, priorities, counts, seen)
+            state = self._whole_state(storage, priorities, counts)
         assert state is not None
         self.state, self._restarted = state, False
         if self.sharing is None:
@@ -306,42 +307,18 @@ class Recovery:
         storage: LazyTensorStorage,
         priorities: list[CommittedPriorities],
         counts: list[int],
-        seen: int,
     ) -> CommittedState:
         ledger, saved = storage.ledger, self._still_saved()
-        tables = self._set_tables(ledger, seen)
         if saved is not None:  # keeps the entries of parts that are not attached yet
             priorities = priorities + saved.priorities[len(priorities) :]
             counts = counts + saved.counts[len(counts) :].tolist()
         return CommittedState.of(
             ledger,
             storage.indexes.known() if ledger.length else None,
-            tables=tables,
             priorities=priorities,
             counts=counts,
-            more=1 if self.shared else len(self._more),
+            more=2 if self.shared else len(self._more),
         )
-
-    def _set_tables(self, ledger: Ledger, seen: int) -> list[int]:
-        """Write the tables of the ledger to files; return their lengths, -1 for no table."""
-        state, lengths = self.state, []
-        written = ledger.log.slots_since(seen, ledger.slots, edits=False)
-        before = (-1, -1) if state is None else (state.positions, state.generations)
-        for number, table, known in zip(
-            (Tables.POSITIONS, Tables.GENERATIONS), ledger.tables(), before, strict=True
-        ):
-            if table is None:
-                lengths.append(-1)
-                continue
-            values = table.numpy()
-            at: Array | range = range(len(values))
-            if known >= 0 and written is not None:
-                at = np.unique(np.concatenate([*written, np.arange(known, len(values))]))
-                at = at[at < len(values)]
-            # An interrupted commit may have taken effect.
-            self._set_table(number, values, at, fresh=known < 0 and seen >= 0)
-            lengths.append(len(values))
-        return lengths
 
     def _set_priorities(
         self, place: int, changed: Changed | None, known: CommittedPriorities | None, again: bool
@@ -350,17 +327,10 @@ class Recovery:
             return CommittedPriorities(0, 1.0, 0) if known is None else known
         fresh = (known is None or not known.length) and not again
         at = range(changed.length) if changed.elements is None else changed.elements
-        self._set_table(Tables.PRIORITIES + place, changed.values, at, fresh=fresh)
+        if len(at):
+            self.home.set(Tables.PRIORITIES + place, changed.values, at, fresh=fresh)
+            self._set.append((Tables.PRIORITIES + place, at))
         return CommittedPriorities(changed.length, changed.most, changed.dropped)
-
-    def _set_table(self, number: int, values: Array, at: Array | range, *, fresh: bool) -> None:
-        """Set the rows ``at`` of a table to values ``[K]``, or to their values in a whole table."""
-        if not len(at):
-            return
-        if len(values) != len(at):
-            values = values[at]
-        self.home.set(number, values, at, fresh=fresh)
-        self._set.append((number, at))
 
     def _write_counts(self) -> list[int]:
         return [0 if (part := known()) is None else part._write_count for known in self.writers]
@@ -399,11 +369,7 @@ class Recovery:
         stored = ledger.length
         if self.state is not None:  # its rows are valid until the next commit, even after a `clear`
             stored = max(stored, self.state.length)
-        if isinstance(at, range):
-            at = range(at.start, min(at.stop, stored))
-        elif len(at) and int(at.max()) >= stored:
-            at = at[at < stored]
-        rows = self._rows
+        at, rows = _below(stored, at), self._rows
         targets: Iterable[int] = rows.values()
         if paths is not None:  # a leaf without a separate column is in the records
             places = {path if path in rows else None for path in paths}
@@ -419,6 +385,19 @@ class Recovery:
         """
         self._begin_entry(self.storage.ledger, *self.home.journaled())
         self.home.journal_rows(target, at)
+
+    def ledger_table(self, number: int, entries: int) -> Array:
+        """Return entries of a table of the ledger; see `storages.ledger.Region`."""
+        return self.home.table(number, entries)[:entries]
+
+    def before_change(self, number: int, at: Array | range) -> None:
+        """Journal committed entries of a table of the ledger before they change."""
+        if self.seen >= 0:  # else an interrupted commit may have taken effect
+            state = self.state
+            lengths = (-1, -1) if state is None else (state.positions, state.generations)
+            at = _below(lengths[number], at)
+        if len(at):
+            self.journal_table(number, at)
 
     def _begin_entry(self, ledger: Ledger, sequence: int, used: int) -> None:
         """Set how much of the journal belongs to complete writes."""
@@ -464,6 +443,13 @@ class Recovery:
     def new_lock(self) -> Any:
         """Return a lock for the storage."""
         return CommitLock(self.commit) if self.sharing is None else self.sharing.new_lock()
+
+
+def _below(stop: int, at: Array | range) -> Array | range:
+    """Return the numbers below ``stop``, which may be negative."""
+    if isinstance(at, range):
+        return range(at.start, min(at.stop, stop))
+    return at[at < stop] if len(at) and int(at.max()) >= stop else at
 
 
 def _counters(ledger: Ledger) -> tuple[int, int, int]:

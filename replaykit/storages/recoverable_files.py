@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -160,13 +160,13 @@ def _publish(recovery: Recovery, schema: Schema, rows: Columns, pairs: Pairs | N
     recovery.active = True
 
 
-def hand_over(recovery: Recovery, more: int) -> None:
+def hand_over(recovery: Recovery, more: Sequence[int]) -> None:
     """Let processes share rows that this process has recovered alone so far.
 
     The caller holds the lock. This process changes nothing from then on.
 
     Args:
-        more: a number that follows the committed state from now on.
+        more: numbers that follow the committed state from now on.
 
     Raises:
         OSError: there is no room. No state has changed then.
@@ -175,7 +175,7 @@ def hand_over(recovery: Recovery, more: int) -> None:
     home.drop_following()
     if found is not None:
         home.publish(found, version=_REFERENCES if "references" in found else _SHARED)
-        recovery.hand_over([more])
+        recovery.hand_over(more)
         if isinstance(columns, DedupColumns):
             home.table(Tables.SIGNS, SIGN_COUNT)[RESERVED] = columns.table.overflow_entries
     recovery.active = False
@@ -272,19 +272,19 @@ def _restore(
     Raises:
         CheckpointError: the files contradict each other.
     """
-    home = recovery.home
+    home, own = recovery.home, storage.ledger
 
     def table(number: int, length: int) -> torch.Tensor | None:
         if length < 0:
             return None
         home.check_table(number, length)
-        return torch.from_numpy(home.table(number, length)[:length].copy())
+        return torch.from_numpy(recovery.ledger_table(number, length))
 
     try:
         state = CommittedState(numbers)
         for place, counts in enumerate(state.priorities):
             home.check_table(Tables.PRIORITIES + place, counts.length)
-        ledger = Ledger.check(
+        Ledger.check(
             {
                 "slots": columns.slots,
                 "cursor": state.cursor,
@@ -298,11 +298,8 @@ def _restore(
         episodes = EpisodeIndexes.check(state.episodes())
     except (ValueError, IndexError) as error:
         raise CheckpointError(f"{home.folder} contradicts itself: {error}") from None
-    storage.ledger.restore(ledger, None)
-    storage.ledger.cleared = state.cleared
-    saved = Ledger(columns.slots)
-    saved.restore(ledger, None)
-    storage.indexes.restore(episodes, saved, None)
+    own.follow(*state.ledger(), moved=True)
+    storage.indexes.restore(episodes, own, None)
     recovery.in_state(state, restarted=True)
 
 

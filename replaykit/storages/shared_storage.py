@@ -70,9 +70,10 @@ Array = np.ndarray[Any, Any]
 _ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
 """True if processors see each other's stores in order; else reads take the lock."""
 
-_MOVED, _EDITED, _COLUMNS = 2, 3, 1 << 10
-"""Numbers in the shared log for changes of the order of rows, for edits of any column, and for
-edits of the first column. All other numbers there are of tables."""
+_PLACED, _MOVED, _EDITED, _COLUMNS = 1, 2, 3, 1 << 10
+"""Numbers in the shared log for rows written by stream, for other changes of the order of rows, for
+edits of any column, and for edits of the first column. All other numbers are those of priorities.
+"""
 
 _NO_ELEMENTS = np.zeros(0, np.int64)
 
@@ -115,6 +116,8 @@ class Sharing:
         # Number of the state that this process has followed; -1 to read everything. And the count
         # of the entries in the shared log at that state.
         self._known = self._logged_until = 0
+        # The count of these entries up to the last one that is not for priorities.
+        self._rows_logged_until = 0
         # True if this process has read only the ledger's counters from that state.
         self._lags = False
         self._log: ElementLog | None = None
@@ -344,35 +347,24 @@ class Sharing:
     def _follow(self, storage: LazyTensorStorage, reset: bool) -> None:
         """Follow the latest state; with ``reset``, nothing is known about earlier states."""
         numbers, before = self.home.states.view().copy(), self.recovery.state
-        state, logged = CommittedState.empty(), 0
+        state, rows_logged, logged = CommittedState.empty(), 0, 0
         if len(numbers):
-            state, logged = CommittedState(numbers), int(numbers[-1])
+            state, (rows_logged, logged) = CommittedState(numbers), numbers[-2:].tolist()
         since: dict[int, Array | None] | None = {}
         if reset or before is None:
             since = None
         elif logged != self._logged_until:
             assert self._log is not None
             since = self._log.since(self._logged_until, logged)
+            if since is None and rows_logged <= self._logged_until:
+                since = {Tables.PRIORITIES: None}
         ledger, indexes = storage.ledger, storage.indexes
-        tables = []
-        for number, length in (
-            (Tables.POSITIONS, state.positions),
-            (Tables.GENERATIONS, state.generations),
-        ):
-            cells = self._cells(number, length) if length >= 0 else None
-            tables.append((cells, None if since is None else since.get(number, _NO_ELEMENTS)))
+        placed = None if since is None else since.get(_PLACED, _NO_ELEMENTS)
         columns = storage._columns
         if isinstance(columns, DedupColumns):
             columns.outdate(ledger, -1 if since is None else ledger.log.number)
-        ledger.follow(
-            state.cursor,
-            state.length,
-            state.next_position,
-            state.cleared,
-            bool(state.by_stream),
-            *tables,
-            moved=since is None or _MOVED in since,
-        )
+        moved = since is None or _MOVED in since
+        ledger.follow(*state.ledger(), moved=moved, placed=placed)
         if since is not None:
             self._follow_edits(storage, since)
         changed = since is None or any(
@@ -381,7 +373,7 @@ class Sharing:
         if changed or before is None or not state.only_moved(before):
             indexes.follow(state.marks, state.codes, reset=reset)
         indexes.heads_from = self._heads
-        self._logged_until = logged
+        self._rows_logged_until, self._logged_until = rows_logged, logged
         self._follow_counts(state)
         for place, known in enumerate(self.recovery.samplers[: len(state.priorities)]):
             sampler = known()
@@ -466,36 +458,36 @@ class Sharing:
         """Commit a state, and log which elements have changed.
 
         Args:
-            changed: the tables that were set, and their elements.
+            changed: the tables of priorities that were set, and their elements.
             seen: number of the ledger's log at the previous commit.
             whole: whether more has changed than a write at the cursor changes.
         """
-        logged = self._logged_until
-        pending = [(number, None if isinstance(at, range) else at) for number, at in changed]
-        for number, at in changed:
-            if number >= Tables.PRIORITIES and self._set is not None:
-                if isinstance(at, range):
-                    self._set.wrote(at.start, len(at))
-                else:
-                    self._set.wrote_rising(at)
-        if storage.ledger.log.irregular > seen:
-            pending += self._changes_since(storage, seen)
+        assert self._log is not None
+        assert self._set is not None
+        rows_logged, logged, pending = self._rows_logged_until, self._logged_until, []
+        if storage.ledger.log.irregular > seen or not storage.ledger.in_order:
+            pending = self._changes_since(storage, seen)
         if pending:
-            assert self._log is not None
-            logged = self._log.append(logged, pending)
-        if pending or whole:
+            rows_logged = logged = self._log.append(logged, pending)
+        for number, at in changed:
+            if isinstance(at, range):
+                self._set.wrote(at.start, len(at))
+            else:
+                self._set.wrote_rising(at)
+            logged = self._log.append(logged, [(number, None if isinstance(at, range) else at)])
+        if pending or changed or whole:
             # This comes before the commit, because readers without the lock read first the state
             # and then this sign.
             self.signs[RESET] = self.home.states.sequence + 1
-        self._known = self.home.commit(state.numbers, [logged])
-        self._logged_until = logged
+        self._known = self.home.commit(state.numbers, [rows_logged, logged])
+        self._rows_logged_until, self._logged_until = rows_logged, logged
 
     def _changes_since(
         self, storage: LazyTensorStorage, seen: int
     ) -> list[tuple[int, Array | None]]:
-        """Return the changes since ``seen`` that tables and counters do not show."""
-        log, columns = storage.ledger.log, list(storage.require().schema.leaves)
-        changes, found = log.since(seen), []
+        """Return the changes of rows since ``seen`` that counters do not show."""
+        ledger, columns = storage.ledger, list(storage.require().schema.leaves)
+        changes, found = ledger.log.since(seen), []
         if changes is None:
             return [(_MOVED, None)]
         for change in changes:
@@ -505,10 +497,12 @@ class Sharing:
             elif change.kind is ChangeKind.EDIT:
                 numbers = (_COLUMNS + columns.index(path) for path in change.columns or ())
                 found.extend((number, slots) for number in numbers)
-            elif change.kind in (ChangeKind.CLEAR, ChangeKind.MOVE) or (
-                change.kind is ChangeKind.PLACE and not storage.ledger.by_stream
+            elif change.kind is ChangeKind.MOVE or (
+                change.kind is ChangeKind.PLACE and not ledger.by_stream
             ):
                 found.append((_MOVED, None))
+            elif change.kind in (ChangeKind.APPEND, ChangeKind.PLACE) and not ledger.in_order:
+                found.append((_PLACED, change.in_ring(ledger.slots)))
         return found
 
     def tracked(self, sampler: PriorityKeeper, rows: TrackedTensor) -> TrackedTensor:
