@@ -402,10 +402,13 @@ class ColumnStorage(ColumnReads):
         columns = self.require()
         columns.check_writable()
         self.indexes.settle()
-        self.ledger.log.edit(None, leaves)
+        changed = None
         if self.recovery is not None:
             slots = _slots_of(at, self.visible_shape(time_dim), time_dim)
             self.recovery.journal_rows(slots, leaves)
+            if len(slots) < self.ledger.length:
+                changed = np.asarray(slots)
+        self.ledger.log.edit(changed, leaves)
         columns.assign(self.ledger.length, leaves, at, batch, time_dim=time_dim)
         if self.recovery is not None:
             self.recovery.made()

@@ -21,10 +21,12 @@ from replaykit import (
     LazyTensorStorage,
     PrioritizedSampler,
     ReplayBuffer,
+    ReturnToGo,
     RoundRobinWriter,
     StalenessAwareSampler,
     TensorDictMaxValueWriter,
 )
+from tests.storages.sharing import another
 
 SLOTS = 8
 
@@ -217,3 +219,91 @@ def test_rows_set_in_place_end_episodes_at_once() -> None:
     assert buffer.episodes.lengths.tolist() == [3, 1, 2]
     buffer.extend(steps(False))
     assert buffer.episodes.lengths.tolist() == [3, 1, 2, 1]
+
+
+# -- other processes ------------------------------------------------------------------------------
+
+
+def _observed(first: int, count: int) -> TensorDict:
+    seen = torch.arange(first, first + count + 1, dtype=torch.float32)[:, None].expand(-1, 8)
+    return TensorDict({"observation": seen[:-1], "next": {"observation": seen[1:]}}, [count])
+
+
+def test_references_are_derived_again_after_a_follow_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage = LazyTensorStorage(100, dedup_next=True)
+    rb = ReplayBuffer(storage=storage, shared=True)
+    rb.extend(_observed(0, 60))
+    other = another(rb)
+    other.extend(_observed(60, 10))
+    rb.extend(_observed(70, 5))
+    table = other.storage._columns.table  # type: ignore[attr-defined]
+
+    def fail(*_: Any) -> None:
+        table.core.clear()
+        raise ValueError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "follow", fail)
+        with pytest.raises(ValueError, match="no"):
+            other.extend(_observed(75, 5))
+    other.extend(_observed(75, 5))
+    other[torch.arange(40, 0, -4)] = _observed(500, 10)  # which takes entries that are free
+    seen = torch.arange(81)
+    first, after = seen[:-1].clone(), seen[1:].clone()
+    first[torch.arange(40, 0, -4)] = torch.arange(500, 510)
+    after[torch.arange(40, 0, -4)] = torch.arange(501, 511)
+    assert torch.equal(other[:]["observation"][:, 0], first.float())
+    assert torch.equal(other[:]["next", "observation"][:, 0], after.float())
+
+
+def test_references_follow_edits_slot_by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(100, dedup_next=True), shared=True)
+    rb.extend(_observed(0, 60))
+    other = another(rb)
+    other.extend(_observed(60, 10))
+    rb[torch.tensor([3])] = _observed(200, 1)
+    table = other.storage._columns.table  # type: ignore[attr-defined]
+    monkeypatch.setattr(table, "reread", lambda _: pytest.fail("all references were read"))
+    other.extend(_observed(80, 2))
+    assert other[:]["observation"][:, 0].tolist()[:5] == [0, 1, 2, 200, 4]
+    assert other[:]["next", "observation"][:, 0].tolist()[:5] == [1, 2, 3, 201, 5]
+
+
+def test_returns_are_kept_if_others_empty_the_buffer_or_set_many_priorities(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(1000),
+        sampler=PrioritizedSampler(alpha=0.6, beta=0.4),
+        transform=ReturnToGo(0.5),
+        shared=True,
+        batch_size=4,
+    )
+    rb.extend(_ending(1.0, 2.0, 4.0))
+    other = another(rb)
+    other.extend(_ending(8.0))
+    monkeypatch.setattr(
+        ReturnToGo, "_replace_all", lambda *_: pytest.fail("all returns were computed again")
+    )
+    for _ in range(3):
+        rb.empty()
+        rb.extend(_ending(1.0, 2.0, 4.0))
+        other.extend(_ending(8.0, 8.0))
+        assert other[:]["episode_return"].flatten().tolist() == [3.0, 4.0, 4.0, 12.0, 8.0]
+    index = torch.arange(5)
+    for turn in range(70_000 // 5):
+        rb.update_priority(index, torch.full((5,), 1.0 + turn))
+    other.extend(_ending(2.0))
+    assert other[:]["episode_return"].flatten().tolist() == [3.0, 4.0, 4.0, 12.0, 8.0, 2.0]
+    assert other.sampler.state_dict()["_priorities"].tolist() == [14_000.0] * 6
+    assert rb.storage.ledger.generations(index).tolist() == [6, 6, 6, 6, 4]
+
+
+def _ending(*rewards: float) -> TensorDict:
+    reward = torch.tensor(rewards)[:, None]
+    done = torch.zeros(len(rewards), 1, dtype=torch.bool)
+    done[-1] = True
+    after = {"reward": reward, "done": done, "terminated": done.clone()}
+    return TensorDict({"x": reward.clone(), "next": after}, [len(rewards)])
