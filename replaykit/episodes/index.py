@@ -11,18 +11,18 @@ from replaykit.episodes.boundaries import BoundaryRule, BoundColumns, positions_
 from replaykit.episodes.episode_laws import (
     CONTINUES,
     SEVERED,
-    SWITCHED,
     WINDOWS,
     CountLaw,
     EndReason,
     Head,
     Windows,
 )
-from replaykit.episodes.heads import heads_to_save, known_heads
 from replaykit.episodes.streams import (
     ColumnReader,
     StreamEpisodes,
+    heads_to_save,
     key_dtype,
+    known_heads,
     stream_keys,
 )
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from replaykit.schema import Rows
     from replaykit.structure import Path
 
-__all__ = ["EpisodeIndex", "StaticEpisodes"]
+__all__ = ["EpisodeIndex"]
 
 Array = np.ndarray[Any, Any]
 
@@ -680,34 +680,3 @@ class EpisodeIndex:
     def nbytes(self) -> int:
         """Return the size of the index in bytes."""
         return self._streams.nbytes()
-
-
-class StaticEpisodes(EpisodeIndex):
-    """The index of the current rows with given ends, valid until the next write.
-
-    Args:
-        storage: a storage without lanes.
-        ends: bool ``[N]``, True at the last rows of episodes, in slot order. If the ring has
-            wrapped, the first slot follows the last slot.
-
-    Cost: O(N).
-    """
-
-    def __init__(self, storage: RowSource, ends: torch.Tensor) -> None:
-        ledger = storage.ledger
-        self.rule, self.key = BoundaryRule(flags=(), ids=()), None
-        self._storage, self._columns = storage, storage.require()
-        self.bound = self.rule.bind(self._columns.schema)
-        self.slots = self._columns.slots
-        start = ledger.cursor if ledger.length == self.slots and ledger.in_order else 0
-        self._streams = self._new(1, start=start)
-        codes = np.where(ends.numpy(), SWITCHED, CONTINUES).astype(np.uint8)
-        self._streams.append(np.roll(codes, -start)[:, None])
-        self._noted, self._changes = ledger.next_position, ledger.changes
-        self._edited, self._ordered_from, self._versions, self.rebuilt = False, 0, 0, 0
-
-    @property
-    def is_old(self) -> bool:
-        """True if rows were written that the index does not have."""
-        ledger = self._storage.ledger
-        return ledger.next_position != self._noted or ledger.changes != self._changes

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from replaykit.episodes import BoundaryRule, EpisodeIndex
-from replaykit.episodes.index import StaticEpisodes
+from replaykit.episodes.episode_laws import CONTINUES, SWITCHED
 from replaykit.errors import NoEpisodeColumns
 from replaykit.keywords import whole_number
 from replaykit.samplers.window_forms import ALIGNS, PADS, SHORTS, WindowForm
@@ -254,6 +254,37 @@ class Boundaries:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(from_value(state))
+
+
+class StaticEpisodes(EpisodeIndex):
+    """The index of the current rows with given ends, valid until the next write.
+
+    Args:
+        storage: a storage without lanes.
+        ends: bool ``[N]``, True at the last rows of episodes, in slot order. If the ring has
+            wrapped, the first slot follows the last slot.
+
+    Cost: O(N).
+    """
+
+    def __init__(self, storage: ColumnStorage, ends: torch.Tensor) -> None:
+        ledger = storage.ledger
+        self.rule, self.key = BoundaryRule(flags=(), ids=()), None
+        self._storage, self._columns = storage, storage.require()
+        self.bound = self.rule.bind(self._columns.schema)
+        self.slots = self._columns.slots
+        start = ledger.cursor if ledger.length == self.slots and ledger.in_order else 0
+        self._streams = self._new(1, start=start)
+        codes = np.where(ends.numpy(), SWITCHED, CONTINUES).astype(np.uint8)
+        self._streams.append(np.roll(codes, -start)[:, None])
+        self._noted, self._changes = ledger.next_position, ledger.changes
+        self._edited, self._ordered_from, self._versions, self.rebuilt = False, 0, 0, 0
+
+    @property
+    def is_old(self) -> bool:
+        """True if rows were written that the index does not have."""
+        ledger = self._storage.ledger
+        return ledger.next_position != self._noted or ledger.changes != self._changes
 
 
 def _state(storage: Storage) -> tuple[int, int]:
