@@ -11,6 +11,7 @@ from tensordict import TensorClass
 from replaykit._compat import arange, as_tensor, dtype_name
 from replaykit.errors import SchemaError
 from replaykit.storages import Storage, TensorStorage
+from replaykit.storages.indexing import ravel
 from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Leaf, Path, flatten
 from replaykit.ted import FLAG_KEYS, format_key, unravel
@@ -113,9 +114,8 @@ def patched(
         rejected, live = live & ~accepted, accepted
         values[path] = versions.view(count, *columns.leaf(path).shape)
     winners = _best(handles, arange(count), live)
-    cells = handles[winners].unbind(-1)
     leaves = {path: carried(value)[winners] for path, value in values.items()}
-    columns.put(cells, leaves)
+    columns.put(ravel(handles[winners], columns.lanes), leaves)
     return live, rejected
 
 

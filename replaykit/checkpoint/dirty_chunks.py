@@ -342,27 +342,6 @@ class Changes:
             # Rows mostly rise, or are few. To mark a chunk twice costs nothing.
             self._touch(np.unique(chunks) if self.frozen else chunks, keys)
 
-    def wrote_index(self, at: Any, stop: int, keys: Iterable[Hashable] | None = None) -> None:
-        """Mark the rows that ``at`` selects among the first ``stop``, before their write.
-
-        Args:
-            at: an int, a slice, an int64 tensor or a mask. Any other index marks all of the first
-                ``stop`` rows.
-        """
-        if isinstance(at, int):
-            self.wrote(at % max(stop, 1), 1, keys)
-        elif isinstance(at, slice):
-            span = range(*at.indices(stop))
-            if span:
-                low, high = min(span[0], span[-1]), max(span[0], span[-1])
-                self.wrote(low, high - low + 1, keys)
-        elif isinstance(at, torch.Tensor) and at.dtype == torch.int64:
-            self.wrote_at(at.reshape(-1) % max(stop, 1), keys)
-        elif isinstance(at, torch.Tensor) and at.dtype == torch.bool and at.ndim == 1:
-            self.wrote_at(at.nonzero().flatten(), keys)
-        else:
-            self.wrote(0, stop, keys)
-
     def _touch(self, chunks: Any, keys: Iterable[Hashable] | None) -> None:
         if self.reads is not None:
             self.reads.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from replaykit.storages.indexing import (
     as_slots,
     check_no_hole,
     check_range,
+    distinct_elements,
     in_order,
     indexed_shape,
     last_occurrences,
@@ -362,7 +363,14 @@ class ColumnStorage(ColumnReads):
             columns.add(schema, tensors)
             self._adopt(columns)
             leaves = {path: leaf for path, leaf in leaves.items() if path not in tensors}
-        self._assign(leaves, at, batch, time_dim)
+        elements, length = None, self.ledger.length
+        if time_dim or not (isinstance(at, slice) and at.indices(length) == (0, length, 1)):
+            elements, last = distinct_elements(at, length, self.lanes, time_dim)
+            leaves = {
+                path: carried(leaf).reshape(batch.numel(), *leaf.shape[len(batch) :])[last]
+                for path, leaf in leaves.items()
+            }
+        self.put(elements, leaves)
 
     def _check_addable(self, paths: Collection[Path]) -> None:
         """Raise an error that names a column if columns cannot be added to the rows."""
@@ -393,40 +401,28 @@ class ColumnStorage(ColumnReads):
             carried(tensor).zero_()
         return tensors
 
-    def _assign(
-        self, leaves: Mapping[Path, torch.Tensor], at: Any, batch: torch.Size, time_dim: int
-    ) -> None:
-        """Write leaves into stored rows; if a row is repeated, its last values count."""
-        if not leaves:
-            return
-        columns = self.require()
-        columns.check_writable()
-        self.indexes.settle()
-        changed = None
-        if self.recovery is not None:
-            slots = _slots_of(at, self.visible_shape(time_dim), time_dim)
-            self.recovery.journal_rows(slots, leaves)
-            if len(slots) < self.ledger.length:
-                changed = np.asarray(slots)
-        self.ledger.log.edit(changed, leaves)
-        columns.assign(self.ledger.length, leaves, at, batch, time_dim=time_dim)
-        if self.recovery is not None:
-            self.recovery.made()
-
-    def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
+    def put(self, elements: torch.Tensor | None, leaves: Mapping[Path, torch.Tensor]) -> None:
         """Replace values of distinct stored rows.
 
         The caller holds the lock and has checked the rows.
 
         Args:
-            cells: coordinates of the rows, int64 ``[K]`` for each dimension.
-            leaves: the new values, ``[K, *F]`` by path.
+            elements: the rows, as ``slot * lanes + lane``, int64 ``[K]`` on the CPU; None for all.
+            leaves: the new values by path, ``[K, *F]`` or, for all rows, ``[length, *lanes, *F]``.
         """
+        if not leaves:
+            return
+        columns, length, slots = self.require(), self.ledger.length, None
+        columns.check_writable()
         self.indexes.settle()
-        self.ledger.log.edit(cells[0].numpy(), leaves)
+        if elements is not None:
+            slots = elements.numpy()
+            if self.ndim > 1:
+                slots = np.unique(slots // self.lanes.numel())
+        self.ledger.log.edit(slots, leaves)
         if self.recovery is not None:
-            self.recovery.journal_rows(np.unique(cells[0].numpy()), leaves)
-        self.require().put(cells, leaves)
+            self.recovery.journal_rows(range(length) if slots is None else slots, leaves)
+        columns.put(elements, leaves, length)
         if self.recovery is not None:
             self.recovery.made()
 
@@ -505,22 +501,6 @@ class ColumnStorage(ColumnReads):
         if self._columns is not None:
             self.indexes.index_pending()
             self._columns.clear()
-
-
-def _slots_of(at: Any, shape: torch.Size, time_dim: int) -> np.ndarray[Any, Any] | range:
-    """Return the slots of the rows that an index selects.
-
-    ``shape`` is the shape of the rows, with time along ``time_dim``.
-    """
-    length = shape[time_dim]
-    if isinstance(at, slice) and at == slice(None):
-        return range(length)
-    times = np.arange(length).reshape([-1 if d == time_dim else 1 for d in range(len(shape))])
-    named = torch.from_numpy(times).expand(shape)[at]
-    slots = np.unique(named.numpy())
-    if len(slots) and slots[-1] - slots[0] == len(slots) - 1:
-        return range(int(slots[0]), int(slots[-1]) + 1)
-    return slots
 
 
 def _tree(path: Path, value: Any, batch: torch.Size, root: Node) -> Node:

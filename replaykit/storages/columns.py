@@ -15,11 +15,9 @@ from replaykit.storages.batch_memory import BatchMemory
 from replaykit.storages.history_kernels import Frames, StepsAhead, StepsPlan
 from replaykit.storages.indexing import (
     check_range,
-    last_occurrences,
     ravel,
     selected_elements,
     unravel_index,
-    without_repeats,
 )
 from replaykit.storages.memory import overlaps, reach
 from replaykit.storages.records import PackedLeaves, RecordLayout, runs_of
@@ -296,9 +294,7 @@ class Columns:
             return self._native.gather(rows, limit, contiguous)
         if self.device.type == "cpu":
             check_range(rows, 0, limit)
-        rows = rows.to(self.device)
-        index = rows if self.ndim == 1 else unravel_index(rows, self.lanes)
-        return row_kernels.gather(self, index, rows, contiguous)
+        return row_kernels.gather(self, rows.to(self.device), contiguous)
 
     def steps_ahead(self, plan: StepsPlan) -> StepsAhead | None:
         """Return an object that computes the sums of a plan; None if the core cannot."""
@@ -308,11 +304,7 @@ class Columns:
 
     def _gather(self, index: torch.Tensor, length: int, contiguous: bool) -> Sequence[torch.Tensor]:
         rows = index if self.ndim == 1 else ravel(index, self.lanes)
-        if self._native is not None:
-            return self._native.gather(rows, length * self._cells, contiguous)
-        if self.device.type == "cpu":  # on other devices the check would wait
-            check_range(rows, 0, length * self._cells)
-        return row_kernels.gather(self, index.to(self.device), rows.to(self.device), contiguous)
+        return self.gather_elements(rows, length * self._cells, contiguous=contiguous)
 
     def view(self, stop: int, index: Any = None, *, time_dim: int = 0) -> dict[Path, torch.Tensor]:
         """Index the first ``stop`` slots; the results are views, unless torch has to copy.
@@ -426,47 +418,27 @@ class Columns:
         """Record the removal of all rows; their memory stays allocated."""
         self.batch_memory.clear()
 
-    def assign(
-        self,
-        stop: int,
-        leaves: Mapping[Path, torch.Tensor],
-        at: Any,
-        batch: torch.Size,
-        *,
-        time_dim: int = 0,
+    def put(
+        self, elements: torch.Tensor | None, leaves: Mapping[Path, torch.Tensor], stop: int = 0
     ) -> None:
-        """Write leaves ``[*batch, *F]`` into the rows ``at`` of the first ``stop`` slots.
+        """Write leaves ``[K, *F]`` into distinct elements.
 
-        If the index repeats a row, its last values count. ``time_dim`` is as for ``view``.
+        Args:
+            elements: int64 ``[K]`` on the CPU; None for the first ``stop`` slots, whose leaves are
+                ``[stop, *lanes, *F]``.
         """
         self.refresh_addresses()
-        shape = [stop, *self.lanes]
-        shape[0], shape[time_dim] = shape[time_dim], shape[0]
-        if (once := without_repeats(at, torch.Size(shape))) is not None:
-            at, last = once
-            leaves = {
-                path: carried(leaf).flatten(0, len(batch) - 1)[last].view(leaf.dtype)
-                for path, leaf in leaves.items()
-            }
         # All values are copied to separate memory before the first value is written.
         sources = {path: self.own(carried(leaf)) for path, leaf in leaves.items()}
-        parts = at if isinstance(at, tuple) else (at,)
-        # Any other index counts as a write to all rows.
-        time = parts[time_dim] if len(parts) > time_dim and _by_dimension(parts) else Ellipsis
-        self.changes.wrote_index(time, stop, sources)
+        at: Any = slice(0, stop)
+        if elements is None:
+            self.changes.wrote(0, stop, leaves)
+        else:
+            at = (elements,) if self.ndim == 1 else unravel_index(elements, self.lanes).unbind(-1)
+            self.changes.wrote_at(at[0], leaves)
+            at = tuple(part.to(self.device) for part in at)
         for path, source in sources.items():
-            column = self.tensors[path][:stop]
-            carried(column.transpose(0, time_dim) if time_dim else column)[at] = source
-
-    def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
-        """Write leaves ``[K, *F]`` into distinct rows, given by coordinates.
-
-        ``cells`` holds one int64 ``[K]`` for each dimension of the rows.
-        """
-        at = tuple(part.to(self.device) for part in cells)
-        self.changes.wrote_at(cells[0], leaves)
-        for path, leaf in leaves.items():
-            carried(self.tensors[path])[at] = carried(leaf.to(self.device))
+            carried(self.tensors[path])[at] = source
 
     def check_writable(self) -> None:
         """Raise RuntimeError if rows share memory, so that a write changes several rows."""
@@ -486,15 +458,6 @@ class Columns:
         if self._memory.holds(values):
             return values.clone()
         return values if values.device == self.device else values.to(self.device)
-
-
-def _by_dimension(parts: Sequence[Any]) -> bool:
-    """Return whether each part of an index selects along one dimension of the rows."""
-    return all(
-        isinstance(part, (int, slice))
-        or (isinstance(part, torch.Tensor) and part.dtype == torch.int64)
-        for part in parts
-    )
 
 
 class ScatteredColumns(Columns):
@@ -584,11 +547,8 @@ class ScatteredColumns(Columns):
     def gather_elements(
         self, rows: torch.Tensor, limit: int, *, contiguous: bool = False
     ) -> Sequence[torch.Tensor]:
-        return self._gather(rows, limit, contiguous)
-
-    def _gather(self, index: torch.Tensor, length: int, contiguous: bool) -> Sequence[torch.Tensor]:
-        rows = index.to("cpu", torch.int64)
-        check_range(rows, 0, length)
+        rows = rows.to("cpu", torch.int64)
+        check_range(rows, 0, limit)
         lying, slots = self._lying(rows), self._all.slots
         leaves = self._all.gather_elements(lying, slots, contiguous=contiguous)
         if not self._alone:
@@ -612,8 +572,7 @@ class ScatteredColumns(Columns):
         leaves: Mapping[Path, torch.Tensor],
         kept: torch.Tensor | slice,
     ) -> None:
-        sources = {path: self.own(picked(leaves[path], kept)) for path in self.tensors}
-        self.put((slots,), sources)
+        self.put(slots, {path: picked(leaves[path], kept) for path in self.tensors})
 
     def fill(
         self,
@@ -628,35 +587,21 @@ class ScatteredColumns(Columns):
     def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
         return False
 
-    def assign(
-        self,
-        stop: int,
-        leaves: Mapping[Path, torch.Tensor],
-        at: Any,
-        batch: torch.Size,
-        *,
-        time_dim: int = 0,
+    def put(
+        self, elements: torch.Tensor | None, leaves: Mapping[Path, torch.Tensor], stop: int = 0
     ) -> None:
-        rows = selected_elements(at, torch.Size([stop]), [1]).reshape(-1)
-        last = last_occurrences(rows)
-        flat = {
-            path: carried(leaf).reshape(len(rows), *self.schema.leaves[path].shape)[last]
-            for path, leaf in leaves.items()
-        }
-        self.put((rows[last],), {path: self.own(leaf) for path, leaf in flat.items()})
-
-    def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
-        """Write leaves ``[K, *F]`` into distinct rows, int64 ``[K]``.
+        """Write leaves ``[K, *F]`` into distinct rows; see ``Columns.put``.
 
         A KeyboardInterrupt is raised after the last leaf is written, never between two leaves.
         """
-        rows = cells[0].to("cpu", torch.int64)
+        rows = arange(stop) if elements is None else elements.to("cpu", torch.int64)
         self.check_writable()
+        leaves = {path: self.own(leaf) for path, leaf in leaves.items()}
         self.changes.wrote_at(rows, leaves)
         lying = {path: leaf for path, leaf in leaves.items() if path not in self._alone}
 
         def write() -> None:
-            self._all.put((self._lying(rows),), lying)
+            self._all.put(self._lying(rows), lying)
             for path in leaves.keys() - lying.keys():
                 carried(self._alone[path])[rows] = carried(leaves[path])
 

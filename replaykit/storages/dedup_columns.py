@@ -13,7 +13,7 @@ from replaykit._compat import arange
 from replaykit.episodes.streams import key_dtype, stream_keys
 from replaykit.schema import Rows, Schema
 from replaykit.storages.columns import Columns
-from replaykit.storages.indexing import last_occurrences, ravel, selected_elements
+from replaykit.storages.indexing import elements_at, elements_of, ravel
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.next_rows import (
     Chains,
@@ -27,7 +27,7 @@ from replaykit.storages.next_rows import (
 from replaykit.storages.observation_table import ObservationTable
 from replaykit.storages.overflow_table import Grow
 from replaykit.storages.references import NEXT, OBSERVATION, entries_of
-from replaykit.storages.tensor_bytes import any_differing, carried
+from replaykit.storages.tensor_bytes import any_differing
 from replaykit.structure import Path, assembler
 from replaykit.ted import format_key
 
@@ -281,21 +281,12 @@ class DedupColumns:
     def view(self, stop: int, index: Any = None, *, time_dim: int = 0) -> _Leaves:
         """Index the first ``stop`` slots as ``Columns.view``; leaves in pairs are copied."""
         leaves = self.rows.view(stop, index, time_dim=time_dim)
-        numbers = self._selected(stop, slice(None) if index is None else index, time_dim)
+        index = slice(None) if index is None else index
+        numbers = elements_at(index, stop, self.lanes, time_dim).to(self.device)
         for kind in (OBSERVATION, NEXT):
             for path, leaf in self.table.shown(numbers.reshape(-1), kind).items():
                 leaves[path] = leaf.view(numbers.shape + leaf.shape[1:])
         return {path: leaves[path] for path in self.schema.leaves}
-
-    def _selected(self, stop: int, index: Any, time_dim: int) -> torch.Tensor:
-        """Return the elements that an index selects of the first ``stop`` slots."""
-        shape, strides, step = [stop, *self.lanes], [], self._cells
-        for size in (1, *self.lanes):
-            step //= size
-            strides.append(step)
-        for grid in (shape, strides):
-            grid[0], grid[time_dim] = grid[time_dim], grid[0]
-        return selected_elements(index, torch.Size(shape), strides).to(self.device)
 
     # -- previous rows -----------------------------------------------------------------------------
 
@@ -490,9 +481,7 @@ class DedupColumns:
 
     def _elements_at(self, slots: torch.Tensor) -> Array:
         at = slots.numpy().astype(np.int64, copy=False)
-        if self._cells > 1:
-            at = (at[:, None] * self._cells + np.arange(self._cells)).reshape(-1)
-        return np.ascontiguousarray(at)
+        return np.ascontiguousarray(elements_of(at, self._cells))
 
     def _update_tails(self, found: Chains | None, slots: torch.Tensor | None) -> None:
         if self._tails is not None and found is not None and slots is not None:
@@ -577,47 +566,23 @@ class DedupColumns:
             self._update_tails(found, torch.from_numpy(order))
             self._coming = None
 
-    def assign(
-        self,
-        stop: int,
-        leaves: Mapping[Path, torch.Tensor],
-        at: Any,
-        batch: torch.Size,
-        *,
-        time_dim: int = 0,
+    def put(
+        self, elements: torch.Tensor | None, leaves: Mapping[Path, torch.Tensor], stop: int = 0
     ) -> None:
-        """Write leaves ``[*batch, *F]`` into rows; see ``Columns.assign``."""
+        """Write leaves ``[K, *F]`` into distinct elements; see ``Columns.put``."""
         stored = {path: leaf for path, leaf in leaves.items() if not self._in_pair(path)}
+        paired = {
+            path: leaf.reshape(-1, *self.schema.leaves[path].shape)
+            for path, leaf in leaves.items()
+            if path not in stored
+        }
 
         def write() -> None:
             if stored:
-                self.rows.assign(stop, stored, at, batch, time_dim=time_dim)
+                self.rows.put(elements, stored, stop)
 
-        paired = {path: leaf for path, leaf in leaves.items() if self._in_pair(path)}
-        elements = last = None
-        if paired:
-            elements = self._selected(stop, at, time_dim).reshape(-1).cpu()
-            last = last_occurrences(elements)
-            paired = {
-                path: carried(leaf).reshape(len(elements), *self.schema.leaves[path].shape)[
-                    last if isinstance(last, slice) else last.to(leaf.device)
-                ]
-                for path, leaf in paired.items()
-            }
-            elements = elements[last]
-        self._edit(elements, paired, write, leaves)
-
-    def put(self, cells: Sequence[torch.Tensor], leaves: Mapping[Path, torch.Tensor]) -> None:
-        """Write leaves ``[K, *F]`` into distinct rows; see ``Columns.put``."""
-        stored = {path: leaf for path, leaf in leaves.items() if not self._in_pair(path)}
-
-        def write() -> None:
-            if stored:
-                self.rows.put(cells, stored)
-
-        paired = {path: leaf for path, leaf in leaves.items() if self._in_pair(path)}
-        elements = ravel(torch.stack(list(cells), -1), self.lanes).cpu() if paired else None
-        self._edit(elements, paired, write, leaves)
+        at = arange(stop * self._cells) if elements is None else elements
+        self._edit(at if paired else None, paired, write, leaves)
 
     def _in_pair(self, path: Path) -> bool:
         return path in self._root_of or path in self._root_of.values()

@@ -21,6 +21,7 @@ __all__ = [
     "check_no_hole",
     "check_range",
     "contained",
+    "distinct_elements",
     "elements_at",
     "elements_of",
     "in_order",
@@ -32,7 +33,6 @@ __all__ = [
     "selected_elements",
     "unravel_index",
     "with_lanes",
-    "without_repeats",
 ]
 
 
@@ -214,30 +214,23 @@ def check_no_hole(slots: torch.Tensor, length: int) -> None:
         )
 
 
-def without_repeats(
-    index: Any, shape: torch.Size
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None:
-    """Return an index that selects each row once, for an index that repeats rows.
+def distinct_elements(
+    index: Any, rows: int, lanes: torch.Size, time_dim: int
+) -> tuple[torch.Tensor, slice | torch.Tensor]:
+    """Return the elements that an index selects, int64 ``[K]``, each only once.
 
     If a write repeated rows, chance would decide, for each column, which value is stored.
 
+    Args:
+        index, rows, lanes, time_dim: as for ``elements_at``.
+
     Returns:
-        The new index with one tensor per dimension, and the places of its rows among the selected
-        rows in flattened order. The new index selects the last occurrence of each row. None if no
-        row is selected twice.
+        The elements, and their places among the selected rows in flattened order. For a row that is
+        selected several times, it is the last place.
     """
-    if _on_meta(index):
-        return None
-    flat = torch.zeros(1, dtype=torch.int64, device="cpu").expand(shape)[index]
-    for dim, size in enumerate(shape):
-        # Indexing an expanded vector allocates memory for the selected rows only.
-        coordinate = arange(size).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
-        flat = flat * size + coordinate[index]
-    flat = flat.reshape(-1)
-    last = last_occurrences(flat)
-    if isinstance(last, slice):
-        return None
-    return unravel_index(flat[last], shape[1:]).unbind(-1), last
+    elements = elements_at(index, rows, lanes, time_dim).reshape(-1)
+    last = slice(None) if _on_meta(index) else last_occurrences(elements)
+    return elements[last], last
 
 
 def last_occurrences(slots: torch.Tensor) -> torch.Tensor | slice:
@@ -480,10 +473,6 @@ def _table(numbers: Array) -> Array | None:
     table = np.zeros(width, bool)
     table[numbers - lowest if lowest else numbers] = True
     return table
-
-
-Picked = slice | torch.Tensor
-"""Places among the written elements: a slice, or int64 ``[n]``."""
 
 
 def elements_of(slots: Array, lanes: int) -> Array:

@@ -258,13 +258,6 @@ class StreamTails:
         self._slots: dict[Any, int] = {}
         self._most = _LEAST_KNOWN
 
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def keys(self) -> Any:
-        """Return the keys of known streams, even of streams without stored rows."""
-        return self._slots.keys()
-
     def found(self, slots: torch.Tensor) -> None:
         """Set the newest rows of all streams.
 

@@ -13,7 +13,7 @@ from replaykit.checkpoint import ReadLater
 from replaykit.schema import Rows
 from replaykit.storages.columns import Columns
 from replaykit.storages.dedup_native import NativeObservations, observations_of
-from replaykit.storages.indexing import contained, unravel_index
+from replaykit.storages.indexing import contained
 from replaykit.storages.next_rows import Pairs, following_lanes
 from replaykit.storages.overflow_table import Grow, grown_entries
 from replaykit.storages.references import (
@@ -497,14 +497,8 @@ class ObservationTable:
                     for path, root in self._root_of.items()
                 }
                 if inside:
-                    elements = torch.from_numpy(entries[at])
-                    cells = (
-                        (elements,)
-                        if self.rows.ndim == 1
-                        else unravel_index(elements, self.rows.lanes).unbind(-1)
-                    )
                     roots = {self._root_of[path]: leaf for path, leaf in values.items()}
-                    self._roots.put(cells, roots)
+                    self._roots.put(torch.from_numpy(entries[at]), roots)
                 else:
                     assert self._overflow is not None
                     numbers = torch.from_numpy(-1 - entries[at])
@@ -512,10 +506,6 @@ class ObservationTable:
 
 
 _NOTHING = np.zeros(0, np.int64)
-
-
-def _rows_of(sources: Any) -> int:
-    return len(sources) if isinstance(sources, Rows) else len(next(iter(sources.values())))
 
 
 def _carried(leaves: _Leaves) -> _Leaves:

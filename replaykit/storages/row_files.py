@@ -17,10 +17,10 @@ import torch
 
 from replaykit.filesystem import map_common, reserve_blocks
 from replaykit.native import join_pages
-from replaykit.recovery import who_uses
+from replaykit.recovery.processes import who_uses
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
-from replaykit.storages.memory import column_shapes, format_bytes, storage_bytes
+from replaykit.storages.memory import column_shapes, format_bytes
 from replaykit.storages.overflow_table import Grow
 from replaykit.storages.records import RecordLayout, plan_records
 from replaykit.storages.tensor_bytes import carried
@@ -70,21 +70,8 @@ def columns_in_files(
     ``mapped`` is True if the files are on a disk, and False if they are in memory.
     """
     plan = RowFiles.of(folder, schema, slots, lanes)
-    files = plan.files
-    needed = storage_bytes(schema, slots, lanes, plan.layout)
-    present = {file for file in files.values() if file.exists()}
-    refuse_taken(folder, {*present, *taken}, existsok=existsok)
-    _check_disk(folder, needed, present)
-    inner = {file.parent for file in files.values() if not file.parent.exists()}
-    inner |= {p for q in inner for p in q.parents if folder in p.parents and not p.exists()}
-    try:
-        return plan.opened(ndim, create=True, mapped=mapped)
-    except BaseException:
-        for file in files.values():
-            if file not in present:
-                file.unlink(missing_ok=True)
-        remove_empty(inner)
-        raise
+    tensors = plan.make(folder, plan.files, existsok=existsok, taken=taken, in_memory=not mapped)
+    return plan.columns(tensors, ndim, mapped=mapped)
 
 
 def added_in_files(
@@ -106,25 +93,10 @@ def added_in_files(
         existsok: whether existing files of these names may be overwritten.
     """
     plan = RowFiles.of(folder, schema, slots, lanes)
-    files = {path: plan.files[path] for path in paths}
-    present = {file for file in files.values() if file.exists()}
-    refuse_taken(folder, present, existsok=existsok)
-    _check_disk(folder, sum(plan.nbytes(path) for path in paths), present)
-    inner = {file.parent for file in files.values() if not file.parent.exists()}
-    try:
-        tensors = {
-            path: map_file(file, plan.shapes[path], plan.dtypes[path], create=True)
-            for path, file in files.items()
-        }
-        for path in paths:
-            if files[path] in present:
-                carried(tensors[path]).zero_()
-    except BaseException:
-        for file in files.values():
-            if file not in present:
-                file.unlink(missing_ok=True)
-        remove_empty(inner)
-        raise
+    present = [path for path in paths if plan.files[path].exists()]
+    tensors = plan.make(folder, paths, existsok=existsok)
+    for path in present:
+        carried(tensors[path]).zero_()
     return tensors
 
 
@@ -179,17 +151,52 @@ class RowFiles(NamedTuple):
     def nbytes(self, path: Path) -> int:
         return self.shapes[path].numel() * self.dtypes[path].itemsize
 
-    def opened(self, ndim: int, *, create: bool = False, mapped: bool = True) -> Columns:
-        """Return columns over the files; ``create`` makes the files first.
+    def make(
+        self,
+        folder: FilePath,
+        paths: Iterable[Path],
+        *,
+        existsok: bool,
+        taken: Iterable[FilePath] = (),
+        in_memory: bool = False,
+    ) -> dict[Path, torch.Tensor]:
+        """Make the files of some paths, and map them; if it fails, remove what it made.
+
+        See ``columns_in_files`` for the arguments.
+        """
+        files = {path: self.files[path] for path in paths}
+        present = {file for file in files.values() if file.exists()}
+        refuse_taken(folder, {*present, *taken}, existsok=existsok)
+        _check_disk(folder, sum(map(self.nbytes, files)), present)
+        inner = {file.parent for file in files.values() if not file.parent.exists()}
+        inner |= {p for q in inner for p in q.parents if folder in p.parents and not p.exists()}
+        try:
+            return {
+                path: map_file(
+                    file, self.shapes[path], self.dtypes[path], create=True, in_memory=in_memory
+                )
+                for path, file in files.items()
+            }
+        except BaseException:
+            for file in files.values():
+                if file not in present:
+                    file.unlink(missing_ok=True)
+            remove_empty(inner)
+            raise
+
+    def opened(self, ndim: int, *, mapped: bool = True) -> Columns:
+        """Return columns over the files.
 
         ``mapped`` is True if the files are on a disk, and False if they are in memory.
         """
         tensors = {
-            path: map_file(
-                file, self.shapes[path], self.dtypes[path], create=create, in_memory=not mapped
-            )
+            path: map_file(file, self.shapes[path], self.dtypes[path], in_memory=not mapped)
             for path, file in self.files.items()
         }
+        return self.columns(tensors, ndim, mapped=mapped)
+
+    def columns(self, tensors: dict[Path, torch.Tensor], ndim: int, *, mapped: bool) -> Columns:
+        """Return columns over tensors by the paths of the files."""
         records = tensors.pop(_RECORDS, None)
         return Columns(
             self.schema, tensors, ndim, layout=self.layout, records=records, mapped=mapped

@@ -103,13 +103,6 @@ class NativeRows:
             self.elements,
         )
         self.leaf_sizes = [sizes[path] for path in tensors]
-        self._apart = native.Table(
-            [tensors[path].data_ptr() for path in self.order],
-            [strides[path] for path in self.order],
-            [sizes[path] for path in self.order],
-            self.elements,
-        )
-        self._apart_sizes = [sizes[path] for path in self.order]
         bases, steps, widths, self._batch_strides = [], [], [], []
         self._block_offsets: list[int] = []
         if self.batch_layout is not None:
@@ -146,10 +139,7 @@ class NativeRows:
             rows = rows.to("cpu", torch.int64).contiguous()
         count = rows.shape[0]
         if contiguous:
-            leaves = [self._fresh(path, count) for path in self.order]
-            to = [leaf.data_ptr() for leaf in leaves]
-            self._move(self._apart, rows, count, limit, to, self._apart_sizes)
-            return leaves
+            return self._gather_apart(tuple(self.order), rows, limit)
         layout = self.batch_layout
         if self._only_records and layout is not None:
             block = layout.new_block(count, self._owner.batch_memory)
@@ -162,17 +152,29 @@ class NativeRows:
             and torch.get_num_threads() > 1
         ):
             return self._gather_wide(rows, count, limit)
-        wide = [self._fresh(path, count) for path in self._alone]
-        to = [leaf.data_ptr() for leaf in wide]
+        leaves, to = self._new_batch(count)
+        self._move(self._rows, rows, count, limit, to, self._batch_strides)
+        return leaves
+
+    def _new_batch(self, count: int) -> tuple[list[torch.Tensor], list[int]]:
+        """Return leaves with small ones in records, and the addresses for ``_rows``."""
+        leaves = [self._fresh(path, count) for path in self._alone]
+        to = [leaf.data_ptr() for leaf in leaves]
+        layout = self.batch_layout
         if layout is None:
-            self._move(self._rows, rows, count, limit, to, self._batch_strides)
-            return wide
+            return leaves, to
         block = layout.new_block(count, self._owner.batch_memory)
         base = block.data_ptr()
         to = [base + offset for offset in self._block_offsets] + to
-        self._move(self._rows, rows, count, limit, to, self._batch_strides)
-        leaves = layout.split(block)
-        leaves += wide
+        return [*layout.split(block), *leaves], to
+
+    def _gather_apart(
+        self, paths: tuple[Path, ...], rows: torch.Tensor, limit: int
+    ) -> list[torch.Tensor]:
+        """Gather some leaves, each into a contiguous tensor."""
+        (table, sizes), count = self.table(paths), rows.shape[0]
+        leaves = self._fresh_leaves(paths, count)
+        self._move(table, rows, count, limit, [leaf.data_ptr() for leaf in leaves], sizes)
         return leaves
 
     def begin(
@@ -193,19 +195,14 @@ class NativeRows:
             changes.reads = native.core.Reads()
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
-        count, layout = rows.shape[0], None if contiguous else self.batch_layout
-        paths, table, strides = self._alone, self._rows, self._batch_strides
+        count, table, strides = rows.shape[0], self._rows, self._batch_strides
         if contiguous:
-            paths, table, strides = self.order, self._apart, self._apart_sizes
-        leaves = [self._fresh(path, count) for path in paths]
-        to = [leaf.data_ptr() for leaf in leaves]
-        block = None
-        if layout is not None:
-            block = layout.new_block(count, self._owner.batch_memory)
-            base = block.data_ptr()
-            to = [base + offset for offset in self._block_offsets] + to
-            leaves = [*layout.split(block), *leaves]
-        kept = block, leaves, self.columns, self._records
+            table, strides = self.table(tuple(self.order))
+            leaves = [self._fresh(path, count) for path in self.order]
+            to = [leaf.data_ptr() for leaf in leaves]
+        else:
+            leaves, to = self._new_batch(count)
+        kept = leaves, self.columns, self._records
         at, threads = rows.data_ptr(), torch.get_num_threads()
         return leaves, changes.reads.begin(table, at, count, limit, to, strides, threads, kept)
 
@@ -218,12 +215,7 @@ class NativeRows:
         self._owner.refresh_addresses()
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
-        table, sizes = self.table(paths)
-        count = rows.shape[0]
-        leaves = self._fresh_leaves(paths, count)
-        to = [leaf.data_ptr() for leaf in leaves]
-        self._move(table, rows, count, self.elements, to, sizes)
-        return dict(zip(paths, leaves, strict=True))
+        return dict(zip(paths, self._gather_apart(paths, rows, self.elements), strict=True))
 
     def table(self, paths: tuple[Path, ...]) -> tuple[Any, list[int]]:
         """Return a table of some leaves, and the bytes of each.
@@ -363,17 +355,14 @@ _BLOCK_BYTES = 2**22
 _MOST_THREADS = 4
 
 
-def gather(
-    columns: Columns, index: torch.Tensor, rows: torch.Tensor, contiguous: bool
-) -> list[torch.Tensor]:
-    """Copy all leaves of rows, ``[B, *F]``, in the columns' order.
+def gather(columns: Columns, rows: torch.Tensor, contiguous: bool) -> list[torch.Tensor]:
+    """Copy all leaves of elements ``[B]`` into new leaves ``[B, *F]``, in the columns' order.
 
     Records are copied as whole words.
 
     Args:
         columns: the columns of the rows.
-        index: slots ``[B]``, or coordinates ``[B, ndim]``, on the columns' device.
-        rows: the same rows as elements.
+        rows: the elements, on the columns' device.
         contiguous: whether to make each leaf contiguous.
     """
     columns.refresh_addresses()
@@ -386,17 +375,7 @@ def gather(
         if contiguous:
             leaves = [leaf.contiguous() for leaf in leaves]
         found.update(zip(layout.offsets, leaves, strict=True))
-    for path, column in columns.tensors.items():
-        if path in found:
-            continue
-        source = carried(column)
-        if ndim == 1:
-            values = source.index_select(0, rows)
-        elif source.is_contiguous():
-            values = source.flatten(0, ndim - 1).index_select(0, rows)
-        else:
-            values = source[tuple(index.unbind(-1))]
-        found[path] = values.view(column.dtype)
+    found |= gather_some(columns, [path for path in columns.tensors if path not in found], rows)
     return [found[path] for path in columns.order]
 
 
@@ -405,15 +384,15 @@ def gather_some(
 ) -> dict[Path, torch.Tensor]:
     """Copy some leaves of stored elements ``[B]`` into new tensors."""
     columns.refresh_addresses()
-    found, rows = {}, elements.to(columns.device)
+    found, rows, ndim = {}, elements.to(columns.device), columns.ndim
     for path in paths:
         column = columns.tensors[path]
         source = carried(column)
-        if columns.ndim > 1:
-            cells = tuple(unravel_index(rows, columns.lanes).unbind(-1))
-            found[path] = source[cells].view(column.dtype)
+        if ndim == 1 or source.is_contiguous():
+            values = source.flatten(0, ndim - 1).index_select(0, rows)
         else:
-            found[path] = source.index_select(0, rows).view(column.dtype)
+            values = source[unravel_index(rows, columns.lanes).unbind(-1)]
+        found[path] = values.view(column.dtype)
     return found
 
 

@@ -14,7 +14,6 @@ from replaykit.episodes import EndReason, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.change_log import ChangeKind
 from replaykit.storages.column_storage import ColumnStorage
-from replaykit.storages.indexing import unravel_index
 from replaykit.structure import Path
 from replaykit.ted import Key, end_flags, format_key, unravel
 from replaykit.transforms.batch_values import as_number
@@ -221,8 +220,7 @@ class ReturnToGo(Transform):
             self._replace_all(storage, element, returns)
         elif returns is not None:
             valid = torch.ones(len(element), 1, dtype=torch.bool, device="cpu")
-            cells = unravel_index(element, storage.lanes).unbind(-1)
-            storage.put(cells, {self.key: returns, _VALID: valid})
+            storage.put(element, {self.key: returns, _VALID: valid})
         self._seen[storage] = ledger.place_in_log
 
     def _replace_all(

@@ -34,7 +34,7 @@ def rings(draw: st.DrawFn) -> tuple[int, int, list[tuple[str, int, int, Any]]]:
     rows = draw(st.integers(1, 3000))
     near_end = st.integers(max(rows - 40, 0), rows - 1)
     write = st.tuples(
-        st.sampled_from(["wrote", "wrote", "wrote_at", "wrote_index", "save"]),
+        st.sampled_from(["wrote", "wrote", "wrote_at", "save"]),
         st.one_of(near_end, st.integers(0, rows - 1)),
         st.one_of(st.integers(1, 80), st.integers(1, 2 * rows)),
         st.sampled_from([None, None, ("a",), KEYS]),
@@ -61,11 +61,8 @@ def test_the_chunks_of_all_rows_written_have_changed_and_no_others(
             now = changes.now
             if how == "wrote":
                 changes.wrote(first, count, keys)
-            elif how == "wrote_at":
-                changes.wrote_at(torch.from_numpy(touched), keys)
             else:
-                touched = touched[touched >= first]
-                changes.wrote_index(slice(first, int(touched[-1]) + 1), rows, keys)
+                changes.wrote_at(torch.from_numpy(touched), keys)
             for key in keys or KEYS:
                 model[key][touched] = now
         for key in KEYS:

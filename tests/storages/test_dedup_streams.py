@@ -404,8 +404,8 @@ def test_many_streams_are_forgotten_with_their_rows() -> None:
         envs = list(range(start, start + 9))
         rb.extend(_steps(envs, [0.0] * 9, [1.0] * 9))
     columns = rb.storage.require()
-    assert len(columns._tails) <= 1024 + 9
-    assert columns._continuing <= columns._tails.keys()
+    assert len(columns._tails._slots) <= 1024 + 9
+    assert columns._continuing <= columns._tails._slots.keys()
     _refused(rb, _steps([8999], [5], [6]), "row 0")
     rb.extend(_steps([8999, 8990], [1, 1], [2, 2]))
     assert rb.storage.overflow_rows == 16

@@ -18,12 +18,12 @@ from replaykit.storages.indexing import (
     check_cells,
     check_no_hole,
     check_range,
+    distinct_elements,
     indexed_shape,
     last_occurrences,
     ravel,
     unravel_index,
     with_lanes,
-    without_repeats,
 )
 
 # -- rows of one dimension ------------------------------------------------------------------------
@@ -389,21 +389,22 @@ def test_last_occurrences_equal_a_dictionary(slots: list[int]) -> None:
         assert found.tolist() == sorted(last.values())
 
 
-def test_an_index_without_repeats_is_left_as_it_is() -> None:
-    shape = torch.Size([4, 3])
+def test_an_index_selects_each_element_once() -> None:
+    lanes = torch.Size([3])
     for index in (
         2,
         slice(None),
         torch.tensor([3, 0]),
         (torch.tensor([0, 0]), torch.tensor([1, 2])),
     ):
-        assert without_repeats(index, shape) is None
-    once = without_repeats((torch.tensor([0, 2, -4]), slice(1, 3)), shape)
-    assert once is not None
-    cells, kept = once
+        elements, kept = distinct_elements(index, 4, lanes, 0)
+        assert elements.tolist() == torch.arange(12).view(4, 3)[index].flatten().tolist()
+        assert kept == slice(None)
+    elements, kept = distinct_elements((torch.tensor([0, 2, -4]), slice(1, 3)), 4, lanes, 0)
     # Rows 0, 2, 0: of the first and third, which are the same, the third one counts.
+    assert isinstance(kept, torch.Tensor)
     assert kept.tolist() == [2, 3, 4, 5]
-    assert [part.tolist() for part in cells] == [[2, 2, 0, 0], [1, 2, 1, 2]]
+    assert elements.tolist() == [7, 8, 1, 2]
 
 
 def test_contains_recognises_stored_rows(column_kind: Any, make_rows: Any) -> None:

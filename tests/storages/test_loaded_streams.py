@@ -58,7 +58,7 @@ def extend(rb: ReplayBuffer) -> None:
 def edit(rb: ReplayBuffer) -> None:
     stored = rb[:]["env"]
     with rb.storage.lock:
-        rb.storage.put([torch.arange(len(stored))], {("env",): stored.flip(0)})
+        rb.storage.put(torch.arange(len(stored)), {("env",): stored.flip(0)})
 
 
 def cut(rb: ReplayBuffer) -> None:
