@@ -35,8 +35,7 @@ from replaykit.filesystem import (
     sync_directory,
     sync_tree,
 )
-from replaykit.recovery import Exclusive
-from replaykit.recovery.locks import is_held
+from replaykit.recovery.locks import Exclusive, is_held
 from replaykit.ted import Key, format_key
 
 __all__ = ["to_d3rlpy", "to_minari", "to_robomimic"]

@@ -30,7 +30,7 @@ from replaykit.declared import Count, decode_state, encode_state, matching, with
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, map_private, remove_tree, sync_directory
 from replaykit.interrupts import deferred
-from replaykit.recovery import Exclusive
+from replaykit.recovery.locks import Exclusive
 from replaykit.recovery.recovery_folder import RECOVERABLE, read_manifest
 from replaykit.schema import Schema
 from replaykit.storages import LazyMemmapStorage, TensorStorage

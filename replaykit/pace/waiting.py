@@ -15,15 +15,9 @@ from replaykit.declared import Count, decode_state
 from replaykit.errors import RateLimiterTimeout
 from replaykit.interrupts import check
 from replaykit.pace.limiter import INSERT, RateLimiter
-from replaykit.recovery import (
-    COUNTS,
-    MappedFile,
-    OpenFile,
-    SharedLock,
-    drop_in_children,
-    is_held,
-    open_to_lock,
-)
+from replaykit.recovery.journal import MappedFile
+from replaykit.recovery.locks import OpenFile, SharedLock, drop_in_children, is_held, open_to_lock
+from replaykit.recovery.recovery_folder import COUNTS
 
 __all__ = ["Counts", "LimiterCounts", "LimiterQueue", "Seat", "SharedCounts", "Ticket"]
 

@@ -38,7 +38,7 @@ class MappedFile:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from replaykit.recovery import MappedFile
+        >>> from replaykit.recovery.journal import MappedFile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = MappedFile(Path(folder) / "numbers", 16)
         ...     file.bytes[3] = 7
@@ -132,7 +132,7 @@ class Journal:
     Example:
         >>> import tempfile, numpy as np
         >>> from pathlib import Path
-        >>> from replaykit.recovery import Journal, MappedFile
+        >>> from replaykit.recovery.journal import Journal, MappedFile
         >>> rows = np.arange(6, dtype=np.uint8).reshape(3, 2)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     journal = Journal(MappedFile(Path(folder) / "journal", 4096))
@@ -331,7 +331,7 @@ class States:
     Example:
         >>> import tempfile, numpy as np
         >>> from pathlib import Path
-        >>> from replaykit.recovery import States
+        >>> from replaykit.recovery.journal import States
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = States(Path(folder)).commit(np.array([3, 4]))
         ...     found = States(Path(folder))

@@ -96,7 +96,7 @@ class Exclusive(OpenFile):
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from replaykit.recovery import Exclusive
+        >>> from replaykit.recovery.locks import Exclusive
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     held = Exclusive(Path(folder) / "lock")
         ...     try:
@@ -177,7 +177,7 @@ class CommitLock:
         commit: function that the thread with the lock calls before its outermost release.
 
     Example:
-        >>> from replaykit.recovery import CommitLock
+        >>> from replaykit.recovery.locks import CommitLock
         >>> lock = CommitLock(lambda: print("committed"))
         >>> with lock, lock:
         ...     print("held")
@@ -257,7 +257,7 @@ class SharedLock(OpenFile, CommitLock):
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from replaykit.recovery import SharedLock
+        >>> from replaykit.recovery.locks import SharedLock
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder) / "lock"
         ...     one, other = (SharedLock(path, lambda: None, lambda: None) for _ in range(2))

@@ -39,7 +39,7 @@ class ProcessRegistry(OpenFile):
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from replaykit.recovery import ProcessRegistry
+        >>> from replaykit.recovery.processes import ProcessRegistry
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     member = ProcessRegistry(Path(folder) / "members")
         ...     nobody = ProcessRegistry.nobody(Path(folder) / "members")
@@ -75,7 +75,7 @@ def who_uses(scratch_dir: Path, own: Path | None = None) -> str | None:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from replaykit.recovery import who_uses
+        >>> from replaykit.recovery.processes import who_uses
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     print(who_uses(Path(folder)))
         None
@@ -111,7 +111,8 @@ def give_up_rows(scratch_dir: Path, own: Path | None = None) -> None:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from replaykit.recovery import RecoveryFolder, give_up_rows
+        >>> from replaykit.recovery.processes import give_up_rows
+        >>> from replaykit.recovery.recovery_folder import RecoveryFolder
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     home = RecoveryFolder(Path(folder))
         ...     home.publish({"slots": 3})
@@ -155,7 +156,7 @@ class GivenViews(OpenFile):
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from replaykit.recovery import GivenViews
+        >>> from replaykit.recovery.processes import GivenViews
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     one, other = GivenViews(Path(folder)), GivenViews(Path(folder))
         ...     one.hold()
@@ -242,7 +243,7 @@ class ElementLog:
 
     Example:
         >>> import numpy as np
-        >>> from replaykit.recovery import ElementLog
+        >>> from replaykit.recovery.processes import ElementLog
         >>> log = ElementLog(np.zeros(16, np.int64))
         >>> count = log.append(0, [(8, np.array([3, 5])), (1, None)])
         >>> log.since(0, count)

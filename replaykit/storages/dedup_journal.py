@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from replaykit.recovery import Tables, check_file
+from replaykit.recovery.recovery_folder import Tables, check_file
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
 from replaykit.storages.references import followed_references

@@ -13,7 +13,7 @@ from replaykit import native
 from replaykit._compat import arange
 from replaykit.checkpoint import MappedRows, ReadLater, ReadOnce
 from replaykit.declared import decode_state, vector, within
-from replaykit.recovery import Tables
+from replaykit.recovery.recovery_folder import Tables
 from replaykit.storages.change_log import ChangeKind, ChangeLog
 from replaykit.storages.indexing import all_distinct, contained
 

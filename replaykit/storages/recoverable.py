@@ -12,7 +12,8 @@ import numpy as np
 
 from replaykit.checkpoint.dirty_chunks import TrackedTensor
 from replaykit.errors import CheckpointError
-from replaykit.recovery import CommitLock, RecoveryFolder, Tables
+from replaykit.recovery.locks import CommitLock
+from replaykit.recovery.recovery_folder import RecoveryFolder, Tables
 from replaykit.storages.columns import Columns
 from replaykit.storages.commit_state import (
     Changed,

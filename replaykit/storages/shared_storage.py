@@ -18,22 +18,17 @@ import torch
 from replaykit.checkpoint.dirty_chunks import RECORDS, Changes, TrackedTensor
 from replaykit.checkpoint.shared_dirty_chunks import SharedChanges
 from replaykit.errors import CheckpointError
-from replaykit.recovery import (
+from replaykit.recovery.locks import SharedLock, check_flock, is_held, one_thread_in_children
+from replaykit.recovery.processes import ElementLog, GivenViews, ProcessRegistry
+from replaykit.recovery.recovery_folder import (
     DESCRIPTION,
     LOCK,
     MEMBERS,
     RECOVERABLE,
     SHARED,
-    ElementLog,
-    GivenViews,
-    ProcessRegistry,
     RecoveryFolder,
-    SharedLock,
     Tables,
-    check_flock,
-    is_held,
     is_shared,
-    one_thread_in_children,
     read_manifest,
     write_manifest,
 )

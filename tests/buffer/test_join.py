@@ -353,7 +353,7 @@ def test_argument_that_the_folder_decides_is_refused(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("damage", ["torn", "other values", "not a description"])
 def test_damaged_description_is_named(damage: str, tmp_path: Path) -> None:
-    from replaykit.recovery import write_manifest
+    from replaykit.recovery.recovery_folder import write_manifest
 
     buffer = new_buffer(tmp_path)
     file = tmp_path / "%recovery" / "sharing.json"

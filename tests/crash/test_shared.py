@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from replaykit import ReplayBuffer
-from replaykit.recovery import RecoveryFolder
+from replaykit.recovery.recovery_folder import RecoveryFolder
 from replaykit.storages import recoverable, recoverable_files, shared_storage
 from tests.crash.recovering import kill_at
 from tests.crash.sharing import (

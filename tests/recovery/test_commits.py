@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replaykit import native
-from replaykit.recovery import RecoveryFolder, States
+from replaykit.recovery.journal import States
+from replaykit.recovery.recovery_folder import RecoveryFolder
 
 Array = np.ndarray[Any, Any]
 ROWS, WIDTHS = 40, (5, 24)

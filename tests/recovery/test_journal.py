@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaykit.recovery import Journal, MappedFile
+from replaykit.recovery.journal import Journal, MappedFile
 
 
 def new(folder: Path, *, durable: bool = False) -> Journal:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from replaykit.recovery import SharedLock, locks
+from replaykit.recovery import locks
+from replaykit.recovery.locks import SharedLock
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

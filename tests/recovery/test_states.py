@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replaykit.recovery import CommitLock, Exclusive, States
+from replaykit.recovery.journal import States
+from replaykit.recovery.locks import CommitLock, Exclusive
 
 
 def test_the_latest_state_is_found_again(tmp_path: Path) -> None:

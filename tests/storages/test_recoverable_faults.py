@@ -25,7 +25,7 @@ from replaykit import (
 )
 from replaykit.buffer import components
 from replaykit.errors import CheckpointError
-from replaykit.recovery import MappedFile, States
+from replaykit.recovery.journal import MappedFile, States
 from replaykit.storages.change_log import ChangeLog
 from replaykit.storages.columns import Columns
 
