@@ -99,8 +99,8 @@ class RowNumbers(Protocol):
     def write_order(self) -> torch.Tensor:
         """Return the slots of all stored rows in write order."""
 
-    def tables(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the tables of row ids and generations; None if counters determine both."""
+    def position_table(self) -> torch.Tensor | None:
+        """Return the row ids of the stored rows by slot; None if counters determine them."""
 
 
 class RowColumns(Protocol):
@@ -269,7 +269,7 @@ def positions_from(ledger: RowNumbers, slot: int) -> Array | None:
 
     The result is None if the row ids are consecutive.
     """
-    table = ledger.tables()[0]
+    table = ledger.position_table()
     if table is None or not ledger.length:
         return None
     return np.roll(table.numpy(), -slot)

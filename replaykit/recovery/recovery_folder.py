@@ -492,14 +492,10 @@ class RecoveryFolder:
         (self.folder / COUNTS).unlink(missing_ok=True)
         sync_directory(self.folder)
 
-    def set(self, number: int, values: Array, at: Array | range, *, fresh: bool = False) -> None:
-        """Set the rows ``at`` of a table to ``values``, ``[K]``.
-
-        Args:
-            fresh: True if no committed state uses the old values. They are not journaled then.
-        """
+    def set(self, number: int, values: Array, at: Array | range) -> None:
+        """Journal the rows ``at`` of a table, and set them to ``values``, ``[K]``."""
         commits, known = self._commits, self._tables.get(number)
-        if commits is not None and known is not None and not fresh and type(at) is not range:
+        if commits is not None and known is not None and type(at) is not range:
             if not self.shared:
                 self.check_process()
             # Values of eight bytes are copied as int64, so that no NaN changes in the copy.
@@ -509,8 +505,7 @@ class RecoveryFolder:
                 return
         top = (at.stop if isinstance(at, range) else int(at.max()) + 1) if len(at) else 0
         cells = self.table(number, top)
-        if not fresh:
-            self.journal_rows(number, at)
+        self.journal_rows(number, at)
         if isinstance(at, range):
             cells[at.start : at.stop] = values
         else:

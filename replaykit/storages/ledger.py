@@ -298,13 +298,9 @@ class Ledger:
                 slots.append(change.in_ring(self.slots))
         return cleared, np.concatenate(slots)
 
-    def tables(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the tables of row ids ``[length]`` and generations, without a copy.
-
-        A table whose numbers follow from the counters is None.
-        """
-        positions = self._positions
-        return positions if positions is None else positions[: self.length], self._generations
+    def position_table(self) -> torch.Tensor | None:
+        """Return the row ids ``[length]`` without a copy; None if the counters imply them."""
+        return None if self._positions is None else self._positions[: self.length]
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -658,7 +654,7 @@ class MovedPositions:
             self.oldest = old.next_position - old.length
             self.shift = new.next_position - old.next_position
             return
-        table = old.tables()[0]
+        table = old.position_table()
         if rows is None and table is not None and not new.in_order:
             # All row ids have grown by the same number.
             self._old = table.numpy()

@@ -283,7 +283,7 @@ class Recovery:
         ledger, state, self._set = storage.ledger, self.state, []
         known = [] if state is None else state.priorities
         priorities = [
-            self._set_priorities(place, one, known[place] if place < len(known) else None, seen < 0)
+            self._set_priorities(place, one, known[place] if place < len(known) else None)
             for place, one in enumerate(changed)
         ]
         whole = (
@@ -322,14 +322,13 @@ class Recovery:
         )
 
     def _set_priorities(
-        self, place: int, changed: Changed | None, known: CommittedPriorities | None, again: bool
+        self, place: int, changed: Changed | None, known: CommittedPriorities | None
     ) -> CommittedPriorities:
         if changed is None:
             return CommittedPriorities(0, 1.0, 0) if known is None else known
-        fresh = (known is None or not known.length) and not again
         at = range(changed.length) if changed.elements is None else changed.elements
         if len(at):
-            self.home.set(Tables.PRIORITIES + place, changed.values, at, fresh=fresh)
+            self.home.set(Tables.PRIORITIES + place, changed.values, at)
             self._set.append((Tables.PRIORITIES + place, at))
         return CommittedPriorities(changed.length, changed.most, changed.dropped)
 

@@ -211,8 +211,7 @@ def _restore(
     target = storage.check_content(content)
     slots = getattr(target, "slots", storage.ledger.slots)
     rows = None
-    saved = Ledger(state["slots"])
-    saved.restore(state, None)
+    saved = Ledger.saved(state)
     if not saved.keeps_slots(slots):
         rows = saved.write_order()[-slots:]
         warn_left_out(content.rows - len(rows))

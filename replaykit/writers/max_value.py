@@ -157,7 +157,7 @@ class TensorDictMaxValueWriter(Writer):
         ledger = self.storage.ledger
         heap = RankHeap(ledger.slots)
         if len(ranks):
-            ages = ledger.tables()[0]
+            ages = ledger.position_table()
             ages = ledger.positions(arange(ledger.length)) if ages is None else ages
             heap.assign(ranks, ages.numpy(), ledger.next_position)
         self._seen = self.storage.ledger.log.number
