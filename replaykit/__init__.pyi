@@ -67,6 +67,8 @@ from replaykit.samplers.consuming import (
 )
 from replaykit.samplers.prioritized import (
     PrioritizedSampler,
+)
+from replaykit.samplers.prioritized_slices import (
     PrioritizedSliceSampler,
 )
 from replaykit.samplers.sampler import (

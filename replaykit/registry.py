@@ -89,7 +89,7 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry(
         "PrioritizedSliceSampler",
         "sampler",
-        "samplers.prioritized",
+        "samplers.prioritized_slices",
         law="prioritized windows",
     ),
     Entry("ConsumingSampler", "sampler", "samplers.consuming"),

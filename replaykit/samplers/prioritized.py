@@ -1,48 +1,50 @@
-"""Draw rows and slices in proportion to their priorities."""
+"""Draw rows in proportion to their priorities, which follow writes and updates."""
 
 from __future__ import annotations
 
-import warnings
+import contextlib
+import multiprocessing.context
+import weakref
 from typing import Any
 
-import numpy as np
 import torch
 
-from replaykit.episodes import NOTHING, WINDOWS
-from replaykit.episodes.episode_laws import CONTINUES
-from replaykit.keywords import checked_keywords, named_after
+from replaykit._compat import arange
+from replaykit.declared import encode_state
+from replaykit.episodes import NOTHING, WINDOWS, CountLaw, EpisodeIndex
+from replaykit.keywords import checked_keywords
 from replaykit.priorities import SumSegmentTree
-from replaykit.samplers.prioritized_base import WithPriorities
-from replaykit.samplers.priority_draws import drawn_distinct
-from replaykit.samplers.priority_rules import REQUIRED
+from replaykit.samplers.priority_draws import EligiblePriorities
+from replaykit.samplers.priority_rules import (
+    REQUIRED,
+    PriorityLaw,
+    SavedPriorities,
+    as_elements,
+    as_priorities,
+    bounds,
+    check_options,
+    checked_number,
+    resolved_update,
+    stored_elements,
+)
 from replaykit.samplers.priority_table import PriorityTable
-from replaykit.samplers.sampler import as_drawn, require_rows
-from replaykit.samplers.slice_arguments import (
-    Boundaries,
-    SliceSize,
-    checked_form,
-    checked_span,
-    one_of,
-)
-from replaykit.samplers.slicing import (
-    RecentPriorities,
-    Sliced,
-    SliceRequest,
-    Slicing,
-    checked_markers,
-    checked_recent,
-    checked_short,
-)
-from replaykit.samplers.window_forms import SEQUENCE_ID, Cut
+from replaykit.samplers.sampler import Sampler, as_drawn, require_rows
 from replaykit.samplers.window_measures import SINGLE, index_for, refuse_nothing
 from replaykit.storages import Storage
-from replaykit.storages.indexing import unravel_index
+from replaykit.storages.commit_state import Changed
 
-__all__ = ["PrioritizedSampler", "PrioritizedSliceSampler"]
+__all__ = ["PrioritizedSampler"]
+
+_UNKNOWN = 1 << 48
+"""Limit of an index if no storage is known."""
+
+_NO_LOCK = contextlib.nullcontext()
+
+_NOTHING_REPORTED = 0, 0, 1.0, 0
+"""Log number, length, largest priority and dropped updates of a new sampler."""
 
 
-@named_after
-class PrioritizedSampler(WithPriorities):
+class PrioritizedSampler(Sampler):
     """Draws row i with probability ``v_i / sum v``, ``v_i = (p_i + eps) ** alpha``.
 
     ``p_i`` is the raw priority from ``update_priority`` or from the written data. New rows have
@@ -104,6 +106,52 @@ class PrioritizedSampler(WithPriorities):
     """
 
     kind = "prioritized"
+    prioritized = follows_log = True
+    marks_draws = False
+    mapped_entries = ("_priorities",)
+
+    @property
+    def info_keys(self) -> tuple[Any, ...]:
+        """The info keys of all samplers, and ``priority_weight``."""
+        return (*super().info_keys, "priority_weight")
+
+    @checked_keywords
+    def __init__(
+        self,
+        max_capacity: int | None = None,
+        alpha: float = REQUIRED,
+        beta: float = REQUIRED,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        max_priority_within_buffer: bool = False,
+        device: torch.device | str | int | None = None,
+        *,
+        weight_norm: str = "global",
+        stratified: bool = False,
+        replacement: bool = True,
+    ) -> None:
+        super().__init__(replacement=replacement)
+        check_options(type(self).__name__, alpha, beta, max_capacity, dtype, reduction, weight_norm)
+        self.max_capacity = max_capacity
+        self.dtype, self.reduction, self.weight_norm = dtype, reduction, weight_norm
+        self.max_priority_within_buffer = bool(max_priority_within_buffer)
+        self.stratified = bool(stratified)
+        self.device = None if device is None else torch.device(device)
+        self.dropped_updates = 0
+        self._table = PriorityTable(
+            PriorityLaw(alpha, eps, dtype),
+            self.device,
+            smallest=weight_norm == "global",
+            within_buffer=self.max_priority_within_buffer,
+        )
+        self._beta = checked_number("beta", beta)
+        self._chosen: EligiblePriorities | None = None
+        self._attached: weakref.ref[Storage] | None = None
+        # The numbers of the priorities at the last report to a recoverable storage.
+        self._reported: tuple[int, int, float, int] = _NOTHING_REPORTED
+
+    # -- drawing ------------------------------------------------------------------------------
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draw by priority; return the index and ``priority_weight`` ``[B]`` in ``dtype``.
@@ -113,16 +161,24 @@ class PrioritizedSampler(WithPriorities):
             NotEnoughData: no row is eligible for the buffer's transforms. This is a RuntimeError.
         """
         with storage.lock:
-            if not storage.ledger.length:
+            ledger = storage.ledger
+            if not ledger.length:
                 require_rows(storage)
             if self.needs is not NOTHING and self.needs:
                 table, sums = self._among_eligible(storage)
             else:
-                table, sums = self._following(storage), None
+                table, sums = self._table.follow(storage), None
                 if table.law.may_be_zero and not table.drawable:
                     raise self._all_zero("stored priority")
             self._ran_out = False  # there is no pass; clear a flag that was set
-            flat, weight, generation = self._drawn(storage, batch_size, table, sums)
+            flat, weight, generation = table.draw_weighted(
+                batch_size,
+                self.generator,
+                self.stratified,
+                self._beta,
+                ledger if storage.ndim == 1 else None,
+                sums,
+            )
         info = {"priority_weight": weight}
         if generation is not None:
             info["index_generation"] = generation
@@ -149,320 +205,341 @@ class PrioritizedSampler(WithPriorities):
             if not len(storage):
                 return False
             if not self.needs:
-                return self._following(storage).drawable
+                return self._table.follow(storage).drawable
             try:
                 self._among_eligible(storage)
             except RuntimeError:
                 return False
             return True
 
+    def _all_zero(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"every {what} is zero with alpha={self.alpha} and eps={self.eps}, so no row can be "
+            "drawn; give the sampler a larger eps, or some rows a priority above zero"
+        )
+
+    def _eligible(
+        self, storage: Storage, index: EpisodeIndex, law: CountLaw
+    ) -> tuple[PriorityTable, SumSegmentTree]:
+        """Return the table, and a tree of the rows with which windows may start."""
+        table = self._table.follow(storage)
+        if self._chosen is None:
+            self._chosen = EligiblePriorities()
+        return table, self._chosen.follow(table, index, law)
+
+    # -- parameters ---------------------------------------------------------------------------
+
+    @property
+    def alpha(self) -> float:
+        """The exponent of priorities in the draw.
+
+        Setting it takes one pass over all priorities. Raw priorities stay stored, so setting the
+        old value again gives the old probabilities. Setting it raises ValueError if the value is
+        negative, NaN or infinite, or makes a power infinite.
+        """
+        return self._table.law.alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        law = PriorityLaw(value, self.eps, self.dtype)
+        with self._lock_of(self._home(None)):
+            if law.alpha != self.alpha:
+                self._table.set_law(law)
+
+    @property
+    def beta(self) -> float:
+        """The share of the preference that weights undo.
+
+        Setting it raises ValueError if the value is negative, NaN or infinite. Cost: O(1).
+        """
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = checked_number("beta", value)
+
+    @property
+    def eps(self) -> float:
+        """The number that is added to every priority."""
+        return self._table.law.eps
+
+    @property
+    def default_priority(self) -> float:
+        """Raw priority of new rows: the largest ever set, or the largest stored.
+
+        It is 1 before any priority was set.
+        """
+        storage, table = self._home(None), self._table
+        with self._lock_of(storage):
+            table.read()
+            if storage is not None and table.process:
+                table.follow(storage)
+            return table.default
+
+    def _home(self, storage: Storage | None) -> Storage | None:
+        """Return the storage argument, or else the attached storage or the owner's."""
+        if storage is None and self._attached is not None:
+            storage = self._attached()
+        if storage is None and self.owner is not None:
+            storage = self.owner.storage
+        return storage
+
+    @staticmethod
+    def _lock_of(storage: Storage | None) -> Any:
+        """Return the lock of the priorities. Buffers hold it already."""
+        return _NO_LOCK if storage is None else storage.lock
+
+    # -- notifications of writes --------------------------------------------------------------
+
+    def attach(self, storage: Storage) -> None:
+        """Attach the sampler to its storage. All stored rows get ``default_priority``.
+
+        Raises:
+            ValueError: ``max_capacity`` is below the storage's ``max_size``; nothing has changed.
+        """
+        # With lanes the storage has rounded its size up to whole time steps.
+        lanes, most = storage.lanes.numel(), self.max_capacity
+        if most is not None and -(-most // lanes) * lanes < storage.max_size:
+            raise ValueError(
+                f"expected max_capacity of at least the storage's max_size of {storage.max_size}, "
+                f"got {self.max_capacity}; leave it out to have it follow the storage"
+            )
+        self._attached, self._chosen = weakref.ref(storage), None
+        self._table.restart()
+        if len(storage):
+            self._table.follow(storage)
+        if storage.recovery is not None:
+            storage.recovery.adopt_sampler(self)
+
+    def about_to_write(self) -> None:
+        self._table.read()
+
+    def add(self, index: Any) -> None:
+        """Give a new row the default, unless the next request does."""
+        self.extend(index)
+
+    def extend(self, index: Any) -> None:
+        """Give new rows the default, unless the next request does.
+
+        The largest stored priority has to be found now. It may be that of a row that is overwritten
+        before the next request.
+        """
+        if self.owner is None or self.max_priority_within_buffer:
+            self.mark_update(index)
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Give rows ``default_priority``.
+
+        With ``max_priority_within_buffer``, the default ignores the old priorities of these slots.
+
+        Raises:
+            IndexError: an index other than -1 is outside the stored rows.
+            TypeError: the index does not consist of integers.
+        """
+        if storage is None:
+            storage = self._home(None)
+        with self._lock_of(storage):
+            table = self._table.follow(storage)
+            elements = as_elements(index, torch.Size() if storage is None else storage.lanes)
+            limit = self.max_capacity or _UNKNOWN
+            kept, top = stored_elements(elements, limit if storage is None else len(storage))
+            if top:
+                table.give_default(kept, top)
+
+    def empty(self) -> None:
+        """Forget all priorities, and the largest priority ever set."""
+        super().empty()
+        self._table.forget()
+
+    # -- priorities ---------------------------------------------------------------------------
+
+    def check_priorities(self, priority: torch.Tensor) -> None:
+        if len(priority):
+            self._table.law.check(*bounds(as_priorities(priority, len(priority), self.dtype)))
+
+    def update_priority(
+        self,
+        index: Any,
+        priority: Any,
+        *,
+        storage: Storage | None = None,
+        generation: Any = None,
+    ) -> None:
+        """Set the raw priorities of rows.
+
+        If a row occurs several times, its last priority counts. If the call raises, nothing has
+        changed. Cost: O(K log N).
+
+        Args:
+            index: an int, ``[K]``, ``[K, ndim]``, or a tuple of LongTensors. Entries of -1 are
+                ignored.
+            priority: one number for all rows, ``[K]`` or ``[K, 1]``, of any real dtype, on any
+                device.
+            storage: the storage of the rows; by default the storage that the sampler is attached
+                to.
+            generation: ``[K]``, the generations of the slots at sampling. If a slot was written
+                since, its entry is skipped and counted in ``dropped_updates``.
+
+        Raises:
+            ValueError: a priority is NaN or negative; a priority or its power is not finite in
+                ``dtype``; or the number of priorities or generations differs from the number of
+                index entries.
+            IndexError: an index other than -1 is outside the stored rows.
+            TypeError: the index does not consist of integers.
+        """
+        if storage is None:
+            storage = self._home(None)
+        with self._lock_of(storage):
+            table = self._table.follow(storage)
+            # Learners usually pass tensors that need no conversion.
+            ledger = None if storage is None or storage.ndim > 1 else storage.ledger
+            if ledger is not None and table.set_plain(index, priority, generation, ledger):
+                return
+            limit = table.length if storage is None else len(storage)
+            update = resolved_update(index, priority, generation, table.law, storage, limit)
+            self.dropped_updates += update.dropped
+            where, top = table.device, update.top
+            if not top:
+                return
+            table.set(update.elements.to(where), update.priorities.to(where), top)
+            table.most = max(table.most, update.most)
+            if top > table.length:  # without a storage
+                table.cover(top, table.default)
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the exponents and a copy of the stored rows' raw priorities, ``[N]``."""
+        storage, table = self._home(None), self._table
+        with self._lock_of(storage):
+            table.read()
+            if storage is not None:
+                table.follow(storage)
+            return self._state_with(table.priorities.cpu())
+
+    def _state_with(self, raw: Any) -> dict[str, Any]:
+        law, most = self._table.law, self._table.most
+        saved = SavedPriorities(law.alpha, self._beta, law.eps, most, self.dropped_updates, raw)
+        return {**super().state_dict(), **encode_state(saved)}
+
+    def state_to_save(self, storage: Storage) -> dict[str, Any]:
+        # A custom state_dict may change the priorities, so it gets a copy.
+        if type(self).state_dict is not PrioritizedSampler.state_dict:
+            return self.state_dict()
+        if self._home(None) is not storage:
+            return self.state_dict()
+        tracked = self._table.follow(storage).tracked()
+        if storage.recovery is not None:
+            tracked = storage.recovery.tracked(self, tracked)
+        return self._state_with(tracked)
+
+    def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
+        super().check_state(state_dict, storage)
+        SavedPriorities.from_state(state_dict, self.dtype).law()
+
+    def stored_in(self, state_dict: dict[str, Any]) -> int | None:
+        return len(state_dict["_priorities"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load copies of exponents, counters and priorities.
+
+        Priorities beyond the stored rows are dropped, unless ``moved`` follows. If the call raises,
+        nothing has changed.
+
+        Raises:
+            ValueError: entries are missing or invalid.
+            CheckpointError: the state has a newer version.
+        """
+        super().load_state_dict(state_dict)
+        saved = SavedPriorities.from_state(state_dict, self.dtype)
+        law, storage = saved.law(), self._home(None)
+        with self._lock_of(storage):
+            self._table.load(law, saved.priorities, saved.max_priority, storage)
+            self._beta, self.dropped_updates = saved.beta, saved.dropped_updates
+            self._ran_out = False
+
+    def moved(self, rows: torch.Tensor, storage: Storage) -> None:
+        table, lanes = self._table, storage.lanes.numel()
+        table.read()
+        if table.length:
+            cells = (rows[:, None] * lanes + arange(lanes)).flatten()
+            raw = table.priorities[cells.to(table.device)]
+            table.load(table.law, raw, table.most, self._home(None))
+
+    # -- recovery -----------------------------------------------------------------------------
+
+    def works_on(self, storage: Storage) -> bool:
+        """Return whether the storage is attached, and the buffer still uses this sampler."""
+        owner = self.owner
+        attached = self._attached is not None and self._attached() is storage
+        return attached and (owner is None or getattr(owner, "_sampler", self) is self)
+
+    def priorities_changed(self, *, everything: bool = False) -> Changed | None:
+        """Return the changes of the priorities since the last call, or all priorities.
+
+        ``storages.commit_state`` describes the result.
+        """
+        table, storage = self._table, self._home(None)
+        table.read()
+        if storage is not None and storage.ledger.length:
+            table.follow(storage, storage.ledger.length * storage.lanes.numel())
+        now = self._numbers()
+        if now == self._reported and not everything:
+            return None
+        seen, self._reported = self._reported[0], now
+        at, values = table.changed_since(-1 if everything else seen)
+        return Changed(at, values, *now[1:])
+
+    def _numbers(self) -> tuple[int, int, float, int]:
+        table = self._table
+        return table.log.number, table.length, table.most, self.dropped_updates
+
+    def priorities_pending(self) -> bool:
+        """Return whether priorities may have been set since ``priorities_changed``."""
+        table = self._table
+        table.read()
+        reported = self._reported[0] == table.log.number
+        return not (reported and table.is_current(self._home(None)))
+
+    def follow_priorities(self, changed: Changed) -> None:
+        """Load an earlier sampler's priorities, or another process's changes of the priorities.
+
+        Raises:
+            ValueError: the exponents do not allow these priorities.
+        """
+        table, storage, most = self._table, self._home(None), changed.most
+        values = torch.from_numpy(changed.values).to(self.dtype)
+        if changed.elements is None:
+            table.law.check(0.0, most)
+            table.load(table.law, values, most, storage)
+        else:
+            table.follow(None)
+            table.skip(storage)
+            table.truncate(changed.length)
+            if len(changed.elements):
+                table.law.check(0.0, most)
+                index = torch.from_numpy(changed.elements).to(table.device)
+                table.set(index, values.to(table.device), changed.length)
+            table.cover(changed.length, most)
+            table.most = most
+        self.dropped_updates = changed.dropped
+        self._reported = self._numbers()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own: dict[str, Any] = {"_attached": None, "_chosen": None, "_reported": _NOTHING_REPORTED}
+        if multiprocessing.context.get_spawning_popen() is not None:
+            if not (self.owner is not None and self.owner.shared):
+                raise RuntimeError(
+                    f"a {type(self).__name__} cannot be handed to a spawned process: each process "
+                    "would have separate priorities; make one there, or a buffer with shared=True"
+                )
+            # The files of the priorities are shared. The other process finds them through its
+            # storage.
+            own["_table"] = self._table.emptied()
+        return {**super().__getstate__(), **own}
+
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(alpha={self.alpha}, beta={self.beta}, eps={self.eps}, "
             f"reduction={self.reduction!r})"
-        )
-
-
-_DRAWS = ("iid", "stratified", "without_replacement")
-_UNITS = ("step", "slice")
-
-
-class PrioritizedSliceSampler(Sliced, WithPriorities):
-    """Draws windows of rows of one episode by the priority of their start.
-
-    A window starts with row i with probability ``v_i / sum v``, ``v_i = (p_i + eps) ** alpha``. The
-    sum covers only the rows with which a window may start. From such a row on, its episode has at
-    least L rows. Fewer rows are enough with ``strict_length=False``, a right span, or padding. The
-    neighbours that the buffer's transforms need must be stored, too. Other rows keep their
-    priorities, which have an effect as soon as a window may start there. No draw changes a
-    priority.
-
-    All rows of a window have the ``priority_weight`` of its start, ``(v_i / min v) ** -beta``. The
-    minimum is over all stored rows, or over the batch with ``weight_norm="batch"``.
-
-    With ``recent``, a share q of the slices comes from the newest windows. The draw among these
-    uses the same priorities. So
-    ``P(i) = q * v_i / (sum of v over the newest) + (1 - q) * v_i / sum v``. The first term is 0 for
-    windows that are not among the newest.
-
-    Weights use this P for all windows: ``(P(i) / P_low) ** -beta``, with
-    ``P_low = (1 - q) * min v / sum v``. ``P_low`` is the probability of a window that is not among
-    the newest and whose start has the smallest ``v``. So older windows have the same weights as
-    without ``recent``, and newer windows have smaller weights.
-
-    Args:
-        max_capacity, alpha, beta, eps, dtype: as in ``PrioritizedSampler``.
-        reduction, max_priority_within_buffer, weight_norm, device: as in ``PrioritizedSampler``.
-        num_slices, slice_len: exactly one of the two. Windows in a batch of B rows have length
-            ``L = slice_len`` or ``L = B // num_slices``. There are ``K = B // L`` windows.
-        end_key, end_keys, traj_key, ends, trajectories: as in ``SliceSampler``.
-        truncated_key, init_key, strict_length, pad_output: as in ``SliceSampler``.
-        span: whether windows may extend beyond the end of an episode and are then shorter. A span
-            before the start of an episode is ignored with a UserWarning, because windows start with
-            the drawn row.
-        pad: None or "none": no padding. "right": windows may extend beyond the end of an episode
-            and are padded there.
-        short, align, pad_value: the form of padded windows, as in ``SliceSampler``.
-        unit: the rows whose priorities ``update_tensordict_priority`` sets. "step": every row of a
-            sample gets a separate priority. "slice": the start of a window gets the largest
-            priority of its rows. Other rows keep their priorities. A sample with "slice" has the
-            start of each window in ``anchor_index`` and ``anchor_generation``.
-        draw: "iid": independent draws. "stratified": one draw from each of K equal parts of the
-            sum, as with ``stratified=True``. "without_replacement": no start occurs twice in a
-            batch. Each draw is then from the starts that are left.
-        allow_short: for draws without replacement: return fewer windows if too few starts have
-            weight.
-        recent: ``(ratio, steps)``: draw ``ceil(ratio * K)`` slices from the newest ``steps``
-            windows of every lane. These slices come first in the batch. This applies only if
-            ``ratio * rows per lane > steps``, so that plain draws would return too few of the
-            newest windows. One of these windows must also have weight.
-        flat: if ``False``, deliver batches of shape ``[K, L]`` instead of ``[K * L]``.
-        cache_values, compile: no effect.
-        replacement: must be ``True``; see ``draw``.
-
-    A batch has the info of a ``SliceSampler``, and also ``priority_weight`` and
-    ``index_generation``. The generations let priority updates skip rows that were overwritten after
-    the draw.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: in the cases of ``PrioritizedSampler`` and
-            ``SliceSampler``.
-        ValueError: ``pad`` is "left" or "both", or ``unit`` or ``draw`` is unknown.
-
-    Cost: O(B + K log N) for a draw, and O(c log N) for c rows written or updated since the last
-    draw. A new window length, new needs of transforms or a new alpha costs O(N) once.
-    Memory: in float32, 6 bytes per row more than a PrioritizedSampler. With ``recent`` also O(steps
-    * lanes).
-
-    Source: Schaul et al. 2016, "Prioritized Experience Replay", equation 1 and section 3.4.
-
-    Example: slices from the starts of episodes only, because all other rows have priority 0.
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from replaykit import LazyTensorStorage, PrioritizedSliceSampler, ReplayBuffer
-        >>> sampler = PrioritizedSliceSampler(alpha=1.0, beta=1.0, eps=0.0, slice_len=3)
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=6, sampler=sampler)
-        >>> step = torch.arange(20) % 5
-        >>> rows = {"step": step, "td_error": (step == 0).float(), "next": {"done": step == 4}}
-        >>> _ = rb.extend(TensorDict(rows, [20]))
-        >>> rb.sample()["step"].tolist()
-        [0, 1, 2, 0, 1, 2]
-    """
-
-    kind = "prioritized_slice"
-
-    @checked_keywords
-    def __init__(
-        self,
-        max_capacity: int | None = None,
-        alpha: float = REQUIRED,
-        beta: float = REQUIRED,
-        eps: float = 1e-8,
-        dtype: torch.dtype = torch.float,
-        reduction: str = "max",
-        *,
-        num_slices: int | None = None,
-        slice_len: int | None = None,
-        end_key: Any = None,
-        end_keys: Any = None,
-        traj_key: Any = None,
-        ends: torch.Tensor | None = None,
-        trajectories: torch.Tensor | None = None,
-        cache_values: bool = False,
-        truncated_key: Any = ("next", "truncated"),
-        init_key: Any = "is_init",
-        strict_length: bool = True,
-        pad_output: bool = False,
-        compile: Any = False,
-        span: Any = False,
-        max_priority_within_buffer: bool = False,
-        device: torch.device | str | int | None = None,
-        weight_norm: str = "global",
-        unit: str = "step",
-        draw: str = "iid",
-        stratified: bool = False,
-        allow_short: bool = False,
-        pad: str | None = None,
-        short: str | None = None,
-        align: str = "left",
-        pad_value: Any = 0,
-        recent: tuple[float, int] | None = None,
-        flat: bool = True,
-        replacement: bool = True,
-    ) -> None:
-        self.draw = one_of("draw", draw, _DRAWS)
-        if stratified and draw == "without_replacement":
-            raise ValueError("expected stratified=True or draw='without_replacement', got both")
-        newest = checked_recent(recent, "stratified" if stratified else draw)
-        short_allowed = checked_short(allow_short, draw, flat, slice_len)
-        super().__init__(
-            max_capacity,
-            alpha,
-            beta,
-            eps,
-            dtype,
-            reduction,
-            max_priority_within_buffer,
-            device,
-            weight_norm=weight_norm,
-            stratified=stratified or draw == "stratified",
-            replacement=replacement,
-        )
-        self.unit = one_of("unit", unit, _UNITS)
-        self.allow_short = short_allowed
-        self.recent = newest
-        self._newest = self._no_newest()
-        left, right = checked_span(span)
-        if left:
-            warnings.warn(
-                "prioritized slices start with the row that was drawn, so they cannot extend "
-                f"before the start of an episode: span={span!r} is taken as {(False, right)}",
-                UserWarning,
-                stacklevel=2,
-            )
-        if pad in ("left", "both"):
-            raise ValueError(
-                "expected pad as none or right, since prioritized slices start with the row that "
-                f"was drawn, got {pad!r}"
-            )
-        form = checked_form(
-            span=(False, right),
-            strict_length=strict_length,
-            pad_output=pad_output,
-            pad=pad,
-            short=short,
-            align=align,
-        )
-        boundaries = Boundaries(end_key, end_keys, traj_key, ends, trajectories)
-        markers = checked_markers(truncated_key, init_key, boundaries, pad, pad_value)
-        size = SliceSize(num_slices, slice_len)
-        self._slicing = Slicing(size, boundaries, form, markers, flat)
-        self._cache_values = bool(cache_values)
-
-    # -- drawing ------------------------------------------------------------------------------
-
-    @property
-    def info_keys(self) -> tuple[Any, ...]:
-        """The info keys of all slice samplers, and with ``unit="slice"`` the start keys."""
-        anchors = ("anchor_index", "anchor_generation") if self.unit == "slice" else ()
-        return (*super().info_keys, *anchors)
-
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Draw windows; return their rows, one window after another, and their info.
-
-        Raises:
-            NotEnoughData: no window is stored, or too few to draw without replacement.
-            RuntimeError: eps is 0, and so are the priorities of all rows with which a window may
-                start; slices do not fill the batch; the rows are not TensorDicts; or ``ends`` does
-                not match the stored rows.
-            KeyError: no stored column shows where episodes end.
-        """
-        with storage.lock:
-            request, table, sums = self._prepare(storage, batch_size)
-            self._ran_out = False  # there is no pass; clear a flag that was set
-            if self.draw == "without_replacement":
-                start, value = drawn_distinct(table, sums, request.slices, self.generator)
-                if len(start) < request.slices and not self.allow_short:
-                    found = f"{len(start)} with weight to draw without replacement"
-                    raise self._slicing.refuse(request, self.needs, found)
-                weight = self._weights(table, value)
-            else:
-                start, weight = self._drawn_starts(storage, request, table, sums)
-            index, info = self._delivered(storage, request, start)
-            window = info[SEQUENCE_ID]
-            info["priority_weight"] = weight.to(window.device).index_select(0, window)
-            slots = index[:, 0] if storage.ndim > 1 else index
-            info["index_generation"] = storage.ledger.generations(slots)
-            if self.unit == "slice":
-                self._name_starts(storage, start.to(index.device), info)
-            return index, info
-
-    def _prepare(
-        self, storage: Storage, batch_size: int
-    ) -> tuple[SliceRequest, PriorityTable, SumSegmentTree]:
-        """Return request, table and tree of a draw. Raises if no window can be drawn."""
-        request = self._slicing.request(storage, batch_size, self.needs)
-        table, sums = self._eligible(storage, request.episodes, request.law)
-        # Reading a sum on a device waits for it. The episode index is known here.
-        if table.device.type == "cpu" and sums.total > 0:
-            return request, table, sums
-        if not request.episodes.totals(request.law, WINDOWS).any():
-            raise self._slicing.refuse(request, self.needs)
-        if table.law.may_be_zero and not sums.total > 0:
-            raise self._all_zero("priority of a row with which a slice may start")
-        return request, table, sums
-
-    def _drawn_starts(
-        self, storage: Storage, request: SliceRequest, table: PriorityTable, sums: SumSegmentTree
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw the starts of windows, int64 ``[K]``; return them and their weights."""
-        among, count = self._newest, request.slices
-        newest = 0 if self.recent is None else self.recent.slices(request, self.needs)
-        recent = None
-        if newest and among is not None:
-            among.refresh(request)
-            recent = among.draw(newest, sums, self.generator, self.stratified)
-        if among is None or recent is None:
-            return self._drawn(storage, count, table, sums)[:2]
-        start, value, total = recent
-        start, value = start.to(table.device), value.to(table.device)
-        if newest < count:
-            rest = table.draw(count - newest, self.generator, self.stratified, sums)
-            start, value = torch.cat([start, rest[0]]), torch.cat([value, rest[1]])
-            # The newest starts are likelier by this factor than others of the same priority.
-            more = 1 + newest / (count - newest) * float(sums.total) / total
-            value = torch.where(among.among(start), value * more, value)
-        return start, self._weights(table, value)
-
-    def _delivered(
-        self, storage: Storage, request: SliceRequest, start: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Return the rows of the windows with these starts ``[K]``, and the info."""
-        window = request.window
-        if not window.whole:
-            return self._slicing.deliver(storage, request, self._cut(request, start))
-        rows = request.episodes.runs(start.cpu().numpy(), window.length)
-        return self._slicing.hand_out(storage, rows, window.numbers(start.numel()))
-
-    def _cut(self, request: SliceRequest, start: torch.Tensor) -> Cut:
-        """Cut the windows with these starts ``[K]``."""
-        index, window = request.episodes, request.window
-        time, lane = index.time_and_lane(start.cpu().numpy())
-        if window.plain:
-            return Cut(lane, time, time + window.length)
-        _, last, code, _ = index.episodes_at(time, lane)
-        # Rows that are stored only for transforms are in no window.
-        last = last - np.where(code == CONTINUES, request.law.open_future, 0)
-        return window.cut_from(time, last, lane)
-
-    @staticmethod
-    def _name_starts(storage: Storage, start: torch.Tensor, info: dict[Any, Any]) -> None:
-        """Add the start of each row's window to ``info``."""
-        rows, lanes = start[info[SEQUENCE_ID]], storage.lanes
-        info["anchor_index"] = unravel_index(rows, lanes) if lanes else rows
-        slots = info["anchor_index"][:, 0] if lanes else rows
-        info["anchor_generation"] = storage.ledger.generations(slots)
-
-    def _refuse_early(self, storage: Storage, batch_size: int) -> None:
-        request, table, sums = self._prepare(storage, batch_size)
-        if self.draw == "without_replacement" and not self.allow_short:
-            there = int((sums[: table.length] > 0).sum())
-            if there < request.slices:
-                found = f"{there} with weight to draw without replacement"
-                raise self._slicing.refuse(request, self.needs, found)
-
-    def attach(self, storage: Storage) -> None:
-        super().attach(storage)
-        self._newest = self._no_newest()
-
-    def _no_newest(self) -> RecentPriorities | None:
-        return None if self.recent is None else RecentPriorities(self.recent.steps)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_newest": self._no_newest()}
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self._slicing.size!r}, alpha={self.alpha}, beta={self.beta}, "
-            f"eps={self.eps}, draw={self.draw!r}, unit={self.unit!r})"
         )

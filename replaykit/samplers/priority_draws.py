@@ -24,7 +24,6 @@ _MANY = 2
 class _Seen(NamedTuple):
     """The sources of the tree's last update, and its rows: int64 ``[lanes]`` each."""
 
-    table: PriorityTable
     number: int
     episodes: EpisodeIndex
     rebuilt: int
@@ -67,15 +66,13 @@ class EligiblePriorities:
         """Return the tree over a table's rows, updated.
 
         Args:
-            table: the table, with a priority for each stored row.
+            table: the sampler's table, with a priority for each stored row.
             index: the episode index, up to date.
             law: the rule for the number of windows in an episode. Their starts are the first rows
                 of the episode.
         """
         seen = self._seen
-        changed: list[torch.Tensor] | None = None
-        if seen is not None and seen.table is table:
-            changed = table.set_since(seen.number)
+        changed = None if seen is None else table.set_since(seen.number)
         known = (
             changed is not None
             and seen is not None
@@ -100,7 +97,6 @@ class EligiblePriorities:
             self._derive(sums, table, index, law, rows, changed)
         opened = _opened(index, lo, hi, lane) if law.closed else hi
         self._seen = _Seen(
-            table,
             table.log.number,
             index,
             index.rebuilt,

@@ -10,77 +10,28 @@ import numpy as np
 import torch
 
 from replaykit import native
+from replaykit.checkpoint import MappedRows
 from replaykit.checkpoint.dirty_chunks import Changes, TrackedTensor
+from replaykit.errors import CheckpointError
 from replaykit.priorities import MaxSegmentTree, MinSegmentTree, SumSegmentTree
-from replaykit.samplers.priority_rules import PriorityLaw, as_it_is, last_of_each
+from replaykit.samplers.priority_rules import (
+    PriorityLaw,
+    as_it_is,
+    bounds,
+    importance_weights,
+    last_of_each,
+)
+from replaykit.storages import Storage
 from replaykit.storages.change_log import ChangeLog
-from replaykit.storages.commit_state import Changed
+from replaykit.storages.indexing import elements_of
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.tensor_bytes import by_value, from_value
 
-__all__ = ["PriorityTable", "WatchedTable"]
+__all__ = ["PriorityTable"]
 
-_PLAIN = (torch.float32, torch.float64)
+Array = np.ndarray[Any, Any]
 
 _NONE = np.zeros(0, np.int64)
-
-
-class WatchedTable:
-    """The changes of priorities, for a part that stores a copy of the priorities."""
-
-    def __init__(self) -> None:
-        self._table: PriorityTable | None = None
-        self._seen = -1
-        self._numbers: tuple[Any, ...] = ()
-
-    def skip(self, table: PriorityTable, most: float, dropped: int) -> None:
-        """Count all changes up to now as reported."""
-        self._table, self._seen = table, table.log.number
-        self._numbers = table.length, most, dropped
-
-    def pending(self, table: PriorityTable) -> bool:
-        """Return whether ``changed`` may have changes to report."""
-        return self._table is not table or self._seen != table.log.number
-
-    def changed(
-        self, table: PriorityTable, most: float, dropped: int, *, everything: bool
-    ) -> Changed | None:
-        """Return the changes since the last call; None without changes.
-
-        Args:
-            most: the largest priority ever set.
-            dropped: number of updates that came too late.
-            everything: return all priorities instead of the changes.
-
-        Cost: proportional to the number of rows set; O(1) without changes.
-        """
-        seen = self._seen if self._table is table else -1
-        numbers = table.length, most, dropped
-        if seen == table.log.number and numbers == self._numbers and not everything:
-            return None
-        index, raw = table.set_since(seen), table.raw
-        self.skip(table, most, dropped)
-        if index is None or everything:
-            return Changed(None, raw.double().cpu().numpy(), *numbers)
-        if not raw.is_cpu:
-            elements = torch.cat(index).unique() if index else raw[:0].long()
-            elements = elements[elements < table.length]
-            return Changed(elements.cpu().numpy(), raw[elements].double().cpu().numpy(), *numbers)
-        if len(index) == 1:
-            at = index[0].numpy()
-            if raw.dtype in _PLAIN:
-                values = np.empty(len(at))
-                if native.core.take_rising(at, raw.numpy(), values):
-                    return Changed(at, values, *numbers)
-            if not (at[1:] > at[:-1]).all():
-                at = np.unique(at)
-        else:
-            at = np.unique(np.concatenate([_NONE, *(part.numpy() for part in index)]))
-        if len(at) and at[-1] >= table.length:
-            at = at[at < table.length]
-        return Changed(at, raw.numpy()[at].astype(np.float64), *numbers)
-
-
 _FIRST = 1024
 _BLOCK = 1 << 16
 
@@ -93,29 +44,54 @@ class PriorityTable:
     reload, the table equals a new table with the same raw priorities. A row that is not stored has
     raw priority -1 and ``v = 0``, so no draw returns it.
 
-    Memory grows by doubling, up to ``limit``. The table is not thread-safe; the storage's lock
-    guards it.
+    Every use begins with ``follow``. It gives the default to rows that were written since, and
+    removes lost rows. The first ``follow`` allocates memory, which grows by doubling, up to
+    ``limit``. The table is not thread-safe; the storage's lock guards it.
+
+    Attributes:
+        most: the largest raw priority ever set, at least 1.
+        log: the log of the rows whose priorities were set.
 
     Args:
         law: the law that turns ``p`` into ``v``.
-        device: the device of all tensors.
+        device: the device of all tensors; None for the storage's.
         smallest: whether the smallest positive ``v`` will be needed.
-        largest: whether the largest stored ``p`` will be needed.
+        within_buffer: whether the default is the largest stored priority instead of the largest
+            priority ever set.
+
+    Raises:
+        ValueError: the law does not allow the default.
 
     Cost: 4 bytes per row for ``p`` and about 5 for each tree in float32, twice that in float64.
     """
 
     def __init__(
-        self, law: PriorityLaw, device: torch.device, *, smallest: bool, largest: bool
+        self,
+        law: PriorityLaw,
+        device: torch.device | None,
+        *,
+        smallest: bool,
+        within_buffer: bool,
     ) -> None:
-        self.law, self.device = law, device
+        law.check(0.0, 1.0)
+        self.law, self.most, self.within_buffer = law, 1.0, within_buffer
+        self._given, self._smallest = device, smallest
+        self.device = torch.device("cpu") if device is None else device
         self.limit = 2**63 - 1
-        self.length = 0
-        self._with = (smallest, largest)
         self._models = _outputs(0, law.dtype)
         self._same: tuple[tuple[float, int], torch.Tensor] | None = None
         self.log = ChangeLog(1)
-        self._allocate(1)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all rows, and allocate memory again at the next use."""
+        self.length, self.capacity, self.process = 0, 1, 0
+        self._raw = torch.empty(0, dtype=self.law.dtype, device="cpu")
+        # Saved priorities that are still in their file, and the name of the file.
+        self._unread: tuple[torch.Tensor, str] | None = None
+        # The place in the storage's log at the last use; None if the rows of the table are the
+        # stored ones.
+        self._seen: tuple[int, int] | None = None
 
     # Collectors often run in inference mode. Tensors created there cannot be changed outside it.
     @torch.inference_mode(False)
@@ -123,13 +99,99 @@ class PriorityTable:
         options: dict[str, Any] = {"dtype": self.law.dtype, "device": self.device}
         raw = torch.full((capacity,), -1.0, **options)
         sums = SumSegmentTree(capacity, **options)
-        least = MinSegmentTree(capacity, **options) if self._with[0] else None
-        most = MaxSegmentTree(capacity, **options) if self._with[1] else None
+        least = MinSegmentTree(capacity, **options) if self._smallest else None
+        greatest = MaxSegmentTree(capacity, **options) if self.within_buffer else None
         self.capacity, self.process = capacity, os.getpid()
         self.log.rows = capacity
         self.log.edit(None)
         self._saved, self._marked = Changes(capacity, raw.element_size()), self.log.number
-        self._raw, self._sums, self._least, self._most = raw, sums, least, most
+        self._raw, self._sums, self._least, self._greatest = raw, sums, least, greatest
+
+    # -- following the storage ----------------------------------------------------------------
+
+    def follow(self, storage: Storage | None, count: int | None = None) -> PriorityTable:
+        """Return the table itself, with a priority for each row that is stored now.
+
+        Args:
+            count: the number of stored rows, if the caller knows it.
+
+        Raises:
+            CheckpointError: a file of a checkpoint holds values that are not priorities.
+        """
+        if self._unread is not None:
+            self.read()
+        if self.process != os.getpid():
+            self._begin(storage)
+        if storage is not None:
+            self.limit = storage.max_size
+            count = len(storage) if count is None else count
+            if count < self.length:
+                self.truncate(count)
+            if self._seen is None or self._seen[0] != storage.ledger.log.number:
+                self._give_written(storage, count)
+            if count > self.length:
+                self.cover(count, self.default)
+        return self
+
+    def _begin(self, storage: Storage | None = None) -> None:
+        """Allocate memory at the first use, and again in a forked process.
+
+        At the fork, a thread of the parent may have held the locks of the trees, or may have been
+        changing them. The child does not have that thread.
+        """
+        if not self.process:
+            self._place(storage)
+        self._refill(self.priorities, self.capacity)
+
+    def _place(self, storage: Storage | None) -> None:
+        if self._given is None:
+            self.device = torch.device("cpu" if storage is None else storage.device)
+
+    def _give_written(self, storage: Storage, count: int) -> None:
+        """Give the default to rows that were written since the last use."""
+        cleared, slots = storage.ledger.written_since(self._seen)
+        if cleared:
+            self.truncate(0)
+        elements = elements_of(slots, storage.lanes.numel())
+        elements = elements[elements < count]
+        if len(elements):
+            self.give_default(torch.from_numpy(elements), count)
+        self.skip(storage)
+
+    def is_current(self, storage: Storage | None) -> bool:
+        """Return whether no row was written since the last use."""
+        if storage is None:
+            return True
+        if self._seen is None:
+            return self.length == len(storage)
+        return self._seen == storage.ledger.place_in_log
+
+    def skip(self, storage: Storage | None) -> None:
+        """Count all rows that are stored now as rows with priorities."""
+        self._seen = None if storage is None else storage.ledger.place_in_log
+
+    @property
+    def default(self) -> float:
+        """Raw priority of new rows: the largest ever set, or the largest stored.
+
+        It is 1 before any priority was set.
+        """
+        return self.largest() if self.within_buffer else self.most
+
+    def give_default(self, elements: torch.Tensor, top: int) -> None:
+        """Give the default to rows, and to unset rows below ``top``.
+
+        Args:
+            elements: flat indices below ``top``, int64 ``[K]``, K at least 1.
+        """
+        if not self.within_buffer and self._set_same(elements, self.most, top):
+            return
+        elements = elements.to(self.device)
+        if self._greatest is not None and self.length:  # the old priorities do not count
+            self._greatest.update(elements[elements < self.length], float("-inf"))
+        default = self.default
+        self.set(elements, default, top)
+        self.cover(top, default)
 
     # -- setting ------------------------------------------------------------------------------
 
@@ -156,8 +218,8 @@ class PriorityTable:
         self._sums.update(index, value)
         if self._least is not None:
             self._least.update(index, self.law.positive(value))
-        if self._most is not None:
-            self._most.update(index, priority)
+        if self._greatest is not None:
+            self._greatest.update(index, priority)
         if self._saved.frozen:
             self._saved.wrote_at(index)
         if not index.is_cpu:
@@ -187,13 +249,38 @@ class PriorityTable:
             return None
         return [torch.as_tensor(part, device=self.device) for part in slots]
 
+    def changed_since(self, seen: int) -> tuple[Array | None, Array]:
+        """Return the rows set since ``seen``, without repeats, and their raw priorities.
+
+        Returns:
+            int64 ``[K]`` and float64 ``[K]``; or None and all raw priorities, if any may have been
+            set.
+
+        Cost: proportional to the number of rows set.
+        """
+        parts, raw = self.set_since(seen), self.raw
+        if parts is None:
+            return None, raw.double().cpu().numpy()
+        if not raw.is_cpu:
+            found = torch.cat([*parts, raw[:0].long()]).unique()
+            found = found[found < self.length]
+            return found.cpu().numpy(), raw[found].double().cpu().numpy()
+        if len(parts) == 1:
+            at = parts[0].numpy()
+            values = np.empty(len(at))
+            if native.core.take_rising(at, raw.numpy(), values):
+                return at, values
+        at = np.unique(np.concatenate([_NONE, *(part.numpy() for part in parts)]))
+        at = at[at < self.length]
+        return at, raw.numpy()[at].astype(np.float64)
+
     def set_plain(
         self,
         index: torch.Tensor,
         priority: torch.Tensor,
         generation: torch.Tensor | None,
         ledger: Ledger,
-    ) -> float | None:
+    ) -> bool:
         """Check and set priorities in one call of the core, if they need no conversion.
 
         The index must be int64 ``[K]`` of stored slots. The priorities must be ``[K]`` in the law's
@@ -201,12 +288,11 @@ class PriorityTable:
         must still have these generations.
 
         Returns:
-            The largest priority; or None if a condition fails or there is no core. In that case
-            nothing has changed.
+            False if a condition fails. No priority has changed then.
         """
         view = self._sums.native_view
         if view is None or type(index) is not torch.Tensor or ledger.length != self.length:
-            return None
+            return False
         count, dtype = index.shape[0] if index.ndim else 0, self.law.dtype
         if not (
             count
@@ -215,11 +301,11 @@ class PriorityTable:
             and not priority.is_neg()
             and not priority.requires_grad
         ):
-            return None
+            return False
         then = 0
         if generation is not None:
             if not ledger.counted or not as_it_is(generation, torch.int64, count):
-                return None
+                return False
             then = generation.data_ptr()
         if self._saved.frozen:  # a save needs the old values first, even if the core then refuses
             self._saved.wrote_at(index.clamp(0, self.length - 1))
@@ -227,11 +313,12 @@ class PriorityTable:
             index, priority, then, self.length, ledger.next_position, ledger.slots
         )
         if largest < 0:
-            return None
+            return False
+        self.most = max(self.most, largest)
         self._log_set(index)
-        return largest
+        return True
 
-    def set_same(self, index: Any, priority: float, top: int) -> bool:
+    def _set_same(self, index: torch.Tensor, priority: float, top: int) -> bool:
         """Give rows one priority in one call of the core, and cover the rows below ``top``.
 
         Args:
@@ -242,13 +329,12 @@ class PriorityTable:
             False if the index has another form, or the core refuses it. No priority has changed
             then.
         """
-        if self._sums.native_view is None or not isinstance(index, torch.Tensor):
-            return False
         count = index.numel()
-        if self._saved.frozen or not count or not as_it_is(index, torch.int64, count):
+        if self._sums.native_view is None or self._saved.frozen:
             return False
-        if top > self.capacity:
-            self.reserve(top)
+        if not count or not as_it_is(index, torch.int64, count):
+            return False
+        self.reserve(top)
         same = self._same  # another thread may replace it
         if same is None or same[0] != (priority, count):
             full = torch.full((count,), priority, dtype=self.law.dtype, device="cpu")
@@ -277,16 +363,16 @@ class PriorityTable:
             then: the address of the generations of the slots; 0 for no check.
             written, slots: the ledger's next row id and its number of slots.
         """
-        law, least, most, count = self.law, self._least, self._most, index.shape[0]
+        law, least, greatest = self.law, self._least, self._greatest
         largest: float = self._sums.native_view.set_priorities(
             None if least is None else least.native_view,
-            None if most is None else most.native_view,
+            None if greatest is None else greatest.native_view,
             self._raw.data_ptr(),
             law.dtype is torch.float64,
             index.data_ptr(),
             priority.data_ptr(),
             then,
-            count,
+            index.shape[0],
             length,
             written,
             slots,
@@ -311,17 +397,13 @@ class PriorityTable:
         elif fresh.amin().item() < 0:
             self.set((fresh < 0).nonzero()[:, 0] + start, default, top)
 
-    def leave_out_of_largest(self, index: torch.Tensor) -> None:
-        """Leave stored rows of ``index`` out of ``largest``. The caller sets them next."""
-        if self._most is not None and self.length:
-            self._most.update(index[index < self.length], float("-inf"))
-
     def truncate(self, length: int) -> None:
         """Forget the rows from ``length`` on."""
-        self.renew_after_fork()
         count = self.length - length
         if count <= 0:
             return
+        if self.process != os.getpid():
+            self._begin()
         self._saved.wrote(length, count)
         self._raw[length : self.length] = -1.0
         self.length = length
@@ -329,8 +411,13 @@ class PriorityTable:
         self._sums.update_range(length, 0.0, count)
         if self._least is not None:
             self._least.update_range(length, float("inf"), count)
-        if self._most is not None:
-            self._most.update_range(length, float("-inf"), count)
+        if self._greatest is not None:
+            self._greatest.update_range(length, float("-inf"), count)
+
+    def forget(self) -> None:
+        """Forget all priorities, read or unread, and the largest priority ever set."""
+        self.most, self._unread = 1.0, None
+        self.truncate(0)
 
     def set_law(self, law: PriorityLaw) -> None:
         """Draw by another law from now on. Cost: one pass over the stored rows.
@@ -338,26 +425,59 @@ class PriorityTable:
         Raises:
             ValueError: the law does not allow a stored priority; nothing has changed.
         """
-        self.renew_after_fork()
+        law.check(0.0, self.most)  # new rows will get this priority
+        self.read()
         if self.length:
-            law.check(0.0, self._raw[: self.length].amax().item())
+            self.follow(None)
+            law.check(0.0, self.raw.amax().item())
         self.law = law
         self.log.edit(None)
         if self.length:
-            self._set_range(0, self._raw[: self.length])
+            self._set_range(0, self.raw)
 
-    def load(self, priorities: torch.Tensor) -> None:
-        """Replace all priorities by allowed ones, ``[N]``."""
-        self._refill(priorities, max(1, len(priorities)))
+    def load(
+        self,
+        law: PriorityLaw,
+        priorities: torch.Tensor | MappedRows,
+        most: float,
+        storage: Storage | None = None,
+    ) -> None:
+        """Replace the law, all priorities and the largest priority; or raise and change nothing.
 
-    def renew_after_fork(self) -> None:
-        """Rebuild the trees from the raw priorities, in a forked process only.
-
-        At the fork, a thread of the parent may have held the locks of the trees, or may have been
-        changing them. The child does not have that thread.
+        Args:
+            priorities: allowed raw priorities, ``[N]``. MappedRows are read and checked at the next
+                use.
+            storage: the storage of the rows; None if it is not known.
         """
-        if self.process != os.getpid():
-            self._refill(self.priorities, self.capacity)
+        new = object.__new__(PriorityTable)
+        new.__dict__.update(self.__dict__)
+        new.restart()
+        new.law, new.most = law, most
+        new._place(storage)
+        if isinstance(priorities, MappedRows):
+            new._unread = priorities.spanned(), priorities.where
+        else:
+            new._refill(priorities, max(1, len(priorities)))
+        new.skip(storage)
+        self.__dict__.update(new.__dict__)
+
+    def read(self) -> None:
+        """Read saved priorities that are still in their file. Cost: O(N), once.
+
+        Raises:
+            CheckpointError: the file holds values that are not priorities.
+        """
+        if self._unread is None:
+            return
+        raw, where = self._unread
+        try:
+            if len(raw):
+                self.law.check(*bounds(raw))
+        except ValueError as error:
+            text = f"the priorities of the checkpoint, in {where}: {error}"
+            raise CheckpointError(text) from None
+        self._refill(raw, max(1, len(raw)))
+        self._unread = None
 
     def reserve(self, count: int) -> None:
         """Make room for ``count`` rows."""
@@ -382,8 +502,8 @@ class PriorityTable:
             self._sums.update_range(start + at, values)
             if self._least is not None:
                 self._least.update_range(start + at, self.law.positive(values))
-            if self._most is not None:
-                self._most.update_range(start + at, block)
+            if self._greatest is not None:
+                self._greatest.update_range(start + at, block)
 
     def values(self, index: torch.Tensor | None = None) -> torch.Tensor:
         """Return a copy of the tree's ``v``, for indices ``[K]`` or all stored rows."""
@@ -432,10 +552,12 @@ class PriorityTable:
 
     def largest(self) -> float:
         """Return the largest raw priority of the stored rows; 1 if no row is stored."""
-        assert self._most is not None
-        self.renew_after_fork()
-        found = float(self._most.reduce())
-        return found if found >= 0 else 1.0
+        if not self.length:
+            return 1.0
+        self.follow(None)
+        assert self._greatest is not None
+        found = float(self._greatest.reduce())
+        return found if found >= 0 else 1.0  # rows that get the default now do not count
 
     def draw(
         self,
@@ -468,19 +590,18 @@ class PriorityTable:
         beta: float,
         ledger: Ledger | None,
         sums: SumSegmentTree | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-        """Draw indices, weights and generations in one call of the core, if possible.
-
-        Return None if the core cannot make the draw.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Draw indices with weights and generations, in one call of the core if it can.
 
         Args:
             ledger: the ledger of a storage without lanes. Without a ledger, or if it has tables,
-                the draw returns no generations.
+                the draw returns None instead of generations.
             sums: as for ``draw``.
         """
-        view, dtype = (self._sums if sums is None else sums).native_view, self.law.dtype
-        if view is None or (generator is not None and generator.device.type != "cpu"):
-            return None
+        sums, dtype = self._sums if sums is None else sums, self.law.dtype
+        if sums.native_view is None or (generator is not None and generator.device.type != "cpu"):
+            index, value = self.draw(batch_size, generator, stratified, sums)
+            return index, self.weights(value, beta), None
         models = self._models
         if models[0].numel() != batch_size:
             models = self._models = _outputs(batch_size, dtype)
@@ -491,7 +612,7 @@ class PriorityTable:
             generation = torch.empty_like(index)
             then, written, slots = generation.data_ptr(), ledger.next_position, ledger.slots
         uniform = models[2].uniform_(generator=generator)  # no caller keeps it
-        view.draw_weighted(
+        sums.native_view.draw_weighted(
             uniform.data_ptr(),
             batch_size,
             index.data_ptr(),
@@ -505,6 +626,11 @@ class PriorityTable:
             slots,
         )
         return index, weight, generation
+
+    def weights(self, value: torch.Tensor, beta: float) -> torch.Tensor:
+        """Return ``priority_weight`` of a batch with these ``v``, float64 ``[B]``."""
+        smallest = value.amin() if self._least is None else self.smallest()
+        return importance_weights(value, smallest, beta, self.law.dtype)
 
     def find(
         self, uniform: torch.Tensor, stratified: bool, sums: SumSegmentTree | None = None
@@ -521,16 +647,28 @@ class PriorityTable:
 
     # -- pickling -----------------------------------------------------------------------------
 
+    def emptied(self) -> PriorityTable:
+        """Return a table without rows, with the same law and the same default."""
+        table = PriorityTable(
+            self.law, self._given, smallest=self._smallest, within_buffer=self.within_buffer
+        )
+        table.most = self.most
+        return table
+
     def __getstate__(self) -> dict[str, Any]:
-        names = ("law", "device", "limit", "_with")
+        self.read()  # a copy does not share the file
+        names = ("law", "most", "within_buffer", "device", "limit", "_given", "_smallest", "_seen")
         return {"raw": by_value(self.priorities), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        raw = from_value(state["raw"])
-        self.__dict__.update({name: value for name, value in state.items() if name != "raw"})
-        self._models, self.log = _outputs(0, self.law.dtype), ChangeLog(1)
-        self._same = None
-        self.load(raw)
+        raw, seen = from_value(state.pop("raw")), state.pop("_seen")
+        self.__dict__.update(state)
+        self._models, self._same = _outputs(0, self.law.dtype), None
+        self.log = ChangeLog(1)
+        self.restart()
+        self._seen = seen
+        if len(raw):
+            self._refill(raw, len(raw))
 
 
 @torch.inference_mode(False)

@@ -528,7 +528,7 @@ def _read(one: _Source, slots: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
     storage, sampler = one.buffer.storage, one.buffer.sampler
     raw = None
     if sampler.prioritized:
-        raw = sampler._following(storage).raw[slots].clone()  # type: ignore[attr-defined]
+        raw = sampler._table.follow(storage).raw[slots].clone()  # type: ignore[attr-defined]
     return storage.get(slots), raw
 
 
@@ -554,4 +554,4 @@ def _default_value(buffer: ReplayBuffer, source: ReplayBuffer) -> None:
     mine: Any = buffer.sampler
     theirs: Any = source.sampler
     if mine.prioritized:
-        mine._stored.most = max(mine._stored.most, theirs._stored.most)
+        mine._table.most = max(mine._table.most, theirs._table.most)

@@ -174,11 +174,11 @@ class Proportional(DrawLaw):
         sampler: Any = buffer._sampler
         if terms.alpha is not None:
             sampler.alpha = terms.alpha
-        table = sampler._following(storage)
+        table = sampler._table.follow(storage)
         return Measured(self._mass(sampler, buffer, storage, terms), _smallest(table))
 
     def _mass(self, sampler: Any, buffer: ReplayBuffer, storage: Storage, terms: Terms) -> float:
-        table = sampler._following(storage)
+        table = sampler._table.follow(storage)
         if not buffer._needs:
             return float(table._sums.total)
         law = buffer._needs.single

@@ -276,7 +276,7 @@ class SavedShard:
                     mass, smallest = self.law.measure(self.buffer, storage, terms)
                 self._terms = terms  # only if the sampler accepts them
             sampler: Any = self.buffer._sampler
-            most = sampler._stored.most if sampler.prioritized else 1.0
+            most = sampler._table.most if sampler.prioritized else 1.0
             return ShardFacts(
                 len(storage),
                 self._before + storage.ledger.next_position,
@@ -528,7 +528,7 @@ class ShardHolder(SavedShard):
                 return torch.as_tensor(known[0], dtype=torch.int64, device="cpu"), self.facts()
             sampler: Any = self.buffer._sampler
             if sampler.prioritized:
-                sampler._stored.most = max(sampler._stored.most, most)
+                sampler._table.most = max(sampler._table.most, most)
             try:
                 slots = self.buffer.extend(data, update_priority=False)
             except Exception:

@@ -297,7 +297,7 @@ def test_updates_draws_and_exponents_from_several_threads(in_threads: Any) -> No
     in_threads(learn, learn, write, anneal)
     sampler = buffer.sampler
     stored = torch.tensor(raw(buffer))
-    assert torch.equal(sampler._table._sums.leaves, sampler._law.values(stored).float())
+    assert torch.equal(sampler._table._sums.leaves, sampler._table.law.values(stored).float())
     assert sampler._table.smallest() == sampler._table._sums.leaves.min().item()
 
 

@@ -163,7 +163,7 @@ def test_tree_matches_scan(
             continue
         sampler: Any = rb.sampler
         index: EpisodeIndex = storage.episodes
-        found = tree.follow(sampler._following(storage), index, law)
+        found = tree.follow(sampler._table.follow(storage), index, law)
         raw = sampler.state_dict()["_priorities"].numpy()
         expected = np.zeros(len(rb))
         for lane, history in enumerate(histories):

@@ -476,7 +476,7 @@ def test_lanes_update_by_row() -> None:
 @pytest.mark.parametrize(
     "where",
     [
-        "replaykit.samplers.prioritized.PrioritizedSliceSampler._drawn",
+        "replaykit.samplers.priority_table.PriorityTable.draw_weighted",
         "replaykit.samplers.window_forms.Window.numbers",
         "replaykit.samplers.priority_draws.EligiblePriorities._derive_all",
         "replaykit.samplers.priority_draws.EligiblePriorities._derive",

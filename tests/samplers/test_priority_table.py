@@ -18,10 +18,10 @@ def test_many_priorities_are_loaded_as_few_are(dtype: torch.dtype):
     law = PriorityLaw(0.6, 1e-3, dtype)
 
     def table() -> PriorityTable:
-        return PriorityTable(law, torch.device("cpu"), smallest=True, largest=True)
+        return PriorityTable(law, None, smallest=True, within_buffer=True).follow(None)
 
     whole, parts = table(), table()
-    whole.load(raw)
+    whole.load(law, raw, 1.0)
     parts.reserve(count)
     for at in range(0, count, 1000):
         top = min(count, at + 1000)

@@ -36,4 +36,4 @@ def test_an_update_never_reaches_the_successor_of_the_shard_it_is_for(
     rb.update_priority(index, 9.0, generation=generation)
     assert rb.dropped_updates == int((index % 2 == 0).sum()) > 0
     held = members.shards[0].holder.buffer
-    assert held.sampler._following(held.storage).raw[:2].tolist() == [1.0, 1.0]
+    assert held.sampler._table.follow(held.storage).raw[:2].tolist() == [1.0, 1.0]

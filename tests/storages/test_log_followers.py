@@ -83,9 +83,9 @@ def priorities() -> tuple[ReplayBuffer, Any, str, Callable[[], None], Callable[[
         silently(rb, 1, 1)
 
     def read() -> Any:
-        return held._following(rb.storage).priorities.tolist()
+        return held._table.follow(rb.storage).priorities.tolist()
 
-    return rb, held._stored, "_seen", change, read
+    return rb, held._table, "_seen", change, read
 
 
 def live() -> tuple[ReplayBuffer, Any, str, Callable[[], None], Callable[[], Any]]:

@@ -1,0 +1,345 @@
+"""Draw windows in proportion to the priorities of their starts."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from replaykit.episodes import WINDOWS
+from replaykit.episodes.episode_laws import CONTINUES
+from replaykit.keywords import checked_keywords
+from replaykit.priorities import SumSegmentTree
+from replaykit.samplers.prioritized import PrioritizedSampler
+from replaykit.samplers.priority_draws import drawn_distinct
+from replaykit.samplers.priority_rules import REQUIRED
+from replaykit.samplers.priority_table import PriorityTable
+from replaykit.samplers.slice_arguments import (
+    Boundaries,
+    SliceSize,
+    checked_form,
+    checked_span,
+    one_of,
+)
+from replaykit.samplers.slicing import (
+    RecentPriorities,
+    Sliced,
+    SliceRequest,
+    Slicing,
+    checked_markers,
+    checked_recent,
+    checked_short,
+)
+from replaykit.samplers.window_forms import SEQUENCE_ID, Cut
+from replaykit.storages import Storage
+from replaykit.storages.indexing import unravel_index
+
+__all__ = ["PrioritizedSliceSampler"]
+
+_DRAWS = ("iid", "stratified", "without_replacement")
+_UNITS = ("step", "slice")
+
+
+class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
+    """Draws windows of rows of one episode by the priority of their start.
+
+    A window starts with row i with probability ``v_i / sum v``, ``v_i = (p_i + eps) ** alpha``. The
+    sum covers only the rows with which a window may start. From such a row on, its episode has at
+    least L rows. Fewer rows are enough with ``strict_length=False``, a right span, or padding. The
+    neighbours that the buffer's transforms need must be stored, too. Other rows keep their
+    priorities, which have an effect as soon as a window may start there. No draw changes a
+    priority.
+
+    All rows of a window have the ``priority_weight`` of its start, ``(v_i / min v) ** -beta``. The
+    minimum is over all stored rows, or over the batch with ``weight_norm="batch"``.
+
+    With ``recent``, a share q of the slices comes from the newest windows. The draw among these
+    uses the same priorities. So
+    ``P(i) = q * v_i / (sum of v over the newest) + (1 - q) * v_i / sum v``. The first term is 0 for
+    windows that are not among the newest.
+
+    Weights use this P for all windows: ``(P(i) / P_low) ** -beta``, with
+    ``P_low = (1 - q) * min v / sum v``. ``P_low`` is the probability of a window that is not among
+    the newest and whose start has the smallest ``v``. So older windows have the same weights as
+    without ``recent``, and newer windows have smaller weights.
+
+    Args:
+        max_capacity, alpha, beta, eps, dtype: as in ``PrioritizedSampler``.
+        reduction, max_priority_within_buffer, weight_norm, device: as in ``PrioritizedSampler``.
+        num_slices, slice_len: exactly one of the two. Windows in a batch of B rows have length
+            ``L = slice_len`` or ``L = B // num_slices``. There are ``K = B // L`` windows.
+        end_key, end_keys, traj_key, ends, trajectories: as in ``SliceSampler``.
+        truncated_key, init_key, strict_length, pad_output: as in ``SliceSampler``.
+        span: whether windows may extend beyond the end of an episode and are then shorter. A span
+            before the start of an episode is ignored with a UserWarning, because windows start with
+            the drawn row.
+        pad: None or "none": no padding. "right": windows may extend beyond the end of an episode
+            and are padded there.
+        short, align, pad_value: the form of padded windows, as in ``SliceSampler``.
+        unit: the rows whose priorities ``update_tensordict_priority`` sets. "step": every row of a
+            sample gets a separate priority. "slice": the start of a window gets the largest
+            priority of its rows. Other rows keep their priorities. A sample with "slice" has the
+            start of each window in ``anchor_index`` and ``anchor_generation``.
+        draw: "iid": independent draws. "stratified": one draw from each of K equal parts of the
+            sum, as with ``stratified=True``. "without_replacement": no start occurs twice in a
+            batch. Each draw is then from the starts that are left.
+        allow_short: for draws without replacement: return fewer windows if too few starts have
+            weight.
+        recent: ``(ratio, steps)``: draw ``ceil(ratio * K)`` slices from the newest ``steps``
+            windows of every lane. These slices come first in the batch. This applies only if
+            ``ratio * rows per lane > steps``, so that plain draws would return too few of the
+            newest windows. One of these windows must also have weight.
+        flat: if ``False``, deliver batches of shape ``[K, L]`` instead of ``[K * L]``.
+        cache_values, compile: no effect.
+        replacement: must be ``True``; see ``draw``.
+
+    A batch has the info of a ``SliceSampler``, and also ``priority_weight`` and
+    ``index_generation``. The generations let priority updates skip rows that were overwritten after
+    the draw.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: in the cases of ``PrioritizedSampler`` and
+            ``SliceSampler``.
+        ValueError: ``pad`` is "left" or "both", or ``unit`` or ``draw`` is unknown.
+
+    Cost: O(B + K log N) for a draw, and O(c log N) for c rows written or updated since the last
+    draw. A new window length, new needs of transforms or a new alpha costs O(N) once.
+    Memory: in float32, 6 bytes per row more than a PrioritizedSampler. With ``recent`` also O(steps
+    * lanes).
+
+    Source: Schaul et al. 2016, "Prioritized Experience Replay", equation 1 and section 3.4.
+
+    Example: slices from the starts of episodes only, because all other rows have priority 0.
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, PrioritizedSliceSampler, ReplayBuffer
+        >>> sampler = PrioritizedSliceSampler(alpha=1.0, beta=1.0, eps=0.0, slice_len=3)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=6, sampler=sampler)
+        >>> step = torch.arange(20) % 5
+        >>> rows = {"step": step, "td_error": (step == 0).float(), "next": {"done": step == 4}}
+        >>> _ = rb.extend(TensorDict(rows, [20]))
+        >>> rb.sample()["step"].tolist()
+        [0, 1, 2, 0, 1, 2]
+    """
+
+    kind = "prioritized_slice"
+
+    @checked_keywords
+    def __init__(
+        self,
+        max_capacity: int | None = None,
+        alpha: float = REQUIRED,
+        beta: float = REQUIRED,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: Any = None,
+        end_keys: Any = None,
+        traj_key: Any = None,
+        ends: torch.Tensor | None = None,
+        trajectories: torch.Tensor | None = None,
+        cache_values: bool = False,
+        truncated_key: Any = ("next", "truncated"),
+        init_key: Any = "is_init",
+        strict_length: bool = True,
+        pad_output: bool = False,
+        compile: Any = False,
+        span: Any = False,
+        max_priority_within_buffer: bool = False,
+        device: torch.device | str | int | None = None,
+        weight_norm: str = "global",
+        unit: str = "step",
+        draw: str = "iid",
+        stratified: bool = False,
+        allow_short: bool = False,
+        pad: str | None = None,
+        short: str | None = None,
+        align: str = "left",
+        pad_value: Any = 0,
+        recent: tuple[float, int] | None = None,
+        flat: bool = True,
+        replacement: bool = True,
+    ) -> None:
+        self.draw = one_of("draw", draw, _DRAWS)
+        if stratified and draw == "without_replacement":
+            raise ValueError("expected stratified=True or draw='without_replacement', got both")
+        newest = checked_recent(recent, "stratified" if stratified else draw)
+        short_allowed = checked_short(allow_short, draw, flat, slice_len)
+        super().__init__(
+            max_capacity,
+            alpha,
+            beta,
+            eps,
+            dtype,
+            reduction,
+            max_priority_within_buffer,
+            device,
+            weight_norm=weight_norm,
+            stratified=stratified or draw == "stratified",
+            replacement=replacement,
+        )
+        self.unit = one_of("unit", unit, _UNITS)
+        self.allow_short = short_allowed
+        self.recent = newest
+        self._newest = self._no_newest()
+        left, right = checked_span(span)
+        if left:
+            warnings.warn(
+                "prioritized slices start with the row that was drawn, so they cannot extend "
+                f"before the start of an episode: span={span!r} is taken as {(False, right)}",
+                UserWarning,
+                stacklevel=2,
+            )
+        if pad in ("left", "both"):
+            raise ValueError(
+                "expected pad as none or right, since prioritized slices start with the row that "
+                f"was drawn, got {pad!r}"
+            )
+        form = checked_form(
+            span=(False, right),
+            strict_length=strict_length,
+            pad_output=pad_output,
+            pad=pad,
+            short=short,
+            align=align,
+        )
+        boundaries = Boundaries(end_key, end_keys, traj_key, ends, trajectories)
+        markers = checked_markers(truncated_key, init_key, boundaries, pad, pad_value)
+        size = SliceSize(num_slices, slice_len)
+        self._slicing = Slicing(size, boundaries, form, markers, flat)
+        self._cache_values = bool(cache_values)
+
+    # -- drawing ------------------------------------------------------------------------------
+
+    @property
+    def info_keys(self) -> tuple[Any, ...]:
+        """The info keys of all slice samplers, and with ``unit="slice"`` the start keys."""
+        anchors = ("anchor_index", "anchor_generation") if self.unit == "slice" else ()
+        return (*super().info_keys, *anchors)
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """Draw windows; return their rows, one window after another, and their info.
+
+        Raises:
+            NotEnoughData: no window is stored, or too few to draw without replacement.
+            RuntimeError: eps is 0, and so are the priorities of all rows with which a window may
+                start; slices do not fill the batch; the rows are not TensorDicts; or ``ends`` does
+                not match the stored rows.
+            KeyError: no stored column shows where episodes end.
+        """
+        with storage.lock:
+            request, table, sums = self._prepare(storage, batch_size)
+            self._ran_out = False  # there is no pass; clear a flag that was set
+            if self.draw == "without_replacement":
+                start, value = drawn_distinct(table, sums, request.slices, self.generator)
+                if len(start) < request.slices and not self.allow_short:
+                    found = f"{len(start)} with weight to draw without replacement"
+                    raise self._slicing.refuse(request, self.needs, found)
+                weight = table.weights(value, self._beta)
+            else:
+                start, weight = self._drawn_starts(request, table, sums)
+            index, info = self._delivered(storage, request, start)
+            window = info[SEQUENCE_ID]
+            info["priority_weight"] = weight.to(window.device).index_select(0, window)
+            slots = index[:, 0] if storage.ndim > 1 else index
+            info["index_generation"] = storage.ledger.generations(slots)
+            if self.unit == "slice":
+                self._name_starts(storage, start.to(index.device), info)
+            return index, info
+
+    def _prepare(
+        self, storage: Storage, batch_size: int
+    ) -> tuple[SliceRequest, PriorityTable, SumSegmentTree]:
+        """Return request, table and tree of a draw. Raises if no window can be drawn."""
+        request = self._slicing.request(storage, batch_size, self.needs)
+        table, sums = self._eligible(storage, request.episodes, request.law)
+        # Reading a sum on a device waits for it. The episode index is known here.
+        if table.device.type == "cpu" and sums.total > 0:
+            return request, table, sums
+        if not request.episodes.totals(request.law, WINDOWS).any():
+            raise self._slicing.refuse(request, self.needs)
+        if table.law.may_be_zero and not sums.total > 0:
+            raise self._all_zero("priority of a row with which a slice may start")
+        return request, table, sums
+
+    def _drawn_starts(
+        self, request: SliceRequest, table: PriorityTable, sums: SumSegmentTree
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw the starts of windows, int64 ``[K]``; return them and their weights."""
+        among, count = self._newest, request.slices
+        newest = 0 if self.recent is None else self.recent.slices(request, self.needs)
+        recent = None
+        if newest and among is not None:
+            among.refresh(request)
+            recent = among.draw(newest, sums, self.generator, self.stratified)
+        if among is None or recent is None:
+            return table.draw_weighted(
+                count, self.generator, self.stratified, self._beta, None, sums
+            )[:2]
+        start, value, total = recent
+        start, value = start.to(table.device), value.to(table.device)
+        if newest < count:
+            rest = table.draw(count - newest, self.generator, self.stratified, sums)
+            start, value = torch.cat([start, rest[0]]), torch.cat([value, rest[1]])
+            # The newest starts are likelier by this factor than others of the same priority.
+            more = 1 + newest / (count - newest) * float(sums.total) / total
+            value = torch.where(among.among(start), value * more, value)
+        return start, table.weights(value, self._beta)
+
+    def _delivered(
+        self, storage: Storage, request: SliceRequest, start: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """Return the rows of the windows with these starts ``[K]``, and the info."""
+        window = request.window
+        if not window.whole:
+            return self._slicing.deliver(storage, request, self._cut(request, start))
+        rows = request.episodes.runs(start.cpu().numpy(), window.length)
+        return self._slicing.hand_out(storage, rows, window.numbers(start.numel()))
+
+    def _cut(self, request: SliceRequest, start: torch.Tensor) -> Cut:
+        """Cut the windows with these starts ``[K]``."""
+        index, window = request.episodes, request.window
+        time, lane = index.time_and_lane(start.cpu().numpy())
+        if window.plain:
+            return Cut(lane, time, time + window.length)
+        _, last, code, _ = index.episodes_at(time, lane)
+        # Rows that are stored only for transforms are in no window.
+        last = last - np.where(code == CONTINUES, request.law.open_future, 0)
+        return window.cut_from(time, last, lane)
+
+    @staticmethod
+    def _name_starts(storage: Storage, start: torch.Tensor, info: dict[Any, Any]) -> None:
+        """Add the start of each row's window to ``info``."""
+        rows, lanes = start[info[SEQUENCE_ID]], storage.lanes
+        info["anchor_index"] = unravel_index(rows, lanes) if lanes else rows
+        slots = info["anchor_index"][:, 0] if lanes else rows
+        info["anchor_generation"] = storage.ledger.generations(slots)
+
+    def _refuse_early(self, storage: Storage, batch_size: int) -> None:
+        request, table, sums = self._prepare(storage, batch_size)
+        if self.draw == "without_replacement" and not self.allow_short:
+            there = int((sums[: table.length] > 0).sum())
+            if there < request.slices:
+                found = f"{there} with weight to draw without replacement"
+                raise self._slicing.refuse(request, self.needs, found)
+
+    def attach(self, storage: Storage) -> None:
+        super().attach(storage)
+        self._newest = self._no_newest()
+
+    def _no_newest(self) -> RecentPriorities | None:
+        return None if self.recent is None else RecentPriorities(self.recent.steps)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_newest": self._no_newest()}
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self._slicing.size!r}, alpha={self.alpha}, beta={self.beta}, "
+            f"eps={self.eps}, draw={self.draw!r}, unit={self.unit!r})"
+        )
