@@ -18,7 +18,7 @@ from replaykit.storages.history_kernels import Before, Led, StepsPlan
 from replaykit.storages.indexing import ravel
 from replaykit.structure import Node, Path
 from replaykit.ted import format_key
-from replaykit.transforms.history import HistoryTransform, Prepared, Surroundings
+from replaykit.transforms.history import HistoryTransform, Prepared, Stacks, Surroundings
 from replaykit.transforms.transform import Compose
 
 __all__ = ["StoredSurroundings", "apply_all", "fetch_all"]
@@ -93,26 +93,21 @@ class StoredSurroundings(Surroundings):
         return ahead.lead(self.rows, self._cells, self.time, self.last)
 
     def stacks(
-        self,
-        keys: Sequence[Path],
-        count: int,
-        *,
-        zero: bool = False,
-        flat: bool = False,
-        at_next: bool = False,
-    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
-        columns, index = self._columns, self._index
-        if not index.in_ring or type(columns) is not Columns or columns.frames is None:
-            return None
-        if any(not transform.changes.isdisjoint(keys) for transform, _ in self.relabels):
-            return None
-        element, time = self._cells, self.time
-        if at_next:
-            assert self.next_time is not None
-            time = self.next_time
-            element = index.element(time, self.lane)
-        rows = Before(element, time, self.begin, index.bounds(self.lane)[0])
-        return columns.frames.stacks(tuple(keys), rows, count, zero=zero, flat=flat)
+        self, keys: Sequence[Path], count: int, *, zero: bool = False, at_next: bool = False
+    ) -> Stacks:
+        columns, index, found = self._columns, self._index, None
+        relabelled = any(not one.changes.isdisjoint(keys) for one, _ in self.relabels)
+        if index.in_ring and type(columns) is Columns and columns.frames and not relabelled:
+            element, time = self._cells, self.time
+            if at_next:
+                assert self.next_time is not None
+                time = self.next_time
+                element = index.element(time, self.lane)
+            rows = Before(element, time, self.begin, index.bounds(self.lane)[0])
+            found = columns.frames.stacks(tuple(keys), rows, count, zero=zero)
+        if found is None:
+            return super().stacks(keys, count, zero=zero, at_next=at_next)
+        return Stacks(found)
 
     def stored(self) -> int:
         return int(self._index.totals(_ALL, ROWS).sum())

@@ -45,7 +45,6 @@ class _Plan(NamedTuple):
 
     Attributes:
         models: empty stacks of one number of rows, as templates.
-        features: the shape of a frame, for each leaf.
         places: for each frame, the index of its stack, and the byte of the frame in a row of this
             stack. All frames of a leaf precede the frames of the next leaf.
         strides: for each frame, the bytes from row to row in its stack.
@@ -53,7 +52,6 @@ class _Plan(NamedTuple):
     """
 
     models: list[torch.Tensor]
-    features: list[torch.Size]
     places: list[tuple[int, int]]
     strides: list[int]
     nbytes: int
@@ -75,19 +73,16 @@ class Frames:
         self._plans: dict[Any, _Plan | None] = {}
 
     def stacks(
-        self, paths: tuple[Path, ...], rows: Before, count: int, *, zero: bool, flat: bool
-    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
-        """Return ``count`` frames for each row in one tensor, the oldest first.
+        self, paths: tuple[Path, ...], rows: Before, count: int, *, zero: bool
+    ) -> dict[Path, torch.Tensor] | None:
+        """Return ``count`` frames for each row, the oldest first: ``[B, count, *F]`` by path.
+
+        The result is None if a leaf is missing.
 
         Args:
             zero: fill missing frames with zeros.
-            flat: put the frames along the first feature dimension.
-
-        Returns:
-            By path, the frames ``[B, count, *F]`` and the shape ``F``. With ``flat`` and a feature
-            dimension, the frames are ``[B, count * F[0], *F[1:]]``. None if a leaf is missing.
         """
-        key, number = (paths, count, flat), rows.element.shape[0]
+        key, number = (paths, count), rows.element.shape[0]
         if key not in self._plans:
             self._plans[key] = self._plan(*key)
         plan = self._plans[key]
@@ -107,9 +102,9 @@ class Frames:
         bases = [leaf.data_ptr() for leaf in made]
         to = [bases[leaf] + byte for leaf, byte in plan.places]
         table.frames(*rows, self._rows.cells, count, zero, to, plan.strides, threads)
-        return dict(zip(paths, zip(made, plan.features, strict=True), strict=True))
+        return dict(zip(paths, made, strict=True))
 
-    def _plan(self, paths: tuple[Path, ...], count: int, flat: bool) -> _Plan | None:
+    def _plan(self, paths: tuple[Path, ...], count: int) -> _Plan | None:
         """Return a plan; None if a leaf is missing."""
         tensors = self._columns.tensors
         if not all(path in tensors for path in paths):
@@ -118,18 +113,12 @@ class Frames:
         shapes = [leaf.shape[self._columns.ndim :] for leaf in leaves]
         sizes = [leaf.dtype.itemsize * s.numel() for leaf, s in zip(leaves, shapes, strict=True)]
         models = [
-            torch.empty((1, *_stacked(shape, count, flat)), dtype=leaf.dtype, device="cpu")
+            torch.empty((1, count, *shape), dtype=leaf.dtype, device="cpu")
             for shape, leaf in zip(shapes, leaves, strict=True)
         ]
         places = [(at, j * size) for at, size in enumerate(sizes) for j in range(count)]
         strides = [count * size for size in sizes for _ in range(count)]
-        return _Plan(models, shapes, places, strides, count * sum(sizes))
-
-
-def _stacked(shape: torch.Size, count: int, flat: bool) -> torch.Size:
-    if flat and shape:
-        return torch.Size([count * shape[0], *shape[1:]])
-    return torch.Size([count, *shape])
+        return _Plan(models, places, strides, count * sum(sizes))
 
 
 _MOST_BYTES = 2**20

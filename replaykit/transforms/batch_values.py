@@ -13,7 +13,7 @@ from tensordict import is_tensorclass
 from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup, put_all
 from replaykit.structure import Path
 from replaykit.ted import Key, format_key, unravel
-from replaykit.transforms.history import Surroundings
+from replaykit.transforms.history import Surroundings, over_features
 from replaykit.transforms.transform import Transform
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "keep_padding",
     "last_real",
     "nearest_real",
-    "over_features",
     "real_of",
     "real_rows",
     "require",
@@ -70,8 +69,7 @@ def keep_padding(real: torch.Tensor | None, new: torch.Tensor, old: torch.Tensor
     """Return ``new`` at real rows and ``old`` at padding, in the dtype of ``new``."""
     if real is None:
         return new
-    over_features = real.reshape(*real.shape, *[1] * (new.ndim - real.ndim))
-    return torch.where(over_features, new, old.to(new.dtype))
+    return torch.where(over_features(real, new), new, old.to(new.dtype))
 
 
 def require_tensor(data: Any, key: Key) -> torch.Tensor:
@@ -185,14 +183,6 @@ def real_of(mask: np.ndarray[Any, Any] | None, data: Any) -> torch.Tensor | None
         return None
     leaf = next(iter(data.values(True, True)))
     return torch.from_numpy(np.ascontiguousarray(mask)).to(leaf.device)
-
-
-def over_features(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Append dimensions of size 1 to values ``[B, *k]``, to match those of ``like``."""
-    more = like.ndim - values.ndim
-    if more == 0:
-        return values
-    return values.unsqueeze(-1) if more == 1 else values.reshape(*values.shape, *[1] * more)
 
 
 def _with_padding(old: Any, new: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,13 @@ from replaykit._compat import lookup
 from replaykit.episodes import EndReason
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
-from replaykit.transforms.batch_values import as_number, last_real, over_features, set_all, set_real
-from replaykit.transforms.history import HistoryTransform, Surroundings, as_tensor_like
+from replaykit.transforms.batch_values import as_number, last_real, set_all, set_real
+from replaykit.transforms.history import (
+    HistoryTransform,
+    Surroundings,
+    as_tensor_like,
+    over_features,
+)
 
 __all__ = [
     "TERMINATED",

@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from replaykit import native
@@ -15,12 +14,13 @@ from replaykit.episodes import Needs
 from replaykit.storages.batch_memory import BatchMemory
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
-from replaykit.transforms.batch_values import as_number, over_features, real_of, set_all, set_real
+from replaykit.transforms.batch_values import as_number, real_of, set_all, set_real
 from replaykit.transforms.history import (
-    Around,
     HistoryTransform,
+    Stacks,
     Surroundings,
     as_tensor_like,
+    over_features,
     require,
 )
 
@@ -34,6 +34,8 @@ def arranged(frames: torch.Tensor, how: StackFrames) -> torch.Tensor:
         ValueError: ``dim`` is out of range.
     """
     features = frames.ndim - 2
+    if features and not how.dim and not how.new_dim:
+        return frames.flatten(1, 2)
     if not features:
         if how.dim not in (0, -1):
             raise ValueError(f"dim: expected 0 or -1 for single numbers, got {how.dim}")
@@ -47,63 +49,43 @@ def arranged(frames: torch.Tensor, how: StackFrames) -> torch.Tensor:
     dim = how.dim % places
     if how.new_dim:
         return frames.movedim(1, 1 + dim)
-    if not dim:
-        return frames.flatten(1, 2)
     return frames.movedim(1, 1 + dim).flatten(1 + dim, 2 + dim)
 
 
-def next_stack(before: torch.Tensor, following: torch.Tensor, how: StackFrames) -> torch.Tensor:
-    """Return the stack of frames ``[B, k - 1, *F]`` and the next frame ``[B, *F]``."""
-    return arranged(torch.cat([before, following.unsqueeze(1)], 1), how)
-
-
-def contiguous_stacks(
-    frames: torch.Tensor,
-    features: torch.Size,
-    skip: int,
-    following: torch.Tensor,
-    like: torch.Tensor,
-    how: StackFrames,
+def next_stack(
+    frames: torch.Tensor, skip: int, following: torch.Tensor, like: torch.Tensor, how: StackFrames
 ) -> torch.Tensor:
-    """Return ``next_stack`` of contiguous frames, without the first ``skip`` frames.
+    """Return the stack of frames and the next frame ``[B, *F]``.
 
     Args:
-        frames: ``k - 1 + skip`` frames, as ``Surroundings.stacks`` returns them.
-        features: the shape ``F`` of one frame.
-        like: a contiguous stack with the shape and memory layout of the result.
+        frames: ``[B, skip + k - 1, *F]``, of which the first ``skip`` are left out.
+        like: any frames ``[B, k, *F]``.
     """
-    count = how.k - 1 + skip
     # Another transform may have replaced the next frame by one of other dtype, shape or device.
     if (
         type(following) is not torch.Tensor
         or following.dtype is not frames.dtype
-        or not following.is_cpu
+        or not (following.is_cpu and frames.is_cpu and like.is_contiguous())
         or following.requires_grad
         or following.shape[0] != frames.shape[0]
-        or following.shape[1:] != features
-        or not _lies_alike(following, frames, len(features))
+        or following.shape[1:] != like.shape[2:]
+        or following.stride()[1:] != (strides := like.stride())[2:]
+        or frames.stride()[1:] != strides[1:]
     ):
-        return next_stack(frames.view(-1, count, *features)[:, skip:], following, how)
-    one = features.numel() * frames.dtype.itemsize
+        return arranged(torch.cat([frames[:, skip:], following.unsqueeze(1)], 1), how)
+    item, one = like.itemsize, strides[1] * like.itemsize
     stack = how.memory.new(like.shape, like.dtype)
     native.core.join_rows(
         frames.data_ptr() + skip * one,
-        count * one,
-        (count - skip) * one,
+        frames.stride(0) * item,
+        (how.k - 1) * one,
         following.data_ptr(),
-        following.stride(0) * frames.dtype.itemsize,
+        following.stride(0) * item,
         one,
         frames.shape[0],
         stack.data_ptr(),
     )
-    return stack if how.flat else arranged(stack, how)
-
-
-def _lies_alike(following: torch.Tensor, frames: torch.Tensor, features: int) -> bool:
-    """Return whether the values of a row in ``following`` have the strides of a frame."""
-    if features == 1:
-        return following.stride(1) == 1
-    return following.stride()[1:] == frames.stride()[frames.ndim - features :]
+    return arranged(stack, how)
 
 
 class FrameStream:
@@ -165,7 +147,7 @@ class FrameStream:
                 following = data.get(("next", *key), None)
                 made.set(key, arranged(stack, how).clone())
                 if following is not None:
-                    made.set(("next", *key), next_stack(stack[:, 1:], following, how))
+                    made.set(("next", *key), next_stack(stack, 1, following, stack, how))
         self._frames = frames
         return made
 
@@ -201,22 +183,11 @@ def _one_a_lane(reset: Any, lanes: int) -> torch.Tensor | None:
     return reset.reshape(lanes)
 
 
-Array = np.ndarray[Any, Any]
+class _Stacked(NamedTuple):
+    """The frames of each row, and those before a ``next`` of a later row."""
 
-
-class _Fetched(NamedTuple):
-    """The frames of each row ``[B, k]``, and those before a ``next`` of a later row."""
-
-    frames: Around
-    before_next: Around | None
-    next_keys: set[Path]
-
-
-class _Stacks(NamedTuple):
-    """The same frames as in ``_Fetched``, as one leaf per key with zeros filled in."""
-
-    stacks: dict[Path, tuple[torch.Tensor, torch.Size]]
-    before_next: dict[Path, tuple[torch.Tensor, torch.Size]] | None
+    frames: Stacks
+    before_next: Stacks | None
     next_keys: set[Path]
 
 
@@ -296,22 +267,21 @@ class StackFrames(HistoryTransform):
         self.changes = frozenset({*self.keys, *(("next", *key) for key in self.keys)})
         self._next_of: dict[Path, Path] = {key: ("next", *key) for key in self.keys}
         self._known: tuple[Collection[Path], set[Path]] | None = None
-        self._ages = np.arange(k - 1, -1, -1)
-        self.flat = not dim and not new_dim
         self.memory = BatchMemory()  # of the stacks under "next"
 
     # -- under the lock -----------------------------------------------------------------------
 
-    def fetch(self, around: Surroundings) -> _Fetched | _Stacks | None:
+    def fetch(self, around: Surroundings) -> _Stacked | None:
         """Read the frames of each row, and of the row that ``next`` comes from."""
         if self.k == 1 and not self.new_dim:
             return None
-        next_keys = self._with_next(around.keys)
+        next_keys, zero, ahead = self._with_next(around.keys), self.pad == "zero", None
         if next_keys:
             around.next_made.append(self)
-        later = bool(next_keys) and around.next_time is not None and self.k > 1
-        before = [key for key in self.keys if key in next_keys] if later else []
-        return self._stacks(around, before, next_keys) or self._frames(around, before, next_keys)
+            if around.next_time is not None and self.k > 1:
+                before = [key for key in self.keys if key in next_keys]
+                ahead = around.stacks(before, self.k - 1, zero=zero, at_next=True)
+        return _Stacked(around.stacks(self.keys, self.k, zero=zero), ahead, next_keys)
 
     def _with_next(self, stored: Collection[Path]) -> set[Path]:
         """Return the keys that are also stored under ``next``; computed once per schema."""
@@ -321,95 +291,30 @@ class StackFrames(HistoryTransform):
             known = self._known = stored, found
         return known[1]
 
-    def _stacks(
-        self, around: Surroundings, before: list[Path], next_keys: set[Path]
-    ) -> _Stacks | None:
-        """Read whole stacks in one step.
-
-        Return None if the batch has padding, or if the storage cannot do it.
-        """
-        if self.k == 1 or around.mask is not None:
-            return None
-        zero, ahead = self.pad == "zero", None
-        stacks = around.stacks(self.keys, self.k, zero=zero, flat=self.flat)
-        if stacks is None:
-            return None
-        if before:
-            ahead = around.stacks(before, self.k - 1, zero=zero, flat=self.flat, at_next=True)
-            if ahead is None:
-                return None
-        return _Stacks(stacks, ahead, next_keys)
-
-    def _frames(self, around: Surroundings, before: list[Path], next_keys: set[Path]) -> _Fetched:
-        first = around.first[:, None]
-        frames = around.fetch(self.keys, np.maximum(around.time[:, None] - self._ages, first))
-        before_next = None
-        if before:
-            assert around.next_time is not None
-            time = np.maximum(around.next_time[:, None] - self._ages[1:], first)
-            before_next = around.fetch(before, time)
-        return _Fetched(frames, before_next, next_keys)
-
     # -- without the lock ---------------------------------------------------------------------
 
-    def apply(self, data: Any, fetched: _Fetched | _Stacks | None, around: Surroundings) -> Any:
+    def apply(self, data: Any, fetched: _Stacked | None, around: Surroundings) -> Any:
         """Replace the frames by stacks."""
         if fetched is None:
             return data
-        if isinstance(fetched, _Stacks):
-            set_all(data, self._by_path(data, fetched))
-            return data
         own = require(data, self.keys, self)
-        leaves = around.seen(fetched.frames)
-        ahead = None if fetched.before_next is None else around.seen(fetched.before_next)
+        leaves = around.frames(fetched.frames)
+        ahead = None if fetched.before_next is None else around.frames(fetched.before_next)
         real = real_of(around.mask, data)
         values: dict[Path, torch.Tensor] = {}
         for key in self.keys:
-            frames = self._cleared(leaves[key], around.time, self._ages, around)
-            before = frames[:, 1:]
-            if ahead is not None and key in fetched.next_keys:
-                assert around.next_time is not None
-                before = self._cleared(ahead[key], around.next_time, self._ages[1:], around)
-            under_next = self._next_of[key]
+            frames, under_next = leaves[key], self._next_of[key]
             following = lookup(data, under_next) if key in fetched.next_keys else None
             if following is not None:
+                before, skip = (frames, 1) if ahead is None else (ahead[key], 0)
                 if real is not None:
                     before = _or_own(before, following, real)
-                values[under_next] = next_stack(before, following, self)
+                values[under_next] = next_stack(before, skip, following, frames, self)
             if real is not None:
                 frames = _or_own(frames, own[key], real)
             values[key] = arranged(frames, self)
         set_all(data, values)
         return data
-
-    def _by_path(self, data: Any, fetched: _Stacks) -> dict[Path, torch.Tensor]:
-        """Return the stacks by the paths at which they are set."""
-        values: dict[Path, torch.Tensor] = {}
-        for key, (stack, features) in fetched.stacks.items():
-            if lookup(data, key) is None:
-                require(data, [key], self)
-            under_next = self._next_of[key]
-            following = lookup(data, under_next) if key in fetched.next_keys else None
-            if following is not None:
-                frames, skip = stack, 1
-                if fetched.before_next is not None:
-                    frames, skip = fetched.before_next[key][0], 0
-                values[under_next] = contiguous_stacks(
-                    frames, features, skip, following, stack, self
-                )
-            values[key] = stack if self.flat else arranged(stack, self)
-        return values
-
-    def _cleared(
-        self, frames: torch.Tensor, time: Array, ages: Array, around: Surroundings
-    ) -> torch.Tensor:
-        """Return frames ``[B, k, *F]``; with ``pad="zero"``, zeros before the episode."""
-        if self.pad == "repeat":
-            return frames
-        before = time[:, None] - ages < around.first[:, None]
-        if not before.any():
-            return frames
-        return frames.masked_fill(over_features(as_tensor_like(before, frames), frames), 0)
 
     # -- outside of batches -------------------------------------------------------------------
 
@@ -529,48 +434,31 @@ class PreviousStep(HistoryTransform):
         made = [_ALL] if concat else list(self.names.values())
         self.changes = frozenset({*made, *(("next", *key) for key in made)})
 
-    def fetch(self, around: Surroundings) -> Around | dict[Path, torch.Tensor]:
+    def fetch(self, around: Surroundings) -> tuple[Stacks, Stacks | None]:
         """Read the row before each row, and the row that ``next`` comes from."""
         around.next_made.append(self)
-        pairs = self._stacks(around)
-        if pairs is not None:
-            return pairs
-        own = around.time if around.next_time is None else around.next_time
-        time = np.empty((len(own), 2), np.int64)
-        np.maximum(around.time - 1, around.first, out=time[:, 0])
-        time[:, 1] = own
-        return around.fetch(self.keys, time)
+        pairs = around.stacks(self.keys, 2, zero=True)
+        if around.next_time is None:
+            return pairs, None
+        return pairs, around.stacks(self.keys, 1, at_next=True)
 
-    def _stacks(self, around: Surroundings) -> dict[Path, torch.Tensor] | None:
-        """Read ``[B, 2, *F]`` for each key in one step; return None if the storage cannot."""
-        stacks = around.stacks(self.keys, 2, zero=True)
-        if stacks is None:
-            return None
-        pairs = {key: stack for key, (stack, _) in stacks.items()}
-        if around.next_time is not None:
-            ahead = around.stacks(self.keys, 1, at_next=True)
-            if ahead is None:
-                return None
-            for key, (own, _) in ahead.items():
-                pairs[key][:, 1:] = own
-        return pairs
-
-    def apply(
-        self, data: Any, fetched: Around | dict[Path, torch.Tensor], around: Surroundings
-    ) -> Any:
+    def apply(self, data: Any, fetched: tuple[Stacks, Stacks | None], around: Surroundings) -> Any:
         """Add the values of the previous step."""
-        leaves = fetched if isinstance(fetched, dict) else around.seen(fetched)
-        # Zeros are filled in already, but zeros of actions become columns that are not zero.
-        blank = leaves is fetched and not self.init and self.num_actions is None
+        pairs, ahead = fetched
+        leaves = around.frames(pairs)
+        if ahead is not None:
+            for key, own in around.frames(ahead).items():
+                leaves[key][:, 1:] = own
         begins = None
+        # Zeros of actions become columns that are not zero.
+        if self.init or self.num_actions is not None:
+            begins = around.time == around.first
         values: dict[Path, torch.Tensor] = {}
         has_next = any(key[0] == "next" for key in around.keys)
         for name, pair in self._pairs(leaves).items():
             previous = pair[:, 0]
-            if not blank:
-                if begins is None:
-                    begins = as_tensor_like(around.time == around.first, previous)
-                previous = self._started(name, previous, begins)
+            if begins is not None:
+                previous = self._started(name, previous, as_tensor_like(begins, previous))
             values[name] = previous
             if has_next:
                 under_next: Path = ("next", *name)

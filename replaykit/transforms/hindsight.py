@@ -15,7 +15,13 @@ from replaykit._compat import TensorDict, fields_of, lookup
 from replaykit.structure import Path
 from replaykit.ted import Key, format_key, unravel
 from replaykit.transforms.batch_values import as_number, set_all
-from replaykit.transforms.history import Around, HistoryTransform, Surroundings, as_tensor_like
+from replaykit.transforms.history import (
+    Around,
+    HistoryTransform,
+    Surroundings,
+    as_tensor_like,
+    over_features,
+)
 
 __all__ = [
     "REACHED",
@@ -534,7 +540,7 @@ class HindsightGoal(HistoryTransform):
 
 
 def _where(rows: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    return torch.where(rows.view(-1, *[1] * (old.ndim - 1)) if old.ndim > 1 else rows, new, old)
+    return torch.where(over_features(rows, old), new, old)
 
 
 def _checked(name: str, found: Any, old: torch.Tensor) -> torch.Tensor:

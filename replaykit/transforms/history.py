@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +43,17 @@ class Around:
     time: Array
     lane: Array
     leaves: dict[Path, torch.Tensor]
+
+
+class Stacks(NamedTuple):
+    """The rows up to each row of a batch, as ``Surroundings.stacks`` reads them.
+
+    ``rows`` are the final values by key, or rows that earlier transforms may relabel. ``missing``
+    is bool ``[B, count]``, True at rows that are to be zeros.
+    """
+
+    rows: Around | dict[Path, torch.Tensor]
+    missing: Array | None = None
 
 
 class Surroundings(ABC):
@@ -145,15 +156,9 @@ class Surroundings(ABC):
         return None
 
     def stacks(
-        self,
-        keys: Sequence[Path],
-        count: int,
-        *,
-        zero: bool = False,
-        flat: bool = False,
-        at_next: bool = False,
-    ) -> dict[Path, tuple[torch.Tensor, torch.Size]] | None:
-        """Return the ``count`` rows up to each row of the batch, oldest first.
+        self, keys: Sequence[Path], count: int, *, zero: bool = False, at_next: bool = False
+    ) -> Stacks:
+        """Read the ``count`` rows up to each row of the batch, for ``frames``.
 
         Only ``fetch`` of a transform may call this.
 
@@ -161,15 +166,25 @@ class Surroundings(ABC):
             keys: stored keys.
             count: number of rows; if the episode has fewer, its first row is repeated.
             zero: use zeros instead of the first row.
-            flat: join rows along the first feature dimension, if there is one.
-            at_next: return the rows up to the rows at ``next_time`` instead.
-
-        Returns:
-            For each key, one leaf and ``F``. The leaf is ``[B, count, *F]``, or with ``flat`` ``[B,
-            count * F[0], *F[1:]]``. If the result is None, the caller must ``fetch`` the rows
-            instead.
+            at_next: read the rows up to the rows at ``next_time`` instead.
         """
-        return None
+        last = self.next_time if at_next else self.time
+        assert last is not None
+        time, first = last[:, None] - np.arange(count - 1, -1, -1), self.first[:, None]
+        rows = self.fetch(keys, np.maximum(time, first))
+        return Stacks(rows, time < first if zero else None)
+
+    def frames(self, stacks: Stacks) -> dict[Path, torch.Tensor]:
+        """Return rows that ``stacks`` has read, ``[B, count, *F]`` by key, oldest first."""
+        if isinstance(stacks.rows, dict):
+            return stacks.rows
+        leaves, missing = self.seen(stacks.rows), stacks.missing
+        if missing is None or not missing.any():
+            return leaves
+        return {
+            key: leaf.masked_fill(over_features(as_tensor_like(missing, leaf), leaf), 0)
+            for key, leaf in leaves.items()
+        }
 
     def seen(self, around: Around) -> dict[Path, torch.Tensor]:
         """Return fetched leaves with the changes of earlier transforms that relabel rows."""
@@ -311,6 +326,14 @@ def needs_of(transforms: Sequence[Any]) -> Needs:
 def as_tensor_like(values: Array, leaf: torch.Tensor) -> torch.Tensor:
     """Return numbers ``[B, ...]`` as a tensor on the device of a leaf."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(leaf.device)
+
+
+def over_features(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Append dimensions of size 1 to values ``[B, *k]``, to match those of ``like``."""
+    more = like.ndim - values.ndim
+    if more == 0:
+        return values
+    return values.unsqueeze(-1) if more == 1 else values.reshape(*values.shape, *[1] * more)
 
 
 def require(data: Any, keys: Sequence[Path], who: object) -> Mapping[Path, torch.Tensor]:

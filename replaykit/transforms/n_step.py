@@ -18,7 +18,6 @@ from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS, end_flags, format_key, unravel
 from replaykit.transforms.batch_values import (
     nearest_real,
-    over_features,
     rows_ahead,
     set_all,
     set_groups,
@@ -38,6 +37,7 @@ from replaykit.transforms.history import (
     HistoryTransform,
     Surroundings,
     as_tensor_like,
+    over_features,
     require,
 )
 from replaykit.transforms.transform import Transform

@@ -18,6 +18,7 @@ from replaykit.structure import Path
 from replaykit.ted import Key, end_flags, format_key, unravel
 from replaykit.transforms.batch_values import as_number
 from replaykit.transforms.discounting import discounted_returns
+from replaykit.transforms.history import over_features
 from replaykit.transforms.trajectory_edits import EditedEpisodes
 from replaykit.transforms.transform import Transform
 
@@ -337,8 +338,8 @@ class ReturnToGo(Transform):
         returns = self._returns(leaves, rows, value)
         valid = torch.from_numpy(np.repeat(ended, rows))
         old = leaves[self.key]
-        over = valid.view(-1, *[1] * (returns.ndim - 1))
-        leaves[self.key] = torch.where(over, returns, self.default).to(old.device, old.dtype)
+        returns = torch.where(over_features(valid, returns), returns, self.default)
+        leaves[self.key] = returns.to(old.device, old.dtype)
         leaves[_VALID] = valid.view(-1, 1).to(old.device)
 
     def __repr__(self) -> str:

@@ -13,7 +13,12 @@ from replaykit._compat import is_tensordict
 from replaykit.episodes import EndReason, Head, Needs
 from replaykit.structure import Leaf, Node, Path, Rules, build, flatten, leaf_paths
 from replaykit.ted import DEFAULT_DONE_KEYS, FLAG_KEYS, RESERVED_KEYS, Key, end_flags, format_key
-from replaykit.transforms.history import HistoryTransform, Surroundings, as_tensor_like
+from replaykit.transforms.history import (
+    HistoryTransform,
+    Surroundings,
+    as_tensor_like,
+    over_features,
+)
 
 __all__ = ["EditedEpisodes", "TrajectoryTransform", "check_flags", "end_reasons", "same_rows"]
 
@@ -464,20 +469,16 @@ def _put(data: Any, copied: _Copied, edited: EditedEpisodes, cut: _Cut) -> Any:
         if flag is None or flag.dtype is not torch.bool:
             continue
         if path in marks:
-            where = _over(marks[path], flag)
+            where = over_features(marks[path], flag)
             flag = flag | where if path in edited.leaves else where.expand_as(flag).clone()
         # Only real rows mark ends and beginnings.
-        data.set(path, flag & _over(real, flag))
+        data.set(path, flag & over_features(real, flag))
     data.set(_MASK, real)
     for key in _OTHER_MASKS:
         mask = data.get(key, None)
         if mask is not None and mask.shape[:1] == real.shape and mask.dtype is torch.bool:
-            data.set(key, mask & _over(real, mask))
+            data.set(key, mask & over_features(real, mask))
     return data
-
-
-def _over(rows: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    return rows.view(-1, *[1] * (leaf.ndim - 1))
 
 
 def _marks(

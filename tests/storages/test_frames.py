@@ -84,17 +84,14 @@ class Drawn:
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), zero=st.booleans(), flat=st.booleans())
-def test_stacked_frames_match_model(data: Any, zero: bool, flat: bool) -> None:
+@given(data=st.data(), zero=st.booleans())
+def test_stacked_frames_match_model(data: Any, zero: bool) -> None:
     its = Drawn(data, DTYPES)
-    found = its.frames.stacks(its.paths, its.rows, its.count, zero=zero, flat=flat)
+    found = its.frames.stacks(its.paths, its.rows, its.count, zero=zero)
     assert found is not None
     assert list(found) == list(its.paths)
-    for (key,), (stack, features) in found.items():
+    for (key,), stack in found.items():
         expected = its.expected(key, zero)
-        assert features == expected.shape[2:]
-        if flat and features:
-            expected = expected.flatten(1, 2)
         assert stack.is_contiguous()
         assert stack.dtype is expected.dtype
         assert stack.equal(expected)
@@ -105,7 +102,7 @@ def test_unsupported_columns_are_left_to_other_readers() -> None:
     frames, one = frames_of(made(leaves, 1)), np.ones(1, np.int64)
 
     def stacks(paths: Any, rows: Any, count: int) -> Any:
-        return frames.stacks(paths, Before(rows, rows, rows, 0), count, zero=False, flat=True)
+        return frames.stacks(paths, Before(rows, rows, rows, 0), count, zero=False)
 
     for paths in ((("none",),), (("x",), ("none",))):
         assert stacks(paths, one, 2) is None
@@ -116,7 +113,7 @@ def test_unsupported_columns_are_left_to_other_readers() -> None:
 
 def newest(frames: Frames, element: int, reach: int) -> Any:
     rows = Before(*(np.array([number]) for number in (element, 9, 9 - reach)), -9)
-    return frames.stacks((("x",),), rows, 2, zero=True, flat=False)
+    return frames.stacks((("x",),), rows, 2, zero=True)
 
 
 def test_rows_outside_storage_raise_index_error() -> None:
@@ -137,10 +134,10 @@ def test_frame_reader_follows_moved_memory() -> None:
     leaf = torch.arange(4.0)
     columns = made({"x": leaf}, 1)
     frames = frames_of(columns)
-    assert newest(frames, 3, 1)[("x",)][0].tolist() == [[2, 3]]
+    assert newest(frames, 3, 1)[("x",)].tolist() == [[2, 3]]
     column = columns[("x",)]
     column.set_(torch.arange(4.0) * 10)  # type: ignore[call-overload]
-    assert newest(frames, 3, 1)[("x",)][0].tolist() == [[20, 30]]
+    assert newest(frames, 3, 1)[("x",)].tolist() == [[20, 30]]
 
 
 def test_core_refuses_mismatched_arguments() -> None:
