@@ -25,8 +25,8 @@ from typing import Any, Final
 from replaykit import registry
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.families.catalogue import families
-from replaykit.inspection.facts import counted
 from replaykit.ted import DEFAULT_DONE_KEYS
+from replaykit.tools.facts import counted
 
 __all__ = ["FACTS", "LAYOUTS", "STATISTICS", "Facts", "measure", "plot", "snippet", "write"]
 

@@ -31,8 +31,8 @@ from torch import nn
 from replaykit import ImmutableDatasetWriter, LazyMemmapStorage, RandomSampler, ReplayBuffer
 from replaykit.datasets import RobosetExperienceReplay
 from replaykit.errors import CorpusError
-from replaykit.inspection.plots import DAY, plot_settings
 from replaykit.testing import LoopbackHub, RoboHiveWriter
+from replaykit.tools.plots import DAY, plot_settings
 
 DATASET_ID = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
 ENVIRONMENT = "MountainCarContinuous-v0"

@@ -43,7 +43,7 @@ def _run() -> int:
     try:
         if not _asks_for_help(sys.argv[1:]):
             importlib.import_module("replaykit.buffer")  # torch and tensordict take a second
-        from replaykit.cli import main as command
+        from replaykit.tools.command import main as command
     except BaseException as error:
         if told or isinstance(error, KeyboardInterrupt):
             return _interrupted()

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from replaykit.inspection.plots import DAY
 from replaykit.testing import RoboHiveWriter, make_trial
+from replaykit.tools.plots import DAY
 
 pytestmark = pytest.mark.programs
 

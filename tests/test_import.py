@@ -87,11 +87,11 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_importing_loads_no_optional_package(looked: Any) -> None:
     """G7, D10: what only some users need is loaded when they ask for it."""
     heavy = {"h5py", "huggingface_hub", "ray", "filelock", "torchrl", "gymnasium"}
-    heavy |= {"matplotlib", "typer", "rich", "click", "PIL"}
+    heavy |= {"matplotlib", "jinja2", "rich", "click", "PIL"}
     loaded = {name.split(".")[0] for name in looked["modules"]}
     assert not loaded & heavy
     ours = {name for name in looked["modules"] if name.startswith("replaykit")}
-    later = ("replaykit.datasets", "replaykit.testing", "replaykit.cli", "replaykit.inspection")
+    later = ("replaykit.datasets", "replaykit.testing", "replaykit.tools", "replaykit.inspection")
     assert not {name for name in ours if name.startswith(later)}
 
 

@@ -14,8 +14,8 @@ PACKAGE = Path(replaykit.__file__).parent
 
 ABOVE_ONE_ANOTHER = [
     {"testing"},
-    {"cli"},
     {"inspection"},
+    {"tools"},
     {"adapters"},
     {"sharding"},
     {"datasets", "remote"},
@@ -111,7 +111,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from replaykit.buffer import ReplayBuffer
 def later() -> object:
-    "Return replaykit.cli in a sentence."
+    "Return replaykit.tools in a sentence."
     from replaykit import datasets
     return importlib.import_module("replaykit.ensembles.ensemble")
 """

@@ -5,9 +5,9 @@ returns their keys, episodes and statistics, and can make an HTML page that show
 prints nothing.
 """
 
-from replaykit.inspection.facts import EpisodeFacts, Facts, Finding, KeyFacts, LayoutGuess, Spread
-from replaykit.inspection.layouts import guess_layout, known_layouts, layout_named
-from replaykit.inspection.validation import kind_of, opened, validate
+from replaykit.tools.facts import EpisodeFacts, Facts, Finding, KeyFacts, LayoutGuess, Spread
+from replaykit.tools.layouts import guess_layout, known_layouts, layout_named
+from replaykit.tools.validation import kind_of, opened, validate
 
 __all__ = [
     "EpisodeFacts",

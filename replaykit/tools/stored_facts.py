@@ -21,7 +21,10 @@ from replaykit.checkpoint import Checkpoint, MappedCheckpoint, checkpoint_versio
 from replaykit.episodes import EndReason
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import can_map_spans
-from replaykit.inspection.facts import (
+from replaykit.storages import LazyMemmapStorage, LazyTensorStorage
+from replaykit.storages.content import Content
+from replaykit.structure import Branch
+from replaykit.tools.facts import (
     EpisodeFacts,
     Facts,
     KeyFacts,
@@ -30,9 +33,6 @@ from replaykit.inspection.facts import (
     evenly,
     measure,
 )
-from replaykit.storages import LazyMemmapStorage, LazyTensorStorage
-from replaykit.storages.content import Content
-from replaykit.structure import Branch
 from replaykit.writers import RoundRobinWriter
 
 __all__ = [

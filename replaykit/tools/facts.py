@@ -14,6 +14,7 @@ import torch
 from replaykit.datasets.engine.statistics import Statistics
 
 __all__ = [
+    "KEY_COLUMNS",
     "Column",
     "EpisodeFacts",
     "Facts",
@@ -25,8 +26,13 @@ __all__ = [
     "TensorColumn",
     "blocks",
     "counted",
+    "details",
+    "episode_texts",
     "evenly",
+    "key_texts",
     "measure",
+    "number",
+    "size",
     "to_json",
 ]
 
@@ -34,6 +40,33 @@ __all__ = [
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun, such as ``1 episode`` or ``2,000 episodes``."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def size(nbytes: int | None) -> str:
+    """Return a number of bytes as readable text.
+
+    Example:
+        >>> from replaykit.tools.facts import size
+        >>> size(999), size(18548952)
+        ('999 B', '18.5 MB')
+    """
+    if nbytes is None:
+        return "-"
+    value, unit = float(nbytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def number(value: Any) -> str:
+    """Return a number as text with four significant digits; ``-`` for NaN and ``None``."""
+    if value is None or value != value:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
 @dataclass(frozen=True)
@@ -224,11 +257,44 @@ class Facts:
         return found
 
 
+KEY_COLUMNS: Final = ("dtype", "shape", "rows", "min", "mean", "max", "std", "NaN")
+"""Headings of the texts that `key_texts` returns."""
+
+
+def key_texts(key: KeyFacts) -> list[str]:
+    """Return the texts that describe a key in a table."""
+    found = [key.dtype, "x".join(map(str, key.shape)) or "-", f"{key.rows:,}"]
+    if key.statistics is None:
+        return found + ["-"] * 5
+    values = [key.statistics.get(name) for name in ("min", "mean", "max", "std")]
+    return [*found, *map(number, values), f"{key.statistics['nan']:,}"]
+
+
+def episode_texts(episodes: EpisodeFacts, most: int) -> list[list[str]]:
+    """Return number, rows, return, end and name of the first ``most`` episodes as texts."""
+    return [
+        [str(i), f"{each['length']:,}", number(each["return"]), each["end"], each["name"] or ""]
+        for i, each in enumerate(episodes.records(most))
+    ]
+
+
+def details(facts: Facts) -> list[tuple[str, str, list[str]]]:
+    """Return name, text and remarks of each entry of ``about``, and of the guessed layout."""
+    found: list[tuple[str, str, list[str]]] = [
+        (name, str(value), []) for name, value in facts.about.items()
+    ]
+    if (guess := facts.guess) is not None:
+        refused = {} if guess.layout else guess.refused
+        reasons = [*guess.reasons, *(f"not {name}: {why}" for name, why in refused.items())]
+        found.append(("layout", guess.layout or "none fits", reasons))
+    return found
+
+
 def to_json(value: Any) -> Any:
     """Return a value as JSON values, with dataclasses as objects and NaN as ``None``.
 
     Example:
-        >>> from replaykit.inspection.facts import to_json
+        >>> from replaykit.tools.facts import to_json
         >>> to_json({"a": (1, float("nan"))})
         {'a': [1, None]}
     """

@@ -22,17 +22,17 @@ from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.publishing import Published, open_published
 from replaykit.datasets.sources import h5_below, require_plain
 from replaykit.errors import CheckpointError
-from replaykit.inspection.facts import Facts, Finding, Table, counted
-from replaykit.inspection.source_facts import corpus_facts, opened_h5
-from replaykit.inspection.stored_facts import (
+from replaykit.native import crc32
+from replaykit.ted import Key
+from replaykit.tools.facts import Facts, Finding, Table, counted
+from replaykit.tools.source_facts import corpus_facts, opened_h5
+from replaykit.tools.stored_facts import (
     is_recording,
     is_scratch,
     opened_checkpoint,
     opened_recorded,
     opened_scratch,
 )
-from replaykit.native import crc32
-from replaykit.ted import Key
 
 __all__ = ["MOST_BYTES", "h5_files", "kind_of", "opened", "ted_findings", "validate"]
 

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 import replaykit
-from replaykit.cli import main
-from replaykit.cli.commands import families
-from replaykit.cli.output import Output
 from replaykit.testing import Fault
 from replaykit.testing.hub_server import LoopbackHub
 from replaykit.testing.robohive_files import RoboHiveWriter
+from replaykit.tools.command import main
+from replaykit.tools.commands import families
+from replaykit.tools.output import Output
 
 COMMANDS = ("datasets", "download", "convert", "inspect", "validate", "push", "pull")
 
@@ -82,7 +82,7 @@ def test_internal_error_asks_for_a_report(command, monkeypatch, tmp_path):
     def broken(*_: object, **__: object) -> None:
         raise KeyError("observations")
 
-    monkeypatch.setattr("replaykit.inspection.validation.validate", broken)
+    monkeypatch.setattr("replaykit.tools.validation.validate", broken)
     done = command("validate", tmp_path)
     assert done.code == 70
     assert "KeyError: observations" in done.err
@@ -238,7 +238,7 @@ def test_failed_download_is_one_sentence_with_an_exit_code(command, hub, tmp_pat
 # -- processes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["rich", "replaykit.cli.app"])
+@pytest.mark.parametrize("module", ["rich", "replaykit.tools.app"])
 def test_interrupted_import_of_a_module_prints_one_sentence(command, monkeypatch, module):
     real = builtins.__import__
 
@@ -284,18 +284,18 @@ def test_command_with_a_closed_pipe_keeps_its_exit_code(command, demos, tmp_path
 
 
 def test_command_names_a_missing_extra(command, monkeypatch):
-    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setitem(sys.modules, "click", None)
     done = command("inspect", "x")
     assert (done.code, done.out) == (6, "")
     assert done.err == (
-        "replaykit: the command needs typer, which is not installed: pip install 'replaykit[cli]'\n"
+        "replaykit: the command needs click, which is not installed: pip install 'replaykit[cli]'\n"
     )
 
 
 # Waits before it publishes what it wrote: however late the interrupt comes, it comes before that.
 LINGERS = """
 import sys, time
-from replaykit.cli import main
+from replaykit.tools.command import main
 from replaykit.datasets.engine import conversion
 whole = conversion.write_episode_table
 conversion.write_episode_table = lambda *given: (time.sleep(60), whole(*given))[1]

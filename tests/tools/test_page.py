@@ -18,8 +18,8 @@ from PIL import Image
 
 from replaykit import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 from replaykit.inspection import opened
-from replaykit.inspection.page import make_page, write_page
-from replaykit.inspection.plots import histogram, lines, small_histograms
+from replaykit.tools.page import make_page, write_page
+from replaykit.tools.plots import histogram, lines, small_histograms
 
 
 class Page(HTMLParser):
@@ -212,7 +212,7 @@ def test_priorities_are_shown_where_there_are_any(tmp_path, transitions):
 
 def test_page_names_the_number_of_sampled_rows(tmp_path, monkeypatch, write_d4rl):
     path = write_d4rl(tmp_path / "a.hdf5", 3000, (1499,))
-    monkeypatch.setattr("replaykit.inspection.page._MOST_BYTES", 4096)
+    monkeypatch.setattr("replaykit.tools.page._MOST_BYTES", 4096)
     page = page_of(path, most_bytes=4096)
     words = " ".join(page.words)
     assert "1,024 of 3,000 rows, taken evenly" in words

@@ -25,7 +25,7 @@ from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.publishing import Published, open_published
 from replaykit.errors import CorpusError
-from replaykit.inspection.facts import (
+from replaykit.tools.facts import (
     EpisodeFacts,
     Facts,
     KeyFacts,
@@ -35,7 +35,7 @@ from replaykit.inspection.facts import (
     evenly,
     measure,
 )
-from replaykit.inspection.layouts import guess_layout, layout_named, scan_files, unread_sources
+from replaykit.tools.layouts import guess_layout, layout_named, scan_files, unread_sources
 
 __all__ = ["H5Column", "OpenFiles", "corpus_facts", "found_columns", "opened_h5"]
 

@@ -12,8 +12,8 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.cli import main
 from replaykit.testing.hub_server import LoopbackHub
+from replaykit.tools.command import main
 
 
 @dataclass

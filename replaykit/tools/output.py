@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import Field, dataclass, field, fields
-from enum import Enum
+from dataclasses import dataclass, field, fields
 from functools import wraps
-from typing import IO, Annotated, Any, Final, NamedTuple, get_args, get_type_hints
+from typing import IO, Any, Final, get_args, get_type_hints
 
-import typer
+import click
 from rich.console import Console
 from rich.progress import (
-    BarColumn,
     DownloadColumn,
     Progress,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Table
 from rich.text import Text
 
 from replaykit.datasets.engine.policies import Policies
 
-__all__ = [
-    "Debug",
-    "Json",
-    "Output",
-    "add_policy_options",
-    "plain",
-    "sentence",
-    "size",
-    "write_no_more",
-]
-
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON document, also for errors.", show_default=False),
-]
-Debug = Annotated[
-    bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)
-]
-
+__all__ = ["Output", "plain", "policy_options", "sentence", "sheet", "write_no_more"]
 
 _WIDE: Final = 240
 
@@ -68,6 +48,17 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         write_no_more(sys.stderr if self.stderr else sys.stdout)
+
+
+def sheet(*names: str, right: Collection[str] = (), **settings: Any) -> Table:
+    """Return an empty table without lines; columns named in ``right`` are for numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold", **settings)
+    for name in names:
+        is_number = name in right
+        table.add_column(
+            name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
+        )
+    return table
 
 
 @dataclass
@@ -96,9 +87,17 @@ class Output:
         """The console for progress, warnings and errors."""
         return _Console(stderr=True, markup=False, highlight=False)
 
+    def line(self, *parts: str | tuple[str, str], to_stderr: bool = False) -> None:
+        """Print one line of texts, which may have a style; it is safe to print any text."""
+        shown = [
+            plain(part) if isinstance(part, str) else (plain(part[0]), part[1]) for part in parts
+        ]
+        console = self.stderr if to_stderr else self.console
+        console.print(Text.assemble(*shown), soft_wrap=True)
+
     def document(self, value: Mapping[str, Any]) -> None:
         """Print the JSON document."""
-        from replaykit.inspection.facts import to_json
+        from replaykit.tools.facts import to_json
 
         text = json.dumps(to_json(value), allow_nan=False)
         try:
@@ -106,20 +105,18 @@ class Output:
         except BrokenPipeError:
             write_no_more(sys.stdout)
 
-    def error(self, kind: str, text: str, code: int) -> None:
-        """Print an error as one sentence."""
+    def error(self, kind: str, text: str, code: int) -> int:
+        """Print an error as one sentence, and return the exit code."""
         if self.as_json:
             self.document({"error": {"kind": kind, "message": text, "exit_code": code}})
-            return
-        console = self.stderr
-        console.print(Text.assemble(("replaykit: ", "bold red"), plain(text)), soft_wrap=True)
+        else:
+            self.line(("replaykit: ", "bold red"), text, to_stderr=True)
+        return code
 
     def print_warnings(self) -> None:
         """Print the collected warnings as readable text."""
         for text in self.warned:
-            self.stderr.print(
-                Text.assemble(("warning: ", "bold yellow"), plain(text)), soft_wrap=True
-            )
+            self.line(("warning: ", "bold yellow"), text, to_stderr=True)
 
     @contextmanager
     def warnings(self) -> Iterator[list[str]]:
@@ -149,21 +146,19 @@ class Output:
             yield
 
     @contextmanager
-    def progress(self, title: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
-        """Show a bar of processed bytes, and yield the function that adds bytes to it."""
+    def progress(self, title: str) -> Iterator[Callable[[int], object]]:
+        """Show the number of processed bytes, and yield the function that adds to it."""
         if not self.shows_progress:
             yield lambda nbytes: None
             return
-        bar = BarColumn() if total else SpinnerColumn()
-        with Progress(
+        columns = (
             TextColumn("{task.description}"),
-            bar,
+            SpinnerColumn(),
             DownloadColumn(),
             TimeElapsedColumn(),
-            console=self.stderr,
-            transient=True,
-        ) as shown:
-            task = shown.add_task(title, total=total)
+        )
+        with Progress(*columns, console=self.stderr, transient=True) as shown:
+            task = shown.add_task(title, total=None)
             yield lambda nbytes: shown.advance(task, nbytes)
 
 
@@ -180,24 +175,6 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, KeyError) and error.args:
         return plain(error.args[0])
     return plain(" ".join(str(error).split())) or type(error).__name__
-
-
-def size(nbytes: int | None) -> str:
-    """Return a number of bytes as readable text.
-
-    Example:
-        >>> from replaykit.cli.output import size
-        >>> size(999), size(18548952)
-        ('999 B', '18.5 MB')
-    """
-    if nbytes is None:
-        return "-"
-    value, unit = float(nbytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 _HELP: Final[Mapping[str, str]] = {
@@ -218,15 +195,7 @@ _HELP: Final[Mapping[str, str]] = {
 """The help texts of the policies, in the order of the help."""
 
 
-class _Repeatable(NamedTuple):
-    """An option that may be repeated, with one value each time."""
-
-    option: str
-    metavar: str
-    read: Callable[[list[str]], Any]
-
-
-def _casts(given: list[str]) -> dict[str, str]:
+def _casts(given: tuple[str, ...]) -> dict[str, str]:
     casts = {}
     for each in given:
         source, equals, target = each.partition("=")
@@ -236,80 +205,44 @@ def _casts(given: list[str]) -> dict[str, str]:
     return casts
 
 
-def _keys(given: list[str]) -> list[tuple[str, ...]]:
+def _keys(given: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [tuple(each.split("/")) for each in given]
 
 
-_REPEATABLE: Final[Mapping[str, _Repeatable]] = {
-    "casts": _Repeatable("--cast", "A=B", _casts),
-    "include": _Repeatable("--include", "KEY", _keys),
-    "exclude": _Repeatable("--exclude", "KEY", _keys),
+_REPEATABLE: Final[Mapping[str, tuple[str, str, Callable[[tuple[str, ...]], Any]]]] = {
+    "casts": ("--cast", "A=B", _casts),
+    "include": ("--include", "KEY", _keys),
+    "exclude": ("--exclude", "KEY", _keys),
 }
+"""Option, placeholder and reader of the policies that take several values."""
 
 
-def add_policy_options(command: Callable[..., None]) -> Callable[..., None]:
+def policy_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command an option for each policy.
 
-    Args:
-        command: a function with a parameter ``policies``, which the options replace.
-
-    Returns:
-        The command for typer, which builds the policies from these options.
-
-    Raises:
-        ValueError: from the command, if an option has an unknown value.
+    The command gets all of them as its argument ``policies``. It raises ValueError if an option
+    has an unknown value.
     """
-    hints = get_type_hints(command, include_extras=True)
-    hints.pop("policies")
-    parameters = []
-    for each in inspect.signature(command).parameters.values():
-        if each.name == "policies":
-            parameters += _options()
-        else:
-            kind = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(each.replace(annotation=hints[each.name], kind=kind))
 
     @wraps(command)
-    def with_options(**given: Any) -> None:
-        values = {}
-        for name in _HELP:
-            said = given.pop(name)
-            if name not in _REPEATABLE:
-                values[name] = said.value if isinstance(said, Enum) else said
-            elif said:
-                values[name] = _REPEATABLE[name].read(said)
-        command(**given, policies=Policies(**values))
+    def with_policies(*args: Any, **given: Any) -> Any:
+        values = {name: value for name in _HELP if (value := given.pop(name))}
+        for name in _REPEATABLE.keys() & values.keys():
+            values[name] = _REPEATABLE[name][2](values[name])
+        return command(*args, policies=Policies(**values), **given)
 
-    with_options.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {
-        **{each.name: each.annotation for each in parameters},
-        "return": None,
-    }
-    return with_options
-
-
-def _options() -> list[inspect.Parameter]:
-    declared = {each.name: each for each in fields(Policies)}
+    declared = {policy.name: policy for policy in fields(Policies)}
     types = get_type_hints(Policies)
-    return [_option(declared[name], types[name], about) for name, about in _HELP.items()]
-
-
-def _option(policy: Field[Any], type_: Any, about: str) -> inspect.Parameter:
-    annotation: Any
-    default: Any = policy.default
-    name = f"--{policy.name.replace('_', '-')}"
-    if policy.name in _REPEATABLE:
-        name, metavar, _ = _REPEATABLE[policy.name]
-        annotation = Annotated[list[str] | None, typer.Option(name, help=about, metavar=metavar)]
-        default = None
-    elif type_ is bool:
-        annotation = Annotated[bool, typer.Option(name, help=about, show_default=False)]
-    else:
-        # Older versions of typer accept enumerations, but no literals.
-        enumeration: Any = Enum
-        choices = enumeration(policy.name, {each: each for each in get_args(type_)}, type=str)
-        annotation = Annotated[choices, typer.Option(name, help=about)]
-        default = choices(default)
-    return inspect.Parameter(
-        policy.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
+    decorated: Callable[..., Any] = with_policies
+    for name, about in reversed([*_HELP.items()]):  # the last decorator is the first option
+        settings: dict[str, Any] = {"help": about, "default": declared[name].default}
+        option = f"--{name.replace('_', '-')}"
+        if name in _REPEATABLE:
+            option, metavar, _ = _REPEATABLE[name]
+            settings = {"help": about, "multiple": True, "metavar": metavar}
+        elif types[name] is bool:
+            settings["is_flag"] = True
+        else:
+            settings["type"] = click.Choice(get_args(types[name]))
+        decorated = click.option(option, name, **settings)(decorated)
+    return decorated

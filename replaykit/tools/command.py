@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments after the name of the command, by default ``sys.argv[1:]``.
 
     Example:
-        >>> from replaykit.cli import main
+        >>> from replaykit.tools.command import main
         >>> main(["validate", "no-such-folder", "--json"])
         {"error": {"kind": "FileNotFoundError", "message": "no-such-folder is not there",
         "exit_code": 4}}
@@ -38,22 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        import click  # noqa: F401
         import rich  # noqa: F401
-        import typer  # noqa: F401
+
+        from replaykit.tools.app import run
     except ImportError as error:
+        if error.name not in ("click", "rich"):
+            raise
         text = (
             f"the command needs {error.name}, which is not installed: pip install 'replaykit[cli]'"
         )
         return tell(type(error).__name__, text, 6, given)
-    except KeyboardInterrupt:
-        return _interrupted(given)
-    try:
-        from replaykit.cli.app import run
-    except KeyboardInterrupt:
-        return _interrupted(given)
+    except KeyboardInterrupt:  # the imports are slow
+        return tell("KeyboardInterrupt", "interrupted: nothing was begun", 130, given)
     return run(given)
-
-
-def _interrupted(given: Sequence[str]) -> int:
-    """Report an interrupt during the slow imports, without a traceback."""
-    return tell("KeyboardInterrupt", "interrupted: nothing was begun", 130, given)

@@ -93,7 +93,7 @@ def test_guess_explains_a_tie(tmp_path, monkeypatch, write_robomimic):
     path = write_robomimic(tmp_path / "a.hdf5")
     twin = replace(known_layouts()["robomimic"], name="another")
     both = {"robomimic": known_layouts()["robomimic"], "another": twin}
-    monkeypatch.setattr("replaykit.inspection.layouts.known_layouts", lambda: both)
+    monkeypatch.setattr("replaykit.tools.layouts.known_layouts", lambda: both)
     guess = guess_layout([path])
     assert guess.layout == "another"
     assert guess.reasons[-1] == (

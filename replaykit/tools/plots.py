@@ -78,7 +78,7 @@ def plot_settings(colours: Mapping[str, str] = DAY) -> dict[str, Any]:
         colours: a colour for each of the names ``card``, ``ink``, ``faint``, ``line``, ``accent``.
 
     Example:
-        >>> from replaykit.inspection.plots import DAY, plot_settings
+        >>> from replaykit.tools.plots import DAY, plot_settings
         >>> plot_settings()["text.color"] == DAY["ink"]
         True
     """

@@ -14,8 +14,9 @@ import pytest
 from replaykit.datasets import Layout, Policies, convert
 from replaykit.datasets.families import ISAACLAB, ROBOHIVE
 from replaykit.errors import CorpusError
-from replaykit.inspection import layout_named, opened, source_facts
+from replaykit.inspection import layout_named, opened
 from replaykit.testing.robohive_files import RoboHiveWriter
+from replaykit.tools import source_facts
 
 REFUSED = "a conversion would be refused: "
 

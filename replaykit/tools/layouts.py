@@ -22,7 +22,7 @@ from replaykit.datasets.engine.policies import Policies, meant
 from replaykit.datasets.engine.scan import scan
 from replaykit.datasets.sources import SourceFile, Sources
 from replaykit.errors import CorpusError
-from replaykit.inspection.facts import LayoutGuess, counted
+from replaykit.tools.facts import LayoutGuess, counted
 
 __all__ = ["guess_layout", "known_layouts", "layout_named", "unread_sources"]
 
