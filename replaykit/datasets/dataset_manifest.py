@@ -8,7 +8,7 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -65,12 +65,18 @@ def joined_crc32(first: int, second: int, length: int) -> int:
     return first ^ second
 
 
-def crc32_of_file(path: Path) -> int:
-    """Return the CRC-32 of a file. The file is read in blocks of 1 MiB."""
+def crc32_of_file(path: Path, advance: Callable[[int], object] = lambda nbytes: None) -> int:
+    """Return the CRC-32 of a file. The file is read in blocks of 1 MiB.
+
+    Args:
+        path: the file.
+        advance: called with the size of each block.
+    """
     found = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             found = crc32(block, found)
+            advance(len(block))
     return found
 
 

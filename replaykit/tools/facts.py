@@ -30,9 +30,10 @@ __all__ = [
     "episode_texts",
     "evenly",
     "key_texts",
-    "measure",
+    "measured",
     "number",
     "size",
+    "table_of",
     "to_json",
 ]
 
@@ -318,6 +319,7 @@ def to_json(value: Any) -> Any:
 Array = npt.NDArray[Any]
 
 _BLOCK_BYTES: Final = 1 << 20
+_MOST_PRIORITIES: Final = 200_000
 _RUNS: Final = 64
 """Number of runs of rows in a sample.
 
@@ -367,19 +369,17 @@ class TensorColumn:
 
     def read(self, start: int, stop: int) -> Array:
         width = math.prod(self.lanes)
-        if width == 1:
-            return _numpy(self.values[start:stop]).reshape(-1, *self.shape)
         if not width:
             return np.empty((0, *self.shape), self.dtype)
         first, last = start // width, -(-stop // width)
-        block = _numpy(self.values[first:last]).reshape(-1, *self.shape)
+        block = _numpy(self.values[first:last])
+        block = block.reshape(len(block) * width, *self.shape)
         return block[start - first * width : stop - first * width]
 
     def episode(self, number: int, most: int) -> Array:
         rows = evenly(self.rows_of(number), most)
-        width = math.prod(self.lanes)
-        if width == 1:
-            return _numpy(self.values[torch.from_numpy(rows)]).reshape(-1, *self.shape)
+        if not self.lanes:
+            return _numpy(self.values[torch.from_numpy(rows)]).reshape(len(rows), *self.shape)
         found = [self.read(int(row), int(row) + 1) for row in rows]
         return np.concatenate(found) if found else np.empty((0, *self.shape), self.dtype)
 
@@ -431,6 +431,43 @@ class Table:
         ]
 
 
+def table_of(
+    leaves: Mapping[Any, tuple[Any, Sequence[int], torch.dtype]],
+    batch: Sequence[int],
+    episodes: int,
+    rows_of: Callable[[int], Array],
+    priorities: Any = None,
+) -> Table:
+    """Return rows as a table, without reading them.
+
+    Args:
+        leaves: values ``[*batch, *shape]``, shape and dtype by key.
+        batch: the number of rows, followed by the sizes of the lane dimensions.
+        episodes: the number of episodes.
+        rows_of: a function that maps the number of an episode to the indices of its rows, int64
+            ``[n]``.
+        priorities: the priorities of the rows, ``[N]``, indexed by row.
+    """
+    columns = {}
+    for path, (values, shape, dtype) in leaves.items():
+        kind = torch.empty(0, dtype=torch.float32 if dtype == torch.bfloat16 else dtype).numpy()
+        columns["/".join(map(str, path)) or "data"] = TensorColumn(
+            values, rows_of, tuple(shape), kind.dtype, math.prod(batch), tuple(batch[1:])
+        )
+    count, shown = 0 if priorities is None else len(priorities), None
+    if count:
+        at = torch.from_numpy(evenly(np.arange(count), _MOST_PRIORITIES))
+        shown = priorities[at].reshape(-1).to(torch.float64).numpy()
+    return Table(
+        columns,
+        episodes,
+        tuple(key for key in columns if key.split("/")[0] == "action"),
+        tuple(key for key in columns if key == "next/reward"),
+        shown,
+        count,
+    )
+
+
 def is_image(shape: Sequence[int]) -> bool:
     """Return whether a uint8 row of this shape is shown as an image."""
     if len(shape) == 2:
@@ -466,10 +503,11 @@ def blocks(column: Column, most_bytes: int | None) -> Iterator[Array]:
             yield column.read(begin, min(begin + step, start + length))
 
 
-def measure(column: Column, most_bytes: int | None) -> tuple[dict[str, Any], int]:
-    """Return the statistics of a column, and the number of rows that were read."""
+def measured(key: str, column: Column, most_bytes: int | None, note: str | None = None) -> KeyFacts:
+    """Return information about a key, with statistics of the rows that `blocks` yields."""
     statistics, rows = Statistics(), 0
     for block in blocks(column, most_bytes):
         statistics.add(block)
         rows += len(block)
-    return statistics.to_json(), rows
+    found = statistics.to_json()
+    return KeyFacts(key, column.shape, str(column.dtype), column.rows, found, rows, note=note)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.engine.conversion_report import lines_of
@@ -31,13 +31,13 @@ from replaykit.tools.facts import (
     KeyFacts,
     LayoutGuess,
     Table,
-    TensorColumn,
     evenly,
-    measure,
+    measured,
+    table_of,
 )
 from replaykit.tools.layouts import guess_layout, layout_named, scan_files, unread_sources
 
-__all__ = ["H5Column", "OpenFiles", "corpus_facts", "found_columns", "opened_h5"]
+__all__ = ["H5Column", "OpenFiles", "corpus_facts", "found_columns", "h5_facts"]
 
 
 def corpus_facts(path: Path) -> tuple[Facts, Table]:
@@ -133,31 +133,15 @@ def _table(published: Published) -> Table:
     lengths = published.episodes["length"].numpy()
     batch = published.manifest.batch
 
-    def flat(number: int) -> npt.NDArray[np.int64]:
-        return np.arange(starts[number], starts[number] + lengths[number])
+    def rows_of(number: int) -> npt.NDArray[np.int64]:
+        first = starts[number] if len(batch) == 1 else number * batch[1]
+        return np.arange(first, first + lengths[number])
 
-    def padded(number: int) -> npt.NDArray[np.int64]:
-        return number * batch[1] + np.arange(lengths[number])
-
-    rows_of = flat if len(batch) == 1 else padded
-    columns = {}
-    for key, values in published.columns.items():
-        if values.dtype == torch.bfloat16 or not values.numel():
-            continue
-        shape = tuple(values.shape[len(batch) :])
-        columns["/".join(key)] = TensorColumn(
-            values.reshape(-1, *shape),
-            rows_of,
-            shape,
-            values.new_empty(0).numpy().dtype,
-            int(np.prod(batch)),
-        )
-    return Table(
-        columns,
-        len(starts),
-        tuple(key for key in columns if key == "action" or key.startswith("action/")),
-        tuple(key for key in columns if key == "next/reward"),
-    )
+    leaves = {
+        key: (values, values.shape[len(batch) :], values.dtype)
+        for key, values in published.columns.items()
+    }
+    return table_of(leaves, batch, len(starts), rows_of)
 
 
 Array = npt.NDArray[Any]
@@ -165,12 +149,10 @@ Array = npt.NDArray[Any]
 _NUMBER: Final = re.compile(r"[0-9]+")
 
 
-class OpenFiles:
+class OpenFiles(ExitStack):
     """A context manager of H5 files, of which at most one is open."""
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._open: tuple[Path, H5File] | None = None
+    _path: Path | None = None
 
     def get(self, path: Path) -> H5File:
         """Return an open file, which is closed when another file is requested.
@@ -178,22 +160,12 @@ class OpenFiles:
         Raises:
             CorpusError: the file is not HDF5, or damaged.
         """
-        if self._open is None or self._open[0] != path:
+        if path != self._path:
+            self._path = None
             self.close()
-            self._open = (path, self._stack.enter_context(open_h5(path)))
-        return self._open[1]
-
-    def close(self) -> None:
-        """Close the open file."""
-        self._open = None
-        self._stack.close()
-        self._stack = ExitStack()
-
-    def __enter__(self) -> OpenFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            self._file = self.enter_context(open_h5(path))
+            self._path = path
+        return self._file
 
 
 @dataclass(frozen=True)
@@ -271,74 +243,30 @@ class H5Column:
 def found_columns(files: OpenFiles, paths: Sequence[Path]) -> dict[str, H5Column]:
     """Return the datasets of files as columns, by pattern.
 
-    In a pattern, ``*`` replaces the numbers in the names of similar groups. Numbers below these
-    groups stay, because they distinguish keys. Cost: every dataset is opened once, and none is
-    read.
+    In a pattern, ``*`` replaces the numbers in the names of the two outer groups. Numbers below
+    these groups stay, because they distinguish keys. Cost: every dataset is opened once, and none
+    is read.
     """
     found: dict[str, H5Column] = {}
     for path in paths:
-        file = files.get(path)
-        several = _several(file)
-        listed = sorted(_leaves(file), key=lambda leaf: natural_key(leaf.path))
-        for leaf in listed:
-            _add(found, files, path, leaf, _pattern(leaf.path, several))
+        for leaf in sorted(_leaves(files.get(path)), key=lambda leaf: natural_key(leaf.path)):
+            *groups, name = leaf.path.split("/")
+            outer = [_NUMBER.sub("*", group) for group in groups[:2]]
+            _add(found, files, path, leaf, "/".join([*outer, *groups[2:], name]))
     return found
-
-
-def _several(file: H5File) -> set[str]:
-    """Return the patterns of the numbered groups of a file."""
-    times: dict[str, int] = {}
-    for group in _groups(file):
-        pattern = _NUMBER.sub("*", group)
-        times[pattern] = times.get(pattern, 0) + 1
-    return {pattern for pattern in times if "*" in pattern}
-
-
-def _groups(file: H5File) -> Iterator[str]:
-    for member in file.members():
-        if not member.is_group:
-            continue
-        yield member.name
-        if member.children:
-            for child in file.members(member.name):
-                if child.is_group:
-                    yield f"{member.name}/{child.name}"
 
 
 def _leaves(file: H5File) -> Iterator[H5Leaf]:
     # Each group has a separate walk, because the number of entries in a walk is limited.
-    for member in file.members():
-        if not member.is_group:
-            continue
-        children = list(file.members(member.name))
-        if children and all(child.is_group for child in children):
-            for child in children:
-                above = f"{member.name}/{child.name}"
-                for leaf in file.leaves(above):
-                    yield H5Leaf(f"{above}/{leaf.path}", leaf.shape, leaf.dtype, leaf.problem)
-        else:
-            for leaf in file.leaves(member.name):
-                yield H5Leaf(f"{member.name}/{leaf.path}", leaf.shape, leaf.dtype, leaf.problem)
     groups = [member.name for member in file.members() if member.is_group]
+    for group in groups:
+        children = list(file.members(group))
+        walks = [group]
+        if children and all(child.is_group for child in children):
+            walks = [f"{group}/{child.name}" for child in children]
+        for walk in walks:
+            yield from (replace(leaf, path=f"{walk}/{leaf.path}") for leaf in file.leaves(walk))
     yield from file.leaves("", without=groups)
-
-
-def _pattern(path: str, several: set[str]) -> str:
-    parts = path.split("/")
-    for depth in (2, 1):
-        if len(parts) <= depth:
-            continue
-        head = _NUMBER.sub("*", "/".join(parts[:depth]))
-        if head in several:
-            # Numbers above the episode stay, unless the groups at that level are also numbered.
-            above = (
-                parts[: depth - 1]
-                if _NUMBER.sub("*", "/".join(parts[: depth - 1])) not in several
-                else []
-            )
-            start = "/".join([*above, *head.split("/")[len(above) :]])
-            return "/".join([start, *parts[depth:]])
-    return path
 
 
 def _add(
@@ -366,11 +294,14 @@ _NOT_READ: Final = ("[V36]", "left out by the policies")
 """Warnings that only result from leaving out keys in the conversion."""
 
 
-@contextmanager
-def opened_h5(
-    path: Path, files: Sequence[Path], layout: str | None, most_bytes: int | None
-) -> Iterator[tuple[Facts, Table]]:
-    """Open H5 files of one data set, and yield information about them and their table.
+def h5_facts(
+    path: Path,
+    files: Sequence[Path],
+    layout: str | None,
+    most_bytes: int | None,
+    stack: ExitStack,
+) -> tuple[Facts, Table]:
+    """Open H5 files of one data set, and return information about them and their table.
 
     The keys are paths in the files. Episodes, returns, ends and warnings come from a conversion
     into a temporary directory. If the conversion is refused, another conversion leaves out the
@@ -385,6 +316,7 @@ def opened_h5(
         layout: the name of the layout. ``None`` guesses the layout.
         most_bytes: number of bytes of each key that are read for statistics. ``None`` reads all
             bytes.
+        stack: closes the files at its end.
 
     Raises:
         CorpusError: a file is not HDF5, or damaged.
@@ -398,38 +330,29 @@ def opened_h5(
     else:
         chosen = layout_named(guess.layout)
         episodes, plan = _episode_facts(files, chosen, said, is_exact=most_bytes is None)
-    with OpenFiles() as handles:
-        columns = found_columns(handles, files)
-        keys = []
-        for key, column in columns.items():
-            keys.append(_key(key, column, most_bytes))
-        table = _file_table(columns, plan, files)
-        yield (
-            Facts(
-                "H5 file" if path.is_file() else "H5 folder",
-                str(path),
-                None if plan is None else plan.rows,
-                sum(file.stat().st_size for file in files),
-                {"files": len(files)} if len(files) > 1 else {},
-                tuple(keys),
-                episodes,
-                tuple(said),
-                guess,
-            ),
-            table,
-        )
+    columns = found_columns(stack.enter_context(OpenFiles()), files)
+    keys = [_key(key, column, most_bytes) for key, column in columns.items()]
+    facts = Facts(
+        "H5 file" if path.is_file() else "H5 folder",
+        str(path),
+        None if plan is None else plan.rows,
+        sum(file.stat().st_size for file in files),
+        {"files": len(files)} if len(files) > 1 else {},
+        tuple(keys),
+        episodes,
+        tuple(said),
+        guess,
+    )
+    return facts, _file_table(columns, plan, files)
 
 
 def _key(key: str, column: H5Column, most_bytes: int | None) -> KeyFacts:
-    count = len(column.pieces)
-    note = f"{count} datasets" if count > 1 else None
-    if column.differs:
-        other = f"{column.differs} more of another shape or type"
-        note = f"{note}, {other}" if note else other
     if column.problem is not None:
         return KeyFacts(key, column.shape, "-", column.rows, note=column.problem)
-    statistics, rows = measure(column, most_bytes)
-    return KeyFacts(key, column.shape, str(column.dtype), column.rows, statistics, rows, note=note)
+    notes = [f"{len(column.pieces)} datasets"] if len(column.pieces) > 1 else []
+    if column.differs:
+        notes.append(f"{column.differs} more of another shape or type")
+    return measured(key, column, most_bytes, ", ".join(notes) or None)
 
 
 def _episode_facts(
@@ -451,13 +374,20 @@ def _episode_facts(
             policies = _policies(plan, on_invalid, is_whole=is_whole)
             with tempfile.TemporaryDirectory(prefix="replaykit-") as folder:
                 published = _dry_run(Path(folder) / "data", files, layout, policies)
-                found = _found(published, said, is_whole=is_whole)
+                facts, _ = corpus_facts(published.path)
+                assert facts.episodes is not None
+                found = copy.deepcopy(facts.episodes)  # the folder is removed
         except (CorpusError, ImportError) as error:
             reads_all = reads_all and not isinstance(error, ImportError)
             text = f"a conversion would be refused: {error}"
             if text not in said:
                 said.append(text)
             continue
+        said += [
+            text
+            for text in facts.warnings
+            if is_whole or not any(part in text for part in _NOT_READ)
+        ]
         if not has_room:
             said.append(
                 f"the files have {plan.source_bytes:,} bytes of values, of which only actions, "
@@ -485,23 +415,6 @@ def _policies(plan: Plan, on_invalid: Literal["error", "skip"], *, is_whole: boo
     wanted = [key for key in _WANTED if any(each[: len(key)] == key for each in keys)]
     # Flags and ids always exist. A file may have none of the other keys.
     return Policies(on_invalid=on_invalid, include=[*wanted, ("episode",)], all_nan="keep")
-
-
-def _found(published: Published, said: list[str], *, is_whole: bool) -> EpisodeFacts:
-    """Return copies of the converted episodes, and add the warnings to a list."""
-    facts, _ = corpus_facts(published.path)
-    episodes = facts.episodes
-    assert episodes is not None
-    said.extend(
-        text for text in facts.warnings if is_whole or not any(part in text for part in _NOT_READ)
-    )
-    returns = episodes.returns
-    return EpisodeFacts(
-        np.array(episodes.lengths),
-        episodes.ends,
-        None if returns is None else returns.copy(),
-        episodes.names,
-    )
 
 
 def _dry_run(target: Path, files: Sequence[Path], layout: Layout, policies: Policies) -> Published:

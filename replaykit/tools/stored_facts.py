@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,94 +23,23 @@ from replaykit.filesystem import can_map_spans
 from replaykit.storages import LazyMemmapStorage, LazyTensorStorage
 from replaykit.storages.content import Content
 from replaykit.structure import Branch
-from replaykit.tools.facts import (
-    EpisodeFacts,
-    Facts,
-    KeyFacts,
-    Table,
-    TensorColumn,
-    evenly,
-    measure,
-)
+from replaykit.tools.facts import EpisodeFacts, Facts, Table, measured, table_of
 from replaykit.writers import RoundRobinWriter
 
 __all__ = [
-    "RECOVERY",
-    "episodes_of",
+    "checkpoint_facts",
     "is_recording",
     "is_scratch",
-    "keys_of",
-    "opened_checkpoint",
-    "opened_recorded",
-    "opened_scratch",
-    "table_of",
+    "recording_facts",
+    "scratch_facts",
 ]
 
-_MOST_PRIORITIES: Final = 200_000
 _ENDS: Final = {
     int(EndReason.OPEN): "open",
     int(EndReason.TERMINATED): "terminated",
     int(EndReason.TRUNCATED): "truncated",
     int(EndReason.CUT): "cut",
 }
-
-
-def table_of(content: Content, episodes: Episodes | None, priorities: Any = None) -> Table:
-    """Return stored rows as columns, without reading them.
-
-    Args:
-        content: the stored rows. Rows of several schemas give no columns.
-        episodes: the stored episodes; ``None`` if they are not known.
-        priorities: the priorities of the rows, ``[N]``, indexed by row.
-    """
-    lanes = tuple(content.lanes)
-    count = 0 if priorities is None else len(priorities)
-
-    def rows_of(number: int) -> npt.NDArray[np.int64]:
-        assert episodes is not None
-        index = episodes[number].index.numpy()
-        if index.ndim == 1:
-            return np.asarray(index)
-        return np.asarray(np.ravel_multi_index(tuple(index.T), (content.rows, *lanes)))
-
-    columns = {}
-    for group in content.groups if len(content.groups) == 1 else ():
-        for path, values in group.leaves.items():
-            spec = group.schema.leaves[path]
-            key = "/".join(map(str, path)) or "data"
-            dtype = torch.empty(0, dtype=spec.dtype).float() if spec.dtype == torch.bfloat16 else (
-                torch.empty(0, dtype=spec.dtype)
-            )  # fmt: skip
-            columns[key] = TensorColumn(
-                values,
-                rows_of,
-                tuple(spec.shape),
-                dtype.numpy().dtype,
-                content.rows * math.prod(lanes),
-                lanes,
-            )
-    return Table(
-        columns,
-        0 if episodes is None else len(episodes),
-        tuple(key for key in columns if key == "action" or key.startswith("action/")),
-        tuple(key for key in columns if key == "next/reward"),
-        None if not count else _picked(priorities, count),
-        count,
-    )
-
-
-def _picked(priorities: Any, count: int) -> npt.NDArray[Any]:
-    at = evenly(np.arange(count), _MOST_PRIORITIES)
-    return np.asarray(priorities[torch.from_numpy(at)].reshape(-1).to(torch.float64).numpy())
-
-
-def keys_of(table: Table, most_bytes: int | None) -> tuple[KeyFacts, ...]:
-    """Return information about each key, with statistics; see `measure`."""
-    found = []
-    for key, column in table.columns.items():
-        statistics, rows = measure(column, most_bytes)
-        found.append(KeyFacts(key, column.shape, str(column.dtype), column.rows, statistics, rows))
-    return tuple(found)
 
 
 def episodes_of(storage: LazyTensorStorage) -> tuple[Episodes | None, EpisodeFacts | None]:
@@ -147,9 +75,8 @@ def is_recording(path: Path) -> bool:
     return (path / "committed.json").is_file() or any(path.glob("rows-*"))
 
 
-@contextmanager
-def opened_recorded(path: Path, most_bytes: int | None) -> Iterator[tuple[Facts, Table]]:
-    """Open a recording with `open_recording`, and yield information about it and its table.
+def recording_facts(path: Path, most_bytes: int | None) -> tuple[Facts, Table]:
+    """Open a recording with `open_recording`, and return information about it and its table.
 
     Other processes may record to it at the same time.
 
@@ -159,12 +86,41 @@ def opened_recorded(path: Path, most_bytes: int | None) -> Iterator[tuple[Facts,
     """
     storage = open_recording(path).storage
     content = storage.content()
-    episodes, facts = episodes_of(storage)
-    table = table_of(content, episodes)
     nbytes = sum(values.nbytes for values in content.groups[0].leaves.values())
     about = {"opened by": "replaykit.adapters.open_recording"}
-    keys = keys_of(table, most_bytes)
-    yield Facts("recording", str(path), len(storage), nbytes, about, keys, facts), table
+    facts = Facts("recording", str(path), len(storage), nbytes, about, (), None)
+    return _with_rows(facts, content, episodes_of(storage), most_bytes)
+
+
+def _with_rows(
+    facts: Facts,
+    content: Content,
+    found: tuple[Episodes | None, EpisodeFacts | None],
+    most_bytes: int | None,
+    priorities: Any = None,
+) -> tuple[Facts, Table]:
+    """Add keys and episodes to facts; return them and the table of the stored rows.
+
+    Rows of several schemas give no columns.
+    """
+    episodes, known = found
+    batch = (content.rows, *content.lanes)
+
+    def rows_of(number: int) -> npt.NDArray[np.int64]:
+        assert episodes is not None
+        index = episodes[number].index.numpy()
+        return index if index.ndim == 1 else np.ravel_multi_index(tuple(index.T), batch)
+
+    leaves = {}
+    if len(content.groups) == 1:
+        (group,) = content.groups
+        for path, values in group.leaves.items():
+            spec = group.schema.leaves[path]
+            leaves[path] = (values, spec.shape, spec.dtype)
+    count = 0 if episodes is None else len(episodes)
+    table = table_of(leaves, batch, count, rows_of, priorities)
+    keys = tuple(measured(key, column, most_bytes) for key, column in table.columns.items())
+    return replace(facts, keys=keys, episodes=known), table
 
 
 RECOVERY: Final = "%recovery"
@@ -176,9 +132,8 @@ def is_scratch(path: Path) -> bool:
     return (path / RECOVERY / "manifest.json").exists() or any(path.rglob(f"*{_SUFFIX}"))
 
 
-@contextmanager
-def opened_scratch(path: Path, most_bytes: int | None) -> Iterator[tuple[Facts, Table]]:
-    """Open the directory of a storage, and yield information about it and its table.
+def scratch_facts(path: Path, most_bytes: int | None) -> tuple[Facts, Table]:
+    """Open the directory of a storage, and return information about it and its table.
 
     A directory made with ``recover=True`` is opened in the same way as by the storage. An
     interrupted write is rolled back, and no other process may have the directory open. For other
@@ -197,25 +152,20 @@ def opened_scratch(path: Path, most_bytes: int | None) -> Iterator[tuple[Facts, 
             "the storage was made without recover=True, so the keys, dtypes and rows of "
             "these files are not known: save the buffer with dumps() and inspect the checkpoint"
         )
-        about = {"files": f"{len(files)}: {names}"}
-        yield Facts("buffer", str(path), None, nbytes, about, (), None, (warning,)), Table()
-        return
+        about: dict[str, Any] = {"files": f"{len(files)}: {names}"}
+        return Facts("buffer", str(path), None, nbytes, about, (), None, (warning,)), Table()
     storage = _opened(path)
     content = storage.content()
-    episodes, facts = episodes_of(storage) if content.rows and content.groups else (None, None)
-    table = table_of(content, episodes, _stored_priorities(storage))
-    described: dict[str, Any] = {
-        "storage": f"LazyMemmapStorage of {storage.max_size:,} rows, recover=True",
-        "lanes": list(content.lanes),
-    }
-    if not content.lanes:
-        del described["lanes"]
-    yield (
-        Facts(
-            "buffer", str(path), len(storage), nbytes, described, keys_of(table, most_bytes), facts
-        ),
-        table,
-    )
+    about = {"storage": f"LazyMemmapStorage of {storage.max_size:,} rows, recover=True"}
+    if content.lanes:
+        about["lanes"] = list(content.lanes)
+    recovery: Any = storage.recovery
+    state, priorities = recovery.state, None
+    if state is not None and state.priorities and state.priorities[0].length:
+        priorities = torch.from_numpy(recovery.committed_priorities(0, None).values)
+    facts = Facts("buffer", str(path), len(storage), nbytes, about, (), None)
+    found = episodes_of(storage) if content.rows and content.groups else (None, None)
+    return _with_rows(facts, content, found, most_bytes, priorities)
 
 
 def _opened(path: Path) -> LazyMemmapStorage:
@@ -236,76 +186,51 @@ def _opened(path: Path) -> LazyMemmapStorage:
     )
 
 
-def _stored_priorities(storage: LazyMemmapStorage) -> torch.Tensor | None:
-    recovery: Any = storage.recovery
-    state = recovery.state
-    if state is None or not state.priorities or not state.priorities[0].length:
-        return None
-    return torch.from_numpy(recovery.committed_priorities(0, None).values)
+def checkpoint_facts(path: Path, most_bytes: int | None, stack: ExitStack) -> tuple[Facts, Table]:
+    """Open the newest checkpoint of a directory, and return information and a table.
 
-
-@contextmanager
-def opened_checkpoint(path: Path, most_bytes: int | None) -> Iterator[tuple[Facts, Table]]:
-    """Open the newest checkpoint of a directory, and yield information and a table.
-
-    Sizes and the checksum of the manifest are checked. Checksums of data are not checked.
+    Sizes and the checksum of the manifest are checked. Checksums of data are not checked. The
+    files stay open until the stack is closed.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
         CheckpointError: the checkpoint is damaged. The message names the file.
     """
-    kind = MappedCheckpoint if can_map_spans() else Checkpoint
-    with kind(path) as saved:
-        manifest = saved.manifest
-        try:
-            content = Content.from_state(saved.part("storage", mapped=["groups"]))
-        except ValueError as error:
-            raise CheckpointError(f"the rows in {path} are damaged: {error}") from None
-        warnings: list[str] = []
-        episodes, facts = _episodes(saved, content, warnings)
-        table = table_of(content, episodes, _priorities(saved))
-        if content.groups and not table.columns:
-            warnings.append(
-                f"rows of {len(content.groups)} layouts in one list: their values are not read"
-            )
-        versions = checkpoint_versions(path)
-        about: dict[str, Any] = {
-            "buffer": ", ".join(str(name) for name in manifest["components"].values()),
-            "capacity": manifest["max_size"],
-            "written": manifest["write_count"],
-            "version": f"{versions[-1]} (kept: {', '.join(map(str, versions))})",
-            "format": f"{manifest['format_version']}, by replaykit {manifest['library_version']}",
-        }
-        if manifest["lanes"]:
-            about["lanes"] = manifest["lanes"]
-        if table.priorities is not None:
-            sampler = saved.part("sampler", mapped=["_priorities"])
-            about["priorities"] = ", ".join(
-                f"{name} {sampler[f'_{name}']:g}"
-                for name in ("alpha", "beta", "eps")
-                if isinstance(sampler.get(f"_{name}"), (int, float))
-            )
-        yield (
-            Facts(
-                "checkpoint",
-                str(path),
-                manifest["len"],
-                sum(record["size"] for record in manifest["files"].values()),
-                about,
-                keys_of(table, most_bytes),
-                facts,
-                tuple(warnings),
-            ),
-            table,
+    saved = stack.enter_context((MappedCheckpoint if can_map_spans() else Checkpoint)(path))
+    manifest = saved.manifest
+    try:
+        content = Content.from_state(saved.part("storage", mapped=["groups"]))
+    except ValueError as error:
+        raise CheckpointError(f"the rows in {path} are damaged: {error}") from None
+    warnings: list[str] = []
+    found = _episodes(saved, content, warnings)
+    if len(content.groups) > 1:
+        warnings.append(
+            f"rows of {len(content.groups)} layouts in one list: their values are not read"
         )
-
-
-def _priorities(saved: Checkpoint) -> Any:
-    """Return the stored priorities, or ``None``."""
-    if "sampler" not in saved:
-        return None
-    state = saved.part("sampler", mapped=["_priorities"])
-    return state.get("_priorities") if isinstance(state, dict) else None
+    versions = checkpoint_versions(path)
+    about: dict[str, Any] = {
+        "buffer": ", ".join(str(name) for name in manifest["components"].values()),
+        "capacity": manifest["max_size"],
+        "written": manifest["write_count"],
+        "version": f"{versions[-1]} (kept: {', '.join(map(str, versions))})",
+        "format": f"{manifest['format_version']}, by replaykit {manifest['library_version']}",
+    }
+    if manifest["lanes"]:
+        about["lanes"] = manifest["lanes"]
+    sampler: Any = saved.part("sampler", mapped=["_priorities"]) if "sampler" in saved else None
+    priorities = sampler.get("_priorities") if isinstance(sampler, dict) else None
+    if priorities is not None and len(priorities):
+        about["priorities"] = ", ".join(
+            f"{name} {sampler[f'_{name}']:g}"
+            for name in ("alpha", "beta", "eps")
+            if isinstance(sampler.get(f"_{name}"), (int, float))
+        )
+    nbytes = sum(record["size"] for record in manifest["files"].values())
+    facts = Facts(
+        "checkpoint", str(path), manifest["len"], nbytes, about, (), None, tuple(warnings)
+    )
+    return _with_rows(facts, content, found, most_bytes, priorities)
 
 
 def _episodes(

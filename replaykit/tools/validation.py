@@ -5,33 +5,34 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from replaykit.checkpoint import FORMAT as CHECKPOINT
 from replaykit.checkpoint import Checkpoint, checkpoint_versions
 from replaykit.checkpoint.checkpoint_format import open_file, read_manifest
 from replaykit.datasets.dataset_manifest import FORMAT as CORPUS
-from replaykit.datasets.dataset_manifest import MANIFEST_NAME
+from replaykit.datasets.dataset_manifest import MANIFEST_NAME, crc32_of_file
 from replaykit.datasets.engine.conversion_report import duplicates
 from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.publishing import Published, open_published
 from replaykit.datasets.sources import h5_below, require_plain
 from replaykit.errors import CheckpointError
-from replaykit.native import crc32
+from replaykit.storages.tensor_bytes import differing
 from replaykit.ted import Key
 from replaykit.tools.facts import Facts, Finding, Table, counted
-from replaykit.tools.source_facts import corpus_facts, opened_h5
+from replaykit.tools.source_facts import corpus_facts, h5_facts
 from replaykit.tools.stored_facts import (
+    checkpoint_facts,
     is_recording,
     is_scratch,
-    opened_checkpoint,
-    opened_recorded,
-    opened_scratch,
+    recording_facts,
+    scratch_facts,
 )
 
 __all__ = ["MOST_BYTES", "h5_files", "kind_of", "opened", "ted_findings", "validate"]
@@ -134,29 +135,42 @@ def opened(
         ('checkpoint', 3, 1.0)
     """
     kind = kind_of(path)
-    if kind == "corpus":
-        yield corpus_facts(path)
-    elif kind == "checkpoint":
-        with opened_checkpoint(path, most_bytes) as found:
-            yield found
-    elif kind == "recording":
-        with opened_recorded(path, most_bytes) as found:
-            yield found
-    elif kind == "buffer":
-        with opened_scratch(path, most_bytes) as found:
-            yield found
-    else:
-        with opened_h5(path, h5_files(path), layout, most_bytes) as found:
-            yield found
+    with ExitStack() as stack:
+        if kind == "corpus":
+            yield corpus_facts(path)
+        elif kind == "checkpoint":
+            yield checkpoint_facts(path, most_bytes, stack)
+        elif kind == "recording":
+            yield recording_facts(path, most_bytes)
+        elif kind == "buffer":
+            yield scratch_facts(path, most_bytes)
+        else:
+            yield h5_facts(path, h5_files(path), layout, most_bytes, stack)
 
 
-Array = npt.NDArray[Any]
 Advance = Callable[[int], object]
 
 _BLOCK_ROWS: Final = 1 << 16
 _BLOCK_BYTES: Final = 1 << 22
 _MOST_NAMED: Final = 5
 _FLAGS: Final = ("done", "terminated", "truncated")
+
+
+class _CheckError(Exception):
+    """A check failed. The arguments are texts, each with True if it is only a warning."""
+
+
+def _fail(text: str) -> NoReturn:
+    raise _CheckError((text, False))
+
+
+def _check(name: str, run: Callable[..., str | None], *given: Any) -> list[Finding]:
+    """Run a check. It returns the amount of checked data, or ``None`` if it does not apply."""
+    try:
+        text = run(*given)
+    except _CheckError as error:
+        return [Finding(name, False, *failure) for failure in error.args]
+    return [] if text is None else [Finding(name, True, text)]
 
 
 def ted_findings(published: Published, advance: Advance) -> list[Finding]:
@@ -174,14 +188,10 @@ def ted_findings(published: Published, advance: Advance) -> list[Finding]:
     - V36: no episode is stored twice.
     """
     table = _Table(published)
-    found = [*_episodes(table)]
-    if any(not each.ok for each in found):
-        return found  # the other checks need the episodes of the rows
-    found += _flags(table, advance)
-    found += _returns(table, advance)
-    found += _successors(table, advance)
-    found += _holes(published)
-    found += _twice(published)
+    found = _check("episode table", _episodes, table)
+    if all(each.ok for each in found):  # the other checks need the episodes of the rows
+        for name, run in _RULES.items():
+            found += _check(name, run, table, advance)
     return found
 
 
@@ -190,227 +200,184 @@ class _Table:
 
     def __init__(self, published: Published) -> None:
         self.published = published
+        self.columns = published.columns
         self.starts = published.episodes["start"].numpy()
         self.lengths = published.episodes["length"].numpy()
+        self.ends = np.cumsum(self.lengths)
         self.batch = published.manifest.batch
         self.rows = int(self.lengths.sum())
 
-    def blocks(self, *keys: Key, rows: int = _BLOCK_ROWS) -> Iterator[tuple[int, list[Array]]]:
-        """Yield blocks of columns: the number of the first row, and arrays ``[n, ...]``."""
-        columns = [self.published.columns[key].numpy() for key in keys]
-        if len(self.batch) == 1:
-            for start in range(0, self.rows, rows):
-                yield start, [column[start : start + rows] for column in columns]
-            return
+    def blocks(
+        self, *keys: Key, rows: int = _BLOCK_ROWS, more: int = 0
+    ) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Yield blocks of columns: the number of the first row, and tensors ``[n, ...]``.
+
+        Each block also has the first ``more`` rows of the next block.
+        """
+        columns = [self.columns[key] for key in keys]
+        is_flat = len(self.batch) == 1
         first = 0
-        for episode, length in enumerate(self.lengths.tolist()):
-            for start in range(0, length, rows):
-                stop = min(start + rows, length)
-                yield first + start, [column[episode, start:stop] for column in columns]
+        for episode, length in enumerate([self.rows] if is_flat else self.lengths.tolist()):
+            parts = columns if is_flat else [column[episode] for column in columns]
+            for start in range(0, length - more, rows):
+                stop = min(start + rows + more, length)
+                yield first + start, [part[start:stop] for part in parts]
             first += length
 
     def has(self, *keys: Key) -> bool:
-        return all(key in self.published.columns for key in keys)
+        return all(key in self.columns for key in keys)
 
-    def name(self, row: int) -> str:
-        """Return a description of a row with its number, step and episode."""
-        ends = np.cumsum(self.lengths)
-        episode = int(np.searchsorted(ends, row, "right"))
-        first = int(ends[episode - 1]) if episode else 0
-        return f"row {row} (step {row - first} of episode {episode})"
+    def episodes_of(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Return the episodes of rows."""
+        return np.searchsorted(self.ends, np.arange(start, start + count), "right")
+
+    def first(self, start: int, wrong: Any) -> str:
+        """Return a description of the first wrong row: its number, step and episode."""
+        row = start + int(np.argmax(np.asarray(wrong)))
+        (episode,) = self.episodes_of(row, 1).tolist()
+        step = row - int(self.ends[episode] - self.lengths[episode])
+        return f"row {row} (step {step} of episode {episode})"
 
 
-def _episodes(table: _Table) -> list[Finding]:
-    check, lengths, starts = "episode table", table.lengths, table.starts
+def _episodes(table: _Table) -> str:
+    lengths, starts = table.lengths, table.starts
     if (lengths < 1).any():
         at = int(np.argmax(lengths < 1))
-        return [Finding(check, False, f"episode {at} has length {int(lengths[at])} [V32]")]
+        _fail(f"episode {at} has length {int(lengths[at])} [V32]")
     is_flat = len(table.batch) == 1
-    expected = np.cumsum(lengths) - lengths
+    expected = table.ends - lengths
     if is_flat and not np.array_equal(starts, expected):
         at = int(np.argmax(starts != expected))
-        text = f"episode {at} starts at row {int(starts[at])}, expected {int(expected[at])} [V32]"
-        return [Finding(check, False, text)]
+        _fail(f"episode {at} starts at row {int(starts[at])}, expected {int(expected[at])} [V32]")
     room = table.batch[0] if is_flat else int(np.prod(table.batch))
     if table.rows != room if is_flat else (lengths > table.batch[1]).any():
-        text = f"its episodes have {table.rows} rows, the columns {room} [V32]"
-        return [Finding(check, False, text)]
-    return [
-        Finding(
-            check,
-            True,
-            f"{counted(len(lengths), 'episode')} of {counted(table.rows, 'row')} together",
-        )
-    ]
+        _fail(f"its episodes have {table.rows} rows, the columns {room} [V32]")
+    return f"{counted(len(lengths), 'episode')} of {counted(table.rows, 'row')} together"
 
 
-def _flags(table: _Table, advance: Advance) -> list[Finding]:
-    check = "flags"
+def _flags(table: _Table, advance: Advance) -> str:
     following = [("next", name) for name in _FLAGS]
     if not table.has(*following):
-        missing = [key for key in following if not table.has(key)]
-        return [Finding(check, False, f"the columns {missing} are missing [V30]")]
-    last = np.cumsum(table.lengths) - 1
-    said = [table.published.episodes[name].numpy() for name in ("terminated", "truncated")]
-    for start, flags in table.blocks(*following):
-        done, terminated, truncated = (flag.reshape(len(flag)) for flag in flags)
+        _fail(f"the columns {[key for key in following if not table.has(key)]} are missing [V30]")
+    last = table.ends - 1
+    for start, columns in table.blocks(*following):
+        done, *flags = (column.numpy().reshape(len(column)) for column in columns)
         advance(3 * len(done))
-        wrong = done != (terminated | truncated)
+        wrong = done != (flags[0] | flags[1])
         if wrong.any():
-            at = table.name(start + int(np.argmax(wrong)))
-            text = f"next/done is not next/terminated or next/truncated at {at} [V30]"
-            return [Finding(check, False, text)]
+            at = table.first(start, wrong)
+            _fail(f"next/done is not next/terminated or next/truncated at {at} [V30]")
         low, high = np.searchsorted(last, [start, start + len(done)])
         ends = last[low:high] - start
         expected = np.zeros(len(done), np.bool_)
         expected[ends] = True
-        if not np.array_equal(expected, done):
-            row = int(np.argmax(expected != done))
-            what = (
-                "is set before the end of an episode"
-                if done[row]
-                else "is not set at the end of an episode"
-            )
-            text = f"next/done at {table.name(start + row)} {what} [V31]"
-            return [Finding(check, False, text)]
-        for number, (name, flag) in enumerate(
-            zip(_FLAGS[1:], (terminated, truncated), strict=True)
-        ):
-            column = said[number][low:high]
+        wrong = expected != done
+        if wrong.any():
+            is_early = done[np.argmax(wrong)]
+            what = "is set before" if is_early else "is not set at"
+            _fail(f"next/done at {table.first(start, wrong)} {what} the end of an episode [V31]")
+        for name, flag in zip(_FLAGS[1:], flags, strict=True):
+            column = table.published.episodes[name].numpy()[low:high]
             differs = flag[ends] != column
             if differs.any():
                 first = int(np.argmax(differs))
                 is_set = bool(column[first])
-                text = (
+                _fail(
                     f"the table has {name} {is_set} of episode {low + first}, its last row "
                     f"next/{name} {not is_set} [V31]"
                 )
-                return [Finding(check, False, text)]
-    found = [Finding(check, True, f"{table.rows:,} rows, {len(last):,} ends")]
-    return found + _before(table, advance) + _ids(table, advance)
+    return f"{table.rows:,} rows, {len(last):,} ends"
 
 
-def _before(table: _Table, advance: Advance) -> list[Finding]:
+def _before(table: _Table, advance: Advance) -> str:
     for name in _FLAGS:
-        if not table.has((name,)):
-            continue
-        for start, (flag,) in table.blocks((name,)):
+        for start, (flag,) in table.blocks((name,)) if table.has((name,)) else ():
             advance(len(flag))
             if flag.any():
-                at = table.name(start + int(np.argmax(flag.reshape(len(flag)))))
-                return [Finding("flags before", False, f"{name} is set at {at} [V30]")]
-    return [Finding("flags before", True, "none is set")]
+                _fail(f"{name} is set at {table.first(start, flag.reshape(len(flag)))} [V30]")
+    return "none is set"
 
 
-def _ids(table: _Table, advance: Advance) -> list[Finding]:
-    check = "ids"
+def _ids(table: _Table, advance: Advance) -> str:
     if not table.has(("episode",), ("seed",)):
-        return [Finding(check, False, "the columns 'episode' and 'seed' are missing [V33]")]
+        _fail("the columns 'episode' and 'seed' are missing [V33]")
     episodes = table.published.episodes
     pairs = np.stack([episodes["seed"].numpy(), episodes["episode"].numpy()], 1)
     if len(np.unique(pairs, axis=0)) < len(pairs):
-        return [Finding(check, False, "two episodes have the same seed and episode [V33]")]
-    ends = np.cumsum(table.lengths)
-    for start, (seed, episode) in table.blocks(("seed",), ("episode",)):
-        advance(seed.nbytes + episode.nbytes)
-        of = np.searchsorted(ends, np.arange(start, start + len(seed)), "right")
-        wrong = (seed.reshape(-1) != pairs[of, 0]) | (episode.reshape(-1) != pairs[of, 1])
+        _fail("two episodes have the same seed and episode [V33]")
+    for start, columns in table.blocks(("seed",), ("episode",)):
+        ids = np.stack([column.numpy().reshape(-1) for column in columns], 1)
+        advance(ids.nbytes)
+        wrong = (ids != pairs[table.episodes_of(start, len(ids))]).any(1)
         if wrong.any():
-            at = table.name(start + int(np.argmax(wrong)))
-            return [
-                Finding(check, False, f"seed and episode are those of another one at {at} [V33]")
-            ]
-    return [Finding(check, True, f"{len(pairs):,} pairs of seed and episode")]
+            at = table.first(start, wrong)
+            _fail(f"seed and episode are those of another one at {at} [V33]")
+    return f"{len(pairs):,} pairs of seed and episode"
 
 
-def _returns(table: _Table, advance: Advance) -> list[Finding]:
+def _returns(table: _Table, advance: Advance) -> str | None:
     key = ("next", "reward")
-    if not table.has(key) or table.published.columns[key].numel() != np.prod(table.batch):
-        return []
-    sums = np.zeros(len(table.lengths))
-    sizes = np.zeros(len(table.lengths))
-    ends = np.cumsum(table.lengths)
+    if not table.has(key) or table.columns[key].numel() != np.prod(table.batch):
+        return None
+    sums, sizes = np.zeros((2, len(table.lengths)))
     for start, (reward,) in table.blocks(key):
         advance(reward.nbytes)
-        of = np.searchsorted(ends, np.arange(start, start + len(reward)), "right")
-        values = reward.reshape(-1).astype(np.float64)
+        of = table.episodes_of(start, len(reward))
+        values = reward.reshape(-1).numpy().astype(np.float64)
         np.add.at(sums, of, values)
         np.add.at(sizes, of, np.abs(values))
     said = table.published.episodes["return"].numpy()
     # The table has sums of the source's rewards, computed before a cast and in another order.
-    precision = max(1e-9, 8 * _precision(table.published.columns[key].numpy().dtype))
+    dtype = table.columns[key].dtype
+    precision = max(1e-9, 8 * torch.finfo(dtype).eps if dtype.is_floating_point else 0)
     wrong = ~(np.abs(sums - said) <= 1e-12 + precision * sizes) & np.isfinite(sums)
     if wrong.any():
         at = int(np.argmax(wrong))
-        text = (
+        _fail(
             f"the table has {said[at]:.9g} of episode {at}, the sum of its next/reward is "
             f"{sums[at]:.9g}"
         )
-        return [Finding("returns", False, text)]
-    return [Finding("returns", True, f"{len(said):,} sums of next/reward")]
+    return f"{len(said):,} sums of next/reward"
 
 
-def _precision(dtype: np.dtype[Any]) -> float:
-    return float(np.finfo(dtype).eps) if dtype.kind == "f" else 0.0
-
-
-def _successors(table: _Table, advance: Advance) -> list[Finding]:
+def _successors(table: _Table, advance: Advance) -> str:
     """Check that next observations equal the next rows' observations, byte by byte."""
-    columns, found = table.published.columns, []
-    last = np.cumsum(table.lengths) - 1
-    for key in columns:
-        if key[0] != "observation" or not table.has(("next", *key)):
-            continue
-        one = columns[key]
-        width = max(1, one[:1].numel() // max(1, int(np.prod(one.shape[: len(table.batch)][1:]))))
-        rows = max(2, _BLOCK_BYTES // (width * one.element_size()))
-        before = held = one.numpy()[:0].reshape(0, *one.shape[len(table.batch) :])
-        count, first = 0, None
-        for start, (now, after) in table.blocks(key, ("next", *key), rows=rows):
+    failures: list[tuple[str, bool]] = []
+    keys = [key for key in table.columns if key[0] == "observation" and table.has(("next", *key))]
+    sources = {array.key: array.facts.get("source") for array in table.published.manifest.arrays}
+    last = table.ends - 1
+    for key in keys:
+        column = table.columns[key]
+        row_bytes = max(1, column.nbytes // max(1, int(np.prod(table.batch))))
+        count, first = 0, ""
+        blocks = table.blocks(key, ("next", *key), rows=max(1, _BLOCK_BYTES // row_bytes), more=1)
+        for start, (now, after) in blocks:
             advance(2 * now.nbytes)
-            joined, following = np.concatenate([before, now]), np.concatenate([held, after])
-            base = start - len(before)
-            wrong = _differ(following[:-1], joined[1:])
-            ends = last[(last >= base) & (last < base + len(wrong))] - base
-            wrong[ends] = False
-            count += int(wrong.sum())
-            if first is None and wrong.any():
-                first = base + int(np.argmax(wrong))
-            before, held = now[-1:], after[-1:]
-        if first is not None:
+            wrong = differing(after[:-1], now[1:])
+            ends = last[np.searchsorted(last, start) : np.searchsorted(last, start + len(wrong))]
+            wrong[torch.from_numpy(ends - start)] = False
+            if wrong.any():
+                first = first or table.first(start, wrong)
+                count += int(wrong.sum())
+        if count:
+            # Next observations that have a source of their own may be right.
+            is_warning = sources.get(key) != sources.get(("next", *key))
+            name = "/".join(key)
             text = (
-                f"next/{'/'.join(key)} is not the {'/'.join(key)} of the next row in {count} rows, "
-                f"first at {table.name(first)} [V22]"
+                f"next/{name} is not the {name} of the next row in {count} rows, first at {first}"
             )
-            found.append(
-                Finding("successors", False, text, is_warning=_has_own(table.published, key))
-            )
-    checked = sum(key[0] == "observation" and table.has(("next", *key)) for key in columns)
-    return found or [Finding("successors", True, f"{checked} keys of observations")]
+            failures.append((f"{text} [V22]", is_warning))
+    if failures:
+        raise _CheckError(*failures)
+    return f"{len(keys)} keys of observations"
 
 
-def _differ(one: Array, other: Array) -> Array:
-    """Return a mask of the rows that differ in a byte, so that NaN equals itself."""
-    width = int(np.prod(one.shape[1:])) * one.dtype.itemsize
-    if not width or not len(one):
-        return np.zeros(len(one), np.bool_)
-    first = np.ascontiguousarray(one).reshape(len(one), -1).view(np.uint8)
-    second = np.ascontiguousarray(other).reshape(len(one), -1).view(np.uint8)
-    return np.asarray((first != second).any(axis=1))
-
-
-def _has_own(published: Published, key: Key) -> bool:
-    """Return whether next observations have a separate source."""
-    sources = {array.key: array.facts.get("source") for array in published.manifest.arrays}
-    return sources.get(key) != sources.get(("next", *key))
-
-
-def _holes(published: Published) -> list[Finding]:
+def _numbers(table: _Table, advance: Advance) -> str:
     """Report NaNs in observations, actions and rewards, from the stored statistics."""
-    policies = published.manifest.options.get("policies", {})
-    kept = policies.get("on_invalid") == "keep"
-    found, count = [], 0
-    for array in (*published.manifest.arrays, *published.manifest.finals):
+    manifest = table.published.manifest
+    is_kept = manifest.options.get("policies", {}).get("on_invalid") == "keep"
+    failures, count = [], 0
+    for array in (*manifest.arrays, *manifest.finals):
         role = array.key[1] if array.key[0] == "next" and len(array.key) > 1 else array.key[0]
         if role not in ("observation", "action", "reward"):
             continue
@@ -418,20 +385,33 @@ def _holes(published: Published) -> list[Finding]:
         nan = (array.facts.get("statistics") or {}).get("nan", 0)
         if nan:
             rule = "V20" if role == "action" else "V21"
-            text = f"{'/'.join(array.key)} holds {nan} NaN [{rule}]"
-            found.append(Finding("numbers", False, text, is_warning=kept))
-    return found or [Finding("numbers", True, f"no NaN in {count} keys")]
+            failures.append((f"{'/'.join(array.key)} holds {nan} NaN [{rule}]", is_kept))
+    if failures:
+        raise _CheckError(*failures)
+    return f"no NaN in {count} keys"
 
 
-def _twice(published: Published) -> list[Finding]:
-    if "digest" not in published.episodes:
-        return []
-    pairs = duplicates(published.episodes["digest"].numpy())
+def _twice(table: _Table, advance: Advance) -> str | None:
+    if "digest" not in table.published.episodes:
+        return None
+    pairs = duplicates(table.published.episodes["digest"].numpy())
     if not pairs:
-        return [Finding("duplicates", True, "no episode is stored twice")]
+        return "no episode is stored twice"
     listed = ", ".join(f"{later} as {first}" for later, first in pairs[:_MOST_NAMED])
-    text = f"{counted(len(pairs), 'episode')} with the content of an earlier one: {listed} [V36]"
-    return [Finding("duplicates", False, text, is_warning=True)]
+    episodes = counted(len(pairs), "episode")
+    text = f"{episodes} with the content of an earlier one: {listed} [V36]"
+    raise _CheckError((text, True))
+
+
+_RULES: Final[dict[str, Callable[[_Table, Advance], str | None]]] = {
+    "flags": _flags,
+    "flags before": _before,
+    "ids": _ids,
+    "returns": _returns,
+    "successors": _successors,
+    "numbers": _numbers,
+    "duplicates": _twice,
+}
 
 
 _META_NAME: Final = "meta.json"
@@ -500,34 +480,29 @@ def _corpus(path: Path, advance: Advance) -> list[Finding]:
         said += ": it was changed after it was written [V61]"
         # The other files cannot be checked, because a damaged manifest has no valid checksums.
         return [*found, Finding("checksums", False, said)]
-    found += _files(published, advance)
-    found.append(_descriptions(published))
-    found += ted_findings(published, advance)
-    return found
+    found += _check("checksums", _checksums, published, advance)
+    found += _check("descriptions", _descriptions, published)
+    return found + ted_findings(published, advance)
 
 
-def _files(published: Published, advance: Advance) -> list[Finding]:
+def _checksums(published: Published, advance: Advance) -> str:
     bad, count = [], 1
     for name, size, expected in published.manifest.files():
         count += 1
         try:
-            found = crc32_of(published.path / name, advance)
+            found = crc32_of_file(published.path / name, advance)
         except OSError as error:
-            bad.append(Finding("checksums", False, f"{name} cannot be read: {error.strerror}"))
+            bad.append((f"{name} cannot be read: {error.strerror}", False))
             continue
         if found != expected:
-            bad.append(
-                Finding(
-                    "checksums",
-                    False,
-                    f"{name} ({size:,} bytes) does not match its checksum: expected crc32 "
-                    f"{expected:08x}, got {found:08x} [V61]",
-                )
-            )
-    return bad or [Finding("checksums", True, f"{count} files")]
+            text = f"{name} ({size:,} bytes) does not match its checksum: expected crc32 "
+            bad.append((f"{text}{expected:08x}, got {found:08x} [V61]", False))
+    if bad:
+        raise _CheckError(*bad)
+    return f"{count} files"
 
 
-def _descriptions(published: Published) -> Finding:
+def _descriptions(published: Published) -> str:
     """Check the ``meta.json`` files of tensordict, which have no checksum.
 
     `TensorDict.load_memmap` is not called, because it changes a file that is smaller than its
@@ -535,31 +510,25 @@ def _descriptions(published: Published) -> Finding:
     """
     manifest = published.manifest
     said: dict[Path, dict[str, Any]] = {}
-    arrays = [each for each in (*manifest.arrays, *manifest.episode_arrays) if each.file]
-    for array in arrays:
-        folder = (published.path / str(array.file)).parent
+    for array in (*manifest.arrays, *manifest.episode_arrays):
+        if not array.file:
+            continue
+        own = folder = (published.path / array.file).parent
         for _ in array.key:
             if folder not in said:
                 try:
                     said[folder] = dict(json.loads((folder / _META_NAME).read_bytes()))
                 except (OSError, ValueError, TypeError) as error:
-                    text = f"{folder / _META_NAME} is damaged: {error}"
-                    return Finding("descriptions", False, text)
+                    _fail(f"{folder / _META_NAME} is damaged: {error}")
             folder = folder.parent
-        folder = (published.path / str(array.file)).parent
-        found = said[folder].get(array.key[-1])
+        found = said[own].get(array.key[-1])
         wanted = {"shape": list(array.shape), "dtype": str(array.dtype), "is_nested": False}
-        has = found if isinstance(found, dict) else {}
-        if any(has.get(name) != value for name, value in wanted.items()):
-            return Finding(
-                "descriptions",
-                False,
-                f"{folder / _META_NAME} says {found!r:.200} of {array.key[-1]!r}, expected "
-                f"{wanted['dtype']} of shape {wanted['shape']} [V61]",
+        if not isinstance(found, dict) or {**found, **wanted} != found:
+            _fail(
+                f"{own / _META_NAME} says {found!r:.200} of {array.key[-1]!r}, expected "
+                f"{wanted['dtype']} of shape {wanted['shape']} [V61]"
             )
-    return Finding(
-        "descriptions", True, f"{len(said)} folders as TensorDict.load_memmap reads them"
-    )
+    return f"{len(said)} folders as TensorDict.load_memmap reads them"
 
 
 # -- checkpoints -------------------------------------------------------------------------------
@@ -573,7 +542,10 @@ def _checkpoint(path: Path, advance: Advance) -> list[Finding]:
     found: list[Finding] = []
     named: set[str] = set()
     for version in versions:
-        found += _version(path, version, advance, named)
+        for name, run in (("manifest", _manifest), ("files", _files), ("records", _records)):
+            found += _check(f"version {version}: {name}", run, path, version, advance, named)
+            if not found[-1].ok:
+                break
     others = sorted(each.name for each in path.glob("data-*.bin") if each.name not in named)
     if others:
         text = f"no manifest names {', '.join(others[:10])}: the next save removes them"
@@ -581,95 +553,79 @@ def _checkpoint(path: Path, advance: Advance) -> list[Finding]:
     return found
 
 
-def _version(path: Path, version: int, advance: Advance, named: set[str]) -> list[Finding]:
-    label = f"version {version}"
+def _manifest(path: Path, version: int, *_: object) -> str:
     try:
-        manifest = read_manifest(path, version, check=True)
+        return f"{len(read_manifest(path, version, check=True)['files'])} files"
     except (CheckpointError, FileNotFoundError) as error:
-        return [Finding(f"{label}: manifest", False, str(error))]
-    found = [Finding(f"{label}: manifest", True, f"{len(manifest['files'])} files")]
-    bad = []
-    for name, record in manifest["files"].items():
-        if name in named:
-            continue  # the file was checked with an earlier version
-        named.add(name)
-        problem = _file(path / name, record["size"], record["crc32"], advance)
-        if problem:
-            bad.append(Finding(f"{label}: files", False, problem))
+        _fail(str(error))
+
+
+def _files(path: Path, version: int, advance: Advance, named: set[str]) -> str:
+    """Check the files of a version that no earlier version names."""
+    files, bad = read_manifest(path, version, check=True)["files"], []
+    for name in files.keys() - named:
+        record, file = files[name], path / name
+        try:
+            os.close(open_file(file, record["size"]))
+            found = crc32_of_file(file, advance)
+            if found != record["crc32"]:
+                bad.append(f"{file} is damaged: expected crc32 {record['crc32']}, got {found}")
+        except FileNotFoundError:
+            bad.append(f"{file} is missing")
+        except (CheckpointError, OSError) as error:
+            bad.append(str(error))
+    named.update(files)
     if bad:
-        return found + bad
-    found.append(Finding(f"{label}: files", True, f"{len(manifest['files'])} files"))
+        raise _CheckError(*((text, False) for text in sorted(bad)))
+    return f"{len(files)} files"
+
+
+def _records(path: Path, version: int, *_: object) -> str:
     try:
         with Checkpoint(path, version) as saved:
-            for part in saved.manifest["parts"]:
-                saved.part(part, mapped=["groups", "_priorities"] if _is_dict(saved, part) else ())
+            for part, record in saved.manifest["parts"].items():
+                is_dict = isinstance(record, dict) and "$" not in record
+                saved.part(part, mapped=["groups", "_priorities"] if is_dict else ())
+            return f"{len(saved.manifest['parts'])} parts"
     except CheckpointError as error:
-        return [*found, Finding(f"{label}: records", False, str(error))]
-    return [*found, Finding(f"{label}: records", True, f"{len(manifest['parts'])} parts")]
+        _fail(str(error))
 
 
-def _is_dict(saved: Checkpoint, part: str) -> bool:
-    record = saved.manifest["parts"][part]
-    return isinstance(record, dict) and "$" not in record
-
-
-def _file(file: Path, size: int, expected: int, advance: Advance) -> str | None:
-    try:
-        descriptor = open_file(file, size)
-    except FileNotFoundError:
-        return f"{file} is missing"
-    except (CheckpointError, OSError) as error:
-        return str(error)
-    os.close(descriptor)
-    found = crc32_of(file, advance)
-    if found != expected:
-        return f"{file} is damaged: expected crc32 {expected}, got {found}"
-    return None
-
-
-def crc32_of(file: Path, advance: Advance) -> int:
-    """Return the CRC-32 of a file. The file is read in blocks."""
-    found = 0
-    with file.open("rb") as handle:
-        while block := handle.read(_BLOCK_BYTES):
-            found = crc32(block, found)
-            advance(len(block))
-    return found
-
-
-# -- recordings --------------------------------------------------------------------------------
+# -- recordings and buffers --------------------------------------------------------------------
 
 
 def _recording(path: Path, advance: Advance) -> list[Finding]:
     """Check the files, and the flags against the episode numbers. No checksums are stored."""
     try:
-        with opened_recorded(path, 0) as (facts, table):
-            advance(facts.nbytes)
-            assert facts.rows is not None
-            assert facts.episodes is not None
-            found = [Finding("files and committed state", True, f"{facts.rows:,} rows")]
-            numbers = table.columns["episode"].read(0, facts.rows)
-            count = counted(len(facts.episodes), "episode")
-            lengths, ends = facts.episodes.lengths, set(facts.episodes.ends)
-            is_ended = ends <= {"terminated", "truncated"}
-            if is_ended and np.array_equal(numbers, np.repeat(np.arange(len(lengths)), lengths)):
-                return [*found, Finding("flags and episode numbers", True, count)]
-            text = f"the flags give {count}: one has no end, or the key 'episode' differs"
-            return [*found, Finding("flags and episode numbers", False, text)]
+        facts, table = recording_facts(path, 0)
     except CheckpointError as error:
         return [Finding("files and committed state", False, str(error))]
+    found = _committed(facts, advance)
+    return found + _check("flags and episode numbers", _numbered, facts, table)
 
 
-# -- buffers -----------------------------------------------------------------------------------
+def _committed(facts: Facts, advance: Advance) -> list[Finding]:
+    advance(facts.nbytes)
+    return [Finding("files and committed state", True, f"{facts.rows:,} rows")]
+
+
+def _numbered(facts: Facts, table: Table) -> str:
+    assert facts.rows is not None
+    assert facts.episodes is not None
+    numbers = table.columns["episode"].read(0, facts.rows)
+    count = counted(len(facts.episodes), "episode")
+    lengths, ends = facts.episodes.lengths, set(facts.episodes.ends)
+    expected = np.repeat(np.arange(len(lengths)), lengths)
+    if not ends <= {"terminated", "truncated"} or not np.array_equal(numbers, expected):
+        _fail(f"the flags give {count}: one has no end, or the key 'episode' differs")
+    return count
 
 
 def _buffer(path: Path, advance: Advance) -> list[Finding]:
     try:
-        with opened_scratch(path, 0) as (facts, _):
-            advance(facts.nbytes)
-            if facts.rows is None:
-                text = facts.warnings[0]
-                return [Finding("content of the files", False, text, is_warning=True)]
-            return [Finding("files and committed state", True, f"{facts.rows:,} rows")]
+        facts, _ = scratch_facts(path, 0)
     except (CheckpointError, RuntimeError) as error:
         return [Finding("files and committed state", False, str(error))]
+    if facts.rows is None:
+        return [Finding("content of the files", False, facts.warnings[0], is_warning=True)]
+    return _committed(facts, advance)
