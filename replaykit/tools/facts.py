@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -112,13 +113,8 @@ class Spread:
         if not values.size:
             return cls(math.nan, math.nan, math.nan, math.nan, 0.0)
         wide = values.astype(np.float64)
-        return cls(
-            float(wide.min()),
-            float(np.median(wide)),
-            float(wide.mean()),
-            float(wide.max()),
-            float(wide.sum()),
-        )
+        measures = (np.min, np.median, np.mean, np.max, np.sum)
+        return cls(*(float(measure(wide)) for measure in measures))
 
 
 @dataclass(frozen=True)
@@ -171,10 +167,7 @@ class EpisodeFacts:
 
     def end_counts(self) -> dict[str, int]:
         """Return the number of episodes for each end, from the most frequent end on."""
-        found: dict[str, int] = {}
-        for end in self.ends:
-            found[end] = found.get(end, 0) + 1
-        return dict(sorted(found.items(), key=lambda entry: (-entry[1], entry[0])))
+        return dict(sorted(Counter(self.ends).items(), key=lambda entry: (-entry[1], entry[0])))
 
     def summary(self) -> dict[str, Any]:
         """Return counts and spreads of all episodes together."""
@@ -243,18 +236,9 @@ class Facts:
 
     def to_json(self, *, episodes: int = 20) -> dict[str, Any]:
         """Return JSON values with at most ``episodes`` episodes. NaN becomes ``None``."""
-        found = to_json(
-            {
-                name.name: getattr(self, name.name)
-                for name in fields(self)
-                if name.name != "episodes"
-            }
-        )
-        assert isinstance(found, dict)
-        found["episodes"] = None
-        if self.episodes is not None:
-            first = to_json(self.episodes.records(episodes))
-            found["episodes"] = {**to_json(self.episodes.summary()), "first": first}
+        found: dict[str, Any] = to_json(replace(self, episodes=None))
+        if (known := self.episodes) is not None:
+            found["episodes"] = to_json({**known.summary(), "first": known.records(episodes)})
         return found
 
 
@@ -303,12 +287,10 @@ def to_json(value: Any) -> Any:
         return {entry.name: to_json(getattr(value, entry.name)) for entry in fields(value)}
     if isinstance(value, Mapping):
         return {str(name): to_json(entry) for name, entry in value.items()}
-    if isinstance(value, np.ndarray):
+    if isinstance(value, (np.ndarray, np.generic)):
         return to_json(value.tolist())
     if isinstance(value, (list, tuple, set, frozenset)):
         return [to_json(entry) for entry in value]
-    if isinstance(value, np.generic):
-        return to_json(value.item())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (bool, int, str)):

@@ -25,38 +25,24 @@ __all__ = [
 ]
 
 
-DAY: Final[Mapping[str, str]] = {
-    "bg": "#f5f7f9",
-    "card": "#ffffff",
-    "ink": "#1d2630",
-    "faint": "#5d6976",
-    "line": "#e1e6ec",
-    "accent": "#2f6fde",
-    "warm": "#e07a3f",
-    "good": "#2a9d74",
-    "violet": "#b5489a",
-    "grey": "#8a96a3",
-    "bad": "#b3261e",
-    "soft": "#eef3fb",
-    "warn": "#fff6ec",
+_COLOURS: Final = {
+    "bg": ("#f5f7f9", "#12161b"),
+    "card": ("#ffffff", "#1a2027"),
+    "ink": ("#1d2630", "#e6eaef"),
+    "faint": ("#5d6976", "#9aa6b3"),
+    "line": ("#e1e6ec", "#2b333d"),
+    "accent": ("#2f6fde", "#7aa8ff"),
+    "warm": ("#e07a3f", "#f0a06a"),
+    "good": ("#2a9d74", "#58c79d"),
+    "violet": ("#b5489a", "#d98ac4"),
+    "grey": ("#8a96a3", "#8a96a3"),
+    "bad": ("#b3261e", "#ff8a80"),
+    "soft": ("#eef3fb", "#1f2936"),
+    "warn": ("#fff6ec", "#2c2318"),
 }
-"""Colours for a light background, by their names in style sheets."""
-NIGHT: Final[Mapping[str, str]] = {
-    "bg": "#12161b",
-    "card": "#1a2027",
-    "ink": "#e6eaef",
-    "faint": "#9aa6b3",
-    "line": "#2b333d",
-    "accent": "#7aa8ff",
-    "warm": "#f0a06a",
-    "good": "#58c79d",
-    "violet": "#d98ac4",
-    "grey": "#8a96a3",
-    "bad": "#ff8a80",
-    "soft": "#1f2936",
-    "warn": "#2c2318",
-}
-"""Colours of the same names for a dark background."""
+"""Colours for a light and a dark background, by their names in style sheets."""
+DAY: Final[Mapping[str, str]] = {name: day for name, (day, _) in _COLOURS.items()}
+NIGHT: Final[Mapping[str, str]] = {name: night for name, (_, night) in _COLOURS.items()}
 HOLES: Final = ("#f2c9a0", "#e07a3f", "#b3261e")
 """Colours for small to large shares of NaN, readable on both backgrounds."""
 

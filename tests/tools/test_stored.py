@@ -131,6 +131,16 @@ def test_facts_of_a_list_warn_of_several_layouts(tmp_path):
         assert any("2 layouts" in text for text in facts.warnings)
 
 
+def test_facts_of_a_key_without_elements_have_no_numbers(tmp_path, transitions):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend(transitions(4, nothing=torch.zeros(4, 3, 0)))
+    rb.dumps(tmp_path / "saved")
+    with opened(tmp_path / "saved") as (facts, table):
+        (key,) = [key for key in facts.keys if key.key == "nothing"]
+        assert (key.shape, key.rows, key.statistics["min"]) == ((3, 0), 4, None)
+        assert table.columns["nothing"].episode(0, 9).shape == (4, 3, 0)
+
+
 def test_facts_of_an_empty_buffer_have_no_rows(tmp_path):
     ReplayBuffer(storage=LazyTensorStorage(10)).dumps(tmp_path / "saved")
     with opened(tmp_path / "saved") as (facts, _):
