@@ -248,14 +248,7 @@ def _moved(
     device: torch.device | None,
     pinned: bool,
 ) -> Any:
-    tensors: list[torch.Tensor] = []
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    map_tensors(data, add)
-    packed = [t for t in tensors if not stays(t) and is_plain(t)]
+    packed = _plain_tensors(data, lambda tensor: not stays(tensor))
     found = dict(zip(map(id, packed), _move_packed(packed, move, pinned), strict=True))
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -264,6 +257,19 @@ def _moved(
         return tensor if stays(tensor) else move(tensor)
 
     return map_tensors(data, copied, device=device)
+
+
+def _plain_tensors(data: Any, fits: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
+    """Return the plain tensors of a batch for which ``fits`` returns True."""
+    tensors: list[torch.Tensor] = []
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        if fits(tensor) and is_plain(tensor):
+            tensors.append(tensor)
+        return tensor
+
+    map_tensors(data, add)
+    return tensors
 
 
 def _move_packed(tensors: list[torch.Tensor], move: _Move, pinned: bool) -> list[torch.Tensor]:
@@ -415,14 +421,7 @@ class Staging:
         waits for these copies.
         """
         target = self.engine.device
-        tensors: list[torch.Tensor] = []
-
-        def add(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type == "cpu" and is_plain(tensor):
-                tensors.append(tensor)
-            return tensor
-
-        map_tensors(data, add)
+        tensors = _plain_tensors(data, lambda tensor: tensor.device.type == "cpu")
         arrival, found = None, {}
         if tensors:
             packing = Packing(tensors)

@@ -10,6 +10,7 @@ import torch
 
 from replaykit.buffer import ReplayBuffer
 from replaykit.errors import SchemaError
+from replaykit.storages.tensor_bytes import differing
 from replaykit.ted import Key, format_key
 
 Array = np.ndarray[Any, Any]
@@ -34,9 +35,6 @@ class ExportedRows:
         none = np.zeros(self.count, bool)
         terminated, truncated = (none if key is None else arrays[key].reshape(-1) for key in flags)
         self.terminated, self.truncated = terminated, truncated
-
-    def values(self, key: Key) -> Array:
-        return self.arrays[key]
 
     def nested(self, root: Key) -> Values:
         """Return the values at or below a key."""
@@ -100,21 +98,14 @@ def check_follows(rows: ExportedRows, number: int) -> None:
         if key[:1] != OBSERVATION:
             continue
         before, after = values[1:], rows.arrays[next_key(key)][:-1]
-        if before.tobytes() != after.tobytes():  # NaN equals NaN, and -0.0 differs from 0.0
-            row = first_difference(before, after)
+        wrong = differing(torch.from_numpy(before), torch.from_numpy(after))
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
             raise ValueError(
                 f"key {format_key(('next', *key))}: in episode {number}, the next observation of "
                 f"row {row} is not the observation of row {row + 1}; the target stores each "
                 "observation once and cannot keep both"
             )
-
-
-def first_difference(first: Array, second: Array) -> int:
-    """Return the first row in which the bytes of two arrays differ."""
-    found = [
-        np.ascontiguousarray(each).view(np.uint8).reshape(len(each), -1) for each in (first, second)
-    ]
-    return int(np.flatnonzero((found[0] != found[1]).any(axis=1))[0])
 
 
 class ExportSource:
@@ -259,17 +250,16 @@ class ExportSource:
         A part of a Tuple has its number as a key, or ``_index_`` and the number, as in data sets
         that were converted from Minari.
         """
-        kind = kind_of_space(space)
-        if kind == "Dict":
-            return [(name, part, (*key, name)) for name, part in space.spaces.items()]
-        if kind != "Tuple":
+        parts = parts_of_space(space)
+        if parts is None:
             return None
         found = []
-        for number, part in enumerate(space.spaces):
-            below = (*key, f"_index_{number}")
-            if not self.below(below):
-                below = (*key, str(number))
-            found.append((str(number), part, below))
+        for name, part in parts:
+            below = (*key, name)
+            if isinstance(name, int):
+                below = (*key, f"_index_{name}")
+                below = below if self.below(below) else (*key, str(name))
+            found.append((str(name), part, below))
         return found
 
     def episodes(self) -> Iterable[tuple[int, ExportedRows]]:
@@ -286,10 +276,10 @@ def as_array(values: torch.Tensor) -> Array:
     return np.ascontiguousarray(values.cpu().numpy())
 
 
-def kind_of_space(space: Any) -> str:
+def parts_of_space(space: Any) -> list[tuple[Any, Any]] | None:
+    """Return name and space of each part of a Dict or Tuple; None for other spaces."""
     from gymnasium import spaces
 
-    for kind in (spaces.Dict, spaces.Tuple):
-        if isinstance(space, kind):
-            return kind.__name__
-    return type(space).__name__
+    if isinstance(space, spaces.Dict):
+        return list(space.spaces.items())
+    return list(enumerate(space.spaces)) if isinstance(space, spaces.Tuple) else None

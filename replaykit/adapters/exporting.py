@@ -21,7 +21,6 @@ from replaykit.adapters.exported_episodes import (
     ExportSource,
     check_follows,
     in_order_of_keys,
-    kind_of_space,
     nested_values,
 )
 from replaykit.buffer import ReplayBuffer
@@ -211,7 +210,7 @@ def to_d3rlpy(
     largest = 0
     for number, rows in source.episodes():
         check_follows(rows, number)
-        actions = rows.values(ACTION).reshape(rows.count, -1)
+        actions = rows.arrays[ACTION].reshape(rows.count, -1)
         largest = max(largest, int(actions.max())) if discrete else 0
         episodes.append(
             Episode(
@@ -328,15 +327,15 @@ def _write_demo(demo: Any, rows: ExportedRows, names: Mapping[Key, str]) -> None
     demo.attrs["num_samples"] = rows.count
     for root, folder in (((), "obs"), (("next",), "next_obs")):
         for key, name in names.items():
-            demo[f"{folder}/{name}"] = rows.values((*root, *key))
-    demo["actions"] = rows.values(ACTION)
+            demo[f"{folder}/{name}"] = rows.arrays[root + key]
+    demo["actions"] = rows.arrays[ACTION]
     demo["rewards"] = rows.rewards
     success = rows.terminated
     if ("next", "success") in rows.arrays:
-        success = rows.values(("next", "success")).reshape(-1)
+        success = rows.arrays["next", "success"].reshape(-1)
     demo["dones"] = success.astype(np.int64)
     if ("state",) in rows.arrays:
-        demo["states"] = rows.values(("state",))
+        demo["states"] = rows.arrays["state",]
 
 
 def _flat_names(source: ExportSource) -> dict[Key, str]:
@@ -381,25 +380,20 @@ def _spaces_of(env: Any, observation_space: Any, action_space: Any) -> tuple[Any
             )
         return None, given
     spec = gymnasium.spec(env) if isinstance(env, str) else env
-    if isinstance(spec, EnvSpec):
-        if None in given:
-            made = gymnasium.make(spec)
-            known = (made.observation_space, made.action_space)
-            made.close()
-            given = (
-                known[0] if given[0] is None else given[0],
-                known[1] if given[1] is None else given[1],
-            )
+    is_spec = isinstance(spec, EnvSpec)
+    if is_spec and None not in given:
         return spec, given
-    if not isinstance(env, gymnasium.Env):
+    made = gymnasium.make(spec) if is_spec else env
+    if not isinstance(made, gymnasium.Env):
         raise TypeError(
             f"expected env as an id, an EnvSpec or an environment of gymnasium, got "
             f"{type(env).__name__}"
         )
-    return env.spec, (
-        env.observation_space if observation_space is None else observation_space,
-        env.action_space if action_space is None else action_space,
-    )
+    known = (made.observation_space, made.action_space)
+    if is_spec:
+        made.close()
+    first, second = (old if new is None else new for old, new in zip(known, given, strict=True))
+    return spec if is_spec else made.spec, (first, second)
 
 
 def _minari_episodes(source: ExportSource, spaces: tuple[Any, Any]) -> Iterator[Any]:
@@ -432,7 +426,7 @@ def _of_space(
     if parts is None:
         return read(key, space.shape)
     found = {name: _of_space(source, read, part, below) for name, part, below in parts}
-    return tuple(found.values()) if kind_of_space(space) == "Tuple" else found
+    return found if isinstance(space.spaces, Mapping) else tuple(found.values())
 
 
 def _as_set(name: str, value: Any) -> Any:

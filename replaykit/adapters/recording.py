@@ -14,6 +14,7 @@ import torch
 
 from replaykit._compat import TensorDict
 from replaykit._version import __version__
+from replaykit.adapters.exported_episodes import nested_values, parts_of_space
 from replaykit.adapters.recording_folder import RecordingFolder, open_recording
 from replaykit.buffer import ReplayBuffer
 from replaykit.declared import Positive, read_value
@@ -286,15 +287,15 @@ class _Recorder:
             )
         if isinstance(info_keys, str):
             raise TypeError(f"expected info_keys as a list of keys, got the string {info_keys!r}")
-        self._info_keys = [unravel(key) for key in info_keys]
-        self._observation = _Values(env.observation_space, ("observation",))
-        self._action = _Values(env.action_space, ("action",))
-        self._info = _InfoValues(self._info_keys)
+        self._columns = _Columns()
+        self._observation = _SpaceValues(env.observation_space, ("observation",), self._columns)
+        self._action = _SpaceValues(env.action_space, ("action",), self._columns)
+        self._info_keys = {unravel(key): (*_NEXT_INFO, *unravel(key)) for key in info_keys}
         self.seed = seed
         self.folder = RecordingFolder(
             Path(path).expanduser(),
             {
-                **_described(env),
+                "env_id": None if env.spec is None else env.spec.id,
                 "observation_space": _as_json(env.observation_space),
                 "action_space": _as_json(env.action_space),
                 "info_keys": [list(key) for key in self._info_keys],
@@ -303,10 +304,10 @@ class _Recorder:
             durable=durable,
         )
         if (schema := self.folder.schema) is not None:
-            for key, leaf in schema.leaves.items():
-                dtype = torch.empty((), dtype=leaf.dtype).numpy().dtype
-                for values in (self._observation, self._action, self._info):
-                    values.dtypes[key] = dtype
+            self._columns.dtypes = {
+                key: torch.empty((), dtype=leaf.dtype).numpy().dtype
+                for key, leaf in schema.leaves.items()
+            }
         self._clear()
 
     def _clear(self) -> None:
@@ -372,7 +373,10 @@ class _Recorder:
             if not isinstance(flag, (bool, np.bool_)):
                 raise TypeError(f"expected {name} as bool, got {type(flag).__name__} {flag!r:.40}")
         after = self._observation.taken(observation)
-        values = self._info.taken(info)
+        values = tuple(
+            self._columns.array(_info_value(info, key), path)
+            for key, path in self._info_keys.items()
+        )
         if not isinstance(reward, float):
             reward = _one_reward(reward)
         self._observations.append(after)
@@ -416,7 +420,9 @@ class _Recorder:
             truncated,
             batch_size=count,
         )
-        for key, column in zip(self._info.paths, zip(*self._infos, strict=True), strict=True):
+        for key, column in zip(
+            self._info_keys.values(), zip(*self._infos, strict=True), strict=True
+        ):
             value = from_numpy(np.stack(column), key)
             rows.set(key, value.unsqueeze(-1) if value.ndim == 1 else value)
         for name, number in (
@@ -439,18 +445,71 @@ def _one_reward(reward: Any) -> float:
 # -- values ---------------------------------------------------------------------------------------
 
 
-class _Values:
-    """The parts of a space, as arrays with a fixed shape and dtype.
+class _Columns:
+    """Shapes and dtypes of recorded values by key. The first value fixes a missing one.
 
     Attributes:
-        dtypes: the dtypes of the stored parts by key. The first value fixes a missing one.
+        dtypes: the dtypes.
+        shapes: the shapes, with their origin for messages.
     """
 
-    def __init__(self, space: Any, root: Key) -> None:
-        self._root = root
+    def __init__(self) -> None:
         self.dtypes: dict[Key, np.dtype[Any]] = {}
-        self._parts = list(_parts_of(space, root))
-        self._containers = [(path, len(part.spaces)) for path, part in _containers_of(space, ())]
+        self.shapes: dict[Key, tuple[tuple[int, ...], str]] = {}
+
+    def array(self, value: Any, key: Key, dtype: Any = None) -> np.ndarray:
+        """Return a copy of a value.
+
+        Args:
+            value: a tensor, array, number or list of numbers.
+            key: the key of the value in a row.
+            dtype: the dtype of Python numbers. By default, the package's rules give it.
+
+        Raises:
+            SchemaError: the value has another shape or dtype than before.
+        """
+        found = _copied(value, key, dtype)
+        shape, origin = self.shapes.setdefault(key, (found.shape, "the step before"))
+        if found.shape != shape:
+            raise SchemaError(
+                f"key {format_key(key)}: expected the shape {list(shape)} of {origin}, got "
+                f"{list(found.shape)}"
+            )
+        if key not in self.dtypes:
+            from_numpy(found, key)  # raises if torch has no such dtype
+            self.dtypes[key] = found.dtype
+        elif found.dtype != self.dtypes[key]:
+            raise SchemaError(
+                f"key {format_key(key)}: expected {self.dtypes[key]}, as in the rows before, got "
+                f"{found.dtype}; convert the value"
+            )
+        return found
+
+
+class _SpaceValues:
+    """The parts of a space, as arrays with a fixed shape and dtype."""
+
+    def __init__(self, space: Any, root: Key, columns: _Columns) -> None:
+        self._root, self._columns = root, columns
+        self._parts: list[tuple[Key, tuple[Any, ...], Any]] = []
+        self._containers: list[tuple[tuple[Any, ...], int]] = []
+        self._add(space, root, ())
+
+    def _add(self, space: Any, key: Key, path: tuple[Any, ...]) -> None:
+        parts = parts_of_space(space)
+        if parts is not None:
+            self._containers.append((path, len(parts)))
+            for name, part in parts:
+                self._add(part, (*key, str(name)), (*path, name))
+        elif isinstance(space, _FIXED):
+            self._parts.append((key, path, space))
+            self._columns.shapes[key] = (tuple(space.shape or ()), "its space")
+        else:
+            raise ValueError(
+                f"key {format_key(key)}: expected a Box, Discrete, MultiDiscrete, MultiBinary, "
+                f"Dict or Tuple space, got {type(space).__name__}, whose values vary in shape; "
+                "wrap the environment so that it pads them"
+            )
 
     def taken(self, value: Any) -> tuple[np.ndarray, ...]:
         """Return copies of the parts of a value.
@@ -466,7 +525,8 @@ class _Values:
                     f"in its space, got {found!r:.80}"
                 )
         return tuple(
-            self._array(self._at(value, path), key, space) for key, path, space in self._parts
+            self._columns.array(self._at(value, path), key, space.dtype)
+            for key, path, space in self._parts
         )
 
     def _at(self, value: Any, path: tuple[Any, ...]) -> Any:
@@ -480,79 +540,30 @@ class _Values:
                 ) from None
         return value
 
-    def _array(self, value: Any, key: Key, space: Any) -> np.ndarray:
-        found = _copied(value, key, space.dtype)
-        if found.shape != space.shape:
-            raise SchemaError(
-                f"key {format_key(key)}: expected the shape {list(space.shape)} of its space, got "
-                f"{list(found.shape)}"
-            )
-        _check_dtype(self.dtypes, key, found)
-        return found
-
     def columns(self, values: list[tuple[np.ndarray, ...]]) -> Any:
         """Return the parts of many values as arrays ``[N, ...]``, in nested dicts."""
-        root: dict[str, Any] = {}
-        for (key, _, _), parts in zip(self._parts, zip(*values, strict=True), strict=True):
-            at = root
-            for name in key[:-1]:
-                at = at.setdefault(name, {})
-            at[key[-1]] = np.stack(parts)
-        return root[self._root[0]]
+        arrays = map(np.stack, zip(*values, strict=True))
+        count = len(self._root)
+        return nested_values(
+            {key[count:]: array for (key, _, _), array in zip(self._parts, arrays, strict=True)}
+        )
 
 
-class _InfoValues:
-    """The requested values of the information of a step.
-
-    Attributes:
-        paths: the keys of the values in a row.
-        dtypes: as for `_Values`.
-    """
-
-    def __init__(self, keys: list[Key]) -> None:
-        self._keys = keys
-        self.paths = [(*_NEXT_INFO, *key) for key in keys]
-        self.dtypes: dict[Key, np.dtype[Any]] = {}
-        self._shapes: dict[Key, tuple[int, ...]] = {}
-
-    def taken(self, info: Mapping[Any, Any]) -> tuple[np.ndarray, ...]:
-        """Return copies of the requested values.
-
-        Raises:
-            KeyError: a key is missing.
-            SchemaError: a value has another shape or dtype than before.
-        """
-        found = []
-        for key, path in zip(self._keys, self.paths, strict=True):
-            value: Any = info
-            for part in key:
-                if not isinstance(value, Mapping) or part not in value:
-                    known = sorted(map(str, info))
-                    raise KeyError(
-                        f"expected the key {format_key(key)} of info_keys in the information of "
-                        f"every step, got only {known}"
-                    )
-                value = value[part]
-            array = _copied(value, path)
-            shape = self._shapes.setdefault(path, array.shape)
-            if array.shape != shape:
-                raise SchemaError(
-                    f"key {format_key(path)}: expected the shape {list(shape)} of the step before, "
-                    f"got {list(array.shape)}"
-                )
-            _check_dtype(self.dtypes, path, array)
-            found.append(array)
-        return tuple(found)
+def _info_value(info: Mapping[Any, Any], key: Key) -> Any:
+    """Return a requested value of the information of a step; KeyError if it is missing."""
+    value: Any = info
+    for part in key:
+        if not isinstance(value, Mapping) or part not in value:
+            raise KeyError(
+                f"expected the key {format_key(key)} of info_keys in the information of "
+                f"every step, got only {sorted(map(str, info))}"
+            )
+        value = value[part]
+    return value
 
 
-def _copied(value: Any, key: Key, dtype: Any = None) -> np.ndarray:
-    """Return a copy of numbers as an array.
-
-    Args:
-        value: a tensor, array, number or list of numbers.
-        key: the key for messages.
-        dtype: the dtype of Python numbers. By default, the package's rules give it.
-    """
+def _copied(value: Any, key: Key, dtype: Any) -> np.ndarray:
+    """Return a copy of numbers as an array; see `_Columns.array`."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().numpy().copy()
     if isinstance(value, (np.ndarray, np.generic)):
@@ -568,54 +579,9 @@ def _copied(value: Any, key: Key, dtype: Any = None) -> np.ndarray:
     return numbers.numpy()
 
 
-def _check_dtype(known: dict[Key, np.dtype[Any]], key: Key, found: np.ndarray) -> None:
-    """Compare a dtype with the stored dtype; fix it if the value is the first one."""
-    if key not in known:
-        from_numpy(found, key)  # raises if torch has no such dtype
-        known[key] = found.dtype
-    elif found.dtype != known[key]:
-        raise SchemaError(
-            f"key {format_key(key)}: expected {known[key]}, as in the rows before, got "
-            f"{found.dtype}; convert the value"
-        )
-
-
 # -- spaces and metadata --------------------------------------------------------------------------
 
 _FIXED: Final = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-
-
-def _parts_of(
-    space: Any, key: Key, path: tuple[Any, ...] = ()
-) -> Iterable[tuple[Key, tuple[Any, ...], Any]]:
-    """Yield key, path and space of each part of a space.
-
-    Raises:
-        ValueError: a part has no fixed shape.
-    """
-    if isinstance(space, (spaces.Dict, spaces.Tuple)):
-        for name, part in _named(space):
-            yield from _parts_of(part, (*key, str(name)), (*path, name))
-    elif isinstance(space, _FIXED):
-        yield key, path, space
-    else:
-        raise ValueError(
-            f"key {format_key(key)}: expected a Box, Discrete, MultiDiscrete, MultiBinary, Dict or "
-            f"Tuple space, got {type(space).__name__}, whose values vary in shape; wrap the "
-            "environment so that it pads them"
-        )
-
-
-def _containers_of(space: Any, path: tuple[Any, ...]) -> Iterable[tuple[tuple[Any, ...], Any]]:
-    """Yield path and space of each Dict and Tuple in a space."""
-    if isinstance(space, (spaces.Dict, spaces.Tuple)):
-        yield path, space
-        for name, part in _named(space):
-            yield from _containers_of(part, (*path, name))
-
-
-def _named(space: Any) -> Iterable[tuple[Any, Any]]:
-    return space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
 
 
 def _as_json(space: Any) -> dict[str, Any]:
@@ -644,11 +610,6 @@ def _bound(values: np.ndarray) -> Any:
         return found.tolist()
     texts = np.vectorize(lambda value: value if np.isfinite(value) else str(value), otypes=[object])
     return texts(found).tolist()
-
-
-def _described(env: gymnasium.Env[Any, Any]) -> dict[str, Any]:
-    spec = env.spec
-    return {"env_id": None if spec is None else spec.id}
 
 
 def _kwargs(env: gymnasium.Env[Any, Any]) -> dict[str, Any]:
