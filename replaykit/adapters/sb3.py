@@ -15,6 +15,7 @@ import torch
 
 from replaykit._compat import TensorDict, fields_of
 from replaykit.buffer import ReplayBuffer
+from replaykit.declared import Positive, read_value
 from replaykit.episodes import EndReason, Head
 from replaykit.errors import NotEnoughData
 from replaykit.samplers import PrioritizedSampler, Sampler
@@ -176,8 +177,7 @@ class SB3ReplayBuffer(sb3_buffers.ReplayBuffer):
                 "replay_buffer_kwargs={'dedup_next': True} to store each observation once"
             )
         for name, count in (("n_steps", n_steps), ("frame_stack", frame_stack)):
-            if type(count) is not int or count < 1:
-                raise ValueError(f"{name}: expected an int of at least 1, got {count!r}")
+            read_value(Positive, count, name)
         if gamma is None and n_steps > 1:
             raise ValueError(
                 f"gamma: expected the discount of the algorithm with n_steps={n_steps}, got None; "

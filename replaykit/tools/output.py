@@ -14,15 +14,9 @@ from typing import IO, Any, Final, get_args, get_type_hints
 
 import click
 from rich.console import Console
-from rich.progress import (
-    DownloadColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.table import Table
 from rich.text import Text
+from tqdm import tqdm
 
 from replaykit.datasets.engine.policies import Policies
 
@@ -148,18 +142,9 @@ class Output:
     @contextmanager
     def progress(self, title: str) -> Iterator[Callable[[int], object]]:
         """Show the number of processed bytes, and yield the function that adds to it."""
-        if not self.shows_progress:
-            yield lambda nbytes: None
-            return
-        columns = (
-            TextColumn("{task.description}"),
-            SpinnerColumn(),
-            DownloadColumn(),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=self.stderr, transient=True) as shown:
-            task = shown.add_task(title, total=None)
-            yield lambda nbytes: shown.advance(task, nbytes)
+        hidden = not self.shows_progress
+        with tqdm(desc=title, unit="B", unit_scale=True, leave=False, disable=hidden) as bar:
+            yield bar.update
 
 
 def plain(value: object) -> str:

@@ -31,6 +31,7 @@ from replaykit.tools.facts import (
     KeyFacts,
     LayoutGuess,
     Table,
+    counted,
     evenly,
     measured,
     table_of,
@@ -111,7 +112,7 @@ def _origin(source: Any) -> str:
         where = f"{origin['repository']} at {str(origin.get('commit'))[:12]}"
     elif origin.get("url"):
         where = str(origin["url"])
-    return f"{where}: {len(files)} file{'s' * (len(files) != 1)}, {size:,} bytes"
+    return f"{where}: {counted(len(files), 'file')}, {size:,} bytes"
 
 
 def _episodes(published: Published) -> EpisodeFacts:
