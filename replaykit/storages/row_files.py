@@ -160,7 +160,7 @@ class RowFiles(NamedTuple):
         taken: Iterable[FilePath] = (),
         in_memory: bool = False,
     ) -> dict[Path, torch.Tensor]:
-        """Make the files of some paths, and map them; if it fails, remove what it made.
+        """Make the files of some paths, and map them; if it fails, remove the new files.
 
         See ``columns_in_files`` for the arguments.
         """
