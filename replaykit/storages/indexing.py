@@ -222,13 +222,17 @@ def distinct_elements(
     If a write repeated rows, chance would decide, for each column, which value is stored.
 
     Args:
-        index, rows, lanes, time_dim: as for ``elements_at``.
+        index: as for ``elements_at``; without lanes, a result of ``as_index``.
+        rows, lanes, time_dim: as for ``elements_at``.
 
     Returns:
         The elements, and their places among the selected rows in flattened order. For a row that is
         selected several times, it is the last place.
     """
-    elements = elements_at(index, rows, lanes, time_dim).reshape(-1)
+    if isinstance(index, torch.Tensor) and not lanes:
+        elements = index.reshape(-1)
+    else:
+        elements = elements_at(index, rows, lanes, time_dim).reshape(-1)
     last = slice(None) if _on_meta(index) else last_occurrences(elements)
     return elements[last], last
 
