@@ -18,17 +18,13 @@ from replaykit.samplers.priority_rules import stored_elements
 from replaykit.samplers.sampler import Int64s, Sampler, made_of_saved, require_rows
 from replaykit.samplers.window_measures import integers
 from replaykit.storages import Storage
+from replaykit.storages.indexing import rising
 
-__all__ = ["ConsumingSampler", "LiveSlots", "rising"]
+__all__ = ["ConsumingSampler", "LiveSlots"]
 
 Array = np.ndarray[Any, Any]
 
 _FIRST = 64
-
-
-def rising(numbers: Array) -> Array:
-    """Return the distinct integers in ascending order; fast for sorted input."""
-    return numbers if (numbers[1:] > numbers[:-1]).all() else np.unique(numbers)
 
 
 class LiveSlots:

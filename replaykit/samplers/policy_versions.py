@@ -10,10 +10,9 @@ import torch
 
 from replaykit._compat import lookup
 from replaykit.checkpoint import ReadLater, ReadOnce
-from replaykit.samplers.consuming import rising
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
-from replaykit.storages.indexing import elements_of
+from replaykit.storages.indexing import elements_of, rising
 from replaykit.structure import Path
 from replaykit.ted import format_key
 

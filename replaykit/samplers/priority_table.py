@@ -23,7 +23,7 @@ from replaykit.samplers.priority_rules import (
 )
 from replaykit.storages import Storage
 from replaykit.storages.change_log import ChangeLog
-from replaykit.storages.indexing import elements_of
+from replaykit.storages.indexing import elements_of, rising
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.tensor_bytes import by_value, from_value
 
@@ -270,7 +270,7 @@ class PriorityTable:
             values = np.empty(len(at))
             if native.core.take_rising(at, raw.numpy(), values):
                 return at, values
-        at = np.unique(np.concatenate([_NONE, *(part.numpy() for part in parts)]))
+        at = rising(np.concatenate([_NONE, *(part.numpy() for part in parts)]))
         at = at[at < self.length]
         return at, raw.numpy()[at].astype(np.float64)
 

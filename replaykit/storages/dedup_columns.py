@@ -570,9 +570,10 @@ class DedupColumns:
         self, elements: torch.Tensor | None, leaves: Mapping[Path, torch.Tensor], stop: int = 0
     ) -> None:
         """Write leaves ``[K, *F]`` into distinct elements; see ``Columns.put``."""
+        at = arange(stop * self._cells) if elements is None else elements
         stored = {path: leaf for path, leaf in leaves.items() if not self._in_pair(path)}
         paired = {
-            path: leaf.reshape(-1, *self.schema.leaves[path].shape)
+            path: leaf.reshape(len(at), *self.schema.leaves[path].shape)
             for path, leaf in leaves.items()
             if path not in stored
         }
@@ -581,7 +582,6 @@ class DedupColumns:
             if stored:
                 self.rows.put(elements, stored, stop)
 
-        at = arange(stop * self._cells) if elements is None else elements
         self._edit(at if paired else None, paired, write, leaves)
 
     def _in_pair(self, path: Path) -> bool:

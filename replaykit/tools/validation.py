@@ -360,7 +360,7 @@ def _successors(table: _Table, advance: Advance) -> str:
                 first = first or table.first(start, wrong)
                 count += int(wrong.sum())
         if count:
-            # Next observations that have a source of their own may be right.
+            # Next observations with a separate source may be right.
             is_warning = sources.get(key) != sources.get(("next", *key))
             name = "/".join(key)
             text = (
