@@ -1,8 +1,8 @@
 """Record a corpus, train a policy on it, and save and load the buffer.
 
 Everything runs on this machine. The demo rolls out a gymnasium environment and records it in the
-RoboHive H5 layout, or takes your file. It serves the files with a Hub on loopback. Then it takes
-the steps of a user: download, convert, sample, train, save, load.
+RoboHive H5 layout, or takes your file. Then it takes the steps of a user: convert, sample, train,
+save, load.
 
     python examples/demo.py [--data FILE.h5] [--out FOLDER]
 """
@@ -10,8 +10,6 @@ the steps of a user: download, convert, sample, train, save, load.
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import sys
 import tempfile
 import time
@@ -31,7 +29,7 @@ from torch import nn
 from replaykit import ImmutableDatasetWriter, LazyMemmapStorage, RandomSampler, ReplayBuffer
 from replaykit.datasets import RobosetExperienceReplay
 from replaykit.errors import CorpusError
-from replaykit.testing import LoopbackHub, RoboHiveWriter
+from replaykit.testing import RoboHiveWriter
 from replaykit.tools.plots import DAY, plot_settings
 
 DATASET_ID = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
@@ -39,8 +37,6 @@ ENVIRONMENT = "MountainCarContinuous-v0"
 FILES, TRIALS, MAX_STEPS = 2, 12, 130
 BATCH_SIZE, TRAIN_STEPS = 256, 400
 COMPARED = 20
-SERVED_AS = "trace.h5"
-"""The name of a user's file in the repository; the corpus consists of ``*.h5``."""
 BLUE, WARM = DAY["accent"], DAY["warm"]
 
 console = Console()
@@ -102,17 +98,17 @@ def record(path: Path, seed: int, advance: object) -> None:
     environment.close()
 
 
-def corpus(data: Path | None, folder: Path) -> dict[str, Path]:
-    """Return the files to serve by their paths in the repository."""
+def corpus(data: Path | None, folder: Path) -> list[Path]:
+    """Return the files to convert: the user's file, or recorded ones."""
     if data is not None:
-        return {f"{DATASET_ID}/seed0/{SERVED_AS}": data}
-    files = {}
+        return [data]
+    files = []
     with progress_bar() as bar:
         task = bar.add_task("recording", total=FILES * TRIALS)
         for seed in range(FILES):
             path = folder / f"seed{seed}.h5"
             record(path, seed, lambda: bar.advance(task))
-            files[f"{DATASET_ID}/seed{seed}/{ENVIRONMENT}_trace.h5"] = path
+            files.append(path)
     return files
 
 
@@ -258,34 +254,22 @@ def main() -> int:
         work = Path(scratch)
         files = corpus(arguments.data, work)
         source = f"{ENVIRONMENT}, {FILES} seeds" if arguments.data is None else arguments.data.name
-        console.print(
-            f"serving {source} ({len(files)} file{'s' * (len(files) > 1)}) with a Hub on loopback, "
-            f"in the place of {DATASET_ID}"
-        )
-
-        def readable(message: object) -> str:
-            # The copy in the cache will be removed, so the message names the user's file instead.
-            name = str(arguments.data or SERVED_AS)
-            served = re.escape(str(work)) + r"[^,;:]*?" + re.escape(SERVED_AS)
-            return re.sub(served, lambda _: name, str(message))
-
-        with LoopbackHub({RobosetExperienceReplay.repository: dict(files)}) as hub:
-            os.environ.update(hub.env(work / "cache"))
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                try:
-                    data = RobosetExperienceReplay(
-                        DATASET_ID,
-                        batch_size=BATCH_SIZE,
-                        root=work / "roboset",
-                        generator=torch.Generator().manual_seed(0),
-                    )
-                except CorpusError as error:
-                    console.print(readable(error), style="red", markup=False, soft_wrap=True)
-                    return 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                data = RobosetExperienceReplay(
+                    DATASET_ID,
+                    batch_size=BATCH_SIZE,
+                    root=work / "roboset",
+                    source=files,
+                    generator=torch.Generator().manual_seed(0),
+                )
+            except CorpusError as error:
+                console.print(str(error), style="red", markup=False, soft_wrap=True)
+                return 1
         for warning in caught:
-            console.print(f"note: {readable(warning.message)}", style="yellow", markup=False)
-        console.print(f"downloaded {hub.bytes_served:,} bytes, converted {len(data):,} rows")
+            console.print(f"note: {warning.message}", style="yellow", markup=False)
+        console.print(f"converted {len(data):,} rows of {source}")
 
         episodes = episodes_of(data)
         losses = train(data)
@@ -302,7 +286,7 @@ def main() -> int:
         restored.loads(saved)
         equal = same_batches(data, restored)
         sizes = (
-            sum(path.stat().st_size for path in files.values()),
+            sum(path.stat().st_size for path in files),
             size_of(data.data_path),
             size_of(saved),
         )

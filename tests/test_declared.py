@@ -30,7 +30,7 @@ from replaykit import (
 )
 from replaykit.adapters.recording_folder import _Committed
 from replaykit.datasets.dataset_manifest import Array, GroupFile, Manifest
-from replaykit.datasets.hub_cache import HubFile, HubListing
+from replaykit.datasets.hub_files import HubFile, HubListing
 from replaykit.declared import (
     MOST,
     Count,

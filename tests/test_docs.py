@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import replaykit
-from replaykit.testing import LoopbackHub, RoboHiveWriter, make_trial
+from replaykit.testing import RoboHiveWriter, make_trial
 from tests.rooms import SITE_FOLDERS, pages
+from tests.support import LoopbackHub
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

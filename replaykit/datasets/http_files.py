@@ -8,9 +8,8 @@ import os
 import re
 import ssl
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException, HTTPResponse
@@ -22,7 +21,6 @@ from urllib.request import Request, urlopen
 
 from replaykit._version import __version__
 from replaykit.datasets.engine.h5_checks import check_signature
-from replaykit.datasets.hub_cache import is_offline, text_hint
 from replaykit.datasets.sources import require_room_for_columns, sha256_of
 from replaykit.datasets.transfers import (
     BUSY,
@@ -31,14 +29,18 @@ from replaykit.datasets.transfers import (
     Progress,
     Retry,
     cancellable_lock,
+    difference,
+    fetch_all,
     is_local,
+    is_offline,
     local_error,
-    metered,
     run_all,
     seconds_to_wait,
+    text_hint,
+    write_note,
 )
 from replaykit.errors import CorpusError, DownloadError
-from replaykit.filesystem import make_directory, require_room
+from replaykit.filesystem import require_room
 
 __all__ = [
     "DownloadCache",
@@ -124,7 +126,6 @@ def _cause(error: Exception) -> Exception:
 
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _H5_SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
-_SNIFFED: Final = 48
 
 
 @dataclass(frozen=True)
@@ -194,25 +195,19 @@ class DownloadCache:
         entry = self.entry(file)
         return entry.with_name(f"{entry.name}.part")
 
-    def known(self, file: WebFile) -> tuple[int | None, str | None]:
-        """Return the size and SHA-256 of a file, given or stored after its download."""
-        stored = _read_json(_record_of(self.entry(file)))
-        size, sha256 = file.size, file.sha256
-        if sha256 is None and _is_sha256(stored.get("sha256")):
-            sha256 = stored["sha256"]
-        if size is None and isinstance(stored.get("size"), int):
-            size = stored["size"]
-        return size, sha256
-
     def problem(self, file: WebFile) -> str | None:
-        """Return the problem of a cached file, or None if size and SHA-256 are right."""
+        """Return the problem of a cached file, or None if size and SHA-256 are right.
+
+        If they are not given, the values that were stored after the download count.
+        """
         entry = self.entry(file)
         if not entry.is_file():
             return f"not in {self.root}"
-        size, sha256 = self.known(file)
-        if sha256 is None:
+        stored = _read_json(_record_of(entry))
+        sha256 = file.sha256 or stored.get("sha256")
+        if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
             return "its checksum is not known"
-        return _difference(entry, size, sha256)
+        return difference(entry, file.size, sha256)
 
     def accept(self, file: WebFile) -> str | None:
         """Move a received file into the cache, or remove it and return its problem.
@@ -222,9 +217,7 @@ class DownloadCache:
         file is stored.
         """
         part, entry = self.part(file), self.entry(file)
-        problem = None
-        if file.sha256 is not None or file.size is not None:
-            problem = _difference(part, file.size, file.sha256)
+        problem = difference(part, file.size, file.sha256)
         if problem is None and file.sha256 is None:
             if entry.suffix.lower() in _H5_SUFFIXES:
                 try:
@@ -232,18 +225,11 @@ class DownloadCache:
                 except CorpusError as error:
                     problem = str(error).removeprefix(f"{part}: ")
             if problem is None:
-                known = {"size": part.stat().st_size, "sha256": sha256_of(part), "url": file.url}
-                _write_json(_record_of(entry), known)
+                write_note(_record_of(entry), json.dumps({"sha256": sha256_of(part)}))
         if problem is None:
             part.replace(entry)
         self.forget_part(file)
         return problem
-
-    def discard(self, file: WebFile) -> None:
-        """Remove a cached file, but never a file outside the cache."""
-        entry = self.entry(file)
-        entry.unlink(missing_ok=True)
-        _record_of(entry).unlink(missing_ok=True)
 
     def forget_part(self, file: WebFile) -> None:
         """Remove the received bytes of a file."""
@@ -268,16 +254,6 @@ class DownloadCache:
         mark = _read_json(_record_of(part)).get("mark")
         return (length, mark) if isinstance(mark, str) and mark else (0, None)
 
-    def store_validators(self, file: WebFile, etag: str | None, modified: str | None) -> None:
-        """Store the validator of a version before its bytes arrive."""
-        # Versions with equal weak validators may differ in bytes.
-        mark = etag if etag and not etag.startswith("W/") else modified
-        _write_json(_record_of(self.part(file)), {"mark": mark, "url": file.url})
-
-    def prepare(self, file: WebFile) -> None:
-        """Make the folder of a file."""
-        make_directory(self.entry(file).parent)
-
     def missing_bytes(self, files: Iterable[tuple[WebFile, int | None]]) -> list[int]:
         """Return the missing bytes of each file of known size that is not in the cache."""
         needed = []
@@ -286,37 +262,9 @@ class DownloadCache:
                 needed.append(max(0, size - self.resumable(file)[0]))
         return needed
 
-    def require_room(self, files: Iterable[tuple[WebFile, int | None]]) -> None:
-        """Check that the missing bytes fit on the disk, before anything is written.
-
-        Raises:
-            OSError: the disk has too little room. The message has the needed and the free bytes.
-        """
-        needed = self.missing_bytes(files)
-        if needed:
-            require_room(self.root, sum(needed), max(needed))
-
-
-def _difference(path: Path, size: int | None, sha256: str | None) -> str | None:
-    with path.open("rb") as content:
-        found = os.fstat(content.fileno()).st_size
-        start = content.read(_SNIFFED)
-    if size is not None and found != size:
-        return f"expected {size:,} bytes, got {found:,}" + text_hint(start)
-    if sha256 is None:
-        return None
-    digest = sha256_of(path)
-    if digest != sha256:
-        return f"expected sha256 {sha256}, got {digest}" + text_hint(start)
-    return None
-
 
 def _record_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
-
-
-def _is_sha256(value: Any) -> bool:
-    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -325,16 +273,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    try:
-        draft.write_text(json.dumps(value), encoding="utf-8")
-        draft.replace(path)
-    finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
 
 
 _BLOCK: Final = 1 << 18
@@ -381,14 +319,8 @@ def download(
     and one for its content. Memory: 256 KiB per worker.
 
     Example:
-        >>> import tempfile
         >>> from replaykit.datasets import download
-        >>> from replaykit.testing import LoopbackHub
-        >>> with LoopbackHub({"me/data": {"a.bin": b"abc"}}) as hub:  # any server will do
-        ...     url = f"{hub.url}/datasets/me/data/resolve/main/a.bin"
-        ...     [path] = download(url, root=tempfile.mkdtemp())
-        >>> path.name, path.read_bytes()
-        ('a.bin', b'abc')
+        >>> [path] = download("https://example.org/steps.hdf5")  # doctest: +SKIP
     """
     given = [urls] if isinstance(urls, str) else list(urls)
     sums = {} if checksums is None else dict(checksums)
@@ -416,40 +348,27 @@ def fetch_files(
     if max_workers < 1:
         raise ValueError(f"max_workers: expected at least 1, got {max_workers}")
     cache = DownloadCache(default_downloads() if root is None else Path(root))
-    cancel = threading.Event()
     wanted = list(dict.fromkeys(files))
     sizes: list[int | None] = [file.size for file in wanted]
     if not is_offline():
-        sizes = sizes_of(wanted, cache, max_workers=max_workers, retry=retry, cancel=cancel)
-        sized = list(zip(wanted, sizes, strict=True))
-        cache.require_room(sized)
+        sizes = sizes_of(wanted, cache, max_workers=max_workers, retry=retry)
+        needed = cache.missing_bytes(zip(wanted, sizes, strict=True))
+        require_room(cache.root, sum(needed), max(needed, default=0))
         if target is not None:
-            needed, total = sum(cache.missing_bytes(sized)), sum(size or 0 for size in sizes)
-            require_room_for_columns(cache.root, needed, target, total)
+            total = sum(size or 0 for size in sizes)
+            require_room_for_columns(cache.root, sum(needed), target, total)
     items = [_Item(file, size or 0) for file, size in zip(wanted, sizes, strict=True)]
     title = f"Downloading {items[0].file.name if len(items) == 1 else f'{len(items)} files'}"
-    with metered(items, title, progress, cancel) as meter:
-        work = _Fetch(cache, meter, retry, cancel)
-        one = work.verify if is_offline() else work.obtain
-        try:
-            problems = run_all(
-                [partial(one, item) for item in items], max_workers=max_workers, cancel=cancel
-            )
-        except BaseException:
-            if meter.failure is not None:
-                raise meter.failure from None
-            raise
-    missing = [
-        f"  {item.file.url}: {problem}"
-        for item, problem in zip(items, problems, strict=True)
-        if problem is not None
-    ]
-    if missing:
-        lines = "\n".join(missing)
-        raise FileNotFoundError(
-            f"offline mode, and {len(missing)} of {len(items)} files cannot be used from "
-            f"{cache.root}:\n{lines}\nCall again with a network and without HF_HUB_OFFLINE"
-        )
+    fetch_all(
+        items,
+        problem=lambda item: cache.problem(item.file),
+        receive=partial(_receive, cache, retry),
+        name=lambda item: item.path,
+        title=title,
+        cache=str(cache.root),
+        progress=progress,
+        max_workers=max_workers,
+    )
     return [cache.entry(file) for file in files]
 
 
@@ -459,7 +378,6 @@ def sizes_of(
     *,
     max_workers: int = 4,
     retry: Retry = Retry(),  # noqa: B008 - frozen
-    cancel: threading.Event | None = None,
 ) -> list[int | None]:
     """Return the size of each file: given, cached, or from the server.
 
@@ -470,7 +388,7 @@ def sizes_of(
         PermissionError: the server refuses access.
         DownloadError: the server fails.
     """
-    cancel = threading.Event() if cancel is None else cancel
+    cancel = threading.Event()
 
     def size(file: WebFile) -> int | None:
         entry = cache.entry(file)
@@ -501,108 +419,89 @@ class _Item:
 
     @property
     def path(self) -> str:
-        return f"{self.file.url} {self.file.sha256}"
+        return self.file.url
 
 
-@dataclass(frozen=True)
-class _Fetch:
-    """The state that the threads of one call share."""
-
-    cache: DownloadCache
-    meter: Meter
-    retry: Retry
-    cancel: threading.Event
-
-    def verify(self, item: _Item) -> str | None:
-        """Return the problem of a cached file, or None, without a request."""
-        problem = self.cache.problem(item.file)
-        if problem is None:
-            self.meter.finish(item)
-        return problem
-
-    def obtain(self, item: _Item) -> str | None:
-        """Fetch a file into the cache and verify it; return None or raise an error."""
-        problem = self.verify(item)
-        if problem is None:
+def _receive(cache: DownloadCache, retry: Retry, item: _Item, meter: Meter) -> str | None:
+    """Fetch a file into the cache, and return the problem of its bytes, or None."""
+    file, folder = item.file, cache.entry(item.file).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with cancellable_lock(folder / ".lock", meter.cancel):
+        # Another process may have fetched the file while it held the lock.
+        if cache.problem(file) is None:
             return None
-        self.cache.prepare(item.file)
-        subject = WebSubject(item.file.url)
-        with cancellable_lock(self.cache.entry(item.file).parent / ".lock", self.cancel):
-            # Another process may have fetched the file while it held the lock.
-            problem = self.verify(item)
-            for _ in range(2):
-                if problem is None:
-                    break
-                self.cache.discard(item.file)
-                self.retry.run(partial(self._receive, item), subject, self.cancel)
-                problem = self.cache.accept(item.file)
-        if problem is None:
-            self.meter.finish(item)
-            return None
-        raise DownloadError(
-            f"{subject} does not verify: {problem}; the received bytes have been removed: call "
-            "again; if the error persists, the file has changed, or a proxy alters it"
-        )
+        cache.entry(file).unlink(missing_ok=True)
+        _record_of(cache.entry(file)).unlink(missing_ok=True)
+        request = partial(_request, cache, item, meter, retry.stall_s)
+        retry.run(request, WebSubject(file.url), meter.cancel)
+        return cache.accept(file)
 
-    def _receive(self, item: _Item) -> None:
-        """Receive the missing bytes of a file, and keep them after an error."""
-        file, size = item.file, item.file.size
-        start, mark = self.cache.resumable(file)
-        if size is not None and start >= size:
-            if start == size > 0:
-                return
-            start = 0
-        headers = dict(_HEADERS)
-        if start:
-            headers["Range"] = f"bytes={start}-"
-            if mark is not None:
-                headers["If-Range"] = mark
-        self.meter.begin(item)
-        try:
-            with _opened(Request(file.url, headers=headers), self.retry.stall_s) as response:
-                self._receive_body(item, response, start)
-        except HTTPError as error:
-            if error.code == 416 and start:
-                self.cache.forget_part(file)
-                raise ConnectionError("the server has fewer bytes than were received") from error
-            raise
 
-    def _receive_body(self, item: _Item, response: HTTPResponse, start: int) -> None:
-        file, size = item.file, item.file.size
-        coding = response.headers.get("Content-Encoding", "identity")
-        if coding != "identity":
-            raise Refused(f"the server sends the coding {coding!r}, which was not requested")
-        if response.status == 206:
-            if _first(response) != start:
-                self.cache.forget_part(file)
-                raise ConnectionError("the server sends other bytes than requested")
-        else:
-            start = 0  # the server ignores ranges, or has another version
-        rest = _length(response)
-        total = None if rest is None else start + rest
-        if size is not None and total is not None and total != size:
-            hint = text_hint(response.read(48))
-            raise Refused(f"the server has {total:,} bytes, expected {size:,}{hint}")
-        expected = size if total is None else total
-        if start == 0:
-            self.cache.store_validators(
-                file, response.headers.get("ETag"), response.headers.get("Last-Modified")
-            )
-        self.meter.add(item, start)
-        position = start
-        with self.cache.part(file).open("r+b" if start else "wb") as part:
-            part.seek(start)
-            part.truncate()
-            while block := response.read1(_BLOCK):
-                if self.cancel.is_set():
-                    raise Cancelled
-                position += len(block)
-                if expected is not None and position > expected:
-                    raise Refused(f"the server sends more than {expected:,} bytes")
-                part.write(block)
-                self.meter.add(item, len(block))
-        if expected is not None and position < expected:
-            raise ConnectionError(f"it ended after {position:,} of {expected:,} bytes")
+def _request(cache: DownloadCache, item: _Item, meter: Meter, timeout_s: float) -> None:
+    """Receive the missing bytes of a file, and keep them after an error."""
+    file, size = item.file, item.file.size
+    start, mark = cache.resumable(file)
+    if size is not None and start >= size:
+        if start == size > 0:
+            return
+        start = 0
+    headers = dict(_HEADERS)
+    if start:
+        headers["Range"] = f"bytes={start}-"
+        if mark is not None:
+            headers["If-Range"] = mark
+    meter.begin(item)
+    try:
+        with _opened(Request(file.url, headers=headers), timeout_s) as response:
+            _receive_body(cache, item, meter, response, start)
+    except HTTPError as error:
+        if error.code == 416 and start:
+            cache.forget_part(file)
+            raise ConnectionError("the server has fewer bytes than were received") from error
+        raise
+
+
+def _receive_body(
+    cache: DownloadCache, item: _Item, meter: Meter, response: HTTPResponse, start: int
+) -> None:
+    file, size = item.file, item.file.size
+    coding = response.headers.get("Content-Encoding", "identity")
+    if coding != "identity":
+        raise Refused(f"the server sends the coding {coding!r}, which was not requested")
+    if response.status == 206:
+        if _first(response) != start:
+            cache.forget_part(file)
+            raise ConnectionError("the server sends other bytes than requested")
+    else:
+        start = 0  # the server ignores ranges, or has another version
+    rest = _length(response)
+    total = None if rest is None else start + rest
+    if size is not None and total is not None and total != size:
+        hint = text_hint(response.read(48))
+        raise Refused(f"the server has {total:,} bytes, expected {size:,}{hint}")
+    expected = size if total is None else total
+    part = cache.part(file)
+    if start == 0:
+        etag = response.headers.get("ETag")
+        # Versions with equal weak validators may differ in bytes.
+        is_strong = etag and not etag.startswith("W/")
+        mark = etag if is_strong else response.headers.get("Last-Modified")
+        write_note(_record_of(part), json.dumps({"mark": mark}))
+    meter.add(item, start)
+    position = start
+    with part.open("r+b" if start else "wb") as content:
+        content.seek(start)
+        content.truncate()
+        while block := response.read1(_BLOCK):
+            if meter.cancel.is_set():
+                raise Cancelled
+            position += len(block)
+            if expected is not None and position > expected:
+                raise Refused(f"the server sends more than {expected:,} bytes")
+            content.write(block)
+            meter.add(item, len(block))
+    if expected is not None and position < expected:
+        raise ConnectionError(f"it ended after {position:,} of {expected:,} bytes")
 
 
 @contextmanager

@@ -1,173 +1,352 @@
-"""Listing, download and verification of the files of a Hub repository."""
+"""Files of Hub repositories: listing, download by the Hub's client, and verification."""
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
+import errno
 import os
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
-from urllib.parse import urlsplit
+from typing import Any
 
-from replaykit.datasets.hub_cache import (
-    HubCache,
-    HubFile,
-    HubListing,
-    Subject,
-    cache_root,
-    check_repo_id,
-    endpoint,
-    is_commit,
-    is_offline,
-    offline_error,
-)
-from replaykit.datasets.sources import sha256_of
+from replaykit.datasets.sources import free_bytes
 from replaykit.datasets.transfers import (
+    BUSY,
     Meter,
     Progress,
     Retry,
-    cancellable_lock,
+    Stalled,
     collect,
-    metered,
-    run_all,
+    difference,
+    fetch_all,
+    is_local,
+    is_offline,
+    local_error,
+    seconds_to_wait,
 )
+from replaykit.declared import Count, decode_state, encode_state
 from replaykit.errors import DownloadError
 
-__all__ = ["HubFile", "HubListing", "HubParts", "Progress", "Retry", "fetch", "list_files"]
+__all__ = [
+    "HubFile",
+    "HubListing",
+    "Subject",
+    "cache_root",
+    "check_repo_id",
+    "endpoint",
+    "entry",
+    "fetch",
+    "is_commit",
+    "list_files",
+    "missing_bytes",
+    "offline_error",
+    "repository_folder",
+]
 
-_LEAST: Final = 10 << 20
-_NO_SUCH_RANGE: Final = 416
+_LOGIN = "log in (`hf auth login`, or set HF_TOKEN)"
 
 
 @dataclass(frozen=True)
-class HubParts:
-    """Resumable downloads from one dataset repository at one commit.
+class Subject:
+    """A request to a Hub. Its text is used in error messages."""
+
+    repo_id: str
+    revision: str
+    endpoint: str
+    path: str | None = None
+
+    @property
+    def repository(self) -> str:
+        return f"dataset repository {self.repo_id!r} at {self.endpoint}"
+
+    def __str__(self) -> str:
+        what = f"file {self.path!r} of " if self.path is not None else "the listing of "
+        return f"{what}{self.repository}, revision {self.revision}"
+
+    def is_transient(self, error: Exception) -> bool:
+        """Return whether a repeated call may succeed."""
+        from huggingface_hub import errors as hub
+
+        error = _unwrapped(error)
+        if isinstance(error, hub.HfHubHTTPError):
+            return _status(error) in BUSY
+        lasting = (
+            Stalled,
+            hub.FileMetadataError,
+            hub.LocalEntryNotFoundError,
+            hub.OfflineModeIsEnabled,
+        )
+        return not (isinstance(error, lasting) or _is_strange_answer(error) or is_local(error))
+
+    def retry_after_s(self, error: Exception) -> float | None:
+        """Return the wait in seconds that the server requests, or None."""
+        response = getattr(error, "response", None)
+        return seconds_to_wait(getattr(response, "headers", None) or {})
+
+    def refusal(self, error: Exception) -> Exception | None:
+        """Return the exception for an error, or None.
+
+        The result is None if no repository or revision is missing, and access is not refused.
+        """
+        from huggingface_hub import errors as hub
+
+        where = self.repository
+        if isinstance(error, hub.GatedRepoError):
+            return PermissionError(
+                f"access to {where} is gated: accept its owner's conditions on its page, then "
+                f"{_LOGIN}"
+            )
+        if isinstance(error, hub.RepositoryNotFoundError):
+            return FileNotFoundError(
+                f"there is no {where} that you may see: check the id and HF_ENDPOINT; if it is "
+                f"private, {_LOGIN}"
+            )
+        if isinstance(error, hub.RevisionNotFoundError):
+            return FileNotFoundError(
+                f"there is no revision {self.revision!r} in {where}: give a branch, a tag or a "
+                "commit id that exists there"
+            )
+        return None
+
+    def explain(self, error: Exception) -> Exception:
+        """Return the exception to raise for an error of the client."""
+        from huggingface_hub import errors as hub
+
+        error = _unwrapped(error)
+        refused = self.refusal(error)
+        if refused is not None:
+            return refused
+        status = _status(error)
+        if isinstance(error, (hub.OfflineModeIsEnabled, hub.LocalEntryNotFoundError)):
+            return offline_error(self)
+        if isinstance(error, hub.EntryNotFoundError):
+            return FileNotFoundError(
+                f"there is no {self}, although it was listed: the repository has been rewritten; "
+                "list it again, or ask its owner"
+            )
+        if status in (401, 403):
+            return PermissionError(f"access to {self} was refused (HTTP {status}): {_LOGIN}")
+        if is_local(error):
+            return local_error(error, self, "set HF_HUB_CACHE to a directory that can take it")
+        return DownloadError(f"could not fetch {self}: {self._reason(error, status)}")
+
+    def _reason(self, error: Exception, status: int | None) -> str:
+        from huggingface_hub import errors as hub
+
+        said = f"{type(error).__name__}: {str(error).strip() or 'no details'}"
+        if status is not None:
+            asked_s = self.retry_after_s(error)
+            later = "later" if asked_s is None else f"in {asked_s:.0f} s"
+            return f"the server answered HTTP {status}; try again {later}"
+        if isinstance(error, Stalled) or _is_kind(error, "Timeout"):
+            return (
+                "no answer in time; check the connection, or raise HF_HUB_DOWNLOAD_TIMEOUT and "
+                f"HF_HUB_ETAG_TIMEOUT ({said})"
+            )
+        # If one thread cannot connect, the client closes the session that all threads share. The
+        # other threads then get these errors.
+        collateral = isinstance(error, (AttributeError, RuntimeError))
+        if collateral or _is_kind(error, "ConnectError", "ConnectionRefusedError"):
+            return f"the server cannot be reached; check the connection and HF_ENDPOINT ({said})"
+        if isinstance(error, hub.FileMetadataError) or _is_strange_answer(error):
+            return f"the answer is not that of a Hub; check HF_ENDPOINT and any proxy ({said})"
+        return f"the transfer broke off; call again, complete files are kept ({said})"
+
+
+def offline_error(subject: Subject) -> FileNotFoundError:
+    """Return the error for a request that offline mode forbids."""
+    return FileNotFoundError(
+        f"cannot fetch {subject}: offline mode forbids every request; unset HF_HUB_OFFLINE and "
+        "start again with a network, or use data that has been fetched before"
+    )
+
+
+def _unwrapped(error: Exception) -> Exception:
+    """Return the cause if an error only states that a file cannot be located."""
+    from huggingface_hub import errors as hub
+
+    cause = error.__cause__
+    if isinstance(error, hub.LocalEntryNotFoundError) and isinstance(cause, Exception):
+        return cause
+    return error
+
+
+def _is_strange_answer(error: Exception) -> bool:
+    """Return whether an answer was not JSON, such as a web page, or lacked fields."""
+    return isinstance(error, (ValueError, KeyError, TypeError))
+
+
+def _is_kind(error: Exception, *names: str) -> bool:
+    # Compared by name, because the client's HTTP library depends on its version.
+    return any(name in kind.__name__ for kind in type(error).__mro__ for name in names)
+
+
+def _status(error: Exception) -> int | None:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_REPO_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """One file of a repository at one commit.
 
     Attributes:
-        cache: the cache of the files.
-        endpoint: the URL of the Hub.
-        token: the token for repositories that are not public; None for the client's token.
-        timeout_s: the limit of the wait for the metadata of a file.
-        most: the largest size in bytes for which the Hub accepts plain HTTP.
-        cancel: the event that is set when the fetch is cancelled.
+        path: the path in the repository, with ``/`` between parts.
+        size: the size in bytes.
+        sha256: the SHA-256 of the content, 64 hexadecimal digits. It is known for files in LFS.
+        blob_id: git's id, 40 hexadecimal digits. Without ``sha256``, ``blob_id`` identifies the
+            content. With ``sha256``, it is the id of the LFS pointer, and does not identify the
+            content.
+
+    Raises:
+        ValueError: the path leaves the repository, the size is negative, or a hash is malformed.
+
+    Example:
+        >>> from replaykit.datasets.hub_files import HubFile
+        >>> HubFile("door/seed0/a.h5", 3, None, None).size
+        3
+        >>> HubFile("../a.h5", 3, None, None)
+        Traceback (most recent call last):
+        ...
+        ValueError: path: expected a relative path like 'dir/file.h5', got '../a.h5'
     """
 
-    cache: HubCache
+    path: str
+    size: Count
+    sha256: str | None
+    blob_id: str | None
+
+    def __post_init__(self) -> None:
+        # The path comes from a server and becomes a local path, so it must stay in the cache.
+        parts = self.path.split("/")
+        if "\\" in self.path or "\0" in self.path or any(p in ("", ".", "..") for p in parts):
+            raise ValueError(
+                f"path: expected a relative path like 'dir/file.h5', got {self.path!r}"
+            )
+        if self.size < 0:
+            raise ValueError(f"size of {self.path!r}: expected bytes >= 0, got {self.size}")
+        for name, form in (("sha256", _SHA256), ("blob_id", _COMMIT)):
+            value = getattr(self, name)
+            if value is not None and not form.fullmatch(value):
+                raise ValueError(
+                    f"{name} of {self.path!r}: expected lower-case hexadecimal, got {value!r}"
+                )
+
+    @property
+    def etag(self) -> str | None:
+        """The name of the content on the Hub and in the client's cache."""
+        return self.sha256 or self.blob_id
+
+
+@dataclass(frozen=True)
+class HubListing:
+    """The files of a data set in a repository, pinned to one commit.
+
+    A listing contains all information for a later fetch or check, which may be offline. A manifest
+    can store its ``to_json()``. ``endpoint`` is the Hub that sent the listing. A fetch uses the
+    endpoint of the environment instead.
+
+    Raises:
+        ValueError: the repository id or commit is malformed, or a path occurs twice.
+
+    Example:
+        >>> from replaykit.datasets.hub_files import HubListing
+        >>> listing = HubListing("me/data", "0" * 40, "http://127.0.0.1:1", ())
+        >>> HubListing.from_json(listing.to_json()) == listing
+        True
+    """
+
+    repo_id: str
+    commit: str
     endpoint: str
-    token: str | None
-    timeout_s: int
-    most: int
-    cancel: threading.Event
+    files: tuple[HubFile, ...]
 
-    def resumes(self, file: HubFile) -> bool:
-        """Return whether the download of a file can resume.
+    def __post_init__(self) -> None:
+        check_repo_id(self.repo_id)
+        if not _COMMIT.fullmatch(self.commit):
+            raise ValueError(f"commit: expected 40 hexadecimal digits, got {self.commit!r}")
+        if len({file.path for file in self.files}) < len(self.files):
+            paths = [file.path for file in self.files]
+            twice = sorted({path for path in paths if paths.count(path) > 1})
+            raise ValueError(f"files: expected every path once, got twice: {twice}")
 
-        This requires a large file and a SHA-256.
-        """
-        return file.sha256 is not None and _LEAST < file.size <= self.most
+    @property
+    def nbytes(self) -> int:
+        """Total size of the files, in bytes."""
+        return sum(file.size for file in self.files)
 
-    def receive(
-        self, file: HubFile, begin: Callable[[int], None], bar_class: type[Any]
-    ) -> str | None:
-        """Fetch the content of a file into the cache, or continue an interrupted fetch.
+    def to_json(self) -> dict[str, Any]:
+        """Return the listing as JSON values for ``from_json``."""
+        return encode_state(self)
 
-        Args:
-            file: a file for which `resumes` is True.
-            begin: function that is called with the count of bytes that are in the cache already.
-            bar_class: the class of the progress bar, which counts the bytes that are received now.
-
-        Returns:
-            The problem of the received content. Content with a problem is removed. The result is
-            None if the content is right. It is also None if the server has another file, which the
-            client must fetch.
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> HubListing:
+        """Return the listing from the JSON values of ``to_json``.
 
         Raises:
-            Cancelled: the fetch was cancelled.
-            Exception: the client raised an error. Received bytes are kept.
-
-        Cost: one request for the location of the content, and one request for the content. The
-        content is read once for its hash.
+            ValueError: ``data`` is not a listing. The message gives the reason.
         """
-        import huggingface_hub
-        from huggingface_hub.utils import build_hf_headers
+        return decode_state(cls, data, "the JSON of a Hub listing")
 
-        blob, part = self.cache.blob(file), self.cache.part(file)
-        assert blob is not None
-        assert part is not None
-        url = huggingface_hub.hf_hub_url(
-            self.cache.repo_id,
-            file.path,
-            repo_type="dataset",
-            revision=self.cache.commit,
-            endpoint=self.endpoint,
+
+def check_repo_id(repo_id: str) -> None:
+    """Raise ValueError unless ``repo_id`` is ``name`` or ``owner/name``."""
+    if not _REPO_ID.fullmatch(repo_id) or ".." in repo_id or "--" in repo_id:
+        raise ValueError(
+            f"repo_id: expected 'owner/name' in letters, digits, '-._', got {repo_id!r}"
         )
-        said = huggingface_hub.get_hf_file_metadata(url, token=self.token, timeout=self.timeout_s)
-        if said.etag != file.etag or said.size != file.size:
-            return None
-        headers = {**build_hf_headers(token=self.token), "Accept-Encoding": "identity"}
-        if urlsplit(said.location).netloc != urlsplit(url).netloc:
-            headers.pop("authorization", None)
-        lock = self.cache.lock(file)
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with cancellable_lock(lock, self.cancel):
-            # Another process may have fetched the file while it held the lock.
-            if blob.exists():
-                return None
-            self._receive(file, part, said.location, headers, begin, bar_class)
-            digest = sha256_of(part)
-            if part.stat().st_size == file.size and digest == file.sha256:
-                part.replace(blob)
-                return None
-            part.unlink()
-        return f"expected sha256 {file.sha256}, got {digest}"
-
-    def _receive(
-        self,
-        file: HubFile,
-        part: Path,
-        url: str,
-        headers: dict[str, str],
-        begin: Callable[[int], None],
-        bar_class: type[Any],
-    ) -> None:
-        from huggingface_hub.errors import HfHubHTTPError
-        from huggingface_hub.file_download import http_get
-
-        part.parent.mkdir(parents=True, exist_ok=True)
-        part.touch()
-        start = part.stat().st_size
-        if start > file.size:
-            start = 0
-        begin(start)
-        options: dict[str, Any] = {}
-        if "tqdm_class" in inspect.signature(http_get).parameters:
-            options["tqdm_class"] = bar_class
-        with part.open("r+b") as content:
-            content.truncate(start)
-            content.seek(start)
-            try:
-                http_get(
-                    url,
-                    content,
-                    resume_size=start,
-                    headers=headers,
-                    expected_size=file.size,
-                    **options,
-                )
-            except HfHubHTTPError as error:
-                if error.response.status_code != _NO_SUCH_RANGE:
-                    raise
-                content.truncate(0)
-                raise ConnectionError("the server has fewer bytes than were received") from error
 
 
-_NAMED_DIRECTORIES = 10
-_MOST_BY_HTTP = 50_000_000_000
+def is_commit(revision: str) -> bool:
+    """Return whether ``revision`` is a full commit id, not a branch or tag."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
+_DEFAULT_ENDPOINT = "https://huggingface.co"
 _DEFAULT_TIMEOUT_S = 10
+_NAMED_DIRECTORIES = 10
+
+
+def endpoint() -> str:
+    """Return the Hub's URL from HF_ENDPOINT, which the client reads at import only."""
+    return (os.environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT).rstrip("/")
+
+
+def cache_root() -> Path:
+    """Return the client's cache folder from HF_HUB_CACHE, HF_HOME and XDG_CACHE_HOME."""
+    env = os.environ.get
+    home = env("HF_HOME") or os.path.join(env("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    root = env("HF_HUB_CACHE") or env("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.abspath(os.path.expandvars(os.path.expanduser(root))))
+
+
+def repository_folder(repo_id: str) -> Path:
+    """Return the folder of a dataset repository in the client's cache."""
+    return cache_root() / "--".join(["datasets", *repo_id.split("/")])
+
+
+def entry(listing: HubListing, file: HubFile) -> Path:
+    """Return the path of a file in the client's cache, whether it exists or not."""
+    folder = repository_folder(listing.repo_id)
+    return folder.joinpath("snapshots", listing.commit, *file.path.split("/"))
+
+
+def missing_bytes(listing: HubListing, files: Iterable[HubFile]) -> int:
+    """Return the total size of the files that are not in the cache. Equal files count once."""
+    sizes = {}
+    for file in files:
+        path = entry(listing, file)
+        if not path.is_file() or path.stat().st_size != file.size:
+            sizes[file.etag or file.path] = file.size
+    return sum(sizes.values())
 
 
 def list_files(
@@ -198,31 +377,18 @@ def list_files(
             mode is on.
         PermissionError: the repository is gated, or refuses access.
         DownloadError: the server cannot be reached, fails, or does not answer as a Hub does.
-        ImportError: huggingface_hub is not installed.
         ValueError: ``repo_id`` is malformed.
 
     Cost: one request for the commit unless a full commit id is given, and one request per 1000
     files of the repository.
-
-    Example:
-        >>> import os, tempfile
-        >>> from unittest.mock import patch
-        >>> from replaykit.datasets.hub_files import fetch, list_files
-        >>> from replaykit.testing import LoopbackHub
-        >>> files = {"door/seed0/a.h5": b"aa", "door/seed1/a.h5": b"b", "door2/a.h5": b"c"}
-        >>> with LoopbackHub({"me/data": files}) as hub, tempfile.TemporaryDirectory() as cache:
-        ...     with patch.dict(os.environ, hub.env(cache)):
-        ...         listing = list_files("me/data", directory="door", suffix=".h5")
-        ...         [file.path for file in listing.files]
-        ...         [path.read_bytes() for path in fetch(listing)]
-        ['door/seed0/a.h5', 'door/seed1/a.h5']
-        [b'aa', b'b']
     """
     check_repo_id(repo_id)
     subject = Subject(repo_id, revision, endpoint())
     if is_offline():
         raise offline_error(subject)
-    api = _client().HfApi(endpoint=subject.endpoint, token=token)
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=subject.endpoint, token=token)
     never = threading.Event()
 
     def resolve() -> str:
@@ -259,13 +425,12 @@ def fetch(
     token: str | None = None,
     retry: Retry = Retry(),  # noqa: B008 - frozen
 ) -> list[Path]:
-    """Return the local paths of a listing's files, after fetching missing files.
+    """Return the local paths of a listing's files, after the Hub's client fetched missing files.
 
     Each file is verified by size and hash. Cached files need no request. Missing files are fetched
-    at the listing's commit. A file that fails verification is removed from the cache and fetched
-    again, at most twice. The call returns all files or raises an error. Complete files stay in the
-    cache for the next call. An interrupted download continues if the file has more than 10 MiB;
-    otherwise it begins again. Incomplete files that the client would never continue are removed.
+    at the listing's commit. A file that fails verification is fetched again, once. The call returns
+    all files or raises an error. Complete files stay in the cache for the next call. After a broken
+    connection, the client continues a file; after the end of the process, it begins it again.
 
     Args:
         listing: the result of `list_files`, or a listing from stored JSON.
@@ -282,132 +447,81 @@ def fetch(
         DownloadError: a file could not be fetched, or failed verification.
         OSError: the disk has too little room (``ENOSPC``), or the cache cannot be written. The room
             is checked before the first request.
-        ImportError: a file is missing and huggingface_hub is not installed. Or a file is larger
-            than 50 GB and ``hf_xet`` is not installed.
         ValueError: ``max_workers`` is below 1.
 
-    Cost: every file is read once for its hash. A file above 10 MiB that this call has received is
-    read twice. ``max_workers`` files are read at once. Memory: blocks of 1 MiB and the client's
-    blocks of 10 MiB per worker.
+    Cost: every file is read once for its hash. ``max_workers`` files are read at once. Memory: the
+    blocks of 10 MiB of the client per worker.
     """
     if max_workers < 1:
         raise ValueError(f"max_workers: expected at least 1, got {max_workers}")
-    cache = HubCache(cache_root(), listing.repo_id, listing.commit)
-    offline = is_offline()
-    if not offline:
-        cache.remove_orphans(listing.files)
-        cache.require_room(listing.files)
-        _require_transport(cache, listing)
-    cancel = threading.Event()
-    with metered(listing.files, f"Downloading {listing.repo_id}", progress, cancel) as meter:
-        work = _Fetch(listing, endpoint(), cache, meter, retry, cancel, token)
-        one = work.verify if offline else work.obtain
-        jobs = [partial(one, file) for file in listing.files]
+    hub = endpoint()
+    if not is_offline():
+        _require_room(listing)
+
+    def problem(file: HubFile) -> str | None:
         try:
-            problems = run_all(jobs, max_workers=max_workers, cancel=cancel)
-        except BaseException:
-            if meter.failure is not None:
-                raise meter.failure from None
-            raise
-    found = zip(listing.files, problems, strict=True)
-    missing = [f"  {file.path}: {problem}" for file, problem in found if problem is not None]
-    if missing:
-        raise FileNotFoundError(_missing_offline(listing, cache, missing))
-    return [cache.entry(file) for file in listing.files]
+            return difference(entry(listing, file), file.size, file.sha256, file.blob_id)
+        except FileNotFoundError:
+            return "not in the cache"
+
+    def subject(file: HubFile) -> Subject:
+        return Subject(listing.repo_id, listing.commit, hub, file.path)
+
+    def receive(file: HubFile, meter: Meter) -> str | None:
+        download = partial(_download, listing, hub, file, meter, token)
+        retry.run(download, subject(file), meter.cancel)
+        return problem(file)
+
+    fetch_all(
+        listing.files,
+        problem=problem,
+        receive=receive,
+        name=subject,
+        title=f"Downloading {listing.repo_id}",
+        cache=f"{cache_root()} for {listing.repo_id!r} at commit {listing.commit}",
+        remedy=f", or fill that cache with hf download {listing.repo_id} --repo-type dataset "
+        f"--revision {listing.commit}",
+        progress=progress,
+        max_workers=max_workers,
+    )
+    return [entry(listing, file) for file in listing.files]
 
 
-@dataclass(frozen=True)
-class _Fetch:
-    """The state that the threads of one call of `fetch` share."""
+def _download(
+    listing: HubListing, hub: str, file: HubFile, meter: Meter, token: str | None
+) -> None:
+    """Fetch a file into the client's cache, and replace a damaged one."""
+    import huggingface_hub
 
-    listing: HubListing
-    endpoint: str
-    cache: HubCache
-    meter: Meter
-    retry: Retry
-    cancel: threading.Event
-    token: str | None
+    meter.begin(file)
+    path = entry(listing, file)
+    is_damaged = path.exists()
+    # Without links, the client would keep an entry that exists.
+    path.unlink(missing_ok=True)
+    huggingface_hub.hf_hub_download(
+        repo_id=listing.repo_id,
+        filename=file.path,
+        repo_type="dataset",
+        revision=listing.commit,
+        cache_dir=cache_root(),
+        endpoint=hub,
+        etag_timeout=_etag_timeout_s(),
+        token=token,
+        force_download=is_damaged,
+        tqdm_class=meter.bar_class(file),
+    )
 
-    def verify(self, file: HubFile) -> str | None:
-        """Return the problem of a cached file, or None, without a request."""
-        problem = self.cache.problem(file)
-        if problem is None:
-            self.meter.finish(file)
-        return problem
 
-    def obtain(self, file: HubFile) -> str | None:
-        """Fetch a file into the cache and verify it; return None or raise an error."""
-        subject = Subject(self.listing.repo_id, self.listing.commit, self.endpoint, file.path)
-        problem = self.verify(file)
-        for _ in range(2):
-            if problem is None:
-                return None
-            # Only an existing entry is discarded. A missing entry may have a good blob from
-            # another commit, which the client then links.
-            if self.cache.entry(file).exists():
-                self.cache.discard(file)
-            download = partial(self._download, _client().hf_hub_download, file)
-            problem = self.retry.run(partial(self._receive, file), subject, self.cancel)
-            if problem is None:
-                self.retry.run(download, subject, self.cancel)
-                problem = self.verify(file)
-        if problem is None:
-            return None
-        self.cache.discard(file)
-        raise DownloadError(
-            f"{subject} does not verify: {problem}; the damaged copy has been removed: call "
-            "again; if the error persists, the server or a proxy alters the file"
+def _require_room(listing: HubListing) -> None:
+    """Check that the missing bytes fit on the disk, before anything is written."""
+    needed, free = missing_bytes(listing, listing.files), free_bytes(cache_root())
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"not enough disk space to download {listing.repo_id!r}: {needed:,} bytes are "
+            f"missing, {free:,} are free; free some space, or set HF_HUB_CACHE to a larger disk",
+            str(cache_root()),
         )
-
-    def _receive(self, file: HubFile) -> str | None:
-        """Receive a large file so that it can resume, and return its problem or None."""
-        timeout_s = _etag_timeout_s()
-        parts = HubParts(
-            self.cache, self.endpoint, self.token, timeout_s, _MOST_BY_HTTP, self.cancel
-        )
-        blob = self.cache.blob(file)
-        if not parts.resumes(file) or (blob is not None and blob.exists()):
-            return None
-
-        def begin(received: int) -> None:
-            self.meter.begin(file)
-            if received:
-                self.meter.add(file, received)
-
-        return parts.receive(file, begin, self.meter.bar_class(file))
-
-    def _download(self, download: Callable[..., object], file: HubFile) -> None:
-        blob = self.cache.blob(file)
-        is_here = blob is not None and blob.exists()
-        if not is_here:
-            self.meter.begin(file)
-        options: dict[str, Any] = {}
-        if "tqdm_class" in inspect.signature(download).parameters:  # not in the first 1.x
-            options["tqdm_class"] = self.meter.bar_class(file)
-        download(
-            repo_id=self.listing.repo_id,
-            filename=file.path,
-            repo_type="dataset",
-            revision=self.listing.commit,
-            cache_dir=self.cache.root,
-            endpoint=self.endpoint,
-            etag_timeout=_etag_timeout_s(),
-            token=self.token,
-            **options,
-        )
-        if blob is not None and is_here and not self.cache.entry(file).is_symlink():
-            blob.unlink(missing_ok=True)  # the entry is a copy
-
-
-def _client() -> Any:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ImportError(
-            "downloading from the Hub needs the package huggingface_hub: pip install "
-            "huggingface_hub, or use files that are on this machine"
-        ) from error
-    return huggingface_hub
 
 
 def _etag_timeout_s() -> int:
@@ -420,17 +534,6 @@ def _hub_file(entry: Any) -> HubFile:
     return HubFile(entry.path, entry.size, sha256, entry.blob_id)
 
 
-def _require_transport(cache: HubCache, listing: HubListing) -> None:
-    """Refuse files that plain HTTP cannot fetch, which are those above 50 GB."""
-    for file in listing.files:
-        too_large = file.size > _MOST_BY_HTTP and not cache.entry(file).exists()
-        if too_large and importlib.util.find_spec("hf_xet") is None:
-            raise ImportError(
-                f"{file.path!r} has {file.size:,} bytes, and files above {_MOST_BY_HTTP:,} can "
-                "only be fetched with the package hf_xet: pip install hf_xet"
-            )
-
-
 def _nothing_there(
     subject: Subject, commit: str, below: str, suffix: str, listed: list[HubFile]
 ) -> str:
@@ -441,14 +544,4 @@ def _nothing_there(
     return (
         f"no file *{suffix} below directory {below or '.'!r} in {subject.repository}, commit "
         f"{commit}; directories that hold such files: {shown}{more}"
-    )
-
-
-def _missing_offline(listing: HubListing, cache: HubCache, missing: list[str]) -> str:
-    lines = "\n".join(missing)
-    return (
-        f"offline mode, and {len(missing)} of {len(listing.files)} files of {listing.repo_id!r} "
-        f"at commit {listing.commit} cannot be used from {cache.root}:\n{lines}\n"
-        "Call again with a network and without HF_HUB_OFFLINE, or fill that cache with "
-        f"hf download {listing.repo_id} --repo-type dataset --revision {listing.commit}"
     )

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from replaykit.datasets.column_files import GROUP_FILE, read_groups
 from replaykit.datasets.dataset_manifest import MANIFEST_NAME, Array, Manifest, crc32_of_file
-from replaykit.datasets.transfers import target_lock, target_lock_if_free
+from replaykit.datasets.transfers import target_lock
 from replaykit.filesystem import (
     disk_errors,
     exchange,
@@ -511,7 +511,7 @@ def _existing(target: Path, identity: Mapping[str, Any] | None) -> Published | N
     if siblings(target, _RETIRED) or siblings(target, _BUILDING):
         # A killed replacement leaves files up to the size of the data set. They are removed here,
         # because no later replacement may come. A running replacement holds the lock.
-        with target_lock_if_free(target) as is_held:
+        with target_lock(target, waits=False) as is_held:
             if is_held:
                 recover(target)
     return found

@@ -6,6 +6,7 @@ import hashlib
 import json
 import posixpath
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ from replaykit.datasets.http_files import (
     fetch_files,
     sizes_of,
 )
-from replaykit.datasets.hub_cache import (
-    HubCache,
+from replaykit.datasets.hub_files import (
+    HubListing,
     cache_root,
-    is_offline,
+    fetch,
+    list_files,
+    missing_bytes,
     repository_folder,
-    write_marker,
 )
-from replaykit.datasets.hub_files import HubListing, fetch, list_files
 from replaykit.datasets.sources import (
     PlannedFile,
     SourceFile,
@@ -33,6 +34,7 @@ from replaykit.datasets.sources import (
     require_room_for_columns,
     sha256_of,
 )
+from replaykit.datasets.transfers import is_offline, write_note
 
 __all__ = ["HubFiles", "WebFiles"]
 
@@ -149,9 +151,8 @@ class HubFiles:
         """
         listing = self._listing()
         if target is not None and not is_offline():
-            cache = HubCache(cache_root(), listing.repo_id, listing.commit)
-            missing, total = cache.missing_bytes(listing.files), sum(f.size for f in listing.files)
-            require_room_for_columns(cache.root, missing, target, total)
+            missing = missing_bytes(listing, listing.files)
+            require_room_for_columns(cache_root(), missing, target, listing.nbytes)
         paths = fetch(listing, progress=sys.stderr.isatty())
         _remember(listing, self.directory, self._kind)
         files = tuple(
@@ -164,12 +165,11 @@ class HubFiles:
     def listing(self) -> tuple[dict[str, Any], tuple[PlannedFile, ...], Path]:
         """Return origin, files and cache from one listing, without fetching files."""
         listing = self._listing()
-        cache = HubCache(cache_root(), listing.repo_id, listing.commit)
         files = tuple(
-            PlannedFile(file.path, file.size, not cache.missing_bytes([file]))
+            PlannedFile(file.path, file.size, not missing_bytes(listing, [file]))
             for file in listing.files
         )
-        return _origin(listing), files, cache.root
+        return _origin(listing), files, cache_root()
 
     @property
     def _kind(self) -> str:
@@ -197,7 +197,7 @@ def _origin(listing: HubListing) -> dict[str, Any]:
 def _memory(repo_id: str, directory: str, suffix: str) -> Path:
     """Return the path of a stored listing, in the cache of the files."""
     name = hashlib.sha256(f"{directory}\0{suffix}".encode()).hexdigest()[:16]
-    return cache_root() / repository_folder(repo_id) / "replaykit" / f"{name}.json"
+    return repository_folder(repo_id) / "replaykit" / f"{name}.json"
 
 
 def _recall(repo_id: str, directory: str, suffix: str) -> HubListing | None:
@@ -210,4 +210,5 @@ def _recall(repo_id: str, directory: str, suffix: str) -> HubListing | None:
 
 def _remember(listing: HubListing, directory: str, suffix: str) -> None:
     """Store a listing after all its files have been fetched."""
-    write_marker(_memory(listing.repo_id, directory, suffix), json.dumps(listing.to_json()))
+    with suppress(OSError):  # a cache that cannot be written is usable without the listing
+        write_note(_memory(listing.repo_id, directory, suffix), json.dumps(listing.to_json()))

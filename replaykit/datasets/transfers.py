@@ -1,25 +1,26 @@
-"""Threads, retries, progress and locks for downloads."""
+"""Threads, retries, progress, verification and locks for downloads."""
 
 from __future__ import annotations
 
 import email.utils
 import errno
+import hashlib
 import logging
 import os
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
+from replaykit.errors import DownloadError
 from replaykit.filesystem import make_directory
-
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
 
 __all__ = [
     "BUSY",
@@ -32,14 +33,17 @@ __all__ = [
     "Stalled",
     "cancellable_lock",
     "collect",
+    "difference",
+    "fetch_all",
     "is_local",
+    "is_offline",
     "local_error",
-    "metered",
     "progress_bar",
     "run_all",
     "seconds_to_wait",
     "target_lock",
-    "target_lock_if_free",
+    "text_hint",
+    "write_note",
 ]
 
 T = TypeVar("T")
@@ -176,7 +180,7 @@ _MOST_EXTRA = 64 << 20
 
 
 class Received(Protocol):
-    """A file to receive, with a unique name and a size."""
+    """A hashable file to receive, with a name and a size."""
 
     @property
     def path(self) -> str: ...
@@ -277,7 +281,8 @@ def collect(items: Callable[[], Iterable[T]], stall_s: float) -> list[T]:
 class Meter:
     """The counts of received files and bytes of one fetch, guarded by one lock.
 
-    ``failure`` is the error that the progress function has raised. It ends the fetch.
+    ``failure`` is the error that the progress function has raised. It ends the fetch. ``cancel`` is
+    set when the fetch ends early.
     """
 
     def __init__(
@@ -288,34 +293,34 @@ class Meter:
         cancel: threading.Event,
     ) -> None:
         self.failure: BaseException | None = None
+        self.cancel = cancel
         self._total = files_total, bytes_total
         self._notify = notify
-        self._cancel = cancel
-        self._received: dict[str, int] = {}
-        self._done: set[str] = set()
+        self._received: dict[Received, int] = {}
+        self._done: set[Received] = set()
         self._lock = threading.Lock()
 
     def add(self, file: Received, nbytes: int) -> None:
         """Count received bytes of a file; a negative count takes bytes back."""
         with self._lock:
-            self._received[file.path] = self._received.get(file.path, 0) + nbytes
+            self._received[file] = self._received.get(file, 0) + nbytes
             self._report_locked()
 
     def begin(self, file: Received) -> None:
         """Reset the count of a file's bytes to zero, for a new attempt."""
         with self._lock:
-            self._received[file.path] = 0
+            self._received[file] = 0
 
     def finish(self, file: Received) -> None:
         """Count a file as done, whether it was received or cached."""
         with self._lock:
-            self._received[file.path] = file.size
-            self._done.add(file.path)
+            self._received[file] = file.size
+            self._done.add(file)
             self._report_locked()
 
     def _report_locked(self) -> None:
         """Report under the lock, so that reports are in order and never overlap."""
-        if self._notify is None or self._cancel.is_set():
+        if self._notify is None or self.cancel.is_set():
             return
         files_total, bytes_total = self._total
         received = min(sum(self._received.values()), bytes_total)
@@ -323,7 +328,7 @@ class Meter:
             self._notify(Progress(len(self._done), files_total, received, bytes_total))
         except BaseException as error:
             self.failure = error
-            self._cancel.set()
+            self.cancel.set()
             raise Cancelled from error
 
     def bar_class(self, file: Received) -> type[Any]:
@@ -343,7 +348,7 @@ class Meter:
                 self.gross = 0
 
             def update(self, n: float | None = 1) -> bool | None:
-                if meter._cancel.is_set():
+                if meter.cancel.is_set():
                     raise Cancelled
                 step = int(n or 0)
                 self.n += step
@@ -361,30 +366,89 @@ class Meter:
         return Bar
 
 
-@contextmanager
-def metered(
-    files: Sequence[Received],
+F = TypeVar("F", bound=Received)
+
+
+def fetch_all(
+    files: Sequence[F],
+    *,
+    problem: Callable[[F], str | None],
+    receive: Callable[[F, Meter], str | None],
+    name: Callable[[F], object],
     title: str,
-    progress: bool | Callable[[Progress], object],
-    cancel: threading.Event,
-) -> Iterator[Meter]:
-    """Yield a meter that shows a bar (True), calls a function, or is silent (False)."""
-    nbytes = sum(file.size for file in files)
-    if not isinstance(progress, bool):
-        yield Meter(len(files), nbytes, progress, cancel)
-        return
-    if not progress:
-        yield Meter(len(files), nbytes, None, cancel)
-        return
+    cache: str,
+    remedy: str = "",
+    progress: bool | Callable[[Progress], object] = False,
+    max_workers: int = 4,
+) -> None:
+    """Verify cached files, and fetch missing or damaged files in threads.
+
+    A received file with a problem is fetched once more. In offline mode, nothing is fetched.
+
+    Args:
+        files: the files.
+        problem: returns the problem of a cached file, or None.
+        receive: fetches a file, and returns the problem of the received bytes, or None.
+        name: returns the text for a file in the error of a failed verification.
+        title: text before the progress bar.
+        cache: the cache, for error messages.
+        remedy: text after the remedy of the error in offline mode.
+        progress: True shows a bar on stderr. A function is called with a `Progress`.
+        max_workers: number of files that are fetched at once.
+
+    Raises:
+        DownloadError: a file failed verification twice.
+        FileNotFoundError: files are missing in offline mode. The message names all of them.
+
+    An error in ``receive`` or in the progress function is raised to the caller.
+    """
     from tqdm import tqdm
 
-    with tqdm(total=nbytes, unit="B", unit_scale=True, desc=title) as bar:
+    offline, cancel = is_offline(), Event()
+
+    def obtain(file: F, meter: Meter) -> str | None:
+        found = problem(file)
+        for _ in range(0 if found is None or offline else 2):
+            found = receive(file, meter)
+            if found is None:
+                break
+        if found is None:
+            meter.finish(file)
+        elif not offline:
+            raise DownloadError(
+                f"{name(file)} does not verify: {found}; call again: if the error persists, the "
+                "file has changed, or a proxy alters it"
+            )
+        return found
+
+    nbytes = sum(file.size for file in files)
+    shown = progress is True
+    with tqdm(total=nbytes, unit="B", unit_scale=True, desc=title, disable=not shown) as bar:
 
         def show(state: Progress) -> None:
             bar.set_postfix_str(f"{state.files_done}/{state.files_total} files", refresh=False)
             bar.update(state.bytes_done - bar.n)
 
-        yield Meter(len(files), nbytes, show, cancel)
+        notify = progress if callable(progress) else show if shown else None
+        meter = Meter(len(files), nbytes, notify, cancel)
+        jobs = [partial(obtain, file, meter) for file in files]
+        try:
+            problems = run_all(jobs, max_workers=max_workers, cancel=cancel)
+        except BaseException:
+            if meter.failure is not None:
+                raise meter.failure from None
+            raise
+    missing = [
+        f"  {file.path}: {found}"
+        for file, found in zip(files, problems, strict=True)
+        if found is not None
+    ]
+    if missing:
+        lines = "\n".join(missing)
+        raise FileNotFoundError(
+            f"offline mode, and {len(missing)} of {len(files)} files cannot be used from {cache}:\n"
+            f"{lines}\nCall again with a network and without HF_HUB_OFFLINE{remedy}"
+        )
 
 
 @contextmanager
@@ -407,56 +471,40 @@ _LOGGER = logging.getLogger("replaykit")
 
 
 @contextmanager
-def target_lock(target: Path) -> Iterator[None]:
-    """Wait for the lock of a target, and hold it while the block runs.
+def target_lock(target: Path, *, waits: bool = True) -> Iterator[bool]:
+    """Hold the lock of a target while the block runs, and yield True.
 
     The lock is a file next to the target. The kernel unlocks it when its holder dies, so a dead
     process never blocks another process. The lock file is never removed. Otherwise, two waiting
     processes could lock two different files of the same name. If the function has to wait, it logs
     one line.
-    """
-    from filelock import Timeout
 
-    make_directory(target.parent)
-    lock = _lock(target)
+    Args:
+        target: the path to lock.
+        waits: if False, the function does not wait. It yields False if another process holds the
+            lock, or if no lock file can be created, as on a read-only disk.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(target.with_name(f".{target.name}.lock"))
     try:
+        if waits:
+            make_directory(target.parent)
         lock.acquire(timeout=0)
-    except Timeout:
+    except (Timeout, OSError) as error:
+        if not waits:
+            yield False
+            return
+        if not isinstance(error, Timeout):
+            raise
         # Fail if the lock file cannot be created. acquire() would try forever.
         os.close(os.open(lock.lock_file, os.O_RDWR | os.O_CREAT, 0o666))
         _LOGGER.warning("%s is being prepared by another process; waiting for it", target)
         lock.acquire()
     try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def target_lock_if_free(target: Path) -> Iterator[bool]:
-    """Try to hold the lock of a target while the block runs; do not wait.
-
-    The function yields True if the lock was free and is held, otherwise False. The lock is not held
-    if no lock file can be created, as on a read-only disk.
-    """
-    from filelock import Timeout
-
-    lock = _lock(target)
-    try:
-        lock.acquire(timeout=0)
-    except (Timeout, OSError):
-        yield False
-        return
-    try:
         yield True
     finally:
         lock.release()
-
-
-def _lock(target: Path) -> BaseFileLock:
-    from filelock import FileLock
-
-    return FileLock(target.with_name(f".{target.name}.lock"))
 
 
 _STEP_S: Final = 0.1
@@ -494,3 +542,66 @@ def cancellable_lock(path: Path, cancel: Event) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+_BLOCK: Final = 1 << 20
+_SNIFFED: Final = 48
+
+
+def is_offline() -> bool:
+    """Return whether HF_HUB_OFFLINE or the older TRANSFORMERS_OFFLINE is set."""
+    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return value.upper() in ("1", "ON", "YES", "TRUE")
+
+
+def difference(
+    path: Path, size: int | None, sha256: str | None, blob_id: str | None = None
+) -> str | None:
+    """Return how a file differs from its known size and hash, or None.
+
+    Args:
+        path: the file.
+        size: its size in bytes, if it is known.
+        sha256: its SHA-256, if it is known.
+        blob_id: git's id of its content, which is compared if the SHA-256 is not known.
+
+    Cost: reads the file once. Memory: one block of 1 MiB.
+    """
+    kind, wanted = ("sha256", sha256) if sha256 else ("git blob id", blob_id)
+    with path.open("rb") as content:
+        found = os.fstat(content.fileno()).st_size
+        start = content.read(_SNIFFED)
+        if size is not None and found != size:
+            return f"expected {size:,} bytes, got {found:,}{text_hint(start)}"
+        if wanted is None:
+            return None
+        digest = hashlib.sha256(start) if sha256 else hashlib.sha1(b"blob %d\0" % found + start)
+        while block := content.read(_BLOCK):
+            digest.update(block)
+    if digest.hexdigest() == wanted:
+        return None
+    return f"expected {kind} {wanted}, got {digest.hexdigest()}{text_hint(start)}"
+
+
+def text_hint(start: bytes) -> str:
+    """Return a hint with the first line of a file if it is text, such as a web page."""
+    line = start[:_SNIFFED].split(b"\n")[0].strip()
+    if not line or not line.isascii() or not line.decode("ascii").isprintable():
+        return ""
+    return f" (it begins with the text {line.decode('ascii')!r})"
+
+
+def write_note(path: Path, text: str) -> None:
+    """Write a text next to cached files, completely or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)

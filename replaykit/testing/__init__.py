@@ -1,18 +1,13 @@
-"""Test support for users: a loopback Hub and a writer of RoboSet files.
-
-The loopback Hub is a local server that answers the real Hub client.
+"""Test support for users: a writer of RoboHive files.
 
 Example:
-    >>> from replaykit.testing import LoopbackHub
-    >>> with LoopbackHub({"me/data": {"a.bin": b"abc"}}) as hub:
-    ...     hub.url.startswith("http://127.0.0.1:")
-    True
+    >>> from replaykit.testing import RoboHiveWriter, make_trial
+    >>> sorted(make_trial(3))[:2]
+    ['actions', 'done']
 """
 
 from __future__ import annotations
 
-from replaykit.testing.hub_repositories import Fault, Request, lfs_pointer
-from replaykit.testing.hub_server import LoopbackHub
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
-__all__ = ["Fault", "LoopbackHub", "Request", "RoboHiveWriter", "lfs_pointer", "make_trial"]
+__all__ = ["RoboHiveWriter", "make_trial"]

@@ -193,8 +193,8 @@ def download(
     """Fetch a data set, verify it, and convert it once. ID is a family:id.
 
     Complete files stay in the cache of the Hub's client or of web downloads. A repeated command
-    continues an interrupted file if the server allows it. A file of a Hub continues only if it has
-    more than 10 MiB.
+    continues an interrupted file of a web server, if the server allows it. It begins an interrupted
+    file of a Hub again.
 
     \b
     Examples:
@@ -213,7 +213,7 @@ def download(
         return
     output.when_interrupted = (
         "fetched files are kept, and the same command fetches the rest; an interrupted file of a "
-        "Hub below 10 MiB begins again; nothing was published"
+        "Hub begins again; nothing was published"
     )
     with output.warnings():
         data = load_dataset(
@@ -416,8 +416,7 @@ def pull(output: Output, repo: str, **settings: Any) -> None:
     from replaykit.datasets import pull as pulled
 
     output.when_interrupted = (
-        "complete files are kept, and the same command fetches the others; an interrupted file of "
-        "more than 10 MiB continues where it ended; nothing was published"
+        "complete files are kept, and the same command fetches the others; nothing was published"
     )
     with output.warnings():
         data = pulled(repo, progress=output.shows_progress, **settings)

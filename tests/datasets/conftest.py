@@ -22,8 +22,8 @@ from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import Published
 from replaykit.datasets.sources import Sources
-from replaykit.testing import LoopbackHub
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from tests.support import LoopbackHub
 
 # -- the hub --------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from replaykit.datasets.families import D4RL
 from replaykit.datasets.sources import require_room_for_columns, room_needed_at
 from replaykit.errors import DownloadError
 from replaykit.filesystem import private_path
-from replaykit.testing import LoopbackHub
+from tests.support import LoopbackHub
 
 
 def test_columns_of_a_url_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from replaykit.datasets import download
 from replaykit.datasets.http_files import DownloadCache, WebFile, default_downloads, fetch_files
 from replaykit.datasets.transfers import Retry
 from replaykit.errors import DownloadError
-from replaykit.testing import Fault, LoopbackHub, lfs_pointer
+from tests.support import Fault, LoopbackHub, lfs_pointer
 
 A, B, C = "dir/a.bin", "dir/b (1).bin", "c.bin"
 DATA = {A: os.urandom(3_000_000), B: os.urandom(50_000), C: b""}
@@ -141,7 +141,7 @@ def test_a_part_that_is_longer_than_the_file_is_forgotten(web: LoopbackHub) -> N
     cache = DownloadCache(default_downloads())
     [(address, sha256)] = sums(web, B).items()
     file = WebFile(address, sha256=sha256)
-    cache.prepare(file)
+    cache.part(file).parent.mkdir(parents=True)
     cache.part(file).write_bytes(b"x" * 60_000)
     assert get(web, B) == [DATA[B]]
     # A server that does not say how long it is answers 416.

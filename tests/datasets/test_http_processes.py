@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from replaykit.datasets import download
-from replaykit.testing import Fault, LoopbackHub
+from tests.support import Fault, LoopbackHub
 
 DATA = os.urandom(8_000_000)
 SOME = 20_000

@@ -16,7 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from replaykit.datasets.hub_files import HubListing, Progress, Retry, fetch, list_files
 from replaykit.errors import DownloadError
-from replaykit.testing import Fault, lfs_pointer
+from tests.support import Fault, lfs_pointer
 
 REPO = "me/data"
 DOOR = "DAPG(expert)/door_v2d-v1"
@@ -77,17 +77,6 @@ def test_a_complete_cache_needs_neither_server_nor_client(
     hub.close()
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert fetch(HubListing.from_json(listing.to_json())) == paths
-
-
-def test_missing_huggingface_hub_error_names_the_package_to_install(
-    hub: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listing = listing_of()
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match="pip install huggingface_hub"):
-        listing_of()
-    with pytest.raises(ImportError, match="pip install huggingface_hub"):
-        fetch(listing, retry=Retry(attempts=1))
 
 
 def test_equal_contents_are_fetched_once(hub: Any) -> None:
@@ -305,7 +294,7 @@ def test_a_body_that_begins_again_for_ever_is_given_up(hub: Any) -> None:
         (lfs_pointer(DATA[A]), r"begins with the text 'version https://git-lfs"),
     ],
 )
-def test_wrong_bytes_are_never_returned(hub: Any, tmp_path: Path, wrong: bytes, said: str) -> None:
+def test_wrong_bytes_are_never_returned(hub: Any, wrong: bytes, said: str) -> None:
     listing = listing_of()
     hub.faults.append(Fault(path=A, body=wrong))
     with pytest.raises(DownloadError, match=said) as caught:
@@ -313,8 +302,6 @@ def test_wrong_bytes_are_never_returned(hub: Any, tmp_path: Path, wrong: bytes, 
     for part in (A, REPO, listing.commit):
         assert part in str(caught.value)
     assert len([request for request in hub.asked("HEAD") if request.path.endswith(A)]) == 2
-    # Neither entry nor blob stays: the client would serve them for ever.
-    assert all(path.read_bytes() != wrong for path in cached(tmp_path))
     hub.faults.clear()
     assert contents(fetch(listing, retry=QUICK)) == [DATA[A], DATA[B], DATA[C]]
 

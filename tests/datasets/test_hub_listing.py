@@ -13,7 +13,7 @@ import pytest
 
 from replaykit.datasets.hub_files import HubFile, HubListing, Retry, fetch, list_files
 from replaykit.errors import DownloadError
-from replaykit.testing import Fault
+from tests.support import Fault
 
 REPO = "me/data"
 DOOR = "DAPG(expert)/door_v2d-v1"

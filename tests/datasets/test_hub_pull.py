@@ -25,7 +25,7 @@ from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.families import D4RL
 from replaykit.datasets.transfers import Retry
 from replaykit.errors import DownloadError
-from replaykit.testing import Fault
+from tests.support import Fault
 
 REPO, FILES = "other/data", {"a.bin": b"1"}
 STEPS = "me/steps"

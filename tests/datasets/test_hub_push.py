@@ -12,7 +12,7 @@ import yaml
 from replaykit.datasets import pull, push
 from replaykit.datasets.hub_sharing import FORMAT_TAG
 from replaykit.errors import UploadError
-from replaykit.testing import Fault
+from tests.support import Fault
 
 REPO, FILES = "other/data", {"a.bin": b"1"}
 TOKEN = "any"

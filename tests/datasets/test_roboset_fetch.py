@@ -14,7 +14,7 @@ import torch
 
 from replaykit.datasets import Policies, RobosetExperienceReplay
 from replaykit.errors import CorpusError, DownloadError
-from replaykit.testing import Fault, lfs_pointer
+from tests.support import Fault, lfs_pointer
 
 REPO = "jdvakil/RoboSet_Sim"
 ID = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from replaykit.errors import DownloadError
-from replaykit.testing import Fault
 from tests.prepared import python
+from tests.support import Fault
 
 REPO = "jdvakil/RoboSet_Sim"
 ID = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"

@@ -19,11 +19,11 @@ from replaykit.datasets import open as open_dataset
 from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.families import D4RL, ROBOHIVE
 from replaykit.datasets.publishing import verify_published
-from replaykit.testing import LoopbackHub
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from replaykit.tools.source_facts import corpus_facts
 from replaykit.tools.validation import ted_findings
 from tests.datasets.mutated.corpora import CORPORA
+from tests.support import LoopbackHub
 
 
 def made(path: Path, layout: Any, target: Path, **policies: Any) -> Any:

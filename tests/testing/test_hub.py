@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-from replaykit.testing import Fault, LoopbackHub, lfs_pointer
+from tests.support import Fault, LoopbackHub, lfs_pointer
 
 REPO = "me/data"
 H5 = "DAPG(expert)/door_v2d-v1/seed0/a b.h5"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from replaykit.testing import Fault, LoopbackHub
+from tests.support import Fault, LoopbackHub
 
 DATA = b"some bytes"
 OID = hashlib.sha256(DATA).hexdigest()

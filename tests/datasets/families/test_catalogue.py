@@ -25,7 +25,7 @@ from replaykit.datasets import (
 )
 from replaykit.datasets.families import D4RL, MINARI, D4RLLayout
 from replaykit.errors import CorpusError
-from replaykit.testing import LoopbackHub
+from tests.support import LoopbackHub
 
 
 def robomimic(path: Path) -> Path:

@@ -22,7 +22,7 @@ from replaykit.datasets import (
 )
 from replaykit.datasets.families import D4RL, d4rl, robomimic
 from replaykit.errors import CorpusError, DownloadError
-from replaykit.testing import Fault, LoopbackHub, lfs_pointer
+from tests.support import Fault, LoopbackHub, lfs_pointer
 
 HOSTED = {
     "roboset:DAPG(expert)/pen_v2d-v1": (

@@ -14,7 +14,7 @@ from replaykit.datasets import (
 )
 from replaykit.datasets.families.catalogue import families
 from replaykit.inspection import layout_named
-from replaykit.testing import LoopbackHub
+from tests.support import LoopbackHub
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.testing.hub_server import LoopbackHub
 from replaykit.tools.command import main
+from tests.support import LoopbackHub
 
 
 @dataclass

@@ -17,7 +17,7 @@ import pytest
 import replaykit.datasets
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.datasets import Policies
-from replaykit.testing.hub_server import LoopbackHub
+from tests.support import LoopbackHub
 
 OWN = """
 from replaykit.datasets import STEPS, Field, Groups, Layout

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import replaykit.datasets
-from replaykit.testing.hub_server import LoopbackHub
+from tests.support import LoopbackHub
 
 
 @pytest.fixture

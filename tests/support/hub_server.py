@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from replaykit.testing.hub_repositories import (
+from tests.support.hub_repositories import (
     Blob,
     Commit,
     Fault,
@@ -390,22 +390,6 @@ class LoopbackHub:
     Cost: one thread per open connection. A local file is hashed when it is committed, and must not
     change afterwards. It is sent in pieces of 1 MiB. Thread safety: any thread may call any method
     while the hub is running.
-
-    Example:
-        >>> from http.client import HTTPConnection
-        >>> from replaykit.testing import LoopbackHub
-        >>> with LoopbackHub({"me/data": {"dir/a.bin": b"abcdef"}}) as hub:
-        ...     connection = HTTPConnection("127.0.0.1", hub.port)
-        ...     path = "/datasets/me/data/resolve/main/dir/a.bin"
-        ...     connection.request("GET", path, headers={"Range": "bytes=2-"})
-        ...     answer = connection.getresponse()
-        ...     (answer.status, answer.read())
-        ...     answer.headers["X-Repo-Commit"] == hub.head("me/data")
-        ...     connection.close()
-        (206, b'cdef')
-        True
-        >>> [(request.method, request.range) for request in hub.requests], hub.bytes_served
-        ([('GET', 'bytes=2-')], 4)
     """
 
     def __init__(
@@ -470,12 +454,6 @@ class LoopbackHub:
 
         The client reads most of the variables when it is imported. So pass them to a new process,
         or set them before the first import. The client writes all its files below ``cache_dir``.
-
-        Example:
-            >>> from replaykit.testing import LoopbackHub
-            >>> with LoopbackHub() as hub:
-            ...     hub.env("/tmp/cache")["HF_HUB_CACHE"]
-            '/tmp/cache/hub'
         """
         home = os.fspath(cache_dir)
         no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
@@ -503,13 +481,6 @@ class LoopbackHub:
         Raises:
             ValueError: ``repo_id`` or a path is malformed. Nothing is committed.
             FileNotFoundError: a local file, or a file to remove, does not exist.
-
-        Example:
-            >>> from replaykit.testing import LoopbackHub
-            >>> hub = LoopbackHub({"me/data": {"a.bin": b"1"}})
-            >>> first = hub.head("me/data")
-            >>> hub.commit("me/data", {"a.bin": b"2"}) == hub.head("me/data") != first
-            True
         """
         repo = self._state.repos.get(repo_id) or Repository(repo_id)
         commit = repo.commit(files, branch)
@@ -538,11 +509,6 @@ class LoopbackHub:
 
         Raises:
             KeyError: there is no such repository or revision.
-
-        Example:
-            >>> from replaykit.testing import LoopbackHub
-            >>> LoopbackHub({"me/data": {"a.bin": b"1"}}).files("me/data")
-            {'a.bin': b'1'}
         """
         commit = self._state.repos[repo_id].resolve(revision)
         if commit is None:

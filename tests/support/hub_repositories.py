@@ -32,13 +32,7 @@ _REDIRECTS = (None, "same", "other")
 
 
 def lfs_pointer(data: bytes) -> bytes:
-    """Return the pointer text that git stores for ``data`` in Git LFS.
-
-    Example:
-        >>> from replaykit.testing import lfs_pointer
-        >>> lfs_pointer(b"abc").splitlines()[0]
-        b'version https://git-lfs.github.com/spec/v1'
-    """
+    """Return the pointer text that git stores for ``data`` in Git LFS."""
     return lfs_pointer_of(hashlib.sha256(data).hexdigest(), len(data))
 
 
@@ -59,7 +53,7 @@ class Fault:
     Args:
         path: shell pattern for the file's path in the repository. ``*`` also matches ``/``.
         method: ``"HEAD"``, ``"GET"``, ``"POST"``, ``"PUT"`` or ``"DELETE"``; None for all methods.
-        route: name of the route; see ``replaykit.testing.hub_server.ROUTES``.
+        route: name of the route; see ``ROUTES of hub_server``.
         times: number of requests that the fault affects; None for all requests.
         status: the status of an answer that replaces the file. Its body is ``body`` or a small JSON
             text.
@@ -75,12 +69,6 @@ class Fault:
 
     Raises:
         ValueError: an argument is out of its range.
-
-    Example:
-        >>> from replaykit.testing import Fault
-        >>> fault = Fault(path="*.h5", status=503, times=1)
-        >>> fault.matches("resolve", "GET", "dir/a.h5"), fault.matches("tree", "GET", "")
-        (True, False)
     """
 
     path: str = "*"
