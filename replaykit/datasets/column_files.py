@@ -20,8 +20,9 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from replaykit.datasets.dataset_manifest import Array, GroupFile, crc32_of_parts, joined_crc32
+from replaykit.datasets.dataset_manifest import Array, GroupFile, joined_crc32
 from replaykit.filesystem import EarlySync, disk_errors, require_room, reserve_opened
+from replaykit.native import crc32
 from replaykit.ted import Key, format_key
 
 __all__ = [
@@ -114,7 +115,6 @@ class ColumnOutput:
         self.crc32 = 0
         self.early_sync: EarlySync | None = None
         self.is_new = True
-        self._begin = 0
         self._stop = self.nbytes
         self._written = 0
 
@@ -128,7 +128,6 @@ class ColumnOutput:
         entries: npt.NDArray[Any],
         *,
         verify: Sequence[int] = (),
-        shared: tuple[int, int, int] | None = None,
     ) -> None:
         """Write entries at ``position``, which must be the end of the last write.
 
@@ -136,7 +135,6 @@ class ColumnOutput:
             position: index of the first entry in the (flattened) batch.
             entries: an array ``[n, ...]`` with the item size of the column's dtype.
             verify: indices of the entries to read back and compare (rule V60).
-            shared: start and stop of a range of ``entries`` whose CRC-32 is known, and that CRC-32.
 
         Raises:
             OSError: the disk is full, or an entry was not stored as written. The message names the
@@ -153,9 +151,7 @@ class ColumnOutput:
         if not entries.nbytes or self.path is None:
             return
         block = np.ascontiguousarray(entries).reshape(-1).view(np.uint8).data
-        if shared is not None:
-            shared = (shared[0] * size, shared[1] * size, shared[2])
-        self.crc32 = crc32_of_parts(block, self.crc32, shared)
+        self.crc32 = crc32(block, self.crc32)
         descriptor = os.open(self.path, os.O_RDWR)
         try:
             with disk_errors(self.path, self.nbytes):
@@ -249,19 +245,10 @@ class ColumnOutput:
         found = copy(self)
         found.early_sync = self.early_sync  # copy() drops the threads, as pickling does
         size = self.spec.entry_bytes
-        found._begin = found._written = first * size
+        found._written = first * size
         found._stop = stop * size
         found.crc32 = 0
         return found
-
-    @property
-    def reached(self) -> tuple[int, int]:
-        """The number of bytes that have been written or left zero, and their CRC-32."""
-        return self._written - self._begin, self.crc32
-
-    def go_on(self, nbytes: int, crc32: int) -> None:
-        """Continue after the bytes that an earlier process wrote, given its `reached`."""
-        self._written, self.crc32 = self._begin + nbytes, crc32
 
     def join(self, crc32: int, entries: int) -> None:
         """Add the checksum of the next part, which another output has written."""

@@ -22,22 +22,15 @@ from replaykit.native import crc32
 
 __all__ = [
     "FORMAT_VERSION",
-    "LEAST_SHARED",
     "MANIFEST_NAME",
     "Array",
     "GroupFile",
     "Manifest",
     "crc32_of_file",
-    "crc32_of_parts",
     "joined_crc32",
     "provenance",
 ]
 
-LEAST_SHARED: Final = 1 << 22
-"""Smallest size in bytes for which joining two checksums saves time.
-
-Below this size, computing one checksum over the bytes is faster.
-"""
 _BLOCK_BYTES: Final = 1 << 20
 _POLYNOMIAL: Final = 0xEDB88320
 
@@ -78,21 +71,6 @@ def crc32_of_file(path: Path, advance: Callable[[int], object] = lambda nbytes: 
             found = crc32(block, found)
             advance(len(block))
     return found
-
-
-def crc32_of_parts(block: memoryview, start: int, shared: tuple[int, int, int] | None) -> int:
-    """Continue a CRC-32 over a block, given the CRC-32 of a part of the block.
-
-    Args:
-        block: the bytes of the block.
-        start: the checksum of the bytes before the block.
-        shared: start, stop and CRC-32 of a part of the block; or ``None``.
-    """
-    if shared is None:
-        return crc32(block, start)
-    first, stop, known = shared
-    start = crc32(block[:first], start)
-    return crc32(block[stop:], joined_crc32(start, known, stop - first))
 
 
 @lru_cache(maxsize=64)

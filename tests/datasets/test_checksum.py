@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaykit import filesystem
-from replaykit.datasets import column_files, dataset_manifest, publishing
-from replaykit.datasets.dataset_manifest import crc32_of_parts, joined_crc32
+from replaykit.datasets import column_files, publishing
+from replaykit.datasets.dataset_manifest import joined_crc32
 from replaykit.datasets.engine import row_batches, row_writer
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
@@ -38,25 +38,11 @@ def test_checksum_of_long_parts(length):
     assert found == zlib.crc32(second, zlib.crc32(b"abc"))
 
 
-@given(st.binary(max_size=99), st.integers(0, 2**32 - 1), st.data())
-def test_checksum_continues_over_a_partly_known_block(block, start, data):
-    first = data.draw(st.integers(0, len(block)))
-    stop = data.draw(st.integers(first, len(block)))
-    shared = (first, stop, zlib.crc32(block[first:stop]))
-    assert crc32_of_parts(memoryview(block), start, shared) == zlib.crc32(block, start)
-    assert crc32_of_parts(memoryview(block), start, None) == zlib.crc32(block, start)
-
-
 @pytest.mark.parametrize("block_bytes", [1, 300, 5000, 1 << 20])
-def test_columns_that_share_a_checksum_have_the_right_ones(tmp_path, monkeypatch, block_bytes):
+def test_columns_of_one_leaf_have_the_right_checksums(tmp_path, monkeypatch, block_bytes):
     """All of their bytes, whatever the blocks: as a reading of the files finds them."""
-    monkeypatch.setattr(row_writer, "LEAST_SHARED", 1)
     monkeypatch.setattr(row_writer, "_LEAST_COMMON", 1)
     monkeypatch.setattr(row_batches, "_TOGETHER_BYTES", 0)  # each trial by itself
-    joined = []
-    monkeypatch.setattr(
-        dataset_manifest, "joined_crc32", lambda *a: joined.append(a) or joined_crc32(*a)
-    )
     with RoboHiveWriter(tmp_path / "a.h5") as writer:
         for k, records in enumerate((40, 2, 3, 17)):
             writer.add_trial(**make_trial(records, seed=k))
@@ -67,7 +53,6 @@ def test_columns_that_share_a_checksum_have_the_right_ones(tmp_path, monkeypatch
         options=ConvertOptions(block_bytes=block_bytes),
     )
     verify_published(tmp_path / "data")
-    assert joined
 
 
 def test_long_files_are_synced_while_they_are_written(tmp_path, monkeypatch):

@@ -105,9 +105,8 @@ def ensure_dataset(
     """Open the data set at a path, after converting it if there is none.
 
     Processes that request the same path at once share one conversion. After an interruption, the
-    next call continues with the unfinished files. It continues a long file after the last milestone
-    that was recorded for this file. The result appears completely or not at all. With ``force``,
-    the old data set stays until the new data set is complete.
+    next call continues with the unfinished files. The result appears completely or not at all. With
+    ``force``, the old data set stays until the new data set is complete.
 
     Args:
         target: directory of the data set.

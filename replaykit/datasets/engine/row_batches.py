@@ -44,8 +44,7 @@ _EPISODES: Final = 1 << 13
 _PART_BYTES: Final = 64 << 20
 """Number of bytes of all leaves after which arrays with many episodes are cut.
 
-A finished part can be recorded as a milestone. The columns of a part are still in memory when they
-are checked.
+The columns of a part are still in memory when they are checked.
 """
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.column_files import EPISODE_FIELDS, ColumnOutput
-from replaykit.datasets.dataset_manifest import LEAST_SHARED
 from replaykit.datasets.engine.alignment_checks import (
     check_alignment,
     check_blanks,
@@ -29,10 +28,9 @@ from replaykit.datasets.engine.row_batches import (
     store_flag,
     stretches,
 )
-from replaykit.datasets.engine.statistics import Milestone, Statistics
+from replaykit.datasets.engine.statistics import Statistics
 from replaykit.datasets.sources import SourceFile
 from replaykit.errors import CorpusError
-from replaykit.native import crc32
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
 __all__ = ["RowWriter", "Storing", "empty_table"]
@@ -108,26 +106,23 @@ class Storing:
 
         The rows read back are the first row, the last row and one row of each episode.
         """
-        self._write(key, row, entries, None)
+        self._write(key, row, entries)
         self._statistics[key].add(entries)
 
     def _put_common(
         self, key: Key, row: int, entries: npt.NDArray[Any], record: int, common: _Common
     ) -> None:
         first, stop = common.first - record, common.stop - record
-        shared = None if common.crc32 is None else (first, stop, common.crc32)
-        self._write(key, row, entries, shared)
+        self._write(key, row, entries)
         statistics = self._statistics[key]
         statistics.add(entries[:first])
         statistics.merge(common.statistics)
         statistics.add(entries[stop:])
 
-    def _write(
-        self, key: Key, row: int, entries: npt.NDArray[Any], shared: tuple[int, int, int] | None
-    ) -> None:
+    def _write(self, key: Key, row: int, entries: npt.NDArray[Any]) -> None:
         first, last = np.searchsorted(self._samples, (row, row + len(entries)))
         verify = (self._samples[first:last] - row).tolist()
-        self._columns[key].write(row, entries, verify=verify, shared=shared)
+        self._columns[key].write(row, entries, verify=verify)
 
     def _cast(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if leaf.stored == block.dtype:
@@ -173,14 +168,12 @@ class _Common:
 
     Attributes:
         first, stop: the records ``first .. stop - 1``.
-        crc32: the checksum of the records' bytes; ``None`` if sharing it would save no time.
         statistics: the statistics of the records' numbers.
     """
 
     def __init__(self, first: int, stop: int, values: npt.NDArray[Any]) -> None:
         self.first = first
         self.stop = stop
-        self.crc32 = crc32(_bytes(values)) if values.nbytes >= LEAST_SHARED else None
         self.statistics = Statistics()
         self.statistics.add(values)
 
@@ -194,10 +187,6 @@ class _Common:
         if (stop - first) * block[:1].nbytes < _LEAST_COMMON:
             return None
         return cls(first, stop, block[first - start : stop - start])
-
-
-def _bytes(block: npt.NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
 
 
 _DIGEST_BYTES: Final = 16
@@ -261,31 +250,17 @@ class RowWriter:
         self.tails: dict[Key, bytes] = {}
         self.table = table
 
-    def go_on(self, known: Milestone) -> None:
-        """Continue after the part of the file that was already written."""
-        for key, reached in known.columns.items():
-            self._columns[key].go_on(*reached)
-        self.statistics = dict(known.statistics)
-        self.tails = dict(known.tails)
-        for name, lines in known.table.items():
-            self.table[name][: len(lines)] = lines
-
     def write(
         self,
         file: H5File,
         source: SourceFile,
         spans: Iterable[EpisodeSpan],
         memory: dict[str, Any],
-        done: int = 0,
-        reached: Callable[[int], object] | None = None,
     ) -> None:
         """Write the episodes of all spans of a file.
 
         Args:
             memory: the dict for `SourceWindow.memory` of all episodes of the file.
-            done: position of the episode up to which everything was already written.
-            reached: called with the position of an episode when all columns are written up to that
-                episode.
 
         Raises:
             CorpusError: an episode breaks a rule. The message names file, group, key and record.
@@ -294,8 +269,6 @@ class RowWriter:
         """
         location = file.location(source.name)
         for stretch in stretches(self._plan, spans, self._witnesses, self._block_bytes, location):
-            if stretch.stop <= done:
-                continue
             try:
                 _StretchWriter(self, file, stretch).write(memory)
             except CorpusError as error:
@@ -304,8 +277,6 @@ class RowWriter:
                     self._judge.condemn(position, error)
                 for column in self._columns.values():
                     column.skip_to(stretch.start + stretch.rows)
-            if reached is not None:
-                reached(stretch.stop)
 
     def finish(self) -> None:
         """Complete the columns.

@@ -1,28 +1,17 @@
-"""Statistics of columns, and milestones from which a conversion resumes."""
+"""Statistics of columns."""
 
 from __future__ import annotations
 
 import math
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field
-from typing import Annotated, Any, ClassVar, Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.engine.locations import RuleFinding, RuleFindings
-from replaykit.declared import Rule
 from replaykit.native import MOST_MOMENTS, moments
-from replaykit.ted import Key
 
-__all__ = [
-    "Milestone",
-    "Notes",
-    "Statistics",
-    "StatisticsOf",
-    "memory_to_json",
-]
+__all__ = ["Statistics"]
 
 _SCALE: Final = 64
 """The exponent of ``2 ** -64``, by which numbers are scaled if a sum would overflow."""
@@ -125,96 +114,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-_SET = "set"
-_VALUE = "value"
-
-
-def memory_to_json(memory: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the memory of a layout as JSON values that distinguish sets from lists.
-
-    Raises:
-        TypeError: JSON cannot represent the values.
-
-    Example:
-        >>> from replaykit.datasets.engine.statistics import memory_to_json
-        >>> memory_to_json({"rewards": {"dense"}, "columns": {"x": 2}})
-        {'rewards': ['set', ['dense']], 'columns': ['value', {'x': 2}]}
-    """
-    found = {
-        name: [_SET, sorted(value)] if isinstance(value, set) else [_VALUE, value]
-        for name, value in memory.items()
-    }
-    if not all(_is_plain(value) for _, value in found.values()):
-        raise TypeError("expected the memory of the layout to hold sets and JSON values only")
-    return found
-
-
-def _memory_of(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: set(value) if kind == _SET else value for name, (kind, value) in said.items()}
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value stays unchanged when it is stored as JSON."""
-    if type(value) is dict:
-        return all(type(name) is str and _is_plain(each) for name, each in value.items())
-    if type(value) is list:
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (str, int, float, bool)
-
-
-def _converted(build: Callable[[Any], Any], save: Callable[[Any], Any]) -> Rule:
-    """Return the rule of a value that is saved in another form, in a record with a checksum."""
-    return Rule("any value", lambda value: True, lambda value, path: build(value), save)
-
-
-StatisticsOf = Mapping[
-    Key,
-    Annotated[Any, _converted(lambda said: Statistics(*said), lambda found: list(astuple(found)))],
-]
-Notes = Annotated[
-    Any,
-    _converted(
-        lambda said: RuleFindings.of(RuleFinding(*each) for each in said),
-        lambda notes: [list(astuple(note)) for note in notes],
-    ),
-]
-_Bytes = Annotated[Any, _converted(b64decode, lambda tail: b64encode(tail).decode())]
-
-
-@dataclass(frozen=True)
-class Milestone:
-    """The progress of the conversion of one file, and its results so far.
-
-    Attributes:
-        first, stop: the episodes ``first .. stop - 1`` of the plan were written since the preceding
-            milestone.
-        nbytes: number of bytes of the file that were read.
-        columns: number of written bytes in the file's part of each column, and their CRC-32.
-        statistics: the statistics of each column so far.
-        notes: the findings so far.
-        bad: the episodes to leave out so far, with the reasons.
-        tails: as in `RowWriter.tails`.
-        memory: the information that the layout has stored in ``SourceWindow.memory`` for the file.
-        table: the lines of the new episodes in the episode table.
-    """
-
-    UNSAVED: ClassVar = ("table",)
-    first: int
-    stop: int
-    nbytes: int
-    columns: Mapping[Key, tuple[int, int]]
-    statistics: StatisticsOf
-    notes: Notes
-    bad: Mapping[int, str]
-    tails: Mapping[Key, _Bytes]
-    memory: Annotated[Any, _converted(_memory_of, memory_to_json)]
-    table: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-
-    def after(self, earlier: Milestone) -> Milestone:
-        """Return this milestone with the table lines of an earlier milestone in front."""
-        table = {
-            name: np.concatenate([earlier.table[name], lines]) for name, lines in self.table.items()
-        }
-        return Milestone(**{**self.__dict__, "first": earlier.first, "table": table})

@@ -22,7 +22,7 @@ from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.resuming import FilePart, Unfinished
 from replaykit.datasets.engine.row_writer import RowWriter, empty_table
 from replaykit.datasets.engine.source_files import open_sources
-from replaykit.datasets.engine.statistics import Milestone, Statistics
+from replaykit.datasets.engine.statistics import Statistics
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.worker_pool import WorkerPool
 from replaykit.filesystem import disk_errors
@@ -42,8 +42,6 @@ __all__ = [
 
 _Parts = Generator[FilePart, None, None]
 
-_MARKED_BYTES: Final = 64 << 20
-"""Bytes of a file between milestones. A milestone takes less than a millisecond."""
 _MOST_ORDERED: Final = 256
 """Greatest number of files of which the largest is begun first.
 
@@ -110,24 +108,23 @@ def write_files(
     write = partial(
         _write_file, plan, sources, columns, spans, block_bytes=block_bytes, on_invalid=on_invalid
     )
-    finished = unfinished.finished
-    left = [index for index in spans if index not in finished]
-    mine = partial(write, advance=advance, table=filled, unfinished=unfinished)
+    left = [index for index in spans if index not in unfinished.finished]
+    mine = partial(write, advance=advance)
     if workers < 2 or len(left) < 2:
         parts: _Parts = (mine((index, index)) for index in left)
     else:
         if len(left) <= _MOST_ORDERED:
             left.sort(key=lambda index: len(_rows(plan, spans[index])), reverse=True)
         parts = _as_they_come(write, mine, left, min(workers, len(left)))
-    with closing(_in_order(spans, finished, _recorded(parts, unfinished), unfinished)) as ordered:
+    with closing(_in_order(spans, parts, unfinished)) as ordered:
         for part in ordered:
             if part.dropped is not None:
                 raise part.dropped
             if not part.is_reported:
                 advance(part.nbytes)
-                first = plan.spans[spans[part.index][0]].first
-                for name, values in part.table.items():
-                    filled[name][first : first + len(values)] = values
+            first = plan.spans[spans[part.index][0]].first
+            for name, values in part.table.items():
+                filled[name][first : first + len(values)] = values
             for key, column in columns.items():
                 column.join(part.crc32[key], part.rows)
                 found.statistics[key].merge(part.statistics[key])
@@ -176,29 +173,14 @@ def _as_they_come(
             yield part
 
 
-def _recorded(parts: _Parts, unfinished: Unfinished) -> _Parts:
-    """Record each part, and then yield it."""
-    with closing(parts):
-        for part in parts:
-            unfinished.record(part)
-            yield part
-
-
-def _in_order(
-    indices: Iterable[int],
-    finished: frozenset[int],
-    parts: _Parts,
-    unfinished: Unfinished,
-) -> _Parts:
-    """Yield recorded and newly written parts in the order of the files."""
-    waiting: dict[int, FilePart] = {}
+def _in_order(indices: Iterable[int], parts: _Parts, unfinished: Unfinished) -> _Parts:
+    """Yield finished and newly written parts in the order of the files; record the new ones."""
+    waiting = dict(unfinished.finished)
     with closing(parts):
         for index in indices:
-            if index in finished:
-                yield unfinished.part(index)
-                continue
             while index not in waiting:
                 part = next(parts)
+                unfinished.record(part)
                 waiting[part.index] = part
             yield waiting.pop(index)
 
@@ -219,31 +201,25 @@ def _write_file(
     block_bytes: int,
     on_invalid: str,
     advance: Callable[[int], object] | None = None,
-    table: Mapping[str, npt.NDArray[Any]] | None = None,
-    unfinished: Unfinished | None = None,
 ) -> FilePart:
     """Write the rows of one file. The piece is the position of the file, twice.
 
-    ``table`` is the table of all episodes if this process fills it. ``advance`` and ``unfinished``,
-    which receives milestones, are then also given.
+    ``advance`` is given if this process shows the progress.
     """
     index = piece[0]
     source = sources.files[index]
     spans = by_file[index]
     rows = _rows(plan, spans)
     first, end = plan.spans[spans[0]].first, plan.spans[spans[-1]].stop
-    if table is None:
-        table = empty_table(end - first)
-    else:
-        table = {name: values[first:end] for name, values in table.items()}
     parts = {key: column.part(rows.start, rows.stop) for key, column in columns.items()}
     notes = RuleFindings()
     memory: dict[str, Any] = {}
     judge = Judge(on_invalid, notes)
-    counted = [0]
+    counted = 0
 
     def count(nbytes: int) -> None:
-        counted[0] += nbytes
+        nonlocal counted
+        counted += nbytes
         if advance is not None:
             advance(nbytes)
 
@@ -251,34 +227,11 @@ def _write_file(
         plan,
         parts,
         first=first,
-        table=table,
+        table=empty_table(end - first),
         block_bytes=block_bytes,
         judge=judge,
         advance=count,
     )
-    known = None if unfinished is None else unfinished.milestone(index)
-    if known is not None:
-        count(known.nbytes)
-        notes.extend(known.notes)
-        judge.bad.update(known.bad)
-        memory.update(known.memory)
-        writer.go_on(known)
-    last = [known.stop if known is not None else first, counted[0]]
-
-    def reached(stop: int) -> None:
-        if unfinished is None or counted[0] - last[1] < _MARKED_BYTES or stop == end:
-            return
-        lines = slice(last[0] - first, stop - first)
-        unfinished.mark(
-            index,
-            Milestone(
-                last[0], stop, counted[0], {key: part.reached for key, part in parts.items()},
-                writer.statistics, notes, judge.bad, writer.tails, memory,
-                {name: values[lines] for name, values in writer.table.items()},
-            ),
-        )  # fmt: skip
-        last[:] = stop, counted[0]
-
     dropped = None
     try:
         with ExitStack() as stack:
@@ -289,7 +242,7 @@ def _write_file(
             file = stack.enter_context(
                 open_sources(unit, plan.layout.clock, plan.held, plan.layout.chunks)
             )
-            writer.write(file, source, plan.spans.within(spans), memory, last[0], reached)
+            writer.write(file, source, plan.spans.within(spans), memory)
         writer.finish()
     except DropLeaves as drop:
         # The signal is returned, because an exception from a worker would count as an error.
@@ -297,7 +250,7 @@ def _write_file(
     return FilePart(
         index,
         len(rows),
-        counted[0],
+        counted,
         {key: part.crc32 for key, part in parts.items()},
         writer.statistics,
         notes,
