@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +26,7 @@ from replaykit.datasets.column_files import (
     synced_early,
     write_episode_table,
 )
-from replaykit.datasets.dataset_manifest import Array, Manifest
+from replaykit.datasets.dataset_manifest import Manifest
 from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.publishing import (
     Published,
@@ -35,7 +36,7 @@ from replaykit.datasets.publishing import (
     recover,
 )
 from replaykit.datasets.transfers import progress_bar, target_lock
-from replaykit.datasets.worker_pool import pool_size, run_in_pool, run_in_processes
+from replaykit.datasets.worker_pool import WorkerPool, pool_size, run_in_pool
 from replaykit.errors import SchemaError
 from replaykit.filesystem import (
     disk_errors,
@@ -138,10 +139,14 @@ def _split(
     total = sum(array.nbytes for array in manifest.arrays)
     with progress_bar("splitting", total, progress) as advance, synced_early(columns):
         for array in manifest.arrays:
-            _split_column(flat.path, array, columns[array.key], lengths, options, advance)
+            stored = partial(_stored, flat.path / (array.file or ""), columns[array.key])
+            _pad(columns[array.key], stored, lengths, options.block_bytes, advance)
         for array in manifest.finals:
-            _split_following(flat, array.key, columns[array.key], lengths, options)
-    _write_ids(columns, lengths, batch[1], options)
+            following = partial(flat.following, array.key)
+            _pad(columns[array.key], following, lengths, options.block_bytes)
+        stops = torch.from_numpy(lengths.cumsum())
+        _pad(columns[MASK_KEY], _ones, lengths, options.block_bytes)
+        _pad(columns[TRAJ_IDS_KEY], partial(_ids, stops), lengths, options.block_bytes)
     table = {name: values.numpy() for name, values in flat.episodes.items()}
     episode_arrays, group_file = write_episode_table(directory, table, flat.groups())
     facts: dict[Key, Mapping[str, Any]] = {array.key: array.facts for array in arrays}
@@ -162,101 +167,61 @@ def _split(
     )
 
 
-def _split_column(
-    home: Path,
-    array: Array,
-    column: ColumnOutput,
-    lengths: npt.NDArray[np.int64],
-    options: ConvertOptions,
-    advance: Callable[[int], object],
-) -> None:
-    """Copy one column, as bytes of any dtype."""
-    width, size = column.shape[1], column.spec.entry_bytes
-    if not size or array.file is None:
-        return
-    with ExitStack() as stack:
-        file = stack.enter_context((home / array.file).open("rb"))
-        nbytes = width * (size + _INDEX_BYTES)
-        for first, stop in _runs(len(lengths), nbytes, options.block_bytes):
-            counts = lengths[first:stop]
-            if stop - first == 1 and nbytes > options.block_bytes:
-                _copy_long(file, column, first * width, int(counts[0]), options.block_bytes)
-                column.skip(width - int(counts[0]))
-            else:
-                # Consecutive episodes have consecutive rows in the flat file.
-                rows = np.fromfile(file, np.uint8, int(counts.sum()) * size).reshape(-1, size)
-                block = np.zeros((stop - first, width, size), np.uint8)
-                block[_mask(counts, width)] = rows
-                column.write(first * width, block.reshape(-1, size))
-            advance(int(counts.sum()) * size)
+def _stored(path: Path, column: ColumnOutput, start: int, stop: int) -> torch.Tensor:
+    """Return rows of a column as bytes. Pages of a mapped file would count as memory."""
+    size = column.spec.entry_bytes
+    values = np.fromfile(path, np.uint8, (stop - start) * size, offset=start * size)
+    return torch.from_numpy(values)
 
 
-def _split_following(
-    flat: Published,
-    key: Key,
+def _ones(start: int, stop: int) -> torch.Tensor:
+    return torch.ones(stop - start, dtype=torch.bool)
+
+
+def _ids(stops: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return the positions of the episodes of rows."""
+    return torch.bucketize(torch.arange(start, stop), stops, right=True)
+
+
+def _pad(
     column: ColumnOutput,
+    read: Callable[[int, int], torch.Tensor],
     lengths: npt.NDArray[np.int64],
-    options: ConvertOptions,
+    block_bytes: int,
+    advance: Callable[[int], object] = bool,
 ) -> None:
-    """Copy a column that is not stored. Its values come from the following rows."""
+    """Write one column, each episode padded with zeros to the length of the longest.
+
+    Args:
+        column: the column ``[E, T, ...]``.
+        read: returns rows ``start .. stop - 1`` of the flat column, or their bytes.
+        lengths: the lengths of the episodes.
+        block_bytes: number of bytes in memory.
+        advance: called with the number of bytes that were read.
+    """
     width, size = column.shape[1], column.spec.entry_bytes
     if not size:
         return
-    step = max(1, options.block_bytes // size)
+    entry_bytes = size + _INDEX_BYTES
+    step = max(1, block_bytes // entry_bytes)
+    episodes = max(1, step // max(1, width))
     row = 0
-    for episode, count in enumerate(lengths.tolist()):
-        for done in range(0, count, step):
-            stop = row + min(done + step, count)
-            block = flat.following(key, row + done, stop)
-            values = block.flatten().view(torch.uint8).numpy().reshape(-1, size)
-            column.write(episode * width + done, values)
-        column.skip(width - count)
-        row += count
-
-
-def _copy_long(file: Any, column: ColumnOutput, start: int, count: int, block_bytes: int) -> None:
-    size = column.spec.entry_bytes
-    step = max(1, block_bytes // size)
-    for done in range(0, count, step):
-        entries = min(step, count - done)
-        rows = np.fromfile(file, np.uint8, entries * size).reshape(-1, size)
-        column.write(start + done, rows)
-
-
-def _write_ids(
-    columns: Mapping[Key, ColumnOutput],
-    lengths: npt.NDArray[np.int64],
-    width: int,
-    options: ConvertOptions,
-) -> None:
-    mask_column, ids_column = columns[MASK_KEY], columns[TRAJ_IDS_KEY]
-    nbytes = width * _INDEX_BYTES
-    for first, stop in _runs(len(lengths), nbytes, options.block_bytes):
-        if stop - first == 1 and nbytes > options.block_bytes:
-            count, start = int(lengths[first]), first * width
-            step = min(count, max(1, options.block_bytes // 8))
-            mask, ids = np.ones(step, np.bool_), np.full(step, first, np.int64)
-            for done in range(0, count, step):
-                mask_column.write(start + done, mask[: count - done])
-                ids_column.write(start + done, ids[: count - done])
-            for column in (mask_column, ids_column):
-                column.skip(width - count)
-            continue
-        mask = _mask(lengths[first:stop], width)
-        ids = np.where(mask, np.arange(first, stop)[:, None], 0)
-        mask_column.write(first * width, mask.reshape(-1))
-        ids_column.write(first * width, ids.reshape(-1))
-
-
-def _mask(lengths: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.bool_]:
-    return np.arange(width) < lengths[:, None]
-
-
-def _runs(count: int, nbytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of episodes that fit into one block, at least one episode each."""
-    step = max(1, block_bytes // max(1, nbytes))
-    for first in range(0, count, step):
-        yield first, min(first + step, count)
+    for first in range(0, len(lengths), episodes):
+        counts = lengths[first : first + episodes]
+        total = int(counts.sum())
+        for done in range(0, total, step):
+            values = read(row + done, row + min(done + step, total)).contiguous().view(-1)
+            block = values.view(torch.uint8).numpy().reshape(-1, size)
+            if len(counts) > 1:
+                # Consecutive episodes have consecutive rows in the flat data set.
+                padded = np.zeros((len(counts), width, size), np.uint8)
+                padded[np.arange(width) < counts[:, None]] = block
+                block = padded.reshape(-1, size)
+            column.write(first * width + done, block)
+        if len(counts) == 1:
+            column.skip(width - total)
+        advance(total * size)
+        row += total
 
 
 _PIECE_BYTES: Final = 64 << 20
@@ -312,14 +277,14 @@ def preprocess_rows(
     seed = _seed(generator)
     first = _probe(source, fn, seed)
 
-    def results(job: _Job) -> Generator[int, None, None]:
+    def results(job: _Job, stack: ExitStack) -> Iterator[int]:
         pieces = source.pieces(step)
         some = pieces if index_with_generator else list(pieces)
         if pool is not None:
-            return run_in_pool(pool, job.run, some)
+            return stack.enter_context(closing(run_in_pool(pool, job.run, some)))
         if workers == 0:
-            return (job.run(piece) for piece in some)
-        return run_in_processes(
+            return map(job.run, some)
+        processes = WorkerPool(
             job.run,
             some,
             workers,
@@ -327,6 +292,7 @@ def preprocess_rows(
             start_method=mp_start_method,
             max_tasks=max_tasks_per_child,
         )
+        return stack.enter_context(processes).answers()
 
     with target_lock(target):
         recover(target)
@@ -335,8 +301,8 @@ def preprocess_rows(
         try:
             files = _make_columns(draft, first, source.rows)
             job = _Job(source, _Portable(fn), draft, files, first.schema, seed)
-            with closing(results(job)) as done:
-                _report_progress(done, source.rows, pbar)
+            with ExitStack() as stack:
+                _report_progress(results(job, stack), source.rows, pbar)
             sync_tree(draft)
             os.rename(draft, target)  # an empty directory is replaced in the same step
             sync_directory(target.parent)

@@ -18,7 +18,7 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import SamplerT
 from replaykit.datasets.dataset_passes import preprocess_rows
 from replaykit.datasets.publishing import Published, open_directory, open_published
-from replaykit.schema import Rows, Schema, split_leaves
+from replaykit.schema import Schema, split_leaves
 from replaykit.storages import Storage, TensorStorage
 from replaykit.storages.columns import Columns, ScatteredColumns
 from replaykit.storages.dedup_columns import DedupColumns
@@ -217,7 +217,12 @@ class MappedStorage(TensorStorage):
             self._adopt(self._columns)
         self.published = published
         self.chosen = episodes
-        self._edited = False
+        self._opened = self.ledger.log.number
+
+    @property
+    def _edited(self) -> bool:
+        """True if rows were changed in this process."""
+        return self.ledger.log.rows_changed(self._opened)
 
     @property
     def episode_table(self) -> TensorDict:
@@ -237,38 +242,11 @@ class MappedStorage(TensorStorage):
         chosen = None if self.chosen is None else self.chosen.clone()
         return {"content": self.published.manifest.content_id(), "episodes": chosen}
 
-    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        self._edited = True
-        super().set(cursor, data, set_cursor=set_cursor)
-
-    def write(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
-        self._edited = True
-        super().write(slots, rows, kept)
-
-    def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:
-        self._edited = True
-        super().edit(index, value, time_dim=time_dim)
-
-    def edit_columns(
-        self,
-        values: Mapping[KeyPath, Any],
-        index: Any = None,
-        *,
-        time_dim: int = 0,
-        adds: bool = False,
-    ) -> None:
-        self._edited = True
-        super().edit_columns(values, index, time_dim=time_dim, adds=adds)
-
     def _check_addable(self, paths: Collection[KeyPath]) -> None:
         raise RuntimeError(
             f"key {format_key(next(iter(paths)))}: expected a stored key, since a published data "
             "set has fixed columns; preprocess(fn, dest=...) makes one with other columns"
         )
-
-    def load_content(self, content: Any, target: Any, rows: torch.Tensor | None) -> None:
-        self._edited = True
-        super().load_content(content, target, rows)
 
     def for_readers(self) -> Any:
         return super().for_readers() if self._edited else self
@@ -276,7 +254,7 @@ class MappedStorage(TensorStorage):
     def __getstate__(self) -> dict[str, Any]:
         path = self.published.path
         if self._edited:
-            return {**super().__getstate__(), "published": None}
+            return {**super().__getstate__(), "published": None, "_opened": -1}
         content = self.published.manifest.content_id()
         return {
             "path": str(path),
@@ -297,6 +275,7 @@ class MappedStorage(TensorStorage):
             )
         self.__init__(published, state["chosen"])  # type: ignore[misc]
         self.ledger.restore(state["ledger"], None)
+        self._opened = self.ledger.log.number
 
 
 class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]):

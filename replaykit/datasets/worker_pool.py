@@ -22,22 +22,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = [
-    "GRACE",
-    "POLL",
-    "Job",
-    "Piece",
-    "Worker",
-    "WorkerPool",
-    "death_of",
-    "end_workers",
-    "heard",
-    "interrupts_held_back",
-    "pool_size",
-    "run_in_pool",
-    "run_in_processes",
-    "start_worker",
-]
+__all__ = ["Job", "Piece", "WorkerPool", "pool_size", "run_in_pool"]
 
 Piece = tuple[int, int]
 Job = Callable[[Piece], Any]
@@ -68,15 +53,10 @@ class Worker:
             RuntimeError: the worker died.
         """
         self.given += 1
-        self.send(piece)
-
-    def send(self, message: Piece | None) -> None:
-        """Send a piece, or ``None`` after the last one."""
         try:
-            self.connection.send(message)
+            self.connection.send(piece)
         except OSError:
-            if message is not None:
-                raise self.death() from None
+            raise self.death() from None
 
     def has_answered(self) -> bool:
         """Return whether an answer or the end of the connection can be read."""
@@ -104,13 +84,6 @@ class Worker:
         """Return the error for the death of this worker."""
         self.process.join(GRACE)
         return death_of(self.process.exitcode)
-
-    def is_gone(self) -> bool:
-        """Return whether the process has ended; if so, close the connection."""
-        if self.process.is_alive():
-            return False
-        self.connection.close()
-        return True
 
 
 def start_worker(context: Any, job: Job, threads: int) -> Worker:
@@ -212,8 +185,8 @@ def _main(connection: Connection, job: Job, threads: int, parent: int, direct: b
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(threads)
     try:
-        while (piece := connection.recv()) is not None:
-            connection.send(_answer(job, piece))
+        while True:
+            connection.send(_answer(job, connection.recv()))
     except (EOFError, OSError):
         return  # the parent has ended
 
@@ -275,67 +248,6 @@ def _exists(process: int) -> bool:
 _PIECES_AHEAD: Final = 4
 
 
-def run_in_processes(
-    job: Job,
-    pieces: Iterable[Piece],
-    count: int,
-    *,
-    threads: int,
-    start_method: str | None,
-    max_tasks: int | None,
-) -> Generator[Any, None, None]:
-    """Process pieces in ``count`` new processes, and yield the results as they arrive.
-
-    The thread that iterates starts all workers. It must outlive the iteration, or close the
-    generator. No worker remains after the iteration.
-
-    Args:
-        job: the function for a piece.
-        pieces: the pieces.
-        count: the number of processes.
-        threads: torch threads in each worker.
-        start_method: the start method of `multiprocessing`; None for the default.
-        max_tasks: count of pieces after which a new process replaces a worker.
-
-    Raises:
-        RuntimeError: a worker died. The message names the signal or exit code.
-
-    An error in ``job`` is raised to the caller, with the worker's traceback as its cause.
-    """
-    context = multiprocessing.get_context(start_method)
-    todo = iter(pieces)
-    group: list[Worker] = []
-    leaving: list[Worker] = []
-
-    def start() -> Worker:
-        with interrupts_held_back():
-            worker = start_worker(context, job, threads)
-            group.append(worker)
-        return worker
-
-    def dismiss(worker: Worker) -> None:
-        worker.send(None)
-        group.remove(worker)
-        leaving[:] = [other for other in leaving if not other.is_gone()] + [worker]
-
-    try:
-        for piece in islice(todo, count):
-            start().give(piece)
-        while group:
-            for worker in heard(group):
-                yield worker.answer()
-                piece_or_none = next(todo, None)
-                spent = worker.given == max_tasks
-                if spent or piece_or_none is None:
-                    dismiss(worker)
-                if piece_or_none is not None:
-                    (start() if spent else worker).give(piece_or_none)
-        for worker in leaving:
-            worker.process.join(GRACE)
-    finally:
-        end_workers((*group, *leaving))
-
-
 def pool_size(pool: Any) -> int | None:
     """Return the number of processes in a user's pool, or None if it is not known.
 
@@ -393,15 +305,29 @@ class WorkerPool:
         ahead: the greatest count of pieces under way. A piece is under way from the time a worker
             gets it until the caller takes its result. ``ahead`` is at least ``count``. By default
             there is no limit.
+        threads: torch threads in each worker.
+        start_method: the start method of `multiprocessing`; None for the default.
+        max_tasks: count of pieces after which a new process replaces a worker.
     """
 
     def __init__(
-        self, job: Job, pieces: Iterable[Piece], count: int, *, ahead: int | None = None
+        self,
+        job: Job,
+        pieces: Iterable[Piece],
+        count: int,
+        *,
+        ahead: int | None = None,
+        threads: int = 1,
+        start_method: str | None = None,
+        max_tasks: int | None = None,
     ) -> None:
         self._job = job
         self._todo = deque(pieces)
         self._count = count
         self._ahead = len(self._todo) if ahead is None else max(ahead, count)
+        self._threads = threads
+        self._context: Any = multiprocessing.get_context(start_method)
+        self._max_tasks = max_tasks
         self._given = 0
         self._workers: list[Worker] = []
         self._idle: list[Worker] = []
@@ -413,22 +339,24 @@ class WorkerPool:
         self._listener: threading.Thread | None = None
 
     def __enter__(self) -> WorkerPool:
-        context = multiprocessing.get_context()
-        if context.get_start_method() == "fork":
+        if self._context.get_start_method() == "fork":
             _give_back_free_memory()
         try:
             while self._todo and len(self._workers) < self._count:
-                with interrupts_held_back():
-                    worker = start_worker(context, self._job, 1)
-                    self._workers.append(worker)
-                self._working.append(worker)
-                self._hand(worker)
+                self._hand(self._start())
             self._listener = threading.Thread(target=self._listen, daemon=True)
             self._listener.start()
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _start(self) -> Worker:
+        with interrupts_held_back():
+            worker = start_worker(self._context, self._job, self._threads)
+            self._workers.append(worker)
+        self._working.append(worker)
+        return worker
 
     def __exit__(self, *_: object) -> None:
         self._is_closing = True
@@ -451,6 +379,11 @@ class WorkerPool:
                 return self._todo.popleft()
             self._todo.remove(piece)
             return piece
+
+    def answers(self) -> Iterator[Any]:
+        """Yield the results of the workers until no worker has a piece; see `answer`."""
+        while (found := self.answer()) is not None:
+            yield found
 
     def answer(self, *, waits: bool = True) -> Any:
         """Return the first available result of the workers.
@@ -481,12 +414,16 @@ class WorkerPool:
         """Send a worker the next piece, if there is one.
 
         The caller must hold the lock, or be the only thread. If there is no further piece, the
-        worker is killed, so that the system soon frees its memory.
+        worker is killed, so that the system soon frees its memory. If the worker has had its
+        greatest count of pieces, a new one replaces it.
         """
-        if not self._todo:
+        is_spent = self._max_tasks is not None and worker.given >= self._max_tasks
+        if is_spent or not self._todo:
             self._working.remove(worker)
             worker.process.kill()
-            return
+            if not self._todo:
+                return
+            worker = self._start()
         if self._given >= self._ahead:
             self._idle.append(worker)
             return

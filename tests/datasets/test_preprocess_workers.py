@@ -263,7 +263,7 @@ if __name__ == "__main__":
 
 INTERRUPTED = """
 import multiprocessing, os, signal
-from replaykit.datasets.worker_pool import run_in_processes
+from replaykit.datasets.worker_pool import WorkerPool
 
 def work(piece):
     return piece
@@ -272,9 +272,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # By what runs around a fork: Python ignores what is raised there.
 os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
 pieces = [(0, 1), (1, 2)]
-answers = run_in_processes(work, pieces, 2, threads=1, start_method="fork", max_tasks=None)
 try:
-    print(list(answers))
+    with WorkerPool(work, pieces, 2, start_method="fork") as pool:
+        print(list(pool.answers()))
 except KeyboardInterrupt:
     print("interrupted", len(multiprocessing.active_children()))
 """
