@@ -23,18 +23,32 @@ from replaykit.buffer.torchrl_buffers import (
 from replaykit.datasets.dataset import (
     BaseDatasetExperienceReplay,
 )
-from replaykit.datasets.families.catalogue import (
+from replaykit.datasets.families.aloha import (
     AlohaExperienceReplay,
+)
+from replaykit.datasets.families.d4rl import (
     D4RLExperienceReplay,
+)
+from replaykit.datasets.families.isaaclab import (
     IsaacLabExperienceReplay,
+)
+from replaykit.datasets.families.libero import (
     LiberoExperienceReplay,
+)
+from replaykit.datasets.families.maniskill import (
     ManiSkillExperienceReplay,
+)
+from replaykit.datasets.families.minari import (
     MinariExperienceReplay,
+)
+from replaykit.datasets.families.robomimic import (
     RobomimicExperienceReplay,
-    VD4RLExperienceReplay,
 )
 from replaykit.datasets.families.roboset import (
     RobosetExperienceReplay,
+)
+from replaykit.datasets.families.vd4rl import (
+    VD4RLExperienceReplay,
 )
 from replaykit.datasets.published_buffer import (
     CorpusExperienceReplay,

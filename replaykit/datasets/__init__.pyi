@@ -26,20 +26,36 @@ from replaykit.datasets.engine.layout import (
 from replaykit.datasets.engine.policies import (
     Policies,
 )
-from replaykit.datasets.families.catalogue import (
+from replaykit.datasets.families.aloha import (
     AlohaExperienceReplay,
-    D4RLExperienceReplay,
-    IsaacLabExperienceReplay,
-    LiberoExperienceReplay,
-    ManiSkillExperienceReplay,
-    MinariExperienceReplay,
-    RobomimicExperienceReplay,
-    VD4RLExperienceReplay,
+)
+from replaykit.datasets.families.catalogue import (
     load_dataset,
     plan,
 )
+from replaykit.datasets.families.d4rl import (
+    D4RLExperienceReplay,
+)
+from replaykit.datasets.families.isaaclab import (
+    IsaacLabExperienceReplay,
+)
+from replaykit.datasets.families.libero import (
+    LiberoExperienceReplay,
+)
+from replaykit.datasets.families.maniskill import (
+    ManiSkillExperienceReplay,
+)
+from replaykit.datasets.families.minari import (
+    MinariExperienceReplay,
+)
+from replaykit.datasets.families.robomimic import (
+    RobomimicExperienceReplay,
+)
 from replaykit.datasets.families.roboset import (
     RobosetExperienceReplay,
+)
+from replaykit.datasets.families.vd4rl import (
+    VD4RLExperienceReplay,
 )
 from replaykit.datasets.http_files import (
     download,

@@ -40,7 +40,7 @@ from replaykit.datasets.sources import DownloadPlan, Remote, Sources, free_bytes
 from replaykit.keywords import checked_keywords, refuse_unknown
 from replaykit.writers import ImmutableDatasetWriter, Writer
 
-__all__ = ["BaseDatasetExperienceReplay"]
+__all__ = ["BaseDatasetExperienceReplay", "LocalFilesReplay"]
 
 
 class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
@@ -339,6 +339,29 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
                 f"the data set {self.dataset_id!r} is not in {path}; construct it once with "
                 f"download=True{self._meant(self.dataset_id)}"
             ) from None
+
+
+class LocalFilesReplay(BaseDatasetExperienceReplay[SamplerT]):
+    """A corpus that is hosted only in part, or not at all.
+
+    Any id may name local files of the user.
+    """
+
+    any_id = True
+
+    def _identity(self) -> dict[str, Any]:
+        # An id that is not hosted names only the user's files. Without source=, the id opens the
+        # data set that was converted from these files before.
+        found = super()._identity()
+        if self.source is None and self.remote(self.dataset_id) is None:
+            del found["source"]
+        return found
+
+    def _flat(self) -> Published:
+        if self.source is None and not self.data_path_root.exists():
+            with self._suggesting(self.dataset_id):
+                self._require_remote(self.dataset_id)
+        return super()._flat()
 
 
 def _default_root(corpus: str) -> Path:

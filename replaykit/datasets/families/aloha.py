@@ -8,13 +8,19 @@ from typing import Final
 
 import numpy as np
 
+from replaykit.buffer.components import SamplerT
+from replaykit.datasets.dataset import LocalFilesReplay
 from replaykit.datasets.engine.episode_finders import Finder, WholeFile
 from replaykit.datasets.engine.fields import STEPS, Alignment, Decoder, Field, Images, image_module
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.locations import Location
 
-__all__ = ["ALOHA", "AlohaLayout"]
+__all__ = [
+    "ALOHA",
+    "AlohaExperienceReplay",
+    "AlohaLayout",
+]
 
 _FILE: Final = WholeFile(having=("action", "observations"))
 _IMAGES: Final = "observations/images/"
@@ -99,3 +105,20 @@ def _size(file: H5File, path: str, location: Location) -> tuple[int, ...]:
     except (OSError, ValueError, SyntaxError) as error:
         at = location.at(key=path, record=0)
         raise at.error(f"is not an image that can be decoded ({error})", "V03") from error
+
+
+class AlohaExperienceReplay(LocalFilesReplay[SamplerT]):
+    """Transitions of ALOHA and ACT files of one episode each, given with ``source``.
+
+    See `AlohaLayout` for the layout, and BaseDatasetExperienceReplay for arguments, errors and
+    methods.
+
+    Example:
+        >>> from replaykit.datasets import AlohaExperienceReplay
+        >>> AlohaExperienceReplay("../up", 32)
+        Traceback (most recent call last):
+        ValueError: expected names with '/' between them as an id, got '../up'
+    """
+
+    corpus = "aloha"
+    layout = ALOHA

@@ -8,19 +8,30 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.buffer.components import SamplerT
+from replaykit.datasets.dataset import LocalFilesReplay
 from replaykit.datasets.engine.episode_finders import Finder, FoundEpisodes, Segments
 from replaykit.datasets.engine.fields import STEPS, Alignment, Field
 from replaykit.datasets.engine.h5 import H5File, H5Leaf
 from replaykit.datasets.engine.layout import DropLeaves, Layout, SourceWindow
 from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.http_files import WebFile
+from replaykit.datasets.remote_sources import WebFiles
+from replaykit.keywords import Replaced
 
-__all__ = ["D4RL", "D4RL_BASE", "D4RLLayout", "Resets", "d4rl_base", "d4rl_file", "d4rl_ids"]
+__all__ = [
+    "D4RL",
+    "D4RLExperienceReplay",
+    "D4RLLayout",
+    "Resets",
+    "d4rl_base",
+    "d4rl_file",
+]
 
 Marks = npt.NDArray[np.bool_]
 
@@ -146,19 +157,14 @@ def _bytes(array: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(array).view(np.uint8).reshape(len(array), -1)
 
 
-D4RL_BASE: Final = "http://rail.eecs.berkeley.edu/datasets/offline_rl"
+_BASE: Final = "http://rail.eecs.berkeley.edu/datasets/offline_rl"
 _TABLE: Final = "d4rl_files.tsv"
 _UNKNOWN: Final = "-"
 
 
 def d4rl_base() -> str:
     """Return the base URL: REPLAYKIT_D4RL_URL, or by default the authors' server."""
-    return (os.environ.get("REPLAYKIT_D4RL_URL") or D4RL_BASE).rstrip("/")
-
-
-def d4rl_ids() -> list[str]:
-    """Return the ids in alphabetical order."""
-    return list(_table())
+    return (os.environ.get("REPLAYKIT_D4RL_URL") or _BASE).rstrip("/")
 
 
 def d4rl_file(dataset_id: str) -> WebFile | None:
@@ -355,3 +361,68 @@ def _steps(array: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Return the distance of each record from the next record, ``[n - 1]``."""
     moved = array[1:].astype(np.float64) - array[:-1]
     return np.asarray(np.linalg.norm(np.nan_to_num(moved), axis=1))
+
+
+class _D4RLIds:
+    """The hosted ids, which are read from the table at the first access."""
+
+    def __get__(self, instance: object, owner: type) -> list[str]:
+        return list(_table())
+
+
+class D4RLExperienceReplay(LocalFilesReplay[SamplerT]):
+    """Transitions of D4RL files of any release.
+
+    Files are fetched over plain HTTP from their authors, or from the URL in the environment
+    variable ``REPLAYKIT_D4RL_URL``. A file is verified if its SHA-256 is known. Local files can be
+    given with ``source``, under any id.
+
+    Next observations come from ``next_observations`` if the release has this array. They come from
+    the simulator's state if it was logged one step late (AntMaze v0). If next observations come
+    from either source, episodes end at the resets of the environment, independently of the flags.
+    In all other files, episodes end at the flags. If an episode that ends at a flag terminated, its
+    last step is kept, with ``("next", "observed")`` False. Otherwise its last step is dropped. Rows
+    have ``observation``, ``action``, ``info``, ids and flags; all other keys are under ``next``.
+    See `D4RLLayout`.
+
+    Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Fu et al., "D4RL:
+    Datasets for Deep Data-Driven Reinforcement Learning", 2020; data CC BY 4.0.
+
+    Example:
+        >>> from replaykit.datasets import D4RLExperienceReplay
+        >>> "hopper-medium-v2" in D4RLExperienceReplay.available_datasets
+        True
+        >>> D4RLExperienceReplay("hopper-medium-v2", 32, source="no-such-file.hdf5")
+        Traceback (most recent call last):
+        FileNotFoundError: ...
+    """
+
+    available_datasets: ClassVar[list[str]] = _D4RLIds()  # type: ignore[assignment]
+    corpus = "d4rl"
+    license = "cc-by-4.0"
+    layout = D4RL
+    _replaced: ClassVar[dict[str, Replaced]] = {
+        "direct_download": Replaced(
+            (True, None), "files are always read without the d4rl package; leave it out"
+        ),
+        "from_env": Replaced(
+            (False,),
+            "rows always have the values of env.get_dataset(), every step and the infos; leave "
+            "it out",
+        ),
+        "use_truncated_as_done": Replaced(
+            (True,),
+            "('next', 'done') is terminated or truncated; read ('next', 'terminated') in its place",
+        ),
+        "terminate_on_end": Replaced(
+            (False, None),
+            "policies=Policies(unrecorded='keep') keeps the last step of every episode, with "
+            "('next', 'done') set",
+        ),
+    }
+
+    @classmethod
+    def remote(cls, dataset_id: str) -> WebFiles | None:
+        """Return the location of a data set's file; None for an id that is not hosted."""
+        file = d4rl_file(dataset_id)
+        return None if file is None else WebFiles((file,))

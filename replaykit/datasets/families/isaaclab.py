@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from replaykit.buffer.components import SamplerT
+from replaykit.datasets.dataset import LocalFilesReplay
 from replaykit.datasets.engine.episode_finders import Finder
 from replaykit.datasets.engine.fields import STEPS, Alignment, Field, Preceded
 from replaykit.datasets.engine.h5 import H5File
@@ -18,7 +20,11 @@ from replaykit.datasets.engine.layout import Counters, Layout, SourceFacts, Sour
 from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.families.robomimic import DEMONSTRATIONS, first_entries
 
-__all__ = ["ISAACLAB", "IsaacLabLayout"]
+__all__ = [
+    "ISAACLAB",
+    "IsaacLabExperienceReplay",
+    "IsaacLabLayout",
+]
 
 _BEFORE: Final = "obs/actions"
 _SAID: Final = {"true": True, "1": True, "false": False, "0": False}
@@ -139,3 +145,20 @@ def _success(said: Any, location: Location) -> int:
             "V30",
         )
     return int(known)
+
+
+class IsaacLabExperienceReplay(LocalFilesReplay[SamplerT]):
+    """Transitions of demonstrations recorded by Isaac Lab, given with ``source``.
+
+    See `IsaacLabLayout` for the layout, and BaseDatasetExperienceReplay for arguments, errors and
+    methods.
+
+    Example:
+        >>> from replaykit.datasets import IsaacLabExperienceReplay
+        >>> IsaacLabExperienceReplay("my-demos", 32, root="no-such-folder")
+        Traceback (most recent call last):
+        FileNotFoundError: files of isaaclab:my-demos cannot be fetched: ...
+    """
+
+    corpus = "isaaclab"
+    layout = ISAACLAB

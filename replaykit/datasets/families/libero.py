@@ -8,16 +8,23 @@ record ``j`` holds the state before action ``j``, action ``j``, and the observat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
+from replaykit.buffer.components import SamplerT
+from replaykit.datasets.dataset import BaseDatasetExperienceReplay
 from replaykit.datasets.engine.episode_finders import Finder
 from replaykit.datasets.engine.fields import ARRIVALS, Alignment, Field
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Counters, Layout
 from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.families.robomimic import DEMONSTRATIONS, first_entries, libero_signs
+from replaykit.datasets.remote_sources import HubFiles
 
-__all__ = ["LIBERO", "LiberoLayout"]
+__all__ = [
+    "LIBERO",
+    "LiberoExperienceReplay",
+    "LiberoLayout",
+]
 
 _ROBOT: Final = ("info", "robot_states")
 
@@ -65,3 +72,30 @@ class LiberoLayout(Layout):
 
 
 LIBERO: Final = LiberoLayout()
+
+
+class LiberoExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
+    """Transitions of LIBERO's demonstrations. An id names a suite of tasks.
+
+    See `LiberoLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Liu
+    et al., "LIBERO: Benchmarking Knowledge Transfer for Lifelong Robot Learning", 2023; data CC BY
+    4.0.
+
+    Example:
+        >>> from replaykit.datasets import LiberoExperienceReplay
+        >>> LiberoExperienceReplay.available_datasets[:2]
+        ['libero_spatial', 'libero_object']
+    """
+
+    available_datasets: ClassVar[list[str]] = [
+        f"libero_{suite}" for suite in ("spatial", "object", "goal", "10", "90")
+    ]
+    corpus = "libero"
+    license = "cc-by-4.0"
+    layout = LIBERO
+    repository: ClassVar[str] = "yifengzhu-hf/LIBERO-datasets"
+
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Return the location of a data set's files."""
+        return HubFiles(cls.repository, dataset_id, "_demo.hdf5")

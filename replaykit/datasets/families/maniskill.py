@@ -8,16 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
+from replaykit.buffer.components import SamplerT
+from replaykit.datasets.dataset import BaseDatasetExperienceReplay
 from replaykit.datasets.engine.episode_finders import Finder, Groups
 from replaykit.datasets.engine.fields import FINAL_STATE, Alignment, Field
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Layout, SourceFacts
 from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.families.minari import Sidecar, read_sidecar
+from replaykit.datasets.remote_sources import HubFiles
 
-__all__ = ["MANISKILL", "ManiSkillLayout"]
+__all__ = [
+    "MANISKILL",
+    "ManiSkillExperienceReplay",
+    "ManiSkillLayout",
+]
 
 _TRAJECTORIES: Final = Groups("traj_", noun="trajectory")
 _OUTCOMES: Final = tuple(
@@ -120,3 +127,43 @@ MANISKILL: Final = ManiSkillLayout()
 
 def _sidecar(location: Location) -> Sidecar | None:
     return read_sidecar(location, Path(location.file).with_suffix(".json").name)
+
+
+class ManiSkillExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
+    """Transitions of ManiSkill's demonstrations, with seeds and success.
+
+    Ids are folders of ``demos`` in the repository, such as ``PickCube-v1/rl``. The ids of motion
+    planning are listed; other ids are also accepted. A folder may hold several files with different
+    observation or control modes. Each file is then a separate data set. Its id ends with the file
+    name without suffix: ``PickCube-v1/rl/trajectory.none.pd_joint_delta_pos``. Seeds and success
+    come from the JSON file of each trajectory file. Archives next to the folders are not fetched.
+
+    See `ManiSkillLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source:
+    Tao et al., "ManiSkill3", 2024; Apache-2.0.
+
+    Example:
+        >>> from replaykit.datasets import ManiSkillExperienceReplay
+        >>> ManiSkillExperienceReplay("PickCube-v1/rl", 32, download=False, root="no-such-folder")
+        Traceback (most recent call last):
+        FileNotFoundError: the data set 'PickCube-v1/rl' is not in ...
+    """
+
+    available_datasets: ClassVar[list[str]] = [
+        f"{name}-v1/motionplanning"
+        for name in ("PickCube", "StackCube", "PegInsertionSide", "PlugCharger")
+    ]
+    any_id = True
+    corpus = "maniskill"
+    layout = MANISKILL
+    repository: ClassVar[str] = "haosulab/ManiSkill_Demonstrations"
+
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Return the location of a data set's files."""
+        folder, _, name = dataset_id.rpartition("/")
+        if folder and name.startswith("trajectory"):
+            file = f"/{name}"
+            return HubFiles(
+                cls.repository, f"demos/{folder}", f"{file}.h5", beside=(f"{file}.json",)
+            )
+        return HubFiles(cls.repository, f"demos/{dataset_id}", ".h5", beside=(".json",))

@@ -9,17 +9,28 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
+from replaykit.buffer.components import SamplerT
+from replaykit.datasets.dataset import BaseDatasetExperienceReplay
 from replaykit.datasets.engine.episode_finders import Finder, Groups
 from replaykit.datasets.engine.fields import FINAL_STATE, Alignment, Decoder, Field, Images, Text
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Bounds, Layout, SourceFacts
 from replaykit.datasets.engine.locations import Location, RuleFindings
+from replaykit.datasets.remote_sources import HubFiles
+from replaykit.keywords import Replaced
 
-__all__ = ["MINARI", "MinariLayout", "Sidecar", "minari_ids", "read_sidecar"]
+__all__ = [
+    "MINARI",
+    "MinariExperienceReplay",
+    "MinariLayout",
+    "Sidecar",
+    "_ids",
+    "read_sidecar",
+]
 
 
 class Sidecar:
@@ -109,7 +120,7 @@ _MUJOCO: Final = {
 }
 
 
-def minari_ids() -> list[str]:
+def _ids() -> list[str]:
     """Return the ids, such as ``D4RL/door/human-v2``."""
     return [*_d4rl(), *(f"mujoco/{task}/{level}-v0" for task in _MUJOCO for level in _MUJOCO[task])]
 
@@ -273,3 +284,48 @@ def _all(values: Any, wanted: int) -> bool:
     if isinstance(values, list):
         return all(_all(value, wanted) for value in values)
     return bool(values == wanted)
+
+
+class MinariExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
+    """Transitions of Minari's data sets in HDF5 storage.
+
+    Ids are Minari's ids, such as ``D4RL/door/human-v2``. The first part names the repository below
+    ``farama-minari``. The ids of ``D4RL`` and ``mujoco`` are listed; other ids are also accepted.
+    See `MinariLayout` for spaces, images and text.
+
+    See BaseDatasetExperienceReplay for arguments, errors and methods. Source:
+    https://minari.farama.org; each data set has a separate licence.
+
+    Example:
+        >>> from replaykit.datasets import MinariExperienceReplay
+        >>> "mujoco/hopper/medium-v0" in MinariExperienceReplay.available_datasets
+        True
+        >>> MinariExperienceReplay("D4RL/door/human-v2", 32, download=False,
+        ...                        root="no-such-folder")
+        Traceback (most recent call last):
+        FileNotFoundError: the data set 'D4RL/door/human-v2' is not in ...
+    """
+
+    available_datasets: ClassVar[list[str]] = _ids()
+    any_id = True
+    corpus = "minari"
+    layout = MINARI
+    _replaced: ClassVar[dict[str, Replaced]] = {
+        "load_from_local_minari": Replaced(
+            (False,),
+            "source= takes the local files, such as "
+            "'~/.minari/datasets/D4RL/door/human-v2/data/main_data.hdf5'",
+        ),
+    }
+    owner: ClassVar[str] = "farama-minari"
+
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Return the location of a data set's files."""
+        namespace, _, rest = dataset_id.partition("/")
+        if not rest:
+            raise FileNotFoundError(
+                f"{dataset_id!r} names no repository: expected namespace/.../name-v0, or local "
+                "files with source="
+            )
+        return HubFiles(f"{cls.owner}/{namespace}", rest, ".hdf5", beside=("/metadata.json",))

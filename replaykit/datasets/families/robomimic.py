@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import ClassVar, Final
 
+from replaykit.buffer.components import SamplerT
+from replaykit.datasets.dataset import BaseDatasetExperienceReplay
 from replaykit.datasets.engine.episode_finders import Finder, Groups
 from replaykit.datasets.engine.fields import STEPS, Alignment, Field
 from replaykit.datasets.engine.h5 import H5File
@@ -17,17 +19,14 @@ from replaykit.datasets.remote_sources import HubFiles, WebFiles
 __all__ = [
     "DEMONSTRATIONS",
     "ROBOMIMIC",
-    "ROBOMIMIC_REPOSITORY",
     "ROBOSUITE",
+    "RobomimicExperienceReplay",
     "RobomimicLayout",
     "RobosuiteLayout",
     "first_entries",
     "libero_signs",
-    "robomimic_ids",
-    "robomimic_remote",
 ]
 
-ROBOMIMIC_REPOSITORY: Final = "robomimic/robomimic_datasets"
 _FIRST_RELEASE: Final = "http://downloads.cs.stanford.edu/downloads/rt_benchmark"
 _FIRST: Final = "v0.1/"
 _IDS: Final = [
@@ -69,29 +68,6 @@ _SIZES: Final = {
 _SHA256: Final = {
     "lift/ph/low_dim": "18106c8c072020672fecdd2a9ffbfe7dc656823cb877f972ade7fad34d2a5b74"
 }
-
-
-def robomimic_ids() -> list[str]:
-    """Return all ids. The ids of release 0.1 come last."""
-    return [*_IDS, *(f"{_FIRST}{name}" for name in _SIZES)]
-
-
-def robomimic_remote(dataset_id: str) -> HubFiles | WebFiles:
-    """Return the location of the file of an id.
-
-    The environment variable ``REPLAYKIT_ROBOMIMIC_URL`` can name a mirror of release 0.1.
-
-    Example:
-        >>> from replaykit.datasets.families.robomimic import robomimic_remote
-        >>> robomimic_remote("v0.1/lift/ph/image").known_bytes
-        837217792
-    """
-    folder, _, name = dataset_id.rpartition("/")
-    first = dataset_id.removeprefix(_FIRST)
-    if first == dataset_id:
-        return HubFiles(ROBOMIMIC_REPOSITORY, f"v1.5/{folder}", f"/{name}_v15.hdf5")
-    base = (os.environ.get("REPLAYKIT_ROBOMIMIC_URL") or _FIRST_RELEASE).rstrip("/")
-    return WebFiles((WebFile(f"{base}/{first}.hdf5", _SIZES.get(first), _SHA256.get(first)),))
 
 
 DEMONSTRATIONS: Final = Groups("demo_", below="data", noun="demonstration")
@@ -259,3 +235,43 @@ class RobosuiteLayout(Layout):
 
 ROBOMIMIC: Final = RobomimicLayout()
 ROBOSUITE: Final = RobosuiteLayout()
+
+
+class RobomimicExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
+    """Transitions of robomimic's simulated and robosuite's raw demonstrations.
+
+    Ids have the form ``task/kind/name``. Data sets with the name ``demo`` hold simulator states
+    only. ``split`` accepts the filters of the files, such as ``"train"``. Image files are not
+    downloaded. Render them with robomimic, then pass the path as ``source``; the id may be any
+    name. Ids of the form ``v0.1/task/kind/name`` name the files of the first release, with images,
+    on the authors' server, or on the mirror in the environment variable
+    ``REPLAYKIT_ROBOMIMIC_URL``. See `RobomimicLayout`.
+
+    See BaseDatasetExperienceReplay for arguments, errors and methods. Source: Mandlekar et al.,
+    "What Matters in Learning from Offline Human Demonstrations for Robot Manipulation", 2021; MIT.
+
+    Example:
+        >>> from replaykit.datasets import RobomimicExperienceReplay
+        >>> "lift/ph/low_dim" in RobomimicExperienceReplay.available_datasets
+        True
+    """
+
+    available_datasets: ClassVar[list[str]] = [*_IDS, *(f"{_FIRST}{name}" for name in _SIZES)]
+    corpus = "robomimic"
+    license = "mit"
+    repository: ClassVar[str] = "robomimic/robomimic_datasets"
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the files of this id."""
+        return ROBOSUITE if self.dataset_id.endswith("/demo") else ROBOMIMIC
+
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles | WebFiles:
+        """Return the location of a data set's files."""
+        folder, _, name = dataset_id.rpartition("/")
+        first = dataset_id.removeprefix(_FIRST)
+        if first == dataset_id:
+            return HubFiles(cls.repository, f"v1.5/{folder}", f"/{name}_v15.hdf5")
+        base = (os.environ.get("REPLAYKIT_ROBOMIMIC_URL") or _FIRST_RELEASE).rstrip("/")
+        return WebFiles((WebFile(f"{base}/{first}.hdf5", _SIZES.get(first), _SHA256.get(first)),))

@@ -8,18 +8,26 @@ the next file.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.buffer.components import SamplerT
+from replaykit.datasets.dataset import BaseDatasetExperienceReplay
 from replaykit.datasets.engine.episode_finders import EpisodeRefs, Finder, FoundEpisodes, Segments
 from replaykit.datasets.engine.fields import ARRIVALS, Alignment, Field
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.locations import Location
+from replaykit.datasets.remote_sources import HubFiles
+from replaykit.keywords import Replaced
 
-__all__ = ["VD4RL", "VD4RLLayout"]
+__all__ = [
+    "VD4RL",
+    "VD4RLExperienceReplay",
+    "VD4RLLayout",
+]
 
 _FIRST, _MIDDLE, _LAST = 0, 1, 2
 _KIND: Final = "step_type"
@@ -168,3 +176,59 @@ def _check(kinds: npt.NDArray[np.float32], location: Location) -> None:
             "missing",
             "V32",
         )
+
+
+class VD4RLExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
+    """Transitions of V-D4RL, with images of 84 by 84 pixels. Episodes may cross files.
+
+    Ids are folders of the repository. The main tasks are listed; other ids, such as
+    ``distracting/...``, are also accepted. Folders with the name ``64px`` hold no H5 files, and are
+    refused. See `VD4RLLayout`. See BaseDatasetExperienceReplay for arguments, errors and methods.
+    Source: Lu et al., "Challenges and Opportunities in Offline Reinforcement Learning from Visual
+    Observations", 2022; MIT.
+
+    Example:
+        >>> from replaykit.datasets import VD4RLExperienceReplay
+        >>> VD4RLExperienceReplay.available_datasets[0]
+        'main/walker_walk/random/84px'
+        >>> VD4RLExperienceReplay("main/walker_walk/random/64px", 32)
+        Traceback (most recent call last):
+        ValueError: expected a folder of H5 files, got 'main/walker_walk/random/64px', ...
+    """
+
+    available_datasets: ClassVar[list[str]] = [
+        f"main/{task}/{quality}/84px"
+        for task in ("walker_walk", "cheetah_run", "humanoid_walk")
+        for quality in ("random", "medium_replay", "medium", "medium_expert", "expert")
+    ]
+    any_id = True
+    corpus = "vd4rl"
+    license = "mit"
+    layout = VD4RL
+    _replaced: ClassVar[dict[str, Replaced]] = {
+        "totensor": Replaced(
+            (False,), "transform=ImageScale(0.0, 1.0) reads images as floats from 0 to 1"
+        ),
+        "image_size": Replaced(
+            (None,),
+            "images are stored in the size of the files; transform= takes a function that resizes "
+            "those of a batch",
+        ),
+        "num_workers": Replaced((0,), "workers= says how many processes convert at once"),
+    }
+    repository: ClassVar[str] = "conglu/vd4rl"
+
+    @classmethod
+    def _check_id(cls, dataset_id: str, *, is_own: bool = False) -> None:
+        super()._check_id(dataset_id, is_own=is_own)
+        if dataset_id.split("/")[-1] == "64px":
+            raise ValueError(
+                f"expected a folder of H5 files, got {dataset_id!r}, which holds one npz file an "
+                f"episode; the same episodes are in {dataset_id.removesuffix('64px') + '84px'!r}"
+            )
+
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Return the location of a data set's files."""
+        # The files are ordered by their numbers, so 2.hdf5 comes before 10.hdf5.
+        return HubFiles(cls.repository, dataset_id, ".hdf5", natural=True)
