@@ -55,7 +55,10 @@ EXAMPLES = [
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The RoboSet repository with one file, and a home and a working directory of its own."""
     import huggingface_hub
+    import huggingface_hub.constants
 
+    # Read from the environment when the client was imported, which another test may have done.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     recorded = tmp_path / "recorded.h5"
     with RoboHiveWriter(recorded) as writer:
         for seed in range(3):

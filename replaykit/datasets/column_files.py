@@ -220,6 +220,17 @@ class ColumnOutput:
         found = np.fromfile(self.path, np.uint8, count * size, offset=position * size)
         return found.reshape(count, size)
 
+    def blocks(self, first: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+        """Yield written entries ``first .. stop - 1`` in blocks of 1 MiB, with their positions."""
+        step = max(1, _COMPARED_BYTES // max(1, self.spec.entry_bytes))
+        for start in range(first, stop, step):
+            yield start, self.read(start, min(step, stop - start))
+
+    def adopt(self, entries: npt.NDArray[Any]) -> None:
+        """Count entries that the file already holds at the end of the last write."""
+        self.crc32 = crc32(entries, self.crc32)
+        self._written += entries.nbytes
+
     def finish(self) -> int:
         """Leave the remaining entries zero, and return their count."""
         self.skip(left := (self._stop - self._written) // max(1, self.spec.entry_bytes))

@@ -468,7 +468,8 @@ def fetch(
         return Subject(listing.repo_id, listing.commit, hub, file.path)
 
     def receive(file: HubFile, meter: Meter) -> str | None:
-        download = partial(_download, listing, hub, file, meter, token)
+        is_damaged = entry(listing, file).exists()
+        download = partial(_download, listing, hub, file, meter, token, is_damaged)
         retry.run(download, subject(file), meter.cancel)
         return problem(file)
 
@@ -488,16 +489,14 @@ def fetch(
 
 
 def _download(
-    listing: HubListing, hub: str, file: HubFile, meter: Meter, token: str | None
+    listing: HubListing, hub: str, file: HubFile, meter: Meter, token: str | None, is_damaged: bool
 ) -> None:
     """Fetch a file into the client's cache, and replace a damaged one."""
     import huggingface_hub
 
     meter.begin(file)
-    path = entry(listing, file)
-    is_damaged = path.exists()
     # Without links, the client would keep an entry that exists.
-    path.unlink(missing_ok=True)
+    entry(listing, file).unlink(missing_ok=True)
     huggingface_hub.hf_hub_download(
         repo_id=listing.repo_id,
         filename=file.path,

@@ -17,7 +17,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +36,6 @@ from replaykit.native import crc32
 from replaykit.ted import Key
 
 __all__ = ["Excluded", "FilePart", "Unfinished", "conversion_digest"]
-
-_BLOCK_BYTES: Final = 1 << 20
 
 Excluded = dict[tuple[int, str, int], str]
 
@@ -231,9 +229,8 @@ def _plan_digest(plan: Plan) -> str:
 
 def _crc32(column: ColumnOutput, first: int, stop: int) -> int:
     found = 0
-    step = max(1, _BLOCK_BYTES // max(1, column.spec.entry_bytes))
-    for start in range(first, stop, step):
-        found = crc32(column.read(start, min(step, stop - start)), found)
+    for _, block in column.blocks(first, stop):
+        found = crc32(block, found)
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -23,10 +22,9 @@ from replaykit.datasets.engine.resuming import FilePart, Unfinished
 from replaykit.datasets.engine.row_writer import RowWriter, empty_table
 from replaykit.datasets.engine.source_files import open_sources
 from replaykit.datasets.engine.statistics import Statistics
+from replaykit.datasets.publishing import hold_back
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.worker_pool import WorkerPool
-from replaykit.filesystem import disk_errors
-from replaykit.native import crc32
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
 __all__ = [
@@ -317,8 +315,9 @@ def without_episodes(
     runs = _runs(before, after, kept)
     found = {key: ColumnOutput(c.path, c.spec, (after.rows,)) for key, c in columns.items()}
     statistics = {key: _move(column, runs) for key, column in found.items()}
-    for path in directory.rglob("meta.json*"):
-        _shorten(path, before.rows, after.rows)
+    # This shortens the files and their descriptions.
+    create_columns(directory, column_specs(after), (after.rows,), is_new=False)
+    hold_back(directory)
     table = {name: values[kept] for name, values in written.table.items()}
     table["start"] = after.episodes.column("start")
     return found, WrittenFile(table, statistics, written.facts, {})
@@ -335,39 +334,18 @@ def _runs(before: Plan, after: Plan, kept: Index) -> list[tuple[int, int, int]]:
 
 def _move(column: ColumnOutput, runs: list[tuple[int, int, int]]) -> Statistics:
     """Move runs of rows (from, to, count), update the checksum, and return statistics."""
-    statistics, size = Statistics(), column.spec.entry_bytes
-    if column.path is None or not size:
+    statistics = Statistics()
+    if column.path is None:
         return statistics
     dtype = np.dtype(str(column.spec.dtype).removeprefix("torch."))
-    step = max(1, _BLOCK_BYTES // size)
-    descriptor = os.open(column.path, os.O_RDWR)
-    try:
-        with disk_errors(column.path, column.nbytes):
-            for old, new, count in runs:
-                for start in range(0, count, step):
-                    length = min(step, count - start) * size
-                    block = os.pread(descriptor, length, (old + start) * size)
-                    done = 0 if old != new else length
-                    while done < length:
-                        at = (new + start) * size + done
-                        done += os.pwrite(descriptor, memoryview(block)[done:], at)
-                    column.crc32 = crc32(block, column.crc32)
-                    values = np.frombuffer(block, dtype).reshape(-1, *column.spec.shape)
-                    statistics.add(values)
-            os.ftruncate(descriptor, column.nbytes)
-    finally:
-        os.close(descriptor)
+    for old, new, count in runs:
+        for at, block in column.blocks(old, old + count):
+            if old == new:
+                column.adopt(block)
+            else:
+                column.write(new + at - old, block)
+            statistics.add(block.reshape(-1).view(dtype).reshape(-1, *column.spec.shape))
     return statistics
-
-
-def _shorten(path: Path, before: int, after: int) -> None:
-    """Change the number of rows in tensordict's description of a directory."""
-    said = json.loads(path.read_text())
-    for entry in (said, *(value for value in said.values() if isinstance(value, dict))):
-        shape = entry.get("shape")
-        if isinstance(shape, list) and shape[:1] == [before]:
-            shape[0] = after
-    path.write_text(json.dumps(said))
 
 
 _MOST_VALUES: Final = 4096
@@ -453,10 +431,8 @@ def _constant(column: ColumnOutput) -> npt.NDArray[Any] | None:
     if not entries or not width:
         return None
     first = column.read(0, 1)
-    step = max(1, _BLOCK_BYTES // column.spec.entry_bytes)
-    for start in range(0, entries, step):
-        if (column.read(start, min(step, entries - start)) != first).any():
-            return None
+    if any((block != first).any() for _, block in column.blocks(0, entries)):
+        return None
     dtype = str(column.spec.dtype).removeprefix("torch.")
     return first.reshape(-1).view(np.dtype(dtype)).reshape(column.spec.shape)
 
@@ -465,12 +441,8 @@ def _is_equal(one: ColumnOutput, other: ColumnOutput) -> bool:
     if one.shape != other.shape:
         return False
     entries = one.nbytes // one.spec.entry_bytes
-    step = max(1, _BLOCK_BYTES // one.spec.entry_bytes)
-    return all(
-        np.array_equal(one.read(at, count), other.read(at, count))
-        for at in range(0, entries, step)
-        for count in (min(step, entries - at),)
-    )
+    blocks = one.blocks(0, entries)
+    return all(np.array_equal(block, other.read(at, len(block))) for at, block in blocks)
 
 
 def remove_column(directory: Path, column: ColumnOutput) -> None:
@@ -532,12 +504,9 @@ def _repeats(columns: Mapping[Key, ColumnOutput], key: Key, lasts: npt.NDArray[n
         return False
     if (root.spec.shape, root.spec.dtype) != (column.spec.shape, column.spec.dtype):
         return False
-    rows = column.shape[0]
-    step = max(1, _BLOCK_BYTES // column.spec.entry_bytes)
-    for start in range(0, rows - 1, step):
-        count = min(step, rows - 1 - start)
-        differs = (column.read(start, count) != root.read(start + 1, count)).any(axis=1)
-        first, stop = np.searchsorted(lasts, (start, start + count))
+    for start, block in column.blocks(0, column.shape[0] - 1):
+        differs = (block != root.read(start + 1, len(block))).any(axis=1)
+        first, stop = np.searchsorted(lasts, (start, start + len(block)))
         differs[lasts[first:stop] - start] = False
         if differs.any():
             return False
