@@ -31,7 +31,7 @@ _EXIT_CODES: Final[tuple[tuple[int, tuple[type[Exception], ...]], ...]] = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; see `replaykit.tools.command.main`."""
+    """Run the command; see `replaykit_command.main`."""
     output = Output(as_json="--json" in arguments)
     is_empty = not set(arguments) - {"--json", "--debug"}
     code: object = _USAGE if is_empty else 0
@@ -72,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code of an error; see `replaykit.tools.command`.
+    """Return the exit code of an error; see `replaykit_command`.
 
     Example:
         >>> from replaykit.tools.app import exit_code_of

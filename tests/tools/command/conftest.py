@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.tools.command import main
+from replaykit_command import main
 from tests.support import LoopbackHub
 
 

@@ -17,9 +17,9 @@ import pytest
 
 import replaykit
 from replaykit.testing.robohive_files import RoboHiveWriter
-from replaykit.tools.command import main
 from replaykit.tools.commands import families
 from replaykit.tools.output import Output
+from replaykit_command import main
 from tests.support import Fault, LoopbackHub
 
 COMMANDS = ("datasets", "download", "convert", "inspect", "validate", "push", "pull")
@@ -237,8 +237,15 @@ def test_failed_download_is_one_sentence_with_an_exit_code(command, hub, tmp_pat
 # -- processes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["rich", "replaykit.tools.app"])
-def test_interrupted_import_of_a_module_prints_one_sentence(command, monkeypatch, module):
+@pytest.fixture
+def unloaded(monkeypatch):
+    """The modules of the command are imported again."""
+    for name in ("app", "commands"):
+        monkeypatch.delitem(sys.modules, f"replaykit.tools.{name}", raising=False)
+
+
+@pytest.mark.parametrize("module", ["rich.table", "replaykit.tools.app"])
+def test_interrupted_import_of_a_module_prints_one_sentence(command, monkeypatch, unloaded, module):
     real = builtins.__import__
 
     def load(name: str, *rest: object) -> object:
@@ -282,7 +289,7 @@ def test_command_with_a_closed_pipe_keeps_its_exit_code(command, demos, tmp_path
     assert codes == [0, 0, 1]
 
 
-def test_command_names_a_missing_extra(command, monkeypatch):
+def test_command_names_a_missing_extra(command, monkeypatch, unloaded):
     monkeypatch.setitem(sys.modules, "click", None)
     done = command("inspect", "x")
     assert (done.code, done.out) == (6, "")
@@ -294,7 +301,7 @@ def test_command_names_a_missing_extra(command, monkeypatch):
 # Waits before it publishes what it wrote: however late the interrupt comes, it comes before that.
 LINGERS = """
 import sys, time
-from replaykit.tools.command import main
+from replaykit_command import main
 from replaykit.datasets.engine import conversion
 whole = conversion.write_episode_table
 conversion.write_episode_table = lambda *given: (time.sleep(60), whole(*given))[1]

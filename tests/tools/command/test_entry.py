@@ -46,7 +46,7 @@ def package(folder: Path, load: str) -> dict[str, str]:
         shutil.copy(ROOT / "replaykit" / name, folder / "replaykit" / name)
     (folder / "replaykit/_version.py").write_text("__version__ = '0'\n")
     (folder / "replaykit/buffer.py").write_text(load)  # the first to import torch
-    (folder / "replaykit/tools/command.py").write_text("def main(): print('run'); return 7\n")
+    (folder / "replaykit/tools/app.py").write_text("def run(given): print('run'); return 7\n")
     paths = os.pathsep.join([str(folder), str(ROOT)])
     return {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -117,8 +117,8 @@ def test_entry_runs_the_command_or_explains_a_failed_import(tmp_path, load, code
 
 def test_running_command_has_the_default_interrupt_handler(tmp_path):
     environment = package(tmp_path, "")
-    (tmp_path / "replaykit/tools/command.py").write_text(
-        "import signal\ndef main(): return signal.getsignal(2) is signal.default_int_handler\n"
+    (tmp_path / "replaykit/tools/app.py").write_text(
+        "import signal\ndef run(given): return signal.getsignal(2) is signal.default_int_handler\n"
     )
     command = [*PYTHON, "-c", RUN, "datasets"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, check=False)
@@ -166,7 +166,7 @@ def test_a_closed_pipe_is_no_error(tmp_path, arguments, code, closed):
     reads, writes = os.pipe()
     os.close(reads)
     streams = {"stdout": writes, "stderr": subprocess.PIPE if closed == "stdout" else writes}
-    run = "import sys; from replaykit.tools.command import main; sys.exit(main())"
+    run = "import sys; from replaykit_command import main; sys.exit(main())"
     command = [*python(), "-c", run, *arguments]
     done = subprocess.run(command, cwd=tmp_path, text=True, check=False, **streams)
     os.close(writes)
