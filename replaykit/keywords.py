@@ -16,6 +16,7 @@ __all__ = [
     "checked_keywords",
     "named_after",
     "old_name",
+    "one_of",
     "refuse_unknown",
     "whole_number",
 ]
@@ -210,3 +211,11 @@ def whole_number(name: str, value: Any, least: int | None = None) -> int:
     if least is not None and number < least:
         raise ValueError(f"expected {name} of at least {least}, got {value!r}")
     return number
+
+
+def one_of(name: str, value: object, known: Collection[str]) -> str:
+    """Return the argument ``name``. Raises ValueError unless it is one of the known texts."""
+    if not isinstance(value, str) or value not in known:
+        listed = ", ".join(map(repr, known))
+        raise ValueError(f"{name}: expected one of {listed}, got {value!r}")
+    return value

@@ -11,9 +11,14 @@ from typing import Final
 
 __all__ = [
     "DEFAULT_DONE_KEYS",
+    "DONE",
     "EPISODE_KEYS",
     "FLAG_KEYS",
+    "NEXT_FLAGS",
     "RESERVED_KEYS",
+    "REWARD",
+    "TERMINATED",
+    "TRUNCATED",
     "Key",
     "end_flags",
     "format_key",
@@ -27,8 +32,15 @@ Key = tuple[str, ...]
 DEFAULT_DONE_KEYS: Final = ("done", "truncated", "terminated")
 """Flags, each of which ends an episode; see `end_flags`."""
 
+NEXT_FLAGS: Final[tuple[Key, ...]] = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
+"""The flags of `DEFAULT_DONE_KEYS` under ``next``."""
+
+DONE, TRUNCATED, TERMINATED = NEXT_FLAGS
+
+REWARD: Final[Key] = ("next", "reward")
+
 FLAG_KEYS: Final[frozenset[Key]] = frozenset(
-    {(name,) for name in DEFAULT_DONE_KEYS} | {("next", name) for name in DEFAULT_DONE_KEYS}
+    {*((name,) for name in DEFAULT_DONE_KEYS), *NEXT_FLAGS}
 )
 """Keys accepted as ``[N]`` or ``[N, 1]`` and stored as ``[N, 1]``."""
 

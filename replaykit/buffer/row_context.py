@@ -85,7 +85,7 @@ class StoredSurroundings(Surroundings):
 
     def lead(self, plan: StepsPlan) -> Led | None:
         columns = self._columns
-        if self.rows is None or not self._index.in_ring:
+        if not self._index.in_ring:
             return None
         ahead = columns.steps_ahead(plan) if type(columns) is Columns else None
         if ahead is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from replaykit._compat import as_tensor
 from replaykit.checkpoint import MappedRows
 from replaykit.declared import Count, Positive, decode_state, read_value, vector, within
 from replaykit.errors import CheckpointError, PriorityCountError
+from replaykit.keywords import one_of
 from replaykit.native import power
 from replaykit.reductions import REDUCTIONS
 from replaykit.storages import Storage
@@ -435,9 +436,8 @@ def check_options(
     read_value(Positive | None, max_capacity, "max_capacity")
     if dtype not in (torch.float32, torch.float64):
         raise NotImplementedError(f"expected dtype float32 or float64, got {dtype}")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"expected reduction as one of {REDUCTIONS}, got {reduction!r}")
-    read_value(Literal["global", "batch"], weight_norm, "weight_norm")
+    one_of("reduction", reduction, REDUCTIONS)
+    one_of("weight_norm", weight_norm, ("global", "batch"))
 
 
 _VERSION = 1

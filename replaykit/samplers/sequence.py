@@ -8,20 +8,18 @@ import numpy as np
 import torch
 
 from replaykit.episodes import BoundaryRule, EpisodeIndex
-from replaykit.keywords import whole_number
+from replaykit.keywords import one_of, whole_number
 from replaykit.samplers.sampler import Sampler, SampleUnit
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import ravel, unravel_index
 from replaykit.structure import Branch
-from replaykit.ted import Key, unravel
+from replaykit.ted import DONE, Key, unravel
 
 __all__ = ["EPISODE_BOUNDARIES", "AnchorUpdate", "Sequence", "anchor_priorities"]
 
 EPISODE_BOUNDARIES = ("pad", "stop", "include_reset")
 """The ways in which a window treats the end of its episode; see ``Sequence``."""
-
-_DEFAULT_DONE = ("next", "done")
 
 Array = np.ndarray[Any, Any]
 
@@ -100,7 +98,7 @@ class Sequence(SampleUnit):
         self,
         length: int,
         episode_boundary: str = "pad",
-        done_key: Key | None = _DEFAULT_DONE,
+        done_key: Key | None = DONE,
         burn_in: int = 0,
         bootstrap: int = 0,
         dilation: int = 1,
@@ -112,11 +110,7 @@ class Sequence(SampleUnit):
             ("dilation", dilation, 1),
         ):
             whole_number(name, value, least)
-        if episode_boundary not in EPISODE_BOUNDARIES:
-            raise ValueError(
-                f"expected episode_boundary as one of {EPISODE_BOUNDARIES}, got "
-                f"{episode_boundary!r}"
-            )
+        one_of("episode_boundary", episode_boundary, EPISODE_BOUNDARIES)
         self.length, self.burn_in, self.bootstrap = length, burn_in, bootstrap
         self.dilation, self.episode_boundary = dilation, episode_boundary
         self.done_key = None if done_key is None else unravel(done_key)
@@ -291,7 +285,7 @@ def _check_content(storage: ColumnStorage) -> None:
 def _rule_of(done_key: tuple[str, ...] | None) -> BoundaryRule:
     if done_key is None:
         return BoundaryRule(flags=(), ids=())
-    return BoundaryRule() if done_key == _DEFAULT_DONE else BoundaryRule(flags=(done_key,))
+    return BoundaryRule() if done_key == DONE else BoundaryRule(flags=(done_key,))
 
 
 def _tensor(values: Array, device: torch.device) -> torch.Tensor:

@@ -227,7 +227,7 @@ class StepsAhead:
         The leaves ``StepsPlan.taken`` of the batch get their values at the last step.
 
         Args:
-            batch: a copy of these rows, which is changed in place.
+            batch: a copy of these rows, which is changed in place; None if the plan takes no leaf.
             element: the rows to start from, int64 ``[B]``.
             time: the times of the rows, int64 ``[B]``.
             last: the times of the last rows of their episodes, int64 ``[B]``.
@@ -240,7 +240,7 @@ class StepsAhead:
             IndexError: an element is not stored, or ``last`` contradicts the stored rows.
         """
         count = len(element)
-        if type(batch) is not TensorDict or count * self._row_bytes > _MOST_BYTES:
+        if count * self._row_bytes > _MOST_BYTES:
             return None
         found = self._addresses(batch, count)
         if found is None:
@@ -266,10 +266,12 @@ class StepsAhead:
         )
         return Led(sums, discounts, used, ends, still_open)
 
-    def _addresses(self, batch: TensorDict, count: int) -> tuple[list[int], list[int]] | None:
+    def _addresses(self, batch: Any, count: int) -> tuple[list[int], list[int]] | None:
         """Return the addresses of the batch's leaves, and the strides in bytes."""
         if not self._taken:
             return [], []
+        if type(batch) is not TensorDict:
+            return None
         first = lookup(batch, self._taken[0])
         if type(first) is not torch.Tensor:
             return None

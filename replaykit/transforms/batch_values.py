@@ -18,7 +18,9 @@ from replaykit.transforms.transform import Transform
 
 __all__ = [
     "ValueTransform",
+    "as_keys",
     "as_number",
+    "as_share",
     "check_range",
     "keep_padding",
     "last_real",
@@ -117,6 +119,33 @@ def as_number(name: str, value: Any, *, finite: bool = False) -> float:
     if finite and not math.isfinite(number):
         raise ValueError(f"{name}: expected a finite number, got {number}")
     return number
+
+
+def as_share(name: str, value: Any) -> float:
+    """Return the argument ``name`` as a float.
+
+    Raises:
+        TypeError: the value is not a number.
+        ValueError: the value is outside [0, 1].
+    """
+    number = as_number(name, value)
+    if not 0 <= number <= 1:
+        raise ValueError(f"{name}: expected a number in [0, 1], got {value!r}")
+    return number
+
+
+def as_keys(keys: Any) -> list[Path]:
+    """Return the argument ``keys`` as paths.
+
+    Raises:
+        TypeError: it is not a list of keys.
+        ValueError: it is empty.
+    """
+    if not isinstance(keys, (list, tuple)):
+        raise TypeError(f"keys: expected a list of keys, got {keys!r}")
+    if not keys:
+        raise ValueError("keys: expected at least one key, got none")
+    return [unravel(key) for key in keys]
 
 
 def set_all(data: Any, values: Mapping[Path, torch.Tensor]) -> None:

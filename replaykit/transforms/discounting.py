@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import torch
 
 from replaykit._compat import lookup
+from replaykit.declared import Positive, read_value
 from replaykit.episodes import EndReason
 from replaykit.structure import Path
-from replaykit.ted import format_key, unravel
-from replaykit.transforms.batch_values import as_number, last_real, set_all, set_real
+from replaykit.ted import TERMINATED, format_key, unravel
+from replaykit.transforms.batch_values import as_share, last_real, set_all, set_real
 from replaykit.transforms.history import (
     HistoryTransform,
     Surroundings,
@@ -21,18 +21,16 @@ from replaykit.transforms.history import (
 )
 
 __all__ = [
-    "TERMINATED",
     "Bootstrap",
     "discounted_returns",
     "discounted_sums",
     "is_set",
     "one_step_key",
+    "open_by_reason",
     "powers",
     "steps_and_gamma",
     "summable",
 ]
-
-TERMINATED: Path = ("next", "terminated")
 
 Array = np.ndarray[Any, Any]
 
@@ -44,12 +42,8 @@ def steps_and_gamma(n: Any, gamma: Any) -> tuple[int, float]:
         TypeError: ``gamma`` is not a number.
         ValueError: ``n`` is not an int of at least 1, or ``gamma`` is outside ``[0, 1]``.
     """
-    if type(n) is not int or n < 1:
-        raise ValueError(f"n: expected an int of at least 1, got {n!r}")
-    number = as_number("gamma", gamma)
-    if math.isnan(number) or not 0 <= number <= 1:
-        raise ValueError(f"gamma: expected a number in [0, 1], got {gamma!r}")
-    return n, number
+    read_value(Positive, n, "n")
+    return n, as_share("gamma", gamma)
 
 
 def one_step_key(reward_key: Path) -> Path:
@@ -157,6 +151,15 @@ def discounted_returns(values: Array, stops: Array, gamma: float) -> Array:
     return values
 
 
+def open_by_reason(around: Surroundings, last: Array, like: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the rows ``last`` that did not terminate, bool ``[B, 1]``.
+
+    The mask follows from the episode index.
+    """
+    ended = (last == around.last) & (around.reason == int(EndReason.TERMINATED))
+    return as_tensor_like(~ended[:, None], like)
+
+
 class Bootstrap(HistoryTransform):
     """A transform that adds ``"bootstrap"``, the mask for the value of the next state.
 
@@ -202,8 +205,7 @@ class Bootstrap(HistoryTransform):
             bootstrap = ~is_set(flag, 1).unsqueeze(-1)
         elif self.boundary == TERMINATED:
             time = around.time if around.next_time is None else around.next_time
-            ended = (time == around.last) & (around.reason == int(EndReason.TERMINATED))
-            bootstrap = as_tensor_like(~ended[:, None], next(iter(data.values(True, True))))
+            bootstrap = open_by_reason(around, time, next(iter(data.values(True, True))))
         else:
             raise KeyError(f"{self!r}: expected the key {format_key(self.boundary)} in the batch")
         if self.per_window:

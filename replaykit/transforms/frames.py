@@ -10,11 +10,13 @@ import torch
 
 from replaykit import native
 from replaykit._compat import is_tensordict, lookup
+from replaykit.declared import Positive, read_value
 from replaykit.episodes import Needs
+from replaykit.keywords import one_of, whole_number
 from replaykit.storages.batch_memory import BatchMemory
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
-from replaykit.transforms.batch_values import as_number, real_of, set_all, set_real
+from replaykit.transforms.batch_values import as_keys, as_number, real_of, set_all, set_real
 from replaykit.transforms.history import (
     HistoryTransform,
     Stacks,
@@ -241,13 +243,7 @@ class StackFrames(HistoryTransform):
     def __init__(
         self, keys: Any, k: int, dim: int = 0, pad: str = "repeat", new_dim: bool = False
     ) -> None:
-        if isinstance(keys, str):
-            keys = [keys]
-        if not isinstance(keys, (list, tuple)):
-            raise TypeError(f"keys: expected a list of keys, got {keys!r}")
-        self.keys = [unravel(key) for key in keys]
-        if not self.keys:
-            raise ValueError("keys: expected at least one key, got none")
+        self.keys = as_keys([keys] if isinstance(keys, str) else keys)
         for key in self.keys:
             if key[0] == "next":
                 raise ValueError(
@@ -256,12 +252,9 @@ class StackFrames(HistoryTransform):
                 )
             if self.keys.count(key) > 1:
                 raise ValueError(f"keys: expected each key once, got {format_key(key)} twice")
-        if type(k) is not int or k < 1:
-            raise ValueError(f"k: expected an int of at least 1, got {k!r}")
-        if type(dim) is not int:
-            raise TypeError(f"dim: expected an int, got {dim!r}")
-        if pad not in ("repeat", "zero"):
-            raise ValueError(f"pad: expected 'repeat' or 'zero', got {pad!r}")
+        read_value(Positive, k, "k")
+        whole_number("dim", dim)
+        one_of("pad", pad, ("repeat", "zero"))
         self.k, self.dim, self.pad, self.new_dim = k, dim, pad, bool(new_dim)
         self.needs = Needs(past=k - 1)
         self.changes = frozenset({*self.keys, *(("next", *key) for key in self.keys)})
@@ -413,11 +406,7 @@ class PreviousStep(HistoryTransform):
         concat: bool = False,
         num_actions: int | None = None,
     ) -> None:
-        if not isinstance(keys, (list, tuple)):
-            raise TypeError(f"keys: expected a list of keys, got {keys!r}")
-        self.keys = [unravel(key) for key in keys]
-        if not self.keys:
-            raise ValueError("keys: expected at least one key, got none")
+        self.keys = as_keys(keys)
         self.names = {key: _previous(key) for key in self.keys}
         if len(set(self.names.values())) < len(keys):
             raise ValueError(
@@ -428,8 +417,7 @@ class PreviousStep(HistoryTransform):
         if num_actions is not None:
             if not concat:
                 raise ValueError("num_actions: expected concat=True, got concat=False")
-            if type(num_actions) is not int or num_actions < 1:
-                raise ValueError(f"num_actions: expected an int of at least 1, got {num_actions!r}")
+            read_value(Positive, num_actions, "num_actions")
         self.concat, self.num_actions = bool(concat), num_actions
         made = [_ALL] if concat else list(self.names.values())
         self.changes = frozenset({*made, *(("next", *key) for key in made)})
@@ -490,11 +478,12 @@ class PreviousStep(HistoryTransform):
 
     def _columns(self, key: Path, values: torch.Tensor) -> torch.Tensor:
         """Return values ``[B, 2, *F]`` as columns ``[B, 2, A]``."""
-        flat = values.reshape(*values.shape[:2], math.prod(values.shape[2:]))
-        dtype = torch.get_default_dtype()
+        flat, dtype = values, torch.get_default_dtype()
+        if values.ndim != 3:
+            flat = values.reshape(*values.shape[:2], math.prod(values.shape[2:]))
         number = flat.dtype.is_floating_point or flat.dtype is torch.bool or key[0] == "next"
         if number or flat.shape[-1] != 1:
-            return flat.to(dtype)
+            return flat if flat.dtype is dtype else flat.to(dtype)
         if self.num_actions is None:
             raise ValueError(
                 f"key {format_key(key)}: expected num_actions= for an action of one integer, got "

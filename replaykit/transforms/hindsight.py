@@ -12,15 +12,17 @@ import torch
 
 from replaykit import native
 from replaykit._compat import TensorDict, fields_of, lookup
+from replaykit.keywords import one_of
 from replaykit.structure import Path
-from replaykit.ted import Key, format_key, unravel
-from replaykit.transforms.batch_values import as_number, set_all
+from replaykit.ted import DONE, REWARD, TERMINATED, TRUNCATED, Key, format_key, unravel
+from replaykit.transforms.batch_values import as_share, set_all
 from replaykit.transforms.history import (
     Around,
     HistoryTransform,
     Surroundings,
     as_tensor_like,
     over_features,
+    require,
 )
 
 __all__ = [
@@ -176,10 +178,6 @@ def _addresses(leaves: Leaves, goals: Array) -> list[int] | None:
 
 GoalFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-_REWARD: Final[Key] = ("next", "reward")
-_TERMINATED: Final[Key] = ("next", "terminated")
-_TRUNCATED: Final[Key] = ("next", "truncated")
-_DONE: Final[Key] = ("next", "done")
 _STRATEGIES: Final = ("future", "final", "episode", "random")
 
 
@@ -285,13 +283,11 @@ class HindsightGoal(HistoryTransform):
         scope: str = "window",
         check: str | None = None,
     ) -> None:
-        self.p = as_number("p", p)
-        if not 0 <= self.p <= 1:
-            raise ValueError(f"p: expected a probability in [0, 1], got {self.p}")
-        _one_of("strategy", strategy, _STRATEGIES)
-        _one_of("scope", scope, ("window", "step"))
+        self.p = as_share("p", p)
+        one_of("strategy", strategy, _STRATEGIES)
+        one_of("scope", scope, ("window", "step"))
         if check is not None:
-            _one_of("check", check, ("warn", "error"))
+            one_of("check", check, ("warn", "error"))
         for name, function in (("reward_fn", reward_fn), ("terminated_fn", terminated_fn)):
             if function is not None and not callable(function):
                 raise TypeError(f"{name}: expected a function of achieved and goal, got {function}")
@@ -304,12 +300,12 @@ class HindsightGoal(HistoryTransform):
             )
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         self._goals: tuple[Path, Path] = (self.goal, ("next", *self.goal))
-        written: set[Path] = {*self._goals, _REWARD}
-        needed: list[Path] = [*self._goals, self.achieved, _REWARD]
+        written: set[Path] = {*self._goals, REWARD}
+        needed: list[Path] = [*self._goals, self.achieved, REWARD]
         if terminated_fn is not None:
             # `done` is computed from `truncated`, which a sampler may set at the end of a window.
-            written |= {_TERMINATED, _DONE, _TRUNCATED}
-            needed.append(_TERMINATED)
+            written |= {TERMINATED, DONE, TRUNCATED}
+            needed.append(TERMINATED)
         self._needed = tuple(needed)
         self._by_distance = reward_fn is None and terminated_fn is None and check is None
         # The core supports only keys without nesting, and the default rewards.
@@ -318,7 +314,7 @@ class HindsightGoal(HistoryTransform):
         self.changes = frozenset(written)
         self.relabel_keys = (self.achieved,)
         if terminated_fn is not None:
-            self.relabel_keys += (_TERMINATED,)
+            self.relabel_keys += (TERMINATED,)
 
     # -- rows and their new goals ---------------------------------------------------------------
 
@@ -408,28 +404,23 @@ class HindsightGoal(HistoryTransform):
         else:
             rows, goals = fetched.rows, self._as_goals(fetched.goals, leaves[self.goal])
         if self._by_distance and fetched is not None and goals.is_cpu and goals.is_contiguous():
-            new = {key: leaves[key].clone() for key in (*self._goals, _REWARD)}
+            new = {key: leaves[key].clone() for key in (*self._goals, REWARD)}
             if relabel_rows(rows, goals.numpy(), [leaves[self.achieved], *new.values()]):
                 set_all(data, new)
                 return data
         where = torch.from_numpy(rows).to(goals.device)
         new, rewards = self._relabelled(leaves, where, goals)
         if self.check is not None:
-            self._compare(rewards, leaves[_REWARD], rows, around.mask)
+            self._compare(rewards, leaves[REWARD], rows, around.mask)
         if fetched is not None:
             set_all(data, new)
         return data
 
     def _own(self, data: Any) -> dict[Path, torch.Tensor]:
         """Return the needed leaves of a batch. Raises KeyError if a leaf is absent."""
-        leaves = {key: lookup(data, key) for key in self._needed}
-        missing = [format_key(key) for key, leaf in leaves.items() if leaf is None]
-        if missing:
-            raise KeyError(
-                f"HindsightGoal expected the keys {', '.join(missing)}, got a batch without"
-            )
+        leaves = dict(require(data, self._needed, self))
         if self.terminated_fn is not None:
-            for key in (_DONE, _TRUNCATED):
+            for key in (DONE, TRUNCATED):
                 flag = lookup(data, key)
                 if flag is not None:
                     leaves[key] = flag
@@ -476,20 +467,20 @@ class HindsightGoal(HistoryTransform):
                 new[key] = _where(rows, goals, leaves[key])
         if self.goal in new:
             own = new[self.goal]  # rows that are not chosen keep their goal
-        if _REWARD in leaves:
-            old = leaves[_REWARD]
+        if REWARD in leaves:
+            old = leaves[REWARD]
             rewards = self._rewards(leaves[self.achieved], own, old)
-            new[_REWARD] = _where(rows, rewards, old)
-        if self.terminated_fn is not None and _TERMINATED in leaves:
-            old = leaves[_TERMINATED]
+            new[REWARD] = _where(rows, rewards, old)
+        if self.terminated_fn is not None and TERMINATED in leaves:
+            old = leaves[TERMINATED]
             found = self.terminated_fn(leaves[self.achieved], own)
             ended = _checked("terminated_fn", found, old).to(torch.bool)
-            new[_TERMINATED] = _where(rows, ended, old)
-            if _DONE in leaves:
+            new[TERMINATED] = _where(rows, ended, old)
+            if DONE in leaves:
                 # An episode that ended without termination was truncated, even without the flag.
-                cut = leaves.get(_TRUNCATED)
-                cut = leaves[_DONE] & ~old if cut is None else cut
-                new[_DONE] = _where(rows, ended | cut, leaves[_DONE])
+                cut = leaves.get(TRUNCATED)
+                cut = leaves[DONE] & ~old if cut is None else cut
+                new[DONE] = _where(rows, ended | cut, leaves[DONE])
         return new, rewards
 
     def _rewards(
@@ -559,8 +550,3 @@ def _root_key(name: str, key: Any) -> Key:
     if path[0] == "next":
         raise ValueError(f"{name}: expected the key outside of 'next', got {format_key(path)}")
     return path
-
-
-def _one_of(name: str, given: Any, known: tuple[str, ...]) -> None:
-    if given not in known:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, known))}, got {given!r}")

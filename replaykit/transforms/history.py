@@ -14,6 +14,7 @@ from replaykit._compat import lookup
 from replaykit.episodes import NOTHING, Needs
 from replaykit.storages.history_kernels import Led, StepsPlan
 from replaykit.structure import Node, Path
+from replaykit.ted import format_key
 from replaykit.transforms.transform import Transform
 
 __all__ = ["Around", "HistoryTransform", "Surroundings"]
@@ -149,6 +150,8 @@ class Surroundings(ABC):
 
     def lead(self, plan: StepsPlan) -> Led | None:
         """Sum rewards over several steps, and fill ``rows`` with leaves of the last step.
+
+        Without ``rows``, the plan takes no leaves.
 
         Only ``fetch`` of a transform may call this. A None result means that nothing has changed.
         The caller must then ``fetch`` the rows instead.
@@ -342,6 +345,7 @@ def require(data: Any, keys: Sequence[Path], who: object) -> Mapping[Path, torch
     missing = [key for key, value in found.items() if value is None]
     if missing:
         raise KeyError(
-            f"{type(who).__name__} expected the keys {missing}, got a batch without them"
+            f"{type(who).__name__} expected the keys {', '.join(map(format_key, missing))}, got "
+            "data without them"
         )
     return found

@@ -12,10 +12,19 @@ from typing_extensions import Self
 
 from replaykit._compat import is_tensordict, lookup
 from replaykit.declared import Rule, decode_state
-from replaykit.episodes import EndReason, Needs
+from replaykit.episodes import Needs
+from replaykit.keywords import one_of, whole_number
 from replaykit.storages.history_kernels import Led, StepsPlan
 from replaykit.structure import Path
-from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS, end_flags, format_key, unravel
+from replaykit.ted import (
+    EPISODE_KEYS,
+    NEXT_FLAGS,
+    REWARD,
+    TERMINATED,
+    end_flags,
+    format_key,
+    unravel,
+)
 from replaykit.transforms.batch_values import (
     nearest_real,
     rows_ahead,
@@ -24,10 +33,10 @@ from replaykit.transforms.batch_values import (
     set_real,
 )
 from replaykit.transforms.discounting import (
-    TERMINATED,
     discounted_sums,
     is_set,
     one_step_key,
+    open_by_reason,
     powers,
     steps_and_gamma,
     summable,
@@ -114,8 +123,7 @@ class NStepWriting(Transform):
         time_dim: int = -1,
     ) -> None:
         self.n, self.gamma = steps_and_gamma(n, gamma)
-        if type(time_dim) is not int:
-            raise TypeError(f"time_dim: expected an int, got {time_dim!r}")
+        whole_number("time_dim", time_dim)
         self.reward_key = unravel(reward_key)
         self.one_step_key = one_step_key(self.reward_key)
         self.time_dim = time_dim
@@ -231,7 +239,7 @@ class NStepWriting(Transform):
 
     def __repr__(self) -> str:
         key = self.reward_key
-        shown = "" if key == ("next", "reward") else f", reward_key={format_key(key)}"
+        shown = "" if key == REWARD else f", reward_key={format_key(key)}"
         return f"NStep({self.n}, gamma={self.gamma:g}{shown}, when='write')"
 
 
@@ -282,7 +290,6 @@ def _layout(rows: Any, dim: int) -> dict[Path, Any]:
 
 Array = np.ndarray[Any, Any]
 
-_ENDS: tuple[Path, ...] = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
 _DISCOUNT, _STEPS, _BOOTSTRAP = ("discount",), ("steps_used",), ("bootstrap",)
 
 
@@ -291,14 +298,14 @@ _TABLE_STEPS = 4096
 
 
 class _Fetched(NamedTuple):
-    """The rows that ``fetch`` reads if ``Surroundings.lead`` cannot be used.
+    """The rows that ``fetch`` reads if ``Surroundings.lead`` does not fill the batch.
 
     ``steps`` is the number of steps after each row, ``[B]``. ``rewards`` has the rewards ``[B, m,
-    *F]``. ``last`` has the leaves ``keys`` under ``next`` of the last step.
+    *F]``, or their sums. ``last`` has the leaves ``keys`` under ``next`` of the last step.
     """
 
     steps: Array
-    rewards: Around
+    rewards: Around | Led
     last: Around | None
     keys: list[Path]
 
@@ -377,9 +384,7 @@ class NStep(HistoryTransform):
         cls, *args: Any, when: Literal["write"], **kwargs: Any
     ) -> NStepWriting: ...
     def __new__(cls, *args: Any, when: str = "read", **kwargs: Any) -> Any:
-        if when not in ("read", "write"):
-            raise ValueError(f"when: expected 'read' or 'write', got {when!r}")
-        if when == "write":
+        if one_of("when", when, ("read", "write")) == "write":
             return NStepWriting(*args, **kwargs)
         return super().__new__(cls)
 
@@ -396,8 +401,7 @@ class NStep(HistoryTransform):
         self.per_step = bool(per_step)
         steps, self.gamma = steps_and_gamma(1 if n is None and per_step else n, gamma)
         self.n = None if n is None else steps
-        if on_open not in ("shorten", "exclude"):
-            raise ValueError(f"on_open: expected 'shorten' or 'exclude', got {on_open!r}")
+        one_of("on_open", on_open, ("shorten", "exclude"))
         if per_step and on_open == "exclude":
             raise ValueError("on_open: expected 'shorten' with per_step, which uses only rows of a "
                              "window, got 'exclude'")  # fmt: skip
@@ -406,9 +410,9 @@ class NStep(HistoryTransform):
         self.reward_key = unravel(reward_key)
         self.one_step_key = one_step_key(self.reward_key)
         made = {self.reward_key, self.one_step_key, _DISCOUNT, _STEPS, _BOOTSTRAP}
-        self.changes = frozenset(made if per_step else made | set(_ENDS))
+        self.changes = frozenset(made if per_step else made | set(NEXT_FLAGS))
         self._known: tuple[Collection[Path], list[Path]] | None = None
-        self._plan: StepsPlan | None = None
+        self._plans: dict[bool, StepsPlan] = {}
         self._powers: Array | None = None
         if steps <= _TABLE_STEPS:
             self._powers = np.power(self.gamma, np.arange(1, steps + 1), dtype=np.float64)
@@ -427,17 +431,22 @@ class NStep(HistoryTransform):
             )
         if around.next_time is not None:
             raise ValueError(f"expected one NStep in a chain, got {self!r} after another")
-        if around.rows is not None and self._powers is not None and not around.relabels:
-            led = around.lead(self._plan_for(around.keys))
-            if led is not None:
-                around.next_time = led.ends
-                return led
-        steps = np.minimum(around.last - around.time, self.n - 1)
-        relabelled = frozenset().union(*(one.changes for one, _ in around.relabels))
-        if not relabelled.isdisjoint(_ENDS):
-            steps = self._ended_earlier(around, steps)
+        led = None
+        if self._powers is not None and not around.relabels:
+            led = around.lead(self._plan_for(around.keys, fills=around.rows is not None))
+        if led is not None and around.rows is not None:
+            around.next_time = led.ends
+            return led
+        if led is not None:
+            steps = led.ends - around.time
+            rewards: Around | Led = led
+        else:
+            steps = np.minimum(around.last - around.time, self.n - 1)
+            relabelled = frozenset().union(*(one.changes for one, _ in around.relabels))
+            if not relabelled.isdisjoint(NEXT_FLAGS):
+                steps = self._ended_earlier(around, steps)
+            rewards = around.fetch([self.reward_key], _times(around, steps))
         last = around.next_time = around.time + steps
-        rewards = around.fetch([self.reward_key], _times(around, steps))
         keys = self._next_keys(around.keys)
         return _Fetched(steps, rewards, around.fetch(keys, last) if keys else None, keys)
 
@@ -447,24 +456,24 @@ class NStep(HistoryTransform):
         if known is None or known[0] is not keys:
             found = [key for key in keys if key[0] == "next" and key != self.reward_key]
             known = self._known = keys, found
-            self._plan = None
+            self._plans = {}
         return known[1]
 
-    def _plan_for(self, keys: Collection[Path]) -> StepsPlan:
+    def _plan_for(self, keys: Collection[Path], *, fills: bool) -> StepsPlan:
         """Return the plan for the storage; the same object while its keys are the same."""
-        taken, plan = self._next_keys(keys), self._plan
-        if plan is None:
+        taken = self._next_keys(keys)
+        if fills not in self._plans:
             assert self._powers is not None
             discounts = tuple(self._powers.tolist())
-            flag = TERMINATED if TERMINATED in taken else None
-            plan = StepsPlan(self.reward_key, flag, tuple(taken), self.gamma, discounts)
-            self._plan = plan
-        return plan
+            flag = TERMINATED if fills and TERMINATED in taken else None
+            leaves = tuple(taken) if fills else ()
+            self._plans[fills] = StepsPlan(self.reward_key, flag, leaves, self.gamma, discounts)
+        return self._plans[fills]
 
     @staticmethod
     def _ended_earlier(around: Surroundings, steps: Array) -> Array:
         """Return fewer steps for rows whose episode an earlier transform has shortened."""
-        flags = [key for key in _ENDS if key in around.keys]
+        flags = [key for key in NEXT_FLAGS if key in around.keys]
         if not flags:
             return steps
         seen = around.seen(around.fetch(flags, _times(around, steps)))
@@ -482,8 +491,11 @@ class NStep(HistoryTransform):
             return self._apply_inside(data, own, around)
         if isinstance(fetched, Led):
             return self._apply_led(data, own, fetched, around)
-        steps = fetched.steps
-        sums = self._summed(around.seen(fetched.rewards)[self.reward_key], steps)
+        steps, rewards = fetched.steps, fetched.rewards
+        if isinstance(rewards, Led):
+            sums = rewards.sums
+        else:
+            sums = self._summed(around.seen(rewards)[self.reward_key], steps)
         last: dict[Path, torch.Tensor] = {}
         if fetched.last is not None:
             seen = around.seen(fetched.last)
@@ -491,7 +503,7 @@ class NStep(HistoryTransform):
         if TERMINATED in last:
             bootstrap = ~_column(last[TERMINATED])
         else:
-            bootstrap = _by_reason(around, around.time + steps, own)
+            bootstrap = open_by_reason(around, around.time + steps, own)
         values = {
             **last,
             self.reward_key: sums,
@@ -504,12 +516,12 @@ class NStep(HistoryTransform):
         return data
 
     def _apply_led(self, data: Any, own: torch.Tensor, led: Led, around: Surroundings) -> Any:
-        """Add the parts of a target to a batch that already has the last step's ``next``."""
+        """Add the parts of a target to a batch that has the last step's ``next`` already."""
         bootstrap = led.open
         if bootstrap is None:
             terminated = lookup(data, TERMINATED)
             if terminated is None:
-                bootstrap = _by_reason(around, led.ends, own)
+                bootstrap = open_by_reason(around, led.ends, own)
             else:
                 bootstrap = ~_column(terminated)
         inner = {self.reward_key[-1]: led.sums, self.one_step_key[-1]: own}
@@ -541,11 +553,11 @@ class NStep(HistoryTransform):
 
     def _apply_inside(self, data: Any, own: torch.Tensor, around: Surroundings) -> Any:
         """Sum inside the windows of the batch (``per_step``)."""
-        done = [data.get(key) for key in _ENDS if key in around.keys and key in data.keys(True)]
-        ended = None
-        if done:
-            ended = torch.stack([is_set(flag, 1) for flag in done]).any(0).cpu().numpy()
-        ahead = rows_ahead(around, ended)
+        done = [
+            data.get(key) for key in NEXT_FLAGS if key in around.keys and key in data.keys(True)
+        ]
+        ended = torch.stack([is_set(flag, 1) for flag in done]).any(0) if done else None
+        ahead = rows_ahead(around, None if ended is None else ended.cpu().numpy())
         reach = as_tensor_like(ahead, own)
         sums = discounted_sums(summable(own), reach, self.gamma, self.n)
         steps = ahead if self.n is None else np.minimum(ahead, self.n - 1)
@@ -555,7 +567,7 @@ class NStep(HistoryTransform):
         if terminated is not None:
             bootstrap = ~_column(terminated)[last]
         else:
-            bootstrap = _by_reason(around, around.time + steps, own)
+            bootstrap = open_by_reason(around, around.time + steps, own)
         values = {
             self.reward_key: sums,
             self.one_step_key: own,
@@ -563,7 +575,7 @@ class NStep(HistoryTransform):
             _STEPS: as_tensor_like(steps[:, None] + 1, sums),
             _BOOTSTRAP: bootstrap,
         }
-        skipped = {*_ENDS, self.reward_key, self.one_step_key}
+        skipped = {*NEXT_FLAGS, self.reward_key, self.one_step_key}
         found = {
             ("boot", *key): leaf[boot]
             for key, leaf in _leaves(data.get("next", None))
@@ -574,14 +586,14 @@ class NStep(HistoryTransform):
         return data
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None, "_plan": None}
+        return {**self.__dict__, "_known": None, "_plans": {}}
 
     def __repr__(self) -> str:
         parts = [] if self.n is None else [str(self.n)]
         parts.append(f"gamma={self.gamma:g}")
         parts += ["per_step=True"] if self.per_step else []
         parts += ["on_open='exclude'"] if self.on_open == "exclude" else []
-        if self.reward_key != ("next", "reward"):
+        if self.reward_key != REWARD:
             parts.append(f"reward_key={format_key(self.reward_key)}")
         return f"NStep({', '.join(parts)})"
 
@@ -597,15 +609,6 @@ def _column(flag: torch.Tensor) -> torch.Tensor:
     if flag.dtype is torch.bool and flag.shape[1:] == (1,):
         return flag
     return is_set(flag, 1).unsqueeze(-1)
-
-
-def _by_reason(around: Surroundings, last: Array, like: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the rows ``last`` that did not terminate, bool ``[B, 1]``.
-
-    The mask follows from the episode index.
-    """
-    ended = (last == around.last) & (around.reason == int(EndReason.TERMINATED))
-    return as_tensor_like(~ended[:, None], like)
 
 
 def _leaves(branch: Any) -> list[tuple[Path, torch.Tensor]]:

@@ -11,14 +11,15 @@ import torch
 
 from replaykit._compat import is_tensordict, new_tensordict
 from replaykit.episodes import EndReason, EpisodeIndex
+from replaykit.keywords import one_of
 from replaykit.storages import Storage
 from replaykit.storages.change_log import ChangeKind
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.structure import Path
-from replaykit.ted import Key, end_flags, format_key, unravel
-from replaykit.transforms.batch_values import as_number
+from replaykit.ted import TERMINATED, Key, end_flags, format_key, unravel
+from replaykit.transforms.batch_values import as_number, as_share
 from replaykit.transforms.discounting import discounted_returns
-from replaykit.transforms.history import over_features
+from replaykit.transforms.history import over_features, require
 from replaykit.transforms.trajectory_edits import EditedEpisodes
 from replaykit.transforms.transform import Transform
 
@@ -26,9 +27,7 @@ __all__ = ["ReturnToGo"]
 
 Array = np.ndarray[Any, Any]
 
-_TERMINATED: Final[Key] = ("next", "terminated")
 _VALID: Final[Key] = ("return_valid",)
-_POLICIES: Final = ("default", "bootstrap")
 
 
 class ReturnToGo(Transform):
@@ -98,21 +97,18 @@ class ReturnToGo(Transform):
         gamma: float,
         reward_clip: tuple[float, float] | None = None,
         default: float = 0.0,
-        boundary: Any = _TERMINATED,
+        boundary: Any = TERMINATED,
         on_truncated: str = "default",
         key: Any = "episode_return",
         *,
         value: Any = None,
         reward: Any = ("next", "reward"),
     ) -> None:
-        self.gamma = as_number("gamma", gamma)
-        if not 0 <= self.gamma <= 1:
-            raise ValueError(f"gamma: expected a discount in [0, 1], got {self.gamma}")
+        self.gamma = as_share("gamma", gamma)
         self.reward_clip = None if reward_clip is None else _checked_clip(reward_clip)
         self.default = as_number("default", default)
         self.boundary = unravel(boundary)
-        if on_truncated not in _POLICIES:
-            raise ValueError(f"on_truncated: expected one of {_POLICIES}, got {on_truncated!r}")
+        one_of("on_truncated", on_truncated, ("default", "bootstrap"))
         if (value is None) == (on_truncated == "bootstrap"):
             raise ValueError(
                 "expected value with on_truncated='bootstrap', and None otherwise, got "
@@ -157,16 +153,11 @@ class ReturnToGo(Transform):
         if not is_tensordict(data):
             raise TypeError(f"expected a TensorDict with rewards, got {type(data).__name__}")
         needed = [self.reward]
-        if self.boundary != _TERMINATED:
+        if self.boundary != TERMINATED:
             needed.append(self.boundary)
         if isinstance(self.value, tuple):
             needed.append(self.value)
-        for key in needed:
-            if data.get(key, None) is None:
-                raise KeyError(
-                    f"ReturnToGo expected the key {format_key(key)}, got data without it"
-                )
-        reward = data.get(self.reward)
+        reward = require(data, needed, self)[self.reward]
         dtype = reward.dtype if reward.dtype.is_floating_point else torch.get_default_dtype()
         data = data.copy()
         data.set(self.key, torch.full_like(reward, self.default, dtype=dtype))

@@ -12,7 +12,17 @@ import torch
 from replaykit._compat import is_tensordict
 from replaykit.episodes import EndReason, Head, Needs
 from replaykit.structure import Leaf, Node, Path, Rules, build, flatten, leaf_paths
-from replaykit.ted import DEFAULT_DONE_KEYS, FLAG_KEYS, RESERVED_KEYS, Key, end_flags, format_key
+from replaykit.ted import (
+    DONE,
+    FLAG_KEYS,
+    NEXT_FLAGS,
+    RESERVED_KEYS,
+    TERMINATED,
+    TRUNCATED,
+    Key,
+    end_flags,
+    format_key,
+)
 from replaykit.transforms.history import (
     HistoryTransform,
     Surroundings,
@@ -23,9 +33,6 @@ from replaykit.transforms.history import (
 __all__ = ["EditedEpisodes", "TrajectoryTransform", "check_flags", "end_reasons", "same_rows"]
 
 Array = np.ndarray[Any, Any]
-
-_FLAGS: tuple[Key, ...] = tuple(("next", name) for name in DEFAULT_DONE_KEYS)
-_DONE_FLAG, _TRUNCATED_FLAG, _TERMINATED_FLAG = _FLAGS
 
 
 class EditedEpisodes(Surroundings):
@@ -141,10 +148,10 @@ def check_flags(leaves: dict[Path, torch.Tensor], rows: Array) -> None:
     last = np.zeros_like(ended)
     last[starts + rows - 1] = True
     _refuse(ended & ~last, rows, starts, "flags in the last row of an episode alone")
-    done = flags.get(_DONE_FLAG)
+    done = flags.get(DONE)
     if done is None:
         return
-    reasons = [flags[key] for key in (_TERMINATED_FLAG, _TRUNCATED_FLAG) if key in flags]
+    reasons = [flags[key] for key in (TERMINATED, TRUNCATED) if key in flags]
     # If only one of the two flags is stored, `done` without it marks the other kind of end.
     wrong = done != (reasons[0] | reasons[1]) if len(reasons) == 2 else ended & ~done
     _refuse(wrong, rows, starts, "('next', 'done') as terminated | truncated")
@@ -169,9 +176,9 @@ def end_reasons(leaves: dict[Path, torch.Tensor], rows: Array, before: Array) ->
     flags = _flags(leaves)
     at = np.cumsum(rows) - 1
     nothing = np.zeros(len(rows), bool)
-    done, cut, ended = (flags[key][at] if key in flags else nothing for key in _FLAGS)
+    done, cut, ended = (flags[key][at] if key in flags else nothing for key in NEXT_FLAGS)
     reason = np.where(before == int(EndReason.OPEN), int(EndReason.OPEN), int(EndReason.CUT))
-    if _TERMINATED_FLAG in flags:
+    if TERMINATED in flags:
         reason = np.where(done | cut | ended, int(EndReason.TRUNCATED), reason)
         return np.where(ended, int(EndReason.TERMINATED), reason)
     # `done` alone counts as terminated.
@@ -181,9 +188,6 @@ def end_reasons(leaves: dict[Path, torch.Tensor], rows: Array, before: Array) ->
 
 _MASK: Final[Key] = ("collector", "mask")
 _OTHER_MASKS: Final[tuple[Key, ...]] = (("validity_mask",), ("learning_mask",))
-_DONE: Final[Key] = ("next", "done")
-_TRUNCATED: Final[Key] = ("next", "truncated")
-_TERMINATED: Final[Key] = ("next", "terminated")
 _IS_INIT: Final[Key] = ("is_init",)
 _RULES = Rules(frozenset((key,) for key in RESERVED_KEYS), FLAG_KEYS, 1)
 _LARGEST_SEED: Final = 2**62
@@ -274,7 +278,7 @@ class TrajectoryTransform(HistoryTransform):
 
     stage = "episode"
     edits_episodes = True
-    changes = frozenset({_MASK, *_OTHER_MASKS, _DONE, _TRUNCATED, _TERMINATED, _IS_INIT})
+    changes = frozenset({_MASK, *_OTHER_MASKS, DONE, TRUNCATED, TERMINATED, _IS_INIT})
 
     def __init__(
         self,
@@ -464,7 +468,7 @@ def _put(data: Any, copied: _Copied, edited: EditedEpisodes, cut: _Cut) -> Any:
         data.set(path, leaf.index_select(0, number.to(leaf.device)))
     like = next(iter(edited.leaves.values()))
     real = as_tensor_like(cut.real, like)
-    for path in (_TRUNCATED, _TERMINATED, _DONE, _IS_INIT):
+    for path in (TRUNCATED, TERMINATED, DONE, _IS_INIT):
         flag = data.get(path, None)
         if flag is None or flag.dtype is not torch.bool:
             continue
@@ -492,7 +496,7 @@ def _marks(
     found: dict[Path, torch.Tensor] = {}
     count = len(copied.shift)
     real = np.nonzero(cut.real)[0]
-    for path in (_TRUNCATED, _IS_INIT):
+    for path in (TRUNCATED, _IS_INIT):
         shown, stored = data.get(path, None), copied.leaves.get(path)
         if shown is None:
             continue
@@ -512,6 +516,6 @@ def _marks(
         where = np.zeros(len(cut.real), bool)
         where[edge[edge >= 0]] = True
         found[path] = as_tensor_like(where, shown)
-    if _TRUNCATED in found:
-        found[_DONE] = found[_TRUNCATED]
+    if TRUNCATED in found:
+        found[DONE] = found[TRUNCATED]
     return found

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from replaykit.keywords import one_of
+
 __all__ = ["Compose", "Transform"]
 
 
@@ -101,8 +103,7 @@ class Compose(Transform):
     """
 
     def __init__(self, *transforms: Any, order: str = "strict") -> None:
-        if order not in ("strict", "auto"):
-            raise ValueError(f"order: expected 'strict' or 'auto', got {order!r}")
+        one_of("order", order, ("strict", "auto"))
         self._set_entries([])
         self.order = order
         for transform in transforms:

@@ -12,9 +12,10 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import dtype_name, is_tensordict, lookup
 from replaykit.storages.batch_memory import BatchMemory
-from replaykit.ted import FLAG_KEYS, Key, format_key, unravel
+from replaykit.ted import FLAG_KEYS, REWARD, Key, format_key, unravel
 from replaykit.transforms.batch_values import (
     ValueTransform,
+    as_keys,
     as_number,
     check_range,
     keep_padding,
@@ -77,12 +78,7 @@ class Cast(ValueTransform):
             raise TypeError(f"dtype: expected a torch dtype, got {dtype!r}")
         if dtype is torch.bool:
             raise ValueError("dtype: expected numbers, got torch.bool")
-        if not isinstance(keys, (list, tuple)):
-            raise TypeError(f"keys: expected a list of keys, got {keys!r}")
-        self.dtype, self._memory = dtype, BatchMemory()
-        self.keys = [unravel(key) for key in keys]
-        if not self.keys:
-            raise ValueError("keys: expected at least one key, got none")
+        self.dtype, self.keys, self._memory = dtype, as_keys(keys), BatchMemory()
         self.with_next = bool(with_next)
         for key in self._all_keys():
             if key in FLAG_KEYS:
@@ -184,11 +180,7 @@ class ImageScale(ValueTransform):
         as_number("min", min, finite=True)
         as_number("max", max, finite=True)
         self.min, self.max = check_range(min, max)
-        if keys is not None and not isinstance(keys, (list, tuple)):
-            raise TypeError(f"keys: expected a list of keys, got {keys!r}")
-        self.keys = None if keys is None else [unravel(key) for key in keys]
-        if self.keys == []:
-            raise ValueError("keys: expected at least one key, got none")
+        self.keys = None if keys is None else as_keys(keys)
         self._memory = BatchMemory()
 
     def forward(self, data: Any) -> Any:
@@ -262,9 +254,6 @@ class ImageScale(ValueTransform):
         return f"ImageScale({self.min:g}, {self.max:g}{keys})"
 
 
-_REWARD = ("next", "reward")
-
-
 class _RewardTransform(ValueTransform):
     """A transform that maps one column on read to a column of the same shape.
 
@@ -292,7 +281,7 @@ class _RewardTransform(ValueTransform):
         """Return the new column; ``real`` marks rows that are not padding, None all rows."""
 
     def _show(self, *arguments: str) -> str:
-        key = [] if self.key == _REWARD else [f"key={format_key(self.key)}"]
+        key = [] if self.key == REWARD else [f"key={format_key(self.key)}"]
         return f"{type(self).__name__}({', '.join([*arguments, *key])})"
 
 
@@ -325,7 +314,7 @@ class RewardClip(_RewardTransform):
         tensor([-1.0000,  0.5000,  1.0000])
     """
 
-    def __init__(self, min: float, max: float, key: Any = _REWARD) -> None:
+    def __init__(self, min: float, max: float, key: Any = REWARD) -> None:
         super().__init__(key)
         self.min, self.max = check_range(min, max)
 
@@ -373,7 +362,7 @@ class RewardScale(_RewardTransform):
         tensor([-0.5000,  1.0000])
     """
 
-    def __init__(self, scale: float, shift: float = 0.0, key: Any = _REWARD) -> None:
+    def __init__(self, scale: float, shift: float = 0.0, key: Any = REWARD) -> None:
         super().__init__(key)
         self.scale = as_number("scale", scale, finite=True)
         self.shift = as_number("shift", shift, finite=True)
@@ -416,7 +405,7 @@ class RewardShift(_RewardTransform):
         tensor([-1.,  0.])
     """
 
-    def __init__(self, shift: float, key: Any = _REWARD) -> None:
+    def __init__(self, shift: float, key: Any = REWARD) -> None:
         super().__init__(key)
         self.shift = as_number("shift", shift, finite=True)
 
@@ -457,7 +446,7 @@ class RewardMap(_RewardTransform):
         tensor([-1.,  0.,  1.])
     """
 
-    def __init__(self, fn: Callable[[torch.Tensor], torch.Tensor], key: Any = _REWARD) -> None:
+    def __init__(self, fn: Callable[[torch.Tensor], torch.Tensor], key: Any = REWARD) -> None:
         super().__init__(key)
         if not callable(fn):
             raise TypeError(f"fn: expected a function of rewards, got {fn!r}")

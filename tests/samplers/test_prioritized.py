@@ -81,8 +81,8 @@ def test_exponents_are_finite_and_not_negative(name: str, value: float) -> None:
     [
         ({"dtype": torch.float16}, NotImplementedError, "float32 or float64, got torch.float16"),
         ({"dtype": torch.int64}, NotImplementedError, "dtype"),
-        ({"reduction": "product"}, ValueError, "reduction .* got 'product'"),
-        ({"weight_norm": "row"}, ValueError, "weight_norm .* got 'row'"),
+        ({"reduction": "product"}, ValueError, "reduction: .* got 'product'"),
+        ({"weight_norm": "row"}, ValueError, "weight_norm: .* got 'row'"),
         ({"max_capacity": 0}, ValueError, "max_capacity"),
         ({"max_capacity": 2.0}, ValueError, "max_capacity"),
         ({"replacement": False}, TypeError, "without-replacement"),

@@ -117,13 +117,13 @@ def test_rows_by_index_and_a_single_one(streams: Any) -> None:
 def test_a_batch_that_is_overwritten_is_as_one_that_is_put_together(
     key: Any, contiguous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows by index are never overwritten; samples are, by the core, where nobody else saw them."""
+    """The core sums for every batch, and overwrites only rows that no other code has seen."""
     led: list[Any] = []
     lead = StepsAhead.lead
 
-    def counted(*arguments: Any) -> Any:
-        led.append(lead(*arguments))
-        return led[-1]
+    def counted(self: StepsAhead, rows: Any, *arguments: Any) -> Any:
+        led.append((rows is not None, lead(self, rows, *arguments)))
+        return led[-1][1]
 
     monkeypatch.setattr(StepsAhead, "lead", counted)
     done = torch.rand(50, generator=torch.Generator().manual_seed(0)) < 0.2
@@ -145,9 +145,11 @@ def test_a_batch_that_is_overwritten_is_as_one_that_is_put_together(
         )
         buffer.extend(data)
         batch = buffer.sample()
-        assert len(led) == own
-        assert all(one is not None for one in led)
-        expected = buffer[batch.pop("index")]
+        assert [overwritten for overwritten, _ in led] == [own]
+        assert led[0][1] is not None
+        with monkeypatch.context() as apart:  # the rows of all steps, read by key
+            apart.setattr(StepsAhead, "lead", lambda *_: None)
+            expected = buffer[batch.pop("index")]
         assert set(batch.keys(True, True)) == set(expected.keys(True, True))
         for name, leaf in expected.items(True, True):
             assert batch[name].dtype is leaf.dtype
@@ -504,7 +506,7 @@ def test_bootstrap_of_padded_windows_and_other_signals(streams: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"n": 0, "gamma": 0.9}, ValueError, "n: expected an int of at least 1, got 0"),
+        ({"n": 0, "gamma": 0.9}, ValueError, "expected n as an int of at least 1, got 0"),
         ({"n": 1.5, "gamma": 0.9}, ValueError, "got 1.5"),
         ({"n": True, "gamma": 0.9}, ValueError, "got True"),
         ({"gamma": 0.9}, ValueError, "got None"),

@@ -441,7 +441,7 @@ def test_leaves_of_a_batch_do_not_share_memory(streams: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ((["x"], 0), ValueError, "k: expected an int of at least 1, got 0"),
+        ((["x"], 0), ValueError, "expected k as an int of at least 1, got 0"),
         ((["x"], 2.0), ValueError, "got 2.0"),
         ((["x"], True), ValueError, "got True"),
         (([], 2), ValueError, "at least one key"),
