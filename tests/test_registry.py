@@ -152,7 +152,12 @@ def _mentions(path: Path) -> Iterator[str]:
 
 
 FREE = [
-    *("SliceSampler", "PrioritizedSliceSampler", "StalenessAwareSampler", "LaneWriter"),
+    *(
+        "SliceSamplerWithoutReplacement",
+        "PrioritizedSliceSampler",
+        "StalenessAwareSampler",
+        "LaneWriter",
+    ),
     *("TensorDictMaxValueWriter", "LazyStackStorage", "ImageScale", "RewardMap", "Cast"),
     *(entry.name for entry in registry.of_kind("family")),
 ]

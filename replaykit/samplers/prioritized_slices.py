@@ -10,7 +10,7 @@ import torch
 
 from replaykit.episodes import WINDOWS
 from replaykit.episodes.episode_laws import CONTINUES
-from replaykit.keywords import checked_keywords
+from replaykit.keywords import checked_keywords, one_of
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.prioritized import PrioritizedSampler
 from replaykit.samplers.priority_draws import drawn_distinct
@@ -21,7 +21,6 @@ from replaykit.samplers.slice_arguments import (
     SliceSize,
     checked_form,
     checked_span,
-    one_of,
 )
 from replaykit.samplers.slicing import (
     RecentPriorities,

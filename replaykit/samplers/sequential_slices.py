@@ -11,75 +11,27 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.declared import encode_state, within
-from replaykit.episodes import EPISODES, CountLaw, EpisodeIndex, Windows
+from replaykit.episodes import Windows
+from replaykit.errors import NotEnoughData
 from replaykit.keywords import whole_number
+from replaykit.samplers.slices import SliceSampler
 from replaykit.samplers.slicing import SliceRequest
+from replaykit.samplers.window_measures import EpisodeOrder
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
 
-__all__ = ["EpisodeOrder", "Sequential", "SequentialPlace"]
+__all__: list[str] = []
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class SequentialPlace:
+class _SequentialPlace:
     """The place at which the next batch continues; element -1 is the oldest window."""
 
     element: Annotated[int, within(-1)]
     include: bool
     pass_index: int
-
-
-class EpisodeOrder:
-    """The episodes of an index that have a window under a law, by lane, then by time.
-
-    The object is valid until the index changes.
-
-    Attributes:
-        per_lane: number of these episodes in each lane, int64 ``[lanes]``.
-        ends: running sum of ``per_lane``.
-        count: sum of ``per_lane``.
-    """
-
-    def __init__(self, index: EpisodeIndex, law: CountLaw) -> None:
-        self.index, self.law = index, law
-        self.per_lane = index.totals(law, EPISODES)
-        self.ends = np.cumsum(self.per_lane)
-        self.count = int(self.ends[-1]) if len(self.ends) else 0
-
-    def find(self, number: Array) -> Windows:
-        """Return the windows of episodes by number, int64 ``[K]`` in ``[0, count)``."""
-        return self.index.find(self.law, EPISODES, number)
-
-    def after(self, time: Array, lane: Array) -> Array:
-        """Return the first episode of each lane whose windows begin after a time.
-
-        If a lane has no such episode, the result is the number after the lane's last episode. Cost:
-        O(log E) array lookups, each for all K lanes.
-        """
-        high = self.ends[lane].copy()
-        low = high - self.per_lane[lane]
-        while True:
-            open_ = np.nonzero(low < high)[0]
-            if not len(open_):
-                return low
-            middle = (low[open_] + high[open_]) // 2
-            later = self.find(middle).base > time[open_]
-            high[open_[later]] = middle[later]
-            low[open_[~later]] = middle[~later] + 1
-
-    def of(self, time: Array, lane: Array) -> Array:
-        """Return the numbers of the episodes of stored rows, int64 ``[K]``.
-
-        The number is -1 if the episode has no window, or if the row precedes its windows.
-        """
-        number = self.after(time, lane) - 1
-        known = number >= self.ends[lane] - self.per_lane[lane]
-        found = self.find(number[known])
-        begins = self.index.begins(time[known], lane[known])
-        known[known] = begins == self.index.begins(found.base, found.lane)
-        return np.where(known, number, -1)
 
 
 class _Cursor(NamedTuple):
@@ -110,8 +62,10 @@ class _Resume(NamedTuple):
     time: Array | None = None
 
 
-class Sequential:
-    """Windows ``stride`` rows apart, by the age of their episodes, then by time.
+class _SequentialSlices(SliceSampler):
+    """``SliceSampler(draw="sequential")``.
+
+    Windows are ``stride`` rows apart, by the age of their episodes, then by time.
 
     In each episode, windows begin at the first row, ``stride`` rows later, and so on, while a
     window fits. If windows may extend beyond the end of an episode, padded windows count, too. The
@@ -121,61 +75,77 @@ class Sequential:
     episode is the row id of its first row. If rows were written out of order, it is the slot of
     that row.
 
-    Args:
-        stride: distance between windows; None for the length of a window.
-
-    Raises:
-        TypeError: ``stride`` is not an int.
-        ValueError: ``stride`` is below 1.
-
-    Cost: ``next`` takes O(K log E + lanes) for K windows.
+    Cost: a draw takes O(K log E + lanes) for K windows.
     """
 
-    def __init__(self, stride: int | None = None) -> None:
-        self._stride = None if stride is None else whole_number("stride", stride, 1)
-        self.pass_index = 0
+    kind = "slice_sequential"
+    marks_draws = True
+    _declared = _SequentialPlace
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._step = None if self.stride is None else whole_number("stride", self.stride, 1)
+        self._passes = 0
         self._cursor: _Cursor | None = None
         self._resets = 0
-        self._storage: Any = None
-        self._wraps = 0
+        self._home: weakref.ref[Storage] | None = None
+
+    @property
+    def pass_index(self) -> int:
+        """The number of times that the draws have gone through all windows."""
+        return self._passes
 
     # -- drawing ------------------------------------------------------------------------------
 
-    def next(self, request: SliceRequest, storage: Storage, count: int) -> Windows | None:
-        """Return the next ``count`` windows; None if there is no window.
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
+        with storage.lock:
+            self._ran_out = False
+            request, _ = self._prepare(storage, batch_size)
+            found, wraps = self._next(request, storage)
+            index, info = self._slicing.deliver(storage, request, request.window.cut(found))
+            self._advance(found, request, storage)
+            self._passes += wraps
+            return index, info
 
-        Windows occur several times if ``count`` exceeds their number. The caller holds the lock,
-        and calls ``advance`` with the windows that it draws.
+    def _next(self, request: SliceRequest, storage: Storage) -> tuple[Windows, int]:
+        """Return the next windows, and how often the oldest window followed the newest.
+
+        Windows occur several times if a batch has more windows than there are.
         """
         order = EpisodeOrder(request.episodes, request.law)
         cursor = self._resume_at(request, storage)
         parts: list[Windows] = []
-        missing, self._wraps = count, 0
+        missing, wraps = request.slices, 0
         while missing:
             found = self._from(request, order, storage, cursor, missing)
             parts.append(found)
             missing -= len(found.base)
             if missing:
                 if cursor is None and not len(found.base):
-                    return None
-                self._wraps += 1
+                    raise self._off_grid(request)
+                wraps += 1
                 cursor = None
-        return Windows(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+        return Windows(*(np.concatenate(part) for part in zip(*parts, strict=True))), wraps
 
-    def any(self, request: SliceRequest, storage: Storage) -> bool:
-        """Return whether at least one window exists."""
+    def _refuse_early(self, storage: Storage, batch_size: int) -> None:
+        request, _ = self._prepare(storage, batch_size)
         order = EpisodeOrder(request.episodes, request.law)
-        return bool(len(self._from(request, order, storage, None, 1).base))
+        if not len(self._from(request, order, storage, None, 1).base):
+            raise self._off_grid(request)
 
-    def advance(self, found: Windows, request: SliceRequest, storage: Storage) -> None:
+    def _off_grid(self, request: SliceRequest) -> NotEnoughData:
+        stride = self._step or request.window.length
+        text = f"none that begins a multiple of {stride} rows after its episode does"
+        return self._slicing.refuse(request, self.needs, text)
+
+    def _advance(self, found: Windows, request: SliceRequest, storage: Storage) -> None:
         """Continue after these windows at the next draw."""
         time = (found.base + found.rest)[-1:]
         element = int(request.episodes.element(time, found.lane[-1:])[0])
         age = self._ages(request, storage, time, found.lane[-1:])
         mark = _mark(storage, element)
         self._cursor = _Cursor(element, False, int(found.lane[-1]), mark, int(age[0]))
-        self._storage = weakref.ref(storage)
-        self.pass_index += self._wraps
+        self._home = weakref.ref(storage)
 
     def _ages(self, request: SliceRequest, storage: Storage, time: Array, lane: Array) -> Array:
         """Return the age of each row's episode. Episodes are in the order of their age."""
@@ -293,7 +263,7 @@ class Sequential:
 
     def _grid(self, request: SliceRequest, found: Windows, least: Array | None) -> Windows:
         """Return the windows of episodes, in order, from ``least`` on."""
-        window, stride = request.window, self._stride or request.window.length
+        window, stride = request.window, self._step or request.window.length
         begin = request.episodes.begins(found.base, found.lane)
         lowest = found.base if least is None else np.maximum(found.base, least)
         first = lowest + (begin - lowest) % stride
@@ -311,44 +281,51 @@ class Sequential:
     # -- notifications ------------------------------------------------------------------------
 
     def attach(self, storage: Storage) -> None:
-        """Attach to the storage of the draws."""
-        self._storage = weakref.ref(storage)
+        super().attach(storage)
+        self._home = weakref.ref(storage)
 
-    def restart(self) -> None:
+    def empty(self) -> None:
+        super().empty()
+        self._restart()
+
+    def _restart(self) -> None:
         """Continue with the oldest window."""
         self._cursor = None
         self._resets += 1
 
     def mark(self, storage: Storage) -> tuple[_Cursor | None, int, int]:
-        """Return the position, for ``rollback``."""
         cursor = self._cursor
         if cursor is not None and cursor.mark < 0:
             # Later writes do not reach the token, so it names the row.
             cursor = cursor._replace(mark=_mark(storage, cursor.element))
-        return cursor, self.pass_index, self._resets
+        return cursor, self._passes, self._resets
 
     def rollback(self, token: tuple[_Cursor | None, int, int], storage: Storage) -> None:
-        """Continue at the position of a ``mark``."""
         cursor, passes, resets = token
         if resets != self._resets:
             return
         if cursor is not None and cursor.lane < 0:  # of a load, so its episode is not known
             kept = _mark(storage, cursor.element) == cursor.mark
             cursor = cursor if kept else None
-        self._cursor, self.pass_index = cursor, passes
+        self._cursor, self._passes = cursor, passes
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
-        """Continue with the windows of the first of these draws."""
         for index in drawn:
             if len(index):
                 flat = ravel(index[:1], storage.lanes) if storage.ndim > 1 else index[:1]
                 self._cursor = _Cursor(int(flat), True)
                 return
 
-    def written(self, index: Any) -> None:
+    def add(self, index: Any) -> None:
+        self.mark_update(index)
+
+    def extend(self, index: torch.Tensor) -> None:
+        self.mark_update(index)
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Follow a write of rows, which may have overwritten the row of a loaded cursor."""
         cursor = self._cursor
-        storage = None if self._storage is None else self._storage()
+        storage = None if self._home is None else self._home()
         if cursor is None or cursor.mark >= 0 or storage is None:
             return
         slots = torch.as_tensor(index, device="cpu")
@@ -360,7 +337,6 @@ class Sequential:
             self._cursor = cursor._replace(mark=_mark(storage, cursor.element))
 
     def moved(self, rows: torch.Tensor, storage: Storage) -> None:
-        """Follow a move of the rows from slots ``rows`` to slots ``0, 1, ...``."""
         cursor = self._cursor
         if cursor is None:
             return
@@ -376,26 +352,23 @@ class Sequential:
     def state_dict(self) -> dict[str, Any]:
         """Return the position at which the next batch continues."""
         cursor = self._cursor
-        storage = None if self._storage is None else self._storage()
+        storage = None if self._home is None else self._home()
         if cursor is not None and storage is not None:
             cursor = _still_stored(cursor, storage)
-        return encode_state(
-            SequentialPlace(
-                -1 if cursor is None else cursor.element,
-                cursor is not None and cursor.include,
-                self.pass_index,
-            )
-        )
+        element, include = (-1, False) if cursor is None else (cursor.element, cursor.include)
+        place = _SequentialPlace(element, include, self._passes)
+        return {**super().state_dict(), **encode_state(place)}
 
-    def load_state(self, saved: SequentialPlace) -> None:
-        """Continue at a saved place."""
-        self.restart()
-        self.pass_index = saved.pass_index
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        saved = self._declared_state(state_dict)
+        self._restart()
+        self._passes = saved.pass_index
         if saved.element >= 0:
             self._cursor = _Cursor(saved.element, saved.include)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_storage": None}
+        return {**super().__getstate__(), "_home": None}
 
 
 def _interleaved(request: SliceRequest) -> bool:

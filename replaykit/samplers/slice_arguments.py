@@ -14,7 +14,7 @@ import torch
 from replaykit.episodes import BoundaryRule, EpisodeIndex
 from replaykit.episodes.episode_laws import CONTINUES, SWITCHED
 from replaykit.errors import NoEpisodeColumns
-from replaykit.keywords import whole_number
+from replaykit.keywords import one_of, whole_number
 from replaykit.samplers.window_forms import ALIGNS, PADS, SHORTS, WindowForm
 from replaykit.schema import Schema
 from replaykit.storages import Storage
@@ -23,14 +23,7 @@ from replaykit.storages.tensor_bytes import by_value, from_value
 from replaykit.structure import Branch, Path
 from replaykit.ted import EPISODE_KEYS, format_key, unravel
 
-__all__ = ["Boundaries", "SliceSize", "checked_form", "checked_pad_value", "checked_span", "one_of"]
-
-
-def one_of(name: str, value: object, known: Any) -> str:
-    """Return the mode ``value``. Raises ValueError if it is not a known mode."""
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"expected {name} as one of {', '.join(known)}, got {value!r}")
-    return value
+__all__ = ["Boundaries", "SliceSize", "checked_form", "checked_pad_value", "checked_span"]
 
 
 class SliceSize:

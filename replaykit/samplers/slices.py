@@ -13,15 +13,12 @@ from replaykit._compat import arange
 from replaykit.checkpoint import ReadOnce
 from replaykit.declared import Count
 from replaykit.episodes import WINDOWS, CountLaw, EpisodeIndex, Windows
-from replaykit.errors import NotEnoughData
-from replaykit.keywords import checked_keywords, named_after
+from replaykit.keywords import checked_keywords, named_after, one_of
 from replaykit.samplers.sampler import Int64s, saved_below
-from replaykit.samplers.sequential_slices import EpisodeOrder, Sequential, SequentialPlace
 from replaykit.samplers.slice_arguments import (
     Boundaries,
     SliceSize,
     checked_form,
-    one_of,
 )
 from replaykit.samplers.slicing import (
     Sliced,
@@ -36,6 +33,7 @@ from replaykit.samplers.window_measures import (
     DRAWS,
     MEASURES,
     Anchors,
+    EpisodeOrder,
     floor_below,
     iid,
     integers,
@@ -437,8 +435,11 @@ class SliceSampler(Sliced):
     def __new__(cls, *, replacement: bool = True, draw: str = "iid", **kwargs: Any) -> Any:
         if not replacement:
             return SliceSamplerWithoutReplacement(**kwargs)
-        # Sequential draws have a separate class, because they change state that can be rolled back.
-        return super().__new__(_SequentialSlices if draw == "sequential" else cls)
+        if draw == "sequential":  # a separate class, because these draws change state
+            from replaykit.samplers.sequential_slices import _SequentialSlices
+
+            return super().__new__(_SequentialSlices)
+        return super().__new__(cls)
 
     @checked_keywords
     def __init__(
@@ -600,78 +601,3 @@ class SliceSampler(Sliced):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_known": None}
-
-
-class _SequentialSlices(SliceSampler):
-    """``SliceSampler(draw="sequential")``."""
-
-    kind = "slice_sequential"
-    marks_draws = True
-    _declared = SequentialPlace
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._sequential = Sequential(self.stride)
-
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        with storage.lock:
-            self._ran_out = False
-            request, _ = self._prepare(storage, batch_size)
-            found = self._sequential.next(request, storage, request.slices)
-            if found is None:
-                raise self._off_grid(request)
-            cut = request.window.cut(found)
-            index, info = self._slicing.deliver(storage, request, cut)
-            self._sequential.advance(found, request, storage)
-            return index, info
-
-    def _refuse_early(self, storage: Storage, batch_size: int) -> None:
-        request, _ = self._prepare(storage, batch_size)
-        if not self._sequential.any(request, storage):
-            raise self._off_grid(request)
-
-    def _off_grid(self, request: SliceRequest) -> NotEnoughData:
-        stride = self.stride or request.window.length
-        text = f"none that begins a multiple of {stride} rows after its episode does"
-        return self._slicing.refuse(request, self.needs, text)
-
-    @property
-    def pass_index(self) -> int:
-        """The number of times that the draws have gone through all windows."""
-        return self._sequential.pass_index
-
-    def attach(self, storage: Storage) -> None:
-        super().attach(storage)
-        self._sequential.attach(storage)
-
-    def add(self, index: Any) -> None:
-        self._sequential.written(index)
-
-    def extend(self, index: torch.Tensor) -> None:
-        self._sequential.written(index)
-
-    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        self._sequential.written(index)
-
-    def empty(self) -> None:
-        super().empty()
-        self._sequential.restart()
-
-    def mark(self, storage: Storage) -> Any:
-        return self._sequential.mark(storage)
-
-    def rollback(self, token: Any, storage: Storage) -> None:
-        self._sequential.rollback(token, storage)
-
-    def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
-        self._sequential.put_back(drawn, storage)
-
-    def moved(self, rows: torch.Tensor, storage: Storage) -> None:
-        self._sequential.moved(rows, storage)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **self._sequential.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._sequential.load_state(self._declared_state(state_dict))

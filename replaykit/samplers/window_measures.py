@@ -18,6 +18,7 @@ __all__ = [
     "SINGLE",
     "Anchors",
     "Eligible",
+    "EpisodeOrder",
     "PerLane",
     "PerTrajectory",
     "PerTransition",
@@ -120,6 +121,57 @@ def _words(needs: Needs) -> str:
 
 
 Array = np.ndarray[Any, Any]
+
+
+class EpisodeOrder:
+    """The episodes of an index that have a window under a law, by lane, then by time.
+
+    The object is valid until the index changes.
+
+    Attributes:
+        per_lane: number of these episodes in each lane, int64 ``[lanes]``.
+        ends: running sum of ``per_lane``.
+        count: sum of ``per_lane``.
+    """
+
+    def __init__(self, index: EpisodeIndex, law: CountLaw) -> None:
+        self.index, self.law = index, law
+        self.per_lane = index.totals(law, EPISODES)
+        self.ends = np.cumsum(self.per_lane)
+        self.count = int(self.ends[-1]) if len(self.ends) else 0
+
+    def find(self, number: Array) -> Windows:
+        """Return the windows of episodes by number, int64 ``[K]`` in ``[0, count)``."""
+        return self.index.find(self.law, EPISODES, number)
+
+    def after(self, time: Array, lane: Array) -> Array:
+        """Return the first episode of each lane whose windows begin after a time.
+
+        If a lane has no such episode, the result is the number after the lane's last episode. Cost:
+        O(log E) array lookups, each for all K lanes.
+        """
+        high = self.ends[lane].copy()
+        low = high - self.per_lane[lane]
+        while True:
+            open_ = np.nonzero(low < high)[0]
+            if not len(open_):
+                return low
+            middle = (low[open_] + high[open_]) // 2
+            later = self.find(middle).base > time[open_]
+            high[open_[later]] = middle[later]
+            low[open_[~later]] = middle[~later] + 1
+
+    def of(self, time: Array, lane: Array) -> Array:
+        """Return the numbers of the episodes of stored rows, int64 ``[K]``.
+
+        The number is -1 if the episode has no window, or if the row precedes its windows.
+        """
+        number = self.after(time, lane) - 1
+        known = number >= self.ends[lane] - self.per_lane[lane]
+        found = self.find(number[known])
+        begins = self.index.begins(time[known], lane[known])
+        known[known] = begins == self.index.begins(found.base, found.lane)
+        return np.where(known, number, -1)
 
 
 class Anchors:

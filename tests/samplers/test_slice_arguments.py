@@ -58,12 +58,24 @@ def test_invalid_arguments_are_refused_at_construction(
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"measure": "rows"}, ValueError, "measure as one of window, trajectory, lane"),
-        ({"draw": "all"}, ValueError, "draw as one of iid, stratified"),
-        ({"draw": 3}, ValueError, "draw as one of iid"),
-        ({"pad": "up"}, ValueError, "pad as one of none, left, right, both, got 'up'"),
-        ({"pad": "left", "short": "some"}, ValueError, "short as one of exclude, whole, law"),
-        ({"pad": "left", "align": "top"}, ValueError, "align as one of left, right"),
+        (
+            {"measure": "rows"},
+            ValueError,
+            "measure: expected one of 'window', 'trajectory', 'lane'",
+        ),
+        ({"draw": "all"}, ValueError, "draw: expected one of 'iid', 'stratified'"),
+        ({"draw": 3}, ValueError, "draw: expected one of 'iid'"),
+        (
+            {"pad": "up"},
+            ValueError,
+            "pad: expected one of 'none', 'left'.* got 'up'",
+        ),
+        (
+            {"pad": "left", "short": "some"},
+            ValueError,
+            "short: expected one of 'exclude', 'whole'",
+        ),
+        ({"pad": "left", "align": "top"}, ValueError, "align: expected one of 'left', 'right'"),
         ({"short": "whole"}, ValueError, "they need pad="),
         ({"align": "right"}, ValueError, "they need pad="),
         ({"pad_value": 3}, ValueError, "needs pad="),
