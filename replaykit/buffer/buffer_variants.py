@@ -15,6 +15,25 @@ from replaykit.samplers import PrioritizedSampler
 __all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer"]
 
 
+def rows_by_name(name: str, data: Any, tensordicts: Any) -> Any:
+    """Return the rows that a caller passed as ``data`` or ``tensordicts``.
+
+    Raises:
+        TypeError: both ``data`` and ``tensordicts`` are given.
+        ValueError: the data has no rows.
+    """
+    if tensordicts is not None:
+        if data is not None:
+            raise TypeError("expected data or tensordicts, got both: they are one argument")
+        data = tensordicts
+    if data is None or isinstance(data, (bool, int, float, complex, str, bytes)):
+        raise ValueError(
+            f"{name} only accepts TensorDictBase subclasses, and dicts, lists, tensors and "
+            f"tensorclasses that are stored alike; expected rows, got {data!r:.80}"
+        )
+    return data
+
+
 class TensorDictReplayBuffer(ReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
     """A ReplayBuffer whose ``rb[...]`` carries ``index``, as samples do.
 
@@ -71,26 +90,7 @@ class TensorDictReplayBuffer(ReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
             tensor([0, 1, 2])
         """
         rows = rows_by_name(type(self).__name__, data, tensordicts)
-        return super().extend(rows, update_priority=update_priority, timeout=timeout)
-
-
-def rows_by_name(name: str, data: Any, tensordicts: Any) -> Any:
-    """Return the rows that a caller passed as ``data`` or ``tensordicts``.
-
-    Raises:
-        TypeError: both ``data`` and ``tensordicts`` are given.
-        ValueError: the data has no rows.
-    """
-    if tensordicts is not None:
-        if data is not None:
-            raise TypeError("expected data or tensordicts, got both: they are one argument")
-        data = tensordicts
-    if data is None or isinstance(data, (bool, int, float, complex, str, bytes)):
-        raise ValueError(
-            f"{name} only accepts TensorDictBase subclasses, and dicts, lists, tensors and "
-            f"tensorclasses that are stored alike; expected rows, got {data!r:.80}"
-        )
-    return data
+        return ReplayBuffer.extend(self, rows, update_priority=update_priority, timeout=timeout)
 
 
 class PrioritizedReplayBuffer(ReplayBuffer[DataT, StorageT, PrioritizedT, WriterT]):
@@ -236,34 +236,4 @@ class TensorDictPrioritizedReplayBuffer(
             **kwargs,
         )
 
-    def extend(
-        self,
-        data: Any = None,
-        *,
-        tensordicts: Any = None,
-        update_priority: bool | None = None,
-        timeout: float | None = None,
-    ) -> torch.Tensor:
-        """Store a batch, as ``ReplayBuffer.extend`` does.
-
-        Args:
-            data: TensorDicts, or other rows that ``ReplayBuffer.extend`` accepts.
-            tensordicts: the name of ``data`` in TorchRL.
-            update_priority, timeout: as for ``ReplayBuffer.extend``.
-
-        Raises:
-            TypeError: both ``data`` and ``tensordicts`` are given.
-            ValueError: the data has no rows.
-            Other errors as for ``ReplayBuffer.extend``.
-
-        Example:
-            >>> import torch
-            >>> from tensordict import TensorDict
-            >>> from replaykit import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
-            >>> rb = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5,
-            ...                                        storage=LazyTensorStorage(10))
-            >>> rb.extend(tensordicts=TensorDict({"x": torch.zeros(3)}, [3]))
-            tensor([0, 1, 2])
-        """
-        rows = rows_by_name(type(self).__name__, data, tensordicts)
-        return super().extend(rows, update_priority=update_priority, timeout=timeout)
+    extend = TensorDictReplayBuffer.extend

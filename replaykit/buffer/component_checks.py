@@ -234,8 +234,13 @@ def checked_limiter(limiter: object) -> RateLimiter | None:
     raise TypeError(f"expected rate_limiter as a RateLimiter, got {type(limiter).__name__}")
 
 
-def check_order(sampler: Sampler, writer: Writer) -> None:
-    """Raise ValueError if the writer does not keep the row order that a sampler needs."""
+def check_order(sampler: Sampler, writer: Writer, batch_size: int | None) -> None:
+    """Raise ValueError if a sampler needs a row order or a batch size that is missing."""
+    if getattr(sampler, "drop_last", False) and batch_size is None:
+        raise ValueError(
+            "Samplers with drop_last=True must work with a predictable batch-size: give the "
+            "buffer a batch_size"
+        )
     if sampler.needs_write_order and not writer.keeps_order:
         raise ValueError(
             f"{type(sampler).__name__} needs rows in the order in which they were written, which "

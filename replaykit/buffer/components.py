@@ -127,16 +127,10 @@ def make_parts(buffer: ReplayBuffer) -> None:
     chain = as_chain(transform if transform_factory is None else transform_factory())
     sampler: Sampler = _made(sampler_maker, Sampler, RandomSampler)
     writer: Writer = _made(writer_maker, Writer, RoundRobinWriter)
-    if getattr(sampler, "drop_last", False) and buffer._batch_size is None:
-        raise ValueError(
-            "Samplers with drop_last=True must work with a predictable batch-size: give the "
-            "buffer a batch_size"
-        )
-    check_order(sampler, writer)
+    check_order(sampler, writer, buffer._batch_size)
     # After all other checks, because making a storage may take long.
     storage: Storage = _made(storage_maker, Storage, lambda: ListStorage(1000))
     dim_extend = time_dim_of(buffer, storage)
-    buffer._sample_unit.check(storage, sampler)
     check_uses(buffer, sampler, storage, writer, chain)
     if buffer._shared:
         check_shareable(storage, writer)
@@ -175,6 +169,8 @@ def check_uses(
     buffer: ReplayBuffer, sampler: Sampler, storage: Storage, writer: Writer, chain: Compose
 ) -> None:
     depth, unit = buffer._prefetch_depth, buffer._sample_unit
+    unit.check(storage, sampler)
+    check_order(sampler, writer, buffer._batch_size)
     check_consuming(sampler, storage, writer, unit, chain, prefetch=depth, shared=buffer._shared)
 
 
@@ -250,7 +246,6 @@ def exchange_storage(
         if buffer._rate_limiter is not None:
             buffer._rate_limiter.check_capacity(storage.max_size)
         dim_extend, sampler = time_dim_of(buffer, storage), buffer._sampler
-        buffer._sample_unit.check(storage, sampler)
         check_uses(buffer, sampler, storage, buffer._writer, buffer._chain)
         buffer._writer.register_storage(storage)
         rewind(buffer)
@@ -295,14 +290,7 @@ def exchange_sampler(buffer: ReplayBuffer, sampler: Sampler) -> Sampler:
     check_type("sampler", sampler, Sampler)
     refuse_exchange(buffer, "sampler")
     with buffer._locked() as storage:
-        if getattr(sampler, "drop_last", False) and buffer._batch_size is None:
-            raise ValueError(
-                "Samplers with drop_last=True must work with a predictable batch-size: give "
-                "the buffer a batch_size"
-            )
-        buffer._sample_unit.check(storage, sampler)
         check_uses(buffer, sampler, storage, buffer._writer, buffer._chain)
-        check_order(sampler, buffer._writer)
         claim_parts(buffer, sampler)
         sampler.attach(storage)
         sampler.generator = buffer._generator
@@ -316,7 +304,6 @@ def exchange_writer(buffer: ReplayBuffer, writer: Writer) -> Writer:
     check_type("writer", writer, Writer)
     refuse_exchange(buffer, "writer")
     with buffer._locked() as storage:
-        check_order(buffer._sampler, writer)
         check_uses(buffer, buffer._sampler, storage, writer, buffer._chain)
         claim_parts(buffer, writer)
         writer.register_storage(storage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorClass
@@ -17,16 +17,13 @@ from replaykit.structure import Leaf, Path, flatten
 from replaykit.ted import FLAG_KEYS, format_key, unravel
 from replaykit.writers import Writer
 
-if TYPE_CHECKING:
-    from replaykit.buffer.replay_buffer import ReplayBuffer
-
 __all__ = [
     "ConditionalUpdateResult",
     "Patch",
     "check_tracked",
     "checked_handles",
     "checked_patch",
-    "patch_present",
+    "patchable",
     "patched",
 ]
 
@@ -131,7 +128,8 @@ def check_tracked(tracked: bool, of: str = "this buffer") -> None:
         )
 
 
-def _patchable(storage: Storage, writer: Writer) -> TensorStorage:
+def patchable(storage: Storage, writer: Writer) -> TensorStorage:
+    """Return a storage whose rows can be patched. Raises RuntimeError for another one."""
     of = f"{type(storage).__name__} with {type(writer).__name__}"
     check_tracked(writer.tracks_generations, of)
     if not isinstance(storage, TensorStorage):
@@ -291,31 +289,3 @@ def _best(handles: torch.Tensor, rank: torch.Tensor, among: torch.Tensor) -> tor
     last.scatter_reduce_(0, record, arange(len(chosen)), "amax", include_self=False)
     best[chosen[last]] = True
     return best
-
-
-def patch_present(
-    buffer: ReplayBuffer,
-    *,
-    index: torch.Tensor,
-    generation: torch.Tensor,
-    patch: Any,
-    version_key: Any = None,
-    version: Any = None,
-    require_newer: bool = False,
-) -> ConditionalUpdateResult:
-    """Write values into rows whose slots have not been overwritten."""
-    with buffer._locked() as storage:
-        columns = _patchable(storage, buffer._writer)
-        handles, generation = checked_handles(storage.ndim, index, generation)
-        checked = checked_patch(
-            columns.leaf,
-            len(handles),
-            patch,
-            version_key,
-            version,
-            require_newer,
-            ndim=storage.ndim,
-            time_dim=buffer.dim_extend,
-        )
-        live, rejected = patched(columns, handles, generation, checked)
-    return ConditionalUpdateResult(live, rejected, batch_size=[len(handles)])

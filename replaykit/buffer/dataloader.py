@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic
 
 import torch
 from torch.utils.data import DataLoader
@@ -12,9 +12,6 @@ from torch.utils.data import DataLoader
 from replaykit.buffer.buffer_dataset import BufferDataset, BufferHandle, check_workers, stream_seed
 from replaykit.buffer.components import DataT
 from replaykit.declared import Count, read_value
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["BufferLoader", "RemoteLoading"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -14,9 +14,7 @@ from replaykit.errors import StaleAddress
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import as_index, check_cells, check_range, ravel, unravel_index
 from replaykit.storages.ledger import Ledger
-
-if TYPE_CHECKING:
-    pass
+from replaykit.ted import REWARD
 
 __all__ = ["Episode", "EpisodeLookup", "EpisodeValues", "Episodes"]
 
@@ -115,22 +113,16 @@ class EpisodeLookup(Uncompiled):
 
     def begin(self, index: Any) -> torch.Tensor:
         """Return the row ids of the episodes' first rows, even if overwritten."""
-
-        def begin(by: EpisodeIndex, time: Array, lane: Array) -> Array:
-            return by.positions(by.begins(time, lane), lane)
-
-        return self._asked(index, begin)
+        return self._asked(index, lambda by, time, lane: by.positions(by.begins(time, lane), lane))
 
     def end(self, index: Any) -> torch.Tensor:
         """Return the row ids of the episodes' last rows.
 
         For an open episode this is the row id of its newest row.
         """
-
-        def end(by: EpisodeIndex, time: Array, lane: Array) -> Array:
-            return by.positions(by.spans(time, lane)[1], lane)
-
-        return self._asked(index, end)
+        return self._asked(
+            index, lambda by, time, lane: by.positions(by.spans(time, lane)[1], lane)
+        )
 
     def step(self, index: Any) -> torch.Tensor:
         """Return the step of each row in its episode, starting at 0.
@@ -186,9 +178,6 @@ class EpisodeLookup(Uncompiled):
             check_cells(cells, storage.visible_shape())
             cells = ravel(cells, storage.lanes)
         return np.ascontiguousarray(cells.numpy()), at.device
-
-
-_REWARD = ("next", "reward")
 
 
 _BLOCK = 2**20
@@ -349,7 +338,7 @@ class Episodes(EpisodeLookup):
             KeyError: there is no ``("next", "reward")``.
             StaleAddress: rows were overwritten.
         """
-        return self._sums(_REWARD)
+        return self._sums(REWARD)
 
     @property
     def index(self) -> torch.Tensor:

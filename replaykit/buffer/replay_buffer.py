@@ -15,7 +15,6 @@ from replaykit._compat import Uncompiled, as_tensor, is_tensordict
 from replaykit._ray import actor_class
 from replaykit.buffer import (
     components,
-    conditional_updates,
     deliver,
     draw,
     edit,
@@ -34,7 +33,13 @@ from replaykit.buffer.component_checks import (
     consuming_sampler,
 )
 from replaykit.buffer.components import DataT, LockedStorage, SamplerT, StorageT, WriterT
-from replaykit.buffer.conditional_updates import ConditionalUpdateResult
+from replaykit.buffer.conditional_updates import (
+    ConditionalUpdateResult,
+    checked_handles,
+    checked_patch,
+    patchable,
+    patched,
+)
 from replaykit.buffer.dataloader import BufferLoader
 from replaykit.buffer.episodes import Episodes
 from replaykit.buffer.prefetch import Draw, Prefetcher
@@ -973,15 +978,21 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             >>> result.updated.tolist(), rb["x"].tolist()
             ([False, True], [1.0, 5.0])
         """
-        return conditional_updates.patch_present(
-            self,
-            index=index,
-            generation=generation,
-            patch=patch,
-            version_key=version_key,
-            version=version,
-            require_newer=require_newer,
-        )
+        with self._locked() as storage:
+            columns = patchable(storage, self._writer)
+            handles, generation = checked_handles(storage.ndim, index, generation)
+            checked = checked_patch(
+                columns.leaf,
+                len(handles),
+                patch,
+                version_key,
+                version,
+                require_newer,
+                ndim=storage.ndim,
+                time_dim=self.dim_extend,
+            )
+            live, rejected = patched(columns, handles, generation, checked)
+        return ConditionalUpdateResult(live, rejected, batch_size=[len(handles)])
 
     # -- exchanging components --------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ def bring_in(
     if chained:
         data = buffer._chain.inv(data)
         if data is None:
-            return no_slots(buffer) if first is None else first
+            return buffer._writer._no_rows() if first is None else first
     index = store_rows(buffer, data, single=single, update_priority=update_priority, ticket=ticket)
     return index if first is None else torch.cat([first, index])
 
@@ -117,7 +117,7 @@ def flush_rows(buffer: ReplayBuffer) -> torch.Tensor:
         restarted, buffer._restarted = buffer._restarted, False
         held = list(buffer.transform.flush())
         if not held:
-            return no_slots(buffer)
+            return buffer._writer._no_rows()
         with buffer._locked() as storage:
             if restarted:
                 storage.resume(over=False)
@@ -139,7 +139,7 @@ def store_rows(
     rows = buffer._writer.prepare(data, single=single, optional=(buffer._priority_key,))
     count = len(rows)
     if not count:
-        return no_slots(buffer)
+        return buffer._writer._no_rows()
     for transform in buffer._listening:
         transform.check_rows(buffer._storage, rows)
     priorities = written_priorities(
@@ -194,11 +194,6 @@ def write_rows(
     if buffer._pace is not None:
         (buffer._pace.ticket(INSERT, None) if ticket is None else ticket).used(rows_stored(index))
     return index
-
-
-def no_slots(buffer: ReplayBuffer) -> torch.Tensor:
-    ndim = buffer._storage.ndim
-    return torch.empty((0, ndim) if ndim > 1 else (0,), dtype=torch.int64, device="cpu")
 
 
 def empty_rows(buffer: ReplayBuffer, empty_write_count: bool = True) -> None:

@@ -170,28 +170,22 @@ class SegmentTree(Uncompiled):
         """
         # Most calls pass two tensors that need no conversion. A few attributes show this. A tensor
         # of one entry may be stored with the opposite sign (a view of a conjugate).
-        if (
+        if not (
             self.native_view is not None
             and type(index) is torch.Tensor
             and type(value) is torch.Tensor
             and index.dtype is _INT64
-            and ((wide := value.dtype is _FLOAT64) or value.dtype is _FLOAT32)
+            and (value.dtype is _FLOAT32 or value.dtype is _FLOAT64)
             and index.is_cpu
             and value.is_cpu
             and index.dim() == 1
             and value.dim() == 1
-            and (count := index.numel()) == value.numel()
-            and count > 1
+            and index.numel() == value.numel() > 1
             and index.is_contiguous()
             and value.is_contiguous()
         ):
-            with self._lock:
-                code = self.native_view.update(index.data_ptr(), value.data_ptr(), wide, count)
-            if code != _TAKEN:
-                self._refuse(code, index, value)
-            return
-        index = as_index(index, self._device)
-        value = as_values(value, len(index), self._device)
+            index = as_index(index, self._device)
+            value = as_values(value, len(index), self._device)
         with self._lock:
             if self._torch is not None:
                 self._torch.update(index, value)

@@ -12,7 +12,7 @@ import torch
 from replaykit._compat import arange, is_tensordict, lookup
 from replaykit.checkpoint import MappedRows, ReadLater
 from replaykit.declared import vector
-from replaykit.keywords import checked_keywords
+from replaykit.keywords import checked_keywords, one_of
 from replaykit.native import RankHeap
 from replaykit.reductions import REDUCTIONS, reduce_rows
 from replaykit.schema import Rows
@@ -83,8 +83,7 @@ class TensorDictMaxValueWriter(Writer):
         *,
         compilable: bool = False,
     ) -> None:
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction: expected one of {list(REDUCTIONS)}, got {reduction!r}")
+        one_of("reduction", reduction, REDUCTIONS)
         super().__init__()
         self.rank_key = unravel(("next", "reward") if rank_key is None else rank_key)
         self.reduction = reduction

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from replaykit.checkpoint import MappedRows
-from replaykit.declared import Count, Positive, vector
+from replaykit.declared import Count, Positive, read_value, vector
 from replaykit.episodes import EpisodeIndex
 from replaykit.episodes.streams import stream_keys
 from replaykit.errors import BufferFull
@@ -164,32 +164,11 @@ class ImmutableDatasetWriter(Writer):
     def __init__(self, *, compilable: bool = False) -> None:
         super().__init__()
 
-    def _refuse(self) -> NoReturn:
+    def write(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise RuntimeError."""
         raise RuntimeError("This dataset doesn't allow writing.")
 
-    def write(self, rows: Any) -> NoReturn:
-        """Raise RuntimeError."""
-        self._refuse()
-
-    def add(self, data: Any) -> NoReturn:
-        """Raise RuntimeError."""
-        self._refuse()
-
-    def extend(self, data: Any) -> NoReturn:
-        """Raise RuntimeError."""
-        self._refuse()
-
-    def write_at(self, index: Any, data: Any) -> NoReturn:
-        """Raise RuntimeError."""
-        self._refuse()
-
-    def empty(self, empty_write_count: bool = True) -> NoReturn:
-        """Raise RuntimeError."""
-        self._refuse()
-
-    def prepare(self, data: Any, **_: Any) -> NoReturn:
-        """Raise RuntimeError."""
-        self._refuse()
+    add = extend = write_at = empty = prepare = write
 
 
 Array = np.ndarray[Any, Any]
@@ -258,7 +237,9 @@ class LaneWriter(Writer):
 
     def __init__(self, length: int, *, track_generations: bool = False) -> None:
         super().__init__()
-        self.length = _checked_length(length)
+        given: Any = length
+        number = int(given) if isinstance(given, np.integer) else given
+        self.length: int = read_value(Positive, number, "length")
         self.tracks_generations = track_generations
 
     def register_storage(self, storage: Storage) -> None:
@@ -432,11 +413,3 @@ def _streams_of(state: dict[str, Any]) -> torch.Tensor:
 def _check_streams(lanes: torch.Tensor) -> None:
     if len(lanes) and not 0 <= int(lanes.min()) <= int(lanes.max()) < len(lanes):
         raise ValueError(f"expected the streams of {len(lanes)} rows, got {lanes!r}")
-
-
-def _checked_length(length: object) -> int:
-    if isinstance(length, np.integer):
-        length = int(length)
-    if type(length) is not int or length < 1:
-        raise ValueError(f"expected length as an int of at least 1, got {length!r}")
-    return length

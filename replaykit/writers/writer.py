@@ -212,7 +212,8 @@ class Writer(Uncompiled, ABC):
             self._write_count = 0
 
     def _no_rows(self) -> torch.Tensor:
-        return _empty_index(self.storage.ndim)
+        ndim = self.storage.ndim
+        return torch.empty((0, ndim) if ndim > 1 else (0,), dtype=torch.int64, device="cpu")
 
     def _count(self, rows: int) -> None:
         self._write_count += rows * self.storage.lanes.numel()
@@ -324,10 +325,6 @@ def single_index(index: torch.Tensor) -> int | torch.Tensor | None:
         return index
     slot = int(index[0])
     return None if slot < 0 else slot
-
-
-def _empty_index(ndim: int) -> torch.Tensor:
-    return torch.empty((0, ndim) if ndim > 1 else (0,), dtype=torch.int64, device="cpu")
 
 
 def full_index(slots: torch.Tensor, storage: Storage) -> torch.Tensor:
