@@ -53,15 +53,15 @@ from replaykit.datasets.families.vd4rl import (
 from replaykit.datasets.published_buffer import (
     CorpusExperienceReplay,
 )
-from replaykit.ensembles import (
+from replaykit.environments import (
+    VectorSteps,
+    transition,
+)
+from replaykit.mixture import (
     ReplayBufferEnsemble,
     SamplerEnsemble,
     StorageEnsemble,
     WriterEnsemble,
-)
-from replaykit.environments import (
-    VectorSteps,
-    transition,
 )
 from replaykit.pace import (
     RateLimiter,

@@ -30,7 +30,7 @@ from replaykit.structure import (
 )
 from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, format_key, unravel
 
-__all__ = ["Rows", "Schema", "split_leaves", "zeros_of"]
+__all__ = ["Rows", "Schema", "check_alike", "split_leaves", "zeros_of"]
 
 _RESERVED_PATHS: frozenset[Path] = frozenset((name,) for name in RESERVED_KEYS)
 
@@ -257,6 +257,39 @@ def _container_differences(expected: Node, got: Node, path: Path) -> list[str]:
         if part in others:
             problems += _container_differences(child, others[part], (*path, part))
     return problems
+
+
+def check_alike(one: tuple[int, Node], other: tuple[int, Node]) -> None:
+    """Raise SchemaError if the samples of two numbered members differ in their contents.
+
+    The classes, the order of keys, and the constants of containers may differ. A batch takes them
+    from the first sample.
+    """
+    (first, tree), (second, found) = one, other
+    known, there = dict(leaf_paths(tree)), dict(leaf_paths(found))
+    lines = [
+        f"key {_at(path)}: {known.get(path, 'nothing')} and {there.get(path, 'nothing')}"
+        for path in sorted(set(known) | set(there), key=str)
+        if known.get(path) != there.get(path)
+    ]
+    if not lines and not _same_kinds(tree, found):
+        lines.append("containers of other kinds")
+    if lines:
+        raise SchemaError(
+            "expected equal keys, shapes and dtypes in all samples, got others in those of members "
+            f"{first} and {second}: {'; '.join(lines)}. Choose common keys with keys=, or give the "
+            "members transforms, or a collate_fn="
+        )
+
+
+def _same_kinds(one: Node, other: Node) -> bool:
+    """Return whether two trees with the same leaves have the same kinds of containers."""
+    if isinstance(one, Leaf) or isinstance(other, Leaf):
+        return isinstance(one, Leaf) and isinstance(other, Leaf)
+    theirs = dict(other.children)
+    return (one.kind, one.extra) == (other.kind, other.extra) and all(
+        part in theirs and _same_kinds(child, theirs[part]) for part, child in one.children
+    )
 
 
 def split_leaves(

@@ -19,7 +19,7 @@ ABOVE_ONE_ANOTHER = [
     {"adapters"},
     {"sharding"},
     {"datasets", "remote"},
-    {"ensembles"},
+    {"mixture"},
     {"buffer"},
     {"samplers", "writers", "transforms"},
     {"environments", "pace", "priorities", "storages"},
@@ -113,14 +113,14 @@ if TYPE_CHECKING:
 def later() -> object:
     "Return replaykit.tools in a sentence."
     from replaykit import datasets
-    return importlib.import_module("replaykit.ensembles.ensemble")
+    return importlib.import_module("replaykit.mixture.ensemble")
 """
 
 
 def test_imports_for_type_checkers_and_by_string_are_counted() -> None:
     tree = ast.parse(UPWARD)
     assert imported(tree) == {"buffer", "datasets"}
-    assert in_strings(tree) == {"ensembles"}
+    assert in_strings(tree) == {"mixture"}
 
 
 def test_every_room_is_in_the_table() -> None:

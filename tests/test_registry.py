@@ -13,8 +13,8 @@ import pytest
 
 import replaykit
 from replaykit import registry
+from replaykit.buffer.source import draws_single_rows
 from replaykit.datasets import BaseDatasetExperienceReplay, Layout
-from replaykit.ensembles.ensemble_sampler import requests
 from replaykit.samplers import PrioritizedSampler, RandomSampler, Sampler
 from replaykit.sharding.shard_config import LAWS, law_of
 from tests.generated import ROOT, TABLES, generated, with_tables
@@ -114,8 +114,8 @@ def test_an_entry_is_found_for_exactly_its_class() -> None:
 
 
 def test_a_subclass_of_a_user_is_no_sampler_of_the_package() -> None:
-    assert requests(RandomSampler(), None, 3, 4) == [12]
-    assert requests(RandomSampler2(), None, 3, 4) == [4, 4, 4]
+    assert draws_single_rows(RandomSampler(), None)
+    assert not draws_single_rows(RandomSampler2(), None)
     with pytest.raises(
         ValueError,
         match="expected a RandomSampler, SliceSampler, PrioritizedSampler or "

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import io
 import pickle
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from replaykit._compat import Uncompiled, shared_bytes
-from replaykit._ray import Carried
+from replaykit._compat import shared_bytes
 from replaykit.buffer.component_checks import checked_batch_size
-from replaykit.buffer.deliver import deliver_batch, finish_batch
+from replaykit.buffer.deliver import deliver_batch
 from replaykit.buffer.draw import choose_rows, read_earlier, size_of
 from replaykit.buffer.prefetch import Draw
+from replaykit.buffer.source import BatchStreams, RemoteRequest, loading_sampler
 from replaykit.declared import Count, Positive, read_value
 from replaykit.samplers import Sampler, SamplerWithoutReplacement, Transition
 from replaykit.samplers.window_measures import eligible_records
@@ -33,153 +31,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BufferDataset",
-    "BufferHandle",
-    "DrawnRows",
-    "MemberFacts",
     "Parcel",
     "Reader",
-    "Readiness",
-    "RemoteRequest",
     "check_loaded",
     "check_workers",
     "for_readers",
     "stream_seed",
 ]
-
-
-class RemoteRequest(Protocol):
-    """A pending request to a remote buffer, for a batch or for another answer."""
-
-    def result(self, timeout: float | None = None) -> Any: ...
-
-
-@dataclass(frozen=True)
-class MemberFacts:
-    """The properties of a remote member that an ensemble needs.
-
-    Attributes:
-        sampler: class name of the member's sampler.
-        info_keys: keys in the info of each sample.
-        prioritized: whether the member accepts priorities.
-        priority_key: the key under which the member reads priorities.
-        width: number of coordinates in an index.
-        weights: dtype of ``priority_weight``.
-        single: True if the member draws single rows, as many as requested. False if it draws
-            windows.
-        ordered: whether a transform needs the batches in the order of delivery.
-    """
-
-    sampler: str
-    info_keys: frozenset[Any]
-    prioritized: bool
-    priority_key: tuple[str, ...]
-    width: int
-    weights: torch.dtype
-    single: bool
-    ordered: bool
-
-
-class DrawnRows(NamedTuple):
-    """Rows ``[B, ...]`` that another process has drawn, with their info.
-
-    ``info`` has ``index`` and ``index_generation``. ``data`` does not contain the info yet.
-    """
-
-    data: Any
-    info: dict[Any, Any]
-
-
-class Readiness(NamedTuple):
-    """The number of rows of a member, and whether it can return the requested rows."""
-
-    size: int
-    ready: bool
-
-
-class BufferHandle(Uncompiled, ABC):
-    """A handle of a buffer that makes its batches in other processes.
-
-    Loaders request streams of batches, and each stream is drawn with a separate generator. These
-    requests do not affect the handle's own draws. New rows and priorities have an effect from the
-    next batch on.
-
-    Ensembles request parts of their batches, and each part is drawn with a seed. The handle sends a
-    request immediately, unless it would have to wait to send it.
-    """
-
-    @property
-    @abstractmethod
-    def sampler(self) -> Any:
-        """The properties of the buffer's sampler."""
-
-    @abstractmethod
-    def _size_of(self, batch_size: int | None) -> int:
-        """Return the number of rows of a batch; RuntimeError if no batch size is known."""
-
-    @abstractmethod
-    def _check_loader(self) -> None:
-        """Raise ValueError or TypeError if loaders cannot draw separate streams."""
-
-    @abstractmethod
-    def _check_workers(self, method: str | None = None) -> None:
-        """Raise ValueError if worker processes could not reach the buffer.
-
-        Args:
-            method: the start method of the workers; None if this process is a worker.
-        """
-
-    @abstractmethod
-    def _asking(self, generator: torch.Generator) -> Callable[[int], RemoteRequest]:
-        """Return a function that requests one batch per call.
-
-        The function's argument is the number of rows. The batches are drawn with ``generator``.
-        """
-
-    @abstractmethod
-    def _carried(self) -> Any:
-        """Return an object whose ``made`` creates the handle in a spawned process."""
-
-    # -- as a member of an ensemble -----------------------------------------------------------
-
-    @abstractmethod
-    def _facts_of_member(self) -> MemberFacts:
-        """Return the properties of the buffer's samples.
-
-        Raises:
-            TypeError, ValueError: the buffer cannot be a member.
-        """
-
-    @abstractmethod
-    def _be_fresh(self, rows: int) -> None:
-        """Update outdated data for a draw of ``rows`` rows; may wait."""
-
-    @abstractmethod
-    def _ask_part(self, rows: list[int], seed: int, known: MemberFacts) -> RemoteRequest:
-        """Request draws of ``rows`` rows. Seed, stored rows and priorities determine them.
-
-        Returns:
-            A future. Its result is a list of `DrawnRows`, and `MemberFacts` if they differ from
-            ``known``, else None.
-        """
-
-    @abstractmethod
-    def _ask_readiness(self, rows: int) -> RemoteRequest:
-        """Request the buffer's `Readiness` for a draw of ``rows`` rows."""
-
-    @abstractmethod
-    def _ask_stored(self, index: torch.Tensor) -> RemoteRequest:
-        """Request a check that rows are stored. An entry -1 is not checked.
-
-        The answer is None, or an IndexError.
-        """
-
-    @abstractmethod
-    def _ask_call(self, name: str, *args: Any, **keywords: Any) -> RemoteRequest:
-        """Request a call of a method of the buffer."""
-
-    @abstractmethod
-    def _handed_on(self) -> Any:
-        """Return a handle that can be pickled."""
 
 
 class Parcel:
@@ -253,12 +111,12 @@ class Reader:
         )
 
 
-def for_readers(buffer: ReplayBuffer | BufferHandle) -> Any:
+def for_readers(buffer: ReplayBuffer | BatchStreams) -> Any:
     """Return the object that a spawned process gets in place of a buffer.
 
-    The result is the buffer, or an object whose ``made`` creates a buffer or handle there.
+    The result is the buffer, or an object whose ``made`` creates a buffer, handle or mixture there.
     """
-    if isinstance(buffer, BufferHandle):
+    if isinstance(buffer, BatchStreams):
         return buffer._carried()
     rows = buffer.storage.for_readers()
     if rows is buffer.storage:
@@ -287,7 +145,7 @@ def check_workers(buffer: Any, method: str | None = None) -> None:
         ValueError: workers cannot read the rows; the error gives the reason.
         RuntimeError: workers would have to copy the rows.
     """
-    if isinstance(buffer, BufferHandle):
+    if isinstance(buffer, BatchStreams):
         buffer._check_workers(method)
         return
     if buffer._target is not None:
@@ -319,9 +177,9 @@ class BufferDataset(IterableDataset):
     return each batch of the pass once. Rank r of R returns batches r, r + R, and so on. Their order
     does not depend on the number of workers.
 
-    With any other sampler, each worker of each rank draws a separate stream. The seed of a stream
-    is computed from ``seed``, epoch, rank and worker. The streams end when ``steps`` batches have
-    been returned.
+    With any other sampler, and from an ensemble, each worker of each rank draws a separate stream.
+    The seed of a stream is computed from ``seed``, epoch, rank and worker. The streams end when
+    ``steps`` batches have been returned.
 
     Workers read the rows without a copy of the storage. Forked workers support any storage, and see
     the rows that were stored when they started. Spawned workers open the files of a
@@ -330,8 +188,8 @@ class BufferDataset(IterableDataset):
     actors. These batches include later writes.
 
     Args:
-        buffer: a ReplayBuffer, a data set, or a handle of a buffer in actors. A buffer that workers
-            read must not have a ``device``.
+        buffer: a ReplayBuffer, a data set, an ensemble, or a handle of a buffer in actors. A buffer
+            that workers read must not have a ``device``.
         batch_size: number of rows; None for the buffer's batch size.
         steps: number of batches of an iteration, counted over all workers of this rank. None for no
             end. Only for samplers without passes.
@@ -342,8 +200,7 @@ class BufferDataset(IterableDataset):
             would get. Only for samplers with passes.
 
     Raises:
-        TypeError: ``buffer`` does not store rows itself (an ensemble does not), or ``rank`` is
-            given without ``world_size``.
+        TypeError: ``buffer`` is no buffer, or ``rank`` is given without ``world_size``.
         ValueError: a number is out of range, or an option is for other samplers. Also if a rate
             limiter counts the samples, or if the sampler uses rows up.
         RuntimeError: no batch size is given.
@@ -362,7 +219,7 @@ class BufferDataset(IterableDataset):
 
     def __init__(
         self,
-        buffer: ReplayBuffer | BufferHandle,
+        buffer: ReplayBuffer | BatchStreams,
         batch_size: int | None = None,
         *,
         steps: int | None = None,
@@ -391,7 +248,7 @@ class BufferDataset(IterableDataset):
             self.batch_size = checked_batch_size(batch_size)
         else:
             given: Any = buffer
-            own = isinstance(buffer, BufferHandle)
+            own = isinstance(buffer, BatchStreams)
             self.batch_size = given._size_of(None) if own else size_of(given, None)
         self.steps, self.seed, self.drop_last = steps, seed, bool(drop_last)
         self.rank, self.world_size = _shard_of_process(rank, world_size)
@@ -438,10 +295,7 @@ class BufferDataset(IterableDataset):
         RuntimeError.
         """
         self.set_epoch(epoch, start)
-        if isinstance(self._buffer, BufferHandle):
-            return
-        with self._buffer._locked() as storage:
-            self._at[_WRITTEN] = storage.ledger.next_position
+        self._at[_WRITTEN] = _written_in(self._buffer)
 
     def __len__(self) -> int:
         """Return the number of batches of an iteration of this rank, over all workers.
@@ -477,7 +331,9 @@ class BufferDataset(IterableDataset):
         epoch, start, written = self._at.tolist()
         if info is not None:
             check_workers(buffer)
-        if isinstance(buffer, BufferHandle):
+        if isinstance(buffer, BatchStreams):
+            if info is not None and written >= 0:
+                _check_written(buffer, written + self._shift)
             asks = _Asks(buffer, self.batch_size)
             for asked, _ in self._stream(asks, epoch, start, worker, workers):
                 yield asked.batch() if info is None else Parcel(asked.batch())
@@ -492,7 +348,7 @@ class BufferDataset(IterableDataset):
                 _check_written(buffer, written + self._shift)
         draws = _Draws(
             buffer,
-            buffer._sampler if own else _sampler_of(buffer, drop_last=self.drop_last),
+            buffer._sampler if own else loading_sampler(buffer, drop_last=self.drop_last),
             self.batch_size,
         )
         made = self._pass if passes else self._stream
@@ -552,17 +408,17 @@ class BufferDataset(IterableDataset):
         if get_spawning_popen() is not None:
             check_workers(self._buffer)
             state["_buffer"] = for_readers(self._buffer)
-            if not isinstance(self._buffer, BufferHandle):
-                state["_handed"] = self._buffer.storage.ledger.next_position
+            state["_handed"] = _written_in(self._buffer)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         handed = state.pop("_handed", None)
         self.__dict__.update(state)
-        if isinstance(self._buffer, (Carried, Reader)):
+        if not isinstance(self._buffer, BatchStreams) and hasattr(self._buffer, "made"):
             self._buffer = self._buffer.made()
-        if handed is not None and not self._buffer.shared:
-            self._shift = self._buffer.storage.ledger.next_position - handed
+        buffer = self._buffer
+        if handed is not None and (isinstance(buffer, BatchStreams) or not buffer.shared):
+            self._shift = _written_in(buffer) - handed
 
 
 class _Draws:
@@ -599,9 +455,9 @@ class _Draws:
 
 
 class _Asks:
-    """Requests for batches through a handle, one after the other, like `_Draws`."""
+    """Requests for batches of a handle or mixture, one after the other, like `_Draws`."""
 
-    def __init__(self, handle: BufferHandle, size: int) -> None:
+    def __init__(self, handle: BatchStreams, size: int) -> None:
         self._handle, self._size = handle, size
         self._ask: Callable[[int], RemoteRequest] | None = None
 
@@ -629,12 +485,12 @@ class _AskedFor:
 
 def check_loaded(buffer: Any) -> None:
     """Raise TypeError or ValueError if loaders cannot draw separately from the buffer."""
-    if isinstance(buffer, BufferHandle):
+    if isinstance(buffer, BatchStreams):
         buffer._check_loader()
         return
-    if getattr(type(buffer), "_finish", None) is not finish_batch:
+    if not hasattr(buffer, "_sample_unit"):
         raise TypeError(
-            f"expected a ReplayBuffer that stores rows itself, got {type(buffer).__name__}"
+            f"expected a ReplayBuffer, an ensemble or a handle, got {type(buffer).__name__}"
         )
     if buffer.sampler.consumes:
         raise ValueError(
@@ -654,20 +510,18 @@ def stream_seed(*numbers: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _sampler_of(buffer: ReplayBuffer, *, drop_last: bool) -> Sampler:
-    """Return a copy of the buffer's sampler, at the beginning of a pass."""
-    with buffer._locked() as storage:
-        sampler = copy.deepcopy(buffer._sampler, {id(storage): storage})
-    if sampler.passes:
-        sampler.empty()
-    if drop_last:
-        sampler.drop_last = True  # type: ignore[attr-defined]
-    return sampler
+def _written_in(buffer: Any) -> int:
+    """Return the number of rows ever written to the buffers that workers read themselves."""
+    copied = buffer._copied_buffers() if isinstance(buffer, BatchStreams) else [buffer]
+    count = 0
+    for one in copied:
+        with one._locked() as storage:
+            count += storage.ledger.next_position
+    return count
 
 
-def _check_written(buffer: ReplayBuffer, written: int) -> None:
-    with buffer._locked() as storage:
-        now = storage.ledger.next_position
+def _check_written(buffer: Any, written: int) -> None:
+    now = _written_in(buffer)
     if now != written:
         raise RuntimeError(
             f"expected no writes during an iteration, got {abs(now - written)} rows written since "

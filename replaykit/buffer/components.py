@@ -147,7 +147,7 @@ def make_parts(buffer: ReplayBuffer) -> None:
     sampler.attach(storage)
     buffer._dim_extend = writer.time_dim = dim_extend
     buffer._storage, buffer._sampler, buffer._writer = storage, sampler, writer
-    buffer._set_transforms(chain)
+    set_chain(buffer, chain)
     if buffer._prefetch_depth:
         buffer._prefetcher = Prefetcher(buffer._prefetch_depth, cast(Any, buffer))
     storage.attach(cast(Any, buffer))
@@ -342,5 +342,5 @@ def insert_into_chain(
     with buffer._locked():
         chain = buffer._chain.copy()
         chain.insert(len(chain) if index is None else index, transform, invert=invert)
-        buffer._set_transforms(chain)
+        set_chain(buffer, chain)
         rewind(buffer)

@@ -9,11 +9,12 @@ from typing import Any, Generic
 import torch
 from torch.utils.data import DataLoader
 
-from replaykit.buffer.buffer_dataset import BufferDataset, BufferHandle, check_workers, stream_seed
+from replaykit.buffer.buffer_dataset import BufferDataset, check_workers, stream_seed
 from replaykit.buffer.components import DataT
+from replaykit.buffer.source import BatchStreams, BufferHandle
 from replaykit.declared import Count, read_value
 
-__all__ = ["BufferLoader", "RemoteLoading"]
+__all__ = ["BufferLoader", "RemoteLoading", "StreamLoading"]
 
 
 class BufferLoader(DataLoader[DataT]):
@@ -69,17 +70,21 @@ class BufferLoader(DataLoader[DataT]):
         dataset, turn = self.dataset, object()
         self._turn = turn
         dataset.begin(self.epoch, self.step)
-        handle = isinstance(dataset.buffer, BufferHandle)  # a handle follows writes itself
-        seen = 0 if handle else dataset.buffer.storage.ledger.log.number
+        buffer, logs = dataset.buffer, []
+        if self.num_workers and isinstance(buffer, BatchStreams):
+            logs = [one.storage.ledger.log for one in buffer._copied_buffers()]
+        elif self.num_workers and not buffer.shared:
+            logs = [buffer.storage.ledger.log]
+        seen = [(log, log.number) for log in logs]
         return self._counted(super().__iter__(), turn, seen)
 
-    def _counted(self, batches: Iterator[Any], turn: object, seen: int) -> Iterator[Any]:
-        buffer = self.dataset.buffer
-        apart = self.num_workers > 0 and not (isinstance(buffer, BufferHandle) or buffer.shared)
+    def _counted(
+        self, batches: Iterator[Any], turn: object, seen: list[tuple[Any, int]]
+    ) -> Iterator[Any]:
         for batch in batches:
             if self._turn is not turn:
                 raise RuntimeError("expected one iteration at a time, but another one has begun")
-            if apart and buffer.storage.ledger.log.rows_changed(seen):
+            if any(log.rows_changed(number) for log, number in seen):
                 raise RuntimeError(
                     "expected no writes while worker processes read the buffer, got other rows "
                     "than at the start; make it with shared=True, or use prefetch="
@@ -124,8 +129,11 @@ class BufferLoader(DataLoader[DataT]):
         return law
 
 
-class RemoteLoading(BufferHandle, Generic[DataT]):
-    """``dataloader`` of a handle."""
+class StreamLoading(BatchStreams, Generic[DataT]):
+    """``dataloader`` of a handle or a mixture."""
+
+    _workers_start: str | None = None
+    """The default start method of workers; None for that of ``DataLoader``."""
 
     def dataloader(
         self,
@@ -144,20 +152,21 @@ class RemoteLoading(BufferHandle, Generic[DataT]):
         worker_init_fn: Callable[[int], None] | None = None,
         timeout: float = 0,
     ) -> BufferLoader[DataT]:
-        """Return a ``DataLoader`` whose worker processes request batches.
+        """Return a ``DataLoader`` whose worker processes make or request batches.
 
-        Each worker has a separate seed and handle. The processes with the rows make the batches, so
-        the workers only wait. A handle from ``client(prefetch=n)`` without workers needs fewer
-        processes.
+        Each worker has a separate seed and handle. If the rows are in other processes, these make
+        the batches, so the workers only wait. A handle from ``client(prefetch=n)`` without workers
+        needs fewer processes.
 
         Args:
             batch_size: number of rows; None for the buffer's batch size.
-            workers: number of processes. Each needs seconds to connect to Ray. With 0, this process
-                requests the batches.
+            workers: number of processes. Each may need seconds to connect to Ray. With 0, this
+                process makes or requests the batches.
             steps, seed, rank, world_size: as for `BufferDataset`.
             drop_last: must be False, because a stream has no last batch.
             pin_memory: return batches in pinned memory if there is an accelerator.
-            multiprocessing_context: the start method of workers, "spawn" (default) or "forkserver".
+            multiprocessing_context: the start method of workers. Those of remote buffers must be
+                spawned, which is their default.
             prefetch_factor, persistent_workers, worker_init_fn, timeout: as for ``DataLoader``.
 
         Raises:
@@ -188,7 +197,7 @@ class RemoteLoading(BufferHandle, Generic[DataT]):
             dataset,
             workers=workers,
             pin_memory=bool(pin_memory) and torch.cuda.is_available(),
-            multiprocessing_context=("spawn" if workers else None)
+            multiprocessing_context=(self._workers_start if workers else None)
             if multiprocessing_context is None
             else multiprocessing_context,
             prefetch_factor=prefetch_factor,
@@ -196,6 +205,12 @@ class RemoteLoading(BufferHandle, Generic[DataT]):
             worker_init_fn=worker_init_fn,
             timeout=timeout,
         )
+
+
+class RemoteLoading(StreamLoading[DataT], BufferHandle):
+    """``dataloader`` of a handle, whose workers need separate connections."""
+
+    _workers_start = "spawn"
 
 
 def _start_method(context: Any) -> str:

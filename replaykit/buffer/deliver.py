@@ -16,6 +16,7 @@ from replaykit.buffer.draw import (
     draw_locked,
     draw_queue,
     draw_shared,
+    give_back,
     queue_of,
     rewind,
     size_of,
@@ -171,7 +172,7 @@ def should_merge(include_info: bool | None) -> bool:
 def batches_of(buffer: ReplayBuffer) -> Iterator[DataT]:
     ran_out = False
     while not (ran_out or is_used_up(buffer)):
-        drawn, data, _ = buffer._in_turn(None)
+        drawn, data, _ = next_in_turn(buffer, None)
         ran_out = drawn.ran_out
         yield data
 
@@ -208,10 +209,10 @@ def next_in_turn(
         timeout = checked_timeout(timeout)
     if buffer._pace is None:
         with deferred:
-            return buffer._next(size, merge=merge, needed=needed)
+            return next_batch(buffer, size, merge=merge, needed=needed)
     with deferred, buffer._pace.ticket(SAMPLE, timeout) as ticket:
         ticket.admit(size, buffer.__len__)
-        found = buffer._next(size, merge=merge, needed=needed)
+        found = next_batch(buffer, size, merge=merge, needed=needed)
         ticket.used(min(size, len(found[0].anchors)))
     return found
 
@@ -240,7 +241,7 @@ def next_batch(
         check()  # the last moment at which the batch can still be the next one
     except BaseException:
         with shielded:
-            buffer._give_back(draw)
+            give_back(buffer, draw)
         raise
     return draw, data, info
 
@@ -260,7 +261,7 @@ def next_ahead(buffer: ReplayBuffer, queue: Prefetcher) -> AheadBatch:
                 batch.wait(buffer)
             except BaseException:  # an interrupt
                 with shielded:
-                    buffer._give_back(batch.draw)
+                    give_back(buffer, batch.draw)
                 raise
         error = batch.error
         if error is None:
@@ -271,10 +272,10 @@ def next_ahead(buffer: ReplayBuffer, queue: Prefetcher) -> AheadBatch:
             continue
         if batch.draw is not None:
             with shielded:
-                buffer._give_back(batch.draw)
+                give_back(buffer, batch.draw)
             raise error
         # A failed draw is tried again if rows were written since.
-        if batch.draw is None and buffer._written() == batch.written:
+        if batch.draw is None and buffer._storage.ledger.next_position == batch.written:
             raise error
 
 
@@ -286,7 +287,7 @@ def deliver_batch(
     Args:
         made: the result of ``_finish`` for the batch; None if ``_finish`` was not called yet.
     """
-    data, info = buffer._finish(batch) if made is None else made
+    data, info = finish_batch(buffer, batch) if made is None else made
     if batch.arrival is not None:
         batch.arrival.order()  # in the thread that will use the batch
     if merge:

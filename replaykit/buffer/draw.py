@@ -78,8 +78,9 @@ def draw_apart(
     collate: Callable[[Any], Any] | None = None,
     *,
     numbered: bool = False,
+    sampler: Sampler | None = None,
 ) -> DrawnBatch:
-    """Draw and read a batch for an ensemble, a shard or a loader.
+    """Draw and read a batch for a mixture, a shard or a loader.
 
     The draw does not affect prefetched draws, and its info has generations.
 
@@ -87,9 +88,11 @@ def draw_apart(
         generator: source of randomness; None for the buffer's generator.
         collate: replaces the buffer's ``collate_fn``; None to use the ``collate_fn``.
         numbered: put ``index`` into the rows for transforms, as in the buffer's own draws.
+        sampler: a loader's sampler, whose draws are never undone; None for the buffer's.
     """
-    given = False, generator, collate, numbered
-    return (draw_shared if buffer._shared else draw_locked)(buffer, size, *given)
+    given = False, generator, collate, numbered, sampler
+    unlocked = buffer._shared and sampler is None
+    return (draw_shared if unlocked else draw_locked)(buffer, size, *given)
 
 
 def draw_shared(buffer: ReplayBuffer, size: int, *given: Any) -> DrawnBatch:
@@ -131,7 +134,7 @@ def draw_unlocked(buffer: ReplayBuffer, size: int, *given: Any) -> tuple[DrawnBa
             slots = draw.index[:, 0] if storage.ndim > 1 else draw.index
         if not sharing.intact(seen, slots):
             show(sampler, draw.was_out)
-            buffer._undo([draw], storage)
+            undo_draws(buffer, [draw], storage)
             return None, True
         return batch, True
     finally:
@@ -156,20 +159,25 @@ def _draw_and_read(
     generator: torch.Generator | None = None,
     collate: Callable[[Any], Any] | None = None,
     numbered: bool = True,
+    loading: Sampler | None = None,
 ) -> DrawnBatch:
     """Draw, or take a failed draw, and read its rows; if reading fails, undo the draw.
 
     Args:
         own: the batch is the buffer's own, not that of ``draw_apart``.
+        loading: a loader's sampler.
     """
-    draw = choose_rows(buffer, storage, size, own, generator)
+    draw = choose_rows(buffer, storage, size, own, generator, sampler=loading)
+    if loading is not None and not (draw.index is draw.anchors and "index_generation" in draw.info):
+        _add_generations(draw.info, draw.index, storage)
     mark, source = draw.mark, buffer._generator if generator is None else generator
     try:
         batch = _read_rows(buffer, draw, storage, source, own, collate, numbered)
     except BaseException:
         if mark is not None:
             mark.after = random_state(buffer._generator)
-        _keep_or_undo(buffer, draw, storage)
+        if loading is None:
+            _keep_or_undo(buffer, draw, storage)
         raise
     if mark is not None and mark.random is not None:
         mark.after = random_state(buffer._generator)
@@ -384,7 +392,7 @@ def queue_of(buffer: ReplayBuffer) -> Prefetcher | None:
         with buffer._locked(settled=False) as storage:
             if buffer._prefetcher is queue:
                 buffer._prefetcher = Prefetcher(queue.depth, cast(Any, buffer))
-                buffer._undo(queue.pending(), storage)
+                undo_draws(buffer, queue.pending(), storage)
             return buffer._prefetcher
     return queue
 
@@ -395,7 +403,6 @@ def draw_queue(buffer: ReplayBuffer, queue: Prefetcher, *, take: bool) -> AheadB
     Raises:
         RuntimeError: the buffer was shut down.
     """
-    before = buffer._before_draws()
     with buffer._locked(settled=False) as storage:
         shown, batch = buffer._sampler.ran_out, None
         fresh: list[AheadBatch] = []
@@ -403,7 +410,7 @@ def draw_queue(buffer: ReplayBuffer, queue: Prefetcher, *, take: bool) -> AheadB
         if failed is not None:
             batch = AheadBatch(failed, late=buffer._chain.ordered)
         else:
-            fresh = queue.top_up(queue.depth + take, lambda: buffer._draw_ahead(storage, before))
+            fresh = queue.top_up(queue.depth + take, lambda: draw_ahead(buffer, storage))
             batch = queue.pop() if take else None
         if batch is not None and batch.error is None:
             batch.read(cast(Any, buffer))  # now, because later writes do not know of it
@@ -415,7 +422,7 @@ def draw_queue(buffer: ReplayBuffer, queue: Prefetcher, *, take: bool) -> AheadB
     return batch
 
 
-def draw_ahead(buffer: ReplayBuffer, storage: Storage, before: Any) -> AheadBatch:
+def draw_ahead(buffer: ReplayBuffer, storage: Storage) -> AheadBatch:
     """Draw a batch for a later delivery. The caller holds the lock."""
     written = storage.ledger.next_position
     try:
@@ -511,7 +518,7 @@ def undo_outdated(buffer: ReplayBuffer, draw: Draw) -> None:
     """Undo a draw whose rows were overwritten."""
     with buffer._locked(settled=False) as storage:
         if draw.storage is storage and draw.sampler is buffer._sampler:
-            buffer._undo([draw], storage)
+            undo_draws(buffer, [draw], storage)
 
 
 def _keep_or_undo(buffer: ReplayBuffer, draw: Draw, storage: Storage) -> None:
@@ -521,7 +528,7 @@ def _keep_or_undo(buffer: ReplayBuffer, draw: Draw, storage: Storage) -> None:
         buffer._retry.append(draw)
         buffer._retry.sort(key=lambda one: one.number)
     else:
-        buffer._undo([draw], storage)
+        undo_draws(buffer, [draw], storage)
 
 
 def _next_failed(buffer: ReplayBuffer, storage: Storage) -> Draw | None:
@@ -533,7 +540,7 @@ def _next_failed(buffer: ReplayBuffer, storage: Storage) -> Draw | None:
     while buffer._retry:
         draw = buffer._retry.pop(0)
         if is_outdated(buffer, draw, storage):
-            buffer._undo([draw, *buffer._retry], storage)
+            undo_draws(buffer, [draw, *buffer._retry], storage)
             buffer._retry = []
         elif as_tensor(storage.contains(draw.index)).all():
             show(buffer._sampler, draw.ran_out)
@@ -543,7 +550,7 @@ def _next_failed(buffer: ReplayBuffer, storage: Storage) -> Draw | None:
 
 def rewind(buffer: ReplayBuffer) -> None:
     """Undo all draws that were not delivered. The caller holds the lock."""
-    buffer._undo(withdraw(buffer), buffer._storage)
+    undo_draws(buffer, withdraw(buffer), buffer._storage)
 
 
 def withdraw(buffer: ReplayBuffer) -> list[Draw]:

@@ -226,13 +226,13 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         if delayed_init is None:
             delayed_init = transform_factory is not None
         if not delayed_init:
-            self._initialize()
+            components.make_parts(self)
 
     def _ready(self) -> None:
         if not self._initialized:
             with self._making:
                 if not self._initialized:
-                    self._initialize()
+                    components.make_parts(self)
 
     def _locked(self, *, patient: bool = False, settled: bool = True) -> LockedStorage:
         """Lock the current storage of the buffer; the context yields it.
@@ -454,7 +454,8 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             (torch.Size([3]), True)
         """
         merge = include_info is None or deliver.should_merge(include_info)
-        _, data, info = self._in_turn(batch_size, timeout, merge=merge, needed=not return_info)
+        needed = not return_info
+        _, data, info = deliver.next_in_turn(self, batch_size, timeout, merge=merge, needed=needed)
         return (data, info) if return_info else data
 
     def can_sample(self, batch_size: int | None = None) -> bool:
@@ -512,7 +513,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         if self._pass_ended or deliver.is_used_up(self):
             self._pass_ended = False
             return None
-        drawn, data, _ = self._in_turn(None)
+        drawn, data, _ = deliver.next_in_turn(self, None)
         self._pass_ended = drawn.ran_out
         return data
 
@@ -1530,25 +1531,9 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         """
         return actor_class(cls, remote_config)
 
-    # -- methods that ensembles replace ------------------------------------------------------------
+    # -- called by prefetch threads ---------------------------------------------------------------
 
-    def _written(self) -> int:
-        """Return a number that grows with every write, so that failed draws are retried."""
-        return self._storage.ledger.next_position
-
-    def _before_draws(self) -> Any:
-        """Return information that the next draws need, found without the lock."""
-        return None
-
-    _initialize = components.make_parts
-    _set_transforms = components.set_chain
-    _draw = draw.draw_apart
-    _give_back = draw.give_back
-    _undo = draw.undo_draws
-    _draw_ahead = draw.draw_ahead
     _read_ahead = draw.read_ahead
-    _in_turn = deliver.next_in_turn
-    _next = deliver.next_batch
     _finish = deliver.finish_batch
 
     # -- called by the storage ------------------------------------------------------------------

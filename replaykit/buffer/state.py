@@ -8,7 +8,7 @@ import multiprocessing.context
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -141,10 +141,32 @@ def apply_state(buffer: ReplayBuffer, state: BufferState) -> None:
         ValueError: a part belongs to another kind of component than the buffer has, or contradicts
             another part.
     """
-    checked = check_state(buffer, state, stacklevel=7)
-    with parts_taken(buffer, checked):
-        load_rows(buffer, checked)
-    finish_taking(buffer, checked)
+    apply_states([(buffer, check_state(buffer, state, stacklevel=7))])
+
+
+def apply_states(loads: Sequence[tuple[ReplayBuffer, CheckedState]]) -> None:
+    """Load checked states into buffers. If one load fails, restore all buffers.
+
+    The caller holds the locks.
+    """
+    with contextlib.ExitStack() as parts:
+        for buffer, checked in loads:
+            parts.enter_context(parts_taken(buffer, checked))
+        undo: list[Callable[[], None]] = []
+        try:
+            for place, (buffer, checked) in enumerate(loads, 1):
+                back = None
+                if place < len(loads) and not checked.state.same_rows:
+                    back = buffer._storage.undo_content()
+                load_rows(buffer, checked)
+                if back is not None:
+                    undo.append(back)
+        except BaseException:
+            for back in reversed(undo):
+                back()
+            raise
+    for buffer, checked in loads:
+        finish_taking(buffer, checked)
 
 
 def check_state(buffer: ReplayBuffer, state: BufferState, *, stacklevel: int) -> CheckedState:
@@ -213,22 +235,15 @@ def load_rows(buffer: ReplayBuffer, checked: CheckedState) -> None:
         storage.load_content(content, checked.target, checked.rows)
 
 
-def finish_taking(
-    buffer: ReplayBuffer, checked: CheckedState, *, more: Sequence[UndeliveredDraw] = ()
-) -> None:
-    """Load the rest of a state, which cannot fail. The caller holds the lock.
-
-    Args:
-        more: draws that an ensemble made with this buffer and did not deliver.
-    """
+def finish_taking(buffer: ReplayBuffer, checked: CheckedState) -> None:
+    """Load the rest of a state, which cannot fail. The caller holds the lock."""
     storage, sampler, rows = buffer._storage, buffer._sampler, checked.rows
     drop_draws(buffer)
     buffer._pass_ended, buffer._restarted = False, True
     buffer._writer.restore(checked.writer, rows)
-    _load_generator(buffer, checked.generator)
-    draws = [*checked.undelivered, *more]
-    if draws:
-        put_back(draws, sampler, storage)
+    buffer._generator = sampler.generator = loaded_generator(buffer._generator, checked.generator)
+    if checked.undelivered:
+        put_back(checked.undelivered, sampler, storage)
     if rows is not None:
         sampler.moved(rows, storage)
     if buffer._pace is not None:
@@ -290,19 +305,20 @@ def saved_generator(saved: Mapping[str, Any] | None) -> torch.Generator | None:
     return generator
 
 
-def _load_generator(buffer: ReplayBuffer, saved: torch.Generator | None) -> None:
-    """Set the user's generator to the saved state.
+def loaded_generator(
+    current: torch.Generator | None, saved: torch.Generator | None
+) -> torch.Generator | None:
+    """Set the user's generator to the saved state; return the generator to use.
 
     A buffer without a generator gets a new generator. The same holds if its generator is on another
     device. If no generator was saved, that of the buffer stays unchanged.
     """
     if saved is None:
-        return
-    current = buffer._generator
-    if current is not None and current.device == saved.device:
-        current.set_state(saved.get_state())
-    else:
-        buffer._generator = buffer._sampler.generator = saved
+        return current
+    if current is None or current.device != saved.device:
+        return saved
+    current.set_state(saved.get_state())
+    return current
 
 
 def undelivered_draws(saved: object) -> list[UndeliveredDraw]:
@@ -367,48 +383,164 @@ def restarted(sampler: Sampler, saved: Mapping[str, Any], content: Content) -> d
 
 def snapshot_of(buffer: ReplayBuffer, path: str | os.PathLike[str], base: Base) -> Snapshot:
     with buffer._locked(settled=False) as storage:
-        parts = saved_parts(buffer, storage, path)
-        writer = parts["writer"]
-        document = {
-            "components": {
-                "buffer": type(buffer).__name__,
-                "storage": type(storage).__name__,
-                "sampler": type(buffer._sampler).__name__,
-                "writer": type(buffer._writer).__name__,
-            },
-            "schema": None if storage.schema is None else storage.schema.to_json(),
-            "ndim": storage.ndim,
-            "lanes": list(storage.lanes),
-            "len": len(storage),
-            "max_size": storage.max_size,
-            "cursor": writer["_cursor"],
-            "write_count": buffer._writer.write_count,
-            "batch_size": buffer._batch_size,
-            "consume_after_n_samples": uses_of(buffer._sampler),
-        }
-        return Snapshot(parts, document, storage.lock, base)
+        parts = saved_parts(buffer, path)
+        return Snapshot(parts, described(buffer, parts), storage.lock, base)
+
+
+def described(buffer: ReplayBuffer, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of a buffer for a manifest, given the parts of its save."""
+    storage = buffer._storage
+    return {
+        "components": {
+            "buffer": type(buffer).__name__,
+            "storage": type(storage).__name__,
+            "sampler": type(buffer._sampler).__name__,
+            "writer": type(buffer._writer).__name__,
+        },
+        "schema": None if storage.schema is None else storage.schema.to_json(),
+        "ndim": storage.ndim,
+        "lanes": list(storage.lanes),
+        "len": len(storage),
+        "max_size": storage.max_size,
+        "cursor": parts["writer"]["_cursor"],
+        "write_count": buffer._writer.write_count,
+        "batch_size": buffer._batch_size,
+        "consume_after_n_samples": uses_of(buffer._sampler),
+    }
 
 
 def saved_parts(
-    buffer: ReplayBuffer, storage: Storage, path: str | os.PathLike[str]
+    buffer: ReplayBuffer, path: str | os.PathLike[str] | None, *, by_identity: bool = False
 ) -> dict[str, Any]:
-    """Return the parts of a save. Large parts are read later.
+    """Return the parts of a save. The caller holds the lock.
 
-    The caller holds the lock.
+    Args:
+        path: the directory of the save, which reads large parts later. None for copies of all.
+        by_identity: leave out rows that another file or directory keeps unchanged.
     """
     rewind(buffer)
-    writer = buffer._writer.state_dict()
+    storage, writer = buffer._storage, buffer._writer.state_dict()
+    identity = storage.identity if by_identity else None
+    sampler = saved_sampler(buffer._sampler, tracked=None if path is None else storage)
+    transforms = buffer._chain.state_dict()
+    if path is None:
+        sampler, transforms = copy.deepcopy(sampler), copy.deepcopy(transforms)
     pace = {} if buffer._pace is None else {"pace": buffer._pace.state()}
-    return {
+    rest = {
         **pace,
-        # Only the state may hold views of rows, because any other view counts as a possible
-        # change.
-        "storage": content_to_save(storage, path).to_state(tracked=True),
         "writer": writer,
-        "sampler": saved_sampler(buffer._sampler, tracked=storage),
-        "transforms": buffer._chain.state_dict(),
+        "sampler": sampler,
+        "transforms": transforms,
         "generator": generator_state(buffer._generator),
     }
+    if identity is not None:
+        return {"storage": {"identity": identity}, **rest}
+    if path is None:
+        return {"storage": storage.state_dict(), **rest}
+    # Only the state may hold views of rows, because any other view counts as a possible change.
+    return {"storage": content_to_save(storage, path).to_state(tracked=True), **rest}
+
+
+def part_reader(
+    saved: Checkpoint, buffer: ReplayBuffer, prefix: str = "", *, mmap: bool
+) -> Callable[..., Any]:
+    """Return a function that reads a part of a buffer, or returns a default.
+
+    Args:
+        prefix: the prefix of the names of the buffer's parts.
+        mmap: leave tables of the writer and the sampler in the files.
+    """
+
+    def part(which: str, *default: Any) -> Any:
+        name = prefix + which
+        if default and name not in saved:
+            return default[0]
+        if which == "storage" and not _has_identity(saved.manifest["parts"].get(name)):
+            return saved.part(name, mapped=["groups"])
+        if which in ("writer", "sampler") and mmap:
+            return saved.part(name, mapped=getattr(buffer, which).mapped_entries)
+        return saved.part(name)
+
+    return part
+
+
+def read_state(
+    buffer: ReplayBuffer,
+    part: Callable[..., Any],
+    path: str | os.PathLike[str] | None,
+    *,
+    mapped: bool = False,
+    check: Callable[[Content], Content] | None = None,
+) -> BufferState:
+    """Return the saved state of a buffer. The caller holds the lock.
+
+    Args:
+        part: a function that returns a part by its name, or a default.
+        path: the directory of the checkpoint; None for a state dict.
+        mapped: whether rows stay in the files of the checkpoint.
+        check: a function that checks the rows before hooks change them.
+
+    Raises:
+        ValueError: the state is not that of such a storage.
+        CheckpointError: the state is damaged.
+    """
+    head, storage = part("storage"), buffer._storage
+    if path is None and not isinstance(head, Mapping):
+        raise ValueError(f"expected the state of a storage, got {type(head).__name__}")
+    content, rows, same = None, None, _has_identity(head)
+    if same:
+        _check_identity(storage.identity, head["identity"])
+    elif path is None:
+        rows = dict(head)
+        content = storage.content_of(rows)
+    else:
+        try:
+            content = Content.from_state(head)
+        except ValueError as error:
+            raise CheckpointError(f"the rows in {path} are damaged: {error}") from None
+        if mapped:
+            check_mappable(storage)
+        content = content_after_load(storage, content if check is None else check(content))
+    return BufferState(
+        content,
+        rows,
+        part("writer"),
+        part("sampler"),
+        part("transforms"),
+        part("generator"),
+        part("prepared", []),
+        mapped=mapped and not same,
+        same_rows=same,
+        pace=part("pace", None),
+    )
+
+
+def _has_identity(head: object) -> bool:
+    """Return whether a saved state only identifies the rows."""
+    return isinstance(head, Mapping) and "identity" in head
+
+
+def _check_identity(own: Any, saved: Any) -> None:
+    """Raise ValueError if a storage lacks rows that were not saved."""
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"expected the identity of a data set, got {saved!r}")
+    same = isinstance(own, Mapping) and set(own) == set(saved)
+    for key, value in saved.items() if same else ():
+        there = own[key]
+        tensors = [isinstance(item, torch.Tensor) for item in (value, there)]
+        same = same and (
+            torch.equal(value, there) if all(tensors) else not any(tensors) and value == there
+        )
+    if not same:
+        found = (
+            "one that was edited, or no data set"
+            if own is None
+            else "another data set, or other episodes of it"
+        )
+        raise ValueError(
+            "expected the data set that the ensemble was saved with, whose rows are not "
+            f"in the checkpoint; got {found}"
+        )
 
 
 def load_checkpoint(
@@ -427,58 +559,47 @@ def load_checkpoint(
     with deferred, (MappedCheckpoint if mmap else Checkpoint)(path, version) as saved:
         if checked:
             saved.verify(wait=mmap)
-        head = saved.part("storage", mapped=["groups"])
-        late = (buffer._writer.mapped_entries, buffer._sampler.mapped_entries) if mmap else ((), ())
+        part = part_reader(saved, buffer, mmap=mmap)
+        head = part("storage")  # before the lock is taken
         with buffer._locked() as storage:
+
+            def check(content: Content) -> Content:
+                # Files may be verified after the copy, because no reader uses that memory yet.
+                if checked and not mmap and storage.checks_before_load:
+                    return replace(content, check=saved.verify)
+                if checked and not mmap:
+                    saved.verify()
+                return content
+
+            def given(which: str, *default: Any) -> Any:
+                return head if which == "storage" else part(which, *default)
+
             try:
-                content = Content.from_state(head)
-            except ValueError as error:
+                state = read_state(buffer, given, path, mapped=mmap, check=check)
+            except CheckpointError:
                 if checked:
                     saved.verify()  # names the damaged file
-                raise CheckpointError(f"the rows in {path} are damaged: {error}") from None
-            if checked and not mmap:
-                # Files may be verified after the copy, because no reader uses that memory yet.
-                if storage.checks_before_load:
-                    content = replace(content, check=saved.verify)
-                else:
-                    saved.verify()
-            content = content_after_load(storage, content)
-            writer = saved.part("writer", mapped=late[0])
-            sampler = saved.part("sampler", mapped=late[1])
-            undelivered = saved.part("prepared") if "prepared" in saved else []
-            if of_another_kind(sampler, buffer._sampler):
-                if mmap:  # all of it is needed now
-                    sampler = saved.part("sampler")
-                sampler, undelivered = restarted(buffer._sampler, sampler, content), []
-            apply_state(
-                buffer,
-                BufferState(
-                    content,
-                    None,
-                    writer,
-                    sampler,
-                    saved.part("transforms"),
-                    saved.part("generator"),
-                    undelivered,
-                    mapped=mmap,
-                    pace=saved.part("pace") if "pace" in saved else None,
-                ),
-            )
+                raise
+            if of_another_kind(state.sampler, buffer._sampler):
+                assert state.content is not None
+                sampler = saved.part("sampler") if mmap else state.sampler  # all of it is needed
+                fresh = restarted(buffer._sampler, sampler, state.content)
+                state = replace(state, sampler=fresh, undelivered=[])
+            apply_state(buffer, state)
+
+
+_STATE_NAMES = {"generator": "_rng", "prepared": "_prefetch_state"}
+"""Names of the parts of a buffer in a state dict, if not the name after an underscore."""
 
 
 def state_of(buffer: ReplayBuffer) -> dict[str, Any]:
     """Return a dictionary with copies of everything that ``dumps`` saves."""
-    with buffer._locked(settled=False) as storage:
-        rewind(buffer)
+    with buffer._locked(settled=False):
+        parts = saved_parts(buffer, None)
         return {
-            "_storage": storage.state_dict(),
-            "_sampler": copy.deepcopy(saved_sampler(buffer._sampler)),
-            "_writer": buffer._writer.state_dict(),
-            "_transforms": copy.deepcopy(buffer._chain.state_dict()),
             "_batch_size": buffer._batch_size,
             "_consume_after_n_samples": uses_of(buffer._sampler),
-            "_rng": generator_state(buffer._generator),
-            **({} if buffer._pace is None else {"_pace": buffer._pace.state()}),
+            **{_STATE_NAMES.get(name, f"_{name}"): part for name, part in parts.items()},
         }
 
 
@@ -490,23 +611,12 @@ def load_state(buffer: ReplayBuffer, state_dict: dict[str, Any]) -> None:
     missing = [name for name in names if name not in state_dict]
     if missing:
         raise ValueError(f"expected the entries {list(names)}, missing {missing}")
-    rows = state_dict["_storage"]
-    if not isinstance(rows, Mapping):
-        raise ValueError(f"expected the state of a storage, got {type(rows).__name__}")
-    with buffer._locked() as storage:
-        apply_state(
-            buffer,
-            BufferState(
-                storage.content_of(dict(rows)),
-                rows,
-                state_dict["_writer"],
-                state_dict["_sampler"],
-                state_dict["_transforms"],
-                state_dict["_rng"],
-                state_dict.get("_prefetch_state", []),
-                pace=state_dict.get("_pace"),
-            ),
-        )
+
+    def part(which: str, *default: Any) -> Any:
+        return state_dict.get(_STATE_NAMES.get(which, f"_{which}"), *default)
+
+    with buffer._locked():
+        apply_state(buffer, read_state(buffer, part, None))
 
 
 def pickled_state(buffer: ReplayBuffer) -> dict[str, Any]:

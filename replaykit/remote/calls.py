@@ -14,10 +14,10 @@ from tensordict import is_tensorclass
 from replaykit._compat import is_tensordict
 from replaykit._ray import Carried
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.buffer_dataset import MemberFacts, RemoteRequest
 from replaykit.buffer.component_checks import checked_batch_size
 from replaykit.buffer.components import DataT
 from replaykit.buffer.dataloader import RemoteLoading
+from replaykit.buffer.source import MemberFacts, RemoteRequest
 from replaykit.remote.requests import RemoteResult, Reply, fetch, running_ray
 from replaykit.remote.wire_format import ITSELF, Message, pack, unpack
 from replaykit.storages.save_hooks import check_no_checkpointer

@@ -13,7 +13,8 @@ import torch
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.buffer_dataset import check_loaded
 from replaykit.buffer.deliver import deliver_batch
-from replaykit.ensembles.batch_info import check_stored, facts_of, part_of, readiness_of
+from replaykit.buffer.draw import draw_apart
+from replaykit.buffer.source import BatchStreams, BufferSource, check_hosted, check_stored
 from replaykit.errors import RateLimiterTimeout
 from replaykit.remote.requests import Failed
 from replaykit.remote.wire_format import ITSELF, Message, pack, seal, unpack
@@ -157,6 +158,11 @@ class Host:
         The type of the error is TypeError or ValueError.
         """
         check_loaded(self._buffer)
+        if isinstance(self._buffer, BatchStreams):
+            raise TypeError(
+                "expected a ReplayBuffer that stores rows itself, got "
+                f"{type(self._buffer).__name__}"
+            )
         sampler = self._buffer.sampler
         if sampler.passes:
             raise ValueError(
@@ -174,7 +180,7 @@ class Host:
         generator = torch.Generator().manual_seed(seed)
 
         def made() -> Message:
-            batch = self._buffer._draw(size, generator, numbered=True)
+            batch = draw_apart(self._buffer, size, generator, numbered=True)
             return pack(deliver_batch(self._buffer, batch, None)[0])
 
         return self._with_warnings(made)
@@ -183,28 +189,38 @@ class Host:
 
     @_answering
     def facts(self) -> Message:
-        """Return the state of the buffer that an ensemble needs; see `facts_of`."""
-        return pack(facts_of(self._buffer))
+        """Return the properties of the buffer that a mixture needs."""
+        return pack(self._source().facts)
+
+    def _source(self) -> BufferSource:
+        """Return the buffer as a source.
+
+        Raises:
+            TypeError, ValueError: it cannot be a source of mixtures in other processes.
+        """
+        check_hosted(self._buffer)
+        return BufferSource(self._buffer)
 
     @_answering
     def part(self, rows: list[int], seed: int, known: Any) -> Message:
         """Return the buffer's part of a batch, and its facts unless they are ``known``."""
 
         def made() -> Message:
-            pieces, facts = part_of(self._buffer, rows, seed), facts_of(self._buffer)
-            return pack((pieces, None if facts == known else facts))
+            source = self._source()
+            drawn = source.draw_counts(rows, torch.Generator().manual_seed(seed))
+            return pack((drawn.pieces(None), None if source.facts == known else source.facts))
 
         return self._with_warnings(made)
 
     @_answering
     def readiness(self, rows: int) -> Message:
         """Return the number of rows, and whether the buffer can return ``rows`` now."""
-        return pack(readiness_of(self._buffer, rows))
+        return pack(self._source().ask(rows).result())
 
     @_telling
     def check_stored(self, index: Message) -> None:
         """Raise IndexError if any of these rows is not stored."""
-        check_stored(self._buffer, unpack(index, devices=self._devices))
+        check_stored(self._buffer.storage, unpack(index, devices=self._devices))
 
     # These methods have no arguments, since a first argument takes a tenth of the time of a call.
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 import torch
 
 from replaykit._ray import Carried
-from replaykit.buffer.buffer_dataset import DrawnRows, MemberFacts, Readiness, RemoteRequest
 from replaykit.buffer.component_checks import checked_batch_size
 from replaykit.buffer.components import DataT
 from replaykit.buffer.dataloader import RemoteLoading
 from replaykit.buffer.deliver import should_merge
+from replaykit.buffer.source import DrawnRows, MemberFacts, Readiness, RemoteRequest
 from replaykit.pace import RateLimiter
 from replaykit.sharding.client_updates import Streamed
 from replaykit.sharding.client_writes import ClientSettings
@@ -391,7 +391,6 @@ class ShardLoader(Sampled[DataT], RemoteLoading[DataT]):
             )
         sampler = self._sampler
         return MemberFacts(
-            sampler=type(sampler).__name__,
             info_keys=frozenset(sampler.info_keys),
             prioritized=sampler.prioritized,
             priority_key=self._priority_key,

@@ -18,11 +18,10 @@ from replaykit.buffer.edit import column_of, is_key
 from replaykit.buffer.state import of_another_kind
 from replaykit.buffer.write import store_rows
 from replaykit.checkpoint import Checkpoint
-from replaykit.ensembles.batch_info import check_alike
 from replaykit.samplers import RandomSampler, Sampler
 from replaykit.samplers.priority_rules import importance_weights
 from replaykit.samplers.window_forms import SEQUENCE_ID
-from replaykit.schema import split_leaves
+from replaykit.schema import check_alike, split_leaves
 from replaykit.sharding.protocol import GlobalIndex, ShardDied, ShardPart
 from replaykit.sharding.shard_config import ShardRecipe
 from replaykit.storages import LazyTensorStorage

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, NamedTuple
 import torch
 
 from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.draw import draw_apart
 from replaykit.buffer.prefetch import Draw, DrawnBatch
 from replaykit.declared import MOST, Count, matching, within
 from replaykit.episodes import EPISODES, ROWS, WINDOWS
@@ -99,7 +100,7 @@ class DrawLaw(ABC):
         self, buffer: ReplayBuffer, count: int, terms: Terms, generator: torch.Generator
     ) -> DrawnBatch:
         """Draw ``count`` times with the buffer's sampler."""
-        return buffer._draw(count, generator)
+        return draw_apart(buffer, count, generator)
 
     def values(self, buffer: ReplayBuffer, draw: Draw) -> torch.Tensor | None:
         """Return ``v`` of each draw, float64 on the CPU, or None without priorities."""
@@ -156,7 +157,7 @@ class Windows(DrawLaw):
         self, buffer: ReplayBuffer, count: int, terms: Terms, generator: torch.Generator
     ) -> DrawnBatch:
         with _windows_of(buffer._sampler, terms.length):
-            return buffer._draw(count * terms.length, generator)
+            return draw_apart(buffer, count * terms.length, generator)
 
 
 class Proportional(DrawLaw):
@@ -226,7 +227,7 @@ class ProportionalWindows(Proportional):
         self, buffer: ReplayBuffer, count: int, terms: Terms, generator: torch.Generator
     ) -> DrawnBatch:
         with _windows_of(buffer._sampler, terms.length):
-            return buffer._draw(count * terms.length, generator)
+            return draw_apart(buffer, count * terms.length, generator)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ from replaykit import (
     RandomSampler,
     RateLimiter,
     ReplayBuffer,
-    ReplayBufferEnsemble,
     RoundRobinWriter,
     SamplerWithoutReplacement,
     SliceSampler,
@@ -354,7 +353,6 @@ def test_second_iteration_ends_the_first() -> None:
 
 
 REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-    (TypeError, "ReplayBufferEnsemble", lambda: BufferDataset(ReplayBufferEnsemble(filled()), 4)),
     (TypeError, "expected a ReplayBuffer", lambda: BufferDataset([1, 2], 1)),  # type: ignore[arg-type]
     (TypeError, "rank and world_size", lambda: filled().dataloader(rank=0)),
     (ValueError, "below world_size", lambda: filled().dataloader(rank=2, world_size=2)),

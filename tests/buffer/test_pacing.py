@@ -151,7 +151,7 @@ def test_invalid_rate_limiters_and_capacities_are_refused() -> None:
     rb = paced(RateLimiter.queue(9), 9)
     with pytest.raises(ValueError, match="capacity of 8"):
         rb.set_storage(LazyTensorStorage(8))
-    with pytest.raises(ValueError, match="member 1 without a rate limiter"):
+    with pytest.raises(ValueError, match="member 1: expected a buffer without a rate limiter"):
         ReplayBufferEnsemble(ReplayBuffer(), rb)
 
 

@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, RateLimiter, ReplayBuffer
+from replaykit.buffer import deliver
 from replaykit.errors import RateLimiterTimeout
 from replaykit.pace import SAMPLE
 from tests.storages.sharing import another
@@ -163,7 +164,7 @@ def test_killed_waiting_process_does_not_block_others(
 def die_in(rb: ReplayBuffer, call: str) -> None:
     """Is killed when it has been let go on and has not come to its end."""
     if call == "sample":
-        rb._next = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        deliver.next_batch = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
         rb.sample(4)
     else:
         rb._writer.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore

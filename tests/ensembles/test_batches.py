@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 
 from replaykit import Cast, LazyStackStorage, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
-from replaykit.ensembles.batch_info import BatchParts, stacked
+from replaykit.mixture.joining import BatchParts, stacked
 from tests.ensembles.members import check_rows, make_member, rows_of
 
 

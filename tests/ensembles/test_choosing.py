@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from replaykit.ensembles.ensemble_storage import chosen
+from replaykit.mixture.member_parts import chosen
 
 
 @pytest.mark.parametrize(

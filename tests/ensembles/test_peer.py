@@ -58,9 +58,9 @@ def test_members_are_drawn_as_often_as_by_torchrl() -> None:
 def test_indexing_equals_torchrl() -> None:
     mine, theirs = (made(library, p=[1, 2, 5]) for library in (replaykit, peer))
     for ensemble in (mine, theirs):
-        assert len(ensemble) == 3
-        assert len(ensemble[1:]) == 2
-        assert len(ensemble[torch.tensor([0, 2])]) == 2
+        assert len(ensemble.storage) == 3
+        assert len(ensemble[1:].storage) == 2
+        assert len(ensemble[torch.tensor([0, 2])].storage) == 2
         assert len(ensemble[[0, 2]].sampler) == 2
     assert torch.equal(mine[:, 3]["id"], theirs[:, 3]["id"])
     assert torch.equal(mine[:, 2:4]["id"], theirs[:, 2:4]["id"])

@@ -76,7 +76,6 @@ def test_parts_take_the_same_indices_as_the_ensemble() -> None:
     assert int(storages[1, 4]["id"]) == STRIDE + 4
     assert [int(row["id"]) for row in storages[:, 4]] == [4, STRIDE + 4, 2 * STRIDE + 4]
     assert [storage is ensemble[i].storage for i, storage in enumerate(storages)] == [True] * 3
-    assert (2 in storages, 3 in storages) == (True, False)
     for part in (storages, samplers, writers):
         with pytest.raises(TypeError):
             part[0.5]
@@ -89,10 +88,6 @@ def test_generations_are_those_of_each_member() -> None:
     ensemble = ReplayBufferEnsemble(*members, sample_from_all=True)
     batch = ensemble.sample(8)
     assert batch["index_generation"].tolist() == [[0] * 4, [1] * 4]
-    untracked = ensemble.writer.generations_of(batch["index"])
-    assert (untracked == -1).all()
-    with pytest.raises(ValueError, match="one shape"):
-        ensemble.writer.generations_of({"index": torch.zeros(3), "buffer_ids": torch.zeros(2)})
 
 
 def test_selection_leaves_the_ensemble_as_it_is() -> None:

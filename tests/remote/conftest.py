@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from replaykit import LazyTensorStorage, RayReplayBuffer
+from replaykit.buffer.components import set_chain
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def rb(shared: RayReplayBuffer) -> RayReplayBuffer:
 def _renew(buffer: Any) -> None:
     from replaykit import RandomSampler
 
-    buffer._set_transforms(type(buffer.transform)())
+    set_chain(buffer, type(buffer.transform)())
     buffer.set_storage(LazyTensorStorage(50))
     buffer.set_sampler(RandomSampler())
     buffer.set_rng(torch.Generator().manual_seed(0))

@@ -31,7 +31,6 @@ from replaykit import (
     RoundRobinWriter,
     SamplerWithoutReplacement,
     Sequence,
-    StorageEnsemble,
     TensorDictMaxValueWriter,
     TensorStorage,
 )
@@ -419,8 +418,6 @@ def test_consuming_sampler_refuses_incompatible_options(
 
 
 def test_consuming_sampler_refuses_incompatible_storages() -> None:
-    with pytest.raises(TypeError, match="list or tensor storage"):
-        ReplayBuffer(storage=StorageEnsemble(LazyTensorStorage(4)), sampler=ConsumingSampler())
     rb = consuming()
     for part, error in (
         (lambda: rb.set_writer(TensorDictMaxValueWriter()), TypeError),

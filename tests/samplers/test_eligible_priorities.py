@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import Compose, LazyTensorStorage, ListStorage, PrioritizedSampler, ReplayBuffer
+from replaykit.buffer.components import set_chain
 from replaykit.episodes import CountLaw, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
 from replaykit.samplers.priority_draws import EligiblePriorities
@@ -279,7 +280,7 @@ def test_a_late_update_does_not_bring_a_row_back() -> None:
     assert set(rb.sample(200)["index"].tolist()) == {3, 0}
     rb.update_priority(torch.tensor([1, 2]), torch.tensor([100.0, 100.0]))
     assert set(rb.sample(200)["index"].tolist()) == {3, 0}
-    rb._set_transforms(Compose())
+    set_chain(rb, Compose())
     assert set(rb.sample(2000)["index"].tolist()) == {0, 1, 2, 3}
 
 

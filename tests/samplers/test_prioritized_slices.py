@@ -22,6 +22,7 @@ from replaykit import (
     SliceSampler,
     TensorDictMaxValueWriter,
 )
+from replaykit.buffer.components import set_chain
 from replaykit.episodes import Needs
 from replaykit.errors import NotEnoughData
 from replaykit.transforms import NStep, StackFrames
@@ -318,7 +319,7 @@ class Looking(HistoryTransform):
 
 def test_starts_respect_needs_of_transforms(follows: Any) -> None:
     rb = slices(12, 2)
-    rb._set_transforms(Compose(Looking(past=2, open_future=1)))
+    set_chain(rb, Compose(Looking(past=2, open_future=1)))
     init = torch.zeros(12, 1, dtype=torch.bool)
     rb.extend(steps([0, 0, 0, 0, 0, 1] + [0] * 6, is_init=init))
     p = torch.arange(1.0, 13.0)

@@ -39,7 +39,7 @@ def learn(batch: TensorDict) -> torch.Tensor:
     return batch["next", "reward"].mean()
 
 
-def train(rb: ReplayBuffer, steps: int) -> float:
+def train(rb: ReplayBuffer | ReplayBufferEnsemble, steps: int) -> float:
     """Any buffer of TensorDicts, whatever its components."""
     total = 0.0
     for _ in range(steps):

@@ -2,71 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from replaykit._compat import TensorDict
-from replaykit.ensembles.ensemble_storage import StorageEnsemble, check_members, chosen, rows_in
+from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.source import BufferSource, Readiness
 from replaykit.errors import NotEnoughData
-from replaykit.registry import entry_of
-from replaykit.samplers import Sampler, SampleUnit, Transition
+from replaykit.mixture.member_parts import StorageEnsemble, check_members, check_parts, chosen
+from replaykit.samplers import Sampler
 from replaykit.samplers.window_measures import integers, uniform
 from replaykit.storages import Storage
-
-__all__ = [
-    "COUNTS",
-    "SIZE",
-    "Choice",
-    "Members",
-    "SamplerEnsemble",
-    "SamplerPairs",
-    "checked_weights",
-    "exact",
-    "filled",
-    "laid_out",
-    "multinomial",
-    "naming_member",
-    "requests",
-]
-
-
-class SamplerPairs:
-    """Samplers and their storages as the members among which to choose."""
-
-    def __init__(self, samplers: Sequence[Sampler], storage: Storage) -> None:
-        if not isinstance(storage, StorageEnsemble):
-            raise TypeError(f"expected a StorageEnsemble, got {type(storage).__name__}")
-        if len(storage) != len(samplers):
-            raise ValueError(f"expected {len(samplers)} storages, got {len(storage)}")
-        self.samplers, self.storages = samplers, storage.storages
-
-    def size(self, member: int) -> int:
-        """Return the number of rows of a member."""
-        return rows_in(self.storages[member])
-
-    def ready(self, member: int, rows: int) -> bool:
-        """Return whether a member can return ``rows`` rows now."""
-        sampler, storage = self.samplers[member], self.storages[member]
-        if sampler.consumes:
-            return sampler.left(storage) >= rows  # fewer rows would not fill a part
-        return sampler.can_sample(storage, rows)
-
-    def refuse(self, member: int, rows: int) -> NoReturn:
-        """Raise the error of a member that cannot return its rows."""
-        self.draw(member, rows)  # raises the member's error
-        raise NotEnoughData(f"member {member}: expected {rows} rows, but it cannot return them now")
-
-    def draw(self, member: int, rows: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Draw with the sampler of a member; its errors name the member."""
-        try:
-            index, info = self.samplers[member].sample(self.storages[member], rows)
-        except Exception as error:
-            raise naming_member(error, member) from error
-        return torch.stack(index, -1) if isinstance(index, tuple) else index, info
+from replaykit.writers import ImmutableDatasetWriter
 
 
 def naming_member(error: Exception, member: int | str) -> Exception:
@@ -84,110 +36,13 @@ def naming_member(error: Exception, member: int | str) -> Exception:
         return error
 
 
-def laid_out(
-    members: Sequence[int],
-    rows: int,
-    drawn: dict[int, list[tuple[torch.Tensor, dict[Any, Any]]]],
-) -> tuple[Any, dict[Any, Any]]:
-    """Return the draws of members part by part, in the order of the choice.
-
-    Args:
-        members: the member of each part.
-        rows: number of rows per part.
-        drawn: draws by member, each an index and its info. Together a member's draws have the rows
-            of its parts.
-    """
-    lanes = {draws[0][0].shape[1:] for draws in drawn.values()}
-    if len(lanes) > 1:
-        raise RuntimeError(
-            "expected members whose rows have indices of one shape; only a ReplayBufferEnsemble "
-            "puts members with and without lanes into one batch"
-        )
-    shared = set.intersection(*(set(info) for draws in drawn.values() for _, info in draws))
-    shared = {
-        key
-        for key in shared
-        if all(_of_rows(info[key], len(index)) for draws in drawn.values() for index, info in draws)
-    }
-    pieces: dict[int, list[Any]] = {}
-    for member, draws in drawn.items():
-        index = torch.cat([index for index, _ in draws])
-        infos = {key: torch.cat([info[key] for _, info in draws]) for key in shared}
-        parts = [*index.split(rows)]
-        by_part: dict[Any, Any] = {key: value.split(rows) for key, value in infos.items()}
-        pieces[member] = [
-            (part, {key: value[i] for key, value in by_part.items()})
-            for i, part in enumerate(parts)
-        ]
-    turn = {member: iter(parts) for member, parts in pieces.items()}
-    laid = [next(turn[member]) for member in members]
-    index = torch.stack([part for part, _ in laid])
-    ids = torch.tensor(members, dtype=torch.int64, device=index.device)
-    info = {key: torch.stack([each[key] for _, each in laid]) for key in shared}
-    return TensorDict({"index": index, "buffer_ids": ids}, [len(laid)]), info
-
-
-def _of_rows(value: Any, rows: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
-
-
-T = TypeVar("T")
-
-
-def requests(sampler: Sampler, unit: SampleUnit | None, times: int, rows: int) -> list[int]:
-    """Return the number of rows to request from a member in each draw.
-
-    A sampler that draws any number of single rows draws all rows in one draw. A sampler of windows,
-    or a custom sampler, makes one draw per part, because its windows may depend on the count of
-    requested rows.
-    """
-    entry = entry_of(type(sampler))
-    single = entry is not None and entry.single_rows and (unit is None or type(unit) is Transition)
-    if single and not getattr(sampler, "drop_last", False):
-        return [times * rows]
-    return [rows] * times
-
-
-def filled(
-    wanted: int, draw: Callable[[int], tuple[T, int, bool]], sampler: Sampler | None
-) -> list[T]:
-    """Return draws that together have the wanted number of rows.
-
-    A draw may be short if it ends a pass over the member. The next pass then provides the rest.
-
-    Args:
-        draw: a function that draws a number of rows. It returns the draw, its number of rows, and
-            whether it ended a pass.
-        sampler: the sampler of the member; None for an ensemble.
-
-    Raises:
-        ValueError: a draw is short for another reason, or the missing rows are not a whole number
-            of slices.
-    """
-    draws: list[T] = []
-    left = wanted
-    while left:
-        drawn, rows, ended = draw(left)
-        draws.append(drawn)
-        left -= rows
-        if left > 0 and not (ended and rows):
-            raise ValueError(
-                f"expected {wanted} rows, got {wanted - left}: windows of different lengths do not "
-                "fill a part of a batch; use strict ones, or pad_output=True"
-            )
-        if left > 0 and _by_number(sampler):
-            raise ValueError(
-                f"expected {wanted} rows, got {wanted - left} at the end of a pass, and with "
-                "num_slices= the rest is not a whole number of slices; use slice_len="
-            )
-        if left < 0:
-            raise ValueError(f"expected {wanted} rows, got {wanted - left}")
-    return draws
-
-
-def _by_number(sampler: Sampler | None) -> bool:
-    slicing = getattr(sampler, "_slicing", None)
-    return slicing is not None and slicing.size.num_slices is not None
+@contextlib.contextmanager
+def member_named(member: int | str) -> Iterator[None]:
+    """Make errors inside the context name the member."""
+    try:
+        yield
+    except Exception as error:
+        raise naming_member(error, member) from error
 
 
 Array = np.ndarray[Any, Any]
@@ -295,17 +150,47 @@ class Choice(NamedTuple):
     possible: frozenset[int]
 
 
-class Members(Protocol):
-    """The members among which to choose, with the data that the choice needs."""
+class Candidates:
+    """The sources among which to choose.
+
+    Args:
+        sources: the sources.
+        generator: the source of randomness of their draws.
+        answers: answers of remote sources, by number. Remote sources without an answer count as
+            ready, because their readiness is requested during the draws.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Any],
+        generator: torch.Generator | None,
+        answers: Mapping[int, Readiness] | None = None,
+    ) -> None:
+        self._sources, self._generator, self._answers = sources, generator, answers or {}
 
     def size(self, member: int) -> int:
         """Return the number of rows of a member."""
+        answer = self._answers.get(member)
+        return int(self._sources[member].size) if answer is None else answer.size
 
     def ready(self, member: int, rows: int) -> bool:
         """Return whether a member can return ``rows`` rows now."""
+        answer, source = self._answers.get(member), self._sources[member]
+        if answer is None:
+            return source.remote or bool(source.ready(rows))
+        return answer.ready
 
-    def refuse(self, member: int, rows: int) -> NoReturn:
-        """Raise the error of a member that cannot return its rows."""
+    def require(self, members: Iterable[int], rows: int) -> None:
+        """Raise the error of the first member that cannot return ``rows`` rows."""
+        for member in members:
+            if not self.ready(member, rows):
+                with member_named(member):
+                    self._sources[member].refuse(rows, self._generator)
+
+
+def is_of_rows(value: Any, rows: int) -> bool:
+    """Return whether a value is a tensor with one entry per row."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
 
 
 class SamplerEnsemble(Sampler):
@@ -361,16 +246,10 @@ class SamplerEnsemble(Sampler):
         counts: str | None = None,
         unready: str = "raise",
     ) -> None:
-        if not samplers:
-            raise ValueError("expected at least one sampler, got none")
-        for number, sampler in enumerate(samplers):
-            if not isinstance(sampler, Sampler):
-                raise TypeError(
-                    f"expected member {number} as a Sampler, got {type(sampler).__name__}"
-                )
+        check_parts(Sampler, samplers)
         super().__init__()
         self._samplers = samplers
-        self._buffers: tuple[Any, ...] | None = None
+        self._sources: Sequence[Any] | None = None
         self._ended: frozenset[int] = frozenset()
         for name, value, known in (
             ("counts", counts, (None, *COUNTS)),
@@ -389,18 +268,24 @@ class SamplerEnsemble(Sampler):
         self.num_buffer_sampled = num_buffer_sampled
         self._p = checked_weights(p, len(samplers))
 
-    def attach_members(self, buffers: Sequence[Any]) -> None:
-        """Use the current samplers of these buffers as the members."""
-        self._buffers = tuple(buffers)
+    def follow(self, sources: Sequence[Any]) -> None:
+        """Use the current samplers of these sources as the members."""
+        self._samplers, self._sources = (), sources
+
+    def alone(self) -> SamplerEnsemble:
+        """Return a copy without members. ``follow`` sets them."""
+        other = copy.copy(self)
+        other.follow(())
+        return other
 
     # -- options --------------------------------------------------------------------------------
 
     @property
     def samplers(self) -> tuple[Sampler, ...]:
         """The samplers of the members."""
-        if self._buffers is None:
+        if self._sources is None:
             return self._samplers
-        return tuple(buffer.sampler for buffer in self._buffers)
+        return tuple(source.sampler for source in self._sources)
 
     @property
     def p(self) -> Any:
@@ -453,7 +338,7 @@ class SamplerEnsemble(Sampler):
     # -- drawing --------------------------------------------------------------------------------
 
     def choose(
-        self, batch_size: int, members: Members, generator: torch.Generator | None
+        self, batch_size: int, members: Candidates, generator: torch.Generator | None
     ) -> Choice:
         """Choose the member of each part of a batch.
 
@@ -469,17 +354,17 @@ class SamplerEnsemble(Sampler):
             )
         rows = batch_size // parts
         if self._sample_from_all:
-            self._require(list(range(count)), rows, members)
+            members.require(range(count), rows)
             return Choice(list(range(count)), rows, frozenset(range(count)))
         weights, possible = self._chances(rows, members)
         if self._unready == "raise":
-            self._require(possible, rows, members)
+            members.require(possible, rows)
         law = exact if self._counts == "exact" else multinomial
         found = law(weights, parts, count, generator).tolist()
         return Choice(found, rows, frozenset(possible))
 
     def _chances(
-        self, rows: int, members: Members
+        self, rows: int, members: Candidates
     ) -> tuple[np.ndarray[Any, Any] | None, list[int]]:
         """Return the weights of members, and the members with a weight above 0.
 
@@ -501,12 +386,7 @@ class SamplerEnsemble(Sampler):
             require_any(weights)
         return weights, possible
 
-    def _require(self, possible: Sequence[int], rows: int, members: Members) -> None:
-        for member in possible:
-            if not members.ready(member, rows):
-                members.refuse(member, rows)
-
-    def can_choose(self, batch_size: int, members: Members) -> bool:
+    def can_choose(self, batch_size: int, members: Candidates) -> bool:
         """Return whether ``choose`` would succeed and the members could then draw."""
         parts = self.num_buffer_sampled
         if batch_size % parts:
@@ -532,7 +412,7 @@ class SamplerEnsemble(Sampler):
             self._ended = frozenset()
         return self._ran_out
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+    def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Choose members and draw rows with their samplers.
 
         Returns:
@@ -545,35 +425,56 @@ class SamplerEnsemble(Sampler):
             ValueError: the storage has another number of members; also as for ``choose``.
             RuntimeError: a batch has members with and without lanes.
         """
-        members = SamplerPairs(self.samplers, storage)
-        choice = self.choose(batch_size, members, self.generator)
-        drawn: dict[int, list[tuple[torch.Tensor, dict[Any, Any]]]] = {}
-        ended = set()
-        for member in sorted(set(choice.members)):
-            sampler, times = members.samplers[member], choice.members.count(member)
-            if self.generator is not None:
-                sampler.generator = self.generator
-
-            def draw(rows: int, member: int = member) -> tuple[Any, int, bool]:
-                index, info = members.draw(member, rows)
-                return (index, info), len(index), members.samplers[member].ran_out
-
-            found = []
-            for rows in requests(sampler, None, times, choice.rows):
-                for index, info in filled(rows, draw, sampler):
-                    found.append((index, info))
-                    if sampler.ran_out:
-                        ended.add(member)
-            drawn[member] = found
+        sources = self._paired(storage)
+        choice = self.choose(batch_size, Candidates(sources, self.generator), self.generator)
+        parts = []
+        for member in choice.members:
+            with member_named(member):
+                parts.append(sources[member].draw(1, choice.rows, self.generator))
+        ended = {n for n, part in zip(choice.members, parts, strict=True) if part.ran_out}
         self.mark_ended(ended, choice.possible)
-        return laid_out(choice.members, choice.rows, drawn)
+        draws = [[batch.draw for batch in part.batches] for part in parts]
+        indices = [torch.cat([draw.index for draw in each]) for each in draws]
+        if len({index.shape for index in indices}) > 1:
+            raise RuntimeError(
+                "expected members whose rows have indices of one shape; only a "
+                "ReplayBufferEnsemble puts members with and without lanes into one batch"
+            )
+        ids = torch.tensor(choice.members, dtype=torch.int64, device=indices[0].device)
+        every = [draw for each in draws for draw in each]
+        info = {
+            key: torch.stack([torch.cat([draw.info[key] for draw in each]) for each in draws])
+            for key in set.intersection(*(set(draw.info) for draw in every))
+            if all(is_of_rows(draw.info[key], len(draw.index)) for draw in every)
+        }
+        return TensorDict({"index": torch.stack(indices), "buffer_ids": ids}, [len(parts)]), info
 
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+    def _paired(self, storage: Any) -> list[BufferSource]:
+        """Return buffers of the samplers and storages as sources."""
+        if not isinstance(storage, StorageEnsemble):
+            raise TypeError(f"expected a StorageEnsemble, got {type(storage).__name__}")
+        if len(storage) != len(self):
+            raise ValueError(f"expected {len(self)} storages, got {len(storage)}")
+        sources = []
+        for number, (sampler, one) in enumerate(zip(self.samplers, storage, strict=True)):
+            if not isinstance(one, Storage):
+                raise RuntimeError(
+                    f"expected rows of this process in member {number}; a draw of a remote member "
+                    "is only possible through its handle, ensemble[i], or with the whole ensemble"
+                )
+            buffer = sampler.owner
+            if buffer is None or buffer._storage is not one:
+                writer = ImmutableDatasetWriter()
+                buffer = ReplayBuffer(storage=one, sampler=sampler, writer=writer)
+            sources.append(BufferSource(buffer))
+        return sources
+
+    def can_sample(self, storage: Any, batch_size: int) -> bool:
         """Return whether ``sample`` would succeed now.
 
         It would succeed if every member that can be chosen is ready.
         """
-        return self.can_choose(batch_size, SamplerPairs(self.samplers, storage))
+        return self.can_choose(batch_size, Candidates(self._paired(storage), self.generator))
 
     # -- members --------------------------------------------------------------------------------
 
@@ -583,40 +484,22 @@ class SamplerEnsemble(Sampler):
         samplers = self.samplers
         if isinstance(numbers, int):
             return samplers[numbers]
-        return self.of(numbers, [samplers[number] for number in numbers])
+        return SamplerEnsemble(*(samplers[number] for number in numbers), **self.arguments(numbers))
 
-    def of(self, numbers: list[int], samplers: Sequence[Sampler]) -> SamplerEnsemble:
-        """Return an ensemble of some of the members, with their weights.
-
-        Raises:
-            ValueError: none of these members has a positive weight.
-        """
-        p = self._p[numbers] if isinstance(self._p, torch.Tensor) else self._p
-        return SamplerEnsemble(
-            *samplers,
-            p=p,
-            sample_from_all=self._sample_from_all,
-            num_buffer_sampled=None if self._sample_from_all else self._parts,
-            counts=None if self._sample_from_all else self._counts,
-            unready=self._unready,
-        )
+    def arguments(self, numbers: list[int]) -> dict[str, Any]:
+        """Return the arguments of a SamplerEnsemble like this one, of some of the members."""
+        everyone = self._sample_from_all
+        return {
+            "p": self._p[numbers].tolist() if isinstance(self._p, torch.Tensor) else self._p,
+            "sample_from_all": everyone,
+            "num_buffer_sampled": None if everyone else self._parts,
+            "counts": None if everyone else self._counts,
+            "unready": self._unready,
+        }
 
     def __len__(self) -> int:
         """Return the number of members."""
-        return len(self._samplers if self._buffers is None else self._buffers)
-
-    def empty(self) -> None:
-        """Follow the removal of all rows, also in the members."""
-        super().empty()
-        self._ended = frozenset()
-        for sampler in self.samplers:
-            sampler.empty()
-
-    def alone(self) -> SamplerEnsemble:
-        """Return a copy without members. ``attach_members`` then sets them."""
-        other = copy.copy(self)
-        other._samplers, other._buffers = (), ()
-        return other
+        return len(self._samplers if self._sources is None else self._sources)
 
     # -- state ----------------------------------------------------------------------------------
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,38 +12,12 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup, new_tensordict
-from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.buffer_dataset import DrawnRows, MemberFacts, Readiness
-from replaykit.ensembles.ensemble_core import EnsembleCore
-from replaykit.ensembles.ensemble_sampler import filled, requests
-from replaykit.errors import SchemaError
+from replaykit.buffer.source import MemberFacts
+from replaykit.mixture.choosing import is_of_rows
 from replaykit.samplers.window_forms import MASK
-from replaykit.storages.indexing import check_range
-from replaykit.structure import Branch, Leaf, Node, Path, assembler, flatten, leaf_paths
+from replaykit.schema import check_alike
+from replaykit.structure import assembler, flatten
 from replaykit.ted import format_key
-
-__all__ = [
-    "IDS",
-    "INDEX",
-    "INNER",
-    "PLACES",
-    "BatchParts",
-    "InfoSpec",
-    "check_member",
-    "check_stored",
-    "facts_of",
-    "flat_rows",
-    "joined",
-    "length_of",
-    "merged",
-    "part_of",
-    "piece_of",
-    "put_back_marks",
-    "readiness_of",
-    "select",
-    "sliced",
-    "stacked",
-]
 
 _LARGE_BYTES = 2**20
 """Size from which ``join`` copies rows per member, once instead of twice."""
@@ -203,48 +177,6 @@ def _device(pieces: Sequence[tuple[int, Any]]) -> torch.device | None:
     return said.pop() if len(said) == 1 else None
 
 
-def check_alike(one: tuple[int, Node], other: tuple[int, Node]) -> None:
-    """Raise SchemaError if the samples of two members differ in their contents.
-
-    The classes, the order of keys, and the constants of containers may differ. A batch takes them
-    from the first sample.
-    """
-    (first, tree), (second, found) = one, other
-    known, there = dict(leaf_paths(tree)), dict(leaf_paths(found))
-    lines = [
-        f"key {format_key(path) if path else '(root)'}: {_said(known.get(path))} and "
-        f"{_said(there.get(path))}"
-        for path in sorted(set(known) | set(there), key=str)
-        if known.get(path) != there.get(path)
-    ]
-    if not lines and not _same_kinds(tree, found):
-        lines.append("containers of other kinds")
-    if lines:
-        raise SchemaError(
-            "expected equal keys, shapes and dtypes in all samples, got others in those of members "
-            f"{first} and {second}: {'; '.join(lines)}. Choose common keys with keys=, or give the "
-            "members transforms, or a collate_fn="
-        )
-
-
-def _said(leaf: Leaf | None) -> str:
-    return "nothing" if leaf is None else str(leaf)
-
-
-def _same_kinds(one: Node, other: Node, path: Path = ()) -> bool:
-    """Return whether two trees with the same leaves have the same kinds of containers."""
-    if isinstance(one, Leaf) or isinstance(other, Leaf):
-        return isinstance(one, Leaf) and isinstance(other, Leaf)
-    if one.kind != other.kind or one.extra != other.extra:
-        return False
-    return _children_alike(one, other)
-
-
-def _children_alike(one: Branch, other: Branch) -> bool:
-    theirs = dict(other.children)
-    return all(part in theirs and _same_kinds(child, theirs[part]) for part, child in one.children)
-
-
 def sliced(pieces: Sequence[tuple[int, Any]], places: BatchParts) -> list[Any]:
     """Return the rows of each part, in the order of the parts."""
     by_member: dict[int, list[Any]] = {}
@@ -291,22 +223,7 @@ INDEX = ("index", "index")
 IDS = ("index", "buffer_ids")
 """The key of the member of a row."""
 
-INNER = ("index", "inner_ids")
-"""The key of members in nested ensembles, ``[..., depth]``; -1 for no member."""
-
-PLACES = (INDEX, IDS, INNER)
-
 _GENERATION = "index_generation"
-
-
-def info_keys(member: Any) -> frozenset[Any]:
-    """Return the info keys that a member's samples always have.
-
-    The index and the marks of ends are not included.
-    """
-    if isinstance(member, EnsembleCore):
-        return frozenset().union(*(info_keys(one) for one in member._members))
-    return frozenset((*member.sampler.info_keys, *member._sample_unit.info_keys))
 
 
 _Fill = Callable[[dict[Any, Any], torch.Tensor], torch.Tensor]
@@ -334,7 +251,7 @@ def put_back_marks(data: Any, info: dict[Any, Any]) -> Any:
     if not is_tensordict(data):
         return data
     for key in list(info):
-        if key in _FILLS or key in PLACES or key == _GENERATION:
+        if key in _FILLS or key in (INDEX, IDS, _GENERATION):
             continue
         path = key if isinstance(key, tuple) else (key,)
         there = lookup(data, path)
@@ -348,76 +265,42 @@ def put_back_marks(data: Any, info: dict[Any, Any]) -> Any:
     return data
 
 
-def index_width(member: Any) -> int:
-    """Return the number of coordinates of an index in a member; 1 without lanes."""
-    if isinstance(member, EnsembleCore):
-        return max(map(index_width, member._members))
-    return int(member.storage.ndim)
+def joint(facts: Sequence[MemberFacts], *, ordered: bool) -> MemberFacts:
+    """Return the properties that rows of members with these properties have in common.
 
-
-def depth(member: Any) -> int:
-    """Return the number of levels of ensembles in a member; 0 for a buffer."""
-    return 1 + max(map(depth, member._members)) if isinstance(member, EnsembleCore) else 0
-
-
-def weight_dtype(members: Iterable[Any]) -> torch.dtype:
-    """Return the dtype of ``priority_weight`` in a batch of these members."""
-    found = torch.float32
-    for member in members:
-        if isinstance(member, EnsembleCore):
-            known = weight_dtype(member._members)
-        else:
-            known = getattr(member.sampler, "dtype", found)
-        found = torch.promote_types(found, known)
-    return found
-
-
-@dataclass(frozen=True)
-class InfoSpec:
-    """The info that rows of every batch have, for any choice of members.
-
-    Attributes:
-        keys: the info keys of members, without index and generations.
-        width: number of coordinates in an index.
-        depth: number of columns of ``("index", "inner_ids")``; 0 without this key.
-        weights: dtype of ``priority_weight``.
+    Args:
+        ordered: whether the rows are transformed in the order of delivery in any case.
     """
+    return MemberFacts(
+        info_keys=frozenset().union(*(one.info_keys for one in facts)),
+        prioritized=any(one.prioritized for one in facts),
+        priority_key=(),
+        width=max(one.width for one in facts),
+        weights=functools.reduce(torch.promote_types, (one.weights for one in facts)),
+        single=False,
+        ordered=ordered or any(one.ordered for one in facts),
+    )
 
-    keys: frozenset[Any]
-    width: int
-    depth: int
-    weights: torch.dtype
 
-    @classmethod
-    def of(cls, members: Sequence[Any]) -> InfoSpec:
-        """Return the specification for an ensemble of these members."""
-        return cls(
-            frozenset().union(*map(info_keys, members)),
-            max(map(index_width, members)),
-            max(map(depth, members)),
-            weight_dtype(members),
-        )
+def with_defaults(info: dict[Any, Any], rows: int, facts: MemberFacts) -> dict[Any, Any]:
+    """Return the info of a member's rows, with the keys of other members added.
 
-    def fill(self, info: dict[Any, Any], rows: int) -> dict[Any, Any]:
-        """Return the info of a member's rows, with the keys of other members added.
-
-        Args:
-            info: the info from the member, and the index of the rows.
-            rows: number of rows per part. Sequences are numbered from 0 in each part.
-        """
-        index = info[INDEX]
-        missing = [key for key in self.keys if key not in info and key in _FILLS]
-        if missing:
-            row = torch.arange(len(index), device=index.device) % rows
-            info = {**info, **{key: _FILLS[key](info, row) for key in missing}}
-        for key in (INDEX, "anchor_index"):
-            if self.width > 1 and key in info:
-                info[key] = _as_wide(info[key], self.width)
-        if self.depth:
-            info[INNER] = _as_wide(info.get(INNER, index.new_empty((len(index), 0))), self.depth)
-        if "priority_weight" in self.keys:
-            info["priority_weight"] = info["priority_weight"].to(self.weights)
-        return info
+    Args:
+        info: the info from the member, and the index of the rows.
+        rows: number of rows per part. Sequences are numbered from 0 in each part.
+        facts: the common properties of all members.
+    """
+    index = info[INDEX]
+    missing = [key for key in facts.info_keys if key not in info and key in _FILLS]
+    if missing:
+        row = torch.arange(len(index), device=index.device) % rows
+        info = {**info, **{key: _FILLS[key](info, row) for key in missing}}
+    for key in (INDEX, "anchor_index"):
+        if facts.width > 1 and key in info:
+            info[key] = _as_wide(info[key], facts.width)
+    if "priority_weight" in facts.info_keys:
+        info["priority_weight"] = info["priority_weight"].to(facts.weights)
+    return info
 
 
 def joined(
@@ -437,7 +320,7 @@ def joined(
         if key == INDEX:
             continue
         values: list[Any] = [info.get(key) for info in infos]
-        if not all(map(_of_rows, values, lengths)):
+        if not all(map(is_of_rows, values, lengths)):
             continue
         if len({(value.dtype, value.shape[1:]) for value in values}) == 1:
             found[key] = places.join(_there(infos, key, home))
@@ -491,85 +374,3 @@ def _as_wide(numbers: torch.Tensor, width: int) -> torch.Tensor:
         return columns
     room = columns.new_full((len(columns), width - columns.shape[1]), -1)
     return torch.cat([columns, room], 1)
-
-
-def _of_rows(value: Any, rows: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
-
-
-def check_member(buffer: Any) -> None:
-    """Raise TypeError or ValueError if a remote buffer cannot be a member."""
-    if isinstance(buffer, EnsembleCore) or not isinstance(buffer, ReplayBuffer):
-        raise TypeError(
-            "expected a ReplayBuffer that stores rows itself in the actor of a member, got "
-            f"{type(buffer).__name__}; make its members members of the ensemble"
-        )
-    if buffer._rate_limiter is not None:
-        raise ValueError(
-            "expected a buffer without a rate limiter, which does not see draws of an ensemble, "
-            f"got {buffer._rate_limiter!r}"
-        )
-    if buffer.sampler.passes or buffer.sampler.consumes:
-        raise ValueError(
-            "expected a sampler that draws with replacement in an actor, got a "
-            f"{type(buffer.sampler).__name__}: it could not roll back draws that are not delivered"
-        )
-
-
-def facts_of(buffer: Any) -> MemberFacts:
-    """Return the properties of a buffer that an ensemble needs.
-
-    Raises:
-        As for `check_member`.
-    """
-    check_member(buffer)
-    sampler = buffer.sampler
-    return MemberFacts(
-        sampler=type(sampler).__name__,
-        info_keys=info_keys(buffer),
-        prioritized=sampler.prioritized,
-        priority_key=buffer._priority_key,
-        width=buffer.storage.ndim,
-        weights=weight_dtype([buffer]),
-        single=len(requests(sampler, buffer._sample_unit, 2, 1)) == 1,
-        ordered=buffer.transform.ordered,
-    )
-
-
-def readiness_of(buffer: Any, rows: int) -> Readiness:
-    """Return the number of rows of a buffer, and whether it can return ``rows`` now."""
-    return Readiness(len(buffer.storage), buffer.can_sample(rows))
-
-
-def part_of(buffer: Any, rows: list[int], seed: int) -> list[DrawnRows]:
-    """Make one draw per entry of ``rows``; do not affect the buffer's own draws."""
-    check_member(buffer)
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(count: int) -> tuple[Any, int, bool]:
-        batch = buffer._draw(count, generator)
-        return batch, len(batch.draw.anchors), batch.draw.ran_out
-
-    draws = [one for count in rows for one in filled(count, draw, buffer.sampler)]
-    return [piece_of(buffer, batch) for batch in draws]
-
-
-def piece_of(buffer: Any, batch: Any) -> DrawnRows:
-    """Transform the rows of a draw; return them along dimension 0."""
-    data, info = buffer._finish(batch)
-    if batch.arrival is not None:
-        batch.arrival.order()
-    if batch.stack_dim:
-        data = data.transpose(0, batch.stack_dim)
-    return DrawnRows(data, info)
-
-
-def check_stored(buffer: Any, index: torch.Tensor) -> None:
-    """Raise IndexError if a row of an index is not stored.
-
-    The index is ``[K]`` or ``[K, ndim]``. An entry -1 is not checked.
-    """
-    storage = buffer.storage
-    cells = index.reshape(len(index), -1)
-    for column, limit in enumerate((storage.ledger.length, *storage.lanes)):
-        check_range(cells[:, column], -1, limit)
