@@ -71,11 +71,6 @@ from replaykit.priorities import (
     MinSegmentTree,
     SumSegmentTree,
 )
-from replaykit.remote import (
-    RayReplayBuffer,
-    RayReplayBufferClient,
-    RemoteResult,
-)
 from replaykit.samplers.consuming import (
     ConsumingSampler,
 )
@@ -110,12 +105,6 @@ from replaykit.samplers.staleness import (
 from replaykit.samplers.uniform import (
     RandomSampler,
     SamplerWithoutReplacement,
-)
-from replaykit.sharding import (
-    ShardedClient,
-    ShardedReplayBuffer,
-    ShardedResult,
-    ShardLoss,
 )
 from replaykit.storages.lists import (
     LazyStackStorage,

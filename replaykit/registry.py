@@ -39,7 +39,7 @@ class Entry(NamedTuple):
         kind: category of the name. Names of one kind form one table in the docs.
         module: path of the module that defines the name, below ``replaykit``.
         law: for a sampler that shards can use, the law that divides its draws among the shards. It
-            is a key of ``replaykit.sharding.shard_config.LAWS``.
+            is a key of ``replaykit.distributed.shard_config.LAWS``.
         single_rows: True for a sampler that draws any number of single rows at once. An ensemble
             then requests all parts of a batch from a member in one draw.
     """
@@ -141,14 +141,14 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("StorageEnsemble", "ensemble", "mixture"),
     Entry("SamplerEnsemble", "ensemble", "mixture"),
     Entry("WriterEnsemble", "ensemble", "mixture"),
-    Entry("RayReplayBuffer", "remote", "remote"),
-    Entry("RayReplayBufferClient", "remote", "remote"),
-    Entry("RemoteResult", "remote", "remote"),
+    Entry("RayReplayBuffer", "remote", "distributed"),
+    Entry("RayReplayBufferClient", "remote", "distributed"),
+    Entry("RemoteResult", "remote", "distributed"),
     Entry("DEFAULT_REMOTE_CLASS_CONFIG", "constant", "_ray"),
-    Entry("ShardedReplayBuffer", "shards", "sharding"),
-    Entry("ShardedClient", "shards", "sharding"),
-    Entry("ShardedResult", "shards", "sharding"),
-    Entry("ShardLoss", "shards", "sharding"),
+    Entry("ShardedReplayBuffer", "shards", "distributed"),
+    Entry("ShardedClient", "shards", "distributed"),
+    Entry("ShardedResult", "shards", "distributed"),
+    Entry("ShardLoss", "shards", "distributed"),
     # Tools
     Entry("VectorSteps", "environment", "environments"),
     Entry("transition", "environment", "environments"),

@@ -43,9 +43,9 @@ from replaykit.declared import (
     vector,
     within,
 )
+from replaykit.distributed.shard_config import OwnState, SavedHead, ShardsState
 from replaykit.pace.waiting import LimiterCounts
 from replaykit.samplers.priority_rules import SavedPriorities
-from replaykit.sharding.shard_config import OwnState, SavedHead, ShardsState
 from tests.checkpoint.values import plain
 
 INT64S = Annotated[Any, vector(torch.int64)]

@@ -20,7 +20,7 @@ import replaykit
 _LOAD = """
 from replaykit import registry
 for name, entry in registry.exports("replaykit").items():
-    if entry.module.partition(".")[0] not in ("datasets", "remote", "sharding"):
+    if entry.module.partition(".")[0] not in ("datasets", "distributed"):
         getattr(replaykit, name)
 """
 """What needs no more than torch and tensordict."""

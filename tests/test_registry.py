@@ -15,8 +15,8 @@ import replaykit
 from replaykit import registry
 from replaykit.buffer.source import draws_single_rows
 from replaykit.datasets import BaseDatasetExperienceReplay, Layout
+from replaykit.distributed.shard_config import LAWS, law_of
 from replaykit.samplers import PrioritizedSampler, RandomSampler, Sampler
-from replaykit.sharding.shard_config import LAWS, law_of
 from tests.generated import ROOT, TABLES, generated, with_tables
 
 PACKAGE = Path(replaykit.__file__).parent

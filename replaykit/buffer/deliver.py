@@ -157,14 +157,17 @@ def _over_rows(value: torch.Tensor, batch: torch.Size, dim: int) -> torch.Tensor
     return value.reshape(*shape, *value.shape[1:]).expand(*batch, *value.shape[1:]).clone()
 
 
-def should_merge(include_info: bool | None) -> bool:
-    """Return whether to put the info into the batch; if not, warn the caller's caller."""
+def should_merge(include_info: bool | None, depth: int = 3) -> bool:
+    """Return whether to put the info into the batch; if not, warn the caller's caller.
+
+    ``depth``: number of frames up to that caller.
+    """
     if include_info is None or include_info:
         return True
     warnings.warn(
         "include_info=False is deprecated; drop the keys from the batch instead",
         DeprecationWarning,
-        stacklevel=3,
+        stacklevel=depth,
     )
     return False
 

@@ -227,6 +227,7 @@ class LimiterQueue:
     Args:
         limiter: the rate limiter.
         folder: the folder of counts that processes share; None for separate counts in this process.
+        pause: seconds between polls for changes without a notification, without a folder.
 
     Example:
         >>> from replaykit.pace import INSERT, SAMPLE, LimiterQueue, RateLimiter
@@ -238,9 +239,11 @@ class LimiterQueue:
         (False, True, {'inserts': 2, 'samples': 0})
     """
 
-    def __init__(self, limiter: RateLimiter, folder: Path | None = None) -> None:
+    def __init__(
+        self, limiter: RateLimiter, folder: Path | None = None, *, pause: float = _ALONE
+    ) -> None:
         self.limiter = limiter
-        self._folder = folder
+        self._folder, self._pause = folder, pause
         self._closed = False
         self._start()
 
@@ -339,7 +342,7 @@ class LimiterQueue:
                         return False
             if left <= 0:
                 raise self.late(side, count, there, timeout)
-            pause = _ALONE
+            pause = self._pause
             if self._folder is not None:
                 pause = _PAUSES[min(looks, len(_PAUSES) - 1)]
             self._changed.wait(min(left, pause))

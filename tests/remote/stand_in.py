@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from replaykit import RayReplayBufferClient, ReplayBuffer
-from replaykit.remote.host import Host
+from replaykit.distributed.host import Host
 
 __all__ = ["Actor", "Ray", "client_of", "failing", "no_answer", "stand_in"]
 
@@ -27,11 +27,18 @@ class _GetTimeoutError(Exception):
     pass
 
 
+class _ObjectLostError(Exception):
+    pass
+
+
 class Ray:
-    """What `replaykit.remote.requests` uses of Ray; references are functions."""
+    """What `replaykit.distributed.requests` uses of Ray; references are functions."""
 
     exceptions = SimpleNamespace(
-        RayTaskError=_TaskError, RayActorError=_ActorError, GetTimeoutError=_GetTimeoutError
+        RayTaskError=_TaskError,
+        RayActorError=_ActorError,
+        GetTimeoutError=_GetTimeoutError,
+        ObjectLostError=_ObjectLostError,
     )
 
     def is_initialized(self) -> bool:
@@ -47,9 +54,9 @@ class Ray:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has handles use this in the place of Ray."""
-    monkeypatch.setattr("replaykit.remote.requests.ray_module", Ray)
+    monkeypatch.setattr("replaykit.distributed.requests.ray_module", Ray)
     monkeypatch.setattr(
-        "replaykit.remote.write_queue._PENDING", {}
+        "replaykit.distributed.write_queue._PENDING", {}
     )  # those of others have a real Ray
 
 
@@ -58,7 +65,7 @@ class Actor:
 
     Attributes:
         buffer: the buffer in it.
-        called: names of the methods called, in their order.
+        called: names of the methods called, and of functions on the buffer, in their order.
         busy: what is asked for meanwhile has no answer yet.
     """
 
@@ -71,7 +78,7 @@ class Actor:
 
     def __getattr__(self, name: str) -> Any:
         def remote(*args: Any, **keywords: Any) -> Any:
-            self.called.append(name)
+            self.called.append(args[0].__name__ if name == "apply" else name)
             if self.busy:
                 return no_answer
             try:

@@ -19,8 +19,8 @@ from replaykit import (
     ReplayBuffer,
     SamplerWithoutReplacement,
 )
+from replaykit.distributed.write_queue import MOST_UNDER_WAY
 from replaykit.errors import ActorLost
-from replaykit.remote.write_queue import MOST_UNDER_WAY
 from tests.conftest import make_rows
 from tests.ray_cluster import RAY_MARKS
 

@@ -24,9 +24,9 @@ from replaykit import (
     RoundRobinWriter,
     SamplerWithoutReplacement,
 )
+from replaykit.distributed import ray_buffer
+from replaykit.distributed.host import Host
 from replaykit.errors import SchemaError
-from replaykit.remote import ray_buffer
-from replaykit.remote.host import Host
 from replaykit.testing import RoboHiveWriter, make_trial
 from tests.conftest import make_rows
 from tests.ray_cluster import RAY_MARKS

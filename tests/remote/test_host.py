@@ -15,11 +15,11 @@ from replaykit import (
     ReplayBuffer,
     SamplerWithoutReplacement,
 )
+from replaykit.distributed import host as module
+from replaykit.distributed.host import Host
+from replaykit.distributed.requests import unpack_reply
+from replaykit.distributed.wire_format import pack, unpack
 from replaykit.errors import SchemaError
-from replaykit.remote import host as module
-from replaykit.remote.host import Host
-from replaykit.remote.requests import unpack_reply
-from replaykit.remote.wire_format import pack, unpack
 from tests.conftest import make_rows
 
 

@@ -17,7 +17,7 @@ from replaykit import (
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
 )
-from replaykit.remote.host import Host
+from replaykit.distributed.host import check_loader
 from tests.conftest import make_rows
 from tests.remote.stand_in import Actor, client_of, stand_in
 
@@ -56,7 +56,7 @@ def test_streams_follow_from_a_seed_and_leave_the_buffer_alone(
     again = handle.dataloader(steps=3, seed=1)
     again.load_state_dict({**again.state_dict(), "step": 2})
     assert drawn(again) == first[2:]
-    assert actor.called.count("draw") == 1  # what was delivered before is not drawn again
+    assert actor.called.count("draw_seeded") == 1  # what was delivered before is not drawn again
     actor.buffer.shutdown()
 
 
@@ -96,9 +96,8 @@ def test_loader_refuses_unsupported_configurations(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="empty"):
         next(iter(handle().dataloader(4)))
     member = Actor(storage=LazyTensorStorage(40)).buffer
-    ensemble = Host(lambda: ReplayBufferEnsemble(member, member), {})
     with pytest.raises(TypeError, match="stores rows itself"):
-        ensemble.check_loader()
+        check_loader(ReplayBufferEnsemble(member, member))
 
 
 @pytest.mark.skipif(

@@ -67,8 +67,8 @@ def test_a_buffer_in_an_actor_is_a_member(far: Any) -> None:
     assert batch["index", "buffer_ids"][:, 0].tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
     check_rows(batch)
     # One message for the rows of all parts, and none that waits before it.
-    assert handle._actor.called[-1] == "part"
-    assert handle._actor.called.count("part") == 1
+    assert handle._actor.called[-1] == "part_and_facts"
+    assert handle._actor.called.count("part_and_facts") == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
 
 from replaykit import LazyTensorStorage, ReplayBuffer
-from replaykit.remote.wire_format import ITSELF, pack, unpack
+from replaykit.distributed.wire_format import ITSELF, pack, unpack
 from tests.conftest import make_rows
 
 

@@ -57,7 +57,7 @@ def test_samples_and_writes_wait_for_each_other_in_the_actor(
         assert handle.sample(timeout=60).shape == (4,)
     with pytest.raises(RateLimiterTimeout):
         _repeat(5, lambda: rb.extend(make_rows(40, 8), timeout=0.5))
-    monkeypatch.setattr("replaykit.remote.ray_buffer._SETTLING_SECONDS", 0.1)
+    monkeypatch.setattr("replaykit.distributed.ray_buffer._SETTLING_SECONDS", 0.1)
     rb.extend_async(make_rows(48, 8))
     with pytest.raises(RuntimeError, match="wait for samples"):
         rb.close()

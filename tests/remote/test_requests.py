@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from asyncio import wrap_future
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from replaykit.remote.requests import RemoteResult, Reply, RequestQueue
-from replaykit.remote.wire_format import pack
-from tests.remote.stand_in import Ray
+from replaykit.distributed.requests import RequestQueue
 
 
 class Answer:
@@ -218,7 +213,7 @@ def test_batch_that_arrives_as_a_wait_ends_is_the_next(error: BaseException) -> 
     assert ahead.next() == "drawn"
 
 
-# -- without waiting, and where there is no order ---------------------------------------------
+# -- without waiting --------------------------------------------------------------------------
 
 
 def test_error_of_an_early_request_reaches_no_other_request() -> None:
@@ -237,68 +232,3 @@ def test_error_of_an_early_request_reaches_no_other_request() -> None:
     assert second.is_ready()
     assert second.get() == second.get() == 3
     assert ahead.next() == 4
-
-
-def some_come(replies: list[Any], timeout: float | None) -> Any:
-    """As `replies.first_come`, without Ray."""
-    found = next((reply for reply in replies if reply.there), None)
-    assert found is not None or timeout is not None, "would wait for ever"
-    return found
-
-
-def test_any_order_returns_first_answer_that_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that others overtook in the actor holds up nobody, and is not lost."""
-    monkeypatch.setattr("replaykit.remote.requests.first_come", some_come)
-    actor = Actor()
-    ahead = RequestQueue(actor.request, depth=2, any_order=True)
-    later = ahead.take()
-    actor.sent[2].say("third")
-    assert later.is_ready()
-    assert later.get() == "third"
-    with pytest.raises(TimeoutError):
-        ahead.next(timeout=0.0)
-    actor.sent[1].say("second")
-    assert ahead.next() == "second"
-    actor.sent[3].say(ValueError("not this one"))
-    with pytest.raises(TimeoutError):
-        ahead.next(timeout=0.0)  # what failed was asked for before
-    actor.sent[0].say("first")
-    assert ahead.next(timeout=0.0) == "first"
-    assert len(actor.sent) == 6
-
-
-def test_coroutine_gets_first_answer_that_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ref(Future[list[Any]]):
-        """Of Ray: a coroutine awaits it, and it has a future."""
-
-        def future(self) -> Future[list[Any]]:
-            return self
-
-        def __await__(self) -> Any:
-            return wrap_future(self).__await__()
-
-    class Some(Ray):
-        def wait(self, refs: list[Any], **_: Any) -> Any:
-            done = [ref for ref in refs if ref.done()]
-            return done[:1], [ref for ref in refs if ref not in done[:1]]
-
-    monkeypatch.setattr("replaykit.remote.requests.ray_module", Some)
-    sent: list[Ref] = []
-
-    def request(_: int) -> list[Reply]:
-        sent.append(Ref())
-        return [Reply(sent[-1])]
-
-    ahead = RequestQueue(request, depth=2, any_order=True)
-
-    async def both() -> list[Any]:
-        waiting = [RemoteResult(ahead.take()) for _ in range(2)]
-        asyncio.get_running_loop().call_later(0.01, sent[3].set_result, pack("fourth"))
-        asyncio.get_running_loop().call_later(0.02, sent[1].set_result, pack("second"))
-        return list(await asyncio.wait_for(asyncio.gather(*map(_awaited, waiting)), 30))
-
-    assert sorted(asyncio.run(both())) == ["fourth", "second"]
-
-
-async def _awaited(result: RemoteResult) -> Any:
-    return await result

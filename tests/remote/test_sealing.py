@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer
-from replaykit.remote.wire_format import ITSELF, opened, pack, seal, unpack
+from replaykit.distributed.wire_format import ITSELF, opened, pack, seal, unpack
 from tests.conftest import make_rows
 from tests.remote.test_packing import VALUES, check
 

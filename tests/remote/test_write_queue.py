@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from replaykit.distributed import write_queue as module
+from replaykit.distributed.requests import Reply, one_of
+from replaykit.distributed.write_queue import MOST_UNDER_WAY, WriteQueue, leave_all
 from replaykit.errors import ActorLost
-from replaykit.remote import write_queue as module
-from replaykit.remote.requests import Reply, one_of
-from replaykit.remote.write_queue import MOST_UNDER_WAY, WriteQueue, leave_all
 from tests.remote.stand_in import Ray, failing, no_answer, stand_in
 
 
@@ -22,18 +22,20 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def write_queue() -> WriteQueue:
     """One whose writes all fail, with what was written."""
 
-    def call(name: str, data: Any, keywords: Any) -> Any:
-        return failing(ValueError(f"write {data}"))
+    return WriteQueue(actor=object())
 
-    return WriteQueue(lambda counts, rows: None, call, actor=object())
+
+def fails(number: int) -> Any:
+    """What sends a write that fails."""
+    return lambda: Reply(failing(ValueError(f"write {number}")))
 
 
 def test_each_unread_error_is_raised_once() -> None:
     """In the order of the writes, one by whatever call comes next."""
     box = write_queue()
     for number in range(3):
-        box.put("add", number, {})
-    box.put("add", 3, {}).seen = True  # somebody has asked
+        box.put(fails(number))
+    box.put(fails(3)).seen = True  # somebody has asked
     for number in range(3):
         with pytest.raises(ValueError, match=f"write {number}"):
             box.flush()
@@ -44,7 +46,7 @@ def test_each_error_is_raised_in_one_thread_only() -> None:
     """Of many threads that look at once, none is told of the error of another."""
     box, told = write_queue(), []
     for number in range(MOST_UNDER_WAY):
-        box.put("add", number, {})
+        box.put(fails(number))
     start = threading.Barrier(4)
 
     def look() -> None:
@@ -67,7 +69,7 @@ def test_closing_reports_all_unread_errors() -> None:
     """The first, with the others in its text, each kind of them once."""
     box = write_queue()
     for number in (0, 1, 1, 1):
-        box.put("add", number, {})
+        box.put(fails(number))
     failed, unanswered = leave_all(None, box.actor)
     assert unanswered == 0
     found = one_of(failed)
@@ -95,15 +97,15 @@ def test_pending_writes_outlive_their_handle(
     monkeypatch.setattr(module, "_looked_at", [2])
     actor, here, largest = object(), len(module._PENDING), 0
     for _ in range(50):
-        box = WriteQueue(lambda counts, rows: None, lambda *_: lambda: [0, None], actor=actor)
-        box.put("add", 0, {})
+        box = WriteQueue(actor=actor)
+        box.put(lambda: Reply(lambda: [0, None]))
         largest = max(largest, len(module._PENDING) - here)
     assert 1 <= largest <= 6
     assert leave_all(None, actor) == ([], 0)
     assert len(module._PENDING) <= here
     failing_box = write_queue()
     failing_box.actor = actor
-    failing_box.put("add", 0, {})
+    failing_box.put(fails(0))
     failing_box.poll()
     del failing_box
     assert [str(error) for error in leave_all(None, actor)[0]] == ["write 0"]
@@ -113,8 +115,8 @@ def test_closing_reports_writes_lost_with_the_actor() -> None:
     def lost() -> Any:
         raise Ray.exceptions.RayActorError("killed")
 
-    box = WriteQueue(lambda counts, rows: None, lambda *_: lost, actor=object())
-    box.put("add", 0, {})
+    box = WriteQueue(actor=object())
+    box.put(lambda: Reply(lost))
     (error,), unanswered = leave_all(None, box.actor)
     assert type(error) is ActorLost
     assert unanswered == 0
@@ -124,9 +126,9 @@ def test_program_exit_warns_of_lost_writes(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "_PENDING", {})
     monkeypatch.setattr(module, "_AT_EXIT_SECONDS", 0.0)
     box = write_queue()
-    box.put("add", 7, {})
-    silent = WriteQueue(lambda counts, rows: None, lambda *_: no_answer)
-    silent.put("add", 0, {})
+    box.put(fails(7))
+    silent = WriteQueue(actor=object())
+    silent.put(lambda: Reply(no_answer))
     with pytest.warns(RuntimeWarning, match=r"ValueError: write 7; TimeoutError: 1 messages"):
         module._leave_at_exit()
     assert not module._PENDING
@@ -145,7 +147,7 @@ def test_waiting_for_an_answer_does_not_block_other_threads(
                 raise self.exceptions.GetTimeoutError
             return [0, "there"]
 
-    monkeypatch.setattr("replaykit.remote.requests.ray_module", Slow)
+    monkeypatch.setattr("replaykit.distributed.requests.ray_module", Slow)
     reply = Reply(object())
     first = threading.Thread(target=reply.get, daemon=True)
     first.start()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from replaykit import LazyTensorStorage, ReplayBuffer, ShardedReplayBuffer
-from replaykit.sharding.shard_config import ShardRecipe
+from replaykit.distributed.shard_config import ShardRecipe
 
 
 @pytest.fixture

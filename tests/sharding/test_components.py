@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from replaykit import (
     StackFrames,
     Transform,
 )
+from replaykit.distributed.host import Host
+from replaykit.distributed.shard_server import ShardHolder
+from replaykit.distributed.wire_format import pack
 from replaykit.errors import SchemaError
-from replaykit.sharding.protocol import encoded
-from replaykit.sharding.shard_server import ShardHolder
 from tests.sharding.laws import chi_square, counts, episodes
 
 
@@ -53,6 +54,7 @@ class ShardlessRay:
     def __init__(self) -> None:
         self.running, self.killed, self.fails = False, 0, False
         self.within: float | None = None
+        self.exceptions = importlib.import_module("ray.exceptions")
 
     def __getattr__(self, name: str) -> Any:  # .remote(...) of what there is: all are one
         return self
@@ -70,7 +72,7 @@ class ShardlessRay:
         self.within = timeout
         if self.fails:
             raise RuntimeError("no shards today")
-        return True, []
+        return []
 
     def kill(self, actor: Any, *, no_restart: bool) -> None:
         self.killed += 1
@@ -83,7 +85,7 @@ class ShardlessRay:
 def test_ray_keeps_running(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """Others may have come to use it since it was started for the shards."""
     pytest.importorskip("ray", reason="needs the extra `ray`")
-    from replaykit.sharding.shards import RaySupervisor
+    from replaykit.distributed.shards import RaySupervisor
 
     ray = ShardlessRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
@@ -103,7 +105,7 @@ def test_shards_have_their_time_to_start(monkeypatch: pytest.MonkeyPatch, recipe
     pytest.importorskip("ray", reason="needs the extra `ray`")
     from ray.exceptions import GetTimeoutError
 
-    from replaykit.sharding.shards import RaySupervisor
+    from replaykit.distributed.shards import RaySupervisor
 
     class Full(ShardlessRay):
         def get(self, ref: Any, timeout: float | None = None) -> Any:
@@ -122,15 +124,12 @@ def test_shards_have_their_time_to_start(monkeypatch: pytest.MonkeyPatch, recipe
 
 def test_actor_answers_with_the_error_of_its_creation(recipe: Any) -> None:
     """Its own type and text, not those of an actor that has died."""
-    from replaykit.sharding.shards import _ShardActor
-
     holder = ShardHolder(recipe(), 0)
     holder.save_own()
     holder.close()
-    went_well, error = asyncio.run(_ShardActor(recipe(), 0, 0).call("facts", encoded(())))
-    assert not went_well
-    assert isinstance(error, FileExistsError)
-    assert "another buffer" in str(error)
+    host = Host(ShardHolder, {"recipe": recipe(), "shard": 0})
+    with pytest.raises(FileExistsError, match="another buffer"):
+        host.ask("facts", pack(()))
 
 
 def test_transforms_change_rows_in_their_shards(sharded: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import PrioritizedSampler, ShardLoss
+from replaykit.distributed.protocol import Losses, ShardFacts
+from replaykit.distributed.shard_server import ShardHolder
 from replaykit.sharding import ShardLossWarning
-from replaykit.sharding.protocol import Losses, ShardFacts, encoded
 
 
 def numbered(first: int, count: int) -> TensorDict:
@@ -232,28 +233,25 @@ def test_a_save_that_fails_is_logged_and_tried_again(
 
 
 def test_saver_of_an_actor_survives_errors(
-    recipe: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
+    recipe: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from replaykit.sharding.shards import _ShardActor
+    tries: list[int] = []
+    save = ShardHolder.save_own
 
-    async def watched() -> None:
-        actor = _ShardActor(recipe(0.0), 0, 0)
-        holder, tries = actor._holder, []
-
-        def fails() -> None:
-            tries.append(1)
+    def fails_twice(holder: ShardHolder) -> None:
+        tries.append(1)
+        if len(tries) <= 2:
             raise ValueError("odd rows")
+        save(holder)
 
-        holder.save_own, save = fails, holder.save_own  # type: ignore[method-assign]
-        await actor.call("facts", encoded(()))
-        while len(tries) < 2:
-            await asyncio.sleep(0.01)
-        holder.save_own = save  # type: ignore[method-assign]
-        while not (tmp_path / "shard-00000" / "manifest.json").exists():
-            await asyncio.sleep(0.01)
-        actor._saver.cancel()
-
-    asyncio.run(asyncio.wait_for(watched(), 30))
+    monkeypatch.setattr(ShardHolder, "save_own", fails_twice)
+    holder = ShardHolder(recipe(0.0), 0, saves=True)
+    until = time.monotonic() + 30
+    while not (tmp_path / "shard-00000" / "manifest.json").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    holder.close()
+    assert len(tries) >= 3
     assert "odd rows" in caplog.text
 
 

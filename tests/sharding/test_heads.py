@@ -11,9 +11,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from replaykit.distributed.shard_config import ShardRecipe
+from replaykit.distributed.shard_server import SavedShard
 from replaykit.errors import CheckpointError
-from replaykit.sharding.shard_config import ShardRecipe
-from replaykit.sharding.shard_server import SavedShard
 
 
 def numbered(first: int, count: int) -> TensorDict:

@@ -23,10 +23,10 @@ from replaykit import (
     ReplayBuffer,
     SliceSampler,
 )
+from replaykit.distributed import sharded_buffer
+from replaykit.distributed.shard_pacing import ShardsPace
 from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.pace import INSERT
-from replaykit.sharding import sharded_buffer
-from replaykit.sharding.shard_pacing import LocalPace
 from tests.pace.calls import counts, numbers, started
 
 
@@ -50,7 +50,7 @@ def went(call: Callable[..., Any], *args: Any, timeout: float = 0.0) -> bool:
 @pytest.fixture(params=[False, True])
 def far(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts here, or elsewhere: then shards are asked beside them."""
-    monkeypatch.setattr(LocalPace, "far", request.param)
+    monkeypatch.setattr(ShardsPace, "far", request.param)
 
 
 @pytest.mark.usefixtures("far")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from typing import Any
 
 import pytest
 
 from replaykit import RateLimiter
+from replaykit.distributed import shard_pacing, shards
+from replaykit.distributed.protocol import ShardDied, ShardFacts, ShardSilent
+from replaykit.distributed.shard_pacing import ActorPace, ShardCounts, ShardsPace
+from replaykit.distributed.shards import ShardReply, Supervisor
 from replaykit.errors import RateLimiterTimeout
 from replaykit.pace import INSERT, SAMPLE
-from replaykit.sharding import shard_pacing
-from replaykit.sharding.protocol import ShardFacts
-from replaykit.sharding.shard_pacing import Paced, ShardCounts, ShardsPace
 
 
 def facts(rows: int, version: int = 0, written: int | None = None) -> ShardFacts:
@@ -54,27 +56,18 @@ def test_rows_of_a_shard_that_died_count_once() -> None:
     assert (pace.size(), pace.stats()["inserts"]) == (9, 22)
 
 
-class Desk(Paced):
-    """A supervisor of shards that say what they are told to."""
-
-    silent = dead = -1
+class Desk(ActorPace):
+    """The rights of clients, over shards that say what they are told to."""
 
     def __init__(self, limiter: RateLimiter, shards: int = 2) -> None:
-        self.facts = [facts(0)] * shards
-        self._shards = [type("Shard", (), {"shard": n, "incarnation": 0}) for n in range(shards)]
-        self._begin_pace(limiter, self.facts)
-
-    async def _facts(self, shard: Any) -> ShardFacts:
-        if shard.shard == self.silent:
-            await asyncio.Event().wait()
-        if shard.shard == self.dead:
-            raise ConnectionError("has died")
-        return self.facts[shard.shard]
+        self.reports: list[ShardCounts] = []
+        self.counts = ShardsPace(limiter, [facts(0)] * shards, lambda: self.reports)
+        super().__init__(self.counts, asyncio.to_thread)
 
     async def known(self, client: str) -> asyncio.Future[None]:
         """Has a client known; what it gives ends when its process does."""
         lives: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await self.pace_watch(client, [lives])
+        await self.watch(client, [lives])
         return lives
 
     async def until(self, changed: Any) -> None:
@@ -96,54 +89,37 @@ def test_rights_of_dead_clients_are_returned() -> None:
     async def test(desk: Desk) -> None:
         lives = await desk.known("a")
         await desk.known("b")
-        assert await desk.pace_admit("a", 0, INSERT, 3, 0.0, None) == (True, 0)
-        assert await desk.pace_admit("b", 0, INSERT, 2, 0.0, None) == (True, -1)
-        waits = asyncio.create_task(desk.pace_admit("b", 1, INSERT, 2, 20.0, None))
-        too = asyncio.create_task(desk.pace_admit("a", 1, INSERT, 2, 20.0, None))
+        assert await desk.admit("a", 0, INSERT, 3, 0.0, None) == 0
+        assert await desk.admit("b", 0, INSERT, 2, 0.0, None) == -1
+        waits = asyncio.create_task(desk.admit("b", 1, INSERT, 2, 20.0, None))
+        too = asyncio.create_task(desk.admit("a", 1, INSERT, 2, 0.3, None))
         await asyncio.sleep(0.01)
         assert not waits.done()
-        desk.facts = [facts(1, version=1), facts(0)]  # which nobody was told of
+        desk.reports = [ShardCounts(0, 0, 1, 1, 1)]  # which nobody was told of
         lives.set_exception(ConnectionError("its owner has died"))
-        assert 0 < (await waits)[1] < 20
-        assert await too == (True, -1)
-        assert await desk.pace_admit("a", 2, INSERT, 1, 0.0, None) == (True, None)
-        assert await desk.pace_admit("b", 2, INSERT, 2, 0.0, None) == (True, -1)
-        assert await desk.pace_admit("b", 3, INSERT, 1, 0.0, None) == (True, 0)
-        assert desk._counts is not None
-        assert desk._counts.stats()["inserts"] == 1
+        waited = await waits
+        assert waited is not None
+        assert 0 < waited < 20
+        assert await too == -1
+        assert await desk.admit("a", 2, INSERT, 1, 0.0, None) is None
+        assert await desk.admit("b", 2, INSERT, 2, 0.0, None) == -1
+        assert await desk.admit("b", 3, INSERT, 1, 0.0, None) == 0
+        assert desk.counts.stats()["inserts"] == 1
 
     run(RateLimiter.queue(4), test)
 
 
-def test_silent_shards_do_not_delay_return_of_dead_clients_rights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(shard_pacing, "_ANSWERED_WITHIN_S", 0.01)
-
-    async def test(desk: Desk) -> None:
-        desk.silent, desk.dead = 1, 2
-        lives = await desk.known("a")
-        assert await desk.pace_admit("a", 0, INSERT, 4, 0.0, None) == (True, 0)
-        desk.facts[0] = facts(1, version=1)
-        lives.set_exception(ConnectionError("its owner has died"))
-        await desk.until(lambda: not desk._rights)
-        assert await desk.pace_do("may", (INSERT, 3)) is True
-        assert await desk.pace_do("may", (INSERT, 4)) is False
-
-    run(RateLimiter.queue(4), test, shards=3)
-
-
 def test_a_client_that_leaves_holds_nothing_in_the_actor() -> None:
     async def test(desk: Desk) -> None:
-        stays = asyncio.ensure_future(desk.pace_stay("a"))
+        stays = asyncio.ensure_future(desk.stay("a"))
         await asyncio.sleep(0)
-        await desk.pace_watch("a", [stays])
-        assert await desk.pace_admit("a", 0, INSERT, 4, 0.0, None) == (True, 0)
-        await desk.pace_leave("a")
+        await desk.watch("a", [stays])
+        assert await desk.admit("a", 0, INSERT, 4, 0.0, None) == 0
+        await desk.leave("a")
         await asyncio.wait_for(stays, 20)
         await desk.until(lambda: not desk._rights and not desk._staying and not desk._watches)
         await desk.known("b")
-        assert await desk.pace_admit("b", 0, INSERT, 4, 0.0, None) == (True, 0)
+        assert await desk.admit("b", 0, INSERT, 4, 0.0, None) == 0
 
     run(RateLimiter.queue(4), test)
 
@@ -151,20 +127,19 @@ def test_a_client_that_leaves_holds_nothing_in_the_actor() -> None:
 def test_abandoned_request_is_not_admitted_later() -> None:
     async def test(desk: Desk) -> None:
         await desk.known("a")
-        waits = asyncio.create_task(desk.pace_admit("a", 0, SAMPLE, 1, 20.0, None))
+        waits = asyncio.create_task(desk.admit("a", 0, SAMPLE, 1, 20.0, None))
         await asyncio.sleep(0.01)
-        await desk.pace_end(("a", 0), SAMPLE, 1, 0, [])
-        await desk.pace_end(None, INSERT, 0, 0, [ShardCounts(0, 0, 1, 1, 1)])
-        assert await waits == (True, -1)
-        assert await desk.pace_do("may", (SAMPLE, 1)) is True
-        went_well, error = await desk.pace_admit("a", 1, SAMPLE, 2, 0.01, 7.5)
-        assert not went_well
-        assert isinstance(error, RateLimiterTimeout)
-        assert "a sample of 2 rows waited 7.5 s for inserts: 1 inserted, 0 sampled" in str(error)
-        assert 0.01 < (await desk.pace_do("stats", ()))["sample_blocked_s"] < 5
-        went_well, error = await desk.pace_admit("a", 2, SAMPLE, 5, 20.0, None)
-        assert not went_well
-        assert isinstance(error, ValueError)
+        await desk.end(("a", 0), SAMPLE, 1, 0, [])
+        await desk.end(None, INSERT, 0, 0, [ShardCounts(0, 0, 1, 1, 1)])
+        assert await waits == -1
+        assert desk.counts.may(SAMPLE, 1)
+        with pytest.raises(
+            RateLimiterTimeout, match=r"waited 7\.5 s for inserts: 1 inserted, 0 sa"
+        ):
+            await desk.admit("a", 1, SAMPLE, 2, 0.01, 7.5)
+        assert 0.01 < desk.counts.stats()["sample_blocked_s"] < 5
+        with pytest.raises(ValueError, match="at most 4 rows"):
+            await desk.admit("a", 2, SAMPLE, 5, 20.0, None)
 
     run(RateLimiter.queue(4), test)
 
@@ -174,13 +149,42 @@ def test_shard_counts_are_polled_while_a_request_waits(
 ) -> None:
     """Rows whose writer has got no answer, and told nobody."""
     monkeypatch.setattr(shard_pacing, "_POLL_S", 0.01)
+    monkeypatch.setattr(shard_pacing, "_RETRY_S", 0.01)
 
     async def test(desk: Desk) -> None:
         await desk.known("a")
-        waits = asyncio.create_task(desk.pace_admit("a", 0, SAMPLE, 3, 20.0, None))
+        waits = asyncio.create_task(desk.admit("a", 0, SAMPLE, 3, 20.0, None))
         await asyncio.sleep(0.05)
         assert not waits.done()
-        desk.facts = [facts(2, version=1), facts(1, version=1)]
-        assert 0 < (await asyncio.wait_for(waits, 20))[1] < 20
+        desk.reports = [ShardCounts(0, 0, 1, 2, 2), ShardCounts(1, 0, 1, 1, 1)]
+        waited = await asyncio.wait_for(waits, 20)
+        assert waited is not None
+        assert 0 < waited < 20
 
     run(RateLimiter.queue(4), test)
+
+
+class Answers:
+    """A shard that answers with its facts, or does not."""
+
+    def __init__(self, shard: int, answer: Any) -> None:
+        self.shard, self.incarnation, self.answer = shard, 0, answer
+
+    def call(self, verb: str) -> ShardReply:
+        return ShardReply(facts(0)) if self.answer is None else self.answer
+
+
+class Silent(ShardReply):
+    def result(self, timeout: float | None = None) -> Any:
+        assert timeout is not None
+        time.sleep(timeout)
+        raise ShardSilent("no answer")
+
+
+def test_polls_ignore_silent_and_dead_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_ANSWERED_WITHIN_S", 0.01)
+    supervisor = Supervisor(3, lambda number, _: Answers(number, None), RateLimiter.queue(4))
+    died = ShardReply(error=ShardDied(2, 0))
+    for shard, answer in enumerate((ShardReply(facts(1, version=1)), Silent(), died)):
+        supervisor.shards[shard].answer = answer
+    assert supervisor._counts() == [ShardCounts(0, 0, 1, 1, 1)]

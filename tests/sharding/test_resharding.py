@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyTensorStorage, SliceSampler
-from replaykit.sharding.routing import ByKey
+from replaykit.distributed.routing import ByKey
 
 
 def steps(keys: list[int], x: list[int]) -> TensorDict:

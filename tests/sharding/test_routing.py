@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, PrioritizedSampler, ShardedReplayBuffer
+from replaykit.distributed.protocol import GlobalIndex
+from replaykit.distributed.routing import ByKey, InTurn, stable_hash
 from replaykit.errors import SchemaError
-from replaykit.sharding.protocol import GlobalIndex
-from replaykit.sharding.routing import ByKey, InTurn, stable_hash
 from tests.sharding.laws import episodes
 
 

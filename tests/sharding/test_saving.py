@@ -14,10 +14,10 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import PrioritizedSampler, PrioritizedSliceSampler, SliceSampler, Transform
+from replaykit.distributed import shard_saves
+from replaykit.distributed.protocol import BarrierBusy
+from replaykit.distributed.shard_server import Barrier, KnownWrites, Stamp, missing_parts
 from replaykit.errors import CheckpointError
-from replaykit.sharding import shard_saves
-from replaykit.sharding.protocol import BarrierBusy
-from replaykit.sharding.shard_server import Barrier, KnownWrites, Stamp, missing_parts
 from tests.sharding.laws import chi_square, counts, episodes
 
 
@@ -455,7 +455,7 @@ def test_departed_clients_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     """Handles may come and go without end; what each shard keeps of them does not grow. Nobody
     is asked for the parts of a write that others may have forgotten."""
     now = 0.0
-    monkeypatch.setattr("replaykit.sharding.shard_server.time.monotonic", lambda: now)
+    monkeypatch.setattr("replaykit.distributed.shard_server.time.monotonic", lambda: now)
     one, two = Barrier(within=10.0), Barrier(within=10.0)
     for number in range(1000):
         now += 1.0

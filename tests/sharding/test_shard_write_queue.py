@@ -17,7 +17,6 @@ from tensordict import TensorDict
 from replaykit import PrioritizedSampler
 from replaykit.errors import SchemaError
 from replaykit.sharding import ShardSilent
-from replaykit.sharding.client_writes import ShardWriteQueue
 
 
 def numbered(first: int, count: int) -> TensorDict:
@@ -107,7 +106,7 @@ def test_queue_holds_a_limited_number_of_writes(gated: tuple[Any, Gate]) -> None
     results.append(rb.extend_async(numbered(4, 2)))  # waits for the first
     assert results[0].done()
     assert [int(result.result()[0]) for result in results] == list(range(4, 38, 2))
-    assert rb._write_queue.put(lambda: 5).result() == 5
+    assert rb._in_thread(lambda: 5).result() == 5
     rb._write_queue.flush()
     assert not rb._write_queue._under_way
 
@@ -143,20 +142,20 @@ def test_error_is_raised_by_result_or_next_write(gated: tuple[Any, Gate]) -> Non
     rb.close()
 
 
-def test_queue_thread_finishes_queued_work_then_ends() -> None:
+def test_queue_thread_finishes_queued_work_then_ends(sharded: Any) -> None:
     before = threading.enumerate()
-    write_queue, done = ShardWriteQueue(), threading.Event()
+    client, done = sharded(1).client(), threading.Event()
     gate = threading.Event()
-    assert write_queue.put(lambda: 5).result() == 5
-    write_queue.put(gate.wait)
-    write_queue.put(done.set)
+    assert client._in_thread(lambda: 5).result() == 5
+    client._in_thread(gate.wait)
+    client._in_thread(done.set)
     [thread] = (
         one
         for one in threading.enumerate()
         if one.name == "replaykit-writes_0" and one not in before
     )
     assert thread.is_alive()
-    del write_queue
+    del client
     gc.collect()
     gate.set()
     assert done.wait(10)

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, PrioritizedSampler, RandomSampler
-from replaykit.sharding.protocol import decoded, encoded
+from replaykit.distributed.wire_format import pack, unpack
 
 
 def numbered(first: int, count: int) -> TensorDict:
@@ -31,7 +31,7 @@ def test_buffers_loaded_from_state_draw_equal_batches(sharded: Any, prefetch: in
     index = rb.extend(numbered(0, 75))[-50:]
     rb.update_priority(index, torch.rand(50, generator=torch.Generator().manual_seed(2)))
     rb.sample()
-    state = decoded(encoded(rb.state_dict()), own=True)  # as it travels
+    state = unpack(pack(rb.state_dict()), own=True)  # as it travels
     expected = [rb.sample() for _ in range(3)]
     written = rb.extend(numbered(75, 4)).tolist()
     for other in others:

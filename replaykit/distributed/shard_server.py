@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +22,10 @@ from replaykit.buffer.state import snapshot_of
 from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
 from replaykit.checkpoint.checkpoint_format import MANIFEST
 from replaykit.declared import decode_state
+from replaykit.distributed.protocol import BarrierBusy, ShardFacts, ShardPart, Terms
+from replaykit.distributed.routing import check_sampler, load_share
+from replaykit.distributed.shard_config import DrawLaw, OwnState, ShardRecipe, law_of
 from replaykit.errors import CheckpointError
-from replaykit.sharding.protocol import BarrierBusy, ShardFacts, ShardPart, Terms
-from replaykit.sharding.routing import check_sampler, load_share
-from replaykit.sharding.shard_config import DrawLaw, OwnState, ShardRecipe, law_of
 from replaykit.storages import Storage, TensorStorage
 from replaykit.structure import Node, build
 
@@ -67,7 +67,7 @@ def missing_parts(found: dict[int, KnownWrites]) -> dict[int, set[tuple[str, int
     """Return the missing parts of incomplete writes, by shard.
 
     Example:
-        >>> from replaykit.sharding.shard_server import KnownWrites, missing_parts
+        >>> from replaykit.distributed.shard_server import KnownWrites, missing_parts
         >>> ahead = KnownWrites({("a", 7): 0b11}, {"a": 7})
         >>> missing_parts({0: ahead, 1: KnownWrites({}, {"a": 5})})
         {1: {('a', 7)}}
@@ -491,9 +491,30 @@ class ShardHolder(SavedShard):
     """A shard whose methods answer messages. Thread-safe.
 
     Most answers contain the newest facts. The lock of the buffer's storage guards everything.
-    Writes do not wait in these methods. The caller first calls ``admits``, and waits until it
-    returns True.
+
+    Args:
+        recipe: the factories of the shard's parts.
+        shard, incarnation: numbers of the shard and its incarnation.
+        saves: True to start a thread that saves the shard when a save is due.
     """
+
+    def __init__(
+        self, recipe: ShardRecipe, shard: int, incarnation: int = 0, *, saves: bool = False
+    ) -> None:
+        super().__init__(recipe, shard, incarnation)
+        self._ended = threading.Event()
+        if saves and recipe.checkpoint_dir is not None:
+            threading.Thread(target=self._save_again_and_again, daemon=True).start()
+
+    def _save_again_and_again(self) -> None:
+        pause = max(0.01, min(1.0, self.recipe.checkpoint_interval / 4))
+        while not self._ended.wait(pause):
+            self.save_if_due()
+
+    def close(self) -> None:
+        """Wait for saves under way, and shut the buffer down."""
+        self._ended.set()
+        super().close()
 
     def stats(self) -> dict[str, Any]:
         """Return ``ReplayBuffer.stats`` of the shard's buffer."""
@@ -501,10 +522,25 @@ class ShardHolder(SavedShard):
 
     # -- writing ------------------------------------------------------------------------------
 
-    def admits(self, stamp: Stamp) -> bool:
-        """Return whether a write with this stamp is admitted now."""
-        with self.buffer._locked():
-            return self.barrier.admits(stamp)
+    def _once(self, stamp: Stamp, write: Callable[[Storage], Any]) -> tuple[Any, ShardFacts]:
+        """Make a write unless it was made before; return its answer, and the facts.
+
+        Raises:
+            BarrierBusy: the write is not admitted now, and the client has to send it again.
+        """
+        with self.buffer._locked() as storage:
+            known = self.barrier.answer(stamp)
+            if known is None:
+                if not self.barrier.admits(stamp):
+                    raise BarrierBusy("all shards are being saved or loaded; send the write again")
+                try:
+                    known = (write(storage),)
+                except Exception:
+                    self.barrier.refused(stamp)
+                    raise
+                self._version += 1
+                self.barrier.came(stamp, known[0])
+            return known[0], self.facts()
 
     def extend(
         self,
@@ -520,25 +556,20 @@ class ShardHolder(SavedShard):
             priorities: raw priorities, ``[K]``. None sets the default, which is then at least
                 ``most``.
         """
-        count = next(iter(leaves.values())).shape[0]
-        data = build(root, leaves, torch.Size([count]), torch.device("cpu"))
-        with self.buffer._locked() as storage:
-            known = self.barrier.answer(stamp)
-            if known is not None:
-                return torch.as_tensor(known[0], dtype=torch.int64, device="cpu"), self.facts()
+
+        def write(storage: Storage) -> torch.Tensor:
+            count = next(iter(leaves.values())).shape[0]
+            data = build(root, leaves, torch.Size([count]), torch.device("cpu"))
             sampler: Any = self.buffer._sampler
             if sampler.prioritized:
                 sampler._table.most = max(sampler._table.most, most)
-            try:
-                slots = self.buffer.extend(data, update_priority=False)
-            except Exception:
-                self.barrier.refused(stamp)
-                raise
+            slots = self.buffer.extend(data, update_priority=False)
             if priorities is not None:
                 sampler.update_priority(slots, priorities, storage=storage)
-            self._version += 1
-            self.barrier.came(stamp, slots)
-            return slots, self.facts()
+            return slots
+
+        slots, facts = self._once(stamp, write)
+        return torch.as_tensor(slots, dtype=torch.int64, device="cpu"), facts
 
     def update(
         self,
@@ -548,16 +579,14 @@ class ShardHolder(SavedShard):
         generation: torch.Tensor | None,
     ) -> tuple[int, ShardFacts]:
         """Set priorities; return the number of updates whose rows were overwritten."""
-        with self.buffer._locked() as storage:
-            known = self.barrier.answer(stamp)
-            if known is None:
-                sampler: Any = self.buffer._sampler
-                before = sampler.dropped_updates
-                sampler.update_priority(slots, priorities, storage=storage, generation=generation)
-                known = (sampler.dropped_updates - before,)
-                self._version += 1
-                self.barrier.came(stamp, known[0])
-            return known[0], self.facts()
+
+        def write(storage: Storage) -> int:
+            sampler: Any = self.buffer._sampler
+            before = sampler.dropped_updates
+            sampler.update_priority(slots, priorities, storage=storage, generation=generation)
+            return int(sampler.dropped_updates - before)
+
+        return self._once(stamp, write)
 
     def patch(
         self, stamp: Stamp, slots: torch.Tensor, generation: torch.Tensor, patch: Patch
@@ -568,21 +597,20 @@ class ShardHolder(SavedShard):
             Masks of the updated rows and, with versions, of the rejected rows: bool ``[1 or 2,
             K]``.
         """
-        with self.buffer._locked() as storage:
-            known = self.barrier.answer(stamp)
-            if known is None:
-                rows = 1 if patch.versions is None else 2
-                found = torch.zeros(rows, len(slots), dtype=torch.bool, device="cpu")
-                if len(storage):
-                    assert isinstance(storage, TensorStorage)
-                    live, refused = patched(storage, slots[:, None], generation, patch)
-                    found[0] = live
-                    if refused is not None:
-                        found[1] = refused
-                self._version += 1
-                self.barrier.came(stamp, found)
-                known = (found,)
-            return torch.as_tensor(known[0], dtype=torch.bool, device="cpu"), self.facts()
+
+        def write(storage: Storage) -> torch.Tensor:
+            rows = 1 if patch.versions is None else 2
+            found = torch.zeros(rows, len(slots), dtype=torch.bool, device="cpu")
+            if len(storage):
+                assert isinstance(storage, TensorStorage)
+                live, refused = patched(storage, slots[:, None], generation, patch)
+                found[0] = live
+                if refused is not None:
+                    found[1] = refused
+            return found
+
+        found, facts = self._once(stamp, write)
+        return torch.as_tensor(found, dtype=torch.bool, device="cpu"), facts
 
     def layout(self) -> Node | None:
         """Return the schema of the stored rows, or None if nothing is stored."""
@@ -592,13 +620,12 @@ class ShardHolder(SavedShard):
 
     def empty(self, stamp: Stamp, empty_write_count: bool) -> tuple[None, ShardFacts]:
         """Remove all rows, and soon afterwards save the empty shard."""
-        with self.buffer._locked():
-            if self.barrier.answer(stamp) is None:
-                self.buffer.empty(empty_write_count)
-                self._version += 1
-                self.barrier.came(stamp, None)
-                self._emptied = True
-            return None, self.facts()
+
+        def write(storage: Storage) -> None:
+            self.buffer.empty(empty_write_count)
+            self._emptied = True
+
+        return self._once(stamp, write)
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -642,13 +669,8 @@ class ShardHolder(SavedShard):
 
     def flush(self, stamp: Stamp) -> tuple[torch.Tensor, ShardFacts]:
         """Store the rows that transforms hold back; return their slots."""
-        with self.buffer._locked():
-            known = self.barrier.answer(stamp)
-            if known is None:
-                known = (self.buffer.flush(),)
-                self._version += 1
-                self.barrier.came(stamp, known[0])
-            return torch.as_tensor(known[0], dtype=torch.int64, device="cpu"), self.facts()
+        slots, facts = self._once(stamp, lambda storage: self.buffer.flush())
+        return torch.as_tensor(slots, dtype=torch.int64, device="cpu"), facts
 
     def streams(self, lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the keys of streams, and whether they have rows in this shard.
@@ -671,15 +693,13 @@ class ShardHolder(SavedShard):
 
     def cut(self, stamp: Stamp, lanes: torch.Tensor | None) -> tuple[None, ShardFacts]:
         """End the open episodes of all streams, or of ``lanes`` with rows in this shard."""
-        with self.buffer._locked() as storage:
-            if self.barrier.answer(stamp) is None:
-                if lanes is not None:
-                    lanes = lanes[[_has(storage, cell) for cell in lanes]]
-                if lanes is None or len(lanes):
-                    self.buffer.cut(lanes)
-                self._version += 1
-                self.barrier.came(stamp, None)
-            return None, self.facts()
+
+        def write(storage: Storage) -> None:
+            named = lanes if lanes is None else lanes[[_has(storage, cell) for cell in lanes]]
+            if named is None or len(named):
+                self.buffer.cut(named)
+
+        return self._once(stamp, write)
 
 
 def _has(storage: Storage, stream: torch.Tensor) -> bool:

@@ -7,25 +7,27 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 
+from replaykit.distributed.protocol import ShardDied, ShardFacts, ShardPart, ShardSilent, Terms
+from replaykit.distributed.requests import RemoteResult
+from replaykit.distributed.routing import Share, batch_of
+from replaykit.distributed.shard_pacing import ShardCounts
+from replaykit.distributed.shards import ShardReply
 from replaykit.errors import NotEnoughData, RateLimiterTimeout
-from replaykit.sharding.protocol import ShardDied, ShardFacts, ShardPart, ShardSilent, Terms
-from replaykit.sharding.routing import Share, batch_of
-from replaykit.sharding.shard_pacing import ShardCounts
-from replaykit.sharding.shards import ShardReply
 
 if TYPE_CHECKING:
-    from replaykit.sharding.client_samples import Sampled
+    from replaykit.distributed.client_samples import Sampled
 
 __all__ = [
     "Draws",
     "Pending",
     "PendingBatch",
+    "SampleAnswer",
     "ShardRequests",
     "ShardTable",
     "ShardedResult",
@@ -136,9 +138,7 @@ class ShardTable:
         with self._lock:
             known = zip(self._facts, self._there, self.incarnations, strict=True)
             return [
-                ShardCounts(
-                    shard, incarnation, facts.version, facts.written, facts.rows, facts.loads
-                )
+                ShardCounts.of(shard, incarnation, facts)
                 for shard, (facts, there, incarnation) in enumerate(known)
                 if there and facts is not None
             ]
@@ -494,22 +494,12 @@ class PendingBatch:
         self.pending, self.before, self.after = pending, before, after
 
 
-class ShardedResult:
-    """The future result of a call. Thread-safe.
+class SampleAnswer:
+    """The future batch of a call, with the methods of a `Reply`. Thread-safe.
 
-    Get the result with ``result()`` or ``await``.
-
-    Example:
-        >>> import asyncio, torch
-        >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
-        >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
-        ...                          batch_size=4, backend="local") as rb:
-        ...     _ = rb.extend(torch.zeros(6))
-        ...     ahead = rb.sample_async()
-        ...     async def learn():
-        ...         return await rb.sample_async()
-        ...     ahead.result(), asyncio.run(learn())
-        (tensor([0., 0., 0., 0.]), tensor([0., 0., 0., 0.]))
+    Args:
+        get: function of the seconds to wait for a shard and for a rate limiter.
+        come: function that returns whether ``get`` would not wait.
     """
 
     def __init__(
@@ -521,34 +511,26 @@ class ShardedResult:
         self._error: Exception | None = None
         self._known = False
 
-    def done(self) -> bool:
-        """Return whether ``result`` would return without waiting.
+    def sent(self) -> NoReturn:
+        """Raise TypeError, since a batch needs several messages."""
+        raise TypeError("expected the result of a call with one message, got one of several")
 
-        If a shard has died, ``result`` may still wait.
-        """
+    def is_ready(self) -> bool:
+        """Return whether ``get`` would not wait. If a shard has died, it may still wait."""
         return self._known or self._come()
 
-    def result(self, timeout: float | None = None) -> Any:
-        """Return the result of the call.
+    def get(self, timeout: float | None = None) -> Any:
+        """Return the batch.
 
         Args:
             timeout: seconds to wait for a shard, and for a rate limiter. With None the wait for a
                 shard is limited by the ``timeout`` of the buffer, and the wait for a rate limiter
                 is unlimited.
-
-        Raises:
-            TimeoutError: a shard has not answered. ``result`` may be called again.
-            RateLimiterTimeout: a rate limiter has not admitted the call. ``result`` may be called
-                again.
-            Errors of the call itself are raised as well.
         """
-        return self._result(timeout, timeout)
+        return self._within(timeout, timeout)
 
-    def _result(self, timeout: float | None, held_up: float | None) -> Any:
-        """Return the result.
-
-        The method waits at most ``held_up`` seconds for a rate limiter.
-        """
+    def _within(self, timeout: float | None, held_up: float | None) -> Any:
+        """Return the batch, after at most ``held_up`` seconds of waiting for a rate limiter."""
         with self._lock:
             if not self._known:
                 try:
@@ -562,11 +544,8 @@ class ShardedResult:
             raise self._error
         return self._value
 
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self._awaited().__await__()
-
-    async def _awaited(self) -> Any:
-        """Wait for the result in a coroutine.
+    async def wait(self) -> Any:
+        """Return the batch to a coroutine.
 
         While a rate limiter delays the call, no thread waits. The event loop has few threads, and
         the call that ends the delay may need one.
@@ -574,7 +553,11 @@ class ShardedResult:
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                return await asyncio.to_thread(self._result, None, 0.0)
+                return await asyncio.to_thread(self._within, None, 0.0)
             except RateLimiterTimeout:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+ShardedResult = RemoteResult
+"""The name of `RemoteResult` in releases before both were one class."""

@@ -6,11 +6,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import is_tensorclass
-
-from replaykit._compat import is_tensordict
-from replaykit.remote.wire_format import Message, pack, unpack
-from replaykit.structure import Node, build, flatten
 
 __all__ = [
     "BarrierBusy",
@@ -23,8 +18,6 @@ __all__ = [
     "ShardPart",
     "ShardSilent",
     "Terms",
-    "decoded",
-    "encoded",
 ]
 
 
@@ -113,7 +106,7 @@ class ShardLoss:
         restored: number of rows restored from the shard's checkpoint, or 0 without a checkpoint.
 
     Example:
-        >>> from replaykit.sharding import ShardLoss
+        >>> from replaykit import ShardLoss
         >>> str(ShardLoss(shard=2, incarnation=0, first=90, stop=100, rows=10, restored=90))
         'shard 2 died and came back with 90 rows; its 10 rows 90..99 are lost'
     """
@@ -212,7 +205,7 @@ class GlobalIndex:
 
     Example:
         >>> import torch
-        >>> from replaykit.sharding.protocol import GlobalIndex
+        >>> from replaykit.distributed.protocol import GlobalIndex
         >>> names = GlobalIndex(3)
         >>> index = names.join(1, torch.tensor([0, 1, -1]))
         >>> index, names.shards(index), names.slots(index)
@@ -252,63 +245,3 @@ class GlobalIndex:
         """
         same = (generation >> _INCARNATION_BITS) == incarnation
         return torch.where(same, generation - (incarnation << _INCARNATION_BITS), -1)
-
-
-class _Container(NamedTuple):
-    """The parts of a TensorDict or tensorclass.
-
-    Pickling the object itself would take ten times as long.
-    """
-
-    root: Node
-    leaves: dict[Any, torch.Tensor]
-    batch: tuple[int, ...]
-
-
-def encoded(value: Any) -> Message:
-    """Return a message with arguments or an answer; do not copy their tensors.
-
-    Raises:
-        TypeError: a TensorDict contains something other than tensors; the error names the key.
-
-    Example:
-        >>> import torch
-        >>> from replaykit.sharding.protocol import decoded, encoded
-        >>> decoded(encoded({"x": torch.arange(3), "n": 1}))
-        {'x': tensor([0, 1, 2]), 'n': 1}
-    """
-    return pack(_apart(value))
-
-
-def decoded(message: Message, *, own: bool = False) -> Any:
-    """Return the value of a message; the inverse of ``encoded``.
-
-    Args:
-        own: True to copy the tensors into separate memory. Otherwise they use the memory of the
-            message, which is read-only. For arguments of a call, that memory is freed after the
-            call.
-    """
-    return _together(unpack(message, own=own))
-
-
-def _apart(value: Any) -> Any:
-    if is_tensordict(value) or is_tensorclass(value):
-        return _Container(*flatten(value, value.batch_dims), tuple(value.batch_size))
-    return _inside(value, _apart)
-
-
-def _together(value: Any) -> Any:
-    if isinstance(value, _Container):
-        device = torch.device("cpu")
-        return build(value.root, value.leaves, torch.Size(value.batch), device)
-    return _inside(value, _together)
-
-
-def _inside(value: Any, function: Any) -> Any:
-    if type(value) is dict:
-        return {key: function(item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(function(item) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(function(item) for item in value))
-    return value

@@ -18,19 +18,19 @@ from replaykit.buffer.edit import column_of, is_key
 from replaykit.buffer.state import of_another_kind
 from replaykit.buffer.write import store_rows
 from replaykit.checkpoint import Checkpoint
+from replaykit.distributed.protocol import GlobalIndex, ShardDied, ShardPart
+from replaykit.distributed.shard_config import ShardRecipe
 from replaykit.samplers import RandomSampler, Sampler
 from replaykit.samplers.priority_rules import importance_weights
 from replaykit.samplers.window_forms import SEQUENCE_ID
 from replaykit.schema import check_alike, split_leaves
-from replaykit.sharding.protocol import GlobalIndex, ShardDied, ShardPart
-from replaykit.sharding.shard_config import ShardRecipe
 from replaykit.storages import LazyTensorStorage
 from replaykit.storages.indexing import as_index
 from replaykit.structure import Path, build, flatten
 from replaykit.ted import format_key, unravel
 
 if TYPE_CHECKING:
-    from replaykit.sharding.sharded_buffer import ShardedClient
+    from replaykit.distributed.sharded_buffer import ShardedClient
 
 __all__ = [
     "ByKey",
@@ -282,7 +282,7 @@ def stable_hash(keys: Array) -> Array:
 
     Example:
         >>> import numpy as np
-        >>> from replaykit.sharding.routing import stable_hash
+        >>> from replaykit.distributed.routing import stable_hash
         >>> stable_hash(np.array([0, 1])) % np.uint64(10)
         array([5, 5], dtype=uint64)
     """

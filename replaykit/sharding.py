@@ -1,14 +1,15 @@
-"""Distribute one replay buffer over the shards of several processes."""
+"""Distribute one replay buffer over shards. The names are defined in `replaykit.distributed`."""
 
-from replaykit.sharding.protocol import (
+from replaykit.distributed import (
     BarrierBusy,
     ShardDied,
+    ShardedClient,
+    ShardedReplayBuffer,
+    ShardedResult,
     ShardLoss,
     ShardLossWarning,
     ShardSilent,
 )
-from replaykit.sharding.shard_draws import ShardedResult
-from replaykit.sharding.sharded_buffer import ShardedClient, ShardedReplayBuffer
 
 __all__ = [
     "BarrierBusy",

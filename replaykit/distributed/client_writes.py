@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from replaykit.buffer.components import DataT
 from replaykit.buffer.priorities import written_priorities
+from replaykit.distributed.handle import Handle
+from replaykit.distributed.membership import ShardMembers, Tickets
+from replaykit.distributed.protocol import BarrierBusy, GlobalIndex, ShardDied, ShardSilent
+from replaykit.distributed.requests import RemoteResult
+from replaykit.distributed.routing import ByKey, InTurn, Router
+from replaykit.distributed.shard_config import law_of
+from replaykit.distributed.shard_server import Stamp
+from replaykit.distributed.shards import ShardReply
+from replaykit.distributed.write_queue import WriteQueue
 from replaykit.errors import RateLimiterTimeout
 from replaykit.interrupts import deferred, shielded
 from replaykit.pace import INSERT
 from replaykit.samplers import Sampler
 from replaykit.schema import Rows, Schema, split_leaves
-from replaykit.sharding.membership import ShardMembers, Tickets
-from replaykit.sharding.protocol import GlobalIndex, ShardDied, ShardSilent
-from replaykit.sharding.routing import ByKey, InTurn, Router
-from replaykit.sharding.shard_config import law_of
-from replaykit.sharding.shard_draws import ShardedResult
-from replaykit.sharding.shard_server import Stamp
-from replaykit.sharding.shards import ShardReply
 from replaykit.ted import unravel
 
-__all__ = ["ClientSettings", "Routed", "ShardWriteQueue", "Writes"]
+__all__ = ["ClientSettings", "Delivery", "Routed", "Writes"]
 
 
 class Writes:
@@ -90,20 +93,29 @@ class Writes:
         until = time.monotonic() + members.timeout
         left = list(shards)
         while left:
-            sent = {}
             with shielded:  # Ctrl-C waits until all shards of a write have answered
-                for shard in left:
-                    if members.table.is_there(shard):
-                        with contextlib.suppress(ShardDied):
-                            sent[shard] = send(shard)
-                for shard, reply in sent.items():
-                    try:
-                        within = max(0.0, until - time.monotonic())
-                        answers[shard] = members.receive(shard, reply, within)
-                    except ShardDied:
-                        continue
-                    except Exception as error:
-                        answers[shard], refused = None, error
+                busy = list(left)
+                while busy:
+                    sent = {}
+                    for shard in busy:
+                        if members.table.is_there(shard):
+                            with contextlib.suppress(ShardDied):
+                                sent[shard] = send(shard)
+                    busy = []
+                    for shard, reply in sent.items():
+                        try:
+                            within = max(0.0, until - time.monotonic())
+                            answers[shard] = members.receive(shard, reply, within)
+                        except ShardDied:
+                            continue
+                        except BarrierBusy:
+                            busy.append(shard)
+                        except Exception as error:
+                            answers[shard], refused = None, error
+                    if busy:
+                        time.sleep(_POLL_S)
+                        if time.monotonic() >= until:
+                            raise ShardSilent(f"shards {busy} have not admitted the write in time")
             left = [shard for shard in left if shard not in answers]
             if left and not again:
                 break
@@ -116,127 +128,47 @@ class Writes:
         return answers
 
 
-_MOST = 16
-"""Maximum number of writes under way.
-
-Each of them holds a copy of its rows. Further writes wait for the oldest one.
-"""
-
-
 _POLL_S = 0.005
 
 
-class ShardWriteQueue:
-    """A queue whose thread sends writes to the shards in order. Thread-safe.
+class Delivery:
+    """The future answer to a write that a thread sends to the shards."""
 
-    The thread starts with the first write. After the queue is deleted, the thread finishes the
-    queued writes and ends.
-    """
+    def __init__(self, future: Future[Any], *, paced: bool) -> None:
+        self._future, self._paced = future, paced
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._under_way: deque[_Write] = deque()
-        self._thread: ThreadPoolExecutor | None = None
-        self._held_up = False
+    @property
+    def known(self) -> bool:
+        """Return whether the write has ended."""
+        return self._future.done()
 
-    def put(self, deliver: Callable[[], Any], *, paced: bool = False) -> ShardedResult:
-        """Queue a write after all earlier ones; return its future result.
+    def is_ready(self) -> bool:
+        """Return whether ``get`` would not wait."""
+        return self.known
 
-        ``paced``: whether a rate limiter may delay the write.
-        """
-        write = _Write(paced)
-        with self._lock:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "replaykit-writes")
-            try:
-                self._thread.submit(_run, deliver, write)
-            except RuntimeError:  # no thread can be started
-                write.dropped = True
-                raise
-            self._under_way.append(write)
-            ahead = list(self._under_way)[:-_MOST]
-        for other in ahead:
-            other.done.wait()
-        return ShardedResult(write.get, write.done.is_set)
+    @property
+    def error(self) -> BaseException | None:
+        """The error of the write, or None if it has not failed."""
+        return self._future.exception() if self.known else None
 
-    def flush(self, until: float | None = None, *, held_up: bool = True) -> None:
-        """Wait until all writes are done.
+    def sent(self) -> NoReturn:
+        """Raise TypeError, since a write is several messages."""
+        raise TypeError("expected the result of a call with one message, got one of several")
 
-        Args:
-            until: the time at which to give up, or None to wait without a limit.
-            held_up: True to wait also for writes that a rate limiter delays.
+    def get(self, timeout: float | None = None) -> Any:
+        """Return the answer; raise RateLimiterTimeout or ShardSilent if it is late."""
+        if not wait((self._future,), timeout).done:
+            if self._paced:
+                raise RateLimiterTimeout(
+                    f"the rows have not been written within {timeout or 0:g} s; they may still "
+                    "wait for samples"
+                )
+            raise ShardSilent(f"the rows have not been written within {timeout or 0:g} s")
+        return self._future.result()
 
-        Raises:
-            RateLimiterTimeout: some writes are not done at the time ``until``.
-            Exception: the error of a write whose result was not asked for. It is raised only once.
-        """
-        with self._lock:
-            under_way = list(self._under_way)
-        for write in under_way:
-            if held_up:
-                if not write.done.wait(None if until is None else max(0, until - time.monotonic())):
-                    raise RateLimiterTimeout("earlier writes of this handle still wait for samples")
-            else:
-                while not write.done.wait(_POLL_S) and not self._held_up:
-                    pass
-        self.check()
-
-    @contextlib.contextmanager
-    def held_up(self) -> Iterator[None]:
-        """Mark the current write as delayed by a rate limiter.
-
-        Only the thread of the queue calls this method.
-        """
-        self._held_up = True
-        try:
-            yield
-        finally:
-            self._held_up = False
-
-    def check(self) -> None:
-        """Raise the error of a finished write, like ``flush``, but do not wait."""
-        with self._lock:
-            while self._under_way and self._under_way[0].done.is_set():
-                write = self._under_way.popleft()
-                if write.error is not None and not write.asked:
-                    write.asked = True
-                    raise write.error
-
-
-class _Write:
-    """A write under way, and its result."""
-
-    def __init__(self, paced: bool) -> None:
-        self.paced = paced
-        self.done = threading.Event()
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.asked = False
-        self.dropped = False  # its caller has got an error
-
-    def get(self, within: float | None, held_up: float | None) -> Any:
-        if self.paced and not self.done.wait(held_up):
-            raise RateLimiterTimeout(
-                f"the rows have not been written within {held_up or 0:g} s; they may still wait "
-                "for samples"
-            )
-        if not self.done.wait(within):
-            raise ShardSilent(f"the rows have not been written within {within or 0:g} s")
-        self.asked = True
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-
-def _run(deliver: Callable[[], Any], write: _Write) -> None:
-    if write.dropped:
-        return
-    try:
-        write.value = deliver()
-    except BaseException as error:
-        write.error = error
-    finally:
-        write.done.set()
+    async def wait(self) -> Any:
+        """Return the answer to a coroutine."""
+        return await asyncio.shield(asyncio.wrap_future(self._future))
 
 
 _NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -264,7 +196,7 @@ class ClientSettings:
     tracked: bool
 
 
-class Routed:
+class Routed(Handle[DataT]):
     """The parts of a client, and its methods that write or remove rows."""
 
     def __init__(
@@ -273,6 +205,7 @@ class Routed:
         members: ShardMembers,
         generator: torch.Generator | None,
     ) -> None:
+        super().__init__()
         self._settings, self._members, self._generator = settings, members, generator
         self._names = GlobalIndex(settings.num_shards)
         self._router: Router = (
@@ -284,7 +217,8 @@ class Routed:
         self._law = law_of(self._sampler)
         self._writes = Writes(members)
         self._tickets = Tickets(members)
-        self._write_queue = ShardWriteQueue()
+        self._write_queue = WriteQueue()
+        self._thread: ThreadPoolExecutor | None = None
         self._schema: Schema | None = None
         self._stored: Schema | None = None
         self._priority_key = unravel(settings.priority_key)
@@ -369,7 +303,7 @@ class Routed:
         """
         return self._write(data, update_priority=update_priority, timeout=timeout)
 
-    def extend_async(self, data: Any, *, update_priority: bool | None = None) -> ShardedResult:
+    def extend_async(self, data: Any, *, update_priority: bool | None = None) -> RemoteResult:
         """Send a batch to be stored; do not wait.
 
         Args:
@@ -406,7 +340,7 @@ class Routed:
         """
         return self._sent(data, update_priority=update_priority)
 
-    def add_async(self, data: Any) -> ShardedResult:
+    def add_async(self, data: Any) -> RemoteResult:
         """Send one row to be stored, like ``extend_async``; do not wait.
 
         Returns:
@@ -424,18 +358,18 @@ class Routed:
 
     def _sent(
         self, data: Any, *, single: bool = False, update_priority: bool | None = None
-    ) -> ShardedResult:
+    ) -> RemoteResult:
         self._check_open()
         self._write_queue.check()  # before any row is assigned to a shard
         made = _one if single else _all
         rows, priorities = self._checked(data, single=single, update_priority=update_priority)
         if not len(rows):
-            return self._write_queue.put(lambda: made(_NOTHING))
+            return self._in_thread(lambda: made(_NOTHING))
         keeper, tickets, write_queue = self._tickets.keeper, self._tickets, self._write_queue
         if keeper is None:
             self._agree(rows)
             written, writes = self._dealt(rows, priorities), self._writes
-            return write_queue.put(lambda: made(written(writes)))
+            return self._in_thread(lambda: made(written(writes)))
         refusal = keeper.limiter.never(INSERT, len(rows), 0)
         if refusal is not None:
             raise ValueError(f"{refusal}: {keeper.limiter!r}")
@@ -450,11 +384,33 @@ class Routed:
                 try:
                     ticket.admit(len(copied), 0.0)
                 except RateLimiterTimeout:
-                    with write_queue.held_up():
+                    write_queue.held_up = True
+                    try:
                         ticket.admit(len(copied))
+                    finally:
+                        write_queue.held_up = False
                 return made(self._dealt(copied, given)(self._writes))
 
-        return write_queue.put(deliver, paced=True)
+        return self._in_thread(deliver, paced=True)
+
+    def _in_thread(self, deliver: Callable[[], Any], *, paced: bool = False) -> RemoteResult:
+        """Call ``deliver`` in a thread after all earlier writes; return its future result.
+
+        The thread ends when it has made all writes and the handle was deleted.
+        """
+
+        def send() -> Delivery:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "replaykit-writes")
+            refused: list[bool] = []
+            try:
+                future = self._thread.submit(lambda: None if refused else deliver())
+            except RuntimeError:  # no thread can be started
+                refused.append(True)
+                raise
+            return Delivery(future, paced=paced)
+
+        return self._write_queue.put(send)
 
     def _write(
         self,

@@ -5,27 +5,27 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, overload
+from typing import Any, NoReturn
 
 import torch
 from typing_extensions import Self
 
 from replaykit.buffer.component_checks import checked_batch_size, checked_limiter
 from replaykit.buffer.components import DataT
+from replaykit.distributed.client_samples import ShardLoader, check_generator
+from replaykit.distributed.client_updates import Updates
+from replaykit.distributed.client_writes import ClientSettings
+from replaykit.distributed.handle import checked_count
+from replaykit.distributed.membership import ShardMembers, check_on_loss
+from replaykit.distributed.protocol import ShardLoss
+from replaykit.distributed.routing import rows_by
+from replaykit.distributed.shard_config import ShardRecipe, law_of
+from replaykit.distributed.shard_saves import load_all, load_state, save_all, state_of
+from replaykit.distributed.shards import LocalShard, RaySupervisor, Supervisor
 from replaykit.errors import RateLimiterTimeout
 from replaykit.keywords import checked_keywords, named_after
 from replaykit.pace import RateLimiter
-from replaykit.remote.ray_buffer import checked_count
 from replaykit.samplers import RandomSampler, Sampler
-from replaykit.sharding.client_samples import ShardLoader, check_generator
-from replaykit.sharding.client_updates import Updates
-from replaykit.sharding.client_writes import ClientSettings
-from replaykit.sharding.membership import ShardMembers, check_on_loss
-from replaykit.sharding.protocol import ShardLoss
-from replaykit.sharding.routing import rows_by
-from replaykit.sharding.shard_config import ShardRecipe, law_of
-from replaykit.sharding.shard_saves import load_all, load_state, save_all, state_of
-from replaykit.sharding.shards import LocalSupervisor
 
 __all__ = ["REFUSED", "ShardedClient", "ShardedReplayBuffer", "refuse"]
 
@@ -68,8 +68,8 @@ def refuse(kind: type, name: str) -> NoReturn:
     """Raise the AttributeError for a missing name.
 
     Example:
-        >>> from replaykit.sharding import ShardedClient
-        >>> from replaykit.sharding.sharded_buffer import refuse
+        >>> from replaykit import ShardedClient
+        >>> from replaykit.distributed.sharded_buffer import refuse
         >>> refuse(ShardedClient, "writer")
         Traceback (most recent call last):
         AttributeError: a ShardedClient has no 'writer': every shard has a separate writer
@@ -266,31 +266,7 @@ class ShardedClient(ShardLoader[DataT]):
 
     # -- reading ------------------------------------------------------------------------------
 
-    @overload
-    def __getitem__(self, index: str | tuple[str, ...]) -> Any: ...
-    @overload
-    def __getitem__(self, index: Any) -> DataT: ...
-    def __getitem__(self, index: Any) -> Any:
-        """Return the transformed rows of an index.
-
-        The index is an int, a list, or an int64 tensor ``[K]``. A slice or a bool mask selects from
-        all stored rows in the order of their indices. A key returns that column of ``rb[:]``.
-
-        Raises:
-            IndexError: a row is not stored, or a mask has the wrong length.
-            KeyError: there is no such key.
-            TypeError: the index has another type.
-
-        Example:
-            >>> import torch
-            >>> from tensordict import TensorDict
-            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
-            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
-            ...                          backend="local") as rb:
-            ...     _ = rb.extend(TensorDict({"x": torch.arange(5) * 10}, [5]))
-            ...     rb[3]["x"], rb[1:3]["x"], rb["x"]
-            (tensor(30), tensor([10, 20]), tensor([ 0, 10, 20, 30, 40]))
-        """
+    def _read_rows(self, index: Any) -> Any:
         self._check_open()
         return rows_by(self, index)
 
@@ -655,8 +631,10 @@ def _host(
     timeout: float,
     limiter: RateLimiter | None,
 ) -> Any:
-    if backend == "local":
-        return LocalSupervisor(recipe, limiter)
-    from replaykit.sharding.shards import RaySupervisor
+    if backend == "ray":
+        return RaySupervisor.start(recipe, remote, init, timeout, limiter)
 
-    return RaySupervisor.start(recipe, remote, init, timeout, limiter)
+    def start(shard: int, incarnation: int) -> LocalShard:
+        return LocalShard(recipe, shard, incarnation)
+
+    return Supervisor(recipe.num_shards, start, limiter)

@@ -1,4 +1,4 @@
-"""Send the writes of one client to the actor in order, combining small writes."""
+"""Send the writes of one client in order, and combine small writes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
 
 import torch
 
 from replaykit._compat import TensorDict, fields_of, has_names, new_tensordict
-from replaykit.remote.requests import RemoteResult, Reply, joined_texts
-from replaykit.remote.wire_format import Message, pack
+from replaykit.distributed.requests import Answer, RemoteResult, Reply, joined_texts
+from replaykit.distributed.wire_format import Message, pack
+from replaykit.errors import RateLimiterTimeout
 
-__all__ = ["WriteQueue", "leave_all"]
+__all__ = ["PendingWrite", "WriteQueue", "WriteResult", "leave_all"]
 
 MOST_UNDER_WAY = 16
 """The maximum number of unanswered messages.
@@ -24,12 +25,26 @@ MOST_UNDER_WAY = 16
 A further write waits for the answer to the oldest message.
 """
 
+_POLL_S = 0.005
+
 _AT_EXIT_SECONDS = 5.0
 """Seconds that the program waits at its end for all pending writes together."""
 
 
+class PendingWrite(Answer, Protocol):
+    """The future answer to a write, such as a `Reply`."""
+
+    @property
+    def known(self) -> bool:
+        """Return whether the answer has been read."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ``get`` raises."""
+
+
 class WriteQueue:
-    """A queue that sends writes in their order.
+    """A queue of the unanswered writes of one client, which sends them in their order.
 
     With ``rows`` above 1, smaller writes wait until they have ``rows`` rows in total, or for
     ``seconds``. The queue then sends them as one message. If a write has another layout, or is not
@@ -40,36 +55,49 @@ class WriteQueue:
 
     Args:
         write: function ``(counts, rows)`` that sends the rows of several calls and returns an
-            object reference.
-        call: function ``(name, data, keywords)`` that sends one call and returns an object
-            reference.
+            object reference, or None if the queue combines no writes.
         rows: maximum number of rows in a common message. With 0 or 1, every write is sent
             separately.
         seconds: maximum seconds for which a row waits before it is sent.
-        actor: the actor that receives the writes.
+        actor: the actor that receives the writes. With None, the end of the program does not wait
+            for the writes.
+
+    Attributes:
+        held_up: whether a rate limiter delays the oldest write.
     """
 
     def __init__(
         self,
-        write: Callable[[list[int], Message], Any],
-        call: Callable[[str, Any, Mapping[str, Any]], Any],
+        write: Callable[[list[int], Message], Any] | None = None,
         rows: int = 0,
         seconds: float = 0.05,
         actor: Any = None,
     ) -> None:
         self.actor = actor
-        self._write, self._call = write, call
+        self.held_up = False
+        self._write = write
         self._rows, self._seconds = rows, seconds
         self._lock = threading.RLock()
         self._kept: _Unsent | None = None
         self._reply: Reply | None = None
         self._waiting: list[WriteResult] = []
         self._timer: threading.Timer | None = None
-        self._under_way: deque[tuple[Reply, list[WriteResult]]] = deque()
+        self._under_way: deque[tuple[PendingWrite, list[WriteResult]]] = deque()
         self._failed: deque[Exception] = deque()
 
-    def put(self, name: str, data: Any, keywords: Mapping[str, Any]) -> WriteResult:
+    def put(
+        self,
+        send: Callable[[], PendingWrite],
+        rows: Any = None,
+        *,
+        single: bool = False,
+    ) -> WriteResult:
         """Put a write into the queue; return its future result.
+
+        Args:
+            send: function that sends the write and returns its future answer.
+            rows: the rows of the write if it may be combined with other writes, or None.
+            single: whether ``rows`` is one row without a batch dimension.
 
         Raises:
             Exception: the error of an earlier write whose result no caller asked for. If this error
@@ -77,38 +105,39 @@ class WriteQueue:
         """
         self._raise_failed()
         with self._lock:
-            _register(self)
-            written = self._append(name, data) if self._rows > 1 and not keywords else None
+            self._register()
+            combined = self._rows > 1 and rows is not None
+            written = self._append(rows, single=single) if combined else None
             if written is None:
                 self.send()
-                reply = Reply(self._call(name, data, keywords))
+                reply = send()
                 written = WriteResult(reply, None)
                 self._under_way.append((reply, [written]))
         self._wait(MOST_UNDER_WAY, None)
         _poll_others()
         return written
 
-    def _append(self, name: str, data: Any) -> WriteResult | None:
+    def _append(self, data: Any, *, single: bool) -> WriteResult | None:
         """Copy rows, to send them together with other rows.
 
         The result is None if this is impossible, because the rows are too many or not a plain
         TensorDict.
         """
-        layout = _layout(data, single=name == "add")
-        count = 1 if name == "add" else len(data) if layout is not None else 0
+        layout = _layout(data, single=single)
+        count = 1 if single else len(data) if layout is not None else 0
         if layout is None or not 0 < count < self._rows:
             return None
         unsent = self._kept
         if unsent is None or unsent.layout != layout or unsent.used + count > self._rows:
             self.send()
             if unsent is None or unsent.layout != layout:
-                unsent = self._kept = _Unsent(layout, data, self._rows, single=name == "add")
+                unsent = self._kept = _Unsent(layout, data, self._rows, single=single)
         if self._reply is None:
             timer = threading.Timer(self._seconds, self._send_later)
             timer.daemon = True
             timer.start()  # the timer's call waits for the lock
             self._timer, self._reply = timer, Reply(send=self.send)
-        unsent.append(data, count, single=name == "add")
+        unsent.append(data, count, single=single)
         written = WriteResult(self._reply, len(self._waiting))
         self._waiting.append(written)
         if unsent.used == self._rows:
@@ -121,7 +150,7 @@ class WriteQueue:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            if self._reply is None or self._kept is None:
+            if self._reply is None or self._kept is None or self._write is None:
                 return
             reply, self._reply = self._reply, None
             waiting, self._waiting = self._waiting, []
@@ -133,15 +162,28 @@ class WriteQueue:
                 raise
             self._under_way.append((reply, waiting))
 
-    def flush(self) -> None:
+    def flush(self, until: float | None = None, *, held_up: bool = True) -> None:
         """Send the unsent rows and wait until all writes are stored.
 
+        Args:
+            until: time of ``time.monotonic()`` at which the wait ends, or None to wait without a
+                limit.
+            held_up: True to wait also for writes that a rate limiter delays.
+
         Raises:
+            RateLimiterTimeout: some writes are not stored at the time ``until``.
             Exception: the oldest error of a write whose result no caller asked for. Each call
                 raises the next such error.
         """
         self.send()
-        self._wait(0, None)
+        self._wait(0, until, held_up=held_up)
+        if until is not None and self._under_way:
+            raise RateLimiterTimeout("earlier writes of this handle still wait for samples")
+        self._raise_failed()
+
+    def check(self) -> None:
+        """Raise the oldest error of a write that has been answered; do not wait."""
+        self.poll()
         self._raise_failed()
 
     def leave(self, until: float | None = None) -> tuple[list[Exception], int]:
@@ -170,10 +212,11 @@ class WriteQueue:
         """Process the answers that have arrived; do not wait."""
         self._wait(0, 0.0)
 
-    def _wait(self, most: int, until: float | None) -> None:
+    def _wait(self, most: int, until: float | None, *, held_up: bool = True) -> None:
         """Wait until at most ``most`` messages are unanswered; store their errors.
 
-        The answers are processed in the order of the messages.
+        The answers are processed in the order of the messages. If ``held_up`` is False, the wait
+        ends when a rate limiter delays the oldest write.
         """
         while True:
             with self._lock:
@@ -182,18 +225,21 @@ class WriteQueue:
                     return
                 entry = self._under_way[0]  # stays in the queue until its answer is processed
             reply, waiting = entry
+            left = None if until is None else max(0.0, until - time.monotonic())
             try:
-                reply.get(None if until is None else max(0.0, until - time.monotonic()))
+                reply.get(left if held_up else _POLL_S)
             except Exception:
                 if not reply.known:  # no answer yet
-                    return
+                    if held_up or self.held_up:
+                        return
+                    continue
             with self._lock:
                 if not (self._under_way and self._under_way[0] is entry):
                     continue  # another thread has processed it
                 self._under_way.popleft()
                 self._collect_errors(reply, waiting)
 
-    def _collect_errors(self, reply: Reply, waiting: list[WriteResult]) -> None:
+    def _collect_errors(self, reply: PendingWrite, waiting: list[WriteResult]) -> None:
         """Store the errors of an answer that no caller has received."""
         for written in waiting:
             if not written.seen:
@@ -203,6 +249,18 @@ class WriteQueue:
                     self._failed.append(error)
                     if written.position is None or error is reply.error:
                         return  # the error applies to all writes
+
+    def _register(self) -> None:
+        """Make the end of the program wait for the pending writes of the queue.
+
+        Ray is already running, so this exit handler is newer than Ray's and runs first.
+        """
+        if self.actor is None:
+            return
+        if not _PENDING:
+            atexit.unregister(_leave_at_exit)
+            atexit.register(_leave_at_exit)
+        _PENDING[id(self)] = self
 
     def _unregister(self) -> None:
         """Remove the queue from `_PENDING` if it has no writes and no errors left."""
@@ -243,7 +301,7 @@ class WriteResult(RemoteResult):
         seen: whether a caller has asked for the result, and so received any error.
     """
 
-    def __init__(self, reply: Reply, position: int | None) -> None:
+    def __init__(self, reply: PendingWrite, position: int | None) -> None:
         super().__init__(reply, self._own)
         self.position = position
         self.seen = False
@@ -374,17 +432,6 @@ _looked_at = [_FEW]
 
 The next poll follows when this number has doubled.
 """
-
-
-def _register(write_queue: WriteQueue) -> None:
-    """Make the end of the program wait for the pending writes of a queue.
-
-    Ray is already running, so this exit handler is newer than Ray's and runs first.
-    """
-    if not _PENDING:
-        atexit.unregister(_leave_at_exit)
-        atexit.register(_leave_at_exit)
-    _PENDING[id(write_queue)] = write_queue
 
 
 def _poll_others() -> None:

@@ -14,14 +14,24 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.buffer_dataset import check_loaded
 from replaykit.buffer.deliver import deliver_batch
 from replaykit.buffer.draw import draw_apart
-from replaykit.buffer.source import BatchStreams, BufferSource, check_hosted, check_stored
+from replaykit.buffer.source import BatchStreams, BufferSource, MemberFacts, check_hosted
+from replaykit.distributed.requests import Failed
+from replaykit.distributed.wire_format import ITSELF, Message, pack, seal, unpack
 from replaykit.errors import RateLimiterTimeout
-from replaykit.remote.requests import Failed
-from replaykit.remote.wire_format import ITSELF, Message, pack, seal, unpack
 from replaykit.storages import TensorStorage
 from replaykit.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
-__all__ = ["TOGETHER", "Host"]
+__all__ = [
+    "TOGETHER",
+    "Host",
+    "check_ahead",
+    "check_loader",
+    "check_rows",
+    "draw_seeded",
+    "member_facts",
+    "part_and_facts",
+    "readiness",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -103,15 +113,80 @@ def _telling(method: Callable[_P, _R]) -> Callable[_P, _R]:
     return answer
 
 
+def check_ahead(buffer: Any) -> None:
+    """Raise ValueError if batches must not be requested ahead.
+
+    They must not be requested ahead if the sampler uses rows up, because rows in batches that no
+    caller receives would be lost.
+    """
+    if getattr(buffer.sampler, "consumes", False):
+        raise ValueError(
+            f"expected a client without prefetch for a {type(buffer.sampler).__name__}: batches "
+            "that are never delivered would use rows up"
+        )
+
+
+def check_loader(buffer: Any) -> None:
+    """Raise TypeError or ValueError if loaders cannot draw independently of the buffer."""
+    check_loaded(buffer)
+    if isinstance(buffer, BatchStreams):
+        raise TypeError(
+            f"expected a ReplayBuffer that stores rows itself, got {type(buffer).__name__}"
+        )
+    if buffer.sampler.passes:
+        raise ValueError(
+            "expected a sampler that draws with replacement for a loader of a buffer in an actor, "
+            f"got a {type(buffer.sampler).__name__}, whose pass belongs to the buffer: iterate "
+            "over the handle, or over client(prefetch=n)"
+        )
+
+
+def draw_seeded(buffer: Any, size: int, seed: int) -> Any:
+    """Return a batch drawn with a seed; do not change the results of the buffer's other draws."""
+    generator = torch.Generator().manual_seed(seed)
+    return deliver_batch(buffer, draw_apart(buffer, size, generator, numbered=True), None)[0]
+
+
+# -- as a member of a mixture ----------------------------------------------------------------------
+
+
+def member_facts(buffer: Any) -> MemberFacts:
+    """Return the properties of the buffer that a mixture needs.
+
+    Raises:
+        TypeError, ValueError: it cannot be a source of mixtures in other processes.
+    """
+    check_hosted(buffer)
+    return BufferSource(buffer).facts
+
+
+def part_and_facts(buffer: Any, rows: list[int], seed: int, known: Any) -> tuple[Any, Any]:
+    """Return the buffer's part of a batch, and its facts unless they are ``known``."""
+    facts, source = member_facts(buffer), BufferSource(buffer)
+    pieces = source.draw_counts(rows, torch.Generator().manual_seed(seed)).pieces(None)
+    return pieces, None if facts == known else facts
+
+
+def readiness(buffer: Any, rows: int) -> Any:
+    """Return the number of rows, and whether the buffer can return ``rows`` now."""
+    check_hosted(buffer)
+    return BufferSource(buffer).ask(rows).result()
+
+
+def check_rows(buffer: Any, index: torch.Tensor) -> None:
+    """Raise IndexError if any of these rows is not stored."""
+    BufferSource(buffer).check_stored(index).result()
+
+
 class Host:
-    """The object in the actor, which holds one buffer and answers messages.
+    """The object in an actor, which holds one buffer or shard and answers messages.
 
     The messages have the format of `wire_format`. The constructor makes the buffer. Ray also calls
     the constructor when it restarts the actor. If making the buffer fails, the first call raises
     the error, so that the caller gets an error of the same type.
 
     Args:
-        cls: class of the buffer.
+        cls: class of the buffer, or `ShardHolder`.
         arguments: keyword arguments for the class.
         devices: whether tensors may be put on the devices on which the caller had them.
     """
@@ -138,89 +213,17 @@ class Host:
             raise self._failure
         return self._limited
 
-    def check_ahead(self) -> None:
-        """Raise ValueError if batches must not be requested ahead.
-
-        They must not be requested ahead if the sampler uses rows up, because rows in batches that
-        no caller receives would be lost.
-        """
-        sampler = self._buffer.sampler
-        if getattr(sampler, "consumes", False):
-            raise ValueError(
-                f"expected a client without prefetch for a {type(sampler).__name__}: batches that "
-                "are never delivered would use rows up"
-            )
-
-    @_telling
-    def check_loader(self) -> None:
-        """Raise an error if loaders cannot draw independently of the buffer.
-
-        The type of the error is TypeError or ValueError.
-        """
-        check_loaded(self._buffer)
-        if isinstance(self._buffer, BatchStreams):
-            raise TypeError(
-                "expected a ReplayBuffer that stores rows itself, got "
-                f"{type(self._buffer).__name__}"
-            )
-        sampler = self._buffer.sampler
-        if sampler.passes:
-            raise ValueError(
-                "expected a sampler that draws with replacement for a loader of a buffer in an "
-                f"actor, got a {type(sampler).__name__}, whose pass belongs to the buffer: iterate "
-                "over the handle, or over client(prefetch=n)"
-            )
+    @_answering
+    def apply(self, function: Callable[..., Any], *args: Any) -> Message:
+        """Return ``function(buffer, *args)``, for a function of this package."""
+        return self._with_warnings(lambda: pack(function(self._buffer, *args)))
 
     @_answering
-    def draw(self, size: int, seed: int) -> Message:
-        """Return a batch drawn with a seed.
-
-        The call does not change the results of the buffer's other draws.
-        """
-        generator = torch.Generator().manual_seed(seed)
-
-        def made() -> Message:
-            batch = draw_apart(self._buffer, size, generator, numbered=True)
-            return pack(deliver_batch(self._buffer, batch, None)[0])
-
-        return self._with_warnings(made)
-
-    # -- as a member of an ensemble -----------------------------------------------------------
-
-    @_answering
-    def facts(self) -> Message:
-        """Return the properties of the buffer that a mixture needs."""
-        return pack(self._source().facts)
-
-    def _source(self) -> BufferSource:
-        """Return the buffer as a source.
-
-        Raises:
-            TypeError, ValueError: it cannot be a source of mixtures in other processes.
-        """
-        check_hosted(self._buffer)
-        return BufferSource(self._buffer)
-
-    @_answering
-    def part(self, rows: list[int], seed: int, known: Any) -> Message:
-        """Return the buffer's part of a batch, and its facts unless they are ``known``."""
-
-        def made() -> Message:
-            source = self._source()
-            drawn = source.draw_counts(rows, torch.Generator().manual_seed(seed))
-            return pack((drawn.pieces(None), None if source.facts == known else source.facts))
-
-        return self._with_warnings(made)
-
-    @_answering
-    def readiness(self, rows: int) -> Message:
-        """Return the number of rows, and whether the buffer can return ``rows`` now."""
-        return pack(self._source().ask(rows).result())
-
-    @_telling
-    def check_stored(self, index: Message) -> None:
-        """Raise IndexError if any of these rows is not stored."""
-        check_stored(self._buffer.storage, unpack(index, devices=self._devices))
+    def ask(self, name: str, args: Message) -> Message:
+        """Return the result of a method of the held object, as `RayShard` requests it."""
+        if self._failure is not None:
+            raise self._failure
+        return pack(getattr(self._buffer, name)(*unpack(args, own=True)))
 
     # These methods have no arguments, since a first argument takes a tenth of the time of a call.
 
@@ -232,7 +235,7 @@ class Host:
     @_answering
     def sample_1(self) -> Message:
         """Return a batch that the caller requests ahead."""
-        self.check_ahead()
+        check_ahead(self._buffer)
         return self._with_warnings(lambda: pack(self._buffer.sample()))
 
     sample_2 = _each(2, sample_1)
@@ -289,7 +292,7 @@ class Host:
         if self._passes.get(client, 0) > number:
             return pack(None)
         if ahead:
-            self.check_ahead()
+            check_ahead(self._buffer)
         return self._with_warnings(lambda: pack(self._next_of(client, number)))
 
     step_2 = _each(2, step)

@@ -1,35 +1,40 @@
-"""Call the methods of a buffer in an actor, also from data loaders."""
+"""Forward calls to the methods of a buffer in an actor."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import is_tensordict
-from replaykit._ray import Carried
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.component_checks import checked_batch_size
 from replaykit.buffer.components import DataT
-from replaykit.buffer.dataloader import RemoteLoading
 from replaykit.buffer.source import MemberFacts, RemoteRequest
-from replaykit.remote.requests import RemoteResult, Reply, fetch, running_ray
-from replaykit.remote.wire_format import ITSELF, Message, pack, unpack
+from replaykit.distributed.handle import Handle
+from replaykit.distributed.host import (
+    check_loader,
+    check_rows,
+    draw_seeded,
+    member_facts,
+    part_and_facts,
+    readiness,
+)
+from replaykit.distributed.requests import RemoteResult, Reply, fetch, running_ray
+from replaykit.distributed.wire_format import ITSELF, Message, pack, unpack
 from replaykit.storages.save_hooks import check_no_checkpointer
 from replaykit.transfer import to_device
 
-__all__ = ["Forwarding", "RemoteLoader"]
+__all__ = ["RESTARTING", "Forwarding", "forwarding"]
 
 _LIFECYCLE = ("client", "close", "is_alive", "shutdown", "start")
 _LOCAL = {
     "episodes": "use it in the actor, as in rb.run(lambda buffer: buffer.episodes.lengths)",
 }
-_RESTARTING = frozenset(
+RESTARTING = frozenset(
     {
         "append_transform",
         "empty",
@@ -61,9 +66,23 @@ Methods that must stay in order with such methods also have a group.
 """
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
-    original = getattr(ReplayBuffer, name)
+_Class = TypeVar("_Class", bound=type)
 
+
+def forwarding(cls: _Class) -> _Class:
+    """Give a class of handles the public methods and properties of a buffer that it lacks."""
+    for name in dir(ReplayBuffer):
+        if name.startswith("_") or name in _LIFECYCLE or name in _LOCAL or hasattr(cls, name):
+            continue
+        original = inspect.getattr_static(ReplayBuffer, name)
+        if isinstance(original, property):
+            setattr(cls, name, _forwarded_property(name))
+        elif inspect.isfunction(original):
+            setattr(cls, name, _forwarded(name, original))
+    return cls
+
+
+def _forwarded(name: str, original: Any) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **keywords: Any) -> Any:
         return self._invoke(name, args, keywords)
 
@@ -73,10 +92,9 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _forwarded_property(name: str) -> property:
-    original = getattr(ReplayBuffer, name)
     return property(
         lambda self: self._read(name),
-        doc=f"{_first_line(original)} An object is returned as a copy.",
+        doc=f"{_first_line(getattr(ReplayBuffer, name))} An object is returned as a copy.",
     )
 
 
@@ -84,8 +102,8 @@ def _first_line(original: Any) -> str:
     return (original.__doc__ or "").strip().split("\n\n")[0].replace("\n        ", " ")
 
 
-class Forwarding:
-    """A handle that forwards calls to the actor by name.
+class Forwarding(Handle[DataT]):
+    """A handle that forwards calls to a buffer in an actor by name.
 
     Args:
         actor: the handle of a `Host` actor.
@@ -97,6 +115,7 @@ class Forwarding:
     """
 
     def __init__(self, actor: Any, cls: type, *, devices: bool, paced: bool) -> None:
+        super().__init__()
         self._actor = actor
         self._cls = cls
         self._devices = devices
@@ -187,44 +206,8 @@ class Forwarding:
 
     # -- methods and properties of the buffer -------------------------------------------------
 
-    append_transform = _forwarded("append_transform")
-    can_sample = _forwarded("can_sample")
-    cut = _forwarded("cut")
-    dump = _forwarded("dump")
-    dumps = _forwarded("dumps")
-    empty = _forwarded("empty")
-    insert_transform = _forwarded("insert_transform")
-    load = _forwarded("load")
-    load_state_dict = _forwarded("load_state_dict")
-    loads = _forwarded("loads")
-    mark_update = _forwarded("mark_update")
-    read_all_in_order = _forwarded("read_all_in_order")
-    register_load_hook = _forwarded("register_load_hook")
-    register_save_hook = _forwarded("register_save_hook")
-    save = _forwarded("save")
-    set_ = _forwarded("set_")
-    set_at_ = _forwarded("set_at_")
-    set_rng = _forwarded("set_rng")
-    set_sampler = _forwarded("set_sampler")
-    set_storage = _forwarded("set_storage")
-    set_writer = _forwarded("set_writer")
-    state_dict = _forwarded("state_dict")
-    stats = _forwarded("stats")
-    update_ = _forwarded("update_")
-    update_if_present = _forwarded("update_if_present")
-    update_priority = _forwarded("update_priority")
-    update_tensordict_priority = _forwarded("update_tensordict_priority")
-    write_all = _forwarded("write_all")
-
     batch_size = _forwarded_property("batch_size")
-    initialized = _forwarded_property("initialized")
-    priority_key = _forwarded_property("priority_key")
     sampler = _forwarded_property("sampler")
-    shared = _forwarded_property("shared")
-    storage = _forwarded_property("storage")
-    transform = _forwarded_property("transform")
-    write_count = _forwarded_property("write_count")
-    writer = _forwarded_property("writer")
 
     def __len__(self) -> int:
         return int(self._invoke("__len__", (), {}))
@@ -258,35 +241,18 @@ class Forwarding:
     def dim_extend(self, value: int) -> None:
         fetch(self._live().assign.remote("dim_extend", pack(value)))
 
+    # -- for loaders and ensembles ------------------------------------------------------------
 
-_SEEDS = 2**62
+    def _apply(self, function: Callable[..., Any], *args: Any) -> RemoteResult:
+        """Request ``function(buffer, *args)``, after the pending writes of this handle.
 
-
-class RemoteLoader(Forwarding, RemoteLoading[DataT]):
-    """The part of a handle that supports ``dataloader`` and `BufferDataset`."""
-
-    def __init__(self, actor: Any, cls: type, *, devices: bool, paced: bool) -> None:
-        super().__init__(actor, cls, devices=devices, paced=paced)
-        self._process = os.getpid()
-
-    def _size_of(self, batch_size: int | None) -> int:
-        size = self.batch_size if batch_size is None else checked_batch_size(batch_size)
-        if size is None:
-            raise RuntimeError(
-                "batch_size not specified: expected a batch_size, of the buffer or in this call"
-            )
-        return int(size)
+        The actor imports the function by its name.
+        """
+        self._before("run")
+        return RemoteResult(Reply(self._method("apply", None).remote(function, *args)))
 
     def _check_loader(self) -> None:
-        self._before("check_loader")
-        fetch(self._method("check_loader", None).remote())
-
-    def _check_workers(self, method: str | None = None) -> None:
-        if method == "fork" or self._process != os.getpid():
-            raise ValueError(
-                "expected spawned worker processes (multiprocessing_context='spawn'): a forked one "
-                "has no connection to Ray"
-            )
+        self._apply(check_loader).result()
 
     def _asking(self, generator: torch.Generator) -> Callable[[int], RemoteRequest]:
         def asked(size: int) -> RemoteRequest:
@@ -295,60 +261,41 @@ class RemoteLoader(Forwarding, RemoteLoading[DataT]):
 
         return asked
 
-    def _carried(self) -> Carried:
-        return Carried.of(self._handed_on())
-
-    # -- as a member of an ensemble -----------------------------------------------------------
-
     def _facts_of_member(self) -> MemberFacts:
-        return cast(MemberFacts, Reply(self._send_in_order("facts")).get())
+        return cast(MemberFacts, self._apply(member_facts).result())
 
     def _be_fresh(self, rows: int) -> None:
         """Do nothing, since a handle has no data that could be outdated."""
 
     def _ask_part(self, rows: list[int], seed: int, known: MemberFacts) -> RemoteRequest:
-        return RemoteResult(Reply(self._send_in_order("part", rows, seed, known)))
+        return self._apply(part_and_facts, rows, seed, known)
 
     def _ask_readiness(self, rows: int) -> RemoteRequest:
-        return RemoteResult(Reply(self._send_in_order("readiness", rows)))
+        return self._apply(readiness, rows)
 
     def _ask_stored(self, index: torch.Tensor) -> RemoteRequest:
-        return _Plain(self._send_in_order("check_stored", self._packed(index)))
+        return self._apply(check_rows, index.cpu())
 
     def _ask_call(self, name: str, *args: Any, **keywords: Any) -> RemoteRequest:
         self._before(name)
         return RemoteResult(Reply(self._submit(name, args, keywords)))
 
-    def _send_in_order(self, name: str, *args: Any) -> Any:
-        """Send the pending writes of this handle, then a message of an ensemble."""
-        self._before(name)
-        return self._method(name, None).remote(*args)
-
-    def _handed_on(self) -> RemoteLoader[DataT]:
-        from replaykit.remote.ray_buffer import RayReplayBufferClient
+    def _handed_on(self) -> Any:
+        from replaykit.distributed.ray_buffer import RayReplayBufferClient
 
         return RayReplayBufferClient(
             self._live(), self._cls, devices=self._devices, paced=self._paced
         )
 
 
-class _Plain:
-    """The answer to a check. The answer is not packed."""
-
-    def __init__(self, ref: Any) -> None:
-        self._ref = ref
-
-    def result(self, timeout: float | None = None) -> Any:
-        return fetch(self._ref, timeout)
+_SEEDS = 2**62
 
 
 class _Seeded:
     """A batch that is requested when ``result`` is called."""
 
-    def __init__(self, handle: RemoteLoader, size: int, seed: int) -> None:
+    def __init__(self, handle: Forwarding[Any], size: int, seed: int) -> None:
         self._handle, self._size, self._seed = handle, size, seed
 
     def result(self, timeout: float | None = None) -> Any:
-        handle = self._handle
-        handle._before("draw")
-        return Reply(handle._method("draw", None).remote(self._size, self._seed)).get(timeout)
+        return self._handle._apply(draw_seeded, self._size, self._seed).result(timeout)

@@ -7,28 +7,37 @@ import functools
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NoReturn, overload
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from typing_extensions import Self
 
 from replaykit._ray import DEFAULT_REMOTE_CLASS_CONFIG, start_ray
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import DataT
+from replaykit.distributed.calls import RESTARTING, Forwarding, forwarding
+from replaykit.distributed.handle import checked_count
+from replaykit.distributed.host import TOGETHER, Host, check_ahead
+from replaykit.distributed.requests import (
+    RemoteResult,
+    Reply,
+    RequestQueue,
+    fetch,
+    one_of,
+    running_ray,
+)
+from replaykit.distributed.wire_format import Message
+from replaykit.distributed.write_queue import WriteQueue, leave_all
 from replaykit.errors import ActorLost, RateLimiterTimeout
 from replaykit.keywords import named_after
 from replaykit.pace import checked_timeout
-from replaykit.remote.calls import _RESTARTING, RemoteLoader
-from replaykit.remote.host import TOGETHER, Host
-from replaykit.remote.requests import RemoteResult, Reply, RequestQueue, fetch, one_of, running_ray
-from replaykit.remote.wire_format import Message
-from replaykit.remote.write_queue import WriteQueue, leave_all
 
 __all__ = ["RayReplayBuffer", "RayReplayBufferClient"]
 
 
 @named_after
-class RayReplayBufferClient(RemoteLoader[DataT]):
+@forwarding
+class RayReplayBufferClient(Forwarding[DataT]):
     """A handle of a buffer in a Ray actor.
 
     A handle has the methods of the buffer and raises its errors. ``RayReplayBuffer.client()`` makes
@@ -80,9 +89,7 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
         if not (isinstance(write_seconds, (int, float)) and write_seconds > 0):
             raise ValueError(f"expected write_seconds above 0, got {write_seconds!r}")
         self._write_seconds = write_seconds
-        self._write_queue = WriteQueue(
-            self._write, self._write_alone, self._write_rows, write_seconds, actor
-        )
+        self._write_queue = WriteQueue(self._write, self._write_rows, write_seconds, actor)
         late = RateLimiterTimeout if paced else TimeoutError
         self._samples: RequestQueue | None = None
         # With a rate limiter, each batch needs a separate message, so that a waiting batch does not
@@ -91,13 +98,13 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
         self._together = next(fitting, 1)
         if self._depth:
             self._samples = RequestQueue(
-                self._request_ahead, self._depth, late, any_order=paced, together=self._together
+                self._request_ahead, self._depth, late, together=self._together
             )
         self._name = uuid.uuid4().hex
         self._passing = threading.Lock()
         self._begin_pass(0)
         if self._depth and not checked:
-            fetch(self._method("check_ahead", None).remote())
+            self._apply(check_ahead).result()
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = functools.partial(
@@ -116,7 +123,7 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
 
     def _before(self, name: str) -> None:
         self._write_queue.send()
-        if name in _RESTARTING:
+        if name in RESTARTING:
             self._drop_ahead()
 
     def _drop_ahead(self) -> None:
@@ -133,7 +140,7 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
         the call does not wait and returns the result of ``add_async``.
         """
         if self._write_rows > 1 and not keywords:
-            return self._write_queue.put("add", data, keywords)
+            return self.add_async(data)
         return self._invoke("add", (data,), keywords)
 
     def extend(self, data: Any, **keywords: Any) -> Any:
@@ -143,7 +150,7 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
         ``write_rows``, the call does not wait and returns the result of ``extend_async``.
         """
         if self._write_rows > 1 and not keywords:
-            return self._write_queue.put("extend", data, keywords)
+            return self.extend_async(data)
         return self._invoke("extend", (data,), keywords)
 
     def add_async(self, data: Any, **keywords: Any) -> RemoteResult:
@@ -153,7 +160,7 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
             A future with the result or error of ``add``. If the caller does not ask the future for
             its result, the next write, ``flush`` or ``close`` raises the error.
         """
-        return self._write_queue.put("add", data, keywords)
+        return self._put("add", data, keywords)
 
     def extend_async(self, data: Any, **keywords: Any) -> RemoteResult:
         """Send a batch to be stored, like ``add_async``; do not wait.
@@ -161,7 +168,7 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
         If more than 16 messages are unanswered, the call waits for the answer to the oldest
         message.
         """
-        return self._write_queue.put("extend", data, keywords)
+        return self._put("extend", data, keywords)
 
     def flush(self) -> Any:
         """Wait until all writes of this handle are stored, and flush the transforms.
@@ -178,84 +185,33 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
     def _write(self, counts: list[int], rows: Message) -> Any:
         return self._method("write", "writing").remote(counts, rows)
 
-    def _write_alone(self, name: str, data: Any, keywords: Mapping[str, Any]) -> Any:
-        return self._submit(name, (data,), keywords)
+    def _put(self, name: str, data: Any, keywords: Mapping[str, Any]) -> RemoteResult:
+        rows = None if keywords else data
+        return self._write_queue.put(
+            lambda: Reply(self._submit(name, (data,), keywords)), rows, single=name == "add"
+        )
 
-    # -- reading ------------------------------------------------------------------------------
-
-    @overload
-    def __getitem__(self, index: str | tuple[str, ...]) -> Any: ...
-    @overload
-    def __getitem__(self, index: Any) -> DataT: ...
-    def __getitem__(self, index: Any) -> Any:
+    def _read_rows(self, index: Any) -> Any:
         return self._invoke("__getitem__", (index,), {})
 
     # -- sampling -----------------------------------------------------------------------------
 
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: Literal[False] = False,
-        include_info: bool | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> DataT: ...
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        *,
-        return_info: Literal[True],
-        include_info: bool | None = None,
-        timeout: float | None = None,
-    ) -> tuple[DataT, dict[Any, Any]]: ...
-    @overload
-    def sample(
+    def _sample(
         self,
         batch_size: int | None,
-        return_info: Literal[True],
-        include_info: bool | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> tuple[DataT, dict[Any, Any]]: ...
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: bool = False,
-        include_info: bool | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> DataT | tuple[DataT, dict[Any, Any]]: ...
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: bool = False,
-        include_info: bool | None = None,
-        **keywords: Any,
+        return_info: bool,
+        include_info: bool | None,
+        timeout: float | None,
     ) -> Any:
-        """Draw a batch, like ``ReplayBuffer.sample``.
-
-        With ``prefetch``, the result is the oldest batch under way, which was drawn up to
-        ``prefetch`` calls ago. If the buffer also has a rate limiter, the result is the oldest
-        batch that has arrived. A call with a batch size or ``return_info`` always draws a new
-        batch.
-
-        Raises:
-            RateLimiterTimeout: the same as for ``ReplayBuffer.sample``. With ``prefetch``, no batch
-                under way has arrived in time, for any reason. A later call returns that batch.
-            TimeoutError: no batch under way has arrived in time, and the buffer has no rate
-                limiter.
-        """
-        timeout = checked_timeout(keywords.get("timeout"))
-        if _is_plain(batch_size, return_info, include_info, keywords):
+        timeout = checked_timeout(timeout)
+        if _is_plain(batch_size, return_info, include_info):
             if self._samples is not None:
                 self._write_queue.send()
                 return self._samples.next(timeout)
             if timeout is None:
                 self._write_queue.send()
                 return self._request_sample().get()
+        keywords = {} if timeout is None else {"timeout": timeout}
         return self._invoke("sample", (batch_size, return_info, include_info), keywords)
 
     def sample_async(
@@ -276,7 +232,7 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
             batch = first.result()   # or: await first
         """
         self._write_queue.send()
-        if _is_plain(batch_size, return_info, include_info, keywords) and not keywords:
+        if _is_plain(batch_size, return_info, include_info) and not keywords:
             if self._samples is not None:
                 return RemoteResult(self._samples.take())
             return RemoteResult(self._request_sample())
@@ -287,20 +243,7 @@ class RayReplayBufferClient(RemoteLoader[DataT]):
         return Reply(self._method("sample", "sampling").remote())
 
     def _request_ahead(self, count: int) -> list[Reply]:
-        return _replies(self._method(f"sample_{count}", "sampling", count).remote(), count)
-
-    def __iter__(self) -> Iterator[DataT]:
-        """Yield the batches of ``next`` until the sampler has no more rows.
-
-        Raises:
-            RuntimeError: the buffer has no batch size.
-        """
-        if self.batch_size is None:
-            raise RuntimeError(
-                "Cannot iterate over the replay buffer. Batch_size was not specified during "
-                "construction; give the buffer a batch_size"
-            )
-        return iter(self.next, None)
+        return _replies(self._method(f"sample_{count}", "ahead", count).remote(), count)
 
     def next(self) -> DataT | None:
         """Return the next batch of the buffer's iteration, or None at its end.
@@ -333,32 +276,9 @@ def _replies(refs: Any, count: int) -> list[Reply]:
     return [Reply(refs)] if count == 1 else [Reply(ref) for ref in refs]
 
 
-def _is_plain(
-    batch_size: int | None,
-    return_info: bool,
-    include_info: bool | None,
-    keywords: Mapping[str, Any],
-) -> bool:
+def _is_plain(batch_size: int | None, return_info: bool, include_info: bool | None) -> bool:
     """Return whether a batch is requested with default arguments."""
-    return (
-        batch_size is None
-        and not return_info
-        and include_info is None
-        and (not keywords or keywords.keys() == {"timeout"})
-    )
-
-
-def checked_count(name: str, value: Any) -> int:
-    """Return a checked count; None means 0.
-
-    Raises:
-        ValueError: the value is not an int of at least 0.
-    """
-    if value is None:
-        return 0
-    if type(value) is not int or value < 0:
-        raise ValueError(f"expected {name} as an int of at least 0, got {value!r}")
-    return value
+    return batch_size is None and not return_info and include_info is None
 
 
 _SETTLING_SECONDS = 10.0
@@ -429,8 +349,9 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
         paced = kwargs.get("rate_limiter") is not None
         if paced:
             # A single thread for all writes keeps their order. A single thread for iteration
-            # reports the end of a pass after its last batch. Samples wait in parallel.
-            groups = {"writing": 1, "stepping": 1, "sampling": _WAITING_SAMPLERS}
+            # reports the end of a pass after its last batch. A single thread for prefetched
+            # batches answers their requests in order. Other samples wait in parallel.
+            groups = {"writing": 1, "stepping": 1, "ahead": 1, "sampling": _WAITING_SAMPLERS}
             options["concurrency_groups"] = {**groups, **options.get("concurrency_groups", {})}
         if delayed_init:
             kwargs["delayed_init"] = True

@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import copy
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from replaykit._ray import Carried
-from replaykit.buffer.component_checks import checked_batch_size
 from replaykit.buffer.components import DataT
-from replaykit.buffer.dataloader import RemoteLoading
 from replaykit.buffer.deliver import should_merge
 from replaykit.buffer.source import DrawnRows, MemberFacts, Readiness, RemoteRequest
+from replaykit.distributed.client_updates import Streamed
+from replaykit.distributed.client_writes import ClientSettings
+from replaykit.distributed.membership import ShardMembers, ShardTicket
+from replaykit.distributed.requests import RemoteResult
+from replaykit.distributed.routing import check_stored, finished
+from replaykit.distributed.shard_draws import Draws, Pending, SampleAnswer, ShardRequests
+from replaykit.distributed.shards import Supervisor
 from replaykit.pace import RateLimiter
-from replaykit.sharding.client_updates import Streamed
-from replaykit.sharding.client_writes import ClientSettings
-from replaykit.sharding.membership import ShardMembers, ShardTicket
-from replaykit.sharding.routing import check_stored, finished
-from replaykit.sharding.shard_draws import Draws, Pending, ShardedResult, ShardRequests
-from replaykit.sharding.shards import LocalSupervisor
 
 if TYPE_CHECKING:
-    from replaykit.sharding.sharded_buffer import ShardedClient
+    from replaykit.distributed.sharded_buffer import ShardedClient
 
 __all__ = ["Sampled", "ShardLoader", "check_generator"]
 
 
-class Sampled(Streamed, Generic[DataT]):
+class Sampled(Streamed[DataT]):
     """The sampling methods and the random generator of a client."""
 
     def __init__(
@@ -78,97 +75,15 @@ class Sampled(Streamed, Generic[DataT]):
         self._ahead.drop()
         self._generator = generator
 
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: Literal[False] = False,
-        include_info: bool | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> DataT: ...
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        *,
-        return_info: Literal[True],
-        include_info: bool | None = None,
-        timeout: float | None = None,
-    ) -> tuple[DataT, dict[Any, Any]]: ...
-    @overload
-    def sample(
+    def _sample(
         self,
         batch_size: int | None,
-        return_info: Literal[True],
-        include_info: bool | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> tuple[DataT, dict[Any, Any]]: ...
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: bool = False,
-        include_info: bool | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> DataT | tuple[DataT, dict[Any, Any]]: ...
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: bool = False,
-        include_info: bool | None = None,
-        *,
-        timeout: float | None = None,
+        return_info: bool,
+        include_info: bool | None,
+        timeout: float | None,
     ) -> Any:
-        """Draw a batch, as a single buffer with all the rows would.
-
-        Args:
-            batch_size: number of rows. None uses the batch size of the constructor.
-            return_info: True to also return information about the draw.
-            include_info: as for ``ReplayBuffer.sample``; deprecated.
-            timeout: seconds to wait for the rate limiter. With 0 the call does not wait, and with
-                None it waits without a limit. It has no effect without a rate limiter.
-
-        Returns:
-            The same as ``ReplayBuffer.sample``. The ``index`` can name rows of any shard.
-
-        Raises:
-            RuntimeError: there is no batch size, or no row can be drawn.
-            ValueError: the batch size is not an int of at least 1, or the rate limiter can never
-                admit so many rows.
-            RateLimiterTimeout (a TimeoutError): the rate limiter has not admitted the sample in
-                time, because too few rows were written. After this error, nothing has changed.
-            TimeoutError: all shards have died, and none has been restarted in time.
-
-        While no other client writes or updates priorities, draws are exact. The probabilities P(i)
-        and the ``priority_weight`` then equal those of a single large buffer. Otherwise, the client
-        draws shards by the masses in their last replies, at most ``max_age`` seconds old. In that
-        case, the weights correct for the probabilities that the draw really used; see
-        ``docs/sharding.md``. With ``prefetch``, a batch of the default size was already requested
-        by an earlier call.
-
-        Cost: one message to each shard, all in parallel, and one copy of the batch. A rate limiter
-        adds two messages. The first message is sent in parallel with the messages to the shards.
-        The call does not wait for the second message.
-
-        Example:
-            >>> import torch
-            >>> from tensordict import TensorDict
-            >>> from replaykit import LazyTensorStorage, PrioritizedSampler, ShardedReplayBuffer
-            >>> with ShardedReplayBuffer(
-            ...     num_shards=2, storage=lambda: LazyTensorStorage(10), batch_size=1000,
-            ...     sampler=lambda: PrioritizedSampler(alpha=0.7, beta=0.9), backend="local",
-            ... ) as rb:
-            ...     index = rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
-            ...     rb.update_priority(index, torch.tensor([1.0, 2.0, 3.0, 4.0]))
-            ...     weights = rb.sample()["priority_weight"]
-            >>> sorted({f"{weight:.3f}" for weight in weights.tolist()})
-            ['0.418', '0.501', '0.646', '1.000']
-        """
         self._check_open()
-        size, merge = self._size_of(batch_size), should_merge(include_info)
+        size, merge = self._size_of(batch_size), should_merge(include_info, 4)
         with self._tickets.sample(timeout) as ticket:
             ahead = self._ahead.depth > 0 and size == self.batch_size
             early = None if ticket is None else self._admitted(ticket, size, alone=not ahead)
@@ -205,7 +120,7 @@ class Sampled(Streamed, Generic[DataT]):
         batch_size: int | None = None,
         return_info: bool = False,
         include_info: bool | None = None,
-    ) -> ShardedResult:
+    ) -> RemoteResult:
         """Request a batch without waiting for it.
 
         Args:
@@ -243,7 +158,7 @@ class Sampled(Streamed, Generic[DataT]):
                 drawn = asked.pending().get(within)
                 return self._made(drawn, return_info, size, ticket, merge=merge)
 
-        return ShardedResult(made, asked.has_come)
+        return RemoteResult(SampleAnswer(made, asked.has_come))
 
     def _enough(self, limiter: RateLimiter) -> bool:
         """Return whether at least ``min_size_to_sample`` rows are known to be stored."""
@@ -273,32 +188,6 @@ class Sampled(Streamed, Generic[DataT]):
         self._check_open()
         size = self._size_of(batch_size)
         return self._tickets.may_sample(size) and self._draws.possible(size)
-
-    def _size_of(self, batch_size: int | None) -> int:
-        if batch_size is not None:
-            return checked_batch_size(batch_size)
-        if self.batch_size is None:
-            raise RuntimeError(
-                "batch_size not specified: give it to the constructor or to sample()"
-            )
-        return self.batch_size
-
-    def __iter__(self) -> Iterator[DataT]:
-        """Yield batches forever, waiting for the rate limiter as long as necessary.
-
-        Raises:
-            RuntimeError: the buffer has no batch size.
-        """
-        if self.batch_size is None:
-            raise RuntimeError(
-                "Cannot iterate over the replay buffer. Batch_size was not specified during "
-                "construction; give the buffer a batch_size"
-            )
-        return self._batches()
-
-    def _batches(self) -> Iterator[DataT]:
-        while True:
-            yield self.sample()
 
     def next(self) -> DataT:
         """Return the next batch of the endless iteration, drawn with replacement."""
@@ -339,18 +228,8 @@ def check_generator(generator: object) -> None:
         raise TypeError(f"expected generator as a torch.Generator, got {generator!r}")
 
 
-class ShardLoader(Sampled[DataT], RemoteLoading[DataT]):
-    """The ``dataloader`` of a client, and methods for data sets and ensembles."""
-
-    def __init__(
-        self,
-        settings: ClientSettings,
-        members: ShardMembers,
-        generator: torch.Generator | None,
-        prefetch: int,
-    ) -> None:
-        super().__init__(settings, members, generator, prefetch)
-        self._process = os.getpid()
+class ShardLoader(Sampled[DataT]):
+    """The methods of a client for data loaders and ensembles."""
 
     def _check_loader(self) -> None:
         self._check_open()
@@ -361,24 +240,16 @@ class ShardLoader(Sampled[DataT], RemoteLoading[DataT]):
             )
 
     def _check_workers(self, method: str | None = None) -> None:
-        if isinstance(self._members.supervisor, LocalSupervisor):
+        if isinstance(self._members.supervisor, Supervisor):
             raise ValueError(
                 "expected shards in actors (backend='ray') for worker processes, got shards in "
                 "this process; make batches without workers"
             )
-        if method == "fork" or self._process != os.getpid():
-            raise ValueError(
-                "expected spawned worker processes (multiprocessing_context='spawn'): a forked one "
-                "has no connection to Ray"
-            )
+        super()._check_workers(method)
 
     def _asking(self, generator: torch.Generator) -> Callable[[int], RemoteRequest]:
         self._check_open()
         return self._alike(generator).sample_async
-
-    def _carried(self) -> Carried:
-        self._check_open()
-        return Carried.of(self._alike(None))
 
     # -- as a member of an ensemble -----------------------------------------------------------
 
@@ -428,7 +299,7 @@ class ShardLoader(Sampled[DataT], RemoteLoading[DataT]):
 
     def _alike(self, generator: torch.Generator | None) -> ShardedClient:
         """Return another handle with the same sampler settings and no batches under way."""
-        from replaykit.sharding.sharded_buffer import ShardedClient
+        from replaykit.distributed.sharded_buffer import ShardedClient
 
         settings = replace(self._settings, sampler=copy.deepcopy(self._sampler))
         return ShardedClient(settings, self._members.again(self._members.on_loss), generator)

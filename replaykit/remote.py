@@ -1,8 +1,7 @@
-"""Use a buffer in a Ray actor."""
+"""Use a buffer in a Ray actor. The names are defined in `replaykit.distributed`."""
 
 from replaykit._ray import DEFAULT_REMOTE_CLASS_CONFIG
-from replaykit.remote.ray_buffer import RayReplayBuffer, RayReplayBufferClient
-from replaykit.remote.requests import RemoteResult
+from replaykit.distributed import RayReplayBuffer, RayReplayBufferClient, RemoteResult
 
 __all__ = [
     "DEFAULT_REMOTE_CLASS_CONFIG",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import sys
 import threading
@@ -16,22 +14,21 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from replaykit._ray import ray_module
+from replaykit.distributed.wire_format import Message, unpack
 from replaykit.errors import ActorLost
-from replaykit.remote.wire_format import Message, unpack
 
 __all__ = [
+    "Answer",
     "Failed",
     "RemoteResult",
     "Reply",
     "RequestQueue",
     "Taken",
     "fetch",
-    "first_come",
     "joined_texts",
     "one_of",
     "raise_as_local",
     "running_ray",
-    "until_one_comes",
 ]
 
 _HERE = os.path.dirname(__file__)
@@ -92,7 +89,7 @@ def raise_as_local(error: BaseException) -> None:
         if isinstance(cause, exceptions.RayTaskError) or not isinstance(cause, BaseException):
             return
         raise cause from error
-    if isinstance(error, exceptions.RayActorError):
+    if isinstance(error, (exceptions.RayActorError, exceptions.ObjectLostError)):
         raise ActorLost(f"the actor of this buffer has ended: {error}") from error
 
 
@@ -185,36 +182,6 @@ class Reply:
             return True
         ready, _ = running_ray().wait([self.sent()], timeout=0, fetch_local=False)
         return bool(ready)
-
-
-def first_come(replies: Sequence[Reply], timeout: float | None) -> Reply | None:
-    """Return the first reply that arrives, or None after the timeout."""
-    for reply in replies:
-        if reply.known:
-            return reply
-    refs = [reply.sent() for reply in replies]
-    ready, _ = running_ray().wait(refs, num_returns=1, timeout=timeout)
-    return replies[refs.index(ready[0])] if ready else None
-
-
-async def until_one_comes(replies: Sequence[Reply]) -> None:
-    """Wait in a coroutine until any of several replies has arrived."""
-    if any(reply.known for reply in replies):
-        return
-    loop = asyncio.get_running_loop()
-    there: asyncio.Future[None] = loop.create_future()
-
-    def notify() -> None:
-        if not there.done():
-            there.set_result(None)
-
-    def come(_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(notify)
-
-    for reply in replies:
-        reply.sent().future().add_done_callback(come)
-    await there
 
 
 class Answer(Protocol):
@@ -336,10 +303,6 @@ class RequestQueue:
         depth: maximum number of requests under way. With 0, a request is sent only when a caller
             needs a batch.
         late: the error type for an answer that has not arrived in time.
-        any_order: True to return the oldest answer that has arrived, even if older requests are
-            unanswered. If requests wait in the actor for a rate limiter, they continue in any
-            order. A caller that waits for the oldest request could then block forever. The rows for
-            that request may be written only after the caller has used a newer batch.
         together: number of batches that one message requests after batches have proved small. Up to
             ``together - 1`` fewer requests are then under way. A caller never waits for a batch
             that was not requested yet.
@@ -351,11 +314,9 @@ class RequestQueue:
         depth: int,
         late: type[TimeoutError] = TimeoutError,
         *,
-        any_order: bool = False,
         together: int = 1,
     ) -> None:
         self._request, self._depth, self._late = request, depth, late
-        self.any_order = any_order
         self._together = together
         self._are_small = False
         self._lock = threading.Lock()
@@ -411,32 +372,6 @@ class RequestQueue:
             if taken.entry is failed:
                 taken.entry = self._oldest()
 
-    def exchange(self, taken: Taken, timeout: float | None) -> bool:
-        """Exchange an unanswered request for an answered request.
-
-        Returns:
-            False if no answer has arrived within the timeout, otherwise True.
-        """
-        until = None if timeout is None else time.monotonic() + timeout
-        while True:
-            if taken.entry[1].is_ready():
-                return True
-            found = first_come(self.choice(taken), _left(until))
-            if found is None:
-                return False
-            with self._lock:
-                for number, entry in enumerate(self._queue):
-                    if entry[1] is found:
-                        del self._queue[number]
-                        insort(self._queue, taken.entry)
-                        taken.entry = entry
-                        return True
-
-    def choice(self, taken: Taken) -> list[Reply]:
-        """Return the replies that may answer a taken request."""
-        with self._lock:
-            return [taken.entry[1], *(reply for _, reply in self._queue)]
-
     def drop(self) -> None:
         """Drop all requests under way."""
         with self._lock:
@@ -466,8 +401,6 @@ class Taken:
         """Return the batch; raise TimeoutError if it does not arrive in time."""
         until = None if timeout is None else time.monotonic() + timeout
         while True:
-            if self._ahead.any_order and not self._ahead.exchange(self, _left(until)):
-                raise TimeoutError(f"no answer within {timeout or 0:g} seconds")
             entry = self.entry
             try:
                 batch = entry[1].get(_left(until))
@@ -480,10 +413,6 @@ class Taken:
     async def wait(self) -> Any:
         """Return the batch to a coroutine."""
         while True:
-            if self._ahead.any_order:
-                await until_one_comes(self._ahead.choice(self))
-                if not self._ahead.exchange(self, 0.0):
-                    continue  # another caller has taken that reply
             entry = self.entry
             try:
                 batch = await entry[1].wait()
@@ -496,8 +425,6 @@ class Taken:
     def is_ready(self) -> bool:
         """Return whether ``get`` would not wait."""
         while True:
-            if self._ahead.any_order:
-                self._ahead.exchange(self, 0.0)
             entry = self.entry
             if not entry[1].is_ready():
                 return False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from replaykit._compat import as_tensor, is_tensordict
+from replaykit.buffer.components import DataT
 from replaykit.buffer.conditional_updates import (
     ConditionalUpdateResult,
     check_tracked,
@@ -18,14 +19,14 @@ from replaykit.buffer.conditional_updates import (
     checked_patch,
 )
 from replaykit.buffer.priorities import update_from_sample, without_priorities
+from replaykit.distributed.client_writes import Routed
+from replaykit.distributed.routing import check_stored
 from replaykit.samplers import Transition
 from replaykit.schema import Schema
-from replaykit.sharding.client_writes import Routed
-from replaykit.sharding.routing import check_stored
 from replaykit.ted import format_key, unravel
 
 if TYPE_CHECKING:
-    from replaykit.sharding.sharded_buffer import ShardedClient
+    from replaykit.distributed.sharded_buffer import ShardedClient
 
 __all__ = ["Patched", "Streamed", "Updates"]
 
@@ -132,7 +133,7 @@ class _Face:
         return contextlib.nullcontext(SimpleNamespace(stack_dim=0, ndim=1))
 
 
-class Patched(Routed):
+class Patched(Routed[DataT]):
     """The method ``update_if_present`` of a client."""
 
     def update_if_present(
@@ -237,7 +238,7 @@ class Patched(Routed):
         return self._stored
 
 
-class Streamed(Patched):
+class Streamed(Patched[DataT]):
     """The methods ``flush`` and ``cut`` of a client."""
 
     def flush(self) -> torch.Tensor:

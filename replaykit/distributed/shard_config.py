@@ -15,6 +15,7 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.draw import draw_apart
 from replaykit.buffer.prefetch import Draw, DrawnBatch
 from replaykit.declared import MOST, Count, matching, within
+from replaykit.distributed.protocol import Terms
 from replaykit.episodes import EPISODES, ROWS, WINDOWS
 from replaykit.pace import LimiterQueue
 from replaykit.registry import entry_of, of_kind
@@ -22,7 +23,6 @@ from replaykit.samplers import RandomSampler, Sampler
 from replaykit.samplers.slice_arguments import SliceSize
 from replaykit.samplers.window_forms import MASK, SEQUENCE_ID
 from replaykit.samplers.window_measures import PerLane, index_for
-from replaykit.sharding.protocol import Terms
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.structure import from_json

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import itertools
@@ -11,22 +10,33 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
+from replaykit._ray import ray_module
+from replaykit.distributed.protocol import ShardFacts
+from replaykit.distributed.requests import fetch
+from replaykit.errors import ActorLost, RateLimiterTimeout
 from replaykit.pace import INSERT, SAMPLE, LimiterQueue, RateLimiter
-from replaykit.sharding.protocol import ShardFacts
 
 __all__ = [
     "MOST_CALLS",
-    "LocalPace",
+    "ActorPace",
     "PaceKeeper",
-    "Paced",
     "RayPace",
     "ShardCounts",
     "ShardsPace",
     "answer_of",
 ]
+
+_POLL_S = 1.0
+"""Seconds between polls of the shards' counts while a call waits.
+
+Polls find the rows of writes whose answers were lost, since no client reports them.
+"""
+
+_RETRY_S = 0.5
+"""Seconds after which a waiting call in the supervisor tries again without a notification."""
 
 
 class ShardCounts(NamedTuple):
@@ -39,17 +49,61 @@ class ShardCounts(NamedTuple):
     rows: int
     loads: int = 0
 
+    @classmethod
+    def of(cls, shard: int, incarnation: int, facts: ShardFacts) -> ShardCounts:
+        """Return the counts of an incarnation with these facts."""
+        return cls(shard, incarnation, facts.version, facts.written, facts.rows, facts.loads)
 
-class PaceKeeper(Protocol):
-    """The counter for all clients of a sharded buffer, which admits their calls.
 
-    The argument ``reports`` has the counts of the shards that the caller knows. If they include
-    rows that were not counted before, these rows are counted as inserted.
+class ShardsPace:
+    """The insert and sample counts of a sharded buffer. Thread-safe.
+
+    Inserts are computed from the counts of written rows that shards report, not from the calls of
+    writers. Therefore each row counts exactly once, even if answers arrive twice, late, out of
+    order or through another client. A row counts even if its writer dies before it can report the
+    row. Only ``admit`` waits.
+
+    Args:
+        limiter: the rate limiter to apply.
+        facts: the facts of all shards at the start.
+        poll: function that asks the shards for their counts while a call waits, or None if no
+            answer of a shard can be lost.
+
+    Attributes:
+        far: True if each call sends a message to another process.
+
+    Example:
+        >>> from replaykit.pace import INSERT, SAMPLE, RateLimiter
+        >>> from replaykit.distributed.protocol import ShardFacts
+        >>> from replaykit.distributed.shard_pacing import ShardsPace, ShardCounts
+        >>> pace = ShardsPace(RateLimiter.queue(4), [ShardFacts(0, 0, 9, None, 0, 0.0, 1.0, 0)] * 2)
+        >>> pace.attempt(INSERT, 3), pace.attempt(INSERT, 2), pace.attempt(SAMPLE, 1)
+        (True, False, False)
+        >>> pace.ended(INSERT, 3, 0, [ShardCounts(0, 0, 1, 2, 2), ShardCounts(1, 0, 1, 1, 1)])
+        >>> pace.attempt(SAMPLE, 3), pace.pace.state()
+        (True, {'inserts': 3, 'samples': 0})
     """
 
-    limiter: RateLimiter
-    far: bool
-    """True if each call sends a message to another process."""
+    far = False
+
+    def __init__(
+        self,
+        limiter: RateLimiter,
+        facts: list[ShardFacts],
+        poll: Callable[[], list[ShardCounts]] | None = None,
+    ) -> None:
+        self.limiter = limiter
+        self.pace = LimiterQueue(limiter) if poll is None else LimiterQueue(limiter, pause=_RETRY_S)
+        self._poll, self._polled_at = poll, time.monotonic()
+        self._lock = threading.Lock()
+        self._shards = [ShardCounts.of(shard, 0, one) for shard, one in enumerate(facts)]
+        self._there = [True] * len(facts)
+        self._dead: dict[tuple[int, int], int] = {}  # counted rows of dead incarnations
+        self.pace.start_from(self.size())
+
+    def size(self) -> int:
+        """Return the number of rows in live shards, according to the clients' reports."""
+        return sum(one.rows for one, there in zip(self._shards, self._there, strict=True) if there)
 
     def admit(self, side: int, count: int, timeout: float | None) -> tuple[Any, bool]:
         """Wait until ``count`` rows may be inserted or sampled.
@@ -61,81 +115,40 @@ class PaceKeeper(Protocol):
             RateLimiterTimeout: the timeout has passed.
             ValueError: the limiter can never admit so many rows.
             RuntimeError: the buffer was shut down.
-            TimeoutError: the supervisor does not answer.
         """
+        at_once = self.attempt(side, count)
+        if not at_once:
+            self.pace.admit(side, count, self._polled_size, timeout)
+        return None, at_once
+
+    def _polled_size(self) -> int:
+        """Return the number of rows; poll the shards from time to time."""
+        if self._poll is not None and time.monotonic() >= self._polled_at + _POLL_S:
+            self._polled_at = time.monotonic()
+            threading.Thread(target=self.count_polled, daemon=True).start()
+        return self.size()
+
+    def count_polled(self) -> None:
+        """Count the rows that the shards have now."""
+        if self._poll is not None:
+            self.ended(INSERT, 0, 0, self._poll())
+
+    def attempt(self, side: int, count: int) -> bool:
+        """Admit rows if no wait is necessary; return whether they are admitted."""
+        with self._lock:
+            return self.pace.attempt(side, count, self.size())
 
     def end(
         self, name: Any, side: int, count: int, sampled: int, reports: list[ShardCounts]
     ) -> None:
         """End a right, and count the delivered samples; do not wait.
 
-        ``name``: the name of the right, or None for rows that were stored without a right.
+        Args:
+            name: the name of the right, or None for rows that were stored without a right.
+            reports: the counts of the shards that the caller knows. If they include rows that were
+                not counted before, these rows are counted as inserted.
         """
-
-    def may(self, side: int, count: int) -> bool:
-        """Return whether ``count`` rows would be admitted now."""
-
-    def emptied(self, reports: list[ShardCounts], counting_on: bool) -> None:
-        """Reset the limiter after all rows were removed."""
-
-    def stats(self) -> dict[str, Any]:
-        """Return the entries of ``LimiterQueue.stats``."""
-
-    def state(self, reports: list[ShardCounts]) -> dict[str, int]:
-        """Return ``LimiterQueue.state``, with all reports counted."""
-
-    def load(self, state: Mapping[str, int] | None, reports: list[ShardCounts]) -> None:
-        """Continue from a checked state, with the rows that were loaded."""
-
-
-class _Counted:
-    """The counts of one incarnation of a shard."""
-
-    def __init__(self, incarnation: int, facts: ShardFacts) -> None:
-        self.incarnation, self.version = incarnation, facts.version
-        self.written, self.rows, self.loads = facts.written, facts.rows, facts.loads
-        self.is_there = True
-
-
-class ShardsPace:
-    """The insert and sample counts of a sharded buffer. Thread-safe.
-
-    No method waits. Inserts are computed from the counts of written rows that shards report, not
-    from the calls of writers. Therefore each row counts exactly once, even if answers arrive twice,
-    late, out of order or through another client. A row counts even if its writer dies before it can
-    report the row.
-
-    Args:
-        limiter: the rate limiter to apply.
-        facts: the facts of all shards at the start.
-
-    Example:
-        >>> from replaykit.pace import INSERT, SAMPLE, RateLimiter
-        >>> from replaykit.sharding.protocol import ShardFacts
-        >>> from replaykit.sharding.shard_pacing import ShardsPace, ShardCounts
-        >>> pace = ShardsPace(RateLimiter.queue(4), [ShardFacts(0, 0, 9, None, 0, 0.0, 1.0, 0)] * 2)
-        >>> pace.attempt(INSERT, 3), pace.attempt(INSERT, 2), pace.attempt(SAMPLE, 1)
-        (True, False, False)
-        >>> pace.ended(INSERT, 3, 0, [ShardCounts(0, 0, 1, 2, 2), ShardCounts(1, 0, 1, 1, 1)])
-        >>> pace.attempt(SAMPLE, 3), pace.pace.state()
-        (True, {'inserts': 3, 'samples': 0})
-    """
-
-    def __init__(self, limiter: RateLimiter, facts: list[ShardFacts]) -> None:
-        self.limiter, self.pace = limiter, LimiterQueue(limiter)
-        self._lock = threading.Lock()
-        self._shards = [_Counted(0, one) for one in facts]
-        self._dead: dict[tuple[int, int], int] = {}  # counted rows of dead incarnations
-        self.pace.start_from(self.size())
-
-    def size(self) -> int:
-        """Return the number of rows in live shards, according to the clients' reports."""
-        return sum(one.rows for one in self._shards if one.is_there)
-
-    def attempt(self, side: int, count: int) -> bool:
-        """Admit rows if no wait is necessary; return whether they are admitted."""
-        with self._lock:
-            return self.pace.attempt(side, count, self.size())
+        self.ended(side, count, sampled, reports)
 
     def may(self, side: int, count: int) -> bool:
         """Return whether rows would be admitted now."""
@@ -156,16 +169,14 @@ class ShardsPace:
     def _learned(self, reports: Iterable[ShardCounts]) -> int:
         """Store new counts; return the number of written rows not counted before."""
         found = 0
-        for shard, incarnation, version, written, rows, loads in reports:
-            now = self._shards[shard]
-            if incarnation == now.incarnation:
-                if version > now.version:
-                    if loads == now.loads:  # else ``load`` counts the rows
-                        found += max(0, written - now.written)
-                    now.version, now.written, now.rows = version, written, rows
-                    now.loads = loads
-            else:
-                found += self._of_dead(shard, incarnation, written)
+        for report in reports:
+            now = self._shards[report.shard]
+            if report.incarnation != now.incarnation:
+                found += self._of_dead(report.shard, report.incarnation, report.written)
+            elif report.version > now.version:
+                if report.loads == now.loads:  # else ``load`` counts the rows
+                    found += max(0, report.written - now.written)
+                self._shards[report.shard] = report
         return found
 
     def _of_dead(self, shard: int, incarnation: int, written: int) -> int:
@@ -180,8 +191,9 @@ class ShardsPace:
         with self._lock:
             now = self._shards[shard]
             if incarnation == now.incarnation:
-                now.is_there = False
-                found, now.written = max(0, written - now.written), max(written, now.written)
+                self._there[shard] = False
+                found = max(0, written - now.written)
+                self._shards[shard] = now._replace(written=now.written + found)
             else:
                 found = self._of_dead(shard, incarnation, written)
             self.pace.end(INSERT, 0, found)
@@ -198,10 +210,10 @@ class ShardsPace:
             # Count restored rows that no client had reported, too.
             found = max(0, facts.written - old.written)
             self._dead[shard, old.incarnation] = old.written + found
-            self._shards[shard] = _Counted(incarnation, facts)
+            self._shards[shard] = ShardCounts.of(shard, incarnation, facts)
+            self._there[shard] = True
             self.pace.end(INSERT, 0, found)
-            whole = all(one.is_there for one in self._shards)
-            if whole and self.size() < self.limiter.min_size_to_sample:
+            if all(self._there) and self.size() < self.limiter.min_size_to_sample:
                 self.pace.start_from(self.size(), counting_on=True)
 
     def emptied(self, reports: Iterable[ShardCounts], counting_on: bool) -> None:
@@ -228,28 +240,6 @@ class ShardsPace:
             self._learned(reports)
             self.pace.load_state(state, self.size())
 
-
-class LocalPace(ShardsPace):
-    """The counts for clients in this process.
-
-    Their calls wait in this object.
-    """
-
-    far = False
-
-    def admit(self, side: int, count: int, timeout: float | None) -> tuple[None, bool]:
-        """Wait for a right; its name is None."""
-        at_once = self.attempt(side, count)
-        if not at_once:
-            self.pace.admit(side, count, self.size, timeout)
-        return None, at_once
-
-    def end(
-        self, name: None, side: int, count: int, sampled: int, reports: list[ShardCounts]
-    ) -> None:
-        """End a right."""
-        self.ended(side, count, sampled, reports)
-
     def close(self) -> None:
         """Make waiting calls raise RuntimeError."""
         self.pace.close()
@@ -267,14 +257,6 @@ _ASK_AGAIN_S = 5.0
 So a client notices a supervisor that does not answer, even during a long wait.
 """
 
-_POLL_S = 1.0
-"""Seconds between polls of the shards' counts while a call waits.
-
-Polls find the rows of writes whose answers were lost, since no client reports them.
-"""
-
-_ANSWERED_WITHIN_S = 1.0
-
 _Name = tuple[str, int]
 
 
@@ -285,75 +267,51 @@ def answer_of(ref: Any, within: float) -> Any:
         TimeoutError: the supervisor does not answer within ``within`` seconds.
         RuntimeError: the supervisor has ended.
     """
-    import ray
-    from ray.exceptions import GetTimeoutError, RayActorError
-
     try:
-        return ray.get(ref, timeout=None if within == math.inf else within)
-    except GetTimeoutError:
+        return fetch(ref, None if within == math.inf else within)
+    except ray_module().exceptions.GetTimeoutError:
         raise TimeoutError(
             f"the supervisor of the shards has not answered within {within:g} s"
         ) from None
-    except RayActorError:
+    except ActorLost:
         raise RuntimeError(
             "the shards have ended: their buffer was closed, or its process has died"
         ) from None
 
 
-class Paced:
-    """The rate limiter of a supervisor actor.
+class ActorPace:
+    """The rights of clients in other processes, in the actor of the supervisor.
 
     All methods run in one event loop. A right belongs to a client, and ends when the process of the
     client dies.
+
+    Args:
+        counts: the counts of the rate limiter.
+        in_thread: function that calls a function in a thread.
     """
 
-    _counts: ShardsPace | None = None
-
-    def _begin_pace(self, limiter: RateLimiter, facts: list[ShardFacts]) -> None:
-        self._counts = ShardsPace(limiter, facts)
-        self._changed = asyncio.Event()
+    def __init__(self, counts: ShardsPace, in_thread: Callable[..., Awaitable[Any]]) -> None:
+        self._counts, self._in_thread = counts, in_thread
         self._asking: set[_Name] = set()
         self._rights: dict[str, dict[int, tuple[int, int]]] = {}
         self._staying: dict[str, asyncio.Event] = {}
         self._watches: set[asyncio.Task[None]] = set()
-        self._looking: asyncio.Task[None] | None = None
-        self._polled_at = time.monotonic()
 
-    @abc.abstractmethod
-    async def _facts(self, shard: Any) -> ShardFacts:
-        """Return the facts of a shard; subclasses define this method."""
+    # -- clients ------------------------------------------------------------------------------
 
-    _shards: list[Any]
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    # -- deaths -------------------------------------------------------------------------------
-
-    def _pace_died(self, shard: int, incarnation: int, written: int) -> None:
-        if self._counts is not None:
-            self._counts.died(shard, incarnation, written)
-            self._notify()
-
-    def _pace_came_back(self, shard: int, incarnation: int, facts: ShardFacts) -> None:
-        if self._counts is not None:
-            self._counts.came_back(shard, incarnation, facts)
-            self._notify()
-
-    async def pace_stay(self, client: str) -> None:
+    async def stay(self, client: str) -> None:
         """Wait until the client has left.
 
         The client's process owns the reference to the result. If that process dies, the wait of
-        `pace_watch` for the reference raises an error.
+        ``watch`` for the reference raises an error.
         """
         await self._staying.setdefault(client, asyncio.Event()).wait()
 
-    async def pace_watch(self, client: str, stay: list[Any]) -> None:
+    async def watch(self, client: str, stay: list[Any]) -> None:
         """End the rights of a client when it leaves or its process dies.
 
         Args:
-            stay: a list with the client's reference to the result of ``pace_stay``.
+            stay: a list with the client's reference to the result of ``stay``.
         """
         self._rights.setdefault(client, {})
         self._watches.add(watch := asyncio.create_task(self._watch(client, stay[0])))
@@ -362,44 +320,24 @@ class Paced:
     async def _watch(self, client: str, stay: Any) -> None:
         with contextlib.suppress(Exception):  # any error means that the process has died
             await stay
-        assert self._counts is not None
         self._asking = {name for name in self._asking if name[0] != client}
-        await self._poll()  # also count rows that it wrote but could not report
+        # Rows that it wrote but could not report also count.
+        await self._in_thread(self._counts.count_polled)
         for side, count in self._rights.pop(client, {}).values():
             self._counts.ended(side, count, 0, ())
-        self._leave(client)
-        self._notify()
+        await self.leave(client)
 
-    async def pace_leave(self, client: str) -> None:
+    async def leave(self, client: str) -> None:
         """Forget a client that is not needed any more."""
-        self._leave(client)
-
-    def _leave(self, client: str) -> None:
         event = self._staying.pop(client, None)
         if event is not None:
             event.set()
 
-    async def _poll(self) -> None:
-        """Ask the shards for their counts; ignore shards that do not answer soon."""
-        assert self._counts is not None
-        self._polled_at = time.monotonic()
-        asked = {asyncio.ensure_future(self._facts(shard)): shard for shard in self._shards}
-        there, silent = await asyncio.wait(asked, timeout=_ANSWERED_WITHIN_S)
-        for answer in silent:
-            answer.cancel()
-        reports = [
-            ShardCounts(asked[answer].shard, asked[answer].incarnation, *_counted(answer.result()))
-            for answer in there
-            if answer.exception() is None
-        ]
-        self._counts.ended(INSERT, 0, 0, reports)
-        self._notify()
-
     # -- admission ----------------------------------------------------------------------------
 
-    async def pace_admit(
+    async def admit(
         self, client: str, number: int, side: int, count: int, within: float, last: float | None
-    ) -> tuple[bool, Any]:
+    ) -> float | None:
         """Wait for a right.
 
         Args:
@@ -409,64 +347,39 @@ class Paced:
                 client will ask again.
 
         Returns:
-            True and the seconds that the call waited, or False and an error. Negative seconds mean
-            that the right is not available yet. None in place of the seconds means that the client
-            is not known.
+            The seconds that the call waited. Negative seconds mean that the right is not available
+            yet, and None that the client is not known.
         """
-        assert self._counts is not None
         if client not in self._rights:
-            return True, None
-        name, begun, waits = (client, number), time.monotonic(), False
+            return None
+        name, begun, at_once = (client, number), time.monotonic(), True
         self._asking.add(name)
         try:
-            while True:
-                if name not in self._asking:
-                    return True, -1
-                if self._counts.attempt(side, count):
-                    self._rights[client][number] = side, count
-                    return True, time.monotonic() - begun if waits else 0
-                size = self._counts.size()
-                self._counts.pace.check(side, count, size)
-                left = begun + within - time.monotonic()
-                if left <= 0 and last is not None:
-                    raise self._counts.pace.late(side, count, size, last)
-                if left <= 0:
-                    return True, -1
-                waits = True
-                await self._wait(left)
-        except Exception as error:
-            return False, error
+            if not self._counts.attempt(side, count):
+                at_once = False
+                await self._in_thread(self._counts.admit, side, count, within)
+        except RateLimiterTimeout:
+            if last is None or name not in self._asking:
+                return -1
+            raise self._counts.pace.late(side, count, self._counts.size(), last) from None
+        else:
+            if name not in self._asking:  # its client does not wait any more
+                self._counts.ended(side, count, 0, ())
+                return -1
+            self._rights[client][number] = side, count
+            return 0 if at_once else time.monotonic() - begun
         finally:
             self._asking.discard(name)
-            if waits:
-                self._counts.pace.waited(side, time.monotonic() - begun)
 
-    async def _wait(self, within: float) -> None:
-        """Wait until a count changes, for at most ``within`` seconds."""
-        changed = self._changed
-        polling = self._looking is not None and not self._looking.done()
-        if not polling and time.monotonic() >= self._polled_at + _POLL_S:
-            self._looking = asyncio.create_task(self._poll())
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(changed.wait(), min(within, _POLL_S))
-
-    async def pace_end(
+    async def end(
         self, name: _Name | None, side: int, count: int, sampled: int, reports: list[ShardCounts]
     ) -> None:
         """End a right, or cancel a request for a right."""
-        assert self._counts is not None
         held = 0
         if name is not None:
             self._asking.discard(name)
             _, held = self._rights.get(name[0], {}).pop(name[1], (side, 0))
         self._counts.ended(side, held, sampled, reports)
-        self._notify()
-
-    async def pace_do(self, verb: str, args: tuple[Any, ...]) -> Any:
-        """Call a method of the counts that returns without waiting."""
-        found = getattr(self._counts, verb)(*args)
-        self._notify()
-        return found
 
 
 class RayPace:
@@ -479,6 +392,8 @@ class RayPace:
         timeout: seconds to wait for an answer.
     """
 
+    far = True
+
     def __init__(self, actor: Any, limiter: RateLimiter, timeout: float) -> None:
         self._actor, self.limiter, self._timeout = actor, limiter, timeout
         self._lock = threading.Lock()
@@ -486,10 +401,11 @@ class RayPace:
         self._client: str | None = None
         self._stay: Any = None
 
-    far = True
-
     def admit(self, side: int, count: int, timeout: float | None) -> tuple[_Name, bool]:
-        """Wait for a right.
+        """Wait for a right, like ``ShardsPace.admit``.
+
+        Raises:
+            TimeoutError: the supervisor does not answer.
 
         Cost: one message, and one more for every 5 seconds of waiting.
         """
@@ -501,19 +417,20 @@ class RayPace:
             within = max(0.0, min(left, _ASK_AGAIN_S))
             name = (self._known(), next(self._numbers))
             try:
-                asked = self._actor.pace_admit.remote(*name, side, count, within, last)
-                went_well, found = answer_of(asked, self._timeout + within)
+                asked = self._send("admit", *name, side, count, within, last)
+                found = answer_of(asked, self._timeout + within)
             except BaseException:
                 self.end(name, side, count, 0, [])  # the supervisor may still give the right
                 raise
-            if not went_well:
-                raise found
             if found is not None and found >= 0:
                 return name, at_once and found == 0
             at_once = False
             if found is None:
                 with self._lock:
                     self._client = None
+
+    def _send(self, name: str, *args: Any) -> Any:
+        return self._actor.pace.remote(name, args)
 
     def _known(self) -> str:
         """Return the client's name.
@@ -523,8 +440,8 @@ class RayPace:
         with self._lock:
             if self._client is None:
                 client = uuid.uuid4().hex
-                self._stay = self._actor.pace_stay.remote(client)
-                self._actor.pace_watch.remote(client, [self._stay])
+                self._stay = self._send("stay", client)
+                self._send("watch", client, [self._stay])
                 weakref.finalize(self, _leave, self._actor, client).atexit = False
                 self._client = client
             return self._client
@@ -533,30 +450,30 @@ class RayPace:
         self, name: _Name | None, side: int, count: int, sampled: int, reports: list[ShardCounts]
     ) -> None:
         """End a right. Cost: one message; the call does not wait."""
-        self._actor.pace_end.remote(name, side, count, sampled, reports)
+        self._send("end", name, side, count, sampled, reports)
 
     def may(self, side: int, count: int) -> bool:
         """Return whether rows would be admitted now."""
-        return bool(self._do("may", side, count))
+        return bool(self._ask("may", side, count))
 
     def emptied(self, reports: list[ShardCounts], counting_on: bool) -> None:
         """Reset the limiter after all rows were removed."""
-        self._do("emptied", reports, counting_on)
+        self._ask("emptied", reports, counting_on)
 
     def stats(self) -> dict[str, Any]:
         """Return the entries of ``LimiterQueue.stats``."""
-        return dict(self._do("stats"))
+        return dict(self._ask("stats"))
 
     def state(self, reports: list[ShardCounts]) -> dict[str, int]:
         """Return ``LimiterQueue.state``, with all reports counted."""
-        return dict(self._do("state", reports))
+        return dict(self._ask("state", reports))
 
     def load(self, state: Mapping[str, int] | None, reports: list[ShardCounts]) -> None:
         """Continue from a checked state, with the rows that were loaded."""
-        self._do("load", state, reports)
+        self._ask("load", state, reports)
 
-    def _do(self, verb: str, *args: Any) -> Any:
-        return answer_of(self._actor.pace_do.remote(verb, args), self._timeout)
+    def _ask(self, name: str, *args: Any) -> Any:
+        return answer_of(self._actor.ask.remote(f"pace.{name}", args), self._timeout)
 
     def __getstate__(self) -> tuple[Any, RateLimiter, float]:
         return self._actor, self.limiter, self._timeout
@@ -565,10 +482,9 @@ class RayPace:
         self.__init__(*state)  # type: ignore[misc]
 
 
-def _counted(facts: ShardFacts) -> tuple[int, int, int, int]:
-    return facts.version, facts.written, facts.rows, facts.loads
+PaceKeeper: TypeAlias = ShardsPace | RayPace
 
 
 def _leave(actor: Any, client: str) -> None:
     with contextlib.suppress(Exception):  # in this finalizer the actor may have ended already
-        actor.pace_leave.remote(client)
+        actor.pace.remote("leave", (client,))

@@ -16,17 +16,17 @@ from filelock import FileLock
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.checkpoint.checkpoint_format import MANIFEST
 from replaykit.declared import decode_state, encode_state
+from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
+from replaykit.distributed.routing import InTurn
+from replaykit.distributed.shard_config import ClientState, SavedHead, ShardsState
+from replaykit.distributed.shard_server import missing_parts
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
-from replaykit.sharding.protocol import BarrierBusy, ShardDied, ShardSilent
-from replaykit.sharding.routing import InTurn
-from replaykit.sharding.shard_config import ClientState, SavedHead, ShardsState
-from replaykit.sharding.shard_server import missing_parts
 from replaykit.structure import from_json
 from replaykit.ted import format_key, unravel
 
 if TYPE_CHECKING:
-    from replaykit.sharding.sharded_buffer import ShardedClient
+    from replaykit.distributed.sharded_buffer import ShardedClient
 
 __all__ = ["load_all", "load_state", "save_all", "state_of"]
 

@@ -9,12 +9,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from replaykit.distributed.protocol import ShardDied, ShardFacts, ShardLoss, ShardLossWarning, Terms
+from replaykit.distributed.shard_draws import ShardTable
+from replaykit.distributed.shard_pacing import PaceKeeper
+from replaykit.distributed.shards import AnySupervisor, Restored, Shard, ShardReply
 from replaykit.interrupts import check
 from replaykit.pace import INSERT, SAMPLE, checked_timeout
-from replaykit.sharding.protocol import ShardDied, ShardFacts, ShardLoss, ShardLossWarning, Terms
-from replaykit.sharding.shard_draws import ShardTable
-from replaykit.sharding.shard_pacing import PaceKeeper
-from replaykit.sharding.shards import Restored, Shard, ShardReply, Supervisor
 
 __all__ = ["ShardMembers", "ShardTicket", "Tickets", "check_on_loss"]
 
@@ -38,7 +38,7 @@ class ShardMembers:
     def __init__(
         self,
         shards: list[tuple[Shard, int]],
-        supervisor: Supervisor,
+        supervisor: AnySupervisor,
         on_loss: Callable[[ShardLoss], None] | None,
         timeout: float,
     ) -> None:

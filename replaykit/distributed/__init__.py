@@ -1,0 +1,27 @@
+"""Use replay buffers in other processes: one in a Ray actor, or one over several shards."""
+
+from replaykit.distributed.protocol import (
+    BarrierBusy,
+    ShardDied,
+    ShardLoss,
+    ShardLossWarning,
+    ShardSilent,
+)
+from replaykit.distributed.ray_buffer import RayReplayBuffer, RayReplayBufferClient
+from replaykit.distributed.requests import RemoteResult
+from replaykit.distributed.shard_draws import ShardedResult
+from replaykit.distributed.sharded_buffer import ShardedClient, ShardedReplayBuffer
+
+__all__ = [
+    "BarrierBusy",
+    "RayReplayBuffer",
+    "RayReplayBufferClient",
+    "RemoteResult",
+    "ShardDied",
+    "ShardLoss",
+    "ShardLossWarning",
+    "ShardSilent",
+    "ShardedClient",
+    "ShardedReplayBuffer",
+    "ShardedResult",
+]

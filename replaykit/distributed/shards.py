@@ -1,0 +1,479 @@
+"""Run shards in this process or in Ray actors, and restart dead shards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import operator
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeAlias
+
+from replaykit._ray import actor_class, ray_module, start_ray
+from replaykit.distributed.host import Host
+from replaykit.distributed.protocol import (
+    Losses,
+    ShardDied,
+    ShardFacts,
+    ShardLoss,
+    ShardSilent,
+)
+from replaykit.distributed.requests import Reply, fetch
+from replaykit.distributed.shard_config import ShardRecipe
+from replaykit.distributed.shard_pacing import (
+    MOST_CALLS,
+    ActorPace,
+    RayPace,
+    ShardCounts,
+    ShardsPace,
+    answer_of,
+)
+from replaykit.distributed.shard_server import ShardHolder
+from replaykit.distributed.wire_format import pack
+from replaykit.errors import ActorLost
+from replaykit.pace import RateLimiter
+from replaykit.structure import Node
+
+__all__ = [
+    "AnySupervisor",
+    "LocalShard",
+    "RayShard",
+    "RaySupervisor",
+    "Restored",
+    "Shard",
+    "ShardReply",
+    "Supervisor",
+    "SupervisorActor",
+]
+
+_WRITES = frozenset({"extend", "update", "patch", "empty", "flush", "cut"})
+
+
+class ShardReply:
+    """An answer that has arrived; a `RayReply` may not have arrived yet."""
+
+    def __init__(self, value: Any = None, error: Exception | None = None) -> None:
+        self._value, self._error = value, error
+
+    def is_there(self) -> bool:
+        """Return whether ``result`` would return without waiting."""
+        return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the answer and return it.
+
+        Raises:
+            ShardDied: the shard has died.
+            ShardSilent: the shard has not answered in time.
+            Errors of the shard are raised as well.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class RayReply(ShardReply):
+    """The answer of an actor."""
+
+    def __init__(self, ref: Any, shard: RayShard) -> None:
+        super().__init__()
+        self._reply, self._shard = Reply(ref), shard
+
+    def is_there(self) -> bool:
+        return self._reply.is_ready()
+
+    def result(self, timeout: float | None = None) -> Any:
+        shard = self._shard
+        try:
+            return self._reply.get(None if timeout == math.inf else timeout)
+        except ActorLost:
+            raise ShardDied(shard.shard, shard.incarnation) from None
+        except TimeoutError:
+            if self._reply.known:  # an error of the shard
+                raise
+            text = f"shard {shard.shard} has not answered within {timeout:g} s"
+            raise ShardSilent(text) from None
+
+
+class LocalShard:
+    """A shard in this process. Thread-safe.
+
+    ``call`` returns after the called method has ended.
+    """
+
+    def __init__(self, recipe: ShardRecipe, shard: int, incarnation: int) -> None:
+        self.shard, self.incarnation = shard, incarnation
+        self.holder: ShardHolder | None = ShardHolder(recipe, shard, incarnation)
+
+    def call(self, verb: str, *args: Any) -> ShardReply:
+        """Call a method of the holder; return its answer."""
+        holder = self.holder
+        if holder is None:
+            return ShardReply(error=ShardDied(self.shard, self.incarnation))
+        try:
+            answer = getattr(holder, verb)(*args)
+            if verb in _WRITES:
+                holder.save_if_due()
+        except Exception as error:
+            return ShardReply(error=error)
+        return ShardReply(answer)
+
+    def kill(self) -> None:
+        """Drop the holder with all its rows, as if its process was killed."""
+        self.holder = None
+
+    def close(self) -> None:
+        """End the shard; wait for its saves."""
+        if self.holder is not None:
+            self.holder.close()
+        self.kill()
+
+
+DEFAULT_SHARD_CONFIG: dict[str, Any] = {"num_cpus": 0.1, "num_gpus": 0}
+"""The default resources of a shard.
+
+The resources are small because a shard waits most of the time.
+"""
+
+_SLOW = frozenset({"begin_save", "finish_save", "prepare_load", "prepare_state", "commit_load"})
+"""The methods that work on files.
+
+The shard answers other messages meanwhile.
+"""
+
+_THREADS = {"files": 4}
+"""The threads of an actor for the methods that work on files. One thread runs all others."""
+
+
+class RayShard:
+    """The handle of a shard in an actor. It can be pickled."""
+
+    def __init__(self, actor: Any, shard: int, incarnation: int) -> None:
+        self.actor, self.shard, self.incarnation = actor, shard, incarnation
+
+    @classmethod
+    def start(
+        cls, recipe: ShardRecipe, config: dict[str, Any], shard: int, incarnation: int
+    ) -> RayShard:
+        """Start the actor of a shard; do not wait."""
+        groups = {**_THREADS, **config.get("concurrency_groups", {})}
+        actor = actor_class(Host, {**config, "concurrency_groups": groups}).remote(
+            ShardHolder,
+            {"recipe": recipe, "shard": shard, "incarnation": incarnation, "saves": True},
+        )
+        return cls(actor, shard, incarnation)
+
+    def call(self, verb: str, *args: Any) -> ShardReply:
+        """Send a message; do not wait."""
+        method = self.actor.ask
+        if verb in _SLOW:
+            method = method.options(concurrency_group="files")
+        return RayReply(method.remote(verb, pack(args)), self)
+
+    def kill(self) -> None:
+        """End the actor. It may still be running, but unreachable."""
+        ray_module().kill(self.actor, no_restart=True)
+
+    close = kill
+
+
+Shard: TypeAlias = LocalShard | RayShard
+
+
+class Restored(NamedTuple):
+    """The successor of a dead shard, with the loss."""
+
+    shard: Any
+    incarnation: int
+    loss: ShardLoss
+
+
+_STARTING_S = 180.0
+"""Minimum seconds to wait for the start of shards.
+
+Starting a process takes seconds, even if the process answers quickly later.
+"""
+
+_ANSWERED_WITHIN_S = 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_LOG = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """The owner of the shards, which restarts them. Thread-safe.
+
+    All clients share one supervisor, which also keeps the schema and the losses.
+
+    Args:
+        num_shards: number of shards.
+        start: function that starts an incarnation of a shard.
+        limiter: the rate limiter of all clients together.
+        far: True if shards start in other processes. A shard is then restarted in the background
+            when its death is reported, again and again while its machine is unavailable. Otherwise
+            it is restarted when a client first asks for its successor.
+
+    Attributes:
+        pace: the counts of the rate limiter, or None without a rate limiter.
+    """
+
+    def __init__(
+        self,
+        num_shards: int,
+        start: Callable[[int, int], Any],
+        limiter: RateLimiter | None = None,
+        *,
+        far: bool = False,
+    ) -> None:
+        self._start, self._far = start, far
+        self._changed = threading.Condition(threading.RLock())
+        self._root: Node | None = None
+        self._losses = Losses()
+        self._restarting: set[int] = set()
+        self.shards = [start(shard, 0) for shard in range(num_shards)]
+        facts = [reply.result() for reply in [shard.call("facts") for shard in self.shards]]
+        self.pace: ShardsPace | None = None
+        if limiter is not None:
+            self.pace = ShardsPace(limiter, facts, self._counts if far else None)
+
+    def members(self) -> list[tuple[Shard, int]]:
+        """Return the shards, each with its incarnation."""
+        return [(shard, shard.incarnation) for shard in self.shards]
+
+    def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
+        """Report the death of a shard; do not wait.
+
+        ``written`` and ``rows`` are the counts of rows written and stored, as far as the client
+        knows.
+        """
+        with self._changed:
+            self._losses.died(shard, incarnation, written, rows)
+            if self.pace is not None:
+                self.pace.died(shard, incarnation, written)
+            if self._far:
+                self._see_to(shard, incarnation)
+
+    def restored(self, shard: int, incarnation: int, timeout: float) -> Restored | None:
+        """Return the successor of an incarnation, or None if there is none in time."""
+        with self._changed:
+            self._see_to(shard, incarnation)
+            self._changed.wait_for(lambda: self.shards[shard].incarnation > incarnation, timeout)
+            found = self.shards[shard]
+            if found.incarnation <= incarnation:
+                return None
+            # If the successor has died or hangs, its callers will notice.
+            return Restored(found, found.incarnation, self._losses.newest(shard))
+
+    def _see_to(self, shard: int, incarnation: int) -> None:
+        """Restart a shard, unless it has a successor or a restart is under way."""
+        if self.shards[shard].incarnation != incarnation or shard in self._restarting:
+            return
+        self._restarting.add(shard)
+        if self._far:
+            threading.Thread(target=self._restart, args=(shard,), daemon=True).start()
+        else:
+            self._restart(shard)
+
+    def _restart(self, number: int) -> None:
+        """Start the next incarnation of a shard."""
+        died = old = self.shards[number]
+        pause = _FIRST_PAUSE_S
+        try:
+            while True:
+                old.kill()
+                new = self._start(number, old.incarnation + 1)
+                try:
+                    facts = new.call("facts").result()
+                    break
+                except Exception as error:  # it died too, or cannot read its checkpoint
+                    if not self._far:
+                        raise
+                    _LOG.warning("shard %d could not be restarted, trying again: %s", number, error)
+                    time.sleep(pause)
+                    old, pause = new, min(2 * pause, _LONGEST_PAUSE_S)
+            with self._changed:
+                self._losses.came_back(number, died.incarnation, facts)
+                if self.pace is not None:
+                    self.pace.came_back(number, new.incarnation, facts)
+                self.shards[number] = new
+                self._changed.notify_all()
+        finally:
+            self._restarting.discard(number)
+
+    def _counts(self) -> list[ShardCounts]:
+        """Ask the shards for their counts; ignore shards that do not answer soon."""
+        until = time.monotonic() + _ANSWERED_WITHIN_S
+        found = []
+        for shard, reply in [(shard, shard.call("facts")) for shard in self.shards]:
+            with contextlib.suppress(Exception):
+                facts: ShardFacts = reply.result(max(0.0, until - time.monotonic()))
+                found.append(ShardCounts.of(shard.shard, shard.incarnation, facts))
+        return found
+
+    def losses(self) -> list[ShardLoss]:
+        """Return all losses that clients have reported, in the order of restarts."""
+        with self._changed:
+            return self._losses.all()
+
+    def agree(self, root: Node | None) -> Node | None:
+        """Return the schema of rows, or None if it is not set yet.
+
+        ``root``: the schema to set if none is set yet, or None to set nothing.
+        """
+        with self._changed:
+            if self._root is None:
+                self._root = root
+            return self._root
+
+    def replace(self, root: Node | None) -> None:
+        """Set another schema of rows, or None for an unknown schema."""
+        with self._changed:
+            self._root = root
+
+    def close(self) -> None:
+        """End all shards; calls that wait for a rate limiter here raise RuntimeError."""
+        if self.pace is not None and not self._far:
+            self.pace.close()
+        for shard in self.shards:
+            shard.close()
+
+
+class SupervisorActor:
+    """The actor with the supervisor of shards in other actors.
+
+    The shards end with the actor, and the actor ends with its creator. Calls that wait run in
+    threads, which the pool starts when it needs them.
+    """
+
+    def __init__(
+        self, recipe: ShardRecipe, config: dict[str, Any], limiter: RateLimiter | None = None
+    ) -> None:
+        self._recipe, self._config, self._limiter = recipe, config, limiter
+        self._threads = ThreadPoolExecutor(MOST_CALLS, "replaykit-supervisor")
+
+    async def start(self) -> list[RayShard]:
+        """Start all shards and return them."""
+
+        def start(shard: int, incarnation: int) -> RayShard:
+            return RayShard.start(self._recipe, self._config, shard, incarnation)
+
+        def supervise() -> Supervisor:
+            return Supervisor(self._recipe.num_shards, start, self._limiter, far=True)
+
+        self._supervisor = await self._in_thread(supervise)
+        if self._supervisor.pace is not None:
+            self._desk = ActorPace(self._supervisor.pace, self._in_thread)
+        return list(self._supervisor.shards)
+
+    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    async def ask(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Call a method of the supervisor or of its counts."""
+        method = operator.attrgetter(name)(self._supervisor)
+        if name == "restored":
+            return await self._in_thread(method, *args)
+        return method(*args)
+
+    async def pace(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Call a method of `ActorPace`."""
+        return await getattr(self._desk, name)(*args)
+
+
+class RaySupervisor:
+    """The handle of a supervisor actor. It can be pickled."""
+
+    def __init__(
+        self,
+        actor: Any,
+        shards: list[RayShard],
+        timeout: float,
+        limiter: RateLimiter | None = None,
+    ) -> None:
+        self._actor, self._shards, self._timeout = actor, shards, timeout
+        self.pace = None if limiter is None else RayPace(actor, limiter, timeout)
+
+    @classmethod
+    def start(
+        cls,
+        recipe: ShardRecipe,
+        remote_config: dict[str, Any] | None,
+        ray_init_config: dict[str, Any] | None,
+        timeout: float,
+        limiter: RateLimiter | None = None,
+    ) -> RaySupervisor:
+        """Start the supervisor and the shards, and Ray if it is not running.
+
+        Raises:
+            RuntimeError: ray is not installed.
+            TimeoutError: the shards have not started, for example because the cluster has too few
+                resources.
+            Errors in the construction of a shard are raised as well.
+        """
+        ray = start_ray(ray_init_config)
+        config = {**DEFAULT_SHARD_CONFIG, **(remote_config or {})}
+        options = {"num_cpus": 0, "max_concurrency": MOST_CALLS}
+        actor = actor_class(SupervisorActor, options).remote(recipe, config, limiter)
+        within = max(timeout, _STARTING_S)
+        try:
+            shards = fetch(actor.start.remote(), within)
+        except BaseException as error:
+            ray.kill(actor, no_restart=True)  # its shards end with it
+            if isinstance(error, ray.exceptions.GetTimeoutError):
+                raise TimeoutError(
+                    f"{recipe.num_shards} shards have not started within {within:g} s; each needs "
+                    f"{config}: request less in remote_config=; `ray status` prints the resources"
+                ) from None
+            raise
+        return cls(actor, shards, timeout, limiter)
+
+    def members(self) -> list[tuple[Shard, int]]:
+        """Return the shards, each with its incarnation."""
+        return [(shard, shard.incarnation) for shard in self._shards]
+
+    def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
+        """Call ``Supervisor.report``; do not wait."""
+        self._actor.ask.remote("report", (shard, incarnation, written, rows))
+
+    def restored(self, shard: int, incarnation: int, timeout: float) -> Restored | None:
+        """Call ``Supervisor.restored``."""
+        found: Restored | None = self._ask("restored", shard, incarnation, timeout, extra=timeout)
+        return found
+
+    def losses(self) -> list[ShardLoss]:
+        """Call ``Supervisor.losses``."""
+        found: list[ShardLoss] = self._ask("losses")
+        return found
+
+    def agree(self, root: Node | None) -> Node | None:
+        """Call ``Supervisor.agree``."""
+        found: Node | None = self._ask("agree", root)
+        return found
+
+    def replace(self, root: Node | None) -> None:
+        """Call ``Supervisor.replace``."""
+        self._ask("replace", root)
+
+    def _ask(self, name: str, *args: Any, extra: float = 0.0) -> Any:
+        """Call a method of the supervisor, which may wait ``extra`` seconds before it answers."""
+        return answer_of(self._actor.ask.remote(name, args), self._timeout + extra)
+
+    def close(self) -> None:
+        """End the shards and the supervisor.
+
+        Ray keeps running for other users.
+        """
+        ray = ray_module()
+        if ray.is_initialized():
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self._ask("close")
+            ray.kill(self._actor, no_restart=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_shards": []}
+
+
+AnySupervisor: TypeAlias = Supervisor | RaySupervisor
