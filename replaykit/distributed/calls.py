@@ -23,8 +23,8 @@ from replaykit.distributed.host import (
     part_and_facts,
     readiness,
 )
-from replaykit.distributed.requests import RemoteResult, Reply, fetch, running_ray
-from replaykit.distributed.wire_format import ITSELF, Message, pack, unpack
+from replaykit.distributed.requests import RemoteResult, Reply, running_ray
+from replaykit.distributed.wire_format import ITSELF, Message, pack
 from replaykit.storages.save_hooks import check_no_checkpointer
 from replaykit.transfer import to_device
 
@@ -131,14 +131,12 @@ class Forwarding(Handle[DataT]):
         running_ray()
         return actor
 
-    def _submit(self, name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    def _submit(self, name: str | Message, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """Send a call; return the object reference of its result."""
-        actor = self._live()
         packed = [self._packed(arg) for arg in args]
         named = {key: self._packed(value) for key, value in keywords.items()}
-        if self._paced and name in _WAITING:
-            return self._method("wait", _WAITING[name]).remote(name, packed, named)
-        return actor.call.remote(name, packed, named)
+        threads = _WAITING.get(name) if isinstance(name, str) else None
+        return self._method("call", threads).remote(name, packed, named)
 
     def _method(self, name: str, threads: str | None, results: int = 1) -> Any:
         """Return the actor method of that name with its options, from a cache."""
@@ -173,8 +171,7 @@ class Forwarding(Handle[DataT]):
         return self if result is ITSELF else result
 
     def _read(self, name: str) -> Any:
-        self._before(name)
-        return self._own(unpack(fetch(self._live().read.remote(name)), devices=True))
+        return self._own(self._apply(getattr, name).result())
 
     def run(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         """Call ``function(buffer, *args, **keywords)`` in the actor; return its result.
@@ -184,11 +181,7 @@ class Forwarding(Handle[DataT]):
         the function has returned.
         """
         self._before("run")
-        packed = [self._packed(arg) for arg in args]
-        named = {key: self._packed(value) for key, value in keywords.items()}
-        return self._own(
-            unpack(fetch(self._live().run.remote(pack(function), packed, named)), devices=True)
-        )
+        return self._own(Reply(self._submit(pack(function), args, keywords)).get())
 
     def __getattr__(self, name: str) -> Any:
         """Return another attribute of the buffer, for example ``data_path`` of a data set."""
@@ -239,7 +232,7 @@ class Forwarding(Handle[DataT]):
 
     @dim_extend.setter
     def dim_extend(self, value: int) -> None:
-        fetch(self._live().assign.remote("dim_extend", pack(value)))
+        self._apply(setattr, "dim_extend", value).result()
 
     # -- for loaders and ensembles ------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from replaykit.distributed.requests import RemoteResult
 from replaykit.distributed.routing import check_stored, finished
 from replaykit.distributed.shard_draws import Draws, Pending, SampleAnswer, ShardRequests
 from replaykit.distributed.shards import Supervisor
-from replaykit.pace import RateLimiter
+from replaykit.pace import SAMPLE, RateLimiter
 
 if TYPE_CHECKING:
     from replaykit.distributed.sharded_buffer import ShardedClient
@@ -84,7 +84,7 @@ class Sampled(Streamed[DataT]):
     ) -> Any:
         self._check_open()
         size, merge = self._size_of(batch_size), should_merge(include_info, 4)
-        with self._tickets.sample(timeout) as ticket:
+        with self._tickets.ticket(SAMPLE, timeout) as ticket:
             ahead = self._ahead.depth > 0 and size == self.batch_size
             early = None if ticket is None else self._admitted(ticket, size, alone=not ahead)
             if early is not None:
@@ -152,7 +152,7 @@ class Sampled(Streamed[DataT]):
             asked.pending()
 
         def made(within: float | None, held_up: float | None) -> Any:
-            with self._tickets.sample(held_up) as ticket:
+            with self._tickets.ticket(SAMPLE, held_up) as ticket:
                 if ticket is not None:
                     ticket.admit(size)
                 drawn = asked.pending().get(within)

@@ -379,7 +379,7 @@ class Routed(Handle[DataT]):
         given = None if priorities is None else priorities.clone()
 
         def deliver() -> Any:
-            with tickets.insert(None) as ticket:
+            with tickets.ticket(INSERT, None) as ticket:
                 assert ticket is not None
                 try:
                     ticket.admit(len(copied), 0.0)
@@ -421,7 +421,7 @@ class Routed(Handle[DataT]):
         timeout: float | None = None,
     ) -> torch.Tensor:
         self._check_open()
-        with self._tickets.insert(timeout) as ticket:
+        with self._tickets.ticket(INSERT, timeout) as ticket:
             self._write_queue.flush(None if ticket is None else ticket.until)
             rows, priorities = self._checked(data, single=single, update_priority=update_priority)
             if not len(rows):

@@ -215,8 +215,8 @@ class Host:
 
     @_answering
     def apply(self, function: Callable[..., Any], *args: Any) -> Message:
-        """Return ``function(buffer, *args)``, for a function of this package."""
-        return self._with_warnings(lambda: pack(function(self._buffer, *args)))
+        """Return ``function(buffer, *args)``, for a function that can be imported."""
+        return self._with_warnings(lambda: self._packed(function(self._buffer, *args)))
 
     @_answering
     def ask(self, name: str, args: Message) -> Message:
@@ -242,41 +242,24 @@ class Host:
     sample_4 = _each(4, sample_1)
 
     @_answering
-    def call(self, name: str, args: list[Message], keywords: dict[str, Message]) -> Message:
-        """Return the result of a method of the buffer.
+    def call(
+        self, name: str | Message, args: list[Message], keywords: dict[str, Message]
+    ) -> Message:
+        """Return the result of a method of the buffer, or of a packed function of the buffer.
 
-        If the result is the buffer itself, return ``ITSELF``.
+        If the result is the buffer itself, return ``ITSELF``. Calls in other threads than the
+        usual one may wait for other calls.
         """
         own = name not in _COPIED_AT_ONCE or not self._copies()
-        positional, named = self._arguments(args, keywords, own=own)
-        method = getattr(self._buffer, name)
+        positional = [unpack(arg, own=own, devices=self._devices) for arg in args]
+        named = {
+            key: unpack(value, own=own, devices=self._devices) for key, value in keywords.items()
+        }
+        if isinstance(name, str):
+            method = getattr(self._buffer, name)
+        else:
+            method = functools.partial(unpack(name, own=True, devices=self._devices), self._buffer)
         return self._with_warnings(lambda: self._packed(method(*positional, **named)))
-
-    @_answering
-    def wait(self, name: str, args: list[Message], keywords: dict[str, Message]) -> Message:
-        """Return the result of a method that may wait for other calls.
-
-        This method is like ``call``, but many such calls can run concurrently.
-        """
-        positional, named = self._arguments(args, keywords)
-        return self._packed(getattr(self._buffer, name)(*positional, **named))
-
-    @_answering
-    def read(self, name: str) -> Message:
-        """Return an attribute of the buffer."""
-        return self._packed(getattr(self._buffer, name))
-
-    @_telling
-    def assign(self, name: str, value: Message) -> None:
-        """Set an attribute of the buffer."""
-        setattr(self._buffer, name, unpack(value, own=True, devices=self._devices))
-
-    @_answering
-    def run(self, function: Message, args: list[Message], keywords: dict[str, Message]) -> Message:
-        """Return ``function(buffer, *args, **keywords)``."""
-        called = unpack(function, own=True, devices=self._devices)
-        positional, named = self._arguments(args, keywords)
-        return self._packed(called(self._buffer, *positional, **named))
 
     @_answering
     def step(self, client: str, number: int, ahead: bool = False) -> Message:
@@ -373,14 +356,6 @@ class Host:
             outcomes.append((True, index[start:stop] if count else int(index[start])))
             start = stop
         return outcomes
-
-    def _arguments(
-        self, args: list[Message], keywords: dict[str, Message], *, own: bool = True
-    ) -> tuple[list[Any], dict[str, Any]]:
-        return (
-            [unpack(arg, own=own, devices=self._devices) for arg in args],
-            {name: unpack(arg, own=own, devices=self._devices) for name, arg in keywords.items()},
-        )
 
     def _copies(self) -> bool:
         """Return whether the storage copies rows.

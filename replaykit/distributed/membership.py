@@ -182,13 +182,10 @@ class ShardMembers:
             pairs = list(zip(self.shards, self.table.incarnations, strict=True))
         return ShardMembers(pairs, self.supervisor, on_loss, self.timeout)
 
-    def __getstate__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:
         other = self.again(self.on_loss)
         pairs = list(zip(other.shards, other.table.incarnations, strict=True))
-        return pairs, self.supervisor, self.on_loss, self.timeout
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+        return ShardMembers, (pairs, self.supervisor, self.on_loss, self.timeout)
 
 
 def check_on_loss(on_loss: object) -> None:
@@ -212,21 +209,10 @@ class Tickets:
     def __init__(self, members: ShardMembers) -> None:
         self._members, self.keeper = members, members.supervisor.pace
 
-    def insert(
-        self, timeout: float | None
-    ) -> contextlib.AbstractContextManager[ShardTicket | None]:
-        """Return the ticket of a write that waits at most ``timeout`` seconds."""
-        return self._ticket(INSERT, timeout)
-
-    def sample(
-        self, timeout: float | None
-    ) -> contextlib.AbstractContextManager[ShardTicket | None]:
-        """Return the ticket of a sample that waits at most ``timeout`` seconds."""
-        return self._ticket(SAMPLE, timeout)
-
-    def _ticket(
+    def ticket(
         self, side: int, timeout: float | None
     ) -> contextlib.AbstractContextManager[ShardTicket | None]:
+        """Return the ticket of a write or sample that waits at most ``timeout`` seconds."""
         timeout = checked_timeout(timeout)
         return (
             _FREE if self.keeper is None else ShardTicket(self._members, self.keeper, side, timeout)

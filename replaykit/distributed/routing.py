@@ -519,7 +519,12 @@ def _copy(buffer: ReplayBuffer, opened: list[_Source], block: Array) -> None:
         if len(mine):
             pieces.append(_read(one, torch.from_numpy(block[mine, 1])))
             into.append(torch.from_numpy(mine))
-    _store(buffer, rows_of([rows for rows, _ in pieces], into), _joined(pieces, into))
+    raw = [priorities for _, priorities in pieces if priorities is not None]
+    _store(
+        buffer,
+        rows_of([rows for rows, _ in pieces], into),
+        _scattered(raw, into, len(block)) if raw else None,
+    )
 
 
 def _read(one: _Source, slots: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
@@ -535,18 +540,6 @@ def _store(buffer: ReplayBuffer, data: Any, raw: torch.Tensor | None) -> None:
     slots = store_rows(buffer, data, update_priority=False)
     if raw is not None:
         buffer.update_priority(slots, raw)
-
-
-def _joined(
-    pieces: list[tuple[Any, torch.Tensor | None]], into: list[torch.Tensor]
-) -> torch.Tensor | None:
-    if pieces[0][1] is None:
-        return None
-    out = pieces[0][1].new_empty(sum(len(rows) for rows in into))
-    for (_, raw), rows in zip(pieces, into, strict=True):
-        assert raw is not None
-        out[rows] = raw
-    return out
 
 
 def _default_value(buffer: ReplayBuffer, source: ReplayBuffer) -> None:

@@ -215,19 +215,13 @@ class ProportionalWindows(Proportional):
         found = Windows.terms(self, batch_size)  # type: ignore[arg-type]
         return None if found is None else Terms(found.length, self.sampler.alpha)
 
-    def draws(self, batch_size: int) -> int:
-        return int(self.sampler._slicing.size.of(batch_size)[0])
+    draws = Windows.draws
+    draw = Windows.draw
 
     def _mass(self, sampler: Any, buffer: ReplayBuffer, storage: Storage, terms: Terms) -> float:
         with _windows_of(sampler, terms.length):
             request = sampler._slicing.request(storage, terms.length, buffer._needs)
         return float(sampler._eligible(storage, request.episodes, request.law)[1].total)
-
-    def draw(
-        self, buffer: ReplayBuffer, count: int, terms: Terms, generator: torch.Generator
-    ) -> DrawnBatch:
-        with _windows_of(buffer._sampler, terms.length):
-            return draw_apart(buffer, count * terms.length, generator)
 
 
 @contextlib.contextmanager

@@ -475,11 +475,8 @@ class RayPace:
     def _ask(self, name: str, *args: Any) -> Any:
         return answer_of(self._actor.ask.remote(f"pace.{name}", args), self._timeout)
 
-    def __getstate__(self) -> tuple[Any, RateLimiter, float]:
-        return self._actor, self.limiter, self._timeout
-
-    def __setstate__(self, state: tuple[Any, RateLimiter, float]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayPace, (self._actor, self.limiter, self._timeout)
 
 
 PaceKeeper: TypeAlias = ShardsPace | RayPace

@@ -67,18 +67,8 @@ def _save(client: ShardedClient, folder: Path) -> None:
         for target in targets:
             if not Path(target, MANIFEST).exists():
                 raise CheckpointError(f"expected {MANIFEST} of a shard in {target}, found none")
-        generator = client.generator
-        layout = client._members.supervisor.agree(None)
-        head = SavedHead(
-            client.num_shards,
-            _key(client),
-            dealt,
-            None if generator is None else client._ahead.state(),
-            None if layout is None else layout.to_json(),
-            token,
-            [one.rows for one in facts],
-            pace=pace,
-        )
+        common = _common_state(client, dealt)
+        head = SavedHead(*common, token, [one.rows for one in facts], pace=pace)
         save_checkpoint(
             folder, {"sharded": encode_state(head)}, {"components": {"buffer": "sharded"}}
         )
@@ -161,12 +151,18 @@ def state_of(client: ShardedClient) -> dict[str, Any]:
         shards = _all(client, "state", [(token,)] * client.num_shards)
         client._members.refresh(None, 0.0)
         pace = _pace(client)
+    return encode_state(ShardsState(*_common_state(client, dealt), shards, pace=pace))
+
+
+def _common_state(client: ShardedClient, dealt: int) -> tuple[int, str | None, int, Any, Any]:
+    """Return the fields of a `ClientState`, without the counts of the rate limiter."""
     layout = client._members.supervisor.agree(None)
-    generator = None if client.generator is None else client._ahead.state()
-    schema = None if layout is None else layout.to_json()
-    key = _key(client)
-    return encode_state(
-        ShardsState(client.num_shards, key, dealt, generator, schema, shards, pace=pace)
+    return (
+        client.num_shards,
+        _key(client),
+        dealt,
+        None if client.generator is None else client._ahead.state(),
+        None if layout is None else layout.to_json(),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-import struct
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from replaykit.errors import SchemaError
 from replaykit.structure import Node, Path, build, flatten
 from replaykit.transfer import bytes_of, is_plain, pieces_of
 
-__all__ = ["ITSELF", "Message", "opened", "pack", "seal", "unpack"]
+__all__ = ["ITSELF", "Message", "pack", "seal", "unpack"]
 
 _MOST_BYTES = 90_000
 """The maximum size of a sealed answer, in bytes.
@@ -28,60 +27,19 @@ Ray copies answers over 100 KiB once more, into its object store.
 """
 
 _MOST_BLOCKS = 16
-_SEAL_ALIGNMENT = 16
-"""The alignment of blocks in bytes, as in `malloc`.
-
-The largest values are complex numbers of 16 bytes.
-"""
-
-_HEAD = [struct.Struct(f"<HHI{blocks}I") for blocks in range(_MOST_BLOCKS + 1)]
-"""The fixed start of a sealed message, for each number of blocks.
-
-It has the code, the number of blocks, the length of the header, and the lengths of the blocks.
-After it comes the header, then every block at the next multiple of the alignment.
-"""
 
 
 def seal(message: list[Any]) -> list[Any] | bytes:
-    """Return a message as bytes, which `opened` reads.
+    """Return a small message as bytes, which Ray transfers without pickling.
 
-    Large messages and messages without a header are returned unchanged. Cost: one copy.
+    Other messages and messages without a header are returned unchanged. Cost: one copy.
     """
-    if len(message) < 2 or type(message[1]) is not bytes:
+    if len(message) < 2 or type(message[1]) is not bytes or type(message[-1]) is dict:
         return message
-    code, header, *blocks = message
-    if len(blocks) > _MOST_BLOCKS or type(message[-1]) is dict:
+    sizes = [block.raw().nbytes for block in message[2:]]
+    if len(sizes) > _MOST_BLOCKS or len(message[1]) + sum(sizes) > _MOST_BYTES:
         return message
-    raws = [block.raw() for block in blocks]
-    sizes = [len(raw) for raw in raws]
-    if len(header) + sum(sizes) > _MOST_BYTES:
-        return message
-    head = _HEAD[len(sizes)]
-    parts = [head.pack(code, len(sizes), len(header), *sizes), header]
-    end = head.size + len(header)
-    for raw, size in zip(raws, sizes, strict=True):
-        parts += (bytes(-end % _SEAL_ALIGNMENT), raw)
-        end += -end % _SEAL_ALIGNMENT + size
-    return b"".join(parts)
-
-
-def opened(data: bytes) -> tuple[int, bytes, list[torch.Tensor]]:
-    """Return the code and header of a sealed message, and its blocks.
-
-    The blocks are uint8 tensors over a copy of the message.
-    """
-    code, count, length = _HEAD[0].unpack_from(data)
-    head = _HEAD[count]
-    sizes = head.unpack_from(data)[3:]
-    end = head.size + length
-    header = data[head.size : end]
-    memory = bytearray(data)
-    blocks = []
-    for size in sizes:
-        end += -end % _SEAL_ALIGNMENT
-        blocks.append(torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=end))
-        end += size
-    return code, header, blocks
+    return pickle.dumps(message, protocol=5)
 
 
 Message = list[Any]
@@ -165,19 +123,19 @@ def unpack(message: Message | bytes, *, own: bool = False, devices: bool = False
         devices: True to put tensors on their original devices, if there is an accelerator.
             Otherwise they are on the CPU.
     """
-    if isinstance(message, bytes):
-        code, header, blocks = opened(message)
-    else:
-        code = message[0]
-        if code == PLAIN:
-            return message[1]
-        if code == SELF:
-            return ITSELF
-        header = message[1]
-        blocks = [_tensor_over(block, own=own) for block in message[2:]]
+    sealed = isinstance(message, bytes)
+    parts: Message = pickle.loads(message) if isinstance(message, bytes) else message
+    code = parts[0]
+    if code == PLAIN:
+        return parts[1]
+    if code == SELF:
+        return ITSELF
+    header = parts[1]
+    # Unlike bytearrays, bytes of equal content may be one object.
+    blocks = [_tensor_over(block, own=own or sealed) for block in parts[2:]]
     if code == COLUMNS:
-        tree, views, parts = _plan(header)
-        leaves = iter(_over_blocks(views, parts, blocks))
+        tree, views, leaf_parts = _plan(header)
+        leaves = iter(_over_blocks(views, leaf_parts, blocks))
         return next(leaves) if tree is None else _build(tree, leaves)
     content, places, moved = pickle.loads(header)
     tensors = _over_blocks(*_parts(places), blocks)
@@ -427,6 +385,8 @@ class _Memory:
 
 
 def _tensor_over(block: Any, *, own: bool) -> torch.Tensor:
+    if type(block) is bytearray:  # of a sealed message, which is a copy
+        return torch.frombuffer(block, dtype=torch.uint8)
     array = np.frombuffer(block, np.uint8)
     if own:
         array = array.copy()

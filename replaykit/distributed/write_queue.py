@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
-from replaykit._compat import TensorDict, fields_of, has_names, new_tensordict
+from replaykit._compat import TensorDict, has_names
 from replaykit.distributed.requests import Answer, RemoteResult, Reply, joined_texts
 from replaykit.distributed.wire_format import Message, pack
-from replaykit.errors import RateLimiterTimeout
+from replaykit.errors import RateLimiterTimeout, SchemaError
+from replaykit.structure import Node, Path, build, flatten
 
 __all__ = ["PendingWrite", "WriteQueue", "WriteResult", "leave_all"]
 
@@ -78,7 +79,10 @@ class WriteQueue:
         self._write = write
         self._rows, self._seconds = rows, seconds
         self._lock = threading.RLock()
-        self._kept: _Unsent | None = None
+        self._root: Node | None = None
+        self._columns: dict[Path, list[torch.Tensor]] = {}
+        self._counts: list[int] = []
+        self._used = 0
         self._reply: Reply | None = None
         self._waiting: list[WriteResult] = []
         self._timer: threading.Timer | None = None
@@ -123,24 +127,31 @@ class WriteQueue:
         The result is None if this is impossible, because the rows are too many or not a plain
         TensorDict.
         """
-        layout = _layout(data, single=single)
-        count = 1 if single else len(data) if layout is not None else 0
-        if layout is None or not 0 < count < self._rows:
+        if type(data) is not TensorDict or has_names(data):
             return None
-        unsent = self._kept
-        if unsent is None or unsent.layout != layout or unsent.used + count > self._rows:
+        try:
+            root, leaves = flatten(data, 0 if single else 1)
+        except (TypeError, SchemaError):  # it has other values than tensors
+            return None
+        count = 1 if single else len(data)
+        if not 0 < count < self._rows:
+            return None
+        if self._counts and (root != self._root or self._used + count > self._rows):
             self.send()
-            if unsent is None or unsent.layout != layout:
-                unsent = self._kept = _Unsent(layout, data, self._rows, single=single)
         if self._reply is None:
             timer = threading.Timer(self._seconds, self._send_later)
             timer.daemon = True
             timer.start()  # the timer's call waits for the lock
             self._timer, self._reply = timer, Reply(send=self.send)
-        unsent.append(data, count, single=single)
+        self._root = root
+        self._used += count
+        self._counts.append(0 if single else count)
+        for path, leaf in leaves.items():
+            copied = leaf.to("cpu", copy=True)
+            self._columns.setdefault(path, []).append(copied[None] if single else copied)
         written = WriteResult(self._reply, len(self._waiting))
         self._waiting.append(written)
-        if unsent.used == self._rows:
+        if self._used == self._rows:
             self.send()
         return written
 
@@ -150,12 +161,15 @@ class WriteQueue:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            if self._reply is None or self._kept is None or self._write is None:
+            if self._reply is None or self._write is None or self._root is None:
                 return
             reply, self._reply = self._reply, None
             waiting, self._waiting = self._waiting, []
-            counts, rows = self._kept.taken()
+            counts, columns, self._counts, self._columns = self._counts, self._columns, [], {}
+            used, self._used = self._used, 0
             try:
+                leaves = {path: torch.cat(column) for path, column in columns.items()}
+                rows = build(self._root, leaves, torch.Size([used]), None)
                 reply.ref = self._write(counts, pack(rows))
             except Exception as error:
                 reply.fail(error)
@@ -333,89 +347,6 @@ class WriteResult(RemoteResult):
         if not succeeded:
             raise found
         return found
-
-
-class _Unsent:
-    """The unsent rows of one layout.
-
-    Their memory is reused by every message.
-    """
-
-    def __init__(self, layout: Any, example: TensorDict, rows: int, *, single: bool) -> None:
-        self.layout = layout
-        self.used = 0
-        self._counts: list[int] = []
-        self._columns: list[torch.Tensor] = []
-        self._table = self._like(example, rows, 0 if single else 1)
-
-    def _like(self, example: TensorDict, rows: int, lead: int) -> TensorDict:
-        """Return an empty CPU table for rows like the example.
-
-        This method also adds the columns of the table, in the order of `_leaves`.
-        """
-        fields: dict[str, Any] = {}
-        for name, value in fields_of(example).items():
-            if type(value) is TensorDict:
-                fields[name] = self._like(value, rows, lead)
-                continue
-            shape = (rows, *value.shape[lead:])
-            fields[name] = torch.empty(shape, dtype=value.dtype, device="cpu")
-            self._columns.append(fields[name])
-        return new_tensordict(fields, torch.Size((rows, *example.batch_size[lead:])), None)
-
-    def append(self, data: TensorDict, count: int, *, single: bool) -> None:
-        start = self.used
-        for column, leaf in zip(self._columns, _leaves(data), strict=True):
-            (column[start] if single else column[start : start + count]).copy_(leaf.detach())
-        self.used += count
-        self._counts.append(0 if single else count)
-
-    def taken(self) -> tuple[list[int], TensorDict]:
-        """Return the counts of the calls, and all rows.
-
-        The next write overwrites these rows.
-        """
-        counts, self._counts = self._counts, []
-        rows, self.used = self._table[: self.used], 0
-        return counts, rows
-
-
-def _layout(data: Any, *, single: bool) -> Any:
-    """Return the layout that all rows of a table share.
-
-    The result is None if no table can hold the rows.
-    """
-    if type(data) is not TensorDict or has_names(data):
-        return None
-    lead = 0 if single else 1
-    if len(data.batch_size) != lead:
-        return None
-    return _layout_below(data, lead)
-
-
-def _layout_below(data: TensorDict, lead: int) -> Any:
-    found = []
-    for name, value in fields_of(data).items():
-        if type(value) is torch.Tensor and value.layout is torch.strided:
-            found.append((name, value.dtype, value.shape[lead:]))
-        elif type(value) is TensorDict and not has_names(value):
-            below = _layout_below(value, lead)
-            if below is None:
-                return None
-            found.append((name, below, value.batch_size[lead:]))
-        else:
-            return None
-    return tuple(found)
-
-
-def _leaves(data: TensorDict) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in fields_of(data).values():
-        if type(value) is TensorDict:
-            found += _leaves(value)
-        else:
-            found.append(value)
-    return found
 
 
 _PENDING: dict[int, WriteQueue] = {}

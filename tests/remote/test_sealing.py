@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer
-from replaykit.distributed.wire_format import ITSELF, opened, pack, seal, unpack
+from replaykit.distributed.wire_format import ITSELF, pack, seal, unpack
 from tests.conftest import make_rows
 from tests.remote.test_packing import VALUES, check
 
@@ -72,12 +71,3 @@ def test_other_messages_stay_unchanged(value: Any) -> None:
 def test_a_message_with_warnings_stays_as_it_is() -> None:
     message = [*pack(make_rows(0, 3)), {"warnings": [pack(UserWarning("odd"))]}]
     assert seal(message) is message
-
-
-def test_sealed_message_holds_code_header_and_blocks() -> None:
-    blocks = [pickle.PickleBuffer(bytes(range(size))) for size in (1, 40, 7)]
-    sealed = seal([1, b"header", *blocks])
-    assert type(sealed) is bytes
-    code, header, found = opened(sealed)
-    assert (code, header) == (1, b"header")
-    assert [block.tolist() for block in found] == [list(range(size)) for size in (1, 40, 7)]
