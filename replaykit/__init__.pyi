@@ -53,6 +53,15 @@ from replaykit.datasets.families.vd4rl import (
 from replaykit.datasets.published_buffer import (
     CorpusExperienceReplay,
 )
+from replaykit.distributed import (
+    RayReplayBuffer,
+    RayReplayBufferClient,
+    RemoteResult,
+    ShardedClient,
+    ShardedReplayBuffer,
+    ShardedResult,
+    ShardLoss,
+)
 from replaykit.environments import (
     VectorSteps,
     transition,
