@@ -456,6 +456,8 @@ def _request(cache: DownloadCache, item: _Item, meter: Meter, timeout_s: float) 
             _receive_body(cache, item, meter, response, start)
     except HTTPError as error:
         if error.code == 416 and start:
+            if error.headers.get("Content-Range") == f"bytes */{start}":
+                return  # all bytes are there
             cache.forget_part(file)
             raise ConnectionError("the server has fewer bytes than were received") from error
         raise

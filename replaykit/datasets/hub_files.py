@@ -468,8 +468,11 @@ def fetch(
         return Subject(listing.repo_id, listing.commit, hub, file.path)
 
     def receive(file: HubFile, meter: Meter) -> str | None:
-        is_damaged = entry(listing, file).exists()
-        download = partial(_download, listing, hub, file, meter, token, is_damaged)
+        def download() -> None:
+            # Another process may have completed the file since the last attempt.
+            is_damaged = entry(listing, file).exists() and problem(file) is not None
+            _download(listing, hub, file, meter, token, is_damaged)
+
         retry.run(download, subject(file), meter.cancel)
         return problem(file)
 
@@ -495,8 +498,8 @@ def _download(
     import huggingface_hub
 
     meter.begin(file)
-    # Without links, the client would keep an entry that exists.
-    entry(listing, file).unlink(missing_ok=True)
+    if is_damaged:  # without links, the client would keep an entry that exists
+        entry(listing, file).unlink(missing_ok=True)
     huggingface_hub.hf_hub_download(
         repo_id=listing.repo_id,
         filename=file.path,

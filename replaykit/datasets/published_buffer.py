@@ -252,9 +252,9 @@ class MappedStorage(TensorStorage):
         return super().for_readers() if self._edited else self
 
     def __getstate__(self) -> dict[str, Any]:
-        path = self.published.path
         if self._edited:
             return {**super().__getstate__(), "published": None, "_opened": -1}
+        path = self.published.path
         content = self.published.manifest.content_id()
         return {
             "path": str(path),

@@ -700,7 +700,9 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
 
     # -- refused: for members only --------------------------------------------------------------
 
-    add, extend, empty = refused("add"), refused("extend"), refused("empty")
+    add = refused("ReplayBufferEnsemble.add")
+    extend = refused("ReplayBufferEnsemble.extend")
+    empty = refused("ReplayBufferEnsemble.empty")
 
     if not TYPE_CHECKING:
 
@@ -815,12 +817,17 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
         self._pass_ended = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"mixture": mixture_saving.pickled(self._mixture), "shared": self._shared}
+        return {
+            "mixture": mixture_saving.pickled(self._mixture),
+            "shared": self._shared,
+            "pass_ended": self._pass_ended,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         mixture = Mixture.__new__(Mixture)
         mixture_saving.unpickled(mixture, state["mixture"])
         self._set_mixture(mixture, shared=state["shared"])
+        self._pass_ended = state["pass_ended"]
 
     # -- for loaders ----------------------------------------------------------------------------
 

@@ -203,8 +203,13 @@ def check_members(state: Any, count: int) -> None:
         raise ValueError(f"expected the states of members {wanted}, got {found}")
 
 
-def refused(name: str) -> Any:
-    """Return a method that always raises NotImplementedError, because only members do this."""
+def refused(path: str) -> Any:
+    """Return a method that always raises NotImplementedError, because only members do this.
+
+    Args:
+        path: the name of its class, a dot, and its name.
+    """
+    name = path.partition(".")[2]
 
     def method(self: Any, *arguments: Any, **keywords: Any) -> NoReturn:
         raise NotImplementedError(
@@ -212,7 +217,8 @@ def refused(name: str) -> Any:
             f"ensemble[i].{name}"
         )
 
-    method.__name__, method.__doc__ = name, "Always raises NotImplementedError."
+    method.__name__, method.__qualname__ = name, path
+    method.__doc__ = "Always raises NotImplementedError."
     return method
 
 
@@ -249,4 +255,6 @@ class WriterEnsemble(MemberParts):
         """Number of rows that all members have written so far."""
         return sum(writer.write_count for writer in self._parts)
 
-    add, extend, empty = refused("add"), refused("extend"), refused("empty")
+    add = refused("WriterEnsemble.add")
+    extend = refused("WriterEnsemble.extend")
+    empty = refused("WriterEnsemble.empty")

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 
+from replaykit._compat import is_tensordict
 from replaykit.buffer.component_checks import checked_batch_size
 from replaykit.buffer.components import as_chain
 from replaykit.buffer.draw import random_state, set_random_state
@@ -259,8 +260,13 @@ class Mixture:
     def piece(self, draw: MixtureDraw, until: float | None) -> DrawnRows:
         """Return the rows of a draw along dimension 0. The index names the members."""
         data, info = self.read(draw, until)
-        rows = info[INDEX].shape[:2].numel()
-        if joining.length_of(data) != rows:
+        parts = info[INDEX].shape[:2]
+        rows = parts.numel()
+        if is_tensordict(data):
+            stacked = data.batch_size[:2] == parts
+        else:
+            stacked = self.collate_fn is None and not len(self.chain)
+        if stacked or joining.length_of(data) != rows:
             data = joining.flat_rows(data)
         info = {key: value.flatten(0, 1) for key, value in info.items()}
         ids = info.pop(IDS)[:, None]

@@ -91,6 +91,8 @@ def update_rows(mixture: Mixture, index: Any, priority: Any, generation: Any) ->
     rows = TensorDict({}, ids.shape)
     rows.set(INDEX, as_tensor(index["index"]))
     rows.set(IDS, ids)
+    if not ids.numel():
+        return
     rows.set(_GIVEN, values.reshape(ids.shape))
     if generation is not None:
         rows.set("index_generation", generation)
@@ -170,7 +172,7 @@ def _row_by_row(data: Any) -> Any:
 
     Batch dimensions inside the rows become feature dimensions.
     """
-    if data.batch_dims <= 2:
+    if data.batch_dims <= 2 or not all(_along_rows(data, key) for key in (INDEX, IDS)):
         return data if data.batch_dims == 1 else data.reshape(-1)
     flat = data.flatten(0, 1).copy()
     own = flat.batch_dims - 1
@@ -185,6 +187,15 @@ def _row_by_row(data: Any) -> Any:
     for key, value in info.items():
         flat.set(key, value)
     return flat
+
+
+def _along_rows(data: Any, key: Key) -> bool:
+    """Return whether a value is the same along all but the first two batch dimensions."""
+    value = lookup(data, key)
+    if value is None:
+        return True
+    inner = value.flatten(2, data.batch_dims - 1)
+    return bool((inner == inner[:, :, :1]).all())
 
 
 def _as_own(index: torch.Tensor | None, rows: torch.Tensor, width: int) -> torch.Tensor | None:

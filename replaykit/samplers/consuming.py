@@ -36,8 +36,8 @@ class LiveSlots:
     The queue is a part of another array. It has each slot that is not live once. Writers take slots
     from its front.
 
-    Cost: O(K) for K slots, amortised. If slots that are not at the front of the queue become live,
-    it is O(length).
+    Cost: O(K) for K slots, amortised. If slots become live that are at neither end of the queue, it
+    is O(length).
     Memory: 20 bytes per slot, up to twice that while the number of slots grows, and up to 16 bytes
     per slot for the queue.
 
@@ -109,9 +109,11 @@ class LiveSlots:
 
     def _unqueue(self, most: int) -> None:
         """Remove up to ``most`` slots from the queue that have become live."""
-        dead = self._place[self._line[self._lo : min(self._hi, self._lo + most)]] < 0
-        self._lo += int(dead.argmax()) if dead.any() else len(dead)
-        if self._hi - self._lo > self.length - self.count:  # others are behind the front
+        front = self._place[self._line[self._lo : min(self._hi, self._lo + most)]] < 0
+        self._lo += int(front.argmax()) if front.any() else len(front)
+        back = self._place[self._line[max(self._lo, self._hi - most) : self._hi][::-1]] < 0
+        self._hi -= int(back.argmax()) if back.any() else len(back)
+        if self._hi - self._lo > self.length - self.count:  # others are between the ends
             line = self.free(self.length)
             self._hi = self._lo
             self._queue(line[self._place[line] < 0])

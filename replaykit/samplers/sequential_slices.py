@@ -325,7 +325,7 @@ class _SequentialSlices(SliceSampler):
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Follow a write of rows, which may have overwritten the row of a loaded cursor."""
         cursor = self._cursor
-        storage = None if self._home is None else self._home()
+        storage = self._known_storage()
         if cursor is None or cursor.mark >= 0 or storage is None:
             return
         slots = torch.as_tensor(index, device="cpu")
@@ -335,6 +335,11 @@ class _SequentialSlices(SliceSampler):
             self._cursor = None
         else:
             self._cursor = cursor._replace(mark=_mark(storage, cursor.element))
+
+    def _known_storage(self) -> Storage | None:
+        """Return the storage of the last draw; a copy has made none, so its owner's storage."""
+        found = None if self._home is None else self._home()
+        return self.owner.storage if found is None and self.owner is not None else found
 
     def moved(self, rows: torch.Tensor, storage: Storage) -> None:
         cursor = self._cursor
@@ -352,7 +357,7 @@ class _SequentialSlices(SliceSampler):
     def state_dict(self) -> dict[str, Any]:
         """Return the position at which the next batch continues."""
         cursor = self._cursor
-        storage = None if self._home is None else self._home()
+        storage = self._known_storage()
         if cursor is not None and storage is not None:
             cursor = _still_stored(cursor, storage)
         element, include = (-1, False) if cursor is None else (cursor.element, cursor.include)

@@ -99,6 +99,8 @@ class SamplerWithoutReplacement(Sampler):
         self._resets = 0
         # The state of the episode index when all rows of the pass were eligible; None: unknown.
         self._whole_as_of: Any = None
+        self._begun = False
+        """Whether a draw began the pass. False if undone draws have put all its rows back."""
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draw the next rows of the pass; return the index and an empty info.
@@ -126,6 +128,7 @@ class SamplerWithoutReplacement(Sampler):
                 drawn = self._still_eligible(remaining, batch_size, eligible)
         if drawn is None:
             remaining = self._new_pass(known, drawing_device(storage, self.generator))
+            self._begun = True
             if eligible is not None:
                 remaining = eligible.elements(remaining.cpu().numpy())
             self._whole_as_of = None if eligible is None else eligible.as_of
@@ -133,7 +136,7 @@ class SamplerWithoutReplacement(Sampler):
         index, rest = drawn
         self._length = count
         self._ran_out = not len(rest) or self._too_few(rest, batch_size)
-        self._remaining = None if self._ran_out else rest
+        self._remaining, self._begun = (None, False) if self._ran_out else (rest, self._begun)
         return as_drawn(index, storage), {}
 
     def _still_eligible(
@@ -169,18 +172,20 @@ class SamplerWithoutReplacement(Sampler):
 
     def empty(self) -> None:
         super().empty()
-        self._remaining, self._length, self._whole_as_of = None, 0, None
+        self._remaining, self._length, self._whole_as_of, self._begun = None, 0, None, False
         self._resets += 1
 
     def mark(self, storage: Storage) -> Any:
-        return self._remaining, self._length, self._whole_as_of, self._resets
+        return self._remaining, self._length, self._whole_as_of, self._begun, self._resets
 
     def rollback(self, token: Any, storage: Storage) -> None:
-        if token[3] == self._resets:
-            self._remaining, self._length, self._whole_as_of = token[:3]
+        *state, resets = token
+        if resets == self._resets:
+            self._remaining, self._length, self._whole_as_of, self._begun = state
 
     def drop_pass(self) -> None:
-        self._remaining = None
+        if self._begun:  # else the rows are those that another undone draw has put back
+            self._remaining, self._begun = None, False
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         flat = [ravel(index, storage.lanes) if storage.ndim > 1 else index for index in drawn]

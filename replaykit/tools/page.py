@@ -100,7 +100,7 @@ def write_page(target: Path, facts: Facts, table: Table) -> None:
     text = make_page(facts, table)
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        draft.write_text(text, encoding="utf-8")
+        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
         os.replace(draft, target)
     except OSError as error:
         raise OSError(
