@@ -346,8 +346,8 @@ class Ledger:
         """
         if not len(slots):
             return
-        self.changes += 1
         self._place(slots)
+        self.changes += 1  # at last, because it marks a complete write
         self.by_stream = False
         if move_cursor:
             self.cursor = (int(slots[-1]) + 1) % self.slots
@@ -366,9 +366,14 @@ class Ledger:
     def _place(self, slots: torch.Tensor) -> None:
         top = max(self.length, int(slots.max()) + 1)
         numbers = Tables.POSITIONS, Tables.GENERATIONS
-        positions, generations = (self._table_for(number, top) for number in numbers)
-        for number in numbers:
-            self._before(number, slots)
+        before = self._position_table, self._generation_table
+        try:
+            positions, generations = (self._table_for(number, top) for number in numbers)
+            for number in numbers:
+                self._before(number, slots)
+        except BaseException:
+            self._position_table, self._generation_table = before
+            raise
         # NumPy has less overhead. If a slot repeats, it stores the last row id.
         at, first = slots.numpy(), self.next_position
         self.log.place(at)
@@ -612,6 +617,7 @@ class Ledger:
                 table[:count] = smaller
             else:
                 table = self._in_region(number, size)
+                self._before(number, range(count, size))  # committed before a clear
             table[count:] = -1
         if is_positions:
             self._positions = table

@@ -392,6 +392,9 @@ class Recovery:
 
     def before_change(self, number: int, at: Array | range) -> None:
         """Journal committed entries of a table of the ledger before they change."""
+        self.home.check_process()
+        if self.sharing is not None and isinstance(at, range):  # not only the rows of a write
+            self.sharing.disturb()
         if self.seen >= 0:  # else an interrupted commit may have taken effect
             state = self.state
             lengths = (-1, -1) if state is None else (state.positions, state.generations)

@@ -419,7 +419,8 @@ class Sharing:
 
     def announce(self, ledger: Ledger, first: int, count: int) -> None:
         """Tell readers without the lock that ``count`` slots at the cursor change."""
-        if ledger.log.irregular > self.recovery.seen:  # the cursor of other processes differs
+        # The cursor of other processes differs, or these slots already have rows.
+        if ledger.log.irregular > self.recovery.seen or first < ledger.length < ledger.slots:
             self.disturb()
         self.signs[ANNOUNCED] = ledger.next_position + first - ledger.cursor + count
 

@@ -127,11 +127,11 @@ class TensorDictMaxValueWriter(Writer):
         stored = accepted[last]
         try:
             storage.write(index[stored], rows, stored)
+            # The cursor moves too, because another writer may later continue from it.
+            storage.ledger.place(index[accepted], move_cursor=True)
         except BaseException:
             self._heap = None  # the heap has rows that were not stored
             raise
-        # The cursor moves too, because another writer may later continue from it.
-        storage.ledger.place(index[accepted], move_cursor=True)
         self._seen = self.storage.ledger.log.number
         self._count(len(accepted))
         result = torch.full_like(index, -1)

@@ -303,8 +303,8 @@ class Writer(Uncompiled, ABC):
 
     def restore(self, state_dict: dict[str, Any], rows: torch.Tensor | None) -> None:
         """Load a checked state. ``rows`` has the same meaning as in ``Ledger.restore``."""
-        self._write_count = state_dict["_write_count"]
         self.storage.ledger.restore(state_dict["_ledger"], rows)
+        self._write_count = state_dict["_write_count"]
         self.storage.restore_episodes(state_dict.get("_episodes"), ledger_of(state_dict), rows)
 
     def __repr__(self) -> str:

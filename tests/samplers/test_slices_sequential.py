@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -257,3 +258,22 @@ def test_can_sample_predicts_if_a_window_exists(length: int, rows: Callable[...,
         with pytest.raises(RuntimeError, match=f"(multiple of {length} rows|no window)"):
             rb.sample(length)
     assert without
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
+def test_a_copy_of_a_loaded_buffer_continues_at_its_place(again: Any) -> None:
+    def made() -> ReplayBuffer:
+        sampler = SliceSampler(slice_len=1, draw="sequential")
+        return ReplayBuffer(storage=LazyTensorStorage(15), sampler=sampler, batch_size=3)
+
+    def rows(first: int, last: int) -> TensorDict:
+        ends = torch.zeros(last - first, 1, dtype=torch.bool)
+        return TensorDict({"t": torch.arange(first, last), "next": {"done": ends}}, [last - first])
+
+    rb, loaded = made(), made()
+    rb.extend(rows(0, 13))
+    rb.sample()
+    loaded.load_state_dict(rb.state_dict())
+    copied = again(loaded)
+    copied.extend(rows(13, 23))
+    assert copied.sample()["t"].tolist() == [8, 9, 10]

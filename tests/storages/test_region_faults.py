@@ -1,0 +1,190 @@
+"""Tables of a ledger in files: a write that fails or ends with its process changes nothing."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LaneWriter,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+)
+from replaykit.recovery.recovery_folder import RecoveryFolder
+from replaykit.storages.recoverable import Recovery
+
+
+def _full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _no_room_for(number: int) -> Callable[..., Any]:
+    table = RecoveryFolder.table
+
+    def found(self: RecoveryFolder, wanted: int, rows: int) -> Any:
+        return _full() if wanted == number else table(self, wanted, rows)
+
+    return found
+
+
+def _rows(first: int, last: int) -> TensorDict:
+    count = last - first
+    rest = {"done": torch.ones(count, 1, dtype=torch.bool)}
+    return TensorDict({"x": torch.arange(first, last), "next": rest}, [count])
+
+
+def _kept(folder: Path, **how: Any) -> ReplayBuffer:
+    storage = LazyMemmapStorage(10, scratch_dir=str(folder), recover=True)
+    return ReplayBuffer(storage=storage, batch_size=4, **how)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_placed_write_without_room_is_rolled_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    rb = _kept(tmp_path)
+    rb.extend(_rows(0, 6))
+    if not first:
+        rb.writer.write_at(torch.tensor([3]), _rows(3, 4))
+    before = rb.storage.ledger.positions(torch.arange(6)).tolist()
+    with monkeypatch.context() as patch:
+        if first:
+            patch.setattr(RecoveryFolder, "table", _no_room_for(0))
+        else:
+            patch.setattr(Recovery, "before_change", _full)
+        with pytest.raises(OSError, match="No space"):
+            rb.writer.write_at(torch.tensor([1, 2]), _rows(100, 102))
+    assert rb["x"].tolist() == list(range(6))
+    assert rb.storage.ledger.positions(torch.arange(6)).tolist() == before
+    rb.extend(_rows(6, 7))
+    del rb
+    gc.collect()
+    again = _kept(tmp_path)
+    assert again["x"].tolist() == list(range(7))
+    assert again.storage.ledger.positions(torch.arange(6)).tolist() == before
+
+
+def test_a_write_by_stream_works_after_one_without_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = LazyMemmapStorage(10, scratch_dir=str(tmp_path), recover=True, lane_key="env")
+    rb = ReplayBuffer(storage=storage, writer=LaneWriter(3), batch_size=4)
+    rows = TensorDict({"env": torch.zeros(2, dtype=torch.int64), "x": torch.arange(2)}, [2])
+    with monkeypatch.context() as patch:
+        patch.setattr(RecoveryFolder, "table", _no_room_for(1))
+        with pytest.raises(OSError, match="No space"):
+            rb.extend(rows)
+    rb.extend(rows)
+    assert rb["x"].tolist() == [0, 1]
+
+
+def test_the_best_rows_are_known_after_a_write_without_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = _kept(tmp_path, writer=TensorDictMaxValueWriter(rank_key="x"))
+    rb.extend(_rows(0, 10))
+    with monkeypatch.context() as patch:
+        patch.setattr(Recovery, "before_change", _full)
+        with pytest.raises(OSError, match="No space"):
+            rb.extend(_rows(20, 23))
+    assert sorted(rb["x"].tolist()) == list(range(10))
+    rb.extend(_rows(30, 33))
+    assert sorted(rb["x"].tolist()) == [*range(3, 10), 30, 31, 32]
+
+
+def _dies_after_a_clear(folder: Path) -> None:
+    rb = _kept(folder)
+    rb.extend(_rows(0, 6))
+    rb.writer.write_at(torch.tensor([1, 2]), _rows(100, 102))
+    with rb.storage.lock:
+        rb.empty()
+        rb.writer.write_at(torch.tensor([0, 1]), _rows(7, 9))
+        os._exit(9)
+
+
+def test_a_kill_after_a_clear_and_a_placed_write_loses_no_row(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(
+        target=_dies_after_a_clear, args=(tmp_path,)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    rb = _kept(tmp_path)
+    assert rb["x"].tolist() == [0, 100, 101, 3, 4, 5]
+    assert rb.storage.ledger.positions(torch.arange(6)).tolist() == [0, 6, 7, 3, 4, 5]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_cannot_change_generations(tmp_path: Path) -> None:
+    rb = _kept(tmp_path, writer=RoundRobinWriter(track_generations=True))
+    rb.extend(_rows(0, 6))
+    start, started = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(start, 1)
+        try:
+            rb.empty()
+        except RuntimeError:
+            os._exit(3)
+        os._exit(4)
+    for _ in range(2):
+        rb.empty()
+        rb.extend(_rows(0, 6))
+    writer: Any = rb.writer
+    before = writer.generations_of(torch.arange(6)).tolist()
+    os.write(started, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert writer.generations_of(torch.arange(6)).tolist() == before
+
+
+def _extends(rb: ReplayBuffer, first: int, times: int, count: int) -> None:
+    for turn in range(times):
+        rb.extend(_rows(first + turn * count, first + (turn + 1) * count))
+
+
+def _in_another_process(target: Callable[..., None], *args: Any) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=target, args=args)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_a_failed_placed_write_leaves_no_table_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=8, shared=True)
+    rb.extend(_rows(0, 6))
+    rb.sample()
+    with monkeypatch.context() as patch:
+        patch.setattr(RecoveryFolder, "table", _no_room_for(1))
+        with pytest.raises(OSError, match="No space"):
+            rb.writer.write_at(torch.tensor([6]), _rows(6, 7))
+    _in_another_process(_extends, rb, 10, 3, 4)
+    rb.sample()
+    with rb.storage.lock:
+        positions = rb.storage.ledger.positions(torch.arange(8)).tolist()
+    assert positions == [16, 17, 10, 11, 12, 13, 14, 15]
+    assert rb["x"].tolist() == [20, 21, 14, 15, 16, 17, 18, 19]
+
+
+def test_a_reader_notices_a_write_to_stored_rows_at_the_cursor() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(16), batch_size=4, shared=True)
+    rb.extend(_rows(0, 4))
+    rb.writer.write_at(torch.tensor([4, 5, 6]), _rows(4, 7))
+    rb.sample()
+    recovery: Any = rb.storage.recovery
+    seen = recovery.sharing.glance()
+    _in_another_process(_extends, rb, 90, 1, 2)
+    assert not recovery.sharing.intact(seen, torch.tensor([4]))
