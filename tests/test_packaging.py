@@ -146,7 +146,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Wheel) -> None:
     source = wheel.source
     modules = {path.relative_to(source).as_posix() for path in source.glob("replaykit*/**/*.py")}
     assert len(modules) > 50
-    tables = {path.relative_to(source).as_posix() for path in source.glob("replaykit/**/*.tsv")}
+    tables = {
+        path.relative_to(source).as_posix()
+        for kind in ("tsv", "html")
+        for path in source.glob(f"replaykit/**/*.{kind}")
+    }
     stubs = {path.relative_to(source).as_posix() for path in source.glob("replaykit/**/*.pyi")}
     assert "replaykit/__init__.pyi" in stubs
     expected = modules | tables | stubs | {"replaykit/py.typed", "replaykit/native/_core.pyi"}
