@@ -99,8 +99,8 @@ class SamplerWithoutReplacement(Sampler):
         self._resets = 0
         # The state of the episode index when all rows of the pass were eligible; None: unknown.
         self._whole_as_of: Any = None
+        # Whether a draw began the pass. If undone draws have put all its rows back, it is False.
         self._begun = False
-        """Whether a draw began the pass. False if undone draws have put all its rows back."""
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draw the next rows of the pass; return the index and an empty info.

@@ -161,7 +161,7 @@ def _in_another_process(target: Callable[..., None], *args: Any) -> None:
     assert process.exitcode == 0
 
 
-def test_a_failed_placed_write_leaves_no_table_of_its_own(
+def test_a_failed_placed_write_leaves_no_private_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=8, shared=True)
