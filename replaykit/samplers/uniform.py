@@ -99,7 +99,7 @@ class SamplerWithoutReplacement(Sampler):
         self._resets = 0
         # The state of the episode index when all rows of the pass were eligible; None: unknown.
         self._whole_as_of: Any = None
-        # Whether a draw began the pass. If undone draws have put all its rows back, it is False.
+        # True if a draw began the pass; False if undone draws have put all its rows back.
         self._begun = False
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
