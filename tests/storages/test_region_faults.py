@@ -22,6 +22,7 @@ from replaykit import (
     RoundRobinWriter,
     TensorDictMaxValueWriter,
 )
+from replaykit.recovery.journal import Journal
 from replaykit.recovery.recovery_folder import RecoveryFolder
 from replaykit.storages.recoverable import Recovery
 
@@ -188,3 +189,40 @@ def test_a_reader_notices_a_write_to_stored_rows_at_the_cursor() -> None:
     seen = recovery.sharing.glance()
     _in_another_process(_extends, rb, 90, 1, 2)
     assert not recovery.sharing.intact(seen, torch.tensor([4]))
+
+
+def test_observations_are_derived_again_after_a_clear_without_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made() -> ReplayBuffer:
+        storage = LazyMemmapStorage(
+            24, scratch_dir=str(tmp_path), recover=True, dedup_next=True, on_mismatch="dense"
+        )
+        return ReplayBuffer(storage=storage, batch_size=4)
+
+    def rows(first: int, count: int, step: int) -> TensorDict:
+        x = torch.arange(first, first + count)
+        return TensorDict({"observation": x, "next": {"observation": x + step}}, [count])
+
+    rb = made()
+    rb.extend(rows(0, 6, 5))
+    state = rb.state_dict()
+    rb.extend(rows(50, 3, 5))
+    for index in ([2], [7, 1]):
+        rb.writer.write_at(torch.tensor(index), rows(70 + index[0], len(index), 3))
+    wanted = rb["next", "observation"].tolist()
+    with monkeypatch.context() as patch:
+        patch.setattr(RecoveryFolder, "table", _full)
+        with pytest.raises(OSError, match="No space"):
+            rb.load_state_dict(state)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "save", _full)
+        with pytest.raises(OSError, match="No space"):
+            rb.empty()
+    assert rb["next", "observation"].tolist() == wanted
+    rb.writer.write_at(torch.tensor([4, 9]), rows(90, 2, 7))
+    wanted = [*wanted[:4], 97, *wanted[5:], 98]
+    assert rb["next", "observation"].tolist() == wanted
+    del rb
+    gc.collect()
+    assert made()["next", "observation"].tolist() == wanted
