@@ -411,8 +411,8 @@ class NStep(HistoryTransform):
         self.one_step_key = one_step_key(self.reward_key)
         made = {self.reward_key, self.one_step_key, _DISCOUNT, _STEPS, _BOOTSTRAP}
         self.changes = frozenset(made if per_step else made | set(NEXT_FLAGS))
-        self._known: tuple[Collection[Path], list[Path]] | None = None
-        self._plans: dict[bool, StepsPlan] = {}
+        # One tuple, because several threads may draw from buffers with other schemas.
+        self._known: tuple[Collection[Path], list[Path], dict[bool, StepsPlan]] | None = None
         self._powers: Array | None = None
         if steps <= _TABLE_STEPS:
             self._powers = np.power(self.gamma, np.arange(1, steps + 1), dtype=np.float64)
@@ -447,28 +447,27 @@ class NStep(HistoryTransform):
                 steps = self._ended_earlier(around, steps)
             rewards = around.fetch([self.reward_key], _times(around, steps))
         last = around.next_time = around.time + steps
-        keys = self._next_keys(around.keys)
+        keys = self._of_schema(around.keys)[0]
         return _Fetched(steps, rewards, around.fetch(keys, last) if keys else None, keys)
 
-    def _next_keys(self, keys: Collection[Path]) -> list[Path]:
-        """Return the stored keys that come from the last step; computed once per schema."""
+    def _of_schema(self, keys: Collection[Path]) -> tuple[list[Path], dict[bool, StepsPlan]]:
+        """Return the stored keys that come from the last step, and the plans of a schema."""
         known = self._known
         if known is None or known[0] is not keys:
             found = [key for key in keys if key[0] == "next" and key != self.reward_key]
-            known = self._known = keys, found
-            self._plans = {}
-        return known[1]
+            known = self._known = keys, found, {}
+        return known[1:]
 
     def _plan_for(self, keys: Collection[Path], *, fills: bool) -> StepsPlan:
         """Return the plan for the storage; the same object while its keys are the same."""
-        taken = self._next_keys(keys)
-        if fills not in self._plans:
+        taken, plans = self._of_schema(keys)
+        if fills not in plans:
             assert self._powers is not None
             discounts = tuple(self._powers.tolist())
             flag = TERMINATED if fills and TERMINATED in taken else None
             leaves = tuple(taken) if fills else ()
-            self._plans[fills] = StepsPlan(self.reward_key, flag, leaves, self.gamma, discounts)
-        return self._plans[fills]
+            plans[fills] = StepsPlan(self.reward_key, flag, leaves, self.gamma, discounts)
+        return plans[fills]
 
     @staticmethod
     def _ended_earlier(around: Surroundings, steps: Array) -> Array:
@@ -586,7 +585,7 @@ class NStep(HistoryTransform):
         return data
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None, "_plans": {}}
+        return {**self.__dict__, "_known": None}
 
     def __repr__(self) -> str:
         parts = [] if self.n is None else [str(self.n)]
