@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -41,6 +42,7 @@ __all__ = [
     "holds_objects",
     "is_non_tensor",
     "is_tensordict",
+    "layout_of",
     "lookup",
     "memory_users",
     "new_tensorclass",
@@ -67,6 +69,17 @@ _KNOWN_PARTS = _has_known_parts()
 
 TENSORDICT_PARTS = ("_batch_size", "_tensordict") if _KNOWN_PARTS else None
 """The attributes of a TensorDict with its batch size and its fields, or None if these differ."""
+
+
+_LAYOUT = ("is_locked", "batch_size", "device")
+
+layout_of: Callable[[TensorDict], tuple[bool, torch.Size, torch.device | None]] = attrgetter(
+    *(
+        f"_{name}" if _KNOWN_PARTS and hasattr(TensorDict, "_is_locked") else name
+        for name in _LAYOUT
+    )
+)
+"""Returns whether a plain TensorDict is locked, its batch size and its device, in one call."""
 
 
 def new_tensordict(

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import lazy_stack
 
-from replaykit._compat import LazyStackedTensorDict, TensorDict, fields_of, is_tensordict, put_all
+from replaykit._compat import (
+    LazyStackedTensorDict,
+    TensorDict,
+    fields_of,
+    is_tensordict,
+    layout_of,
+    put_all,
+)
 from replaykit.buffer.components import DataT
 from replaykit.buffer.draw import (
     draw_locked,
@@ -110,9 +117,9 @@ def with_info(data: Any, info: Mapping[Any, Any]) -> Any:
 
 def _put_all(data: TensorDict, info: dict[Any, Any], rows: int) -> bool:
     """Merge as ``merged`` does for one batch dimension and device; else return False."""
-    if data.is_locked or data.batch_size != (rows,):
+    is_locked, batch_size, device = layout_of(data)
+    if is_locked or batch_size != (rows,):
         return False
-    device = data.device
     if len(info) == 1 and info["index"].device == device:
         put_all(data, info)
         return True
