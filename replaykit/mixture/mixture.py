@@ -254,6 +254,12 @@ class Mixture:
 
     def refuse(self, rows: int, generator: torch.Generator | None) -> NoReturn:
         """Raise the error of a member that cannot return its rows."""
+        source, answers = generator or self.generator, self.asked(rows, everyone=True)
+        before = random_state(source)
+        try:  # a draw does not wait for the answers of remote members, so it would not raise theirs
+            self.sampler.choose(rows, Candidates(self.sources, source, answers), source)
+        finally:
+            set_random_state(source, before)
         self.draw(1, rows, generator).undo()
         raise NotEnoughData(f"expected {rows} rows, but it is not ready to return them")
 

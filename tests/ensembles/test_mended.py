@@ -15,6 +15,7 @@ from replaykit import (
     ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
+    ShardedReplayBuffer,
 )
 
 
@@ -85,3 +86,16 @@ def test_a_copy_knows_that_its_pass_has_ended() -> None:
     assert ensemble.next() is None
     assert again.next() is None
     assert again.next() is not None
+
+
+def test_an_inner_mixture_raises_the_error_of_its_remote_member() -> None:
+    def slots() -> LazyTensorStorage:
+        return LazyTensorStorage(9)
+
+    with ShardedReplayBuffer(num_shards=2, storage=slots, backend="local") as far:
+        inner = ReplayBufferEnsemble(far, _buffer(9))
+        outer = ReplayBufferEnsemble(_buffer(9, 100), inner, batch_size=8)
+        for seed in range(8):
+            outer.set_rng(torch.Generator().manual_seed(seed))
+            with pytest.raises(Exception, match=r"^member 1: member 0: .*(empty|no rows)"):
+                outer.sample()
