@@ -720,6 +720,8 @@ def test_a_kill_at_any_point_loses_no_ended_episode(tmp_path, point):
     check_continued(folder, tmp_path / "whole", count + 2)
 
 
+# A signal may arrive in a callback of the garbage collector, from which Python raises nothing.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_drops_only_the_interrupted_episode(tmp_path, monkeypatch):
     """Signals arrive in policies, in environments and in writes."""
     monkeypatch.setattr(recording_folder, "_FIRST_BYTES", 3000)
