@@ -23,8 +23,8 @@ from replaykit.distributed.protocol import BarrierBusy, GlobalIndex, ShardDied, 
 from replaykit.distributed.requests import RemoteResult
 from replaykit.distributed.routing import ByKey, InTurn, Router
 from replaykit.distributed.shard_config import law_of
-from replaykit.distributed.shard_server import Stamp
 from replaykit.distributed.shards import ShardReply
+from replaykit.distributed.write_barrier import Stamp
 from replaykit.distributed.write_queue import WriteQueue
 from replaykit.errors import RateLimiterTimeout
 from replaykit.interrupts import deferred, shielded

@@ -103,7 +103,7 @@ class Handle(RemoteLoading[DataT]):
                 None it waits without a limit.
 
         Returns:
-            The same as ``ReplayBuffer.sample``. The ``index`` can name rows of any shard.
+            The same as ``ReplayBuffer.sample``. With shards, the ``index`` names rows of any shard.
 
         Raises:
             RuntimeError: there is no batch size, or no row can be drawn.

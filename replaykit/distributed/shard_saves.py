@@ -19,7 +19,7 @@ from replaykit.declared import decode_state, encode_state
 from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
 from replaykit.distributed.routing import InTurn
 from replaykit.distributed.shard_config import ClientState, SavedHead, ShardsState
-from replaykit.distributed.shard_server import missing_parts
+from replaykit.distributed.write_barrier import missing_parts
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
 from replaykit.structure import from_json

@@ -32,7 +32,7 @@ class _ObjectLostError(Exception):
 
 
 class Ray:
-    """What `replaykit.distributed.requests` uses of Ray; references are functions."""
+    """The part of Ray that `replaykit.distributed.requests` calls; references are functions."""
 
     exceptions = SimpleNamespace(
         RayTaskError=_TaskError,

@@ -26,7 +26,7 @@ def write_queue() -> WriteQueue:
 
 
 def fails(number: int) -> Any:
-    """What sends a write that fails."""
+    """Return a function that sends a failing write."""
     return lambda: Reply(failing(ValueError(f"write {number}")))
 
 
@@ -35,7 +35,7 @@ def test_each_unread_error_is_raised_once() -> None:
     box = write_queue()
     for number in range(3):
         box.put(fails(number))
-    box.put(fails(3)).seen = True  # somebody has asked
+    box.put(fails(3)).seen = True  # its error was read
     for number in range(3):
         with pytest.raises(ValueError, match=f"write {number}"):
             box.flush()

@@ -41,7 +41,7 @@ def test_row_counts_once_for_repeated_and_late_reports(seed: int) -> None:
 def test_rows_of_a_shard_that_died_count_once() -> None:
     pace = ShardsPace(RateLimiter.min_size(1), [facts(0)] * 2)
     pace.ended(INSERT, 0, 0, [ShardCounts(0, 0, 1, 10, 10), ShardCounts(1, 0, 1, 5, 5)])
-    pace.died(0, 0, 12)  # somebody had been told of two more
+    pace.died(0, 0, 12)  # clients still had two more rights
     assert (pace.size(), pace.stats()["inserts"]) == (5, 17)
     pace.ended(INSERT, 0, 0, [ShardCounts(0, 0, 2, 12, 12)])
     pace.came_back(0, 1, facts(13, written=13))  # it had saved one that nobody was told of
@@ -57,7 +57,7 @@ def test_rows_of_a_shard_that_died_count_once() -> None:
 
 
 class Desk(ActorPace):
-    """The rights of clients, over shards that say what they are told to."""
+    """The rights of clients, over shards with given reports."""
 
     def __init__(self, limiter: RateLimiter, shards: int = 2) -> None:
         self.reports: list[ShardCounts] = []
@@ -95,7 +95,7 @@ def test_rights_of_dead_clients_are_returned() -> None:
         too = asyncio.create_task(desk.admit("a", 1, INSERT, 2, 0.3, None))
         await asyncio.sleep(0.01)
         assert not waits.done()
-        desk.reports = [ShardCounts(0, 0, 1, 1, 1)]  # which nobody was told of
+        desk.reports = [ShardCounts(0, 0, 1, 1, 1)]  # a write without a right
         lives.set_exception(ConnectionError("its owner has died"))
         waited = await waits
         assert waited is not None

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from replaykit import PrioritizedSampler, PrioritizedSliceSampler, SliceSampler, Transform
 from replaykit.distributed import shard_saves
 from replaykit.distributed.protocol import BarrierBusy
-from replaykit.distributed.shard_server import Barrier, KnownWrites, Stamp, missing_parts
+from replaykit.distributed.write_barrier import Barrier, KnownWrites, Stamp, missing_parts
 from replaykit.errors import CheckpointError
 from tests.sharding.laws import chi_square, counts, episodes
 
