@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from replaykit._compat import fresh_strided
@@ -30,10 +31,14 @@ __all__ = [
     "pin",
     "to_device",
     "view_in",
+    "views_of",
 ]
 
 ALIGNMENT = 64
 """Alignment of pieces in bytes, which suits values of all dtypes."""
+
+_ALONE_BYTES = 2**20
+"""Size from which pieces are copied separately, which is then cheaper than packing."""
 
 
 class View(NamedTuple):
@@ -44,12 +49,17 @@ class View(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
-    def of(self, block: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in a block, uint8 ``[n]``, without a copy."""
-        unit = self.dtype.itemsize
-        whole = len(block) // unit * unit  # other tensors of the block may have smaller values
-        memory = block[:whole].view(self.dtype)
-        return fresh_strided([memory], [(0, self.shape, self.stride, self.offset)])[0]
+
+def views_of(block: torch.Tensor, views: Sequence[View]) -> list[torch.Tensor]:
+    """Return tensors in a block, uint8 ``[n]``, without a copy."""
+    memories: list[torch.Tensor] = []
+    numbers: dict[torch.dtype, int] = {}
+    for dtype in {view.dtype for view in views}:
+        # Other tensors of the block may have smaller values.
+        whole = len(block) // dtype.itemsize * dtype.itemsize
+        numbers[dtype] = len(memories)
+        memories.append(block[:whole].view(dtype))
+    return fresh_strided(memories, [(numbers[view[0]], *view[1:]) for view in views])
 
 
 class Piece(NamedTuple):
@@ -97,7 +107,16 @@ class Packing:
     def fill(self, block: torch.Tensor) -> None:
         """Copy the bytes into a block, uint8, of at least ``nbytes`` bytes."""
         for piece, offset in zip(self._pieces, self._offsets, strict=True):
-            block[offset : offset + len(piece.raw)].copy_(piece.raw)
+            there = block[offset : offset + len(piece.raw)]
+            if block.is_cpu and len(there) < _ALONE_BYTES:
+                # torch would wake its threads, which costs more than so few bytes.
+                np.copyto(there.numpy(), piece.raw.numpy())
+            else:
+                there.copy_(piece.raw)
+
+    def unpacked(self, block: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return the tensors in a copy of the block, by position in ``tensors``."""
+        return dict(zip(self.views, views_of(block, list(self.views.values())), strict=True))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -166,9 +185,6 @@ def bytes_of(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
     raw.set_(tensor.untyped_storage(), first, (last - first,), (1,))
     return raw
 
-
-_ALONE_BYTES = 2**20
-"""Size from which pieces are copied separately, which is then cheaper than packing."""
 
 _Move = Callable[[torch.Tensor], torch.Tensor]
 
@@ -283,8 +299,9 @@ def _move_packed(tensors: list[torch.Tensor], move: _Move, pinned: bool) -> list
             small.setdefault(piece.raw.device, []).append(piece)
             continue
         there = move(piece.raw)
-        for number in piece.numbers:
-            moved[number] = view_in(tensors[number], -piece.first).of(there)
+        views = [view_in(tensors[number], -piece.first) for number in piece.numbers]
+        for number, tensor in zip(piece.numbers, views_of(there, views), strict=True):
+            moved[number] = tensor
     for source, group in small.items():
         packing = Packing(tensors, group)
         stage = torch.empty(
@@ -294,9 +311,8 @@ def _move_packed(tensors: list[torch.Tensor], move: _Move, pinned: bool) -> list
             pin_memory=pinned and source.type == "cpu",
         )
         packing.fill(stage)
-        there = move(stage)
-        for number, view in packing.views.items():
-            moved[number] = view.of(there)
+        for number, tensor in packing.unpacked(move(stage)).items():
+            moved[number] = tensor
     return moved
 
 
@@ -421,13 +437,13 @@ class Staging:
         waits for these copies.
         """
         target = self.engine.device
-        tensors = _plain_tensors(data, lambda tensor: tensor.device.type == "cpu")
+        tensors = _plain_tensors(data, lambda tensor: tensor.is_cpu)
         arrival, found = None, {}
         if tensors:
             packing = Packing(tensors)
             arrival = self._send(packing)
-            for number, view in packing.views.items():
-                found[id(tensors[number])] = view.of(arrival.there)
+            for number, tensor in packing.unpacked(arrival.there).items():
+                found[id(tensors[number])] = tensor
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             there = found.get(id(tensor))

@@ -66,6 +66,7 @@ WORKS = {
         "costs",
         "overlap",
         "growing",
+        "cuda",
         "corpora",
     )
 }

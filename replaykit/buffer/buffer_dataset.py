@@ -23,7 +23,7 @@ from replaykit.buffer.source import BatchStreams, RemoteRequest, loading_sampler
 from replaykit.declared import Count, Positive, read_value
 from replaykit.samplers import Sampler, SamplerWithoutReplacement, Transition
 from replaykit.samplers.window_measures import eligible_records
-from replaykit.transfer import Packing, View, is_plain
+from replaykit.transfer import Packing, View, is_plain, views_of
 from replaykit.writers import ImmutableDatasetWriter
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class _Back(pickle.Unpickler):
 
 
 def _opened(pickled: bytes, block: torch.Tensor, views: Sequence[View]) -> Any:
-    return _Back(pickled, [view.of(block) for view in views]).load()
+    return _Back(pickled, views_of(block, views)).load()
 
 
 @dataclass(frozen=True)

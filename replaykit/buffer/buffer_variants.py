@@ -100,7 +100,7 @@ class PrioritizedReplayBuffer(ReplayBuffer[DataT, StorageT, PrioritizedT, Writer
         alpha, beta, eps, dtype, reduction, max_priority_within_buffer, weight_norm, stratified:
             options of the PrioritizedSampler.
         sampler: a sampler to use instead.
-        sampler_device: device of the priorities; by default the storage's device.
+        sampler_device: device of the priorities; by default the CPU.
         kwargs: all other arguments of ReplayBuffer.
 
     Raises:
@@ -187,7 +187,7 @@ class TensorDictPrioritizedReplayBuffer(
         alpha, beta, eps, reduction, max_priority_within_buffer, weight_norm, stratified: options of
             the PrioritizedSampler.
         priority_key: the key of priorities in written rows and in batches.
-        sampler_device: device of the priorities; by default the storage's device.
+        sampler_device: device of the priorities; by default the CPU.
         kwargs: all other arguments of ReplayBuffer, except ``sampler``.
 
     Raises:

@@ -54,7 +54,7 @@ class PriorityTable:
 
     Args:
         law: the law that turns ``p`` into ``v``.
-        device: the device of all tensors; None for the storage's.
+        device: the device of all tensors.
         smallest: whether the smallest positive ``v`` will be needed.
         within_buffer: whether the default is the largest stored priority instead of the largest
             priority ever set.
@@ -68,15 +68,14 @@ class PriorityTable:
     def __init__(
         self,
         law: PriorityLaw,
-        device: torch.device | None,
+        device: torch.device,
         *,
         smallest: bool,
         within_buffer: bool,
     ) -> None:
         law.check(0.0, 1.0)
         self.law, self.most, self.within_buffer = law, 1.0, within_buffer
-        self._given, self._smallest = device, smallest
-        self.device = torch.device("cpu") if device is None else device
+        self.device, self._smallest = device, smallest
         self.limit = 2**63 - 1
         self._models = _outputs(0, law.dtype)
         self._same: tuple[tuple[float, int], torch.Tensor] | None = None
@@ -121,7 +120,7 @@ class PriorityTable:
         if self._unread is not None:
             self.read()
         if self.process != os.getpid():
-            self._begin(storage)
+            self._begin()
         if storage is not None:
             self.limit = storage.max_size
             count = len(storage) if count is None else count
@@ -133,19 +132,13 @@ class PriorityTable:
                 self.cover(count, self.default)
         return self
 
-    def _begin(self, storage: Storage | None = None) -> None:
+    def _begin(self) -> None:
         """Allocate memory at the first use, and again in a forked process.
 
         At the fork, a thread of the parent may have held the locks of the trees, or may have been
         changing them. The child does not have that thread.
         """
-        if not self.process:
-            self._place(storage)
         self._refill(self.priorities, self.capacity)
-
-    def _place(self, storage: Storage | None) -> None:
-        if self._given is None:
-            self.device = torch.device("cpu" if storage is None else storage.device)
 
     def _give_written(self, storage: Storage, count: int) -> None:
         """Give the default to rows that were written since the last use."""
@@ -453,7 +446,6 @@ class PriorityTable:
         new.__dict__.update(self.__dict__)
         new.restart()
         new.law, new.most = law, most
-        new._place(storage)
         if isinstance(priorities, MappedRows):
             new._unread = priorities.spanned(), priorities.where
         else:
@@ -650,14 +642,14 @@ class PriorityTable:
     def emptied(self) -> PriorityTable:
         """Return a table without rows, with the same law and the same default."""
         table = PriorityTable(
-            self.law, self._given, smallest=self._smallest, within_buffer=self.within_buffer
+            self.law, self.device, smallest=self._smallest, within_buffer=self.within_buffer
         )
         table.most = self.most
         return table
 
     def __getstate__(self) -> dict[str, Any]:
         self.read()  # a copy does not share the file
-        names = ("law", "most", "within_buffer", "device", "limit", "_given", "_smallest", "_seen")
+        names = ("law", "most", "within_buffer", "device", "limit", "_smallest", "_seen")
         return {"raw": by_value(self.priorities), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

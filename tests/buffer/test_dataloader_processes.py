@@ -113,6 +113,8 @@ def test_spawned_workers_refuse_priorities_of_one_process(tmp_path: Path) -> Non
     loader = rb.dataloader(workers=1, multiprocessing_context="spawn")
     with pytest.raises(RuntimeError, match="PrioritizedSampler cannot be handed to a spawned"):
         iter(loader)
+    for child in multiprocessing.active_children():
+        child.join(30)
     assert not multiprocessing.active_children()
 
 

@@ -166,7 +166,7 @@ def test_changing_alpha_and_back_restores_weights(
 def test_draws_from_given_random_numbers_equal_own_draws() -> None:
     """What a generator of another device goes through."""
     law = PriorityLaw(0.7, 1e-8, torch.float32)
-    table = PriorityTable(law, None, smallest=False, within_buffer=False)
+    table = PriorityTable(law, torch.device("cpu"), smallest=False, within_buffer=False)
     table.load(law, torch.rand(1000, generator=torch.Generator().manual_seed(0)), 1.0)
     for stratified in (False, True):
         index, value = table.draw(512, torch.Generator().manual_seed(3), stratified)
@@ -182,7 +182,7 @@ def test_the_smallest_value_of_a_device_is_that_of_the_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     law = PriorityLaw(1.0, 0.0, torch.float32)
-    table = PriorityTable(law, None, smallest=True, within_buffer=False)
+    table = PriorityTable(law, torch.device("cpu"), smallest=True, within_buffer=False)
     table.load(law, torch.tensor([0.0, 3.0, 2.0]), 3.0)
     assert table.smallest() == 2.0
     monkeypatch.setattr(table, "device", torch.device("cpu", 0))

@@ -18,7 +18,9 @@ def test_many_priorities_are_loaded_as_few_are(dtype: torch.dtype):
     law = PriorityLaw(0.6, 1e-3, dtype)
 
     def table() -> PriorityTable:
-        return PriorityTable(law, None, smallest=True, within_buffer=True).follow(None)
+        return PriorityTable(law, torch.device("cpu"), smallest=True, within_buffer=True).follow(
+            None
+        )
 
     whole, parts = table(), table()
     whole.load(law, raw, 1.0)

@@ -79,8 +79,8 @@ def test_rows_are_selected_as_numpy_would(storage_kind: Any, make_rows: Any) -> 
             continue  # batches of objects are lists: no matrix, and no key to read from no row
         rows = rb.storage[index]
         ids = torch.stack([row["id"] for row in rows]) if isinstance(rows, list) else rows["id"]
-        assert np.array_equal(ids.numpy(), expected), name
-        assert np.array_equal(rb[index]["id"].numpy(), expected), name
+        assert np.array_equal(ids.cpu().numpy(), expected), name
+        assert np.array_equal(rb[index]["id"].cpu().numpy(), expected), name
 
 
 def test_selections_from_a_list_may_be_empty() -> None:

@@ -121,9 +121,9 @@ def test_bytes_are_stored_whichever_form_is_written(storage_kind: Any) -> None:
     rb = storage_kind.buffer(8, row, transform=scale)
     rb.extend(images())
     rb.extend(scale(images()))
-    stored = torch.stack([rb.storage[i]["observation"] for i in range(8)])
+    stored = torch.stack([rb.storage[i]["observation"].cpu() for i in range(8)])
     assert torch.equal(stored, torch.cat([EVERY_BYTE, EVERY_BYTE]))
-    assert torch.equal(rb[:]["observation"][4:], scale(images())["observation"])
+    assert torch.equal(rb[:]["observation"][4:].cpu(), scale(images())["observation"])
 
 
 def test_image_scale_has_repr_and_stage() -> None:
