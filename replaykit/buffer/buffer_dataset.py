@@ -92,7 +92,7 @@ def _opened(pickled: bytes, block: torch.Tensor, views: Sequence[View]) -> Any:
     return _Back(pickled, views_of(block, views)).load()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reader:
     """The parts of a read-only buffer that a spawned process makes over the same rows."""
 
@@ -100,8 +100,15 @@ class Reader:
     sampler: Sampler
     generations: bool
     options: dict[str, Any]
+    _made: ReplayBuffer | None = None
 
     def made(self) -> ReplayBuffer:
+        """Return the one buffer with these parts."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def _make(self) -> ReplayBuffer:
         from replaykit.buffer.replay_buffer import ReplayBuffer  # imports this module
 
         writer = ImmutableDatasetWriter()
@@ -111,13 +118,23 @@ class Reader:
         )
 
 
-def for_readers(buffer: ReplayBuffer | BatchStreams) -> Any:
+def for_readers(buffer: ReplayBuffer | BatchStreams, known: dict[int, Any] | None = None) -> Any:
     """Return the object that a spawned process gets in place of a buffer.
 
     The result is the buffer, or an object whose ``made`` creates a buffer, handle or mixture there.
+
+    Args:
+        known: the objects by the ids of their buffers. A mixture may have a buffer twice.
     """
+    known = {} if known is None else known
+    if id(buffer) not in known:
+        known[id(buffer)] = _for_readers(buffer, known)
+    return known[id(buffer)]
+
+
+def _for_readers(buffer: ReplayBuffer | BatchStreams, known: dict[int, Any]) -> Any:
     if isinstance(buffer, BatchStreams):
-        return buffer._carried()
+        return buffer._carried(known)
     rows = buffer.storage.for_readers()
     if rows is buffer.storage:
         return buffer

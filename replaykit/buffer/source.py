@@ -123,8 +123,12 @@ class BatchStreams(Uncompiled, ABC):
         """
 
     @abstractmethod
-    def _carried(self) -> Any:
-        """Return an object whose ``made`` creates this source in a spawned process."""
+    def _carried(self, known: dict[int, Any]) -> Any:
+        """Return an object whose ``made`` creates this source in a spawned process.
+
+        Args:
+            known: such objects by the ids of the buffers in this source.
+        """
 
     def _copied_buffers(self) -> list[ReplayBuffer]:
         """Return the buffers whose rows worker processes would copy, and not follow."""
@@ -481,7 +485,7 @@ class HandleSource:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if multiprocessing.context.get_spawning_popen() is not None:
-            return _carried_source, (self.handle._carried(), self._facts)
+            return _carried_source, (self.handle._carried({}), self._facts)
         return HandleSource, (self.handle._handed_on(), self._facts)
 
 

@@ -216,6 +216,7 @@ class MappedStorage(TensorStorage):
             self._columns = _following(stored, published, episodes)
             self._adopt(self._columns)
         self.published = published
+        self._table: TensorDict | None = None  # of a copy that was made after an edit
         self.chosen = episodes
         self._opened = self.ledger.log.number
 
@@ -227,6 +228,8 @@ class MappedStorage(TensorStorage):
     @property
     def episode_table(self) -> TensorDict:
         """The table of served episodes, ``[E]``. ``start`` counts rows of this storage."""
+        if self._table is not None:
+            return self._table
         table = self.published.episodes
         if self.chosen is None:
             return table
@@ -253,7 +256,8 @@ class MappedStorage(TensorStorage):
 
     def __getstate__(self) -> dict[str, Any]:
         if self._edited:
-            return {**super().__getstate__(), "published": None, "_opened": -1}
+            table = self.episode_table
+            return {**super().__getstate__(), "published": None, "_table": table, "_opened": -1}
         path = self.published.path
         content = self.published.manifest.content_id()
         return {

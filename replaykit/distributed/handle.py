@@ -187,7 +187,7 @@ class Handle(RemoteLoading[DataT]):
                 "has no connection to Ray"
             )
 
-    def _carried(self) -> Carried:
+    def _carried(self, known: dict[int, Any]) -> Carried:
         return Carried.of(self._handed_on())
 
 

@@ -859,10 +859,9 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
 
         return asked
 
-    def _carried(self) -> Any:
-        numbers = [*range(self.num_members)]
-        arguments = {**self._arguments(numbers), "pin_memory": False}
-        return MixtureReader([for_readers(member) for member in self._members], arguments)
+    def _carried(self, known: dict[int, Any]) -> Any:
+        arguments = {**self._arguments([*range(self.num_members)]), "pin_memory": False}
+        return MixtureReader([for_readers(member, known) for member in self._members], arguments)
 
     def _copied_buffers(self) -> list[ReplayBuffer]:
         found: list[ReplayBuffer] = []

@@ -144,7 +144,9 @@ def test_spawned_workers_open_the_files_of_members(tmp_path: Path) -> None:
         rb.extend(rows_of(number, 20))
         return rb
 
-    ensemble = ReplayBufferEnsemble(member(0), member(1), p=[1, 3], batch_size=6)
+    one, other = member(0), member(1)
+    twice = ReplayBufferEnsemble(other, one)
+    ensemble = ReplayBufferEnsemble(one, other, one, twice, p=[1, 3, 1, 1], batch_size=8)
     here, there = (
         list(ensemble.dataloader(workers=n, steps=3, multiprocessing_context=method))
         for n, method in ((0, None), (1, "spawn"))
