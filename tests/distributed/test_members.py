@@ -25,8 +25,8 @@ from replaykit.datasets.published_buffer import MappedStorage
 from replaykit.datasets.sources import Sources
 from replaykit.errors import ActorLost
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
-from tests.ensembles.members import check_rows, make_member, rows_of, same
-from tests.remote.stand_in import Actor, client_of, stand_in
+from tests.distributed.stand_in import Actor, client_of, stand_in
+from tests.mixture.members import check_rows, make_member, rows_of, same
 
 
 @pytest.fixture

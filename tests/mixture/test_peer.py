@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import replaykit
-from tests.ensembles.members import rows_of
+from tests.mixture.members import rows_of
 
 peer: Any = pytest.importorskip("torchrl.data")
 

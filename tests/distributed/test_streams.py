@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from replaykit import LazyTensorStorage, NStep, ReplayBuffer, SliceSampler
-from tests.sharding.laws import episodes
-from tests.sharding.test_resharding import steps, windows
+from tests.distributed.laws import episodes
+from tests.distributed.test_resharding import steps, windows
 
 
 def held_back() -> Any:

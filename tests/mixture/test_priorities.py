@@ -21,7 +21,7 @@ from replaykit import (
     ReplayBufferEnsemble,
     Sequence,
 )
-from tests.ensembles.members import make_ensemble, make_member, rows_of
+from tests.mixture.members import make_ensemble, make_member, rows_of
 
 
 def by_priority() -> PrioritizedSampler:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from replaykit import ReplayBufferEnsemble, SamplerEnsemble, StorageEnsemble, WriterEnsemble
-from tests.ensembles.members import STRIDE, check_rows, make_ensemble, make_member
+from tests.mixture.members import STRIDE, check_rows, make_ensemble, make_member
 
 
 def test_index_gives_a_member_or_a_smaller_ensemble() -> None:

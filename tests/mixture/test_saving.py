@@ -29,7 +29,7 @@ from replaykit import (
 )
 from replaykit.checkpoint import checkpoint_versions
 from replaykit.errors import CheckpointError
-from tests.ensembles.members import make_ensemble, make_member, rows_of, same
+from tests.mixture.members import make_ensemble, make_member, rows_of, same
 
 SAMPLERS: dict[str, Any] = {
     "random": RandomSampler,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from replaykit import LambdaScheduler, LinearScheduler, PrioritizedSampler, StepScheduler
-from tests.ensembles.members import make_ensemble, make_member
+from tests.mixture.members import make_ensemble, make_member
 
 
 def test_weights_go_in_a_straight_line() -> None:

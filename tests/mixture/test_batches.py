@@ -12,7 +12,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 
 from replaykit import Cast, LazyStackStorage, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
 from replaykit.mixture.joining import BatchParts, stacked
-from tests.ensembles.members import check_rows, make_member, rows_of
+from tests.mixture.members import check_rows, make_member, rows_of
 
 
 @tensorclass

@@ -31,7 +31,7 @@ from replaykit.distributed.host import Host
 from replaykit.distributed.shard_server import ShardHolder
 from replaykit.distributed.wire_format import pack
 from replaykit.errors import SchemaError
-from tests.sharding.laws import chi_square, counts, episodes
+from tests.distributed.laws import chi_square, counts, episodes
 
 
 @tensorclass

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import RoundRobinWriter
-from tests.sharding.test_components import Halved
+from tests.distributed.test_components import Halved
 
 ROWS = 12
 

@@ -19,7 +19,7 @@ from replaykit import (
     SliceSampler,
     TensorDictMaxValueWriter,
 )
-from tests.sharding.laws import chi_square, counts, episodes
+from tests.distributed.laws import chi_square, counts, episodes
 
 FAR = 4.0
 """Standard deviations of chi-square that one law is never away from itself with these seeds."""

@@ -13,8 +13,8 @@ from tensordict import TensorDict
 
 from replaykit import PrioritizedSampler, RandomSampler, SliceSampler
 from replaykit.sharding import ShardSilent
-from tests.sharding.laws import episodes
-from tests.sharding.test_silence import Silent
+from tests.distributed.laws import episodes
+from tests.distributed.test_silence import Silent
 
 
 def prioritized() -> Any:

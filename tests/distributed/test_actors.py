@@ -23,8 +23,8 @@ from replaykit import (
     SliceSampler,
 )
 from replaykit.errors import SchemaError
+from tests.distributed.laws import chi_square, counts, episodes
 from tests.ray_cluster import RAY_MARKS
-from tests.sharding.laws import chi_square, counts, episodes
 
 pytestmark = RAY_MARKS
 

@@ -15,7 +15,7 @@ from replaykit import (
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
 )
-from tests.ensembles.members import check_rows, make_ensemble, make_member, rows_of, same
+from tests.mixture.members import check_rows, make_ensemble, make_member, rows_of, same
 
 
 def test_one_thread_writes_others_sample_and_save(tmp_path: Any) -> None:

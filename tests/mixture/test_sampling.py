@@ -30,7 +30,7 @@ from replaykit import (
     StorageEnsemble,
     WriterEnsemble,
 )
-from tests.ensembles.members import STRIDE, check_rows, make_ensemble, make_member, rows_of, same
+from tests.mixture.members import STRIDE, check_rows, make_ensemble, make_member, rows_of, same
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "random": RandomSampler,

@@ -11,7 +11,7 @@ from replaykit.distributed import write_queue as module
 from replaykit.distributed.requests import Reply, one_of
 from replaykit.distributed.write_queue import MOST_UNDER_WAY, WriteQueue, leave_all
 from replaykit.errors import ActorLost
-from tests.remote.stand_in import Ray, failing, no_answer, stand_in
+from tests.distributed.stand_in import Ray, failing, no_answer, stand_in
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from replaykit.datasets.published_buffer import MappedStorage
 from replaykit.datasets.publishing import open_published
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
-from tests.ensembles.members import same
+from tests.mixture.members import same
 
 KEYS = ["observation", "action", ("next", "observation"), ("next", "reward"), ("next", "done")]
 

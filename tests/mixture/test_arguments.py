@@ -19,7 +19,7 @@ from replaykit import (
     TensorStorage,
     WriterEnsemble,
 )
-from tests.ensembles.members import make_ensemble, make_member, rows_of
+from tests.mixture.members import make_ensemble, make_member, rows_of
 
 
 def parts(count: int = 2) -> dict[str, Any]:

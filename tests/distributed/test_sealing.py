@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.distributed.wire_format import ITSELF, pack, seal, unpack
 from tests.conftest import make_rows
-from tests.remote.test_packing import VALUES, check
+from tests.distributed.test_packing import VALUES, check
 
 SMALL = sorted(set(VALUES) - {"nothing", "large", "each second"})
 

@@ -15,7 +15,7 @@ from replaykit import LazyTensorStorage, PrioritizedSampler, ShardedReplayBuffer
 from replaykit.distributed.protocol import GlobalIndex
 from replaykit.distributed.routing import ByKey, InTurn, stable_hash
 from replaykit.errors import SchemaError
-from tests.sharding.laws import episodes
+from tests.distributed.laws import episodes
 
 
 def test_the_hash_of_a_key_is_the_same_everywhere() -> None:

@@ -25,7 +25,7 @@ from replaykit import (
     SliceSampler,
 )
 from tests.buffer.workers import WORKER_MARKS, no_process_is_left
-from tests.ensembles.members import check_rows, make_ensemble, make_member, rows_of, same
+from tests.mixture.members import check_rows, make_ensemble, make_member, rows_of, same
 
 __all__ = ["no_process_is_left"]
 

@@ -24,7 +24,7 @@ from replaykit import (
     SliceSampler,
 )
 from replaykit.errors import CheckpointError, NotEnoughData, SchemaError
-from tests.ensembles.members import check_rows, make_member, rows_of, same
+from tests.mixture.members import check_rows, make_member, rows_of, same
 
 CHI_SQUARE_3 = 16.27
 """Of 3 degrees of freedom, exceeded by chance once in a thousand times; seeds are fixed."""

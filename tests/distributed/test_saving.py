@@ -18,7 +18,7 @@ from replaykit.distributed import shard_saves
 from replaykit.distributed.protocol import BarrierBusy
 from replaykit.distributed.write_barrier import Barrier, KnownWrites, Stamp, missing_parts
 from replaykit.errors import CheckpointError
-from tests.sharding.laws import chi_square, counts, episodes
+from tests.distributed.laws import chi_square, counts, episodes
 
 
 def numbered(first: int, count: int) -> TensorDict:

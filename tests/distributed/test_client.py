@@ -19,7 +19,7 @@ from replaykit import (
 )
 from replaykit.errors import RateLimiterTimeout
 from tests.conftest import make_rows
-from tests.remote.stand_in import Actor, client_of, stand_in
+from tests.distributed.stand_in import Actor, client_of, stand_in
 
 
 @pytest.fixture(autouse=True)
