@@ -46,6 +46,21 @@ class Done:
         return self._value
 
 
+class Later:
+    """A request that starts when its result is needed.
+
+    Args:
+        make: function of the seconds to wait that returns the result.
+    """
+
+    def __init__(self, make: Callable[[float | None], Any]) -> None:
+        self._make = make
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Make the result."""
+        return self._make(timeout)
+
+
 @dataclass(frozen=True)
 class MemberFacts:
     """The properties of a source that a mixture needs.

@@ -8,9 +8,9 @@ from replaykit.distributed.protocol import (
     ShardSilent,
 )
 from replaykit.distributed.ray_buffer import RayReplayBuffer, RayReplayBufferClient
-from replaykit.distributed.requests import RemoteResult
-from replaykit.distributed.shard_draws import ShardedResult
-from replaykit.distributed.sharded_buffer import ShardedClient, ShardedReplayBuffer
+from replaykit.distributed.requests import RemoteResult, ShardedResult
+from replaykit.distributed.sharded_buffer import ShardedReplayBuffer
+from replaykit.distributed.sharded_client import ShardedClient
 
 __all__ = [
     "BarrierBusy",

@@ -13,7 +13,7 @@ from tensordict import is_tensorclass
 from replaykit._compat import is_tensordict
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import DataT
-from replaykit.buffer.source import MemberFacts, RemoteRequest
+from replaykit.buffer.source import Later, MemberFacts, RemoteRequest
 from replaykit.distributed.handle import Handle
 from replaykit.distributed.host import (
     check_loader,
@@ -27,8 +27,6 @@ from replaykit.distributed.requests import RemoteResult, Reply, running_ray
 from replaykit.distributed.wire_format import ITSELF, Message, pack
 from replaykit.storages.save_hooks import check_no_checkpointer
 from replaykit.transfer import to_device
-
-__all__ = ["RESTARTING", "Forwarding", "forwarding"]
 
 _LIFECYCLE = ("client", "close", "is_alive", "shutdown", "start")
 _LOCAL = {
@@ -250,7 +248,7 @@ class Forwarding(Handle[DataT]):
     def _asking(self, generator: torch.Generator) -> Callable[[int], RemoteRequest]:
         def asked(size: int) -> RemoteRequest:
             seed = int(torch.randint(_SEEDS, (), generator=generator, device="cpu"))
-            return _Seeded(self, size, seed)
+            return Later(lambda timeout: self._apply(draw_seeded, size, seed).result(timeout))
 
         return asked
 
@@ -282,13 +280,3 @@ class Forwarding(Handle[DataT]):
 
 
 _SEEDS = 2**62
-
-
-class _Seeded:
-    """A batch that is requested when ``result`` is called."""
-
-    def __init__(self, handle: Forwarding[Any], size: int, seed: int) -> None:
-        self._handle, self._size, self._seed = handle, size, seed
-
-    def result(self, timeout: float | None = None) -> Any:
-        return self._handle._apply(draw_seeded, self._size, self._seed).result(timeout)

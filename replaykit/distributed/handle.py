@@ -12,8 +12,6 @@ from replaykit.buffer.component_checks import checked_batch_size
 from replaykit.buffer.components import DataT
 from replaykit.buffer.dataloader import RemoteLoading
 
-__all__ = ["Handle", "checked_count"]
-
 
 class Handle(RemoteLoading[DataT]):
     """A handle that requests batches from one or more servers.

@@ -21,18 +21,6 @@ from replaykit.errors import RateLimiterTimeout
 from replaykit.storages import TensorStorage
 from replaykit.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
-__all__ = [
-    "TOGETHER",
-    "Host",
-    "check_ahead",
-    "check_loader",
-    "check_rows",
-    "draw_seeded",
-    "member_facts",
-    "part_and_facts",
-    "readiness",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

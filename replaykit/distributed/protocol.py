@@ -7,19 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "BarrierBusy",
-    "GlobalIndex",
-    "Losses",
-    "ShardDied",
-    "ShardFacts",
-    "ShardLoss",
-    "ShardLossWarning",
-    "ShardPart",
-    "ShardSilent",
-    "Terms",
-]
-
 
 class ShardDied(ConnectionError):
     """Raised when a shard has died."""
@@ -79,6 +66,7 @@ class ShardFacts:
         most: the largest raw priority ever set, at least 1. It is the default priority of new rows.
         version: a number that grows with every change of the shard.
         loads: number of loads that replaced all rows. Loaded rows count as written.
+        shard, incarnation: the numbers of the shard and of its incarnation.
     """
 
     rows: int
@@ -90,6 +78,8 @@ class ShardFacts:
     most: float
     version: int
     loads: int = 0
+    shard: int = 0
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

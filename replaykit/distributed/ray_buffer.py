@@ -32,8 +32,6 @@ from replaykit.errors import ActorLost, RateLimiterTimeout
 from replaykit.keywords import named_after
 from replaykit.pace import checked_timeout
 
-__all__ = ["RayReplayBuffer", "RayReplayBufferClient"]
-
 
 @named_after
 @forwarding

@@ -1,35 +1,25 @@
-"""Request batches from an actor in advance, and read its replies."""
+"""Read replies of actors, and keep requests for batches under way."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
 import time
 import warnings
+from abc import ABC, abstractmethod
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+from typing_extensions import Self
 
 from replaykit._ray import ray_module
 from replaykit.distributed.wire_format import Message, unpack
 from replaykit.errors import ActorLost
-
-__all__ = [
-    "Answer",
-    "Failed",
-    "RemoteResult",
-    "Reply",
-    "RequestQueue",
-    "Taken",
-    "fetch",
-    "joined_texts",
-    "one_of",
-    "raise_as_local",
-    "running_ray",
-]
 
 _HERE = os.path.dirname(__file__)
 _MOST_ERRORS = 5
@@ -94,18 +84,16 @@ def raise_as_local(error: BaseException) -> None:
 
 
 class Reply:
-    """The answer to one message.
+    """The answer to a message, or to the messages of one call.
 
     The answer is read only once. Several threads may wait for it concurrently, each with a separate
-    timeout. ``_lock`` guards the answer.
+    timeout. ``_lock`` guards the answer. Subclasses make the answer from several messages.
 
     Args:
         ref: the object reference, or None if the message has not been sent yet.
         send: function that sends the message and sets ``ref``.
 
     Attributes:
-        known: whether the answer has been read.
-        error: the error that ``get`` raises.
         small: whether the answer was small enough to be sealed.
     """
 
@@ -114,9 +102,25 @@ class Reply:
         self._send = send
         self._lock = threading.Lock()
         self._value: Any = None
-        self.error: Exception | None = None
-        self.known = False
-        self.small = False
+        self._error: BaseException | None = None
+        self._known = self.small = False
+
+    @property
+    def known(self) -> bool:
+        """Return whether the answer has been read."""
+        return self._known
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ``get`` raises, or None if none is known."""
+        return self._error
+
+    @classmethod
+    def done(cls, value: Any = None, error: Exception | None = None) -> Self:
+        """Return an answer that is known already."""
+        self = cls()
+        self._value, self._error, self._known = value, error, True
+        return self
 
     def sent(self) -> Any:
         """Send the message if necessary; return the object reference."""
@@ -125,7 +129,12 @@ class Reply:
         return self.ref
 
     def get(self, timeout: float | None = None) -> Any:
-        """Return the value; raise the errors of `fetch`."""
+        """Return the value.
+
+        Raises:
+            TimeoutError: the answer has not arrived within ``timeout`` seconds.
+            The errors of `fetch` are raised as well.
+        """
         if not self.known:
             ref = self.sent()
             try:
@@ -141,7 +150,7 @@ class Reply:
     def _store(self, message: Message | bytes | None, error: Exception | None) -> None:
         """Store the answer or error, when the first waiting caller has received it."""
         with self._lock:
-            if self.known:
+            if self._known:
                 return
             if message is not None:
                 self.small = type(message) is bytes
@@ -149,11 +158,11 @@ class Reply:
                     self._value = unpack_reply(message)
                 except Exception as unreadable:
                     error = unreadable
-            self.error, self.known = error, True
+            self._error, self._known = error, True
 
     def _found(self) -> Any:
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
         return self._value
 
     async def wait(self) -> Any:
@@ -184,16 +193,34 @@ class Reply:
         return bool(ready)
 
 
-class Answer(Protocol):
-    """The source of a `RemoteResult`, such as a `Reply`."""
+class JointReply(Reply, ABC):
+    """An answer that is made from the answers to several messages.
 
-    def sent(self) -> Any: ...
+    One thread makes the answer, and other threads wait for it. After a TimeoutError, the next
+    ``get`` continues. Any other error is the answer.
+    """
 
-    def get(self, timeout: float | None = None) -> Any: ...
+    @abstractmethod
+    def _make(self, timeout: float | None) -> Any:
+        """Wait for the answers to the messages; return the joint answer."""
 
-    async def wait(self) -> Any: ...
+    def get(self, timeout: float | None = None) -> Any:
+        return self._settled(lambda: self._make(timeout))
 
-    def is_ready(self) -> bool: ...
+    def _settled(self, make: Callable[[], Any]) -> Any:
+        with self._lock:
+            if not self._known:
+                try:
+                    self._value = make()
+                except TimeoutError:
+                    raise
+                except Exception as error:
+                    self._error = error
+                self._known = True
+        return self._found()
+
+    async def wait(self) -> Any:
+        return await asyncio.to_thread(self.get)
 
 
 class RemoteResult:
@@ -210,7 +237,7 @@ class RemoteResult:
         ...         update(batch)
     """
 
-    def __init__(self, reply: Answer, pick: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, reply: Reply | Taken, pick: Callable[[Any], Any] | None = None) -> None:
         self._reply = reply
         self._pick = pick
 
@@ -219,9 +246,13 @@ class RemoteResult:
         """Ray's object reference, for example for ``ray.wait``.
 
         The object is encoded; ``result`` returns its value. With ``prefetch``, the reference
-        belongs to one request, but ``result`` may return the batch of another request.
+        belongs to one request, but ``result`` may return the batch of another request. A call of a
+        sharded buffer sends several messages, so it has no reference.
         """
-        return self._reply.sent()
+        ref = self._reply.sent()
+        if ref is None:
+            raise TypeError("expected the result of a call with one message, got one of several")
+        return ref
 
     def done(self) -> bool:
         """Return whether ``result`` would not wait."""
@@ -242,6 +273,10 @@ class RemoteResult:
 
     def _picked(self, value: Any) -> Any:
         return value if self._pick is None else self._pick(value)
+
+
+ShardedResult = RemoteResult
+"""The name of `RemoteResult` in releases before both were one class."""
 
 
 def unpack_reply(message: Message | bytes) -> Any:
@@ -302,7 +337,7 @@ class RequestQueue:
             reply for each batch.
         depth: maximum number of requests under way. With 0, a request is sent only when a caller
             needs a batch.
-        late: the error type for an answer that has not arrived in time.
+        late: the error type for an answer that has not arrived in time; None for that of the reply.
         together: number of batches that one message requests after batches have proved small. Up to
             ``together - 1`` fewer requests are then under way. A caller never waits for a batch
             that was not requested yet.
@@ -310,28 +345,33 @@ class RequestQueue:
 
     def __init__(
         self,
-        request: Callable[[int], list[Reply]],
+        request: Callable[[int], Sequence[Reply]],
         depth: int,
-        late: type[TimeoutError] = TimeoutError,
+        late: type[TimeoutError] | None = None,
         *,
         together: int = 1,
     ) -> None:
-        self._request, self._depth, self._late = request, depth, late
+        self._request, self.depth, self._late = request, depth, late
         self._together = together
         self._are_small = False
         self._lock = threading.Lock()
         self._queue: list[_Entry] = []
         self._made = 0
 
+    def __len__(self) -> int:
+        return len(self._queue)
+
     def take(self) -> Taken:
         """Take the oldest request, and send more requests."""
         with self._lock:
             before = self._made
+            for _, reply in self._queue:  # possibly they could not be sent before
+                reply.sent()
             return Taken(self, self._oldest(), before)
 
     def _oldest(self) -> _Entry:
         together = self._together if self._are_small else 1
-        room = self._depth + 1 - len(self._queue)
+        room = self.depth + 1 - len(self._queue)
         if room >= together or not self._queue:
             while room > 0:
                 replies = self._request(together if room >= together else 1)
@@ -348,8 +388,8 @@ class RequestQueue:
         """Return the next batch; see `Taken` for the treatment of failed requests.
 
         Raises:
-            TimeoutError: no batch has arrived within ``timeout`` seconds. The type of the error is
-                ``late``. The request stays under way.
+            TimeoutError: no batch has arrived within ``timeout`` seconds. The request stays under
+                way.
             Exception: the error of a request that was sent after the start of this call.
         """
         taken = self.take()
@@ -359,7 +399,7 @@ class RequestQueue:
             if taken.entry[1].error is None:  # its answer has not been read
                 with self._lock:
                     insort(self._queue, taken.entry)
-                if isinstance(error, TimeoutError):
+                if isinstance(error, TimeoutError) and self._late is not None:
                     raise self._late(
                         f"a prefetched batch has not arrived within {timeout or 0:g} s: the actor "
                         "has not answered yet"
@@ -372,10 +412,16 @@ class RequestQueue:
             if taken.entry is failed:
                 taken.entry = self._oldest()
 
-    def drop(self) -> None:
-        """Drop all requests under way."""
+    def under_way(self) -> list[Any]:
+        """Return the requests under way, the oldest first."""
         with self._lock:
-            self._queue.clear()
+            return [reply for _, reply in self._queue]
+
+    def drop(self) -> list[Any]:
+        """Drop all requests under way; return them, the oldest first."""
+        with self._lock:
+            dropped, self._queue = self._queue, []
+            return [reply for _, reply in dropped]
 
 
 class Taken:

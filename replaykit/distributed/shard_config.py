@@ -27,18 +27,6 @@ from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.structure import from_json
 
-__all__ = [
-    "LAWS",
-    "ClientState",
-    "DrawLaw",
-    "Measured",
-    "OwnState",
-    "SavedHead",
-    "ShardRecipe",
-    "ShardsState",
-    "law_of",
-]
-
 
 class Measured(NamedTuple):
     """The mass of a shard, and its smallest positive ``v``.
@@ -304,14 +292,7 @@ class ShardRecipe:
         Raises:
             ValueError: a part cannot be used in shards; the error names the part and the reason.
         """
-        buffer = ReplayBuffer(
-            storage=self.storage,
-            sampler=RandomSampler if self.sampler is None else self.sampler,
-            writer=self.writer,
-            transform_factory=self.transform_factory,
-            priority_key=self.priority_key,
-            delayed_init=False,
-        )
+        buffer = self.assemble(self.storage)
         storage, writer = buffer.storage, buffer.writer
         if not isinstance(storage, ColumnStorage) or storage.ndim > 1:
             raise ValueError(
@@ -339,6 +320,17 @@ class ShardRecipe:
                 "different shards"
             )
         return buffer
+
+    def assemble(self, storage: Any) -> ReplayBuffer:
+        """Return a new buffer over a storage, without checks."""
+        return ReplayBuffer(
+            storage=storage,
+            sampler=RandomSampler if self.sampler is None else self.sampler,
+            writer=self.writer,
+            transform_factory=self.transform_factory,
+            priority_key=self.priority_key,
+            delayed_init=False,
+        )
 
     def folder(self, shard: int) -> Path | None:
         """Return the directory of a shard's own checkpoint, or None without checkpoints."""

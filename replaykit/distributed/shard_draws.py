@@ -1,4 +1,4 @@
-"""Draw from shards in proportion to their masses, and prefetch batches."""
+"""Draw from shards in proportion to their masses, and merge the answers into a batch."""
 
 from __future__ import annotations
 
@@ -6,154 +6,32 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from replaykit.distributed.protocol import ShardDied, ShardFacts, ShardPart, ShardSilent, Terms
-from replaykit.distributed.requests import RemoteResult
-from replaykit.distributed.routing import Share, batch_of
-from replaykit.distributed.shard_pacing import ShardCounts
-from replaykit.distributed.shards import ShardReply
+from replaykit._compat import is_tensordict
+from replaykit.buffer.deliver import merged, shaped
+from replaykit.distributed.members import Sent, ShardTicket
+from replaykit.distributed.protocol import GlobalIndex, ShardDied, ShardPart, Terms
+from replaykit.distributed.requests import JointReply, Taken
+from replaykit.distributed.routing import rows_of, scattered
 from replaykit.errors import NotEnoughData, RateLimiterTimeout
+from replaykit.pace import SAMPLE
+from replaykit.samplers import Sampler
+from replaykit.samplers.priority_rules import importance_weights
+from replaykit.samplers.window_forms import SEQUENCE_ID
 
 if TYPE_CHECKING:
-    from replaykit.distributed.client_samples import Sampled
+    from replaykit.distributed.sharded_client import ShardedClient
 
-__all__ = [
-    "Draws",
-    "Pending",
-    "PendingBatch",
-    "SampleAnswer",
-    "ShardRequests",
-    "ShardTable",
-    "ShardedResult",
-    "choose",
-]
-
-
-class ShardTable:
-    """The newest known facts of every shard. Thread-safe.
-
-    Attributes:
-        incarnations: for each shard, the incarnation that the facts describe.
-    """
-
-    def __init__(self, num_shards: int) -> None:
-        self.num_shards = num_shards
-        self.incarnations = [0] * num_shards
-        self._lock = threading.Lock()
-        self._facts: list[ShardFacts | None] = [None] * num_shards
-        self._heard = [-float("inf")] * num_shards
-        self._there = [True] * num_shards
-        self._told: dict[tuple[int, int], int] = {}  # rows written to dead incarnations
-
-    def learn(self, shard: int, incarnation: int, facts: ShardFacts) -> tuple[int, int] | None:
-        """Store facts, unless newer facts are known.
-
-        Returns:
-            The counts of rows written and stored, if these facts correct the counts recorded for a
-            death; otherwise None. Facts correct these counts if they come from an answer that was
-            read after the death of its sender was noticed. They must also count more written rows
-            than ``lost`` returned.
-        """
-        with self._lock:
-            known = self._facts[shard]
-            if incarnation != self.incarnations[shard] or not self._there[shard]:
-                name = (shard, incarnation)
-                if facts.written <= self._told.get(name, facts.written):
-                    return None
-                self._told[name] = facts.written
-                return facts.written, facts.rows
-            if known is None or facts.version >= known.version:
-                self._facts[shard] = facts
-                self._heard[shard] = time.monotonic()
-            return None
-
-    def lost(self, shard: int, incarnation: int) -> tuple[int, int] | None:
-        """Record a death; return the known counts of rows written and stored.
-
-        The result is None if the death was already known.
-        """
-        with self._lock:
-            if incarnation != self.incarnations[shard] or not self._there[shard]:
-                return None
-            self._there[shard] = False
-            known = self._facts[shard]
-            told = (0, 0) if known is None else (known.written, known.rows)
-            self._told[shard, incarnation] = told[0]
-            return told
-
-    def back(self, shard: int, incarnation: int) -> None:
-        """Record that a shard is live again, with unknown facts."""
-        with self._lock:
-            self.incarnations[shard], self._there[shard] = incarnation, True
-            self._facts[shard], self._heard[shard] = None, -float("inf")
-
-    def facts(self, shard: int) -> ShardFacts | None:
-        """Return the newest facts of a shard, even if it has died."""
-        return self._facts[shard]
-
-    def is_there(self, shard: int) -> bool:
-        """Return whether the shard is live, as far as the client knows."""
-        return self._there[shard]
-
-    def there(self) -> list[int]:
-        """Return the live shards, as far as the client knows."""
-        return [shard for shard in range(self.num_shards) if self._there[shard]]
-
-    def old(self, terms: Terms | None, max_age: float) -> list[int]:
-        """Return the live shards whose mass is unknown or older than ``max_age`` seconds.
-
-        A mass in other terms counts as unknown.
-        """
-        oldest = time.monotonic() - max_age
-        found = []
-        for shard in self.there():
-            facts = self._facts[shard]
-            wrong = facts is None or (terms is not None and facts.terms != terms)
-            if wrong or self._heard[shard] <= oldest:
-                found.append(shard)
-        return found
-
-    def masses(self, terms: Terms) -> list[float] | None:
-        """Return the mass of every shard in these terms, with 0 for dead shards.
-
-        The result is None if the mass of a live shard is not known in these terms. Another thread
-        may have asked for masses in other terms meanwhile.
-        """
-        found: list[float] = []
-        with self._lock:
-            for facts, there in zip(self._facts, self._there, strict=True):
-                if there and (facts is None or facts.terms != terms):
-                    return None
-                found.append(facts.mass if there and facts is not None else 0)
-        return found
-
-    def counts(self) -> list[ShardCounts]:
-        """Return the known row counts of the live shards."""
-        with self._lock:
-            known = zip(self._facts, self._there, self.incarnations, strict=True)
-            return [
-                ShardCounts.of(shard, incarnation, facts)
-                for shard, (facts, there, incarnation) in enumerate(known)
-                if there and facts is not None
-            ]
-
-    def most(self) -> float:
-        """Return the largest raw priority ever set in any shard, at least 1.
-
-        It is the default priority of new rows.
-        """
-        with self._lock:
-            return max((facts.most for facts in self._facts if facts is not None), default=1.0)
+Array = np.ndarray[Any, Any]
 
 
 def choose(
-    masses: list[float], count: int, generator: torch.Generator | None
+    masses: list[float], count: int, generator: torch.Generator
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Draw shards in proportion to their masses, int64 ``[count]``.
 
@@ -161,12 +39,11 @@ def choose(
     arithmetic. If they are sums of ``v``, it uses float64, like the search in a sum tree.
     """
     upto = np.cumsum(np.asarray(masses))
-    device = "cpu" if generator is None else generator.device
     if upto.dtype.kind == "i":
-        drawn = torch.randint(int(upto[-1]), (count,), generator=generator, device=device)
+        drawn = torch.randint(int(upto[-1]), (count,), generator=generator, device=generator.device)
         point = drawn.cpu().numpy()
     else:
-        part = torch.rand(count, dtype=torch.float64, generator=generator, device=device)
+        part = torch.rand(count, dtype=torch.float64, generator=generator, device=generator.device)
         point = part.cpu().numpy() * upto[-1]
     last = int(np.flatnonzero(np.asarray(masses))[-1])  # rounding could give a later shard
     return np.minimum(np.searchsorted(upto, point, side="right"), last)
@@ -194,7 +71,7 @@ class Draws:
 
     def __init__(
         self,
-        client: Sampled,
+        client: ShardedClient,
         seeded: torch.Generator | None = None,
         *,
         generations: bool = False,
@@ -202,13 +79,10 @@ class Draws:
         self._client, self._seeded, self.generations = client, seeded, generations
 
     @property
-    def generator(self) -> torch.Generator | None:
+    def generator(self) -> torch.Generator:
         """The generator that draws shards and their seeds."""
-        return self._client.generator if self._seeded is None else self._seeded
-
-    def next(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
-        """Return the rows of a batch, and the information about them."""
-        return self.begun(batch_size).get()
+        own = self._client.generator if self._seeded is None else self._seeded
+        return torch.default_generator if own is None else own
 
     def refresh(self, batch_size: int) -> None:
         """Request new masses from shards whose masses are too old for a draw."""
@@ -229,9 +103,7 @@ class Draws:
             self.refresh(batch_size)
             pending.ask()
         else:
-            masses = client._members.table.masses(terms)
-            if masses is not None and any(masses):
-                pending.ask(masses)
+            pending.sent()
         return pending
 
     def _known(self, terms: Terms, until: float) -> list[float]:
@@ -241,7 +113,7 @@ class Draws:
             TimeoutError: other threads with this client keep asking for masses in other terms.
         """
         members = self._client._members
-        while (masses := members.table.masses(terms)) is None:
+        while (masses := members.masses(terms)) is None:
             if time.monotonic() >= until:
                 raise TimeoutError(
                     f"no masses of all shards in {terms} within {members.timeout} s: threads with "
@@ -264,19 +136,18 @@ class Draws:
             masses = self._known(terms, until)
             if any(masses):
                 return masses
-            away = [s for s in range(members.table.num_shards) if not members.table.is_there(s)]
-            if away:
+            if away := members.away():
                 members.wait_for(away, until)
             else:
                 self._refuse(terms, batch_size)
 
     def _least(self, shares: list[Share]) -> float:
         """Return the smallest probability of an eligible row, expressed as ``v``."""
-        table = self._client._members.table
+        members = self._client._members
         least = [share.part.facts.smallest * share.likelier for share in shares]
         drawn = {share.shard for share in shares}
-        for shard in table.there():
-            facts = table.facts(shard)
+        for shard in members.there():
+            facts = members.facts(shard)
             if shard not in drawn and facts is not None and facts.mass:
                 least.append(facts.smallest)
         return min(least)
@@ -299,7 +170,7 @@ class Draws:
         All shards are live.
         """
         members = self._client._members
-        rows = [self._client._rows_of(shard) for shard in range(members.table.num_shards)]
+        rows = [members.rows_of(shard) for shard in range(len(members.shards))]
         if not any(rows):
             raise NotEnoughData("Cannot sample from an empty storage.")
         largest = rows.index(max(rows))
@@ -315,21 +186,35 @@ class Draws:
             )
 
 
-class Pending:
-    """A batch under way, with requests to shards and their answers. Not thread-safe.
+class Pending(JointReply):
+    """A batch under way, with requests to shards and their answers.
+
+    The value is a pair of the rows and the information about them. If a shard has not answered in
+    time, the next ``get`` continues with the answers received so far. The errors are those of
+    ``ShardedClient.sample``.
 
     Attributes:
-        was_sent: whether the requests to the shards have been sent.
+        before, after: the states of the generator before and after the last draw of shards; None if
+            no request was sent yet.
     """
 
     def __init__(self, draws: Draws, batch_size: int, terms: Terms, count: int) -> None:
+        super().__init__()
         self._draws, self._batch_size, self._terms = draws, batch_size, terms
         self._left = np.arange(count)
-        self._shards: np.ndarray[Any, Any] = self._left[:0]
+        self._shards: Array = self._left[:0]
         self._masses: list[float] = []
-        self._sent: dict[int, tuple[int, ShardReply]] | None = None
+        self._sent: dict[int, Sent] | None = None
         self._shares: list[Share] = []
-        self.was_sent = False
+        self.before: torch.Tensor | None = None
+        self.after: torch.Tensor | None = None
+
+    def sent(self) -> None:
+        """Send the requests, unless they were sent or the masses of shards are not known."""
+        if self.before is None:
+            masses = self._draws._client._members.masses(self._terms)
+            if masses is not None and any(masses):
+                self.ask(masses)
 
     def ask(self, masses: list[float] | None = None) -> None:
         """Draw a shard for each missing draw, and send a request to every live shard.
@@ -337,43 +222,43 @@ class Pending:
         Args:
             masses: the masses of all shards, or None to wait until one is positive.
         """
-        client = self._draws._client
-        members = client._members
+        members = self._draws._client._members
         if masses is None:
             until = time.monotonic() + members.timeout
             masses = self._draws._masses(self._terms, self._batch_size, until)
         self._masses, generator = masses, self._draws.generator
+        self.before = generator.get_state()
         self._shards = choose(masses, len(self._left), generator)
-        device = "cpu" if generator is None else generator.device
-        seeds = torch.randint(_SEEDS, (client.num_shards,), generator=generator, device=device)
-        counts = np.bincount(self._shards, minlength=client.num_shards)
+        seeds = torch.randint(
+            _SEEDS, (len(masses),), generator=generator, device=generator.device
+        ).tolist()
+        self.after = generator.get_state()
+        counts = np.bincount(self._shards, minlength=len(masses)).tolist()
+        generations = self._draws.generations
         self._sent = {
             shard: members.send(
-                shard, "draw", int(counts[shard]), self._terms, seed, False, self._draws.generations
+                shard, "draw", counts[shard], self._terms, seeds[shard], False, generations
             )
-            for shard, seed in enumerate(seeds.tolist())
-            if members.table.is_there(shard)
+            for shard in members.there()
         }
-        self.was_sent = True
 
-    def get(self, within: float | None = None) -> tuple[Any, dict[Any, Any]]:
-        """Wait for the batch; return its rows and the information about them.
+    def undo(self, last: Pending | None = None) -> None:
+        """Roll back the random numbers of this batch, and of later batches up to ``last``.
 
-        After this method has returned, do not call it again.
-
-        Args:
-            within: seconds to wait for an answer, or None for the timeout of the client.
-
-        Raises:
-            ShardSilent: a shard has not answered. The next call continues with the answers received
-                so far.
-            Other errors are the same as those of ``ShardedClient.sample``.
+        If other random numbers were drawn since, or if none were drawn, the call does nothing.
         """
+        last, generator = self if last is None else last, self._draws.generator
+        if self.before is None or last.after is None:
+            return
+        if torch.equal(generator.get_state(), last.after):
+            generator.set_state(self.before)
+
+    def _make(self, timeout: float | None) -> tuple[Any, dict[Any, Any]]:
         client = self._draws._client
         while len(self._left):
             if self._sent is None:
                 self.ask()
-            self._take(within)
+            self._take(timeout)
         least = self._draws._least(self._shares)
         return batch_of(self._shares, client._names, client._sampler, least)
 
@@ -392,157 +277,60 @@ class Pending:
         self._left = np.setdiff1d(self._left, np.concatenate([self._left[:0], *come]))
         self._sent = None
 
-    def has_come(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether ``get`` would probably return without waiting."""
-        return self._sent is not None and all(reply.is_there() for _, reply in self._sent.values())
+        if self.known:
+            return True
+        return self._sent is not None and all(reply.is_ready() for _, reply in self._sent.values())
 
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
-class ShardRequests:
-    """The queue of a client's prefetched batches, which have the default size.
+class PacedSample(JointReply):
+    """The future batch of a call that a rate limiter may delay.
 
-    The queue holds up to ``depth`` batches. Shards and rows are drawn when a batch is requested, in
-    the order of delivery. If masses and rows do not change, the draws equal those of a client
-    without prefetching. When a batch is dropped, its random numbers are rolled back, unless more
-    numbers were drawn since. ``_lock`` guards the queue and the draws. No thread holds it while it
-    waits for an answer.
-    """
-
-    def __init__(self, client: Sampled, draws: Draws, depth: int) -> None:
-        self._client, self._draws, self.depth = client, draws, depth
-        self._lock = threading.Lock()
-        self._under_way: deque[PendingBatch] = deque()
-
-    def __len__(self) -> int:
-        return len(self._under_way)
-
-    def take(self, batch_size: int) -> Pending:
-        """Return the oldest batch under way, and request more batches."""
-        return self._take(batch_size).pending
-
-    def _take(self, batch_size: int) -> PendingBatch:
-        self._draws.refresh(batch_size)
-        with self._lock:
-            # Batches that were not sent for lack of known masses are requested again.
-            self._under_way = deque(one for one in self._under_way if one.pending.was_sent)
-            while len(self._under_way) <= self.depth:
-                self._under_way.append(self.asked(batch_size))
-            return self._under_way.popleft()
-
-    def next(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
-        """Wait for the oldest batch, and return it.
-
-        If that batch fails, it may have been requested too early. The call then tries the next
-        batches, and finally a batch that it requests itself.
-
-        Raises:
-            ShardSilent: a shard has not answered; the batch stays under way.
-            Exception: the error of the batch that this call has requested itself.
-        """
-        with self._lock:
-            early = set(self._under_way)
-        while True:
-            asked = self._take(batch_size)
-            try:
-                return asked.pending.get()
-            except ShardSilent:
-                with self._lock:
-                    self._under_way.appendleft(asked)
-                raise
-            except Exception:
-                if asked not in early:
-                    raise
-
-    def asked(self, batch_size: int) -> PendingBatch:
-        """Request a batch if masses are known; do not add it to the queue."""
-        before = self._random().get_state()
-        pending = self._draws.begun(batch_size, patient=False)
-        return PendingBatch(pending, before, self._random().get_state())
-
-    def _random(self) -> torch.Generator:
-        generator = self._client.generator
-        return torch.default_generator if generator is None else generator
-
-    def state(self) -> torch.Tensor:
-        """Return the state of the generator before the draws of the batches under way."""
-        with self._lock:
-            return self._under_way[0].before if self._under_way else self._random().get_state()
-
-    def drop(self) -> None:
-        """Drop all batches under way."""
-        with self._lock:
-            if self._under_way:
-                self.undo(self._under_way[0], self._under_way[-1])
-            self._under_way.clear()
-
-    def undo(self, first: PendingBatch, last: PendingBatch) -> None:
-        """Roll back the random numbers of consecutive batches.
-
-        If other random numbers were drawn since, the call does nothing.
-        """
-        random = self._random()
-        if torch.equal(random.get_state(), last.after):
-            random.set_state(first.before)
-
-
-class PendingBatch:
-    """A batch under way, with the generator states before and after its draw."""
-
-    def __init__(self, pending: Pending, before: torch.Tensor, after: torch.Tensor) -> None:
-        self.pending, self.before, self.after = pending, before, after
-
-
-class SampleAnswer:
-    """The future batch of a call, with the methods of a `Reply`. Thread-safe.
+    The batch is requested as soon as enough rows are known to be stored.
 
     Args:
-        get: function of the seconds to wait for a shard and for a rate limiter.
-        come: function that returns whether ``get`` would not wait.
+        finish: function that makes the result of the call from a drawn batch and its ticket.
     """
 
     def __init__(
-        self, get: Callable[[float | None, float | None], Any], come: Callable[[], bool]
+        self, client: ShardedClient, size: int, finish: Callable[[Any, ShardTicket], Any]
     ) -> None:
-        self._get, self._come = get, come
-        self._lock = threading.Lock()
-        self._value: Any = None
-        self._error: Exception | None = None
-        self._known = False
+        super().__init__()
+        self._client, self._size, self._finish = client, size, finish
+        self._asking = threading.Lock()
+        self._asked: Taken | Pending | None = None
+        if client._enough():
+            self._batch()
 
-    def sent(self) -> NoReturn:
-        """Raise TypeError, since a batch needs several messages."""
-        raise TypeError("expected the result of a call with one message, got one of several")
+    def _batch(self) -> Taken | Pending:
+        """Return the batch under way; request it if necessary."""
+        with self._asking:
+            if self._asked is None:
+                self._asked = self._client._take(self._size)
+            return self._asked
 
     def is_ready(self) -> bool:
         """Return whether ``get`` would not wait. If a shard has died, it may still wait."""
-        return self._known or self._come()
+        if self.known:
+            return True
+        return self._client._tickets.may_sample(self._size) and self._batch().is_ready()
 
-    def get(self, timeout: float | None = None) -> Any:
-        """Return the batch.
+    def sent(self) -> None:
+        """Return None, since a batch needs several messages."""
 
-        Args:
-            timeout: seconds to wait for a shard, and for a rate limiter. With None the wait for a
-                shard is limited by the ``timeout`` of the buffer, and the wait for a rate limiter
-                is unlimited.
-        """
-        return self._within(timeout, timeout)
+    def _make(self, timeout: float | None) -> Any:
+        return self._delivered(timeout, timeout)
 
-    def _within(self, timeout: float | None, held_up: float | None) -> Any:
-        """Return the batch, after at most ``held_up`` seconds of waiting for a rate limiter."""
-        with self._lock:
-            if not self._known:
-                try:
-                    self._value = self._get(timeout, held_up)
-                except (ShardSilent, RateLimiterTimeout):
-                    raise
-                except Exception as error:
-                    self._error = error
-                self._known = True
-        if self._error is not None:
-            raise self._error
-        return self._value
+    def _delivered(self, timeout: float | None, held_up: float | None) -> Any:
+        """Return the result of the call, after at most ``held_up`` seconds of delay."""
+        with self._client._tickets.ticket(SAMPLE, held_up) as ticket:
+            assert ticket is not None
+            ticket.admit(self._size)
+            return self._finish(self._batch().get(timeout), ticket)
 
     async def wait(self) -> Any:
         """Return the batch to a coroutine.
@@ -553,11 +341,107 @@ class SampleAnswer:
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                return await asyncio.to_thread(self._within, None, 0.0)
+                return await asyncio.to_thread(self._settled, lambda: self._delivered(None, 0.0))
             except RateLimiterTimeout:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-ShardedResult = RemoteResult
-"""The name of `RemoteResult` in releases before both were one class."""
+class Share:
+    """The rows that one shard contributed to a batch.
+
+    Args:
+        shard, incarnation: numbers of the shard and its incarnation.
+        numbers: the numbers of the draws that the shard made for the batch, int64 ``[draws]``.
+        mass: the mass with which the client drew the shard.
+        part: the answer of the shard.
+    """
+
+    def __init__(
+        self, shard: int, incarnation: int, numbers: Array, mass: float, part: ShardPart
+    ) -> None:
+        self.shard, self.incarnation = shard, incarnation
+        self.numbers, self.mass, self.part = torch.from_numpy(numbers), mass, part
+
+    @property
+    def likelier(self) -> float:
+        """The factor by which an outdated mass raised the probability of the rows.
+
+        It is 1 if the mass was exact.
+        """
+        found = self.part.facts.mass
+        return self.mass / found if found else 1.0
+
+    def draw_of_row(self) -> torch.Tensor:
+        """Return the number of each row's draw in the batch, int64 ``[rows]``."""
+        window = self.part.info.get(SEQUENCE_ID)
+        return self.numbers if window is None else self.numbers[window]
+
+
+def batch_of(
+    shares: list[Share], names: GlobalIndex, sampler: Sampler, least: float
+) -> tuple[Any, dict[Any, Any]]:
+    """Return the rows in the order of the draws, and information about them.
+
+    Args:
+        least: the smallest probability of a stored row, expressed as ``v * likelier``.
+    """
+    draws = torch.cat([share.draw_of_row() for share in shares])
+    first = torch.argsort(draws, stable=True)
+    order = torch.empty_like(first)
+    order[first] = torch.arange(len(draws))
+    into = list(order.split([len(share.draw_of_row()) for share in shares]))
+    info = _info(shares, names, into, len(draws))
+    if shares[0].part.values is not None:
+        weight = _weights(shares, sampler, least)
+        info["priority_weight"] = weight[draws[first]]
+    return rows_of([share.part.data for share in shares], into), info
+
+
+def _info(
+    shares: list[Share], names: GlobalIndex, into: list[torch.Tensor], rows: int
+) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for key in shares[0].part.info:
+        if key == "priority_weight":
+            continue
+        values = []
+        for share in shares:
+            value = share.part.info[key]
+            if key in ("index", "anchor_index"):
+                value = names.join(share.shard, value)
+            elif key in ("index_generation", "anchor_generation"):
+                value = names.stamped(value, share.incarnation)
+            elif key == SEQUENCE_ID:
+                value = share.draw_of_row()
+            values.append(value)
+        found[key] = scattered(values, into, rows)
+    return found
+
+
+def _weights(shares: list[Share], sampler: Any, least: float) -> torch.Tensor:
+    """Return the ``priority_weight`` of each draw ``[draws]``.
+
+    The weights use the actual probabilities of the draws.
+    """
+    count = sum(len(share.numbers) for share in shares)
+    value = torch.empty(count, dtype=torch.float64)
+    for share in shares:
+        assert share.part.values is not None
+        value[share.numbers] = share.part.values * share.likelier
+    if sampler.weight_norm == "batch":
+        least = float(value.min())
+    return importance_weights(value, least, sampler.beta, sampler.dtype)
+
+
+def finished(data: Any, info: dict[Any, Any], sampler: Sampler, *, merge: bool) -> Any:
+    """Return a batch in the shape that the sampler requires.
+
+    ``merge``: whether to add the information about the rows to the batch.
+    """
+    if merge:
+        data = merged(data, info, 0)
+    shape = sampler.shape_of(info["index"].shape[0])
+    if shape is not None and is_tensordict(data):
+        data = shaped(data, info["index"].shape[0], shape)
+    return data

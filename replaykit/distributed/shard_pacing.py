@@ -11,23 +11,14 @@ import time
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 from replaykit._ray import ray_module
 from replaykit.distributed.protocol import ShardFacts
 from replaykit.distributed.requests import fetch
 from replaykit.errors import ActorLost, RateLimiterTimeout
 from replaykit.pace import INSERT, SAMPLE, LimiterQueue, RateLimiter
-
-__all__ = [
-    "MOST_CALLS",
-    "ActorPace",
-    "PaceKeeper",
-    "RayPace",
-    "ShardCounts",
-    "ShardsPace",
-    "answer_of",
-]
 
 _POLL_S = 1.0
 """Seconds between polls of the shards' counts while a call waits.
@@ -37,22 +28,6 @@ Polls find the rows of writes whose answers were lost, since no client reports t
 
 _RETRY_S = 0.5
 """Seconds after which a waiting call in the supervisor tries again without a notification."""
-
-
-class ShardCounts(NamedTuple):
-    """The counts of a shard that a client knows, taken from ``ShardFacts``."""
-
-    shard: int
-    incarnation: int
-    version: int
-    written: int
-    rows: int
-    loads: int = 0
-
-    @classmethod
-    def of(cls, shard: int, incarnation: int, facts: ShardFacts) -> ShardCounts:
-        """Return the counts of an incarnation with these facts."""
-        return cls(shard, incarnation, facts.version, facts.written, facts.rows, facts.loads)
 
 
 class ShardsPace:
@@ -75,11 +50,13 @@ class ShardsPace:
     Example:
         >>> from replaykit.pace import INSERT, SAMPLE, RateLimiter
         >>> from replaykit.distributed.protocol import ShardFacts
-        >>> from replaykit.distributed.shard_pacing import ShardsPace, ShardCounts
-        >>> pace = ShardsPace(RateLimiter.queue(4), [ShardFacts(0, 0, 9, None, 0, 0.0, 1.0, 0)] * 2)
+        >>> from replaykit.distributed.shard_pacing import ShardsPace
+        >>> def facts(shard, rows, version):
+        ...     return ShardFacts(rows, rows, 9, None, 0, 0.0, 1.0, version, shard=shard)
+        >>> pace = ShardsPace(RateLimiter.queue(4), [facts(0, 0, 0), facts(1, 0, 0)])
         >>> pace.attempt(INSERT, 3), pace.attempt(INSERT, 2), pace.attempt(SAMPLE, 1)
         (True, False, False)
-        >>> pace.ended(INSERT, 3, 0, [ShardCounts(0, 0, 1, 2, 2), ShardCounts(1, 0, 1, 1, 1)])
+        >>> pace.end(None, INSERT, 3, 0, [facts(0, 2, 1), facts(1, 1, 1)])
         >>> pace.attempt(SAMPLE, 3), pace.pace.state()
         (True, {'inserts': 3, 'samples': 0})
     """
@@ -90,13 +67,13 @@ class ShardsPace:
         self,
         limiter: RateLimiter,
         facts: list[ShardFacts],
-        poll: Callable[[], list[ShardCounts]] | None = None,
+        poll: Callable[[], list[ShardFacts]] | None = None,
     ) -> None:
         self.limiter = limiter
         self.pace = LimiterQueue(limiter) if poll is None else LimiterQueue(limiter, pause=_RETRY_S)
         self._poll, self._polled_at = poll, time.monotonic()
         self._lock = threading.Lock()
-        self._shards = [ShardCounts.of(shard, 0, one) for shard, one in enumerate(facts)]
+        self._shards = list(facts)
         self._there = [True] * len(facts)
         self._dead: dict[tuple[int, int], int] = {}  # counted rows of dead incarnations
         self.pace.start_from(self.size())
@@ -131,32 +108,28 @@ class ShardsPace:
     def count_polled(self) -> None:
         """Count the rows that the shards have now."""
         if self._poll is not None:
-            self.ended(INSERT, 0, 0, self._poll())
+            self.end(None, INSERT, 0, 0, self._poll())
 
     def attempt(self, side: int, count: int) -> bool:
         """Admit rows if no wait is necessary; return whether they are admitted."""
         with self._lock:
             return self.pace.attempt(side, count, self.size())
 
-    def end(
-        self, name: Any, side: int, count: int, sampled: int, reports: list[ShardCounts]
-    ) -> None:
-        """End a right, and count the delivered samples; do not wait.
-
-        Args:
-            name: the name of the right, or None for rows that were stored without a right.
-            reports: the counts of the shards that the caller knows. If they include rows that were
-                not counted before, these rows are counted as inserted.
-        """
-        self.ended(side, count, sampled, reports)
-
     def may(self, side: int, count: int) -> bool:
         """Return whether rows would be admitted now."""
         with self._lock:
             return self.pace.may(side, count, self.size())
 
-    def ended(self, side: int, count: int, sampled: int, reports: Iterable[ShardCounts]) -> None:
-        """End the right to ``count`` rows; count the new rows, and ``sampled`` samples."""
+    def end(
+        self, name: Any, side: int, count: int, sampled: int, reports: Iterable[ShardFacts]
+    ) -> None:
+        """End the right to ``count`` rows, and count the delivered samples; do not wait.
+
+        Args:
+            name: the name of the right, or None for rows that were stored without a right.
+            reports: the facts of the shards that the caller knows. If they include rows that were
+                not counted before, these rows are counted as inserted.
+        """
         with self._lock:
             written = self._learned(reports)
             if side == INSERT:
@@ -166,7 +139,7 @@ class ShardsPace:
                     self.pace.end(INSERT, 0, written)
                 self.pace.end(SAMPLE, count, sampled)
 
-    def _learned(self, reports: Iterable[ShardCounts]) -> int:
+    def _learned(self, reports: Iterable[ShardFacts]) -> int:
         """Store new counts; return the number of written rows not counted before."""
         found = 0
         for report in reports:
@@ -193,12 +166,12 @@ class ShardsPace:
             if incarnation == now.incarnation:
                 self._there[shard] = False
                 found = max(0, written - now.written)
-                self._shards[shard] = now._replace(written=now.written + found)
+                self._shards[shard] = replace(now, written=now.written + found)
             else:
                 found = self._of_dead(shard, incarnation, written)
             self.pace.end(INSERT, 0, found)
 
-    def came_back(self, shard: int, incarnation: int, facts: ShardFacts) -> None:
+    def came_back(self, facts: ShardFacts) -> None:
         """Replace the counts of a dead shard by the counts of its successor.
 
         If the remaining rows are too few for sampling, the limiter starts to count again with these
@@ -206,17 +179,18 @@ class ShardsPace:
         are sampled.
         """
         with self._lock:
+            shard = facts.shard
             old = self._shards[shard]
             # Count restored rows that no client had reported, too.
             found = max(0, facts.written - old.written)
             self._dead[shard, old.incarnation] = old.written + found
-            self._shards[shard] = ShardCounts.of(shard, incarnation, facts)
+            self._shards[shard] = facts
             self._there[shard] = True
             self.pace.end(INSERT, 0, found)
             if all(self._there) and self.size() < self.limiter.min_size_to_sample:
                 self.pace.start_from(self.size(), counting_on=True)
 
-    def emptied(self, reports: Iterable[ShardCounts], counting_on: bool) -> None:
+    def emptied(self, reports: Iterable[ShardFacts], counting_on: bool) -> None:
         """Reset the limiter after all rows were removed; see ``ReplayBuffer.empty``."""
         with self._lock:
             self.pace.end(INSERT, 0, self._learned(reports))
@@ -228,13 +202,13 @@ class ShardsPace:
         """Return the entries of ``LimiterQueue.stats``."""
         return self.pace.stats()
 
-    def state(self, reports: Iterable[ShardCounts]) -> dict[str, int]:
+    def state(self, reports: Iterable[ShardFacts]) -> dict[str, int]:
         """Return ``LimiterQueue.state``, with all reports counted."""
         with self._lock:
             self.pace.end(INSERT, 0, self._learned(reports))
             return self.pace.state()
 
-    def load(self, state: Mapping[str, int] | None, reports: Iterable[ShardCounts]) -> None:
+    def load(self, state: Mapping[str, int] | None, reports: Iterable[ShardFacts]) -> None:
         """Continue from a checked state, with the rows that were loaded."""
         with self._lock:
             self._learned(reports)
@@ -324,7 +298,7 @@ class ActorPace:
         # Rows that it wrote but could not report also count.
         await self._in_thread(self._counts.count_polled)
         for side, count in self._rights.pop(client, {}).values():
-            self._counts.ended(side, count, 0, ())
+            self._counts.end(None, side, count, 0, ())
         await self.leave(client)
 
     async def leave(self, client: str) -> None:
@@ -364,7 +338,7 @@ class ActorPace:
             raise self._counts.pace.late(side, count, self._counts.size(), last) from None
         else:
             if name not in self._asking:  # its client does not wait any more
-                self._counts.ended(side, count, 0, ())
+                self._counts.end(None, side, count, 0, ())
                 return -1
             self._rights[client][number] = side, count
             return 0 if at_once else time.monotonic() - begun
@@ -372,14 +346,14 @@ class ActorPace:
             self._asking.discard(name)
 
     async def end(
-        self, name: _Name | None, side: int, count: int, sampled: int, reports: list[ShardCounts]
+        self, name: _Name | None, side: int, count: int, sampled: int, reports: list[ShardFacts]
     ) -> None:
         """End a right, or cancel a request for a right."""
         held = 0
         if name is not None:
             self._asking.discard(name)
             _, held = self._rights.get(name[0], {}).pop(name[1], (side, 0))
-        self._counts.ended(side, held, sampled, reports)
+        self._counts.end(None, side, held, sampled, reports)
 
 
 class RayPace:
@@ -447,7 +421,7 @@ class RayPace:
             return self._client
 
     def end(
-        self, name: _Name | None, side: int, count: int, sampled: int, reports: list[ShardCounts]
+        self, name: _Name | None, side: int, count: int, sampled: int, reports: list[ShardFacts]
     ) -> None:
         """End a right. Cost: one message; the call does not wait."""
         self._send("end", name, side, count, sampled, reports)
@@ -456,7 +430,7 @@ class RayPace:
         """Return whether rows would be admitted now."""
         return bool(self._ask("may", side, count))
 
-    def emptied(self, reports: list[ShardCounts], counting_on: bool) -> None:
+    def emptied(self, reports: list[ShardFacts], counting_on: bool) -> None:
         """Reset the limiter after all rows were removed."""
         self._ask("emptied", reports, counting_on)
 
@@ -464,11 +438,11 @@ class RayPace:
         """Return the entries of ``LimiterQueue.stats``."""
         return dict(self._ask("stats"))
 
-    def state(self, reports: list[ShardCounts]) -> dict[str, int]:
+    def state(self, reports: list[ShardFacts]) -> dict[str, int]:
         """Return ``LimiterQueue.state``, with all reports counted."""
         return dict(self._ask("state", reports))
 
-    def load(self, state: Mapping[str, int] | None, reports: list[ShardCounts]) -> None:
+    def load(self, state: Mapping[str, int] | None, reports: list[ShardFacts]) -> None:
         """Continue from a checked state, with the rows that were loaded."""
         self._ask("load", state, reports)
 

@@ -1,4 +1,4 @@
-"""Save all shards as of one instant into a directory, and load them."""
+"""Save all shards as of one instant, and load them into any number of shards."""
 
 from __future__ import annotations
 
@@ -8,27 +8,33 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from filelock import FileLock
 
+from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.state import of_another_kind
+from replaykit.buffer.write import store_rows
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.checkpoint.checkpoint_format import MANIFEST
 from replaykit.declared import decode_state, encode_state
 from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
-from replaykit.distributed.routing import InTurn
-from replaykit.distributed.shard_config import ClientState, SavedHead, ShardsState
+from replaykit.distributed.routing import ByKey, InTurn, rows_of, scattered
+from replaykit.distributed.shard_config import ClientState, SavedHead, ShardRecipe, ShardsState
 from replaykit.distributed.write_barrier import missing_parts
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
+from replaykit.schema import split_leaves
+from replaykit.storages import LazyTensorStorage
 from replaykit.structure import from_json
 from replaykit.ted import format_key, unravel
 
 if TYPE_CHECKING:
-    from replaykit.distributed.sharded_buffer import ShardedClient
-
-__all__ = ["load_all", "load_state", "save_all", "state_of"]
+    from replaykit.distributed.sharded_client import ShardedClient
 
 _HELD_S = 60.0
 """Maximum seconds that a save delays writes; a save that needs longer fails."""
@@ -134,10 +140,10 @@ def _commit(client: ShardedClient, token: str, head: ClientState, dealt: int) ->
     with _held(client, token):
         _all(client, "commit_load", [(token,)] * client.num_shards)
         if client._tickets.keeper is not None:
-            client._tickets.keeper.load(head.pace, client._members.table.counts())
+            client._tickets.keeper.load(head.pace, client._members.reports())
     if isinstance(client._router, InTurn):
         client._router.dealt = dealt
-    client._ahead.drop()
+    client._drop_ahead()
     if head.generator is not None and client.generator is not None:
         client.generator.set_state(head.generator.clone())
     client._members.supervisor.replace(None if head.layout is None else from_json(head.layout))
@@ -161,7 +167,7 @@ def _common_state(client: ShardedClient, dealt: int) -> tuple[int, str | None, i
         client.num_shards,
         _key(client),
         dealt,
-        None if client.generator is None else client._ahead.state(),
+        client._generator_state(),
         None if layout is None else layout.to_json(),
     )
 
@@ -172,7 +178,7 @@ def _pace(client: ShardedClient) -> dict[str, int] | None:
     The client has just received the counts of all shards.
     """
     keeper = client._tickets.keeper
-    return None if keeper is None else keeper.state(client._members.table.counts())
+    return None if keeper is None else keeper.state(client._members.reports())
 
 
 def load_state(client: ShardedClient, state: Any) -> None:
@@ -208,10 +214,8 @@ def _all(client: ShardedClient, verb: str, arguments: list[tuple[Any, ...]]) -> 
         Errors of shards are raised after all have answered.
     """
     members = client._members
-    until = time.monotonic() + members.timeout
     members.present()
-    for shard in range(client.num_shards):
-        members.wait_for([shard], until)
+    members.wait_for_all()
     sent = [members.send(shard, verb, *each) for shard, each in enumerate(arguments)]
     answers: list[Any] = []
     failed: Exception | None = None
@@ -232,9 +236,7 @@ def _all(client: ShardedClient, verb: str, arguments: list[tuple[Any, ...]]) -> 
 def _whatever_it_says(client: ShardedClient, verb: str, *args: Any) -> None:
     """Send a message to every live shard and wait for the answers; ignore errors."""
     members = client._members
-    for shard, sent in [
-        (shard, members.send(shard, verb, *args)) for shard in members.table.there()
-    ]:
+    for shard, sent in [(shard, members.send(shard, verb, *args)) for shard in members.there()]:
         with contextlib.suppress(Exception):
             _patiently(client, shard, sent)
 
@@ -311,10 +313,199 @@ def _drain(client: ShardedClient, token: str, missing: dict[int, set[tuple[str, 
     members.ask_all("forget", gone)
     # If a shard was restarted, it has lost parts, and a loss reports them. Otherwise a writer has
     # died.
-    if any(not members.table.incarnations[shard] for shard in left):
+    if any(not members.shards[shard].incarnation for shard in left):
         warnings.warn(
             f"{len(gone)} batches are incomplete, since their writers are gone; their stored rows "
             "are saved",
             UserWarning,
             stacklevel=2,
         )
+
+
+# -- in another number of shards ------------------------------------------------------------------
+
+_BLOCK_ROWS = 8192
+
+
+@dataclass
+class _Source:
+    """The open checkpoint of a shard, whose rows stay in the files if possible.
+
+    Attributes:
+        order: slots of the rows, from the oldest to the newest.
+    """
+
+    buffer: ReplayBuffer
+    order: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.order)
+
+
+def load_share(
+    buffer: ReplayBuffer, recipe: ShardRecipe, shard: int, sources: list[str]
+) -> tuple[int, int]:
+    """Fill a new buffer with the rows and priorities that now belong to a shard.
+
+    Without a shard key, rows are assigned to shards in turn, in the order of the first assignment.
+    With a shard key, the saved shards are read one after the other, each in write order. Therefore
+    the rows of a stream keep their order. Streams are cut at each change from one saved shard to
+    another.
+
+    Returns:
+        The count of rows that belong to the shard, and the count of these rows that did not fit. If
+        rows do not fit, the oldest rows are dropped.
+
+    Raises:
+        CheckpointError: a saved shard is damaged. Each saved shard is verified by one of the
+            loading shards.
+
+    Cost: one pass over the rows of the shard, and one over the key column of all rows. Memory: a
+    block of 8192 rows, in addition to the new buffer.
+    """
+    with contextlib.ExitStack() as open_files:
+        opened = []
+        for number, path in enumerate(sources):
+            opened.append(_open(recipe, path, number % recipe.num_shards == shard))
+            open_files.callback(opened[-1].buffer.shutdown)
+        count = 0
+        if recipe.shard_key is None:
+            for block in _dealt(opened, recipe.num_shards, shard):
+                count += len(block)
+                _copy(buffer, opened, block)
+        else:
+            key = ByKey(recipe.num_shards, recipe.shard_key)
+            for one in opened:
+                for slots, ended in _with_key(one, key, shard):
+                    count += len(slots)
+                    if len(slots):
+                        _store(buffer, *_read(one, slots))
+                    if ended is not None:
+                        _sever(buffer, ended)
+        for one in opened:
+            _default_value(buffer, one.buffer)
+    return count, max(0, count - buffer.storage.max_size)
+
+
+def check_sampler(buffer: ReplayBuffer, path: str) -> None:
+    """Raise ValueError if a shard was saved with a sampler of another kind.
+
+    A single buffer would continue with a new sampler state, but all shards must have the same kind
+    of sampler.
+    """
+    with Checkpoint(path) as saved:
+        state = saved.part("sampler", mapped=("_priorities",))
+        if of_another_kind(state, buffer.sampler):
+            raise ValueError(
+                f"expected the state of a {buffer.sampler.kind!r} sampler, got {state['_kind']!r}"
+            )
+
+
+def _open(recipe: ShardRecipe, path: str, verify: bool) -> _Source:
+    with Checkpoint(path) as saved:
+        capacity = saved.manifest["max_size"]
+    like: Any = recipe.storage()
+    dedup, lane_key = like.dedup_next, like.lane_key
+    storage = LazyTensorStorage(capacity, dedup_next=dedup, lane_key=lane_key)
+    buffer = recipe.assemble(storage)
+    check_sampler(buffer, path)
+    in_files = not dedup and lane_key is None
+    buffer.loads(path, mmap=in_files, verify=verify or not in_files)
+    buffer.flush()  # store held-back rows at the end of their stream
+    order = storage.ledger.write_order() if len(storage) else torch.empty(0, dtype=torch.int64)
+    return _Source(buffer, order)
+
+
+def _dealt(opened: list[_Source], num_shards: int, shard: int) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield blocks of the rows that are assigned to a shard in turn.
+
+    A block is int64 ``[K, 2]``, with the source and slot of each row. Rows are sorted by their row
+    id in the saved shard, then by shard. This is the order in which they were first assigned.
+    """
+    rows = np.array([one.rows for one in opened])
+    until = np.array([one.buffer.storage.ledger.next_position for one in opened])
+    oldest = until - rows
+    for first in range(int(oldest.min()), int(until.max()), _BLOCK_ROWS):
+        position = np.arange(first, min(first + _BLOCK_ROWS, int(until.max())))[:, None]
+        before = np.clip(position - oldest, 0, rows).sum(1, keepdims=True)
+        there = (position >= oldest) & (position < until)
+        number = before + np.cumsum(there, 1) - 1
+        at, source = np.nonzero(there & (number % num_shards == shard))
+        slots = np.empty(len(at), np.int64)
+        for which, one in enumerate(opened):
+            chosen = source == which
+            slots[chosen] = one.order.numpy()[position[at[chosen], 0] - oldest[which]]
+        if len(at):
+            yield np.stack([source, slots], 1)
+
+
+def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Yield blocks of slots in write order, and the streams to cut after each block.
+
+    The slots hold the rows of the loading shard. The streams end after the block although no column
+    shows it. They are given by their keys, as True for all streams, or as None for no stream. The
+    row at such a cut may belong to another shard.
+    """
+    storage: Any = one.buffer.storage
+    for first in range(0, one.rows, _BLOCK_ROWS):
+        slots = one.order[first : first + _BLOCK_ROWS]
+        columns = split_leaves(storage.get(slice(0, len(storage))), 1).leaves
+        column = columns[key.key].index_select(0, slots)
+        mine = torch.from_numpy(key.route({key.key: column}, len(slots), []) == shard)
+        positions = storage.ledger.positions(slots).numpy()
+        start = 0
+        for last in np.flatnonzero(np.isin(positions, storage.indexes.marks.numbers)).tolist():
+            streams: Any = True
+            if storage.lane_key is not None:
+                streams = columns[unravel(storage.lane_key)][slots[last : last + 1]]
+            yield slots[start : last + 1][mine[start : last + 1]], streams
+            start = last + 1
+        yield slots[start:][mine[start:]], None
+    if one.rows:
+        yield one.order[:0], True
+
+
+def _sever(buffer: ReplayBuffer, streams: Any) -> None:
+    """Cut all streams, or the given streams if they have rows."""
+    if len(buffer):
+        with contextlib.suppress(IndexError):
+            buffer.cut(None if streams is True else streams)
+
+
+def _copy(buffer: ReplayBuffer, opened: list[_Source], block: np.ndarray[Any, Any]) -> None:
+    """Store a block of rows from several sources, in the order of the block."""
+    pieces, into = [], []
+    for which, one in enumerate(opened):
+        mine = np.flatnonzero(block[:, 0] == which)
+        if len(mine):
+            pieces.append(_read(one, torch.from_numpy(block[mine, 1])))
+            into.append(torch.from_numpy(mine))
+    raw = [priorities for _, priorities in pieces if priorities is not None]
+    _store(
+        buffer,
+        rows_of([rows for rows, _ in pieces], into),
+        scattered(raw, into, len(block)) if raw else None,
+    )
+
+
+def _read(one: _Source, slots: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
+    """Return rows as they are stored, and their raw priorities or None."""
+    storage, sampler = one.buffer.storage, one.buffer.sampler
+    raw = None
+    if sampler.prioritized:
+        raw = sampler._table.follow(storage).raw[slots].clone()  # type: ignore[attr-defined]
+    return storage.get(slots), raw
+
+
+def _store(buffer: ReplayBuffer, data: Any, raw: torch.Tensor | None) -> None:
+    slots = store_rows(buffer, data, update_priority=False)
+    if raw is not None:
+        buffer.update_priority(slots, raw)
+
+
+def _default_value(buffer: ReplayBuffer, source: ReplayBuffer) -> None:
+    mine: Any = buffer.sampler
+    theirs: Any = source.sampler
+    if mine.prioritized:
+        mine._table.most = max(mine._table.most, theirs._table.most)

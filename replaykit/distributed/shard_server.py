@@ -22,14 +22,12 @@ from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
 from replaykit.checkpoint.checkpoint_format import MANIFEST
 from replaykit.declared import decode_state
 from replaykit.distributed.protocol import BarrierBusy, ShardFacts, ShardPart, Terms
-from replaykit.distributed.routing import check_sampler, load_share
 from replaykit.distributed.shard_config import DrawLaw, OwnState, ShardRecipe, law_of
+from replaykit.distributed.shard_saves import check_sampler, load_share
 from replaykit.distributed.write_barrier import Barrier, KnownWrites, Stamp
 from replaykit.errors import CheckpointError
 from replaykit.storages import Storage, TensorStorage
 from replaykit.structure import Node, build
-
-__all__ = ["SavedShard", "ShardHolder"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ class SavedShard:
     """
 
     def __init__(self, recipe: ShardRecipe, shard: int, incarnation: int = 0) -> None:
-        self.recipe, self.shard = recipe, shard
+        self.recipe, self.shard, self.incarnation = recipe, shard, incarnation
         folder = recipe.folder(shard)
         there = folder is not None and (folder / "manifest.json").exists()
         if there and not incarnation:
@@ -92,6 +90,8 @@ class SavedShard:
                 most,
                 self._version,
                 self._loads,
+                self.shard,
+                self.incarnation,
             )
 
     # -- its own checkpoint -------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import operator
 import threading
 import time
@@ -15,88 +14,22 @@ from typing import Any, NamedTuple, TypeAlias
 
 from replaykit._ray import actor_class, ray_module, start_ray
 from replaykit.distributed.host import Host
-from replaykit.distributed.protocol import (
-    Losses,
-    ShardDied,
-    ShardFacts,
-    ShardLoss,
-    ShardSilent,
-)
+from replaykit.distributed.protocol import Losses, ShardDied, ShardFacts, ShardLoss
 from replaykit.distributed.requests import Reply, fetch
 from replaykit.distributed.shard_config import ShardRecipe
 from replaykit.distributed.shard_pacing import (
     MOST_CALLS,
     ActorPace,
     RayPace,
-    ShardCounts,
     ShardsPace,
     answer_of,
 )
 from replaykit.distributed.shard_server import ShardHolder
 from replaykit.distributed.wire_format import pack
-from replaykit.errors import ActorLost
 from replaykit.pace import RateLimiter
 from replaykit.structure import Node
 
-__all__ = [
-    "AnySupervisor",
-    "LocalShard",
-    "RayShard",
-    "RaySupervisor",
-    "Restored",
-    "Shard",
-    "ShardReply",
-    "Supervisor",
-    "SupervisorActor",
-]
-
 _WRITES = frozenset({"extend", "update", "patch", "empty", "flush", "cut"})
-
-
-class ShardReply:
-    """An answer that has arrived; a `RayReply` may not have arrived yet."""
-
-    def __init__(self, value: Any = None, error: Exception | None = None) -> None:
-        self._value, self._error = value, error
-
-    def is_there(self) -> bool:
-        """Return whether ``result`` would return without waiting."""
-        return True
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Wait for the answer and return it.
-
-        Raises:
-            ShardDied: the shard has died.
-            ShardSilent: the shard has not answered in time.
-            Errors of the shard are raised as well.
-        """
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-
-class RayReply(ShardReply):
-    """The answer of an actor."""
-
-    def __init__(self, ref: Any, shard: RayShard) -> None:
-        super().__init__()
-        self._reply, self._shard = Reply(ref), shard
-
-    def is_there(self) -> bool:
-        return self._reply.is_ready()
-
-    def result(self, timeout: float | None = None) -> Any:
-        shard = self._shard
-        try:
-            return self._reply.get(None if timeout == math.inf else timeout)
-        except ActorLost:
-            raise ShardDied(shard.shard, shard.incarnation) from None
-        except TimeoutError:
-            if self._reply.known:  # an error of the shard
-                raise
-            text = f"shard {shard.shard} has not answered within {timeout:g} s"
-            raise ShardSilent(text) from None
 
 
 class LocalShard:
@@ -109,18 +42,18 @@ class LocalShard:
         self.shard, self.incarnation = shard, incarnation
         self.holder: ShardHolder | None = ShardHolder(recipe, shard, incarnation)
 
-    def call(self, verb: str, *args: Any) -> ShardReply:
+    def call(self, verb: str, *args: Any) -> Reply:
         """Call a method of the holder; return its answer."""
         holder = self.holder
         if holder is None:
-            return ShardReply(error=ShardDied(self.shard, self.incarnation))
+            return Reply.done(error=ShardDied(self.shard, self.incarnation))
         try:
             answer = getattr(holder, verb)(*args)
             if verb in _WRITES:
                 holder.save_if_due()
         except Exception as error:
-            return ShardReply(error=error)
-        return ShardReply(answer)
+            return Reply.done(error=error)
+        return Reply.done(answer)
 
     def kill(self) -> None:
         """Drop the holder with all its rows, as if its process was killed."""
@@ -167,12 +100,12 @@ class RayShard:
         )
         return cls(actor, shard, incarnation)
 
-    def call(self, verb: str, *args: Any) -> ShardReply:
+    def call(self, verb: str, *args: Any) -> Reply:
         """Send a message; do not wait."""
         method = self.actor.ask
         if verb in _SLOW:
             method = method.options(concurrency_group="files")
-        return RayReply(method.remote(verb, pack(args)), self)
+        return Reply(method.remote(verb, pack(args)))
 
     def kill(self) -> None:
         """End the actor. It may still be running, but unreachable."""
@@ -188,7 +121,6 @@ class Restored(NamedTuple):
     """The successor of a dead shard, with the loss."""
 
     shard: Any
-    incarnation: int
     loss: ShardLoss
 
 
@@ -234,14 +166,10 @@ class Supervisor:
         self._losses = Losses()
         self._restarting: set[int] = set()
         self.shards = [start(shard, 0) for shard in range(num_shards)]
-        facts = [reply.result() for reply in [shard.call("facts") for shard in self.shards]]
+        facts = [reply.get() for reply in [shard.call("facts") for shard in self.shards]]
         self.pace: ShardsPace | None = None
         if limiter is not None:
-            self.pace = ShardsPace(limiter, facts, self._counts if far else None)
-
-    def members(self) -> list[tuple[Shard, int]]:
-        """Return the shards, each with its incarnation."""
-        return [(shard, shard.incarnation) for shard in self.shards]
+            self.pace = ShardsPace(limiter, facts, self._facts if far else None)
 
     def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
         """Report the death of a shard; do not wait.
@@ -265,7 +193,7 @@ class Supervisor:
             if found.incarnation <= incarnation:
                 return None
             # If the successor has died or hangs, its callers will notice.
-            return Restored(found, found.incarnation, self._losses.newest(shard))
+            return Restored(found, self._losses.newest(shard))
 
     def _see_to(self, shard: int, incarnation: int) -> None:
         """Restart a shard, unless it has a successor or a restart is under way."""
@@ -286,7 +214,7 @@ class Supervisor:
                 old.kill()
                 new = self._start(number, old.incarnation + 1)
                 try:
-                    facts = new.call("facts").result()
+                    facts = new.call("facts").get()
                     break
                 except Exception as error:  # it died too, or cannot read its checkpoint
                     if not self._far:
@@ -297,20 +225,19 @@ class Supervisor:
             with self._changed:
                 self._losses.came_back(number, died.incarnation, facts)
                 if self.pace is not None:
-                    self.pace.came_back(number, new.incarnation, facts)
+                    self.pace.came_back(facts)
                 self.shards[number] = new
                 self._changed.notify_all()
         finally:
             self._restarting.discard(number)
 
-    def _counts(self) -> list[ShardCounts]:
-        """Ask the shards for their counts; ignore shards that do not answer soon."""
+    def _facts(self) -> list[ShardFacts]:
+        """Ask the shards for their facts; ignore shards that do not answer soon."""
         until = time.monotonic() + _ANSWERED_WITHIN_S
-        found = []
-        for shard, reply in [(shard, shard.call("facts")) for shard in self.shards]:
+        found: list[ShardFacts] = []
+        for reply in [shard.call("facts") for shard in self.shards]:
             with contextlib.suppress(Exception):
-                facts: ShardFacts = reply.result(max(0.0, until - time.monotonic()))
-                found.append(ShardCounts.of(shard.shard, shard.incarnation, facts))
+                found.append(reply.get(max(0.0, until - time.monotonic())))
         return found
 
     def losses(self) -> list[ShardLoss]:
@@ -393,7 +320,7 @@ class RaySupervisor:
         timeout: float,
         limiter: RateLimiter | None = None,
     ) -> None:
-        self._actor, self._shards, self._timeout = actor, shards, timeout
+        self._actor, self.shards, self._timeout = actor, shards, timeout
         self.pace = None if limiter is None else RayPace(actor, limiter, timeout)
 
     @classmethod
@@ -429,10 +356,6 @@ class RaySupervisor:
                 ) from None
             raise
         return cls(actor, shards, timeout, limiter)
-
-    def members(self) -> list[tuple[Shard, int]]:
-        """Return the shards, each with its incarnation."""
-        return [(shard, shard.incarnation) for shard in self._shards]
 
     def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
         """Call ``Supervisor.report``; do not wait."""
@@ -473,7 +396,7 @@ class RaySupervisor:
             ray.kill(self._actor, no_restart=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shards": []}
+        return {**self.__dict__, "shards": []}
 
 
 AnySupervisor: TypeAlias = Supervisor | RaySupervisor

@@ -18,8 +18,6 @@ from replaykit.errors import SchemaError
 from replaykit.structure import Node, Path, build, flatten
 from replaykit.transfer import bytes_of, is_plain, pieces_of
 
-__all__ = ["ITSELF", "Message", "pack", "seal", "unpack"]
-
 _MOST_BYTES = 90_000
 """The maximum size of a sealed answer, in bytes.
 

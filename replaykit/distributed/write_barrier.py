@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from replaykit.distributed.protocol import BarrierBusy
 
-__all__ = ["Barrier", "KnownWrites", "Stamp", "missing_parts"]
-
 _REFUSED: Any = object()
 """The marker that is recorded instead of an answer for a refused part."""
 

@@ -8,17 +8,15 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from replaykit._compat import TensorDict, has_names
-from replaykit.distributed.requests import Answer, RemoteResult, Reply, joined_texts
+from replaykit.distributed.requests import RemoteResult, Reply, joined_texts
 from replaykit.distributed.wire_format import Message, pack
 from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.structure import Node, Path, build, flatten
-
-__all__ = ["PendingWrite", "WriteQueue", "WriteResult", "leave_all"]
 
 MOST_UNDER_WAY = 16
 """The maximum number of unanswered messages.
@@ -30,18 +28,6 @@ _POLL_S = 0.005
 
 _AT_EXIT_SECONDS = 5.0
 """Seconds that the program waits at its end for all pending writes together."""
-
-
-class PendingWrite(Answer, Protocol):
-    """The future answer to a write, such as a `Reply`."""
-
-    @property
-    def known(self) -> bool:
-        """Return whether the answer has been read."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that ``get`` raises."""
 
 
 class WriteQueue:
@@ -86,12 +72,12 @@ class WriteQueue:
         self._reply: Reply | None = None
         self._waiting: list[WriteResult] = []
         self._timer: threading.Timer | None = None
-        self._under_way: deque[tuple[PendingWrite, list[WriteResult]]] = deque()
+        self._under_way: deque[tuple[Reply, list[WriteResult]]] = deque()
         self._failed: deque[Exception] = deque()
 
     def put(
         self,
-        send: Callable[[], PendingWrite],
+        send: Callable[[], Reply],
         rows: Any = None,
         *,
         single: bool = False,
@@ -253,7 +239,7 @@ class WriteQueue:
                 self._under_way.popleft()
                 self._collect_errors(reply, waiting)
 
-    def _collect_errors(self, reply: PendingWrite, waiting: list[WriteResult]) -> None:
+    def _collect_errors(self, reply: Reply, waiting: list[WriteResult]) -> None:
         """Store the errors of an answer that no caller has received."""
         for written in waiting:
             if not written.seen:
@@ -315,7 +301,7 @@ class WriteResult(RemoteResult):
         seen: whether a caller has asked for the result, and so received any error.
     """
 
-    def __init__(self, reply: PendingWrite, position: int | None) -> None:
+    def __init__(self, reply: Reply, position: int | None) -> None:
         super().__init__(reply, self._own)
         self.position = position
         self.seen = False

@@ -109,7 +109,7 @@ def test_two_actors_are_one_buffer(
     rounds = 0
     while not losses:
         drawn = rb.sample(200)["x"] % 2
-        if not rb._members.table.is_there(1):  # sampling goes on while the shard is away
+        if not rb._members.is_there(1):  # sampling goes on while the shard is away
             assert not drawn.any()
             rounds += 1
     assert rounds > 1

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, ShardedReplayBuffer
-from replaykit.distributed.sharded_buffer import REFUSED
+from replaykit.distributed.sharded_client import REFUSED
 
 
 def test_every_name_of_a_buffer_is_there_or_is_refused_with_a_reason(sharded: Any) -> None:

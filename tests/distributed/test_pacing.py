@@ -11,48 +11,53 @@ import pytest
 
 from replaykit import RateLimiter
 from replaykit.distributed import shard_pacing, shards
-from replaykit.distributed.protocol import ShardDied, ShardFacts, ShardSilent
-from replaykit.distributed.shard_pacing import ActorPace, ShardCounts, ShardsPace
-from replaykit.distributed.shards import ShardReply, Supervisor
+from replaykit.distributed.protocol import ShardDied, ShardFacts
+from replaykit.distributed.requests import Reply
+from replaykit.distributed.shard_pacing import ActorPace, ShardsPace
+from replaykit.distributed.shards import Supervisor
 from replaykit.errors import RateLimiterTimeout
 from replaykit.pace import INSERT, SAMPLE
 
 
-def facts(rows: int, version: int = 0, written: int | None = None) -> ShardFacts:
-    return ShardFacts(rows, rows if written is None else written, 99, None, 0, 0.0, 1.0, version)
+def report(shard: int, incarnation: int, version: int, written: int, rows: int) -> ShardFacts:
+    return ShardFacts(rows, written, 99, None, 0, 0.0, 1.0, version, 0, shard, incarnation)
+
+
+def empty(shards: int) -> list[ShardFacts]:
+    return [report(shard, 0, 0, 0, 0) for shard in range(shards)]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_row_counts_once_for_repeated_and_late_reports(seed: int) -> None:
     chance = random.Random(seed)
-    pace = ShardsPace(RateLimiter.min_size(1), [facts(0)] * 3)
-    written, told = [0, 0, 0], [ShardCounts(0, 0, 0, 0, 0)]
+    pace = ShardsPace(RateLimiter.min_size(1), empty(3))
+    written, told = [0, 0, 0], [report(0, 0, 0, 0, 0)]
     for version in range(1, 60):
         shard = chance.randrange(3)
         written[shard] += chance.randint(0, 4)
-        told.append(ShardCounts(shard, 0, version, written[shard], min(7, written[shard])))
-        pace.ended(INSERT, 0, 0, chance.sample(told, min(len(told), 3)))
+        told.append(report(shard, 0, version, written[shard], min(7, written[shard])))
+        pace.end(None, INSERT, 0, 0, chance.sample(told, min(len(told), 3)))
     chance.shuffle(told)
-    pace.ended(SAMPLE, 0, 5, told)
+    pace.end(None, SAMPLE, 0, 5, told)
     assert pace.pace.state() == {"inserts": sum(written), "samples": 5}
     assert pace.size() == sum(min(7, rows) for rows in written)
 
 
 def test_rows_of_a_shard_that_died_count_once() -> None:
-    pace = ShardsPace(RateLimiter.min_size(1), [facts(0)] * 2)
-    pace.ended(INSERT, 0, 0, [ShardCounts(0, 0, 1, 10, 10), ShardCounts(1, 0, 1, 5, 5)])
+    pace = ShardsPace(RateLimiter.min_size(1), empty(2))
+    pace.end(None, INSERT, 0, 0, [report(0, 0, 1, 10, 10), report(1, 0, 1, 5, 5)])
     pace.died(0, 0, 12)  # clients still had two more rights
     assert (pace.size(), pace.stats()["inserts"]) == (5, 17)
-    pace.ended(INSERT, 0, 0, [ShardCounts(0, 0, 2, 12, 12)])
-    pace.came_back(0, 1, facts(13, written=13))  # it had saved one that nobody was told of
+    pace.end(None, INSERT, 0, 0, [report(0, 0, 2, 12, 12)])
+    pace.came_back(report(0, 1, 0, 13, 13))  # it had saved one that nobody was told of
     assert (pace.size(), pace.stats()["inserts"]) == (18, 18)
-    pace.ended(INSERT, 0, 0, [ShardCounts(0, 0, 3, 13, 13), ShardCounts(0, 1, 1, 14, 14)])
+    pace.end(None, INSERT, 0, 0, [report(0, 0, 3, 13, 13), report(0, 1, 1, 14, 14)])
     assert (pace.size(), pace.stats()["inserts"]) == (19, 19)
     pace.died(0, 0, 15)  # who was told of two that are lost says so now
     assert (pace.size(), pace.stats()["inserts"]) == (19, 21)
     pace.died(0, 1, 0)
-    pace.came_back(0, 2, facts(3, written=3))
-    pace.ended(INSERT, 0, 0, [ShardCounts(0, 2, 1, 4, 4)])
+    pace.came_back(report(0, 2, 0, 3, 3))
+    pace.end(None, INSERT, 0, 0, [report(0, 2, 1, 4, 4)])
     assert (pace.size(), pace.stats()["inserts"]) == (9, 22)
 
 
@@ -60,8 +65,8 @@ class Desk(ActorPace):
     """The rights of clients, over shards with given reports."""
 
     def __init__(self, limiter: RateLimiter, shards: int = 2) -> None:
-        self.reports: list[ShardCounts] = []
-        self.counts = ShardsPace(limiter, [facts(0)] * shards, lambda: self.reports)
+        self.reports: list[ShardFacts] = []
+        self.counts = ShardsPace(limiter, empty(shards), lambda: self.reports)
         super().__init__(self.counts, asyncio.to_thread)
 
     async def known(self, client: str) -> asyncio.Future[None]:
@@ -95,7 +100,7 @@ def test_rights_of_dead_clients_are_returned() -> None:
         too = asyncio.create_task(desk.admit("a", 1, INSERT, 2, 0.3, None))
         await asyncio.sleep(0.01)
         assert not waits.done()
-        desk.reports = [ShardCounts(0, 0, 1, 1, 1)]  # a write without a right
+        desk.reports = [report(0, 0, 1, 1, 1)]  # a write without a right
         lives.set_exception(ConnectionError("its owner has died"))
         waited = await waits
         assert waited is not None
@@ -130,7 +135,7 @@ def test_abandoned_request_is_not_admitted_later() -> None:
         waits = asyncio.create_task(desk.admit("a", 0, SAMPLE, 1, 20.0, None))
         await asyncio.sleep(0.01)
         await desk.end(("a", 0), SAMPLE, 1, 0, [])
-        await desk.end(None, INSERT, 0, 0, [ShardCounts(0, 0, 1, 1, 1)])
+        await desk.end(None, INSERT, 0, 0, [report(0, 0, 1, 1, 1)])
         assert await waits == -1
         assert desk.counts.may(SAMPLE, 1)
         with pytest.raises(
@@ -156,7 +161,7 @@ def test_shard_counts_are_polled_while_a_request_waits(
         waits = asyncio.create_task(desk.admit("a", 0, SAMPLE, 3, 20.0, None))
         await asyncio.sleep(0.05)
         assert not waits.done()
-        desk.reports = [ShardCounts(0, 0, 1, 2, 2), ShardCounts(1, 0, 1, 1, 1)]
+        desk.reports = [report(0, 0, 1, 2, 2), report(1, 0, 1, 1, 1)]
         waited = await asyncio.wait_for(waits, 20)
         assert waited is not None
         assert 0 < waited < 20
@@ -168,23 +173,24 @@ class Answers:
     """A shard that answers with its facts, or does not."""
 
     def __init__(self, shard: int, answer: Any) -> None:
-        self.shard, self.incarnation, self.answer = shard, 0, answer
+        self.incarnation, self.answer = 0, answer
 
-    def call(self, verb: str) -> ShardReply:
-        return ShardReply(facts(0)) if self.answer is None else self.answer
+    def call(self, verb: str) -> Reply:
+        return self.answer
 
 
-class Silent(ShardReply):
-    def result(self, timeout: float | None = None) -> Any:
+class Silent(Reply):
+    def get(self, timeout: float | None = None) -> Any:
         assert timeout is not None
         time.sleep(timeout)
-        raise ShardSilent("no answer")
+        raise TimeoutError
 
 
 def test_polls_ignore_silent_and_dead_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_ANSWERED_WITHIN_S", 0.01)
-    supervisor = Supervisor(3, lambda number, _: Answers(number, None), RateLimiter.queue(4))
-    died = ShardReply(error=ShardDied(2, 0))
-    for shard, answer in enumerate((ShardReply(facts(1, version=1)), Silent(), died)):
+    known = [Reply.done(one) for one in empty(3)]
+    supervisor = Supervisor(3, lambda number, _: Answers(number, known[number]))
+    died, told = Reply.done(error=ShardDied(2, 0)), report(0, 0, 1, 1, 1)
+    for shard, answer in enumerate((Reply.done(told), Silent(), died)):
         supervisor.shards[shard].answer = answer
-    assert supervisor._counts() == [ShardCounts(0, 0, 1, 1, 1)]
+    assert supervisor._facts() == [told]

@@ -21,6 +21,9 @@ class Answer:
     def say(self, value: Any) -> None:
         self.value, self.there = value, True
 
+    def sent(self) -> None:
+        pass
+
     def is_ready(self) -> bool:
         return self.there
 

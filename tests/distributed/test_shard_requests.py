@@ -87,7 +87,7 @@ def test_dropped_batches_are_drawn_again(sharded: Any, tmp_path: Path) -> None:
         rb.extend(episodes([8, 8]))
     assert alike(ahead.sample(), plain.sample())
     ahead.dumps(tmp_path)
-    other = pickle.loads(pickle.dumps(ahead._ahead.state()))
+    other = pickle.loads(pickle.dumps(ahead._generator_state()))
     expected = [plain.sample() for _ in range(2)]
     assert alike(ahead.sample(), expected[0])
     ahead.loads(tmp_path)

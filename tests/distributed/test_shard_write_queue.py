@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import PrioritizedSampler
+from replaykit.distributed.shard_writes import in_thread
 from replaykit.errors import SchemaError
 from replaykit.sharding import ShardSilent
 
@@ -106,7 +107,7 @@ def test_queue_holds_a_limited_number_of_writes(gated: tuple[Any, Gate]) -> None
     results.append(rb.extend_async(numbered(4, 2)))  # waits for the first
     assert results[0].done()
     assert [int(result.result()[0]) for result in results] == list(range(4, 38, 2))
-    assert rb._in_thread(lambda: 5).result() == 5
+    assert in_thread(rb, lambda: 5).result() == 5
     rb._write_queue.flush()
     assert not rb._write_queue._under_way
 
@@ -146,9 +147,9 @@ def test_queue_thread_finishes_queued_work_then_ends(sharded: Any) -> None:
     before = threading.enumerate()
     client, done = sharded(1).client(), threading.Event()
     gate = threading.Event()
-    assert client._in_thread(lambda: 5).result() == 5
-    client._in_thread(gate.wait)
-    client._in_thread(done.set)
+    assert in_thread(client, lambda: 5).result() == 5
+    in_thread(client, gate.wait)
+    in_thread(client, done.set)
     [thread] = (
         one
         for one in threading.enumerate()

@@ -1,0 +1,497 @@
+"""Number writes, route them to shards, and repeat them after a shard has died."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from replaykit._compat import as_tensor, is_tensordict
+from replaykit.buffer.conditional_updates import (
+    ConditionalUpdateResult,
+    check_tracked,
+    checked_handles,
+    checked_patch,
+)
+from replaykit.buffer.priorities import update_from_sample, without_priorities, written_priorities
+from replaykit.distributed.members import Sent, ShardMembers
+from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
+from replaykit.distributed.requests import RemoteResult, Reply
+from replaykit.distributed.routing import check_stored, positions_of
+from replaykit.distributed.write_barrier import Stamp
+from replaykit.errors import RateLimiterTimeout
+from replaykit.interrupts import deferred, shielded
+from replaykit.pace import INSERT
+from replaykit.samplers import Transition
+from replaykit.schema import Rows, Schema, split_leaves
+from replaykit.ted import format_key, unravel
+
+if TYPE_CHECKING:
+    from replaykit.distributed.sharded_client import ShardedClient
+
+
+class Writes:
+    """The writes of one client, numbered and sent in parts. Thread-safe.
+
+    If a shard dies before it has answered, the client sends the part again to the successor of the
+    shard. The sequence number of the write stays the same. Therefore a successor that has restored
+    the part from a checkpoint does not write it twice.
+    """
+
+    def __init__(self, members: ShardMembers) -> None:
+        self._members = members
+        self._client = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._next = 0
+        self._under_way: set[int] = set()
+
+    def __call__(
+        self,
+        shards: list[int],
+        send: Callable[[int, Stamp], Sent],
+        *,
+        again: bool = True,
+    ) -> dict[int, Any]:
+        """Send one part to each shard, in parallel; return the answers by shard.
+
+        Args:
+            send: function that sends the part of a shard with the given stamp. It raises ShardDied
+                if the part is meant for an earlier incarnation.
+            again: whether to send parts again to the successors of shards that have died.
+                Otherwise, the result has no answers of these shards.
+
+        Raises:
+            TimeoutError: a shard has not answered, or was not restarted; its part may be written.
+            Errors of shards are raised after all shards have answered.
+        """
+        with deferred:
+            with self._lock:
+                number, self._next = self._next, self._next + 1
+                self._under_way.add(number)
+                done = min(self._under_way)
+            try:
+                bits = sum(1 << shard for shard in shards)
+                stamp = Stamp(self._client, number, bits, done)
+                return self._send(shards, lambda shard: send(shard, stamp), again)
+            finally:
+                with self._lock:
+                    self._under_way.discard(number)
+
+    def to_all(self, verb: str, *args: Any) -> dict[int, Any]:
+        """Send the same part to every shard; return the answers by shard."""
+        members = self._members
+        everyone = list(range(len(members.shards)))
+        return self(everyone, lambda shard, stamp: members.send(shard, verb, stamp, *args))
+
+    def _send(self, shards: list[int], send: Callable[[int], Sent], again: bool) -> dict[int, Any]:
+        members, answers, refused = self._members, {}, None
+        until = time.monotonic() + members.timeout
+        left = list(shards)
+        while left:
+            with shielded:  # Ctrl-C waits until all shards of a write have answered
+                busy = list(left)
+                while busy:
+                    sent = {}
+                    for shard in busy:
+                        if members.is_there(shard):
+                            with contextlib.suppress(ShardDied):
+                                sent[shard] = send(shard)
+                    busy = []
+                    for shard, reply in sent.items():
+                        try:
+                            within = max(0.0, until - time.monotonic())
+                            answers[shard] = members.receive(shard, reply, within)
+                        except ShardDied:
+                            continue
+                        except BarrierBusy:
+                            busy.append(shard)
+                        except Exception as error:
+                            answers[shard], refused = None, error
+                    if busy:
+                        time.sleep(_POLL_S)
+                        if time.monotonic() >= until:
+                            raise ShardSilent(f"shards {busy} have not admitted the write in time")
+            left = [shard for shard in left if shard not in answers]
+            if left and not again:
+                break
+            for shard in left:
+                members.wait_for([shard], until)
+            if left and time.monotonic() >= until:  # shards may have forgotten the write
+                raise TimeoutError(f"shards {left} have died repeatedly, and have not answered")
+        if refused is not None:
+            raise refused
+        return answers
+
+
+_POLL_S = 0.005
+
+
+class Delivery(Reply):
+    """The future answer to a write that a thread sends to the shards."""
+
+    def __init__(self, future: Future[Any], *, paced: bool) -> None:
+        super().__init__()
+        self._future, self._paced = future, paced
+
+    @property
+    def known(self) -> bool:
+        return self._future.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._future.exception() if self.known else None
+
+    def is_ready(self) -> bool:
+        """Return whether ``get`` would not wait."""
+        return self.known
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Return the answer; raise RateLimiterTimeout or ShardSilent if it is late."""
+        if not wait((self._future,), timeout).done:
+            if self._paced:
+                raise RateLimiterTimeout(
+                    f"the rows have not been written within {timeout or 0:g} s; they may still "
+                    "wait for samples"
+                )
+            raise ShardSilent(f"the rows have not been written within {timeout or 0:g} s")
+        return self._future.result()
+
+    async def wait(self) -> Any:
+        """Return the answer to a coroutine."""
+        return await asyncio.shield(asyncio.wrap_future(self._future))
+
+
+# -- new rows --------------------------------------------------------------------------------------
+
+_NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def write_rows(
+    client: ShardedClient,
+    data: Any,
+    *,
+    single: bool = False,
+    update_priority: bool | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Store rows and return their index; see ``ShardedClient.extend``."""
+    client._check_open()
+    with client._tickets.ticket(INSERT, timeout) as ticket:
+        client._write_queue.flush(None if ticket is None else ticket.until)
+        rows, priorities = _checked(client, data, single, update_priority)
+        if not len(rows):
+            return _NOTHING
+        if ticket is not None:
+            ticket.admit(len(rows))
+        _agree(client, rows)
+        return _dealt(client, rows, priorities)()
+
+
+def send_rows(
+    client: ShardedClient,
+    data: Any,
+    *,
+    single: bool = False,
+    update_priority: bool | None = None,
+) -> RemoteResult:
+    """Let a thread store copies of rows; see ``ShardedClient.extend_async``."""
+    client._check_open()
+    client._write_queue.check()  # before any row is assigned to a shard
+    made: Callable[[torch.Tensor], Any] = index_of_one if single else lambda index: index
+    rows, priorities = _checked(client, data, single, update_priority)
+    if not len(rows):
+        return in_thread(client, lambda: made(_NOTHING))
+    keeper, tickets, write_queue = client._tickets.keeper, client._tickets, client._write_queue
+    if keeper is None:
+        _agree(client, rows)
+        written = _dealt(client, rows, priorities)
+        return in_thread(client, lambda: made(written()))
+    refusal = keeper.limiter.never(INSERT, len(rows), 0)
+    if refusal is not None:
+        raise ValueError(f"{refusal}: {keeper.limiter!r}")
+    _agree(client, rows)
+    leaves = {path: leaf.clone() for path, leaf in rows.leaves.items()}
+    copied = Rows(rows.root, leaves, rows.batch)
+    given = None if priorities is None else priorities.clone()
+
+    def deliver() -> Any:
+        with tickets.ticket(INSERT, None) as ticket:
+            assert ticket is not None
+            try:
+                ticket.admit(len(copied), 0.0)
+            except RateLimiterTimeout:
+                write_queue.held_up = True
+                try:
+                    ticket.admit(len(copied))
+                finally:
+                    write_queue.held_up = False
+            return made(_dealt(client, copied, given)())
+
+    return in_thread(client, deliver, paced=True)
+
+
+def in_thread(
+    client: ShardedClient, deliver: Callable[[], Any], *, paced: bool = False
+) -> RemoteResult:
+    """Call ``deliver`` in a thread after all earlier writes; return its future result.
+
+    The thread ends when it has made all writes and the handle was deleted.
+    """
+
+    def send() -> Delivery:
+        if client._thread is None:
+            client._thread = ThreadPoolExecutor(1, "replaykit-writes")
+        refused: list[bool] = []
+        try:
+            future = client._thread.submit(lambda: None if refused else deliver())
+        except RuntimeError:  # no thread can be started
+            refused.append(True)
+            raise
+        return Delivery(future, paced=paced)
+
+    return client._write_queue.put(send)
+
+
+def index_of_one(index: torch.Tensor) -> int | None:
+    """Return the index of a single row, or None if a transform dropped it."""
+    return int(index[0]) if len(index) else None
+
+
+def _checked(
+    client: ShardedClient, data: Any, single: bool, update_priority: bool | None
+) -> tuple[Rows, torch.Tensor | None]:
+    """Check rows and return them with their priorities.
+
+    Only ``_agree`` can still refuse the returned rows.
+    """
+    key, known = client._priority_key, client._known_schema()
+    rows = split_leaves(data, 1, single=single, optional=(key,), schema=known)
+    if not len(rows):
+        return rows, None
+    priorities = written_priorities(
+        data, key, client._sampler, len(rows), wanted=update_priority, single=single
+    )
+    client._router.check(rows.leaves)
+    if known is not None:
+        known.check(rows.root)
+    return rows, priorities
+
+
+def _agree(client: ShardedClient, rows: Rows) -> None:
+    """Refuse rows whose schema differs from the schema of the first written rows.
+
+    This is the last check before the rows are assigned to shards and written.
+    """
+    if client._schema is None:
+        root = client._members.supervisor.agree(rows.root)
+        assert root is not None
+        client._schema = Schema(root)
+    client._schema.check(rows.root)
+
+
+def _dealt(
+    client: ShardedClient, rows: Rows, priorities: torch.Tensor | None
+) -> Callable[[], torch.Tensor]:
+    """Assign rows to shards; return a function that writes copies of them.
+
+    The caller must call that function, because the router has already counted the rows. The
+    function does not refer to the client, which may be deleted before a thread calls it.
+    """
+    members, names, writes = client._members, client._names, client._writes
+    shards = client._router.route(rows.leaves, len(rows), members.present())
+    chosen = {
+        int(shard): torch.from_numpy((shards == shard).nonzero()[0])
+        for shard in dict.fromkeys(shards.tolist())
+    }
+    root, count = rows.root, len(rows)
+    parts = {
+        shard: (
+            {path: leaf.index_select(0, mine) for path, leaf in rows.leaves.items()},
+            None if priorities is None else priorities.index_select(0, mine),
+        )
+        for shard, mine in chosen.items()
+    }
+
+    def send(shard: int, stamp: Any) -> Any:
+        return members.send(shard, "extend", stamp, root, *parts[shard], members.most())
+
+    def deliver() -> torch.Tensor:
+        slots = {shard: answer[0] for shard, answer in writes(sorted(chosen), send).items()}
+        if any(len(slots[shard]) != len(mine) for shard, mine in chosen.items()):
+            return torch.cat([names.join(shard, found) for shard, found in slots.items()])
+        index = torch.empty(count, dtype=torch.int64, device="cpu")
+        for shard, mine in chosen.items():
+            index[mine] = names.join(shard, slots[shard])
+        return index
+
+    return deliver
+
+
+# -- stored rows -----------------------------------------------------------------------------------
+
+
+def set_priorities(
+    client: ShardedClient, index: Any, priority: Any, generation: Any = None
+) -> None:
+    """Set priorities; see ``ShardedClient.update_priority``."""
+    if without_priorities(client.sampler, above=2):
+        return
+    if priority is None and is_tensordict(index):
+        set_sample_priorities(client, index)
+        return
+    where = as_tensor(index).cpu().reshape(-1)
+    if where.is_floating_point() or where.dtype is torch.bool:
+        raise TypeError(f"expected an index of integers, got {where.dtype}")
+    where = where.to(torch.int64)
+    values = as_tensor(priority).detach().cpu().to(torch.float64)
+    values = values.expand(len(where)).contiguous() if not values.ndim else values.reshape(-1)
+    given = None if generation is None else as_tensor(generation).cpu().reshape(-1)
+    for name, found in (("priorities", values), ("generations", given)):
+        if found is not None and len(found) != len(where):
+            raise ValueError(f"expected {len(where)} {name}, got {len(found)}")
+    client._sampler.check_priorities(values)
+    names, members = client._names, client._members
+    members.present()
+    # `check_stored` is valid for these incarnations only, since a successor has other rows.
+    meant = members.incarnations()
+    check_stored(client, where)
+    slots, chosen = names.slots(where), positions_of(client, where)
+
+    def send(shard: int, stamp: Any) -> Any:
+        mine, seen = chosen[shard], None
+        if given is not None:
+            seen = names.unstamped(given[mine], meant[shard])
+        what = (stamp, slots[mine], values[mine], seen)
+        return members.send(shard, "update", *what, only=meant[shard])
+
+    answers = client._writes([shard for shard in chosen if shard in meant], send, again=False)
+    client._dropped_updates += sum(answer[0] for answer in answers.values())
+    client._dropped_updates += sum(len(chosen[shard]) for shard in chosen.keys() - answers.keys())
+
+
+def set_sample_priorities(client: ShardedClient, data: Any) -> None:
+    """Set priorities from a sample."""
+    if client._law.prioritized:
+        storage = SimpleNamespace(stack_dim=0, ndim=1)
+        like_a_buffer = SimpleNamespace(
+            _ready=lambda: None,
+            _sampler=_Target(client),
+            _sample_unit=Transition(),
+            _priority_key=client._priority_key,
+            _collate_fn=None,
+            _locked=lambda settled: contextlib.nullcontext(storage),
+        )
+        update_from_sample(cast(Any, like_a_buffer), data)
+
+
+class _Target:
+    """A sampler that sends updates of priorities to shards."""
+
+    def __init__(self, client: ShardedClient) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client.sampler, name)
+
+    def check_priorities(self, priority: torch.Tensor) -> None:
+        self._client.sampler.check_priorities(priority)
+
+    def update_priority(self, index: Any, priority: Any, *, storage: Any, generation: Any) -> None:
+        set_priorities(self._client, index, priority, generation)
+
+
+def patch_rows(
+    client: ShardedClient, index: torch.Tensor, generation: torch.Tensor, *patch: Any
+) -> ConditionalUpdateResult:
+    """Write values into rows; see ``ShardedClient.update_if_present``."""
+    names, members = client._names, client._members
+    check_tracked(client._settings.tracked)
+    handles, given = checked_handles(1, index, generation)
+    where = handles[:, 0]
+    checked = checked_patch(_stored_schema(client).leaf, len(where), *patch)
+    key = client._settings.shard_key
+    if key is not None and unravel(key) in {*checked.values, checked.version_key}:
+        raise ValueError(
+            f"expected a patch without the shard_key {format_key(unravel(key))}: rows cannot "
+            "move to other shards"
+        )
+    meant = members.incarnations()
+    slots, chosen = names.slots(where), positions_of(client, where)
+
+    def send(shard: int, stamp: Any) -> Any:
+        mine = chosen[shard]
+        seen = names.unstamped(given[mine], meant[shard])
+        values = {
+            path: value.detach().cpu().index_select(0, mine)
+            for path, value in checked.values.items()
+        }
+        versions = None if checked.versions is None else checked.versions[mine]
+        part = checked._replace(values=values, versions=versions)
+        return members.send(shard, "patch", stamp, slots[mine], seen, part, only=meant[shard])
+
+    answers = client._writes([shard for shard in chosen if shard in meant], send, again=False)
+    found = torch.zeros(1 if checked.versions is None else 2, len(where), dtype=torch.bool)
+    for shard, answer in answers.items():
+        found[:, chosen[shard]] = torch.as_tensor(answer[0], dtype=torch.bool)
+    rejected = None if checked.versions is None else found[1]
+    return ConditionalUpdateResult(found[0], rejected, batch_size=[len(where)])
+
+
+def _stored_schema(client: ShardedClient) -> Schema:
+    """Return the schema of the stored rows, after the inverse transforms.
+
+    Raises:
+        RuntimeError: nothing is stored.
+    """
+    members = client._members
+    members.present()
+    if not members.rows():
+        members.refresh(None, 0.0)
+    if client._stored is None and members.rows():
+        roots = members.ask_all("layout").values()
+        client._stored = next((Schema(root) for root in roots if root is not None), None)
+    if client._stored is None or not members.rows():
+        raise RuntimeError("nothing is stored")
+    return client._stored
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def cut_streams(client: ShardedClient, lane: Any) -> None:
+    """End open episodes; see ``ShardedClient.cut``."""
+    members = client._members
+    where: dict[int, torch.Tensor | None] = dict.fromkeys(range(client.num_shards))
+    if lane is not None:
+        where = _shards_of(members, as_tensor(lane).cpu())
+    client._writes(
+        list(where), lambda shard, stamp: members.send(shard, "cut", stamp, where[shard])
+    )
+    client._tickets.count_unticketed()
+
+
+def _shards_of(members: ShardMembers, lanes: torch.Tensor) -> dict[int, torch.Tensor | None]:
+    """Return the keys of the given streams by shard, for shards with rows of them.
+
+    Raises:
+        IndexError: no shard has rows of some stream.
+    """
+    members.present()
+    members.wait_for_all()
+    answers = members.ask_all("streams", lanes)
+    found = {shard: answer for shard, answer in answers.items() if answer is not None}
+    if not found:
+        return {}  # nothing to cut, as in one buffer without rows
+    known = torch.stack([has for _, has in found.values()]).any(0)
+    if not bool(known.all()):
+        missing = next(iter(found.values()))[0][~known].tolist()
+        raise IndexError(f"expected streams with stored rows, got {missing}")
+    return {shard: cells[has] for shard, (cells, has) in found.items() if bool(has.any())}
