@@ -15,8 +15,7 @@ from typing_extensions import Self
 from replaykit._ray import DEFAULT_REMOTE_CLASS_CONFIG, start_ray
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import DataT
-from replaykit.distributed.calls import RESTARTING, Forwarding, forwarding
-from replaykit.distributed.handle import checked_count
+from replaykit.distributed.handle import RESTARTING, Forwarding, checked_count, forwarding
 from replaykit.distributed.host import TOGETHER, Host, check_ahead
 from replaykit.distributed.requests import (
     RemoteResult,

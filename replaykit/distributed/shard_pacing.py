@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import math
 import threading
@@ -234,6 +235,29 @@ So a client notices a supervisor that does not answer, even during a long wait.
 _Name = tuple[str, int]
 
 
+class InSupervisor:
+    """Call the methods of an object in the actor of the supervisor.
+
+    Args:
+        actor: the supervisor.
+        path: the attributes of the supervisor that lead to the object, each with a dot after it.
+        timeout: seconds to wait for an answer.
+    """
+
+    def __init__(self, actor: Any, path: str, timeout: float) -> None:
+        self._actor, self._path, self._timeout = actor, path, timeout
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return functools.partial(self._ask, name)
+
+    def _ask(self, name: str, *args: Any, extra: float = 0.0) -> Any:
+        """Return the result of a method, which may wait ``extra`` seconds itself."""
+        asked = self._actor.ask.remote(f"{self._path}{name}", args)
+        return answer_of(asked, self._timeout + extra)
+
+
 def answer_of(ref: Any, within: float) -> Any:
     """Return the answer of the supervisor.
 
@@ -356,8 +380,8 @@ class ActorPace:
         self._counts.end(None, side, held, sampled, reports)
 
 
-class RayPace:
-    """The access of one client to the counts in a supervisor actor.
+class RayPace(InSupervisor):
+    """The access of one client to the `ShardsPace` in a supervisor actor.
 
     A pickled copy is another client.
 
@@ -369,7 +393,8 @@ class RayPace:
     far = True
 
     def __init__(self, actor: Any, limiter: RateLimiter, timeout: float) -> None:
-        self._actor, self.limiter, self._timeout = actor, limiter, timeout
+        super().__init__(actor, "pace.", timeout)
+        self.limiter = limiter
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._client: str | None = None
@@ -425,29 +450,6 @@ class RayPace:
     ) -> None:
         """End a right. Cost: one message; the call does not wait."""
         self._send("end", name, side, count, sampled, reports)
-
-    def may(self, side: int, count: int) -> bool:
-        """Return whether rows would be admitted now."""
-        return bool(self._ask("may", side, count))
-
-    def emptied(self, reports: list[ShardFacts], counting_on: bool) -> None:
-        """Reset the limiter after all rows were removed."""
-        self._ask("emptied", reports, counting_on)
-
-    def stats(self) -> dict[str, Any]:
-        """Return the entries of ``LimiterQueue.stats``."""
-        return dict(self._ask("stats"))
-
-    def state(self, reports: list[ShardFacts]) -> dict[str, int]:
-        """Return ``LimiterQueue.state``, with all reports counted."""
-        return dict(self._ask("state", reports))
-
-    def load(self, state: Mapping[str, int] | None, reports: list[ShardFacts]) -> None:
-        """Continue from a checked state, with the rows that were loaded."""
-        self._ask("load", state, reports)
-
-    def _ask(self, name: str, *args: Any) -> Any:
-        return answer_of(self._actor.ask.remote(f"pace.{name}", args), self._timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayPace, (self._actor, self.limiter, self._timeout)

@@ -20,9 +20,9 @@ from replaykit.distributed.shard_config import ShardRecipe
 from replaykit.distributed.shard_pacing import (
     MOST_CALLS,
     ActorPace,
+    InSupervisor,
     RayPace,
     ShardsPace,
-    answer_of,
 )
 from replaykit.distributed.shard_server import ShardHolder
 from replaykit.distributed.wire_format import pack
@@ -310,8 +310,8 @@ class SupervisorActor:
         return await getattr(self._desk, name)(*args)
 
 
-class RaySupervisor:
-    """The handle of a supervisor actor. It can be pickled."""
+class RaySupervisor(InSupervisor):
+    """The handle of a supervisor actor, with the methods of `Supervisor`. It can be pickled."""
 
     def __init__(
         self,
@@ -320,7 +320,8 @@ class RaySupervisor:
         timeout: float,
         limiter: RateLimiter | None = None,
     ) -> None:
-        self._actor, self.shards, self._timeout = actor, shards, timeout
+        super().__init__(actor, "", timeout)
+        self.shards = shards
         self.pace = None if limiter is None else RayPace(actor, limiter, timeout)
 
     @classmethod
@@ -365,24 +366,6 @@ class RaySupervisor:
         """Call ``Supervisor.restored``."""
         found: Restored | None = self._ask("restored", shard, incarnation, timeout, extra=timeout)
         return found
-
-    def losses(self) -> list[ShardLoss]:
-        """Call ``Supervisor.losses``."""
-        found: list[ShardLoss] = self._ask("losses")
-        return found
-
-    def agree(self, root: Node | None) -> Node | None:
-        """Call ``Supervisor.agree``."""
-        found: Node | None = self._ask("agree", root)
-        return found
-
-    def replace(self, root: Node | None) -> None:
-        """Call ``Supervisor.replace``."""
-        self._ask("replace", root)
-
-    def _ask(self, name: str, *args: Any, extra: float = 0.0) -> Any:
-        """Call a method of the supervisor, which may wait ``extra`` seconds before it answers."""
-        return answer_of(self._actor.ask.remote(name, args), self._timeout + extra)
 
     def close(self) -> None:
         """End the shards and the supervisor.
