@@ -1,4 +1,4 @@
-"""Exact laws, and how often what was drawn."""
+"""Rows that tell which they are, and how often each was drawn, against exact laws."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def chi_square(found: Array, expected: Array) -> float:
     value = ((found[there] - expected[there]) ** 2 / expected[there]).sum()
     freedom = there.sum() - 1
     return float((value - freedom) / np.sqrt(2 * freedom))
+
+
+def numbered(first: int, count: int) -> TensorDict:
+    """Rows that are numbered by ``x``."""
+    return TensorDict({"x": torch.arange(first, first + count)}, [count])
 
 
 def episodes(lengths: list[int], first: int = 0) -> TensorDict:

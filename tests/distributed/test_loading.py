@@ -1,12 +1,13 @@
-"""Loaders over shards."""
+"""Loaders over a buffer in an actor, and over shards."""
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from replaykit import (
@@ -14,125 +15,156 @@ from replaykit import (
     LazyTensorStorage,
     PrioritizedSampler,
     RateLimiter,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
     ShardedReplayBuffer,
 )
+from replaykit.distributed.host import check_loader
+from tests.conftest import make_rows
+from tests.distributed.stand_in import Actor, client_of, stand_in
 
 
-def filled(rb: ShardedReplayBuffer, rows: int = 60) -> ShardedReplayBuffer:
-    rb.extend(TensorDict({"x": torch.arange(rows)}, [rows]))
-    return rb
+@pytest.fixture(params=["actor", "shards"])
+def loaded(request: Any, sharded: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """``loaded(rows, **arguments)``: a handle of an actor that answers at once, or of shards."""
+    if request.param == "actor":
+        stand_in(monkeypatch)
+
+    def make(rows: int = 40, **arguments: Any) -> Any:
+        arguments.setdefault("generator", torch.Generator().manual_seed(0))
+        if request.param == "shards":
+            handle = sharded(3, max_age=0.0, **arguments)
+        else:
+            handle = client_of(Actor(storage=lambda: LazyTensorStorage(60), **arguments))
+        if rows:
+            handle.extend(make_rows(0, rows))
+        return handle
+
+    return make
 
 
 def drawn(loader: Any) -> list[list[int]]:
-    return [batch["x"].tolist() for batch in loader]
+    return [batch["id"].tolist() for batch in loader]
 
 
-def test_streams_follow_from_seed_epoch_and_rank(sharded: Any) -> None:
-    rb = filled(sharded(3, batch_size=5))
-    before = rb._generator.get_state()
-    loader = rb.dataloader(steps=4, seed=1)
+def plain_loader(handle: Any, **options: Any) -> Any:
+    return DataLoader(handle, batch_size=None, collate_fn=BufferDataset.collate, **options)
+
+
+def test_streams_follow_from_a_seed_and_leave_the_buffer_alone(loaded: Any) -> None:
+    handle, other = loaded(batch_size=5), loaded(batch_size=5)
+    loader = handle.dataloader(steps=4, seed=1)
     assert len(loader) == 4
-    first, second = drawn(loader), drawn(loader)
+    first = drawn(loader)
     assert [len(batch) for batch in first] == [5] * 4
-    assert drawn(rb.dataloader(steps=4, seed=1)) == first
-    others = [
-        second,
-        drawn(rb.dataloader(steps=4, seed=2)),
-        drawn(rb.dataloader(steps=4, seed=1, rank=0, world_size=2)),
-        drawn(rb.dataloader(steps=4, seed=1, rank=1, world_size=2)),
-    ]
-    assert others[1] != first == others[2]  # rank 0 is the one that there is without others
-    assert others[0] != first != others[3]
-    assert torch.equal(rb._generator.get_state(), before)
-    mine = DataLoader(
-        BufferDataset(rb.client(), 5, steps=4, seed=1),
-        batch_size=None,
-        collate_fn=BufferDataset.collate,
-    )
-    assert drawn(mine) == first
+    assert drawn(other.dataloader(steps=4, seed=1)) == first
+    assert drawn(plain_loader(BufferDataset(handle, 5, steps=4, seed=1))) == first
+    assert drawn(handle.dataloader(steps=4, seed=1, rank=0, world_size=2)) == first
+    for others in (
+        loader,  # of the next epoch
+        handle.dataloader(steps=4, seed=2),
+        handle.dataloader(steps=4, seed=1, rank=1, world_size=2),
+    ):
+        assert drawn(others) != first
+    for _ in range(3):
+        assert torch.equal(handle.sample()["id"], other.sample()["id"])
 
 
-def test_loaded_loader_continues_at_its_position(sharded: Any) -> None:
-    rb = filled(sharded(2, batch_size=5))
-    loader = rb.dataloader(steps=5, seed=3)
+def test_loaded_loader_continues_at_its_position(loaded: Any) -> None:
+    handle = loaded(batch_size=5)
+    loader = handle.dataloader(steps=5, seed=3)
     batches = iter(loader)
     for _ in range(2):
         next(batches)
     state = loader.state_dict()
     rest = drawn(batches)
-    again = rb.dataloader(steps=5, seed=3)
+    again = handle.dataloader(steps=5, seed=3)
     again.load_state_dict(state)
     assert drawn(again) == rest
     assert len(rest) == 3
-    endless = iter(rb.dataloader(seed=3))
-    assert [next(endless)["x"].tolist() for _ in range(5)][2:] == rest
+    endless = iter(handle.dataloader(seed=3))
+    assert [next(endless)["id"].tolist() for _ in range(5)][2:] == rest
 
 
-def test_rows_and_priorities_count_from_the_next_batch_on(sharded: Any) -> None:
-    rb = filled(
-        sharded(
-            2,
-            sampler=lambda: PrioritizedSampler(alpha=1.0, beta=0.5, eps=0.0),
-            batch_size=8,
-            max_age=0.0,
-        )
-    )
-    rb.sampler.beta = 1.0
-    batches = iter(rb.dataloader(seed=0))
+def test_a_delivered_batch_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    actor = Actor(storage=LazyTensorStorage(40), batch_size=5)
+    actor.buffer.extend(make_rows(0, 40))
+    loader = client_of(actor).dataloader(steps=3, seed=1)
+    loader.load_state_dict({**loader.state_dict(), "step": 2})
+    assert len(drawn(loader)) == actor.called.count("draw_seeded") == 1
+
+
+def test_rows_and_priorities_count_from_the_next_batch_on(loaded: Any) -> None:
+    handle = loaded(batch_size=8, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0))
+    batches = iter(handle.dataloader(seed=0))
     next(batches)
-    p = torch.zeros(60)
-    p[7], p[8] = 1.0, 3.0
-    rb.update_priority(torch.arange(60), p)
+    handle.update_priority(torch.arange(40), torch.zeros(40))
+    handle.update_priority(torch.tensor([7, 8]), torch.tensor([1.0, 3.0]))
     batch = next(batches)
-    assert set(batch["x"].tolist()) <= {7, 8}
-    wanted = torch.where(batch["x"] == 7, 1.0, 1 / 3)  # by the exponent that the handle has now
+    assert set(batch["id"].tolist()) <= {7, 8}
+    wanted = torch.where(batch["id"] == 7, 1.0, 1 / 3)
     torch.testing.assert_close(batch["priority_weight"], wanted)
 
 
-def test_loader_refuses_unsupported_configurations(sharded: Any) -> None:
-    rb = sharded(2, batch_size=4)
+def test_loader_refuses_unsupported_configurations(loaded: Any) -> None:
     with pytest.raises(RuntimeError, match="empty"):
-        next(iter(rb.dataloader()))
-    filled(rb)
+        next(iter(loaded(0, batch_size=4).dataloader()))
+    handle = loaded(batch_size=4)
     for wrong, text in (
-        ({"workers": 1}, "backend='ray'"),
+        ({"workers": 1, "multiprocessing_context": "fork"}, r"spawned|backend='ray'"),
         ({"workers": -1}, "expected workers as an int"),
         ({"drop_last": True}, "drop_last with a sampler"),
         ({"steps": 0}, "expected steps"),
         ({"batch_size": 0}, "expected batch_size"),
     ):
         with pytest.raises(ValueError, match=text):
-            rb.dataloader(**wrong)
+            handle.dataloader(**wrong)
     with pytest.raises(TypeError, match="is not known in advance"):
-        len(BufferDataset(rb))
+        len(BufferDataset(handle))
     with pytest.raises(RuntimeError, match="batch_size not specified"):
-        sharded(2).dataloader()
+        loaded().dataloader()
     with pytest.raises(ValueError, match="without rate_limiter"):
-        sharded(2, rate_limiter=RateLimiter.min_size(1)).dataloader(4)
+        loaded(0, rate_limiter=RateLimiter.min_size(1)).dataloader(4)
+
+
+def test_loader_of_an_actor_refuses_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    for arguments, text in (
+        ({"sampler": SamplerWithoutReplacement()}, r"SamplerWithoutReplacement.*client\(prefetch"),
+        ({"consume_after_n_samples": 1}, "ConsumingSampler"),
+    ):
+        handle: Any = client_of(Actor(storage=LazyTensorStorage(40), **arguments))
+        with pytest.raises(ValueError, match=text):
+            handle.dataloader(4)
+    member = Actor(storage=LazyTensorStorage(40)).buffer
+    with pytest.raises(TypeError, match="stores rows itself"):
+        check_loader(ReplayBufferEnsemble(member, member))
+
+
+@pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(), reason="nothing is forked here"
+)
+def test_forked_worker_raises_error_on_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    actor = Actor(storage=LazyTensorStorage(40), batch_size=4)
+    dataset = BufferDataset(client_of(actor), steps=2)
+    with pytest.raises(ValueError, match="no connection to Ray"):
+        next(iter(plain_loader(dataset, num_workers=1, multiprocessing_context="fork")))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(180)
 @pytest.mark.xdist_group("ray")
-def test_workers_ask_the_actors(ray_cluster: Any) -> None:
-    with ShardedReplayBuffer(
-        num_shards=1,
-        storage=lambda: LazyTensorStorage(100),
-        batch_size=5,
-        remote_config={"num_cpus": 0},
-    ) as rb:
-        filled(rb)
-        one = drawn(rb.dataloader(steps=4, seed=1))
-        two = drawn(rb.dataloader(workers=1, steps=4, seed=1))
-        assert one == two
-        with pytest.raises(ValueError, match="spawned"):
-            rb.dataloader(workers=1, multiprocessing_context="fork")
-        forked = DataLoader(
-            BufferDataset(rb, steps=2),
-            batch_size=None,
-            num_workers=1,
-            multiprocessing_context="fork",
-            collate_fn=BufferDataset.collate,
-        )
-        with pytest.raises(ValueError, match="no connection to Ray"):
-            next(iter(forked))
+@pytest.mark.parametrize("shards", [False, True])
+def test_workers_ask_the_actors(make: Any, shards: bool) -> None:
+    arguments = {"storage": lambda: LazyTensorStorage(40), "batch_size": 4}
+    if shards:
+        rb: Any = ShardedReplayBuffer(num_shards=1, remote_config={"num_cpus": 0}, **arguments)
+    else:
+        rb = make(**arguments)
+    with rb:
+        rb.extend(make_rows(0, 40))
+        one = drawn(rb.dataloader(steps=5, seed=1))
+        assert drawn(rb.dataloader(workers=1, steps=5, seed=1)) == one
+        assert len(drawn(rb.dataloader(workers=2, steps=5, seed=1))) == 5

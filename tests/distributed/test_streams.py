@@ -10,7 +10,7 @@ import torch
 
 from replaykit import LazyTensorStorage, NStep, ReplayBuffer, SliceSampler
 from tests.distributed.laws import episodes
-from tests.distributed.test_resharding import steps, windows
+from tests.distributed.test_shard_saves import steps, windows
 
 
 def held_back() -> Any:

@@ -1,16 +1,27 @@
-"""Writes on their way, over answers that need no Ray."""
+"""Writes under way: errors, order, copies, the end of the program."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tensordict import TensorDict
 
+from replaykit import PrioritizedSampler
 from replaykit.distributed import write_queue as module
 from replaykit.distributed.requests import Reply, one_of
+from replaykit.distributed.shard_writes import in_thread
 from replaykit.distributed.write_queue import MOST_UNDER_WAY, WriteQueue, leave_all
-from replaykit.errors import ActorLost
+from replaykit.errors import ActorLost, SchemaError
+from replaykit.sharding import ShardSilent
+from tests.distributed.laws import numbered
 from tests.distributed.stand_in import Ray, failing, no_answer, stand_in
 
 
@@ -157,3 +168,154 @@ def test_waiting_for_an_answer_does_not_block_other_threads(
     come.set()
     first.join(30)
     assert reply.get(0.0) == "there"
+
+
+class Gate:
+    """Keeps extends away from shard 1 until it is opened; or has them fail."""
+
+    def __init__(self, rb: Any) -> None:
+        self.open, self.error, self.came = threading.Event(), None, 0
+        shard = rb._members.shards[1]
+        self._send = shard.call
+        shard.call = self.call
+
+    def call(self, verb: str, *args: Any) -> Any:
+        if verb == "extend":
+            self.came += 1
+            assert self.open.wait(20)
+            if self.error is not None:
+                raise self.error
+        return self._send(verb, *args)
+
+
+@pytest.fixture
+def gated(sharded: Any) -> Iterator[tuple[Any, Gate]]:
+    rb = sharded(2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0), batch_size=4)
+    rb.extend(numbered(0, 4))
+    gate = Gate(rb)
+    yield rb, gate
+    gate.open.set()
+
+
+def test_rows_are_stored_as_by_extend(sharded: Any) -> None:
+    one, two = sharded(3), sharded(3)
+    rows, under_way = numbered(0, 5), []
+    for step in range(8):
+        rows["x"] += step
+        expected = one.extend(rows)
+        under_way.append((two.extend_async(rows), expected))
+        rows["x"][0] = -7  # the caller's again
+        rows["x"][0] = int(rows["x"][1]) - 1
+    assert all(torch.equal(result.result(), index) for result, index in under_way)
+    assert torch.equal(one[:]["x"], two[:]["x"])
+    assert two.extend_async(numbered(0, 0)).result().tolist() == []
+
+    async def written() -> Any:
+        return await two.extend_async(numbered(90, 3))
+
+    assert asyncio.run(written()).tolist() == one.extend(numbered(90, 3)).tolist()
+    with pytest.raises(SchemaError):  # at once
+        two.extend_async(TensorDict({"y": torch.zeros(2)}, [2]))
+
+
+def test_only_later_writes_wait_for_pending_writes(gated: tuple[Any, Gate], tmp_path: Path) -> None:
+    rb, gate = gated
+    first, second = rb.extend_async(numbered(4, 4)), rb.extend_async(numbered(8, 4))
+    assert rb.sample().shape == (4,)
+    assert not first.done()
+    assert not second.done()
+    with pytest.raises(ShardSilent, match=r"within 0\.01 s"):
+        first.result(0.01)
+    threading.Timer(0.1, gate.open.set).start()
+    rb.update_priority(torch.tensor([11]), 5.0)  # of a row that is under way, and checked later
+    assert second.done()
+    assert first.result().tolist() == [4, 5, 6, 7]
+    assert second.result() is second.result()
+    gate.open.clear()
+    third = rb.extend_async(numbered(12, 4))
+    threading.Timer(0.1, gate.open.set).start()
+    assert rb.extend(numbered(16, 2)).tolist() == [16, 17]
+    assert third.done()
+    assert torch.equal(rb[:]["x"], torch.arange(18))
+    gate.open.clear()
+    rb.extend_async(numbered(18, 2))
+    threading.Timer(0.1, gate.open.set).start()
+    rb.dumps(tmp_path)
+    rb.empty()
+    rb.loads(tmp_path)
+    assert len(rb) == 20
+
+
+def test_queue_holds_a_limited_number_of_writes(gated: tuple[Any, Gate]) -> None:
+    rb, gate = gated
+    results = [rb.extend_async(numbered(4, 2)) for _ in range(16)]
+    threading.Timer(0.1, gate.open.set).start()
+    results.append(rb.extend_async(numbered(4, 2)))  # waits for the first
+    assert results[0].done()
+    assert [int(result.result()[0]) for result in results] == list(range(4, 38, 2))
+    assert in_thread(rb, lambda: 5).result() == 5
+    rb._write_queue.flush()
+    assert not rb._write_queue._under_way
+
+
+def test_error_is_raised_by_result_or_next_write(gated: tuple[Any, Gate]) -> None:
+    rb, gate = gated
+    gate.open.set()
+    gate.error = OSError("a broken shard")
+    with pytest.raises(OSError, match="a broken shard"):
+        rb.extend_async(numbered(4, 2)).result()
+    gate.error = None
+    rb.extend(numbered(4, 2))  # told already
+    for write in (rb.extend, rb.extend_async, lambda rows: rb.flush()):
+        gate.error = OSError("a broken shard")
+        failed = rb.extend_async(numbered(6, 2))
+        until = time.monotonic() + 10
+        while not failed.done():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        gate.error = None
+        dealt, came = rb._router.dealt, gate.came
+        with pytest.raises(OSError, match="a broken shard"):
+            write(numbered(8, 2))
+        assert (rb._router.dealt, gate.came) == (dealt, came)  # not dealt, not sent
+        rb.extend(numbered(8, 2))
+        with pytest.raises(OSError, match="a broken shard"):
+            failed.result()
+    gate.error = OSError("a broken shard")
+    rb.extend_async(numbered(6, 2))
+    with pytest.raises(OSError, match="a broken shard"):
+        rb.close()
+    assert not rb.is_alive
+    rb.close()
+
+
+def test_queue_thread_finishes_queued_work_then_ends(sharded: Any) -> None:
+    before = threading.enumerate()
+    client, done = sharded(1).client(), threading.Event()
+    gate = threading.Event()
+    assert in_thread(client, lambda: 5).result() == 5
+    in_thread(client, gate.wait)
+    in_thread(client, done.set)
+    [thread] = (
+        one
+        for one in threading.enumerate()
+        if one.name == "replaykit-writes_0" and one not in before
+    )
+    assert thread.is_alive()
+    del client
+    gc.collect()
+    gate.set()
+    assert done.wait(10)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_shard_that_dies_meanwhile_gets_its_rows(sharded: Any, tmp_path: Path) -> None:
+    rb = sharded(2, on_loss=print, checkpoint_dir=tmp_path, checkpoint_interval=0)
+    rb.extend(numbered(0, 4))
+    gate = Gate(rb)
+    under_way = [rb.extend_async(numbered(4 + 2 * step, 2)) for step in range(3)]
+    rb._members.shards[1].kill()
+    gate.open.set()
+    assert [result.result().tolist() for result in under_way] == [[4, 5], [6, 7], [8, 9]]
+    assert sorted(rb[:]["x"].tolist()) == list(range(10))

@@ -1,10 +1,11 @@
-"""One checkpoint of all shards: one instant, all or nothing, for any number of shards."""
+"""Checkpoints and states of all shards: one instant, all or nothing, any number of shards."""
 
 from __future__ import annotations
 
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +14,145 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import PrioritizedSampler, PrioritizedSliceSampler, SliceSampler, Transform
+from replaykit import (
+    LaneWriter,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    SliceSampler,
+    Transform,
+)
 from replaykit.distributed import shard_saves
 from replaykit.distributed.protocol import BarrierBusy
+from replaykit.distributed.routing import ByKey
+from replaykit.distributed.shard_config import ShardRecipe
+from replaykit.distributed.shard_server import SavedShard
+from replaykit.distributed.wire_format import pack, unpack
 from replaykit.distributed.write_barrier import Barrier, KnownWrites, Stamp, missing_parts
 from replaykit.errors import CheckpointError
-from tests.distributed.laws import chi_square, counts, episodes
+from tests.distributed.laws import chi_square, counts, episodes, numbered
 
 
-def numbered(first: int, count: int) -> TensorDict:
-    return TensorDict({"x": torch.arange(first, first + count)}, [count])
+def moved(how: str, rb: Any, folder: Path) -> Callable[[Any], None]:
+    """Save a buffer into files, or as a state that travels; return what loads it."""
+    if how == "files":
+        rb.dumps(folder)
+        return lambda other: other.loads(folder)
+    state = unpack(pack(rb.state_dict()), own=True)
+    return lambda other: other.load_state_dict(state)
 
 
-def test_saved_and_loaded_buffers_draw_equal_batches(sharded: Any, tmp_path: Path) -> None:
-    """C10: rows, indices, priorities, the generator."""
+@pytest.mark.parametrize("how", ["files", "state"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_saved_and_loaded_buffers_draw_equal_batches(
+    sharded: Any, tmp_path: Path, how: str, prefetch: int
+) -> None:
+    """C10: rows, indices, priorities, the deal, the generator; what is written later is not in it,
+    nor do two that take it over share anything."""
 
-    def make() -> Any:
-        return sharded(
-            3, 20, sampler=lambda: PrioritizedSampler(alpha=0.8, beta=0.5), batch_size=16
-        )
+    def make(prefetch: int) -> Any:
+        def sampler() -> Any:
+            return PrioritizedSampler(alpha=0.8, beta=0.5)
 
-    rb, other = make(), make()
+        return sharded(3, 20, sampler=sampler, batch_size=16, prefetch=prefetch)
+
+    rb, others = make(prefetch), [make(0), make(prefetch)]
     index = rb.extend(numbered(0, 75))[-50:]
     rb.update_priority(index, torch.rand(50, generator=torch.Generator().manual_seed(2)))
     rb.sample()
-    rb.dumps(tmp_path)
-    other.loads(tmp_path)
-    for _ in range(3):
-        one, two = rb.sample(), other.sample()
-        for key in ("x", "index", "priority_weight", "index_generation"):
-            assert torch.equal(one[key], two[key])
-    assert rb.extend(numbered(75, 4)).tolist() == other.extend(numbered(75, 4)).tolist()
+    load = moved(how, rb, tmp_path)
+    expected = [rb.sample() for _ in range(3)]
+    written = rb.extend(numbered(75, 4)).tolist()
+    for other in others:
+        load(other)
+        for one in expected:
+            two = other.sample()
+            for key in ("x", "index", "priority_weight", "index_generation"):
+                assert torch.equal(one[key], two[key])
+        assert other.extend(numbered(75, 4)).tolist() == written
+        assert torch.equal(rb[:]["x"], other[:]["x"])
+
+
+def test_unfitting_state_changes_nothing(sharded: Any) -> None:
+    def make(count: int = 3, **arguments: Any) -> Any:
+        arguments.setdefault("sampler", lambda: PrioritizedSampler(alpha=0.8, beta=0.5))
+        return sharded(count, 20, **arguments)
+
+    rb = make()
+    rb.extend(numbered(0, 9))
+    state = rb.state_dict()
+    for target, given, match in [
+        (make(2), state, r"num_shards=2, got 3"),
+        (make(shard_key="x"), state, "shard_key='x', got None"),
+        (make(), {**state, "shards": [*state["shards"][:2], {}]}, "missing"),
+        (make(), {**state, "shards": state["shards"][:2]}, "states of 3 shards, got 2"),
+        (make(), {**state, "shards": 5}, "expected"),
+        (make(), {"shards": []}, "got nothing"),
+        (make(), 5, "a mapping, got 5"),
+        (make(), {**state, "dealt": -1}, "expected"),
+        (make(), {**state, "dealt": 1.0}, "expected"),
+        (make(), {**state, "generator": 3}, "expected"),
+        (make(), {**state, "generator": torch.zeros(3, dtype=torch.uint8)}, "expected"),
+        (make(), {**state, "layout": {"kind": "no such class", "children": []}}, "class"),
+        (make(sampler=RandomSampler), state, "ampler"),
+    ]:
+        target.extend(numbered(100, 4))
+        with pytest.raises(ValueError, match=match):
+            target.load_state_dict(given)
+        assert sorted(target[:]["x"].tolist()) == [100, 101, 102, 103]
+        target.extend(numbered(104, 1))
+        assert all(shard.holder._loaded is None for shard in target._members.shards)
+
+
+@pytest.mark.parametrize("how", ["files", "state"])
+def test_a_batch_is_saved_with_all_its_rows_or_none(sharded: Any, tmp_path: Path, how: str) -> None:
+    """Threads write batches over all shards while saves go on."""
+    rb = sharded(3, 10_000)
+    stop = threading.Event()
+    failed: list[BaseException] = []
+    written = [0, 0, 0]
+
+    def write(which: int) -> None:
+        client = rb.client()
+        try:
+            while not stop.is_set():
+                batch = which + 10 * written[which]
+                client.extend(TensorDict({"x": torch.full((8,), batch)}, [8]))
+                written[which] += 1
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write, args=(which,)) for which in range(3)]
+    for thread in threads:
+        thread.start()
+    loads = []
+    try:
+        for number in range(6):
+            before = sum(written)
+            loads.append(moved(how, rb, tmp_path / str(number)))
+            until = time.monotonic() + 60
+            while sum(written) == before and not failed:  # so that the next save has more
+                assert time.monotonic() < until
+                time.sleep(0.001)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert failed == []
+    sizes = []
+    for load in loads:
+        other = sharded(3, 20_000)
+        load(other)
+        if len(other):
+            found, size = np.unique(other[:]["x"].numpy(), return_counts=True)
+            assert (size == 8).all()
+            for which in range(3):  # and of each writer all until one
+                mine = found[found % 10 == which] // 10
+                assert mine.tolist() == list(range(len(mine)))
+        sizes.append(len(other))
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > sizes[0]
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
@@ -292,54 +401,6 @@ def test_concurrent_saves_wait_for_their_own_files(sharded: Any, tmp_path: Path)
         holder.finish_save("one")
 
 
-def test_a_batch_is_saved_with_all_its_rows_or_none(sharded: Any, tmp_path: Path) -> None:
-    """Threads write batches over all shards while saves go on."""
-    rb = sharded(4, 10_000)
-    stop = threading.Event()
-    failed: list[BaseException] = []
-    written = [0, 0, 0]
-
-    def write(which: int) -> None:
-        client = rb.client()
-        try:
-            while not stop.is_set():
-                batch = which + 10 * written[which]
-                client.extend(TensorDict({"x": torch.full((8,), batch)}, [8]))
-                written[which] += 1
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=write, args=(which,)) for which in range(3)]
-    for thread in threads:
-        thread.start()
-    sizes = []
-    try:
-        for number in range(6):
-            before = sum(written)
-            rb.dumps(tmp_path / str(number))
-            until = time.monotonic() + 60
-            while sum(written) == before and not failed:  # so that the next save has more
-                assert time.monotonic() < until
-                time.sleep(0.001)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert failed == []
-    for number in range(6):
-        other = sharded(3, 20_000)
-        other.loads(tmp_path / str(number))
-        if len(other):
-            found, size = np.unique(other[:]["x"].numpy(), return_counts=True)
-            assert (size == 8).all()
-            for which in range(3):  # and of each writer all until one
-                mine = found[found % 10 == which] // 10
-                assert mine.tolist() == list(range(len(mine)))
-        sizes.append(len(other))
-    assert sizes == sorted(sizes)
-    assert sizes[-1] > sizes[0]
-
-
 def test_saves_to_one_place_follow_one_another(sharded: Any, tmp_path: Path) -> None:
     """C12: of two buffers that save at once one is there, whole; and a load meets one of them."""
     buffers = [sharded(2), sharded(3)]
@@ -474,3 +535,136 @@ def test_departed_clients_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     again.came(Stamp("new", 0, 1, 0), None)
     again.came(Stamp("new", 1, 1, 1), None)
     assert len(again.state()) == 98
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("save", "../../elsewhere"),
+        ("num_shards", 3),
+        ("rows", [4]),
+        ("dealt", -1),
+        ("generator", 3),
+        ("layout", 3),
+        ("layout", {"kind": "no such class", "children": []}),
+        ("pace", {"inserted": -1}),
+    ],
+)
+def test_a_crafted_head_is_refused_by_name_and_changes_nothing(
+    entry: str, value: Any, sharded: Any, forge: Any, tmp_path: Path
+):
+    rb = sharded(2)
+    rb.extend(numbered(0, 8))
+    rb.dumps(tmp_path)
+
+    def change(manifest: dict[str, Any]) -> None:
+        assert entry in {*manifest["parts"]["sharded"], "pace"}
+        manifest["parts"]["sharded"][entry] = value
+
+    forge(tmp_path, change)
+    other = sharded(2)
+    other.extend(numbered(100, 6))
+    before = other.generator.get_state()
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        other.loads(tmp_path)
+    assert sorted(other[:]["x"].tolist()) == list(range(100, 106))
+    assert torch.equal(other.generator.get_state(), before)
+    other.extend(numbered(106, 2))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        None,
+        {"before": 1.5, "writes": []},
+        {"before": 0, "writes": [["client", 1, 1]]},
+        {"before": 2**63, "writes": []},
+        {"before": 0, "writes": [[1, 1, 1, None]]},
+        {"before": 0},
+    ],
+)
+def test_shard_with_invalid_checkpoint_starts_empty_and_reports_it(
+    said: Any, forge: Any, recipe: Callable[..., ShardRecipe]
+):
+    shard = SavedShard(recipe(), 0)
+    shard.buffer.extend(numbered(0, 3))
+    shard.save_own()
+    again = SavedShard(recipe(), 0, 1)
+    assert again.buffer[:]["x"].tolist() == [0, 1, 2]
+
+    def change(manifest: dict[str, Any]) -> None:
+        if said is None:
+            del manifest["sharding"]
+        else:
+            manifest["sharding"] = said
+
+    forge(recipe().folder(0), change)
+    with pytest.warns(UserWarning, match=r"shard 0 starts empty: .*manifest\.json"):
+        empty = SavedShard(recipe(), 0, 1)
+    assert len(empty.buffer) == 0
+    for one in (shard, again, empty):
+        one.close()
+
+
+def steps(keys: list[int], x: list[int]) -> TensorDict:
+    """A row for each key, of episodes that do not end."""
+    done = torch.zeros(len(keys), 1, dtype=torch.bool)
+    return TensorDict(
+        {"k": torch.tensor(keys), "x": torch.tensor(x), "next": {"done": done}}, [len(keys)]
+    )
+
+
+def windows(rb: Any) -> set[tuple[int, ...]]:
+    """All windows of two rows, by as many draws as never miss one of 30."""
+    return {tuple(pair) for pair in rb.sample(2000)["x"].reshape(-1, 2).tolist()}
+
+
+def sever(rb: Any, stream: int | None = None) -> None:
+    """Severs a stream, or all, in the shards that have rows of it."""
+    for shard in rb._members.shards:
+        buffer = shard.holder.buffer
+        if stream is None or stream in buffer[:]["k"].tolist():
+            buffer.cut(stream)
+
+
+def test_cut_remains_after_its_row_moves_to_another_shard(sharded: Any, tmp_path: Path) -> None:
+    """What was severed with it stays severed, although its neighbour is gone."""
+
+    def make(count: int) -> Any:
+        return sharded(count, sampler=lambda: SliceSampler(slice_len=2, traj_key=()), shard_key="k")
+
+    home = ByKey(2, "k").route({("k",): torch.arange(50)}, 50, []).tolist()
+    here, elsewhere = home.index(0), home.index(1)
+    rb = make(1)
+    rb.extend(steps([here, here, elsewhere], [0, 1, 100]))
+    sever(rb)
+    rb.extend(steps([here, here], [2, 3]))
+    rb.dumps(tmp_path)
+    other = make(2)
+    other.loads(tmp_path)
+    assert windows(other) == {(0, 1), (2, 3)}
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_stream_is_severed_alone(sharded: Any, tmp_path: Path, shards: int) -> None:
+    """Those that it came interleaved with go on: all windows are there, and no others."""
+
+    def make(count: int) -> Any:
+        return sharded(
+            count,
+            storage=lambda: LazyTensorStorage(400, lane_key="k"),
+            writer=lambda: LaneWriter(40),
+            sampler=lambda: SliceSampler(slice_len=2),
+            shard_key="k",
+        )
+
+    rb, streams = make(2), list(range(6))
+    for step in range(6):
+        if step == 3:
+            sever(rb, 2)
+        rb.extend(steps(streams, [100 * stream + step for stream in streams]))
+    rb.dumps(tmp_path)
+    other = make(shards)
+    other.loads(tmp_path)
+    expected = {(100 * s + t, 100 * s + t + 1) for s in streams for t in range(5)} - {(202, 203)}
+    assert windows(rb) == windows(other) == expected
