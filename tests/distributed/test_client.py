@@ -27,18 +27,6 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
 
 
-def test_rows_that_are_used_up_are_not_drawn_ahead() -> None:
-    """A batch that nobody takes would use them up: refused before anything is drawn."""
-    actor = Actor(storage=LazyTensorStorage(10), batch_size=2, consume_after_n_samples=1)
-    plain = client_of(actor)
-    plain.extend(make_rows(0, 10))
-    with pytest.raises(ValueError, match=r"prefetch.*ConsumingSampler"):
-        client_of(actor, prefetch=2)
-    assert len(plain) == 10
-    assert plain.sample().shape == (2,)
-    assert len(plain) == 8
-
-
 def test_a_sampler_that_uses_rows_up_stops_handles_that_ask_ahead() -> None:
     """Also one that was set later, for samples and for iteration."""
     actor = Actor(storage=LazyTensorStorage(10), batch_size=2)
@@ -46,6 +34,8 @@ def test_a_sampler_that_uses_rows_up_stops_handles_that_ask_ahead() -> None:
     plain.extend(make_rows(0, 10))
     assert ahead.sample().shape == (2,)
     plain.set_sampler(ConsumingSampler())
+    with pytest.raises(ValueError, match=r"prefetch.*ConsumingSampler"):
+        client_of(actor, prefetch=2)
     left = [ahead.sample() for _ in range(2)]  # drawn before
     assert [batch.shape for batch in left] == [(2,)] * 2
     with pytest.raises(ValueError, match=r"prefetch.*ConsumingSampler"):

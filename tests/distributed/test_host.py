@@ -6,11 +6,9 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 
 from replaykit import (
     LazyTensorStorage,
-    PrioritizedSampler,
     RateLimiter,
     ReplayBuffer,
     SamplerWithoutReplacement,
@@ -60,14 +58,6 @@ def test_writes_that_fail_half_way_are_not_made_again() -> None:
     assert [done for done, _ in outcomes] == [False] * 3
     assert all(type(error) is OSError and "no space" in str(error) for _, error in outcomes)
     assert host._buffer["id"].tolist() == [0, 1, 2, 3, 4]
-
-
-def test_only_the_bad_one_of_several_writes_is_refused() -> None:
-    host = host_of(sampler=PrioritizedSampler(alpha=1.0, beta=1.0))
-    outcomes = write(host, [0, 2, 0], td_error=torch.tensor([1.0, 2.0, -1.0, 3.0]))
-    assert [done for done, _ in outcomes] == [True, False, True]
-    assert type(outcomes[1][1]) is ValueError
-    assert host._buffer["id"].tolist() == [0, 3]
 
 
 def test_subclass_with_custom_add_gets_each_write_alone() -> None:
@@ -168,8 +158,3 @@ def test_unpicklable_error_loses_no_other_result() -> None:
         host_of(Odd).call("add", [pack(make_rows(1, 1)[0])], {})
     with pytest.raises(SchemaError, match="expected"):
         write_twice(host_of())
-
-
-def test_host_reports_rate_limiter_of_its_buffer() -> None:
-    assert not host_of().ready()
-    assert host_of(rate_limiter=RateLimiter.min_size(3)).ready()

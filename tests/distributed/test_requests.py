@@ -15,7 +15,7 @@ from replaykit import PrioritizedSampler, RandomSampler, SliceSampler
 from replaykit.distributed.requests import RequestQueue
 from replaykit.sharding import ShardSilent
 from tests.distributed.laws import episodes
-from tests.distributed.test_silence import Silent
+from tests.distributed.test_members import Silent
 
 
 class Answer:

@@ -175,16 +175,6 @@ def test_bad_updates_change_nothing(sharded: Any) -> None:
     assert all(weight == 1 for weight in rb.sample(60, return_info=True)[1]["priority_weight"])
 
 
-def test_rows_that_look_different_are_refused_by_all(sharded: Any) -> None:
-    """Also by shards that hold none yet, and for clients that have not written."""
-    rb = sharded(3)
-    rb.add(TensorDict({"x": torch.tensor(1)}))
-    for client in (rb, rb.client()):
-        with pytest.raises(SchemaError, match="expected int64"):
-            client.extend(TensorDict({"x": torch.rand(3)}, [3]))
-    assert rb.stats()["shards"] == [1, 0, 0]
-
-
 def test_refused_write_keeps_the_order_of_shards(sharded: Any) -> None:
     """Another client has agreed on other rows since this one asked."""
     rb = sharded(3)

@@ -240,6 +240,20 @@ def test_no_window_goes_over_a_seam(sharded: Any, tmp_path: Path) -> None:
     assert set(windows[:, 0].tolist()) == set(range(0, 12, 2))
 
 
+def test_another_kind_of_sampler_is_refused_and_nothing_changes(
+    sharded: Any, tmp_path: Path
+) -> None:
+    rb = sharded(2)
+    rb.extend(torch.arange(6))
+    rb.dumps(tmp_path)
+    for count in (2, 3):
+        other = sharded(count, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0))
+        other.extend(torch.arange(4) + 100)
+        with pytest.raises(ValueError, match="sampler"):
+            other.loads(tmp_path)
+        assert other[:].tolist() == [100, 101, 102, 103]
+
+
 def test_loading_warns_of_rows_that_do_not_fit(sharded: Any, tmp_path: Path) -> None:
     rb, other = sharded(3, 20), sharded(2, 12)
     rb.extend(numbered(0, 60))

@@ -240,8 +240,3 @@ def test_other_messages_stay_unchanged(value: Any) -> None:
     """What goes to Ray's store is not copied; what is no memory gains nothing."""
     message = pack(value)
     assert seal(message) is message
-
-
-def test_a_message_with_warnings_stays_as_it_is() -> None:
-    message = [*pack(make_rows(0, 3)), {"warnings": [pack(UserWarning("odd"))]}]
-    assert seal(message) is message

@@ -1,23 +1,30 @@
-"""Shards that die: what goes on, what comes back, what is counted."""
+"""Shards that die or do not answer: what goes on, what comes back, what is counted."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 import time
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import PrioritizedSampler, ShardLoss
-from replaykit.distributed.protocol import Losses, ShardFacts
+from replaykit import (
+    PrioritizedSampler,
+    RateLimiter,
+    ShardLoss,
+)
+from replaykit.distributed.host import Host
 from replaykit.distributed.shard_server import ShardHolder
-from replaykit.sharding import ShardLossWarning
-
-
-def numbered(first: int, count: int) -> TensorDict:
-    return TensorDict({"x": torch.arange(first, first + count)}, [count])
+from replaykit.distributed.wire_format import pack
+from replaykit.pace import INSERT
+from replaykit.sharding import ShardLossWarning, ShardSilent
+from tests.distributed.laws import numbered
 
 
 class Held:
@@ -255,16 +262,6 @@ def test_saver_of_an_actor_survives_errors(
     assert "odd rows" in caplog.text
 
 
-def test_losses_count_rows_that_would_still_be_stored() -> None:
-    losses = Losses()
-    losses.died(0, 0, 100, 16)
-    losses.died(0, 0, 90, 40)
-    losses.came_back(0, 0, ShardFacts(8, 60, 16, None, 0, float("inf"), 1.0, 0))
-    assert losses.all() == [ShardLoss(0, 0, 84, 100, 16, 8)]
-    losses.came_back(1, 0, ShardFacts(8, 60, 16, None, 0, float("inf"), 1.0, 0))
-    assert losses.newest(1).rows == 0
-
-
 def test_emptied_and_replaced_rows_do_not_count_as_lost(sharded: Any, tmp_path: Any) -> None:
     """After ``empty`` and after a load a shard has few of the rows that it was ever written."""
     losses: list[ShardLoss] = []
@@ -283,13 +280,6 @@ def test_emptied_and_replaced_rows_do_not_count_as_lost(sharded: Any, tmp_path: 
     rb.sample(9)
     rb.sample(9)
     assert [(loss.shard, loss.rows) for loss in losses] == [(0, 4), (1, 1)]
-
-
-def test_a_folder_of_another_buffer_is_not_taken_over(sharded: Any, tmp_path: Any) -> None:
-    rb = sharded(2, checkpoint_dir=tmp_path, checkpoint_interval=0)
-    rb.extend(numbered(0, 4))
-    with pytest.raises(FileExistsError, match="another buffer"):
-        sharded(2, checkpoint_dir=tmp_path)
 
 
 def test_threads_write_and_sample_while_shards_die(sharded: Any) -> None:
@@ -323,3 +313,221 @@ def test_threads_write_and_sample_while_shards_die(sharded: Any) -> None:
     kept = rb[:]["x"].tolist()
     assert len(set(kept)) == len(kept)
     assert len(kept) + rb.stats()["rows_lost"] == 30 + 3 * 400
+
+
+class Silent:
+    """An answer that does not come, for so many times that it is asked for."""
+
+    def __init__(self, times: float, answer: Any) -> None:
+        self.times, self.answer, self.within = times, answer, -1.0
+
+    known = False
+
+    def get(self, timeout: float | None = None) -> Any:
+        assert timeout is not None
+        assert timeout < float("inf"), "waits without end"
+        self.within, self.times = timeout, self.times - 1
+        if self.times >= 0:
+            raise TimeoutError
+        return self.answer.get(timeout)
+
+
+def silence(rb: Any, verbs: set[str], times: float = float("inf")) -> list[str]:
+    """Has shard 1 be silent about some verbs; returns what it is asked, as it grows."""
+    shard, asked = rb._members.shards[1], []
+    send = shard.call
+
+    def call(verb: str, *args: Any) -> Any:
+        asked.append(verb)
+        return Silent(times, send(verb, *args)) if verb in verbs else send(verb, *args)
+
+    shard.call = call
+    return asked
+
+
+EVERYTHING = {"draw", "facts", "stats", "extend", "read", "freeze", "begin_save", "finish_save"}
+
+
+def test_calls_to_a_silent_shard_time_out(sharded: Any) -> None:
+    """It is not replaced: its rows may all be there. Every call that needs it says so."""
+    rb = sharded(2, shard_key="k", batch_size=4, timeout=0.2)
+    keys = torch.arange(20)
+    rb.extend({"k": keys, "x": keys})
+    silence(rb, EVERYTHING)
+    for call in (rb.sample, rb.__len__, rb.stats, lambda: rb.extend({"k": keys, "x": keys})):
+        with pytest.raises(TimeoutError, match="shard 1 has not answered"):
+            call()
+    assert rb._members.there() == [0, 1]
+    mine = keys[torch.tensor(rb._router.route({("k",): keys}, 20, []) == 0)]
+    assert len(rb.extend({"k": mine, "x": mine})) == len(mine) > 0
+
+
+@pytest.mark.parametrize("verb", ["begin_save", "finish_save"])
+def test_a_save_waits_for_files_and_not_for_a_shard_that_hangs(
+    sharded: Any, tmp_path: Path, verb: str
+) -> None:
+    rb = sharded(2, timeout=0.2)
+    rb.extend(torch.arange(6))
+    rb.dumps(tmp_path)
+    rb.extend(torch.arange(2))
+    asked = silence(rb, {verb}, times=3)  # its disk is slow
+    rb.dumps(tmp_path)
+    assert asked.count("stats") == 3
+    other = sharded(2)
+    other.loads(tmp_path)
+    assert len(other) == 8
+    rb.extend(torch.arange(2))
+    silence(rb, {verb, "stats"})
+    with pytest.raises(ShardSilent, match="shard 1 has not answered"):
+        rb.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert len(other) == 8  # that of before
+
+
+def test_a_silent_supervisor_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = types.ModuleType("ray")
+    exceptions = types.ModuleType("ray.exceptions")
+    exceptions.GetTimeoutError = type("GetTimeoutError", (TimeoutError,), {})  # type: ignore[attr-defined]
+    for name in ("RayTaskError", "RayActorError", "ObjectLostError"):
+        setattr(exceptions, name, type(name, (Exception,), {}))
+    waited = []
+
+    def get(ref: Any, timeout: float | None = None) -> Any:
+        waited.append(timeout)
+        raise exceptions.GetTimeoutError
+
+    ray.get, ray.exceptions = get, exceptions  # type: ignore[attr-defined]
+    ray.is_initialized = lambda: True  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
+    from replaykit.distributed.shards import RaySupervisor
+
+    class Actor:
+        def __getattr__(self, name: str) -> Any:
+            return types.SimpleNamespace(remote=lambda *args: sent.append((name, *args)))
+
+    sent: list[Any] = []
+    supervisor = RaySupervisor(Actor(), [], 2.0, RateLimiter.queue(3))
+    for ask in (supervisor.losses, lambda: supervisor.restored(0, 0, 1.0)):
+        with pytest.raises(TimeoutError, match="the supervisor of the shards has not answered"):
+            ask()
+    assert waited == [2.0, 3.0]
+    assert supervisor.pace is not None
+    with pytest.raises(TimeoutError, match="the supervisor of the shards has not answered"):
+        supervisor.pace.admit(INSERT, 2, None)  # longer than the limiter waits there at a time
+    asked, back = sent[-2:]
+    assert (asked[:2], back[:2]) == (("pace", "admit"), ("pace", "end"))
+    assert asked[2][:2] == back[2][0]  # it may still be given
+    assert waited[-1] == 7.0
+
+
+@pytest.mark.parametrize("stamped", [True, False])
+def test_an_update_never_reaches_the_successor_of_the_shard_it_is_for(
+    sharded: Any, stamped: bool
+) -> None:
+    """The shard dies, comes back and is written to by others between the check and the message:
+    the slots are those of other rows."""
+    rb = sharded(2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0), on_loss=print)
+    other = rb.client(on_loss=print)
+    rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+    _, info = rb.sample(40, return_info=True)
+    index, generation = info["index"], info["index_generation"] if stamped else None
+    writes, members = rb._writes, rb._members
+
+    def comes_late(*args: Any, **keywords: Any) -> Any:
+        members.shards[0].kill()
+        for client in (rb, other):
+            client._members.died(0, 0)
+            client._members.wait_for([0], float("inf"))
+        assert other.extend(TensorDict({"x": torch.arange(4) + 10}, [4])).tolist() == [0, 5, 2, 7]
+        return writes(*args, **keywords)
+
+    rb._writes = comes_late
+    rb.update_priority(index, 9.0, generation=generation)
+    assert rb.dropped_updates == int((index % 2 == 0).sum()) > 0
+    held = members.shards[0].holder.buffer
+    assert held.sampler._table.follow(held.storage).raw[:2].tolist() == [1.0, 1.0]
+
+
+class ShardlessRay:
+    """As much of ray as a supervisor needs, with no process behind it."""
+
+    def __init__(self) -> None:
+        self.running, self.killed, self.fails = False, 0, False
+        self.within: float | None = None
+        self.exceptions = importlib.import_module("ray.exceptions")
+
+    def __getattr__(self, name: str) -> Any:  # .remote(...) of what there is: all are one
+        return self
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self
+
+    def init(self) -> None:
+        self.running = True
+
+    def is_initialized(self) -> bool:
+        return self.running
+
+    def get(self, ref: Any, timeout: float | None = None) -> Any:
+        self.within = timeout
+        if self.fails:
+            raise RuntimeError("no shards today")
+        return []
+
+    def kill(self, actor: Any, *, no_restart: bool) -> None:
+        self.killed += 1
+
+    def shutdown(self) -> None:
+        self.running = False
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ray_keeps_running(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Others may have come to use it since it was started for the shards."""
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    from replaykit.distributed.shards import RaySupervisor
+
+    ray = ShardlessRay()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    ray.fails = fails
+    recipe: Any = None
+    if fails:
+        with pytest.raises(RuntimeError, match="no shards today"):
+            RaySupervisor.start(recipe, None, None, 1.0)
+    else:
+        RaySupervisor.start(recipe, None, None, 1.0).close()
+    assert ray.running
+    assert ray.killed == 1
+
+
+def test_shards_have_their_time_to_start(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> None:
+    """However soon they are to answer once they are there; who waits in vain is told for what."""
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    from ray.exceptions import GetTimeoutError
+
+    from replaykit.distributed.shards import RaySupervisor
+
+    class Full(ShardlessRay):
+        def get(self, ref: Any, timeout: float | None = None) -> Any:
+            super().get(ref, timeout)
+            raise GetTimeoutError("Get timed out")
+
+    ray = Full()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    for timeout, within in ((0.0, 180), (1.0, 180), (200.0, 200)):
+        text = rf"1 shards have not started within {within} s; each needs .*'num_cpus': 7"
+        with pytest.raises(TimeoutError, match=text):
+            RaySupervisor.start(recipe(), {"num_cpus": 7}, None, timeout)
+        assert ray.within == within
+    assert ray.killed == 3
+
+
+def test_actor_answers_with_the_error_of_its_creation(recipe: Any) -> None:
+    """Its own type and text, not those of an actor that has died."""
+    holder = ShardHolder(recipe(), 0)
+    holder.save_own()
+    holder.close()
+    host = Host(ShardHolder, {"recipe": recipe(), "shard": 0})
+    with pytest.raises(FileExistsError, match="another buffer"):
+        host.ask("facts", pack(()))

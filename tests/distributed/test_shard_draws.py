@@ -1,22 +1,31 @@
-"""A sharded buffer draws what one big buffer draws: frequencies, weights, windows."""
+"""Shards draw what one big buffer draws: frequencies, weights, windows, transforms."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, tensorclass
 
 from replaykit import (
+    Compose,
+    HindsightGoal,
+    LaneWriter,
+    LazyMemmapStorage,
     LazyTensorStorage,
+    NStep,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
+    ReturnToGo,
+    RewardScale,
     SamplerWithoutReplacement,
     SliceSampler,
+    StackFrames,
     TensorDictMaxValueWriter,
 )
 from tests.distributed.laws import chi_square, counts, episodes
@@ -79,6 +88,9 @@ def test_slices_by_number_have_the_length_of_the_whole_batch(sharded: Any) -> No
     assert (batch["episode"].reshape(6, 5).diff(dim=1) == 0).all()
     assert (batch["next", "done"].reshape(6, 5).sum(1) == 1).all()
     assert rb.sample(12)["x"].reshape(6, 2).diff(dim=1).eq(1).all()
+    shaped = sharded(2, sampler=lambda: SliceSampler(slice_len=3, flat=False), shard_key="episode")
+    shaped.extend(episodes([6, 6, 6]))
+    assert shaped.sample(12).batch_size == (4, 3)
 
 
 def test_windows_of_any_length_keep_their_rows_together(sharded: Any, single: Any) -> None:
@@ -96,14 +108,6 @@ def test_windows_of_any_length_keep_their_rows_together(sharded: Any, single: An
         inside = windows[1:] == windows[:-1]
         assert (batch["x"].diff()[inside] == 1).all()
         assert (batch["episode"].diff()[inside] == 0).all()
-
-
-def test_a_batch_of_slices_has_the_shape_that_was_asked_for(sharded: Any) -> None:
-    rb = sharded(
-        2, sampler=lambda: SliceSampler(slice_len=3, flat=False), shard_key="episode", batch_size=12
-    )
-    rb.extend(episodes([6, 6, 6]))
-    assert rb.sample().batch_size == (4, 3)
 
 
 @pytest.mark.parametrize("weight_norm", ["global", "batch"])
@@ -252,6 +256,7 @@ def test_weights_undo_the_probabilities_that_rows_really_had(sharded: Any) -> No
         ({"storage": lambda: LazyTensorStorage(8, ndim=2)}, "ndim=1"),
         ({"num_shards": 0}, "num_shards"),
         ({"backend": "threads"}, "backend"),
+        ({"storage": LazyTensorStorage(8)}, "expected storage as a function"),
     ],
 )
 def test_components_that_cannot_be_sharded_are_refused(
@@ -260,15 +265,8 @@ def test_components_that_cannot_be_sharded_are_refused(
     from replaykit import ShardedReplayBuffer
 
     given = {"num_shards": 2, "storage": lambda: LazyTensorStorage(8), "backend": "local"}
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         ShardedReplayBuffer(**{**given, **arguments})
-
-
-def test_a_storage_that_is_made_already_is_refused() -> None:
-    from replaykit import ShardedReplayBuffer
-
-    with pytest.raises(TypeError, match="expected storage as a function"):
-        ShardedReplayBuffer(num_shards=2, storage=LazyTensorStorage(8), backend="local")
 
 
 def test_errors_without_drawable_rows_match_one_buffer(sharded: Any, single: Any) -> None:
@@ -311,3 +309,152 @@ def test_mass_for_an_outdated_exponent_is_requested_again(sharded: Any) -> None:
         batch = draw()
         assert len(asked) >= 2
         assert set((batch["x"] % 2).tolist()) == {0, 1}
+
+
+@tensorclass
+class Step:
+    """A record that is no TensorDict."""
+
+    x: torch.Tensor
+
+
+def test_rows_without_required_history_are_not_drawn(sharded: Any, single: Any) -> None:
+    """n-step sums need the end of the episode, or enough rows after: masses count these only."""
+    rows = episodes([7, 3, 12, 5])
+    rows["next", "done"][-1] = False  # open: its last rows wait for what follows
+    rows["next", "reward"] = rows["x"][:, None].float()
+
+    def factory() -> Any:
+        return NStep(3, gamma=1.0, on_open="exclude")
+
+    rb = sharded(3, transform_factory=factory, shard_key="episode")
+    one = single(None, transform=factory())
+    for buffer in (rb, one):
+        buffer.extend(rows)
+    known = set(range(27))
+    expected = np.zeros(27)
+    expected[sorted({int(x) for x in one.sample(2000)["x"]})] = 1.0
+    assert 0 < expected.sum() < len(known)
+    found = counts(rb, 20_000, 2000, 27)
+    assert abs(chi_square(found, 20_000 * expected / expected.sum())) < 4
+    sums = {int(x): float(r) for x, r in zip(*_rewards(one), strict=True)}
+    assert all(sums[int(x)] == float(r) for x, r in zip(*_rewards(rb), strict=True))
+
+
+def _rewards(buffer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = buffer.sample(2000)
+    return batch["x"], batch["next", "reward"][:, 0]
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        lambda: StackFrames(["x"], 2),
+        lambda: NStep(3),  # of what there is, so that every row may be drawn
+        lambda: NStep(3, when="write"),
+        lambda: ReturnToGo(0.9),
+        lambda: Compose(HindsightGoal(reward_fn=torch.eq), RewardScale(scale=2.0)),
+    ],
+)
+def test_transforms_that_look_at_other_rows_need_a_key(sharded: Any, factory: Any) -> None:
+    """Neighbours in a shard would be rows of which others lie in between."""
+    with pytest.raises(
+        ValueError, match=r"shard_key= with .* transforms that read neighbouring rows"
+    ):
+        sharded(2, transform_factory=factory)
+    sharded(2, transform_factory=factory, shard_key="episode")
+
+
+def test_observations_stored_once_are_not_compared_in_a_shard_alone(
+    sharded: Any, tmp_path: Path
+) -> None:
+    """What one shard refused would be half of a batch; in other numbers of shards rows lie beside
+    others."""
+
+    def once(on_mismatch: str) -> Any:
+        return lambda: LazyTensorStorage(100, dedup_next=True, on_mismatch=on_mismatch)
+
+    with pytest.raises(ValueError, match=r"on_mismatch='dense' with dedup_next for shards"):
+        sharded(2, storage=once("error"), shard_key="episode")
+    rb = sharded(2, storage=once("dense"), shard_key="episode")
+    for first in (0, 5, 50):  # the last ones go on from none that is there
+        x = torch.arange(first, first + 5).repeat(3)
+        episode = torch.arange(3).repeat_interleave(5)
+        rows = {"x": x, "episode": episode, "next": {"x": x + 1, "done": torch.zeros(15, 1).bool()}}
+        rb.extend(TensorDict(rows, [15]))
+    rb.dumps(tmp_path)
+    for count in (1, 3):
+        other = sharded(count, storage=once("dense"), shard_key="episode")
+        other.loads(tmp_path)
+        assert torch.equal(other["next", "x"], other["x"] + 1)
+        assert sorted(other["x"].tolist()) == sorted(rb["x"].tolist())
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_interleaved_streams_stay_streams(sharded: Any, tmp_path: Path, shards: int) -> None:
+    """Each stream in one shard; streams as likely, then their windows; also after a load into
+    another number of shards."""
+
+    def make(count: int) -> Any:
+        return sharded(
+            count,
+            storage=lambda: LazyTensorStorage(400, lane_key="env"),
+            writer=lambda: LaneWriter(40),
+            sampler=lambda: SliceSampler(slice_len=3, measure="lane"),
+            shard_key="env",
+        )
+
+    rb = make(3)
+    envs, steps = 5, 12
+    for step in range(steps):
+        present = torch.arange(envs)[: 3 if step >= 6 else envs]
+        rows = {
+            "env": present,
+            "x": present * steps + step,
+            "next": {"done": torch.zeros(len(present), 1, dtype=torch.bool)},
+        }
+        rb.extend(TensorDict(rows, [len(present)]))
+    rb.dumps(tmp_path)
+    other = make(shards)
+    other.loads(tmp_path)
+    lengths = [12, 12, 12, 6, 6]
+    expected = np.zeros(envs * steps)
+    for env, length in enumerate(lengths):
+        expected[env * steps : env * steps + length - 2] = 1 / (length - 2)
+    for buffer in (rb, other):
+        found = counts(buffer, 30_000, 3000, envs * steps)
+        assert abs(chi_square(found, 10_000 * expected / expected.sum())) < 4
+
+
+def test_priorities_of_slices_go_to_their_starts(sharded: Any) -> None:
+    rb = sharded(
+        2,
+        sampler=lambda: PrioritizedSliceSampler(
+            alpha=1.0, beta=0.0, eps=0.0, slice_len=2, unit="slice"
+        ),
+        shard_key="episode",
+    )
+    rb.extend(episodes([2, 2, 2]))
+    batch = rb.sample(60)
+    batch["td_error"] = (batch["episode"] == 1).float() + (batch["episode"] == 2) * 2.0
+    rb.update_tensordict_priority(batch)
+    found = counts(rb, 6000, 600, 6)
+    assert found[0] == found[1] == 0
+    assert abs(chi_square(found, np.array([0, 0, 1000, 0, 2000, 0]))) < 4
+
+
+def test_tensorclasses_and_files_hold_too(sharded: Any, tmp_path: Path) -> None:
+    made = iter(range(100))
+    rb = sharded(
+        2,
+        storage=lambda: LazyMemmapStorage(20, scratch_dir=tmp_path / str(next(made))),
+        batch_size=30,
+    )
+    rb.extend(Step(x=torch.arange(7), batch_size=[7]))
+    batch = rb.sample()
+    assert type(batch) is Step
+    assert set(batch.x.tolist()) <= set(range(7))
+    rb.dumps(tmp_path / "saved")
+    other = sharded(3)
+    other.loads(tmp_path / "saved")
+    assert other[:].x.tolist() == list(range(7))

@@ -1,9 +1,11 @@
-"""Shards as actors of a real Ray that runs here."""
+"""Shards as actors of a real Ray that runs here, with clients in other processes."""
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +19,15 @@ from tensordict import TensorDict
 from replaykit import (
     LazyTensorStorage,
     PrioritizedSampler,
+    RateLimiter,
     RoundRobinWriter,
     ShardedReplayBuffer,
     ShardLoss,
     SliceSampler,
 )
-from replaykit.errors import SchemaError
+from replaykit.errors import RateLimiterTimeout, SchemaError
+from replaykit.pace import INSERT, SAMPLE
+from replaykit.sharding import ShardLossWarning
 from tests.distributed.laws import chi_square, counts, episodes
 from tests.ray_cluster import RAY_MARKS
 
@@ -30,7 +35,7 @@ pytestmark = RAY_MARKS
 
 
 @pytest.fixture
-def make(ray_cluster: Any) -> Iterator[Callable[..., ShardedReplayBuffer]]:
+def make_shards(ray_cluster: Any) -> Iterator[Callable[..., ShardedReplayBuffer]]:
     made: list[ShardedReplayBuffer] = []
 
     def sharded(**arguments: Any) -> ShardedReplayBuffer:
@@ -45,7 +50,7 @@ def make(ray_cluster: Any) -> Iterator[Callable[..., ShardedReplayBuffer]]:
 
 @pytest.mark.programs
 def test_two_actors_are_one_buffer(
-    make: Any, sharded: Any, ray_cluster: Any, tmp_path: Path
+    make_shards: Any, sharded: Any, ray_cluster: Any, tmp_path: Path
 ) -> None:
     """Laws, weights, updates, refusals, reading, clients elsewhere, a death, a checkpoint: of one
     pair of actors, since each takes seconds to start."""
@@ -54,7 +59,7 @@ def test_two_actors_are_one_buffer(
     def prioritized() -> PrioritizedSampler:
         return PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0)
 
-    rb = make(
+    rb = make_shards(
         num_shards=2,
         storage=lambda: LazyTensorStorage(400),
         sampler=prioritized,
@@ -130,7 +135,9 @@ def test_two_actors_are_one_buffer(
     five.loads(tmp_path / "all")
     assert torch.equal(five[:]["wide"], rows["wide"])
     with pytest.raises(FileExistsError, match="another buffer") as refused:
-        make(num_shards=1, storage=lambda: LazyTensorStorage(4), checkpoint_dir=tmp_path / "own")
+        make_shards(
+            num_shards=1, storage=lambda: LazyTensorStorage(4), checkpoint_dir=tmp_path / "own"
+        )
     assert type(refused.value) is FileExistsError
     client = rb.client(on_loss=losses.append)
     rb.close()
@@ -153,9 +160,9 @@ def _until(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.long
-def test_dead_actor_without_a_checkpoint_restarts_empty(make: Any, ray_cluster: Any) -> None:
+def test_dead_actor_without_a_checkpoint_restarts_empty(make_shards: Any, ray_cluster: Any) -> None:
     losses: list[ShardLoss] = []
-    rb = make(
+    rb = make_shards(
         num_shards=2,
         storage=lambda: LazyTensorStorage(100),
         sampler=lambda: SliceSampler(slice_len=2),
@@ -173,3 +180,93 @@ def test_dead_actor_without_a_checkpoint_restarts_empty(make: Any, ray_cluster: 
     assert losses == [ShardLoss(0, 0, 0, sizes[0], sizes[0], 0)]
     assert rb.stats()["rows_lost"] == sizes[0]
     assert len(rb) == 80 - sizes[0]
+
+
+def write(client: Any, batches: int) -> int:
+    for _ in range(batches):
+        client.extend(torch.zeros(3), timeout=100)
+    return 3 * batches
+
+
+def die(client: Any, side: int, count: int) -> None:
+    """With a right that is not used, or while there is none."""
+    client._tickets.keeper.admit(side, count, 100)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def paced(ray_cluster: Any) -> Iterator[ShardedReplayBuffer]:
+    with ShardedReplayBuffer(
+        num_shards=2,
+        storage=lambda: LazyTensorStorage(400),
+        rate_limiter=RateLimiter(2, 6, 12),
+        batch_size=4,
+        remote_config={"num_cpus": 0},
+        on_loss=lambda loss: None,
+    ) as made:
+        yield made
+
+
+@pytest.mark.programs
+def test_clients_in_other_processes_keep_each_others_pace(
+    paced: ShardedReplayBuffer, ray_cluster: Any
+) -> None:
+    """Of one pair of actors, since each takes seconds to start."""
+
+    def counts() -> tuple[int, int]:
+        stats = paced.stats()
+        return stats["inserts"], stats["samples"]
+
+    task = ray_cluster.remote(num_cpus=0, max_retries=0)
+    client = pickle.loads(pickle.dumps(paced.client()))
+    with pytest.raises(RateLimiterTimeout, match="a sample of 4 rows waited"):
+        paced.sample(timeout=0.1)
+    writes = [task(write).remote(client, 12) for _ in range(2)]
+    for _ in range(33):  # 144 - 132 is 12, below which no further sample of 4 would go on
+        paced.sample(timeout=100)
+        inserts, samples = counts()
+        assert inserts <= 6 or inserts * 2 - samples <= 24
+        assert inserts * 2 - samples >= 0
+    assert ray_cluster.get(writes) == [36, 36]
+    assert counts() == (len(paced), 132) == (72, 132)
+
+    # diff is 12, with room for six rows: what the dead held does not stay theirs.
+    dead = [task(die).remote(client, INSERT, 6), task(die).remote(client, SAMPLE, 12)]
+    ray_cluster.wait(dead, num_returns=2, timeout=100)
+    waits = task(die).remote(client, SAMPLE, 24)
+    paced.extend(torch.zeros(6), timeout=100)
+    assert counts() == (78, 132)
+    paced.sample(12, timeout=100)
+    with pytest.raises(RateLimiterTimeout):
+        client.extend(torch.zeros(7), timeout=0)
+    with pytest.raises(ValueError, match="at most 24 rows at once, got 30"):
+        client.sample(30)
+    assert client.add_async(torch.zeros(())).result(100) is not None
+    assert counts() == (79, 144)
+    ray_cluster.cancel(waits, force=True)
+
+    state = paced.state_dict()
+    assert state["pace"] == {"inserts": 79, "samples": 144}
+    paced.empty(empty_write_count=False)
+    assert (counts(), paced.can_sample()) == ((79, 144), False)
+    paced.load_state_dict(state)
+    assert counts() == (79, 144)
+    until = time.monotonic() + 60
+    while not paced.can_sample():  # once the rights of the dead have ended
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+    ray_cluster.kill(paced._members.shards[0].actor, no_restart=True)  # type: ignore[attr-defined]
+    with pytest.warns(ShardLossWarning, match="shard 0"):
+        client.extend(torch.zeros(3), timeout=100)
+    assert paced.stats()["restarts"] == 1
+    assert counts()[0] == 82
+
+    held = paced.client()
+    held.extend(torch.zeros(2), timeout=100)
+    with pytest.raises(RateLimiterTimeout):
+        held.extend(torch.zeros(3), timeout=0)
+    held.extend_async(torch.zeros(3))
+    paced.close()
+    with pytest.raises(RuntimeError, match="the shards have ended"):
+        held.flush()
