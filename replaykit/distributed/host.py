@@ -6,7 +6,7 @@ import functools
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec
 
 import torch
 
@@ -22,7 +22,6 @@ from replaykit.storages import TensorStorage
 from replaykit.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
 _P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 Sent = Message | bytes
 """The type of an answer. Small answers are sealed into bytes."""
@@ -62,9 +61,15 @@ def _answering(method: Callable[_P, Message]) -> Callable[_P, Sent]:
 
     @functools.wraps(method)
     def answer(*args: _P.args, **keywords: _P.kwargs) -> Sent:
-        return seal(method(*args, **keywords))
+        try:
+            return seal(method(*args, **keywords))
+        except Exception as error:
+            found = _travelling(error)
+            if found is error:
+                raise
+            raise found from error
 
-    return _telling(answer)
+    return answer
 
 
 def _each(count: int, method: Callable[_P, Sent]) -> Callable[_P, list[Sent]]:
@@ -83,22 +88,6 @@ def _each(count: int, method: Callable[_P, Sent]) -> Callable[_P, list[Sent]]:
         return answers
 
     return several
-
-
-def _telling(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wrap a method so that its errors can be sent."""
-
-    @functools.wraps(method)
-    def answer(*args: _P.args, **keywords: _P.kwargs) -> _R:
-        try:
-            return method(*args, **keywords)
-        except Exception as error:
-            found = _travelling(error)
-            if found is error:
-                raise
-            raise found from error
-
-    return answer
 
 
 def check_ahead(buffer: Any) -> None:
@@ -190,8 +179,8 @@ class Host:
             self._failure = error
         self._limited = getattr(self._buffer, "_rate_limiter", None) is not None
 
-    @_telling
-    def ready(self) -> bool:
+    @_answering
+    def ready(self) -> Message:
         """Return whether the buffer has a rate limiter.
 
         The call returns after the buffer is made. If the constructor of the buffer failed, its
@@ -199,7 +188,7 @@ class Host:
         """
         if self._failure is not None:
             raise self._failure
-        return self._limited
+        return pack(self._limited)
 
     @_answering
     def apply(self, function: Callable[..., Any], *args: Any) -> Message:

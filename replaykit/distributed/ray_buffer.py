@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from typing_extensions import Self
 
-from replaykit._ray import DEFAULT_REMOTE_CLASS_CONFIG, start_ray
+from replaykit._ray import DEFAULT_REMOTE_CLASS_CONFIG, actor_class, start_ray
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import DataT
 from replaykit.distributed.handle import RESTARTING, Forwarding, checked_count, forwarding
@@ -340,7 +340,7 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
         **kwargs: Any,
     ) -> None:
         self._actor = None
-        ray = start_ray(ray_init_config)
+        start_ray(ray_init_config)
         options = dict(DEFAULT_REMOTE_CLASS_CONFIG if remote_config is None else remote_config)
         devices = bool(options.get("num_gpus"))
         paced = kwargs.get("rate_limiter") is not None
@@ -352,8 +352,7 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
             options["concurrency_groups"] = {**groups, **options.get("concurrency_groups", {})}
         if delayed_init:
             kwargs["delayed_init"] = True
-        host = ray.remote(**options)(Host) if options else ray.remote(Host)
-        actor = host.remote(replay_buffer_cls, kwargs, devices=devices)
+        actor = actor_class(Host, options).remote(replay_buffer_cls, kwargs, devices=devices)
         try:
             if _ready(actor, options) and not paced:
                 raise ValueError(
@@ -491,7 +490,7 @@ def _ready(actor: Any, options: Mapping[str, Any]) -> Any:
                 f"the actor has not started within {_STARTING_SECONDS:g} s: it needs {asked}, but "
                 f"the whole cluster has only {lacking}; request less in remote_config="
             )
-    return fetch(ref)
+    return Reply(ref).get()
 
 
 def _end(actor: Any) -> None:

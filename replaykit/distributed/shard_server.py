@@ -32,14 +32,21 @@ from replaykit.structure import Node, build
 _LOG = logging.getLogger(__name__)
 
 
-class SavedShard:
-    """The buffer of a shard, with methods to save and load it. Thread-safe.
+class ShardHolder:
+    """A shard whose methods answer messages. Thread-safe.
 
-    The shard saves its own checkpoint, and its part of a checkpoint of all shards. The lock of the
-    buffer's storage guards everything.
+    Most answers contain the newest facts. The shard saves its own checkpoint, and its part of a
+    checkpoint of all shards. The lock of the buffer's storage guards everything.
+
+    Args:
+        recipe: the factories of the shard's parts.
+        shard, incarnation: numbers of the shard and its incarnation.
+        saves: True to start a thread that saves the shard when a save is due.
     """
 
-    def __init__(self, recipe: ShardRecipe, shard: int, incarnation: int = 0) -> None:
+    def __init__(
+        self, recipe: ShardRecipe, shard: int, incarnation: int = 0, *, saves: bool = False
+    ) -> None:
         self.recipe, self.shard, self.incarnation = recipe, shard, incarnation
         folder = recipe.folder(shard)
         there = folder is not None and (folder / "manifest.json").exists()
@@ -59,6 +66,9 @@ class SavedShard:
         self._emptied = False
         if folder is not None and there:
             self._restore(folder)
+        self._ended = threading.Event()
+        if saves and folder is not None:
+            threading.Thread(target=self._save_again_and_again, daemon=True).start()
 
     def _install(self, buffer: ReplayBuffer) -> None:
         self.buffer = buffer
@@ -131,23 +141,24 @@ class SavedShard:
             self._next_save = time.monotonic() + self.recipe.checkpoint_interval
             _LOG.exception("shard %d could not save itself, and will try again", self.shard)
 
+    def _save_again_and_again(self) -> None:
+        pause = max(0.01, min(1.0, self.recipe.checkpoint_interval / 4))
+        while not self._ended.wait(pause):
+            self.save_if_due()
+
     def _restore(self, folder: Path) -> None:
         try:
             with Checkpoint(folder) as saved:
-                own = self._own(saved)
+                state, file = saved.manifest.get("sharding"), saved.folder / MANIFEST
+            try:
+                own = decode_state(OwnState, state, str(file))
+            except ValueError as error:
+                raise CheckpointError(str(error)) from None
             self.buffer.loads(folder)
             self._before = own.before
             self.barrier.load(own.writes)
         except CheckpointError as error:  # start empty; the loss is reported
             warnings.warn(f"shard {self.shard} starts empty: {error}", UserWarning, stacklevel=2)
-
-    @staticmethod
-    def _own(saved: Checkpoint) -> OwnState:
-        own = saved.manifest.get("sharding")
-        try:
-            return decode_state(OwnState, own, str(saved.folder / MANIFEST))
-        except ValueError as error:
-            raise CheckpointError(str(error)) from None
 
     # -- the checkpoint of all ----------------------------------------------------------------
 
@@ -287,39 +298,10 @@ class SavedShard:
 
     def close(self) -> None:
         """Wait for saves under way, and shut the buffer down."""
+        self._ended.set()
         for thread, _ in list(self._saving.values()):
             thread.join()
         self.buffer.shutdown()
-
-
-class ShardHolder(SavedShard):
-    """A shard whose methods answer messages. Thread-safe.
-
-    Most answers contain the newest facts. The lock of the buffer's storage guards everything.
-
-    Args:
-        recipe: the factories of the shard's parts.
-        shard, incarnation: numbers of the shard and its incarnation.
-        saves: True to start a thread that saves the shard when a save is due.
-    """
-
-    def __init__(
-        self, recipe: ShardRecipe, shard: int, incarnation: int = 0, *, saves: bool = False
-    ) -> None:
-        super().__init__(recipe, shard, incarnation)
-        self._ended = threading.Event()
-        if saves and recipe.checkpoint_dir is not None:
-            threading.Thread(target=self._save_again_and_again, daemon=True).start()
-
-    def _save_again_and_again(self) -> None:
-        pause = max(0.01, min(1.0, self.recipe.checkpoint_interval / 4))
-        while not self._ended.wait(pause):
-            self.save_if_due()
-
-    def close(self) -> None:
-        """Wait for saves under way, and shut the buffer down."""
-        self._ended.set()
-        super().close()
 
     def stats(self) -> dict[str, Any]:
         """Return ``ReplayBuffer.stats`` of the shard's buffer."""

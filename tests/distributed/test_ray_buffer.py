@@ -289,7 +289,7 @@ def test_actor_that_cannot_start_names_its_resources(monkeypatch: pytest.MonkeyP
     )
     actor = SimpleNamespace(ready=SimpleNamespace(remote=lambda: "asked"))
     monkeypatch.setattr(ray_buffer, "running_ray", lambda: ray)
-    monkeypatch.setattr(ray_buffer, "fetch", lambda ref: ref)
+    monkeypatch.setattr(ray_buffer, "Reply", lambda ref: SimpleNamespace(get=lambda: ref))
     asked = {"num_cpus": 1000, "resources": {"learner": 1}}
     with pytest.raises(TimeoutError, match=r"needs .*1000.* has only \{'learner': 0, 'CPU': 2.0\}"):
         ray_buffer._ready(actor, asked)

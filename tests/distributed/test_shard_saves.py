@@ -27,7 +27,7 @@ from replaykit.distributed import shard_saves
 from replaykit.distributed.protocol import BarrierBusy
 from replaykit.distributed.routing import ByKey
 from replaykit.distributed.shard_config import ShardRecipe
-from replaykit.distributed.shard_server import SavedShard
+from replaykit.distributed.shard_server import ShardHolder
 from replaykit.distributed.wire_format import pack, unpack
 from replaykit.distributed.write_barrier import Barrier, KnownWrites, Stamp, missing_parts
 from replaykit.errors import CheckpointError
@@ -600,10 +600,10 @@ def test_a_crafted_head_is_refused_by_name_and_changes_nothing(
 def test_shard_with_invalid_checkpoint_starts_empty_and_reports_it(
     said: Any, forge: Any, recipe: Callable[..., ShardRecipe]
 ):
-    shard = SavedShard(recipe(), 0)
+    shard = ShardHolder(recipe(), 0)
     shard.buffer.extend(numbered(0, 3))
     shard.save_own()
-    again = SavedShard(recipe(), 0, 1)
+    again = ShardHolder(recipe(), 0, 1)
     assert again.buffer[:]["x"].tolist() == [0, 1, 2]
 
     def change(manifest: dict[str, Any]) -> None:
@@ -614,7 +614,7 @@ def test_shard_with_invalid_checkpoint_starts_empty_and_reports_it(
 
     forge(recipe().folder(0), change)
     with pytest.warns(UserWarning, match=r"shard 0 starts empty: .*manifest\.json"):
-        empty = SavedShard(recipe(), 0, 1)
+        empty = ShardHolder(recipe(), 0, 1)
     assert len(empty.buffer) == 0
     for one in (shard, again, empty):
         one.close()
