@@ -89,21 +89,16 @@ class Draws:
         client = self._client
         client._members.refresh(client._law.terms(batch_size), client._settings.max_age)
 
-    def begun(self, batch_size: int, *, patient: bool = True) -> Pending:
+    def begun(self, batch_size: int) -> Pending:
         """Request a batch from the shards; return the pending batch.
 
-        ``patient`` is True to wait until the masses of all shards are known and at least one is
-        positive. If it is False and a mass is not known, ``Pending.get`` sends the request later.
+        If masses are not known, or none is positive, ``Pending.get`` sends the request later.
         """
-        client = self._client
-        terms = client._law.terms(batch_size)
+        law = self._client._law
+        terms = law.terms(batch_size)
         assert terms is not None
-        pending = Pending(self, batch_size, terms, client._law.draws(batch_size))
-        if patient:
-            self.refresh(batch_size)
-            pending.ask()
-        else:
-            pending.sent()
+        pending = Pending(self, batch_size, terms, law.draws(batch_size))
+        pending.sent()
         return pending
 
     def _known(self, terms: Terms, until: float) -> list[float]:
@@ -122,24 +117,22 @@ class Draws:
             members.refresh(terms, float("inf"))
         return masses
 
-    def _masses(self, terms: Terms, batch_size: int, until: float) -> list[float]:
+    def _masses(self, terms: Terms, batch_size: int) -> list[float]:
         """Return masses of which at least one is positive.
 
         If no mass is positive, wait for restarts of shards.
         """
         members = self._client._members
-        while True:
-            masses = self._known(terms, until)
-            if any(masses):
-                return masses
+        until = time.monotonic() + members.timeout
+        while not any(masses := self._known(terms, until)):
             members.refresh(terms, 0.0)
-            masses = self._known(terms, until)
-            if any(masses):
-                return masses
+            if any(masses := self._known(terms, until)):
+                break
             if away := members.away():
                 members.wait_for(away, until)
             else:
                 self._refuse(terms, batch_size)
+        return masses
 
     def _least(self, shares: list[Share]) -> float:
         """Return the smallest probability of an eligible row, expressed as ``v``."""
@@ -214,18 +207,11 @@ class Pending(JointReply):
         if self.before is None:
             masses = self._draws._client._members.masses(self._terms)
             if masses is not None and any(masses):
-                self.ask(masses)
+                self._ask(masses)
 
-    def ask(self, masses: list[float] | None = None) -> None:
-        """Draw a shard for each missing draw, and send a request to every live shard.
-
-        Args:
-            masses: the masses of all shards, or None to wait until one is positive.
-        """
+    def _ask(self, masses: list[float]) -> None:
+        """Draw a shard for each missing draw, and send a request to every live shard."""
         members = self._draws._client._members
-        if masses is None:
-            until = time.monotonic() + members.timeout
-            masses = self._draws._masses(self._terms, self._batch_size, until)
         self._masses, generator = masses, self._draws.generator
         self.before = generator.get_state()
         self._shards = choose(masses, len(self._left), generator)
@@ -257,7 +243,7 @@ class Pending(JointReply):
         client = self._draws._client
         while len(self._left):
             if self._sent is None:
-                self.ask()
+                self._ask(self._draws._masses(self._terms, self._batch_size))
             self._take(timeout)
         least = self._draws._least(self._shares)
         return batch_of(self._shares, client._names, client._sampler, least)

@@ -616,13 +616,11 @@ class ShardedClient(Handle[DataT]):
         with self._tickets.ticket(SAMPLE, timeout) as ticket:
             ahead = self._is_ahead(size)
             early = None if ticket is None else self._admitted(ticket, size, alone=not ahead)
-            if early is not None:
-                drawn = early.get()
-            elif ahead:
+            if early is None:
                 self._draws.refresh(size)
-                drawn = self._ahead.next()
+                drawn = self._ahead.next() if ahead else self._draws.begun(size).get()
             else:
-                drawn = self._draws.begun(size).get()
+                drawn = early.get()
             return self._made(return_info, merge, size, drawn, ticket)
 
     def _is_ahead(self, size: int) -> bool:
@@ -642,7 +640,7 @@ class ShardedClient(Handle[DataT]):
         asked = None
         if alone and ticket.keeper.far and self._enough():
             self._draws.refresh(size)
-            asked = self._draws.begun(size, patient=False)
+            asked = self._draws.begun(size)
         at_once = False
         try:
             at_once = ticket.admit(size)
@@ -693,11 +691,11 @@ class ShardedClient(Handle[DataT]):
         self._draws.refresh(size)
         if self._is_ahead(size):
             return self._ahead.take()
-        return self._draws.begun(size, patient=False)
+        return self._draws.begun(size)
 
     def _request_ahead(self, count: int) -> list[Pending]:
         assert self.batch_size is not None
-        return [self._draws.begun(self.batch_size, patient=False) for _ in range(count)]
+        return [self._draws.begun(self.batch_size) for _ in range(count)]
 
     def _drop_ahead(self) -> None:
         dropped = [one for one in self._ahead.drop() if one.before is not None]
@@ -939,7 +937,7 @@ class ShardedClient(Handle[DataT]):
     def _ask_part(self, rows: list[int], seed: int, known: MemberFacts) -> RemoteRequest:
         self._check_open()
         draws = Draws(self, torch.Generator().manual_seed(seed), generations=True)
-        asked = [(count, draws.begun(count, patient=False)) for count in rows]
+        asked = [(count, draws.begun(count)) for count in rows]
         return Later(lambda timeout: ([_filled(*one, timeout) for one in asked], None))
 
     def _ask_readiness(self, rows: int) -> RemoteRequest:
