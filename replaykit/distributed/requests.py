@@ -240,6 +240,7 @@ class RemoteResult:
     def __init__(self, reply: Reply | Taken, pick: Callable[[Any], Any] | None = None) -> None:
         self._reply = reply
         self._pick = pick
+        self._found: list[Any] = []
 
     @property
     def ref(self) -> Any:
@@ -272,7 +273,11 @@ class RemoteResult:
         return self._picked(value)
 
     def _picked(self, value: Any) -> Any:
-        return value if self._pick is None else self._pick(value)
+        if self._pick is None:
+            return value
+        if not self._found:
+            self._found.append(self._pick(value))
+        return self._found[0]
 
 
 ShardedResult = RemoteResult

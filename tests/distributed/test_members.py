@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 import time
-import types
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,10 +19,12 @@ from replaykit import (
 )
 from replaykit.distributed.host import Host
 from replaykit.distributed.shard_server import ShardHolder
+from replaykit.distributed.shards import RaySupervisor
 from replaykit.distributed.wire_format import pack
 from replaykit.pace import INSERT
 from replaykit.sharding import ShardLossWarning, ShardSilent
 from tests.distributed.laws import numbered
+from tests.distributed.stand_in import Ray
 
 
 class Held:
@@ -384,43 +384,6 @@ def test_a_save_waits_for_files_and_not_for_a_shard_that_hangs(
     assert len(other) == 8  # that of before
 
 
-def test_a_silent_supervisor_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = types.ModuleType("ray")
-    exceptions = types.ModuleType("ray.exceptions")
-    exceptions.GetTimeoutError = type("GetTimeoutError", (TimeoutError,), {})  # type: ignore[attr-defined]
-    for name in ("RayTaskError", "RayActorError", "ObjectLostError"):
-        setattr(exceptions, name, type(name, (Exception,), {}))
-    waited = []
-
-    def get(ref: Any, timeout: float | None = None) -> Any:
-        waited.append(timeout)
-        raise exceptions.GetTimeoutError
-
-    ray.get, ray.exceptions = get, exceptions  # type: ignore[attr-defined]
-    ray.is_initialized = lambda: True  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
-    from replaykit.distributed.shards import RaySupervisor
-
-    class Actor:
-        def __getattr__(self, name: str) -> Any:
-            return types.SimpleNamespace(remote=lambda *args: sent.append((name, *args)))
-
-    sent: list[Any] = []
-    supervisor = RaySupervisor(Actor(), [], 2.0, RateLimiter.queue(3))
-    for ask in (supervisor.losses, lambda: supervisor.restored(0, 0, 1.0)):
-        with pytest.raises(TimeoutError, match="the supervisor of the shards has not answered"):
-            ask()
-    assert waited == [2.0, 3.0]
-    assert supervisor.pace is not None
-    with pytest.raises(TimeoutError, match="the supervisor of the shards has not answered"):
-        supervisor.pace.admit(INSERT, 2, None)  # longer than the limiter waits there at a time
-    asked, back = sent[-2:]
-    assert (asked[:2], back[:2]) == (("pace", "admit"), ("pace", "end"))
-    assert asked[2][:2] == back[2][0]  # it may still be given
-    assert waited[-1] == 7.0
-
-
 @pytest.mark.parametrize("stamped", [True, False])
 def test_an_update_never_reaches_the_successor_of_the_shard_it_is_for(
     sharded: Any, stamped: bool
@@ -449,18 +412,22 @@ def test_an_update_never_reaches_the_successor_of_the_shard_it_is_for(
     assert held.sampler._table.follow(held.storage).raw[:2].tolist() == [1.0, 1.0]
 
 
-class ShardlessRay:
-    """As much of ray as a supervisor needs, with no process behind it."""
+class ShardlessRay(Ray):
+    """As much of ray as a supervisor needs, with no process behind it.
 
-    def __init__(self) -> None:
-        self.running, self.killed, self.fails = False, 0, False
-        self.within: float | None = None
-        self.exceptions = importlib.import_module("ray.exceptions")
+    Every attribute is an actor, its class or one of its methods, which notes its arguments.
+    """
 
-    def __getattr__(self, name: str) -> Any:  # .remote(...) of what there is: all are one
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.running, self.killed = error, False, 0
+        self.within: list[float | None] = []
+        self.sent: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
         return self
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        self.sent.append(args)
         return self
 
     def init(self) -> None:
@@ -470,29 +437,50 @@ class ShardlessRay:
         return self.running
 
     def get(self, ref: Any, timeout: float | None = None) -> Any:
-        self.within = timeout
-        if self.fails:
-            raise RuntimeError("no shards today")
+        self.within.append(timeout)
+        if self.error is not None:
+            raise self.error
         return []
 
     def kill(self, actor: Any, *, no_restart: bool) -> None:
         self.killed += 1
 
-    def shutdown(self) -> None:
-        self.running = False
+
+@pytest.fixture
+def shardless(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``shardless(error)``: a Ray in the place of the real one, which answers with an error."""
+
+    def make(error: Exception | None = None) -> ShardlessRay:
+        ray = ShardlessRay(error)
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        return ray
+
+    return make
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_ray_keeps_running(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_a_silent_supervisor_is_not_waited_for_without_end(shardless: Any) -> None:
+    ray = shardless(Ray.exceptions.GetTimeoutError())
+    ray.running = True
+    supervisor = RaySupervisor(ray, [], 2.0, RateLimiter.queue(3))
+    asks = (
+        supervisor.losses,
+        lambda: supervisor.restored(0, 0, 1.0),
+        lambda: supervisor.pace.admit(INSERT, 2, None),  # longer than the limiter waits at a time
+    )
+    for ask in asks:
+        with pytest.raises(TimeoutError, match="the supervisor of the shards has not answered"):
+            ask()
+    assert ray.within == [2.0, 3.0, 7.0]
+    asked, back = ray.sent[-2:]
+    assert (asked[0], back[0]) == ("admit", "end")
+    assert asked[1][:2] == back[1][0]  # it may still be given
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("no shards today")])
+def test_ray_keeps_running(shardless: Any, error: Exception | None) -> None:
     """Others may have come to use it since it was started for the shards."""
-    pytest.importorskip("ray", reason="needs the extra `ray`")
-    from replaykit.distributed.shards import RaySupervisor
-
-    ray = ShardlessRay()
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    ray.fails = fails
-    recipe: Any = None
-    if fails:
+    ray, recipe = shardless(error), cast(Any, None)
+    if error is not None:
         with pytest.raises(RuntimeError, match="no shards today"):
             RaySupervisor.start(recipe, None, None, 1.0)
     else:
@@ -501,25 +489,14 @@ def test_ray_keeps_running(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None
     assert ray.killed == 1
 
 
-def test_shards_have_their_time_to_start(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> None:
+def test_shards_have_their_time_to_start(shardless: Any, recipe: Any) -> None:
     """However soon they are to answer once they are there; who waits in vain is told for what."""
-    pytest.importorskip("ray", reason="needs the extra `ray`")
-    from ray.exceptions import GetTimeoutError
-
-    from replaykit.distributed.shards import RaySupervisor
-
-    class Full(ShardlessRay):
-        def get(self, ref: Any, timeout: float | None = None) -> Any:
-            super().get(ref, timeout)
-            raise GetTimeoutError("Get timed out")
-
-    ray = Full()
-    monkeypatch.setitem(sys.modules, "ray", ray)
+    ray = shardless(Ray.exceptions.GetTimeoutError())
     for timeout, within in ((0.0, 180), (1.0, 180), (200.0, 200)):
         text = rf"1 shards have not started within {within} s; each needs .*'num_cpus': 7"
         with pytest.raises(TimeoutError, match=text):
             RaySupervisor.start(recipe(), {"num_cpus": 7}, None, timeout)
-        assert ray.within == within
+    assert ray.within == [180, 180, 200]
     assert ray.killed == 3
 
 

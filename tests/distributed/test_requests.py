@@ -68,33 +68,6 @@ class Actor:
             self.answered += 1
 
 
-def test_polling_sends_no_further_requests() -> None:
-    """What is not there yet stays under way; nothing is asked for in its place."""
-    actor = Actor()
-    ahead = RequestQueue(actor.request, depth=4)
-    for _ in range(50):
-        with pytest.raises(TimeoutError):
-            ahead.next(timeout=0.0)
-    assert len(actor.sent) == 5
-    actor.answer()
-    assert [ahead.next(timeout=0.0) for _ in range(2)] == [0, 1]
-    assert len(actor.sent) == 6
-    actor.answer()
-    assert [ahead.next() for _ in range(4)] == [2, 3, 4, 5]
-
-
-def test_an_error_drops_no_batch_that_was_drawn() -> None:
-    """Each batch that the actor has answered with is handed out, in order."""
-    actor = Actor()
-    ahead = RequestQueue(actor.request, depth=4)
-    with pytest.raises(TimeoutError):
-        ahead.next(timeout=0.0)
-    actor.answer(ValueError("a bad row"), ValueError("another"))
-    assert [ahead.next() for _ in range(3)] == [2, 3, 4]
-    actor.answer()
-    assert [ahead.next(timeout=0.0) for _ in range(3)] == [5, 6, 7]
-
-
 def test_an_error_of_a_request_made_for_this_call_is_raised() -> None:
     """Those that were made before may have come too early, and are only passed over."""
     actor = Actor()
@@ -141,25 +114,6 @@ def test_small_batches_are_asked_for_together(depth: int, together: int) -> None
             assert under_way >= depth + 1 - together
     assert taken == list(range(6 * depth))
     assert set(actor.messages[depth + 1 :]) == {together}
-
-
-def test_dropped_requests_are_sent_again_immediately() -> None:
-    """The whole depth of it; what was taken before comes as it would have."""
-    actor = Actor()
-    ahead = RequestQueue(actor.request, depth=4, together=2)
-    with pytest.raises(TimeoutError):
-        ahead.next(timeout=0.0)
-    small(actor)
-    assert ahead.next() == 0
-    held = ahead.take()
-    ahead.drop()
-    before = len(actor.sent)
-    with pytest.raises(TimeoutError):
-        ahead.next(timeout=0.0)
-    assert len(actor.sent) - before == 5
-    small(actor)
-    assert held.get() == 1
-    assert [ahead.next() for _ in range(3)] == [before, before + 1, before + 2]
 
 
 class Interrupted(Answer):

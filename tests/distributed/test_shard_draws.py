@@ -213,17 +213,6 @@ def test_draws_do_not_depend_on_their_place_in_the_batch(sharded: Any) -> None:
     assert abs(chi_square(found, np.full(9, 1000.0))) < FAR
 
 
-def test_one_seed_gives_the_same_batches_again(sharded: Any) -> None:
-    drawn = []
-    for _ in range(2):
-        rb = sharded(3, generator=torch.Generator().manual_seed(7), batch_size=20)
-        rb.extend(torch.arange(100))
-        batches = iter(rb)
-        drawn.append([next(batches).tolist() for _ in range(3)])
-    assert drawn[0] == drawn[1]
-    assert drawn[0][0] != drawn[0][1]
-
-
 def test_weights_undo_the_probabilities_that_rows_really_had(sharded: Any) -> None:
     """A client whose table is old draws shards by old masses: its weights are of that law."""
     rb = sharded(2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0), max_age=1e9)

@@ -491,19 +491,6 @@ def test_no_save_waits_for_a_part_that_was_refused(
     assert sorted(other["x"].tolist()) == [0, 2, 10, 11]
 
 
-def test_refused_part_is_recorded_without_an_answer() -> None:
-    barriers, stamp = [Barrier(), Barrier()], Stamp("a", 0, 0b11, 0)
-    barriers[0].came(stamp, None)
-    barriers[1].refused(stamp)
-    assert barriers[1].answer(stamp) is None
-    assert barriers[1].state() == []
-    found = {number: barrier.freeze("t", 60) for number, barrier in enumerate(barriers)}
-    assert missing_parts(found) == {}
-    assert not barriers[1].admits(stamp)
-    barriers[1].came(Stamp("a", 2, 0b10, 1), 5)
-    assert barriers[1].state() == [["a", 2, 0b10, 5]]
-
-
 def test_writes_that_are_long_done_are_forgotten() -> None:
     """What is kept of a client is what it has under way, also while shards hear of it unevenly."""
     one, two = Barrier(), Barrier()
@@ -516,14 +503,6 @@ def test_writes_that_are_long_done_are_forgotten() -> None:
         missing_parts({0: KnownWrites({}, {"a": 5}), 1: KnownWrites({("a", 3): 0b11}, {"a": 3})})
         == {}
     )
-
-
-def test_writes_wait_no_longer_than_the_freeze_timeout() -> None:
-    barrier = Barrier()
-    barrier.freeze("t", 0.0)
-    assert barrier.admits(Stamp("a", 0, 1, 0))
-    with pytest.raises(RuntimeError, match="held back for too long"):
-        barrier.check("t")
 
 
 def test_departed_clients_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

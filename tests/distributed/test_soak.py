@@ -70,7 +70,7 @@ def shards_memory() -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
-            if b"_ShardActor" in (folder / "cmdline").read_bytes():
+            if b"ray::Host" in (folder / "cmdline").read_bytes():
                 found.append(memory_of(folder.name))
     return found
 
