@@ -104,7 +104,7 @@ def test_only_reported_rows_are_lost(ray_cluster: Any, tmp_path: Path) -> None:
         rb.extend(TensorDict({"x": torch.tensor([-1]), "wide": torch.zeros(1, 50)}, [1]))
         rb.update_priority(torch.tensor([0]), 1.0)
         before = memory_of("self")
-        at_most = max(shards_memory(), default=0)
+        at_most = max(shards_memory())
         until = time.time() + 60 * MINUTES
         writers = [
             ray.remote(num_cpus=0)(write).remote(rb.client(on_loss=ignore), number, until)

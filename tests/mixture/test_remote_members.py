@@ -1,8 +1,9 @@
-"""Members of an ensemble that draw elsewhere: shards, and a member that misbehaves."""
+"""Members of an ensemble that draw elsewhere: in shards, in actors; some of them misbehave."""
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,38 +14,56 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    ImmutableDatasetWriter,
     LazyTensorStorage,
     LinearScheduler,
     PrioritizedSampler,
     RandomSampler,
     RateLimiter,
+    RayReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
     ShardedReplayBuffer,
     SliceSampler,
 )
-from replaykit.errors import CheckpointError, NotEnoughData, SchemaError
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
+from replaykit.datasets.published_buffer import MappedStorage
+from replaykit.datasets.sources import Sources
+from replaykit.errors import ActorLost, CheckpointError, NotEnoughData, SchemaError
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from tests.distributed.stand_in import Actor, client_of, stand_in
 from tests.mixture.members import check_rows, make_member, rows_of, same
 
 CHI_SQUARE_3 = 16.27
 """Of 3 degrees of freedom, exceeded by chance once in a thousand times; seeds are fixed."""
 
 
-@pytest.fixture
-def far() -> Iterator[Callable[..., ShardedReplayBuffer]]:
-    """``far(number, rows)``: a sharded buffer with the rows of that member."""
+@pytest.fixture(params=["shards", "actor"])
+def far(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """``far(number, rows)``: shards, or a handle of an actor that answers at once."""
     made: list[ShardedReplayBuffer] = []
+    if request.param == "actor":
+        stand_in(monkeypatch)
 
-    def make(number: int, rows: int = 20, **arguments: Any) -> ShardedReplayBuffer:
+    def make(number: int, rows: int = 20, **arguments: Any) -> Any:
         arguments.setdefault("storage", lambda: LazyTensorStorage(50))
-        made.append(ShardedReplayBuffer(num_shards=2, backend="local", **arguments))
+        if request.param == "actor":
+            handle: Any = client_of(Actor(**arguments))
+        else:
+            handle = ShardedReplayBuffer(num_shards=2, backend="local", **arguments)
+            made.append(handle)
         if rows:
-            made[-1].extend(rows_of(number, rows))
-        return made[-1]
+            handle.extend(rows_of(number, rows))
+        return handle
 
     yield make
     for one in made:
         one.close()
+
+
+only_shards = pytest.mark.parametrize("far", ["shards"], indirect=True)
+only_actors = pytest.mark.parametrize("far", ["actor"], indirect=True)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -152,6 +171,7 @@ def test_schedule_changes_the_weights_of_remote_members(far: Any) -> None:
         schedule.step()
 
 
+@only_shards
 def test_windows_of_shards_stay_in_one_part(far: Any) -> None:
     shards = far(
         1,
@@ -201,13 +221,79 @@ def test_remote_members_support_transforms_collate_and_indexing(far: Any) -> Non
     assert ensemble[:, 1:3]["id"].tolist() == [[1, 2], [1001, 1002]]
     assert ensemble[[1]].sample(2)["id"].shape == (1, 2)
     stats = ensemble.stats()
-    assert (stats["size"], stats["write_count"], stats["capacity"]) == (40, 40, 150)
+    capacity = 50 + ensemble[1].stats()["capacity"]
+    assert (stats["size"], stats["write_count"], stats["capacity"]) == (40, 40, capacity)
     assert ensemble.write_count == 40
-    assert ensemble.storage.max_size == 150
+    assert ensemble.storage.max_size == capacity
     listed = ReplayBufferEnsemble(
         make_member(0), far(1), sample_from_all=True, collate_fn=lambda parts: parts
     )
     assert [part["id"].shape for part in listed.sample(6)] == [(3,), (3,)]
+
+
+@only_actors
+@pytest.mark.parametrize(
+    "sampler", [prioritized, lambda: SliceSampler(num_slices=2, end_key=("next", "done"))]
+)
+def test_remote_member_draws_like_a_local_buffer(far: Any, sampler: Any) -> None:
+    handle = far(1, sampler=sampler())
+    batches = []
+    for member in (handle, make_member(1, sampler=sampler())):
+        ensemble = ReplayBufferEnsemble(
+            make_member(0, sampler=sampler()),
+            member,
+            sample_from_all=True,
+            batch_size=16,
+            generator=seeded(),
+        )
+        batches.append(ensemble.sample())
+    assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
+    for one in batches:
+        check_rows(one)
+        assert one.shape == (2, 8)
+    here, there = (one["index", "index"][1].reshape(2, 4).diff(dim=1) for one in batches)
+    if not isinstance(handle.sampler, PrioritizedSampler):
+        assert (here == 1).all()
+        assert (there == 1).all()
+
+
+@only_actors
+def test_ensemble_follows_changed_sampler_of_remote_member(far: Any) -> None:
+    handle = far(1)
+    ensemble = ReplayBufferEnsemble(
+        make_member(0), handle, sample_from_all=True, batch_size=8, generator=seeded()
+    )
+    assert "priority_weight" not in ensemble.sample()
+    handle.set_sampler(prioritized())
+    batch = ensemble.sample()
+    assert (batch["priority_weight"] == 1).all()
+    batch["td_error"] = torch.zeros(2, 4)
+    handle.mark_update(torch.arange(20))
+    ensemble.update_tensordict_priority(batch)
+    drawn = ensemble.sample(80)["index", "index"][1]
+    assert not set(drawn.tolist()) & set(batch["index", "index"][1].tolist())
+
+
+@only_actors
+def test_a_data_set_in_an_actor_is_a_member(far: Any, tmp_path: Path) -> None:
+    source = tmp_path / "set.h5"
+    with RoboHiveWriter(source) as writer:
+        writer.add_trial(**make_trial(30, seed=0))
+    path = ensure_dataset(
+        tmp_path / "set", get_sources=lambda: Sources.local([source]), layout=ROBOHIVE
+    )
+    handle = far(1, 0, storage=MappedStorage(path), writer=ImmutableDatasetWriter())
+    here = make_member(0, 0)
+    here.extend(handle[:10].select("action"))
+    ensemble = ReplayBufferEnsemble(
+        here, handle, keys=["action"], p="size", num_buffer_sampled=40, generator=seeded()
+    )
+    batch = ensemble.sample(40)
+    where = batch["index", "index"].reshape(-1)
+    assert torch.equal(
+        batch["action"].reshape(-1, batch["action"].shape[-1]), handle[where]["action"]
+    )
+    assert 0.5 < batch["index", "buffer_ids"].double().mean() < 1
 
 
 # -- priorities -----------------------------------------------------------------------------------
@@ -234,7 +320,6 @@ def test_priorities_reach_the_member(far: Any) -> None:
         shards.extend(rows_of(1, 100))
     old["td_error"] = torch.zeros(2, 100)
     ensemble.update_tensordict_priority(old)
-    assert shards.dropped_updates == 100
     assert len(shards.sample(50)["id"].unique()) > 10
 
 
@@ -271,6 +356,19 @@ def test_unsupported_uses_of_remote_members_are_refused(far: Any) -> None:
     assert ensemble.storage[1] is ensemble.writer[1] is shards
     with pytest.raises(NotImplementedError, match=r"ensemble\[i\]"):
         ensemble.extend(rows_of(1, 1))
+
+
+@only_actors
+def test_unsupported_samplers_are_refused_as_members(far: Any) -> None:
+    with pytest.raises(ValueError, match=r"member 1: .*SamplerWithoutReplacement"):
+        ReplayBufferEnsemble(make_member(0), far(1, sampler=SamplerWithoutReplacement()))
+    handle = far(1)
+    ensemble = ReplayBufferEnsemble(make_member(0), handle, sample_from_all=True, batch_size=4)
+    handle.set_sampler(SamplerWithoutReplacement())
+    with pytest.raises(ValueError, match=r"member 1: .*SamplerWithoutReplacement"):
+        ensemble.sample()
+    handle.set_sampler(RandomSampler())
+    check_rows(ensemble.sample())
 
 
 def test_remote_samples_with_other_keys_are_refused(far: Any) -> None:
@@ -388,6 +486,44 @@ def test_ensemble_continues_without_a_member_that_ended(
             ensemble.sample()
     assert not ensemble.sample()["index", "buffer_ids"].any()
     ensemble.shutdown()
+
+
+@only_actors
+def test_a_late_answer_is_a_timeout(far: Any) -> None:
+    handle = far(1)
+    ensemble = ReplayBufferEnsemble(
+        make_member(0), handle, sample_from_all=True, batch_size=8, generator=seeded()
+    )
+    handle._actor.busy = True
+    with pytest.raises(TimeoutError, match="member 1: no answer within"):
+        ensemble.sample(timeout=0.01)
+    handle._actor.busy = False
+    check_rows(ensemble.sample())
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.xdist_group("ray")
+def test_a_member_that_dies_is_named(ray_cluster: Any) -> None:
+    with RayReplayBuffer(
+        storage=lambda: LazyTensorStorage(50), remote_config={"num_cpus": 0}
+    ) as remote:
+        remote.extend(rows_of(1, 20))
+        ensemble = ReplayBufferEnsemble(
+            make_member(0),
+            remote,
+            num_buffer_sampled=4,
+            counts="exact",
+            batch_size=8,
+            generator=seeded(),
+        )
+        check_rows(ensemble.sample())
+        # A copy has a handle of the same actor.
+        copy = pickle.loads(pickle.dumps(ensemble))
+        assert same(copy.sample(), ensemble.sample())
+    with pytest.raises(ActorLost, match="member 1"):
+        copy.sample()
+    copy.sampler.p = [1.0, 0.0]
+    check_rows(copy.sample())
 
 
 def test_remote_requests_overlap_reads_of_local_members(
