@@ -205,10 +205,14 @@ class JointReply(Reply, ABC):
         """Wait for the answers to the messages; return the joint answer."""
 
     def get(self, timeout: float | None = None) -> Any:
-        return self._settled(lambda: self._make(timeout))
+        return self._settled(lambda: self._make(timeout), timeout)
 
-    def _settled(self, make: Callable[[], Any]) -> Any:
-        with self._lock:
+    def _settled(self, make: Callable[[], Any], timeout: float | None) -> Any:
+        if not self._lock.acquire(
+            timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+        ):
+            raise TimeoutError(f"no answer within {timeout:g} seconds")
+        try:
             if not self._known:
                 try:
                     self._value = make()
@@ -217,6 +221,8 @@ class JointReply(Reply, ABC):
                 except Exception as error:
                     self._error = error
                 self._known = True
+        finally:
+            self._lock.release()
         return self._found()
 
     async def wait(self) -> Any:

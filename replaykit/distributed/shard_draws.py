@@ -327,7 +327,9 @@ class PacedSample(JointReply):
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                return await asyncio.to_thread(self._settled, lambda: self._delivered(None, 0.0))
+                return await asyncio.to_thread(
+                    self._settled, lambda: self._delivered(None, 0.0), None
+                )
             except RateLimiterTimeout:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
