@@ -149,6 +149,15 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("ShardedClient", "shards", "distributed"),
     Entry("ShardedResult", "shards", "distributed"),
     Entry("ShardLoss", "shards", "distributed"),
+    # Folders that other processes fill
+    Entry("TrajectoryWriter", "feed", "feeds"),
+    Entry("TrajectoryFolder", "feed", "feeds"),
+    Entry("TrajectorySource", "base", "feeds"),
+    Entry("TrajectoryChunks", "trajectory source", "feeds"),
+    Entry("AmagoTrajectories", "trajectory source", "feeds"),
+    Entry("EmoteTable", "trajectory source", "feeds"),
+    Entry("AlfCheckpoint", "trajectory source", "feeds"),
+    Entry("feed_trajectories", "function", "feeds"),
     # Tools
     Entry("VectorSteps", "environment", "environments"),
     Entry("transition", "environment", "environments"),

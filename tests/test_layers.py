@@ -19,7 +19,7 @@ ABOVE_ONE_ANOTHER = [
     {"adapters"},
     {"remote", "sharding"},
     {"datasets", "distributed"},
-    {"mixture"},
+    {"mixture", "feeds"},
     {"buffer"},
     {"samplers", "writers", "transforms"},
     {"environments", "pace", "priorities", "storages"},

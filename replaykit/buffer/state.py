@@ -381,9 +381,15 @@ def restarted(sampler: Sampler, saved: Mapping[str, Any], content: Content) -> d
     return state
 
 
-def snapshot_of(buffer: ReplayBuffer, path: str | os.PathLike[str], base: Base) -> Snapshot:
+def snapshot_of(
+    buffer: ReplayBuffer,
+    path: str | os.PathLike[str],
+    base: Base,
+    more: Mapping[str, Any] | None = None,
+) -> Snapshot:
+    """Return the state that a save writes. ``more`` has the states of further parts."""
     with buffer._locked(settled=False) as storage:
-        parts = saved_parts(buffer, path)
+        parts = {**saved_parts(buffer, path), **(more or {})}
         return Snapshot(parts, described(buffer, parts), storage.lock, base)
 
 

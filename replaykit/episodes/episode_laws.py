@@ -72,7 +72,7 @@ SWITCHED: Final = 3
 SEVERED: Final = 4
 """A cut by ``cut()``, or because rows are missing. The next episode begins in its middle."""
 RESTORED: Final = 5
-"""A cut by a restart. The next episode begins with a reset."""
+"""A cut by a restart, or before a reset. The next episode begins with a reset."""
 
 Array = np.ndarray[Any, Any]
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from replaykit.episodes import EpisodeIndex
-from replaykit.episodes.episode_laws import RESTORED
+from replaykit.episodes.episode_laws import RESTORED, SEVERED
 from replaykit.schema import Rows, Schema
 from replaykit.storages.columns import Columns
 from replaykit.storages.content import Content
@@ -85,8 +85,8 @@ class SequencedStorage(Storage):
         """
         return self.indexes.of()
 
-    def cut(self, lanes: Any) -> None:
-        self.indexes.cut(lanes)
+    def cut(self, lanes: Any, *, reset: bool = False) -> None:
+        self.indexes.cut(lanes, RESTORED if reset else SEVERED)
 
     def resume(self, *, over: bool) -> None:
         if over:

@@ -198,8 +198,8 @@ class ColumnStorage(ColumnReads):
             self.write(slots, rows, kept)
             columns.continues_from(continuing, stream_keys(rows.leaves[columns.key]))
 
-    def cut(self, lanes: Any) -> None:
-        super().cut(lanes)
+    def cut(self, lanes: Any, *, reset: bool = False) -> None:
+        super().cut(lanes, reset=reset)
         if isinstance(self._columns, DedupColumns):
             by_stream = lanes is not None and self.lane_key is not None
             self._columns.sever(self.episodes.keys(lanes) if by_stream else lanes)

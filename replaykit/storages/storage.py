@@ -305,8 +305,11 @@ class Storage(SavedRows, Uncompiled, ABC):
 
     # -- episodes -----------------------------------------------------------------------------
 
-    def cut(self, lanes: Any) -> None:
+    def cut(self, lanes: Any, *, reset: bool = False) -> None:
         """End the open episodes of lanes, bool ``[lanes]``; the caller holds the lock.
+
+        Args:
+            reset: whether the next rows follow a reset. By default they begin in the middle.
 
         Raises:
             RuntimeError: the storage has no episode index.
