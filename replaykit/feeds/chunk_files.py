@@ -35,6 +35,7 @@ __all__ = [
     "FORMATS",
     "PARTITIONS",
     "ROWS_BYTES",
+    "ZIP_ERRORS",
     "Chunk",
     "ChunkHeader",
     "ChunkLayout",
@@ -71,6 +72,8 @@ _NAME: Final = re.compile(r"([0-9a-f]{16}-[0-9]{1,9})-([0-9]{8,18})\.(?:safetens
 _MOST_TABLE: Final = 1 << 26
 """Most bytes of a table. A damaged length must not allocate any amount of memory."""
 _MOST_ARRAY_HEADER: Final = 1 << 12
+ZIP_ERRORS: Final = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
+"""Errors of damaged zip files. The last one is for flags that ask for a password."""
 
 ROWS_BYTES: Final = 1 << 20
 """Bytes of the block that joined rows share. New memory costs more than the copy into it."""
@@ -438,7 +441,7 @@ def _zip_errors() -> Iterator[None]:
         yield
     except DamagedChunk:
         raise
-    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, ValueError) as error:
+    except (*ZIP_ERRORS, KeyError, TypeError, ValueError) as error:
         raise DamagedChunk(f"the file is no chunk: {error}") from None
 
 

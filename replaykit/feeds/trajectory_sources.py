@@ -20,6 +20,7 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.feeds.chunk_files import (
     FORMATS,
     PARTITIONS,
+    ZIP_ERRORS,
     ChunkHeader,
     ChunkLayout,
     read_array,
@@ -299,7 +300,7 @@ class EmoteTable:
                     for name in self._columns
                     for ranges in (read_array(file, f"{name}.ranges"),)
                 }
-        except (zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
+        except (*ZIP_ERRORS, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no table of Emote: {error}") from None
         for name in (actions, rewards):
             if name not in self._columns:
@@ -498,7 +499,7 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as file:
             yield file
-    except zipfile.BadZipFile as error:
+    except ZIP_ERRORS as error:
         raise ValueError(f"{path}: {error}") from None
 
 
