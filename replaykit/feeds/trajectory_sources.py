@@ -189,8 +189,8 @@ class AmagoTrajectories:
     Args:
         folder: the folder with the files, such as ``buffer/fifo`` of a data set.
 
-    Observations of one key ``observation`` are rows ``("observation",)``, others
-    ``("observation", key)``. ``goals``, if there are any, are observations of the same name at the
+    Observations have the keys ``("observation", name)``, or ``observation`` if that is the only
+    name. ``goals``, if there are any, are observations of the same name at the
     root. ``time_idx`` is the step of the episode, int64 ``[n, 1]``. AMAGO saves terminations only;
     the last row of a trajectory without one is cut.
 
@@ -239,11 +239,10 @@ class AmagoTrajectories:
                 ("next", "terminated"): part("dones"),
             }
             state: dict[Any, str] = {("goals",): "goals"} if "goals" in names else {}
-            for name in names:
-                if name.startswith(_AMAGO_OBSERVATION):
-                    key = name[len(_AMAGO_OBSERVATION) :]
-                    at = ("observation",) if key == "observation" else ("observation", key)
-                    state[at] = name
+            seen = [name for name in names if name.startswith(_AMAGO_OBSERVATION)]
+            for name in seen:
+                key = ("observation", name.removeprefix(_AMAGO_OBSERVATION))
+                state[key[:1] if len(seen) == 1 and key[0] == key[1] else key] = name
             for at, name in state.items():
                 after = ("next", *at)
                 rows[at], rows[after] = part(name, 1), part(name, 1, 1)
