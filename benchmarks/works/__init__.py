@@ -68,6 +68,7 @@ WORKS = {
         "growing",
         "cuda",
         "corpora",
+        "collection",
     )
 }
 
