@@ -20,6 +20,7 @@ _PAGES: Final = {
     "transforms": ("Transforms", ("transform", "transform part")),
     "ensembles": ("Ensembles", ("ensemble",)),
     "processes": ("Buffers in other processes", ("remote", "shards")),
+    "feeds": ("Feeds", ("feed", "trajectory source")),
     "environments": ("Environments", ("environment",)),
     "adapters": ("Adapters", ("adapter",)),
     "trees": ("Segment trees", ("segment tree",)),

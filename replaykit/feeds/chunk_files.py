@@ -16,7 +16,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -79,23 +79,9 @@ ROWS_BYTES: Final = 1 << 20
 """Bytes of the block that joined rows share. New memory costs more than the copy into it."""
 
 _CODES: Final = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-}
+    name: name.upper().replace("UINT", "U").replace("BFLOAT", "BF").replace("FLOAT", "F")
+    for name in ("bool", "uint8", "uint16", "uint32", "uint64", "bfloat16", "float16", "float32")
+} | {"int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "float64": "F64"}
 """Names of dtypes in tables of the layout ``safetensors``. Other dtypes are stored as bytes."""
 
 
@@ -516,22 +502,21 @@ def read_columns(
             schema.leaf(key)
         schema = schema.part(keys)
     count, leaves = max(0, until - first), {}
-    with open(path, "rb", buffering=0) as file, ExitStack() as stack:
-        found = None if start >= 0 else stack.enter_context(zipfile.ZipFile(file))
+    with nullcontext() if start >= 0 else zipfile.ZipFile(path) as found:
         for column in layout.columns:
             if column.path in schema.leaves:
-                if found is not None:
-                    with _zip_errors():
-                        data = bytearray(read_array(found, column.name, first, until).tobytes())
+                size = column.row_bytes
+                if found is None:
+                    flat = np.fromfile(path, np.uint8, count * size, offset=start + first * size)
                 else:
-                    file.seek(start + first * column.row_bytes)
-                    data = bytearray(file.read(count * column.row_bytes))
-                if len(data) != count * column.row_bytes:
+                    with _zip_errors():
+                        rows = read_array(found, column.name, first, until)
+                    flat = rows.reshape(-1).view(np.uint8)
+                if flat.size != count * size:
                     raise DamagedChunk(f"{path} lacks rows of column {column.name!r}")
-                shape = (count, *column.leaf.shape)
-                empty = torch.empty(shape, dtype=column.leaf.dtype)
-                full = torch.frombuffer(data, dtype=column.leaf.dtype) if data else empty
-                leaves[column.path] = full.view(shape)
+                block = torch.from_numpy(flat) if flat.size else torch.empty(0, dtype=torch.uint8)
+                values = block.view(column.leaf.dtype)
+                leaves[column.path] = values.view(count, *column.leaf.shape)
             start += column.row_bytes * header.rows
     return build(schema.root, leaves, torch.Size([count]), None)
 

@@ -84,6 +84,13 @@ class _Entry(NamedTuple):
     number: int
 
 
+_Item = tuple[_Entry, Chunk | None]
+"""A file and its content, None if that is damaged."""
+
+_Cut = tuple[Any, bool]
+"""The stream of the buffer, None without ``lane_key``, and whether a reset follows."""
+
+
 class _Kept(NamedTuple):
     """A file that an owner counts, in the order of age."""
 
@@ -392,7 +399,7 @@ class TrajectoryFolder:
     # -- feeding ----------------------------------------------------------------------------------
 
     def _feed(self, names: dict[str, _Entry]) -> dict[str, _Kept]:
-        """Store the rows of unread chunks; return what an owner counts of them."""
+        """Store the rows of unread chunks; return their ages and sizes."""
         fresh = self._unread(names)
         if self._has_gap(fresh):
             # A listing may miss a file that appears meanwhile and show a later one of its stream.
@@ -411,11 +418,9 @@ class TrajectoryFolder:
                 break
         return sizes
 
-    def _batches(
-        self, fresh: list[_Entry], sizes: dict[str, _Kept]
-    ) -> Iterator[list[tuple[_Entry, Chunk | None]]]:
-        """Read entries, and yield them in batches. A damaged chunk is None."""
-        batch: list[tuple[_Entry, Chunk | None]] = []
+    def _batches(self, fresh: list[_Entry], sizes: dict[str, _Kept]) -> Iterator[list[_Item]]:
+        """Read entries, and yield them in batches."""
+        batch: list[_Item] = []
         nbytes, damaged = 0, []
         for entry in fresh:
             path = f"{self._folder}/{entry.name}"
@@ -451,14 +456,10 @@ class TrajectoryFolder:
             )
 
     def _groups(
-        self, batch: list[tuple[_Entry, Chunk | None]], *, single: bool
-    ) -> Iterator[tuple[list[tuple[_Entry, Chunk | None]], tuple[Any, bool] | None]]:
-        """Divide a batch into groups that one write stores, each with the cut before it.
-
-        A cut is the stream of the buffer, None without ``lane_key``, and whether the next rows
-        follow a reset.
-        """
-        group: list[tuple[_Entry, Chunk | None]] = []
+        self, batch: list[_Item], *, single: bool
+    ) -> Iterator[tuple[list[_Item], _Cut | None]]:
+        """Divide a batch into groups that one write stores, each with the cut before it."""
+        group: list[_Item] = []
         layout, before = None, None
         if self._buffer.write_count != self._write_count:
             self._newest = {}
@@ -475,7 +476,7 @@ class TrajectoryFolder:
         if group:
             yield group, before
 
-    def _cut_before(self, newest: dict[Any, _Newest], chunk: Chunk) -> tuple[Any, bool] | None:
+    def _cut_before(self, newest: dict[Any, _Newest], chunk: Chunk) -> _Cut | None:
         """Return the cut that a chunk needs before it, and note the chunk as the newest one."""
         header, lane = chunk.header, self._lane_of(chunk)
         before = newest.get(lane)
@@ -501,9 +502,7 @@ class TrajectoryFolder:
             state.lanes_given += 1
         return state.lanes[stream]
 
-    def _store(
-        self, group: list[tuple[_Entry, Chunk | None]], cut: tuple[Any, bool] | None
-    ) -> None:
+    def _store(self, group: list[_Item], cut: _Cut | None) -> None:
         """Store a group in the buffer, then note that it was read."""
         chunks = [chunk for _, chunk in group if chunk is not None]
         if chunks:

@@ -353,7 +353,7 @@ def _codes_of(leaves: dict[Key, torch.Tensor], count: int, lanes: int) -> Any:
     codes = np.zeros((count, lanes), np.uint8)
     flags = end_flags(leaves)
     names = {path[-1] for path in flags}
-    # A flag `done` alone shows terminations. Beside `terminated`, it shows any end.
+    # A flag `done` alone shows terminations. With `terminated`, it shows any end.
     order = sorted(flags, key=lambda path: ("done", "truncated", "terminated").index(path[-1]))
     for path in order:
         ends = leaves[path].reshape(count, lanes, -1).bool().any(-1).numpy()

@@ -298,7 +298,7 @@ def test_refresh_does_not_wait_for_a_rate_limiter(tmp_path: Path) -> None:
 
 
 @pytest.mark.acceptance("S32")
-def test_a_restarted_learner_reads_only_what_is_new(tmp_path: Path) -> None:
+def test_a_restarted_learner_reads_only_new_chunks(tmp_path: Path) -> None:
     root, saved = tmp_path / "root", tmp_path / "saved"
     writer = TrajectoryWriter(root, max_len=5)
     rb = buffer_of(generator=torch.Generator().manual_seed(0), sampler=SliceSampler(slice_len=2))

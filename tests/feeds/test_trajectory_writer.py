@@ -115,7 +115,7 @@ def test_ids_and_cuts_end_chunks_without_a_flag(tmp_path: Path) -> None:
     ]
 
 
-def test_flush_and_close_write_what_is_complete(tmp_path: Path) -> None:
+def test_flush_and_close_write_complete_chunks(tmp_path: Path) -> None:
     writer = TrajectoryWriter(tmp_path, max_len=4, flush="call", partition="protected")
     rows = rows_of(0, 0, 10)
     writer.extend(rows)
@@ -197,6 +197,7 @@ def test_a_failed_write_leaves_no_file_and_keeps_the_rows(
     assert TrajectoryChunks(tmp_path).tags(0)["number"] == 1
 
 
+@pytest.mark.acceptance("F40")
 def test_files_are_readable_for_all_and_by_other_libraries(tmp_path: Path) -> None:
     with TrajectoryWriter(tmp_path, format="npz") as writer:
         writer.extend(rows_of(0, 0, 3))
