@@ -44,6 +44,7 @@ from replaykit.declared import (
     within,
 )
 from replaykit.distributed.shard_config import OwnState, SavedHead, ShardsState
+from replaykit.feeds.trajectory_folder import FolderState
 from replaykit.pace.waiting import LimiterCounts
 from replaykit.samplers.priority_rules import SavedPriorities
 from tests.checkpoint.values import plain
@@ -230,6 +231,10 @@ STATES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "listing": lambda: (
         HubListing,
         HubListing("me/data", "0" * 40, "http://hub", (HubFile("a.h5", 3, None, None),)).to_json(),
+    ),
+    "folder": lambda: (
+        FolderState,
+        encode_state(FolderState("fifo", {"0" * 16 + "-0": 3}, ["a.npz"], {"0": 0}, 1, 4, 9, 1, 2)),
     ),
     "recording": lambda: (
         _Committed,

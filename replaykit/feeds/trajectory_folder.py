@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -66,14 +66,18 @@ class FolderState:
     """
 
     partition: Literal["fifo", "protected"]
-    read: dict[str, Count] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)
-    lanes: dict[str, Count] = field(default_factory=dict)
-    lanes_given: Count = 0
-    files: Count = 0
-    rows: Count = 0
-    damaged: Count = 0
-    evicted: Count = 0
+    read: dict[str, Count]
+    others: list[str]
+    lanes: dict[str, Count]
+    lanes_given: Count
+    files: Count
+    rows: Count
+    damaged: Count
+    evicted: Count
+
+    def __post_init__(self) -> None:
+        if max(self.lanes.values(), default=-1) >= self.lanes_given:
+            raise ValueError(f"expected lanes below {self.lanes_given}, got {self.lanes}")
 
 
 class _Entry(NamedTuple):
@@ -190,7 +194,7 @@ class TrajectoryFolder:
         self._lane_key = getattr(buffer.storage, "lane_key", None)
         self._folder = Path(root).expanduser() / partition
         self._lock = Lock()
-        self._state = FolderState(partition)
+        self._state = FolderState(partition, {}, [], {}, 0, 0, 0, 0, 0)
         # The newest chunk of each stream of the buffer, as long as only this folder writes.
         self._newest: dict[Any, _Newest] = {}
         self._write_count = -1
