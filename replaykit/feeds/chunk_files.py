@@ -68,7 +68,9 @@ _START: Final = f'{{"__metadata__": {{"{_HEADER}": "'.encode()
 _SCHEMA: Final = b'", "schema": "'
 _END: Final = b'}"}'
 """The end of the schema and of the metadata. Inside the schema, all quotes are escaped."""
-_NAME: Final = re.compile(r"([0-9a-f]{16}-[0-9]{1,9})-([0-9]{8,18})\.(?:safetensors|npz)")
+_NAME: Final = re.compile(
+    r"([0-9]{19})-([0-9a-f]{16}-[0-9]{1,9})-([0-9]{8,18})\.(?:safetensors|npz)"
+)
 _MOST_TABLE: Final = 1 << 26
 """Most bytes of a table. A damaged length must not allocate any amount of memory."""
 _MOST_ARRAY_HEADER: Final = 1 << 12
@@ -208,14 +210,14 @@ class Chunk(NamedTuple):
 
 
 def chunk_name(header: ChunkHeader, format: str) -> str:
-    """Return the name of the file of a chunk. Names of a stream sort in write order."""
-    return f"{header.stream}-{header.number:08d}{FORMATS[format]}"
+    """Return the name of the file of a chunk. Names sort by age."""
+    return f"{header.written:019d}-{header.stream}-{header.number:08d}{FORMATS[format]}"
 
 
 def parse_name(name: str) -> tuple[str, int] | None:
     """Return stream and number of a name that ``chunk_name`` made; None for other names."""
     found = _NAME.fullmatch(name)
-    return None if found is None else (found[1], int(found[2]))
+    return None if found is None else (found[2], int(found[3]))
 
 
 def draft_of(name: str) -> bool:

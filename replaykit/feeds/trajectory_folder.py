@@ -48,6 +48,8 @@ _PART: Final = "feed"
 """The name of the folder's progress among the parts of a checkpoint."""
 _DAMAGED_MOST: Final = 100
 """Number of damaged chunks in a row after which a refresh raises an error."""
+_STREAMS_KEPT: Final = 1_000
+"""Number of streams without files whose number in the buffer is remembered."""
 _DRAFT_S: Final = 600
 """Age in seconds of an unfinished file whose writer must have died."""
 
@@ -191,7 +193,7 @@ class TrajectoryFolder:
             raise ValueError(f"protected chunks are not evicted; got {next(iter(self._limits))}")
         self._min_files = whole_number("min_files", min_files, 0)
         self._buffer = buffer
-        self._lane_key = getattr(buffer.storage, "lane_key", None)
+        self._lane_key: Any = None
         self._folder = Path(root).expanduser() / partition
         self._lock = Lock()
         self._state = FolderState(partition, {}, [], {}, 0, 0, 0, 0, 0)
@@ -377,9 +379,12 @@ class TrajectoryFolder:
         return found
 
     def _unread(self, names: dict[str, _Entry]) -> list[_Entry]:
-        """Return the entries that were not read, by stream and number."""
+        """Return the entries that were not read, the oldest first.
+
+        The names of a writer sort in the order of its chunks.
+        """
         read, others = self._state.read, set(self._state.others)
-        fresh = [
+        return sorted(
             entry
             for entry in names.values()
             if (
@@ -387,8 +392,7 @@ class TrajectoryFolder:
                 if entry.stream is None
                 else entry.number > read.get(entry.stream, -1)
             )
-        ]
-        return sorted(fresh, key=lambda entry: (entry.stream or "", entry.number, entry.name))
+        )
 
     def _has_gap(self, fresh: list[_Entry]) -> bool:
         """Return whether a stream lacks a number before one of its unread chunks."""
@@ -404,6 +408,7 @@ class TrajectoryFolder:
 
     def _feed(self, names: dict[str, _Entry]) -> dict[str, _Kept]:
         """Store the rows of unread chunks; return their ages and sizes."""
+        self._lane_key = getattr(self._buffer.storage, "lane_key", None)
         fresh = self._unread(names)
         if self._has_gap(fresh):
             # A listing may miss a file that appears meanwhile and show a later one of its stream.
@@ -462,13 +467,16 @@ class TrajectoryFolder:
     def _groups(
         self, batch: list[_Item], *, single: bool
     ) -> Iterator[tuple[list[_Item], _Cut | None]]:
-        """Divide a batch into groups that one write stores, each with the cut before it."""
+        """Divide a batch into groups that one write stores, each with the cut before it.
+
+        The chunks of a stream come together, so that they continue one another.
+        """
         group: list[_Item] = []
         layout, before = None, None
         if self._buffer.write_count != self._write_count:
             self._newest = {}
         newest = dict(self._newest)
-        for entry, chunk in batch:
+        for entry, chunk in sorted(batch, key=lambda item: (item[0].stream or "", item[0])):
             cut = None
             if chunk is not None:
                 cut = self._cut_before(newest, chunk)
@@ -554,7 +562,8 @@ class TrajectoryFolder:
             return  # the folder may be missing for a while
         state, streams = self._state, {entry.stream for entry in names.values()}
         state.read = {name: last for name, last in state.read.items() if name in streams}
-        state.lanes = {name: lane for name, lane in state.lanes.items() if name in streams}
+        for name in [name for name in state.lanes if name not in streams][:-_STREAMS_KEPT]:
+            self._newest.pop(state.lanes.pop(name), None)
         state.others = [name for name in state.others if name in names]
 
     # -- owning -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -153,7 +153,8 @@ class TrajectoryChunks:
         self._found: list[tuple[ChunkHeader, ChunkLayout, int, Path]] = []
         for path in sorted(folder.glob("[!.]*")):
             if path.suffix in FORMATS.values():
-                self._found.append((*read_header(str(path)), path))
+                with suppress(FileNotFoundError):  # evicted meanwhile
+                    self._found.append((*read_header(str(path)), path))
         self._found.sort(key=lambda found: (found[0].written, found[0].stream, found[0].number))
 
     def __len__(self) -> int:

@@ -28,6 +28,7 @@ from replaykit import (
 )
 from replaykit.episodes import EndReason, Head
 from replaykit.errors import CheckpointError, RateLimiterTimeout, SchemaError
+from replaykit.feeds import trajectory_folder
 from tests.feeds.trajectories import buffer_of, files_in, rows_of, steps_in
 
 
@@ -386,3 +387,16 @@ def test_mixtures_loaders_and_lists_take_fed_buffers(tmp_path: Path) -> None:
     rows = ReplayBuffer(storage=ListStorage(100), collate_fn=torch.stack)
     assert TrajectoryFolder(tmp_path, rows).refresh() == 40
     assert steps_in(rows[:]) == [(1, step) for step in range(40)]
+
+
+def test_a_late_reader_keeps_the_youngest_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trajectory_folder, "ROWS_BYTES", 1)
+    for stream, name in enumerate("fc0"):  # older writers have later names
+        with TrajectoryWriter(tmp_path) as writer:
+            writer._name = name * 16
+            writer.extend(rows_of(stream, 0, 4, [1, 3]))
+    rb = buffer_of(4)
+    assert TrajectoryFolder(tmp_path, rb).refresh() == 12
+    assert steps_in(rb[:]) == [(2, step) for step in range(4)]
