@@ -33,13 +33,14 @@ from replaykit.structure import Path as Key
 
 __all__ = [
     "FORMATS",
-    "PARTITIONS",
     "ROWS_BYTES",
     "ZIP_ERRORS",
     "Chunk",
     "ChunkHeader",
     "ChunkLayout",
     "DamagedChunk",
+    "Format",
+    "Partition",
     "chunk_name",
     "draft_of",
     "encode_chunk",
@@ -52,8 +53,10 @@ __all__ = [
     "read_header",
 ]
 
-PARTITIONS: Final = ("fifo", "protected")
+Partition = Literal["fifo", "protected"]
 """The folders below a root. Only chunks of the first one are evicted."""
+
+Format = Literal["safetensors", "npz", "npz-compressed"]
 
 FORMATS: Final = {"safetensors": ".safetensors", "npz": ".npz", "npz-compressed": ".npz"}
 """The suffix of the files of each format."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -17,22 +17,21 @@ import torch
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.state import snapshot_of
 from replaykit.checkpoint import Checkpoint, save_snapshot
-from replaykit.declared import Count, decode_state, encode_state
+from replaykit.declared import Count, Positive, decode_state, encode_state, read_value
 from replaykit.errors import CheckpointError, RateLimiterTimeout, SchemaError
 from replaykit.feeds.chunk_files import (
     FORMATS,
-    PARTITIONS,
     ROWS_BYTES,
     Chunk,
     ChunkHeader,
     DamagedChunk,
+    Partition,
     draft_of,
     join_rows,
     parse_name,
     read_chunk,
     read_header,
 )
-from replaykit.feeds.trajectory_writer import choice_of, whole_number
 from replaykit.filesystem import make_directory
 from replaykit.interrupts import Lock, check
 from replaykit.keywords import checked_keywords, named_after
@@ -67,7 +66,7 @@ class FolderState:
         files, rows, damaged, evicted: counts of files and rows.
     """
 
-    partition: Literal["fifo", "protected"]
+    partition: Partition
     read: dict[str, Count]
     others: list[str]
     lanes: dict[str, Count]
@@ -172,7 +171,7 @@ class TrajectoryFolder:
         max_rows: int | None = None,
         max_bytes: int | None = None,
         owner: bool = False,
-        partition: Literal["fifo", "protected"] = "fifo",
+        partition: Partition = "fifo",
         min_files: int = 1,
     ) -> None:
         if not isinstance(buffer, ReplayBuffer):
@@ -182,16 +181,15 @@ class TrajectoryFolder:
                 f"expected a buffer without lanes, got ndim={buffer.storage.ndim}; a storage with "
                 "lane_key= keeps the streams of a folder apart"
             )
-        self._partition = choice_of("partition", partition, PARTITIONS)
+        self._partition: Partition = read_value(Partition, partition, "partition")
         limits = {"max_files": max_files, "max_rows": max_rows, "max_bytes": max_bytes}
-        self._limits = {
-            name: whole_number(name, limit, 1)
-            for name, limit in limits.items()
-            if limit is not None
+        limits = {name: read_value(Positive | None, limits[name], name) for name in limits}
+        self._limits: dict[str, int] = {
+            name: limit for name, limit in limits.items() if limit is not None
         }
         if self._limits and partition == "protected":
             raise ValueError(f"protected chunks are not evicted; got {next(iter(self._limits))}")
-        self._min_files = whole_number("min_files", min_files, 0)
+        self._min_files: int = read_value(Count, min_files, "min_files")
         self._buffer = buffer
         self._lane_key: Any = None
         self._folder = Path(root).expanduser() / partition
@@ -259,15 +257,9 @@ class TrajectoryFolder:
         skipped. ``foreign`` counts the files of other programs in the folder. ``evicted`` files
         were removed by this owner.
         """
-        state = self._state
-        return {
-            "files": state.files,
-            "rows": state.rows,
-            "damaged": state.damaged,
-            "vanished": self._vanished,
-            "foreign": self._foreign,
-            "evicted": state.evicted,
-        }
+        names = ("files", "rows", "damaged", "evicted")
+        found: dict[str, int] = {name: getattr(self._state, name) for name in names}
+        return {**found, "vanished": self._vanished, "foreign": self._foreign}
 
     def delete(self) -> int:
         """Remove all chunks of the partition; return their number. The folder stays usable.

@@ -17,17 +17,17 @@ import torch
 
 from replaykit._compat import TensorDict
 from replaykit.buffer import ReplayBuffer
+from replaykit.declared import read_value
 from replaykit.feeds.chunk_files import (
     FORMATS,
-    PARTITIONS,
     ZIP_ERRORS,
     ChunkHeader,
     ChunkLayout,
+    Partition,
     read_array,
     read_columns,
     read_header,
 )
-from replaykit.feeds.trajectory_writer import choice_of
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.structure import from_numpy
 from replaykit.ted import DONE, NEXT_FLAGS, TERMINATED, TRUNCATED, unravel
@@ -148,8 +148,8 @@ class TrajectoryChunks:
         (1, 6, [2, 3])
     """
 
-    def __init__(self, root: str | os.PathLike[str], partition: str = "fifo") -> None:
-        folder = Path(root).expanduser() / choice_of("partition", partition, PARTITIONS)
+    def __init__(self, root: str | os.PathLike[str], partition: Partition = "fifo") -> None:
+        folder = Path(root).expanduser() / read_value(Partition, partition, "partition")
         self._found: list[tuple[ChunkHeader, ChunkLayout, int, Path]] = []
         for path in sorted(folder.glob("[!.]*")):
             if path.suffix in FORMATS.values():
@@ -199,6 +199,16 @@ class AmagoTrajectories:
         ValueError: the folder holds ``.traj`` files, which are pickles; or the lengths of arrays
             contradict one another, or an array is missing. The error names file and array.
         FileNotFoundError: there is no such folder.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> from replaykit import AmagoTrajectories
+        >>> folder = tempfile.mkdtemp()
+        >>> np.savez(f"{folder}/a.npz", _OBS_KEY_observation=np.arange(3.0), actions=np.ones(2),
+        ...          rews=np.ones((2, 1)), dones=np.array([[0], [1]]), time_idxs=np.arange(3))
+        >>> source = AmagoTrajectories(folder)
+        >>> source.load(0)["next", "observation"].tolist(), source.tags(0)["tail"]
+        ([1.0, 2.0], 'terminated')
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -278,6 +288,22 @@ class EmoteTable:
         FileNotFoundError: there is no such file.
         ValueError: the file is no such table, has another version, or its columns contradict one
             another. The error names file and column.
+
+    Example:
+        >>> import json, tempfile, zipfile, numpy as np
+        >>> from replaykit import EmoteTable
+        >>> path = tempfile.mkdtemp() + "/table.zip"
+        >>> columns = {"obs": 3, "actions": 2, "rewards": 2}
+        >>> with zipfile.ZipFile(path, "w") as file:
+        ...     file.writestr("version", "1")
+        ...     parts = {"ids": [7], "part_keys": list(columns)}
+        ...     file.writestr("configuration.json", json.dumps(parts))
+        ...     for name, count in columns.items():
+        ...         for key, values in ((name, range(count)), (f"{name}.ranges", [(7, 0, count)])):
+        ...             with file.open(f"{key}.npy", "w") as member:
+        ...                 np.save(member, np.array(values))
+        >>> EmoteTable(path).load(0)["next", "observation", "obs"].tolist()
+        [1, 2]
     """
 
     def __init__(
@@ -391,6 +417,18 @@ class AlfCheckpoint:
         ValueError: the file has no buffer, several buffers, or other objects than tensors.
 
     The constructor reads the whole file.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from replaykit import AlfCheckpoint
+        >>> steps = {"observation": [0.0, 1.0, 2.0], "reward": [0.0, 5.0, 6.0],
+        ...          "discount": [1.0, 1.0, 0.0], "step_type": [0, 1, 2]}
+        >>> state = {f"buffer.{name}": torch.tensor([values]) for name, values in steps.items()}
+        >>> state |= {f"buffer._current_{name}": torch.tensor([3]) for name in ("pos", "size")}
+        >>> path = tempfile.mkdtemp() + "/ckpt"
+        >>> torch.save(state, path)
+        >>> AlfCheckpoint(path).load(0)["next", "reward"].flatten().tolist()
+        [5.0, 6.0]
     """
 
     def __init__(self, path: str | os.PathLike[str], *, buffer: str | None = None) -> None:

@@ -14,11 +14,12 @@ import torch
 from typing_extensions import Self
 
 from replaykit._compat import TensorDictBase
+from replaykit.declared import Count, Positive, read_value
 from replaykit.feeds.chunk_files import (
-    FORMATS,
-    PARTITIONS,
     ChunkHeader,
     ChunkLayout,
+    Format,
+    Partition,
     chunk_name,
     encode_chunk,
     publish_chunk,
@@ -29,25 +30,12 @@ from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.structure import Path as Key
 from replaykit.ted import EPISODE_KEYS, end_flags
 
-__all__ = ["TrajectoryWriter", "choice_of", "whole_number"]
+__all__ = ["TrajectoryWriter"]
+
+Flush = Literal["done", "call"]
 
 _TAILS = ("cut", "terminated", "truncated")
 """The tails of chunks. Codes of rows are positions in this tuple; 0 if the episode continues."""
-
-
-def choice_of(name: str, value: Any, known: Any) -> Any:
-    """Return a value that is among the known ones; ValueError names the argument."""
-    if value not in known:
-        words = ", ".join(map(repr, known))
-        raise ValueError(f"expected {name} as one of {words}, got {value!r}")
-    return value
-
-
-def whole_number(name: str, value: Any, least: int) -> int:
-    """Return an int of at least ``least``; ValueError names the argument."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"expected {name} as an int of at least {least}, got {value!r}")
-    return value
 
 
 class _Finished(NamedTuple):
@@ -117,24 +105,24 @@ class TrajectoryWriter:
         *,
         max_len: int | None = None,
         stagger: int = 0,
-        partition: Literal["fifo", "protected"] = "fifo",
-        flush: Literal["done", "call"] = "done",
-        format: Literal["safetensors", "npz", "npz-compressed"] = "safetensors",
+        partition: Partition = "fifo",
+        flush: Flush = "done",
+        format: Format = "safetensors",
         lanes: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        self._max_len = None if max_len is None else whole_number("max_len", max_len, 1)
-        self._stagger = whole_number("stagger", stagger, 0)
+        self._max_len: int | None = read_value(Positive | None, max_len, "max_len")
+        self._stagger: int = read_value(Count, stagger, "stagger")
         if self._stagger >= (1 if max_len is None else max_len):
             raise ValueError(f"expected stagger below max_len={max_len}, got {stagger}")
-        self._format = choice_of("format", format, FORMATS)
-        self._now = choice_of("flush", flush, ("done", "call")) == "done"
+        self._format: Format = read_value(Format, format, "format")
+        self._now = read_value(Flush, flush, "flush") == "done"
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"expected a torch.Generator, got {type(generator).__name__}")
         self._generator = generator
         self._single = lanes is None
-        count = 1 if lanes is None else whole_number("lanes", lanes, 1)
-        self._folder = Path(root).expanduser() / choice_of("partition", partition, PARTITIONS)
+        count = read_value(Positive | None, lanes, "lanes") or 1
+        self._folder = Path(root).expanduser() / read_value(Partition, partition, "partition")
         self._lock = Lock()
         self._name, self._process = uuid.uuid4().hex[:16], os.getpid()
         self._lanes = [_LaneRows(number) for number in range(count)]

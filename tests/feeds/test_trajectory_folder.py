@@ -347,11 +347,11 @@ def test_a_restarted_learner_reads_only_new_chunks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"max_files": 0}, ValueError, "max_files as an int of at least 1, got 0"),
+        ({"max_files": 0}, ValueError, "max_files as an int of at least 1 or None, got 0"),
         ({"max_rows": 1.5}, ValueError, "max_rows as an int of at least 1"),
         ({"max_bytes": -1}, ValueError, "max_bytes as an int of at least 1"),
         ({"min_files": -1}, ValueError, "min_files as an int of at least 0"),
-        ({"partition": "lifo"}, ValueError, "partition as one of 'fifo', 'protected'"),
+        ({"partition": "lifo"}, ValueError, r"partition as one of \('fifo', 'protected'\)"),
         ({"partition": "protected", "max_files": 1}, ValueError, "chunks are not evicted"),
         ({"buffer": None}, TypeError, "expected a ReplayBuffer, got NoneType"),
         (

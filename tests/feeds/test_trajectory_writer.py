@@ -135,14 +135,17 @@ def test_flush_and_close_write_complete_chunks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_len": 0}, "max_len as an int of at least 1, got 0"),
-        ({"max_len": 2.0}, r"max_len as an int of at least 1, got 2\.0"),
+        ({"max_len": 0}, "max_len as an int of at least 1 or None, got 0"),
+        ({"max_len": 2.0}, r"max_len as an int of at least 1 or None, got 2\.0"),
         ({"max_len": 3, "stagger": 3}, "stagger below max_len=3, got 3"),
         ({"stagger": 1}, "stagger below max_len=None, got 1"),
         ({"max_len": 3, "stagger": -1}, "stagger as an int of at least 0"),
-        ({"partition": "lifo"}, "partition as one of 'fifo', 'protected', got 'lifo'"),
-        ({"flush": "never"}, "flush as one of 'done', 'call'"),
-        ({"format": "traj"}, "format as one of 'safetensors', 'npz', 'npz-compressed', got 'traj'"),
+        ({"partition": "lifo"}, r"partition as one of \('fifo', 'protected'\), got 'lifo'"),
+        ({"flush": "never"}, r"flush as one of \('done', 'call'\)"),
+        (
+            {"format": "traj"},
+            r"format as one of \('safetensors', 'npz', 'npz-compressed'\), got 'traj'",
+        ),
         ({"lanes": 0}, "lanes as an int of at least 1"),
     ],
 )
