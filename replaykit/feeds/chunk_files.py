@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import dtype_name
-from replaykit.filesystem import disk_errors, make_directory, private_path, sync_directory
+from replaykit.filesystem import disk_errors, make_directory, private_path
 from replaykit.native import crc32
 from replaykit.schema import Schema
 from replaykit.storages.batch_memory import BatchMemory
@@ -286,7 +286,8 @@ def _encode_npz(
 def publish_chunk(target: Path, data: bytes) -> None:
     """Write a file under a temporary name, sync it, and rename it.
 
-    If the folder or the temporary file is removed meanwhile, both are made again once.
+    If the folder or the temporary file is removed meanwhile, both are made again once. The rename
+    is durable after a sync of the folder, which costs as much as that of the file.
 
     Raises:
         OSError: the disk is full, or another file operation failed. No file is left.
@@ -305,7 +306,6 @@ def publish_chunk(target: Path, data: bytes) -> None:
             draft.unlink(missing_ok=True)
             raise
         else:
-            sync_directory(target.parent)
             return
 
 

@@ -6,6 +6,7 @@ import os
 import time
 import uuid
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +25,7 @@ from replaykit.feeds.chunk_files import (
     encode_chunk,
     publish_chunk,
 )
+from replaykit.filesystem import sync_directory
 from replaykit.interrupts import Lock, deferred
 from replaykit.keywords import checked_keywords, named_after
 from replaykit.schema import Rows, Schema, split_leaves
@@ -82,7 +84,8 @@ class TrajectoryWriter:
         ValueError: an argument is out of range or unknown.
         TypeError: the generator is no torch.Generator.
 
-    A writer that is not closed loses the rows after its last complete chunk. All methods may be
+    A writer that is not closed loses the rows after its last complete chunk. A loss of power may
+    also lose whole chunks that were written after the last `flush`. All methods may be
     called from any thread. A process that receives a writer, or is forked, must make its own.
 
     Example:
@@ -184,7 +187,7 @@ class TrajectoryWriter:
             self._write()
 
     def flush(self) -> None:
-        """Write all complete chunks.
+        """Write all complete chunks, so that they also survive a loss of power.
 
         Raises:
             RuntimeError, OSError: as for `extend`.
@@ -192,6 +195,7 @@ class TrajectoryWriter:
         with deferred, self._lock:
             self._check()
             self._write(flush=True)
+            self._sync()
 
     def close(self, *, drop_partial: bool = False) -> None:
         """Write all chunks, and accept no more rows. A second call has no effect.
@@ -211,6 +215,7 @@ class TrajectoryWriter:
                     lane.pieces, lane.rows = [], 0
                 self._sever(lane)
             self._write(flush=True)
+            self._sync()
             self._closed = True
 
     def __enter__(self) -> Self:
@@ -320,6 +325,10 @@ class TrajectoryWriter:
         return int(torch.randint(low, high + 1, (), generator=self._generator))
 
     # -- writing ----------------------------------------------------------------------------------
+
+    def _sync(self) -> None:
+        with suppress(FileNotFoundError):  # no chunk was written, or the folder was removed
+            sync_directory(self._folder)
 
     def _write(self, *, flush: bool = False) -> None:
         """Write the complete chunks, in order, unless only ``flush`` writes them."""
