@@ -69,8 +69,10 @@ _LINE: Final = re.compile(
 )
 _START: Final = f'{{"__metadata__": {{"{_HEADER}": "'.encode()
 _SCHEMA: Final = b'", "schema": "'
-_END: Final = b'}"}'
-"""The end of the schema and of the metadata. Inside the schema, all quotes are escaped."""
+_TABLE: Final = re.compile(
+    re.escape(_START) + rb"([^\"]{1,200}) (\d{1,10}) (\d{1,9})" + re.escape(_SCHEMA)
+)
+"""The begin of a table: header, checksum, and length of the schema, which follows."""
 _NAME: Final = re.compile(
     r"([0-9]{19})-([0-9a-f]{16}-[0-9]{1,9})-([0-9]{8,18})\.(?:safetensors|npz)"
 )
@@ -81,7 +83,7 @@ ZIP_ERRORS: Final = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 """Errors of damaged zip files. The last one is for flags that ask for a password."""
 
 ROWS_BYTES: Final = 1 << 20
-"""Bytes of the block that joined rows share. New memory costs more than the copy into it."""
+"""Bytes of the block that joined rows share. New memory costs more than a copy into it."""
 
 _CODES: Final = {
     name: name.upper().replace("UINT", "U").replace("BFLOAT", "BF").replace("FLOAT", "F")
@@ -257,7 +259,8 @@ def encode_chunk(
         table[column.name] = {"dtype": code, "shape": shape, "data_offsets": [first, until]}
         first = until
     columns = json.dumps(table).encode()[1:]
-    head = b"%b%b %d%b%b" % (_START, line, checksum, _SCHEMA, layout.text)
+    sums = b"%d %d" % (checksum, len(layout.text))
+    head = b"%b%b %b%b%b" % (_START, line, sums, _SCHEMA, layout.text)
     head += b'"}, ' + columns
     head += b" " * (-len(head) % 8)
     return b"".join((len(head).to_bytes(8, "little"), head, body))
@@ -323,8 +326,11 @@ def _write(path: Path, data: bytes) -> None:
 # -- reading --------------------------------------------------------------------------------------
 
 
-def read_chunk(path: str) -> Chunk:
+def read_chunk(path: str, memory: memoryview | None = None) -> Chunk:
     """Read a whole chunk, and check its checksum.
+
+    Args:
+        memory: the place for the bytes of the file, if they fit there.
 
     Raises:
         FileNotFoundError: the file is gone.
@@ -333,13 +339,15 @@ def read_chunk(path: str) -> Chunk:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        data = _read_fully(descriptor, os.fstat(descriptor).st_size)
+        size = os.fstat(descriptor).st_size
+        if memory is None or size > len(memory):
+            memory = memoryview(bytearray(size))
+        view = memory[: _read_fully(descriptor, memory[:size])]
     finally:
         os.close(descriptor)
-    if data[:2] == b"PK":
-        return _decode_npz(data)
-    view = memoryview(data)
-    head = _decode_table(data[:8], lambda size: data[8 : 8 + size])
+    if view[:2] == b"PK":
+        return _decode_npz(bytes(view))
+    head = _decode_table(bytes(view[:8]), lambda size: bytes(view[8 : 8 + size]))
     header, layout, body = head.header, head.layout, view[head.start :]
     if len(body) != header.rows * layout.row_bytes:
         expected = header.rows * layout.row_bytes
@@ -351,7 +359,7 @@ def read_chunk(path: str) -> Chunk:
         until = first + column.row_bytes * header.rows
         parts.append(body[first:until])
         first = until
-    return Chunk(header, layout, parts, len(data))
+    return Chunk(header, layout, parts, len(view))
 
 
 def read_header(path: str) -> tuple[ChunkHeader, ChunkLayout, int]:
@@ -371,14 +379,15 @@ def read_header(path: str) -> tuple[ChunkHeader, ChunkLayout, int]:
         return (*_decode_lines(found), -1)
 
 
-def _read_fully(descriptor: int, size: int) -> bytes:
-    data = os.read(descriptor, size)
-    while len(data) < size:
-        more = os.read(descriptor, size - len(data))
+def _read_fully(descriptor: int, memory: memoryview) -> int:
+    """Read a file into memory; return the number of bytes."""
+    count = 0
+    while count < len(memory):
+        more = os.readv(descriptor, [memory[count:]])
         if not more:
             break
-        data += more
-    return data
+        count += more
+    return count
 
 
 class _Head(NamedTuple):
@@ -395,14 +404,11 @@ def _decode_table(start: bytes, read: Callable[[int], bytes]) -> _Head:
     if len(start) < 8 or size > _MOST_TABLE:
         raise DamagedChunk("the file is no chunk")
     head = read(size)
-    middle, end = head.find(_SCHEMA), head.find(_END)
-    space = head.rfind(b" ", 0, max(middle, 0))
-    if not head.startswith(_START) or not len(_START) < space < middle < end:
+    found = _TABLE.match(head)
+    if found is None:
         raise DamagedChunk("the file is no chunk")
-    line, schema = head[len(_START) : space], head[middle + len(_SCHEMA) : end + 1]
-    checksum = head[space + 1 : middle]
-    if not checksum.isdigit():
-        raise DamagedChunk("the file is no chunk")
+    line, checksum, length = found.groups()
+    schema = head[found.end() : found.end() + int(length)]
     known = zlib.crc32(schema, zlib.crc32(line))
     return _Head(ChunkHeader.parse(line), _layout_of(schema), 8 + size, int(checksum), known)
 

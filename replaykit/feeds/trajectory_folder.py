@@ -203,6 +203,7 @@ class TrajectoryFolder:
         self._kept: dict[str, _Kept] = {}
         self._drafts: list[str] = []
         self._memory = BatchMemory()
+        self._files = memoryview(bytearray(ROWS_BYTES))  # the bytes of the files of a batch
         self._lease: Exclusive | None = None
         if owner:
             make_directory(self._folder)
@@ -422,12 +423,12 @@ class TrajectoryFolder:
     def _batches(self, fresh: list[_Entry], sizes: dict[str, _Kept]) -> Iterator[list[_Item]]:
         """Read entries, and yield them in batches."""
         batch: list[_Item] = []
-        nbytes, damaged = 0, []
+        left, damaged = self._files, []
         for entry in fresh:
             path = f"{self._folder}/{entry.name}"
             chunk = None
             try:
-                chunk = read_chunk(path)
+                chunk = read_chunk(path, left)
             except FileNotFoundError:
                 self._vanished += 1
                 continue
@@ -438,11 +439,11 @@ class TrajectoryFolder:
                 self._damaged_together = 0
                 header = chunk.header
                 sizes[entry.name] = _Kept(header.written, entry.name, header.rows, chunk.nbytes)
-                nbytes += chunk.nbytes
-            if nbytes > ROWS_BYTES and batch:
-                yield batch
-                batch, nbytes = [], 0 if chunk is None else chunk.nbytes
+                left = left[chunk.nbytes :]
             batch.append((entry, chunk))
+            if 2 * len(left) <= len(self._files):
+                yield batch
+                batch, left = [], self._files
         yield batch
         if damaged:
             if self._damaged_together >= _DAMAGED_MOST:
