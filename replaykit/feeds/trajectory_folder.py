@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -171,7 +171,7 @@ class TrajectoryFolder:
         max_rows: int | None = None,
         max_bytes: int | None = None,
         owner: bool = False,
-        partition: Partition = "fifo",
+        partition: Literal["fifo", "protected"] = "fifo",
         min_files: int = 1,
     ) -> None:
         if not isinstance(buffer, ReplayBuffer):

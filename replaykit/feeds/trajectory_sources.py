@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -148,7 +148,9 @@ class TrajectoryChunks:
         (1, 6, [2, 3])
     """
 
-    def __init__(self, root: str | os.PathLike[str], partition: Partition = "fifo") -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], partition: Literal["fifo", "protected"] = "fifo"
+    ) -> None:
         folder = Path(root).expanduser() / read_value(Partition, partition, "partition")
         self._found: list[tuple[ChunkHeader, ChunkLayout, int, Path]] = []
         for path in sorted(folder.glob("[!.]*")):

@@ -108,9 +108,9 @@ class TrajectoryWriter:
         *,
         max_len: int | None = None,
         stagger: int = 0,
-        partition: Partition = "fifo",
-        flush: Flush = "done",
-        format: Format = "safetensors",
+        partition: Literal["fifo", "protected"] = "fifo",
+        flush: Literal["done", "call"] = "done",
+        format: Literal["safetensors", "npz", "npz-compressed"] = "safetensors",
         lanes: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
