@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,28 @@ def chi_square(found: Array, expected: Array) -> float:
     value = ((found[there] - expected[there]) ** 2 / expected[there]).sum()
     freedom = there.sum() - 1
     return float((value - freedom) / np.sqrt(2 * freedom))
+
+
+@contextlib.contextmanager
+def running(*works: Callable[[], Any]) -> Iterator[list[BaseException]]:
+    """Run functions in threads; at the end wait for all of them, and expect no error of any."""
+    failed: list[BaseException] = []
+
+    def guarded(work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    try:
+        yield failed
+    finally:
+        for thread in threads:
+            thread.join()
+    assert failed == []
 
 
 def numbered(first: int, count: int) -> TensorDict:

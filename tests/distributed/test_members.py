@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from replaykit.distributed.shards import RaySupervisor
 from replaykit.distributed.wire_format import pack
 from replaykit.pace import INSERT
 from replaykit.sharding import ShardLossWarning, ShardSilent
-from tests.distributed.laws import numbered
+from tests.distributed.laws import numbered, running
 from tests.distributed.stand_in import Ray
 
 
@@ -286,29 +286,20 @@ def test_threads_write_and_sample_while_shards_die(sharded: Any) -> None:
     """No row is twice there, none is gone but those of lost shards."""
     rb = sharded(3, 10_000, on_loss=lambda loss: None)
     rb.extend(numbered(0, 30))
-    failed: list[BaseException] = []
 
     def work(which: int) -> None:
         client = rb.client(torch.Generator().manual_seed(which), on_loss=lambda loss: None)
-        try:
-            for step in range(40):
-                if which < 3:
-                    client.extend(numbered(1000 * (which + 1) + 10 * step, 10))
-                else:
-                    client.sample(32)
-            client.stats()
-        except BaseException as error:
-            failed.append(error)
+        for step in range(40):
+            if which < 3:
+                client.extend(numbered(1000 * (which + 1) + 10 * step, 10))
+            else:
+                client.sample(32)
+        client.stats()
 
-    threads = [threading.Thread(target=work, args=(which,)) for which in range(5)]
-    for thread in threads:
-        thread.start()
-    for shard in (0, 2):
-        kill(rb, shard)
-        rb.sample(8)
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    with running(*(functools.partial(work, which) for which in range(5))):
+        for shard in (0, 2):
+            kill(rb, shard)
+            rb.sample(8)
     rb.stats()
     kept = rb[:]["x"].tolist()
     assert len(set(kept)) == len(kept)

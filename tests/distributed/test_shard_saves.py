@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import threading
 import time
@@ -31,7 +32,7 @@ from replaykit.distributed.shard_server import ShardHolder
 from replaykit.distributed.wire_format import pack, unpack
 from replaykit.distributed.write_barrier import Barrier, KnownWrites, Stamp, missing_parts
 from replaykit.errors import CheckpointError
-from tests.distributed.laws import chi_square, counts, episodes, numbered
+from tests.distributed.laws import chi_square, counts, episodes, numbered, running
 
 
 def moved(how: str, rb: Any, folder: Path) -> Callable[[Any], None]:
@@ -108,38 +109,26 @@ def test_unfitting_state_changes_nothing(sharded: Any) -> None:
 @pytest.mark.parametrize("how", ["files", "state"])
 def test_a_batch_is_saved_with_all_its_rows_or_none(sharded: Any, tmp_path: Path, how: str) -> None:
     """Threads write batches over all shards while saves go on."""
-    rb = sharded(3, 10_000)
-    stop = threading.Event()
-    failed: list[BaseException] = []
-    written = [0, 0, 0]
+    rb, stop, written, loads = sharded(3, 10_000), threading.Event(), [0, 0, 0], []
 
     def write(which: int) -> None:
         client = rb.client()
-        try:
-            while not stop.is_set():
-                batch = which + 10 * written[which]
-                client.extend(TensorDict({"x": torch.full((8,), batch)}, [8]))
-                written[which] += 1
-        except BaseException as error:
-            failed.append(error)
+        while not stop.is_set():
+            batch = which + 10 * written[which]
+            client.extend(TensorDict({"x": torch.full((8,), batch)}, [8]))
+            written[which] += 1
 
-    threads = [threading.Thread(target=write, args=(which,)) for which in range(3)]
-    for thread in threads:
-        thread.start()
-    loads = []
-    try:
-        for number in range(6):
-            before = sum(written)
-            loads.append(moved(how, rb, tmp_path / str(number)))
-            until = time.monotonic() + 60
-            while sum(written) == before and not failed:  # so that the next save has more
-                assert time.monotonic() < until
-                time.sleep(0.001)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert failed == []
+    with running(*(functools.partial(write, which) for which in range(3))) as failed:
+        try:
+            for number in range(6):
+                before = sum(written)
+                loads.append(moved(how, rb, tmp_path / str(number)))
+                until = time.monotonic() + 60
+                while sum(written) == before and not failed:  # so that the next save has more
+                    assert time.monotonic() < until
+                    time.sleep(0.001)
+        finally:
+            stop.set()
     sizes = []
     for load in loads:
         other = sharded(3, 20_000)
@@ -421,26 +410,17 @@ def test_saves_to_one_place_follow_one_another(sharded: Any, tmp_path: Path) -> 
     for number, rb in enumerate(buffers):
         rb.extend(numbered(100 * number, 30))
     buffers[0].dumps(tmp_path)
-    failed: list[BaseException] = []
+    other = sharded(2)
 
     def save(rb: Any) -> None:
-        try:
-            for _ in range(4):
-                rb.dumps(tmp_path)
-        except BaseException as error:
-            failed.append(error)
+        for _ in range(4):
+            rb.dumps(tmp_path)
 
-    threads = [threading.Thread(target=save, args=(rb,)) for rb in buffers]
-    for thread in threads:
-        thread.start()
-    other = sharded(2)
-    for _ in range(3):
-        other.loads(tmp_path)
-        found = sorted(other[:]["x"].tolist())
-        assert found in (list(range(30)), list(range(100, 130)))
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    with running(*(functools.partial(save, rb) for rb in buffers)):
+        for _ in range(3):
+            other.loads(tmp_path)
+            found = sorted(other[:]["x"].tolist())
+            assert found in (list(range(30)), list(range(100, 130)))
     assert len(list((tmp_path / "shards").iterdir())) == 1
 
 

@@ -21,7 +21,7 @@ from replaykit.distributed.shard_writes import in_thread
 from replaykit.distributed.write_queue import MOST_UNDER_WAY, WriteQueue, leave_all
 from replaykit.errors import ActorLost, SchemaError
 from replaykit.sharding import ShardSilent
-from tests.distributed.laws import numbered
+from tests.distributed.laws import numbered, running
 from tests.distributed.stand_in import Ray, failing, no_answer, stand_in
 
 
@@ -68,11 +68,8 @@ def test_each_error_is_raised_in_one_thread_only() -> None:
             except ValueError as error:
                 told.append(str(error))
 
-    threads = [threading.Thread(target=look) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with running(look, look, look, look):
+        pass
     assert sorted(told) == sorted(f"write {number}" for number in range(MOST_UNDER_WAY))
 
 
