@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader
 
 from replaykit.buffer.buffer_dataset import BufferDataset, check_workers, stream_seed
 from replaykit.buffer.components import DataT
-from replaykit.buffer.source import BatchStreams, BufferHandle
+from replaykit.buffer.source import BatchStreams
 from replaykit.declared import Count, read_value
 
-__all__ = ["BufferLoader", "RemoteLoading", "StreamLoading"]
+__all__ = ["BufferLoader", "StreamLoading"]
 
 
 class BufferLoader(DataLoader[DataT]):
@@ -206,12 +206,6 @@ class StreamLoading(BatchStreams, Generic[DataT]):
             worker_init_fn=worker_init_fn,
             timeout=timeout,
         )
-
-
-class RemoteLoading(StreamLoading[DataT], BufferHandle):
-    """``dataloader`` of a handle, whose workers need separate connections."""
-
-    _workers_start = "spawn"
 
 
 def _start_method(context: Any) -> str:

@@ -17,8 +17,8 @@ from replaykit._ray import Carried
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.component_checks import checked_batch_size
 from replaykit.buffer.components import DataT
-from replaykit.buffer.dataloader import RemoteLoading
-from replaykit.buffer.source import Later, MemberFacts, RemoteRequest
+from replaykit.buffer.dataloader import StreamLoading
+from replaykit.buffer.source import BufferHandle, Later, MemberFacts, RemoteRequest
 from replaykit.distributed.host import (
     check_loader,
     check_rows,
@@ -33,11 +33,13 @@ from replaykit.storages.save_hooks import check_no_checkpointer
 from replaykit.transfer import to_device
 
 
-class Handle(RemoteLoading[DataT]):
+class Handle(StreamLoading[DataT], BufferHandle):
     """A handle that requests batches from one or more servers.
 
     Subclasses send the requests. Worker processes of data loaders get a copy of the handle.
     """
+
+    _workers_start = "spawn"
 
     def __init__(self) -> None:
         self._process = os.getpid()
