@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import PrioritizedSampler, RandomSampler, SliceSampler
-from replaykit.distributed.requests import RequestQueue
+from replaykit.distributed.requests import JointReply, Reply, RequestQueue
 from replaykit.sharding import ShardSilent
-from tests.distributed.laws import episodes
+from tests.distributed.laws import episodes, running
+from tests.distributed.stand_in import Ray
 from tests.distributed.test_members import Silent
 
 
@@ -156,6 +158,34 @@ def test_error_of_an_early_request_reaches_no_other_request() -> None:
     assert second.is_ready()
     assert second.get() == second.get() == 3
     assert ahead.next() == 4
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_waiting_for_an_answer_does_not_block_other_threads(
+    monkeypatch: pytest.MonkeyPatch, joint: bool
+) -> None:
+    """Another thread asks for the same with a timeout of its own; both get one value."""
+    come, asked = threading.Event(), threading.Event()
+
+    class Slow(Ray):
+        def get(self, ref: Any, timeout: float | None = None) -> Any:
+            asked.set()
+            if not come.wait(timeout):
+                raise self.exceptions.GetTimeoutError
+            return [0, "there"]
+
+    class Joint(JointReply):
+        def _make(self, timeout: float | None) -> Any:
+            return Slow().get(None, timeout)[1]
+
+    monkeypatch.setattr("replaykit.distributed.requests.ray_module", Slow)
+    reply = Joint() if joint else Reply(object())
+    with running(reply.get):
+        assert asked.wait(30)
+        with pytest.raises(TimeoutError, match=r"within 0\.01 seconds"):
+            reply.get(0.01)
+        come.set()
+    assert reply.get(0.0) == "there"
 
 
 def prioritized() -> Any:

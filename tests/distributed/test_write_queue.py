@@ -142,31 +142,6 @@ def test_program_exit_warns_of_lost_writes(monkeypatch: pytest.MonkeyPatch) -> N
     assert not module._PENDING
 
 
-def test_waiting_for_an_answer_does_not_block_other_threads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Another thread asks for the same with a timeout of its own; both get one value."""
-    come, asked = threading.Event(), threading.Event()
-
-    class Slow(Ray):
-        def get(self, ref: Any, timeout: float | None = None) -> Any:
-            asked.set()
-            if not come.wait(timeout):
-                raise self.exceptions.GetTimeoutError
-            return [0, "there"]
-
-    monkeypatch.setattr("replaykit.distributed.requests.ray_module", Slow)
-    reply = Reply(object())
-    first = threading.Thread(target=reply.get, daemon=True)
-    first.start()
-    assert asked.wait(30)
-    with pytest.raises(TimeoutError, match=r"within 0\.01 seconds"):
-        reply.get(0.01)
-    come.set()
-    first.join(30)
-    assert reply.get(0.0) == "there"
-
-
 class Gate:
     """Keeps extends away from shard 1 until it is opened; or has them fail."""
 
