@@ -18,13 +18,16 @@ Example:
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from replaykit import native
 
-__all__ = ["Lock", "acquire", "allowed", "check", "deferred", "shielded", "wait_for"]
+__all__ = ["Lock", "ProcessLock", "acquire", "allowed", "check", "deferred", "shielded", "wait_for"]
 
 _POLL_S = 0.05
 """Seconds between checks for signals while the main thread waits."""
@@ -56,6 +59,44 @@ Lock: Any = native.core.Lock
 Signals are deferred while the main thread holds the lock. If the handler of a signal raises, a wait
 for the lock ends.
 """
+
+_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The objects that have made a lock in this process."""
+
+
+class ProcessLock:
+    """An attribute with a lock, which is made at its first use in each process.
+
+    A forked process gets another lock. A thread that held the lock at the fork does not exist in
+    the forked process, so it could never release the lock.
+
+    Args:
+        make: function that returns the lock of an object.
+
+    Cost: that of a plain attribute, after the first use.
+    """
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self._make = make
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        if owner is None:
+            return self
+        _drop_locks_in_children()
+        _owners[id(owner)] = owner
+        return owner.__dict__.setdefault("lock", self._make(owner))
+
+
+@functools.cache
+def _drop_locks_in_children() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_drop_locks)
+
+
+def _drop_locks() -> None:
+    for owner in list(_owners.values()):
+        owner.__dict__.pop("lock", None)
+    _owners.clear()
 
 
 def acquire(lock: Any) -> None:

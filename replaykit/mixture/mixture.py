@@ -29,7 +29,7 @@ from replaykit.buffer.source import (
     seconds_left,
 )
 from replaykit.errors import NotEnoughData
-from replaykit.interrupts import Lock, allowed, check, deferred, shielded
+from replaykit.interrupts import Lock, ProcessLock, allowed, check, deferred, shielded
 from replaykit.mixture import joining
 from replaykit.mixture.choosing import (
     SIZE,
@@ -153,7 +153,6 @@ class Mixture:
     depth: int = 0
     closed: bool = False
     _chain: Compose | None = None
-    _locks: dict[int, Any] = field(default_factory=dict, init=False)
     _prefetcher: Prefetcher | None = field(default=None, init=False)
     _draws_made: int = field(default=0, init=False)
 
@@ -164,12 +163,8 @@ class Mixture:
         if self.depth and not self.closed:
             self._prefetcher = Prefetcher(self.depth, cast(Any, self))
 
-    @property
-    def lock(self) -> Any:
-        """The re-entrant lock of the mixture. A forked process has a separate lock."""
-        process = os.getpid()
-        lock = self._locks.get(process)
-        return self._locks.setdefault(process, Lock()) if lock is None else lock
+    lock = ProcessLock(lambda mixture: Lock())
+    """The re-entrant lock of the mixture."""
 
     @property
     def initialized(self) -> bool:

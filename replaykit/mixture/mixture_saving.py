@@ -533,11 +533,10 @@ def pickled(mixture: Mixture) -> dict[str, Any]:
             else:
                 sources.append(source)
         return {
-            **mixture.__dict__,
+            **{name: value for name, value in mixture.__dict__.items() if name != "lock"},
             "sources": sources,
             "sampler": mixture.sampler.alone(),
             "generator": by_value(buffer_state.generator_state(mixture.generator)),
-            "_locks": {},
             "_prefetcher": None,
         }
 

@@ -297,7 +297,7 @@ class PriorityTable:
             return False
         then = 0
         if generation is not None:
-            if not ledger.counted or not as_it_is(generation, torch.int64, count):
+            if ledger.generation_table is not None or not as_it_is(generation, torch.int64, count):
                 return False
             then = generation.data_ptr()
         if self._saved.frozen:  # a save needs the old values first, even if the core then refuses
@@ -600,7 +600,7 @@ class PriorityTable:
         # ``empty_like`` takes half the time of ``empty`` with a shape and a dtype.
         index, weight = torch.empty_like(models[0]), torch.empty_like(models[1])
         generation, then, written, slots = None, 0, 0, 1
-        if ledger is not None and ledger.counted:
+        if ledger is not None and ledger.generation_table is None:
             generation = torch.empty_like(index)
             then, written, slots = generation.data_ptr(), ledger.next_position, ledger.slots
         uniform = models[2].uniform_(generator=generator)  # no caller keeps it

@@ -136,6 +136,8 @@ class Ledger:
     raises CheckpointError if they contradict the counters.
 
     Attributes:
+        generation_table: the table of generations, which may still be in files; None if the
+            counters imply them.
         region: the memory of the tables; None for the memory of this process.
 
     Stored rows always occupy slots ``0..length-1``. Not thread-safe: the storage's lock guards it.
@@ -143,11 +145,11 @@ class Ledger:
 
     # Each table is None if the counters imply its numbers.
     _positions = ReadOnce["torch.Tensor | None"]("_position_table")
-    _generations = ReadOnce["torch.Tensor | None"]("_generation_table")
+    _generations = ReadOnce["torch.Tensor | None"]("generation_table")
 
     def __init__(self, slots: int) -> None:
         self._position_table: Table | None = None
-        self._generation_table: Table | None = None
+        self.generation_table: Table | None = None
         self.region: Region | None = None
         self.slots = slots
         self.cursor = 0
@@ -165,11 +167,6 @@ class Ledger:
         self.log = ChangeLog(slots)
 
     # -- reading ------------------------------------------------------------------------------
-
-    @property
-    def counted(self) -> bool:
-        """True if generations follow from the counters, without a table."""
-        return self._generation_table is None
 
     @property
     def generation_count(self) -> int:
@@ -228,7 +225,7 @@ class Ledger:
 
     def generations(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the generation of each of ``slots``; -1 if it was never written."""
-        if self._generation_table is None:
+        if self.generation_table is None:
             if is_plain_index(slots):
                 found = torch.empty_like(slots)
                 count = slots.numel()
@@ -307,7 +304,7 @@ class Ledger:
     def advance(self, count: int) -> None:
         """Commit ``count`` rows written at the cursor; only the last ``slots`` are stored."""
         after = self.next_position + count
-        if self._generation_table is not None:
+        if self.generation_table is not None:
             laps, rest = divmod(count, self.slots)
             table, at = (
                 self._table_for(Tables.GENERATIONS, min(self.slots, self.cursor + count)),
@@ -366,13 +363,13 @@ class Ledger:
     def _place(self, slots: torch.Tensor) -> None:
         top = max(self.length, int(slots.max()) + 1)
         numbers = Tables.POSITIONS, Tables.GENERATIONS
-        before = self._position_table, self._generation_table
+        before = self._position_table, self.generation_table
         try:
             positions, generations = (self._table_for(number, top) for number in numbers)
             for number in numbers:
                 self._before(number, slots)
         except BaseException:
-            self._position_table, self._generation_table = before
+            self._position_table, self.generation_table = before
             raise
         # NumPy has less overhead. If a slot repeats, it stores the last row id.
         at, first = slots.numpy(), self.next_position
@@ -461,14 +458,14 @@ class Ledger:
         """
         used, old = self.next_position, self._all_generations()
         source = Ledger.saved(state)
-        positions, generations = source._position_table, source._generation_table
+        positions, generations = source._position_table, source.generation_table
         length, cursor, following = source.length, source.cursor, source.next_position
         if rows is None:
             assert source.keeps_slots(self.slots)
             if source.slots != self.slots:
                 cursor = length % self.slots
                 # No table is needed if each slot was written at most once.
-                if not source.counted or following != length:
+                if source.generation_table is not None or following != length:
                     generations = source._generations_later(length)
         else:
             length = len(rows)
@@ -565,8 +562,8 @@ class Ledger:
         They are computed when the other ledger reads them. But a table in memory is copied now,
         because it may change before that.
         """
-        if isinstance(self._generation_table, torch.Tensor):
-            return self._generation_table[:length].clone()
+        if isinstance(self.generation_table, torch.Tensor):
+            return self.generation_table[:length].clone()
         return ReadLater(lambda: self._all_generations()[:length], [], "generations of slots")
 
     def _before(self, number: int, at: torch.Tensor | range | None) -> None:

@@ -351,7 +351,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             )
             hand_over(alone, (0, 0))  # no element is logged yet
             self._forget_rows()
-            self.recovery, self._locks = sharing, {}
+            self._share_by(sharing)
             alone.home.close()
 
     def _open_sharing(self, parts: Mapping[str, bool]) -> None:

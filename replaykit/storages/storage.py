@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
@@ -14,7 +13,7 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import Uncompiled, arange, is_tensordict
 from replaykit.declared import Positive, read_value
-from replaykit.interrupts import Lock
+from replaykit.interrupts import Lock, ProcessLock
 from replaykit.keywords import named_after, old_name
 from replaykit.schema import Schema
 from replaykit.storages.content import Content
@@ -67,25 +66,16 @@ class Storage(SavedRows, Uncompiled, ABC):
         self.max_size = max_size
         self.ndim = ndim
         self.ledger = Ledger(max_size)
-        self._locks: dict[int, Any] = {}
         # Keeps ledger, counts and priorities in files. If it is None, they are lost with the
         # process.
         self.recovery: Any = None
         self._listeners: list[weakref.ref[Listener]] = []
 
-    @property
-    def lock(self) -> Any:
-        """The re-entrant lock that is held during every write, draw and read.
+    lock: Any = ProcessLock(lambda storage: storage._new_lock())
+    """The re-entrant lock that is held during every write, draw and read.
 
-        Signals wait while the main thread holds it. Ctrl-C therefore never leaves a change half
-        done.
-
-        A forked process has a separate lock. The thread that held the lock at the fork does not
-        exist in the forked process, so it could never release the lock.
-        """
-        process = os.getpid()
-        lock = self._locks.get(process)
-        return self._locks.setdefault(process, self._new_lock()) if lock is None else lock
+    Signals wait while the main thread holds it. Ctrl-C therefore never leaves a change half done.
+    """
 
     def poll(self, *, whole: bool = False) -> None:
         """Read the changes of other processes that share the storage.
@@ -439,7 +429,8 @@ class Storage(SavedRows, Uncompiled, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state["_locks"], state["_listeners"], state["recovery"] = {}, [], None
+        state.pop("lock", None)
+        state["_listeners"], state["recovery"] = [], None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -336,7 +336,7 @@ class LazyTensorStorage(TensorStorage):
         self, parts: Mapping[str, bool] | None, folder: FilePath, **how: Any
     ) -> None:
         with self.lock:
-            self.recovery, self._locks = self._new_sharing(parts, folder, **how), {}
+            self._share_by(self._new_sharing(parts, folder, **how))
 
     def _new_sharing(
         self, parts: Mapping[str, bool] | None, folder: FilePath, **how: Any
@@ -348,6 +348,11 @@ class LazyTensorStorage(TensorStorage):
             assert recovery.sharing is not None
             recovery.sharing.describe_sharing({**own, "parts": dict(parts)})
         return recovery
+
+    def _share_by(self, recovery: Recovery) -> None:
+        """Use files that processes share, and their lock, from now on."""
+        self.recovery = recovery
+        self.__dict__.pop("lock", None)
 
     def _forget_rows(self) -> None:
         """Drop the rows of this object; the rows of the shared files replace them."""
@@ -381,8 +386,8 @@ class LazyTensorStorage(TensorStorage):
             return super().__getstate__()
         # The new process gets the shared rows, not copies.
         state = self.__dict__.copy()
-        for name in ("_columns", "_matcher", "ledger", "indexes", "_locks", "_listeners"):
-            del state[name]
+        for name in ("_columns", "_matcher", "ledger", "indexes", "lock", "_listeners"):
+            state.pop(name, None)
         log = self.ledger.log
         return {**state, "recovery": None, "_shared": recovery.sharing.invitation(), "_log": log}
 
@@ -393,7 +398,7 @@ class LazyTensorStorage(TensorStorage):
         state = dict(state)
         invitation, log = state.pop("_shared"), state.pop("_log")
         self.__dict__.update(state)
-        self._locks, self._listeners = {}, []
+        self._listeners = []
         self._forget_rows()
         self.ledger.log = log
         self._begin_sharing(None, **invitation)
