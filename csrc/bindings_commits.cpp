@@ -10,12 +10,12 @@
 
 #include "arrays.h"
 #include "bindings.h"
-#include "changed_elements.h"
 #include "commits.h"
 
 namespace nb = nanobind;
 using replaykit::Array;
 using replaykit::Commits;
+using replaykit::Numbers;
 using replaykit::released;
 
 namespace {
@@ -89,18 +89,23 @@ void replaykit::bind_commits(nb::module_& m) {
       .def("put",
            [](HeldCommits& self, std::int64_t table, nb::handle cells, nb::handle at,
               nb::handle values) {
-             const Array of(cells, "cells", Array::kInt64, 1, true);
+             const Array of(cells, "cells", Array::kUint8, 2, true);
              const Array elements(at, "at", Array::kInt64, 1);
-             const Array given(values, "values", Array::kInt64, 1);
+             const Array given(values, "values", Array::kNumbers, 1);
+             check_length("cells", of.size(1), 8);
              check_length("values", given.size(), elements.size());
-             const std::int64_t count = elements.size();
+             auto* to = reinterpret_cast<double*>(of.bytes_out());
+             const std::int64_t count = elements.size(), length = of.size();
              return released<kBytesKept>(16 * count, [&] {
-               return (*self).put(table, of.out(), of.size(), elements.numbers(), given.numbers(),
-                                  count);
+               if (given.item() == 8) {
+                 return (*self).put(table, to, length, elements.numbers(), given.doubles(), count);
+               }
+               const auto* singles = reinterpret_cast<const float*>(given.bytes());
+               return (*self).put(table, to, length, elements.numbers(), singles, count);
              });
            },
            nb::arg("table"), nb::arg("cells"), nb::arg("at"), nb::arg("values"),
-           "Journal elements of a table as int64, then overwrite them. Without enough room, "
+           "Journal elements of a table of doubles, then overwrite them. Without enough room, "
            "change nothing and return False.")
       .def("commit",
            [](HeldCommits& self, nb::handle numbers, const std::vector<std::int64_t>& more) {
@@ -116,39 +121,39 @@ void replaykit::bind_commits(nb::module_& m) {
            "Make `numbers`, followed by `more`, the latest state; return the number of the state. "
            "Without enough room, change nothing and return 0.");
 
-  m.def("take_rising",
-        [](nb::handle at, nb::handle elements, nb::handle out) {
-          const Array index(at, "at", Array::kInt64, 1);
-          const Array numbers(elements, "elements", Array::kNumbers, 1);
-          const Array found(out, "out", Array::kDouble, 1, true);
-          check_length("out", found.size(), index.size());
-          auto* to = reinterpret_cast<double*>(found.bytes_out());
-          const std::int64_t count = index.size(), length = numbers.size();
-          return released<kBytesKept>(16 * count, [&] {
-            if (numbers.item() == 8) {
-              return take_rising(index.numbers(), count, numbers.doubles(), length, to);
-            }
-            const auto* singles = reinterpret_cast<const float*>(numbers.bytes());
-            return take_rising(index.numbers(), count, singles, length, to);
-          });
-        },
-        nb::arg("at"), nb::arg("elements"), nb::arg("out"),
-        "Write float32 or float64 elements at rising positions as doubles. Return False if the "
-        "positions do not rise, or if any is out of range.");
-
   m.def("log_elements",
         [](nb::handle ring, std::int64_t first, nb::handle at, std::int64_t table) {
           const Array numbers(ring, "ring", Array::kInt64, 1, true);
           const Array elements(at, "at", Array::kInt64, 1);
-          if (first < 0 || elements.size() > numbers.size()) {
+          const std::int64_t size = numbers.size(), count = elements.size();
+          if (first < 0 || count > size) {
             throw nb::value_error("expected at most as many elements as there are numbers");
           }
-          if (elements.size() == 0) return;
-          released<kBytesKept>(8 * elements.size(), [&] {
-            log_elements(numbers.out(), numbers.size(), first, elements.numbers(), elements.size(),
-                         table);
+          released<kBytesKept>(8 * count, [&, from = elements.numbers(), to = numbers.out()] {
+            for (std::int64_t i = 0, place = count ? first % size : 0; i < count; ++i) {
+              to[place] = from[i] | table;
+              if (++place == size) place = 0;
+            }
           });
         },
         nb::arg("ring"), nb::arg("first"), nb::arg("at"), nb::arg("table"),
         "Write positions with the bits of their table into a ring, beginning at number `first`.");
+
+  m.def("mark_elements",
+        [](nb::handle marks, nb::handle at, std::int64_t chunk, std::int64_t number) {
+          const Array chunks(marks, "marks", Array::kInt64, 1, true);
+          const Array elements(at, "at", Array::kInt64, 1);
+          if (chunk < 1 || (chunk & (chunk - 1)) != 0) {
+            throw nb::value_error("expected a power of two as size of a chunk");
+          }
+          const int shift = __builtin_ctzll(static_cast<unsigned long long>(chunk));
+          const Numbers from = elements.numbers();
+          for (std::int64_t i = 0; i < elements.size(); ++i) {
+            const std::int64_t place = from[i] >> shift;
+            if (place < 0 || place >= chunks.size()) throw nb::index_error("expected marked rows");
+            chunks.out()[place] = number;
+          }
+        },
+        nb::arg("marks"), nb::arg("at"), nb::arg("chunk"), nb::arg("number"),
+        "Mark the chunks of rows, which are in any order, with a number.");
 }

@@ -89,9 +89,10 @@ class Commits {
     return true;
   }
 
-  // Journals elements of a table, 8 bytes each, then overwrites them. If the journal or the table
-  // is too short, returns false and changes nothing.
-  bool put(std::int64_t table, std::int64_t* cells, std::int64_t length, Numbers at, Numbers values,
+  // Journals elements of a table of doubles, then overwrites them. If the journal or the table is too
+  // short, returns false and changes nothing.
+  template <typename Number>
+  bool put(std::int64_t table, double* cells, std::int64_t length, Numbers at, const Number* values,
            std::int64_t count) {
     const std::int64_t number = latest() + 1, before = used(number);
     if (before < 0 || before > journal_.size - kJournalHead) return false;
@@ -109,10 +110,10 @@ class Commits {
     auto* known = reinterpret_cast<std::int64_t*>(to);
     for (std::int64_t i = 0; i < count; ++i) {
       known[i] = at[i];
-      known[count + i] = cells[at[i]];
+      std::memcpy(known + count + i, cells + at[i], sizeof *cells);
     }
     store(journal()[kUsed], before + 8 * kEntry + 16 * count);
-    for (std::int64_t i = 0; i < count; ++i) cells[at[i]] = values[i];
+    for (std::int64_t i = 0; i < count; ++i) cells[at[i]] = static_cast<double>(values[i]);
     return true;
   }
 

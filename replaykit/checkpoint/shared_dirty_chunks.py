@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from replaykit import native
 from replaykit.checkpoint.dirty_chunks import Changes, CopiedRows, TrackedTensor
 
 __all__ = ["SharedChanges", "ViewsOfRows"]
@@ -100,18 +101,9 @@ class SharedChanges(Changes):
     def _versions_of(self, key: Hashable) -> Array:
         return self._keyed.get(key, self._written)
 
-    def wrote_rising(self, rows: Array) -> None:
-        """Mark rising rows, int64 ``[K]``.
-
-        In most calls all rows are in one chunk, and such a call is fast.
-        """
-        if not len(rows):
-            return
-        chunk = rows.item(0) // self.chunk
-        if rows.item(-1) // self.chunk != chunk:
-            self._touch(rows // self.chunk, None)
-        elif self._last != chunk or self._last_now != self._clock[0]:
-            self.wrote(chunk * self.chunk, 1)
+    def wrote_elements(self, rows: Array) -> None:
+        """Mark rows of which there are no views, int64 ``[K]`` in any order."""
+        native.core.mark_elements(self._written, rows, self.chunk, self._clock[0])
 
     # -- views ----------------------------------------------------------------------------------
 

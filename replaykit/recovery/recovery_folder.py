@@ -493,15 +493,12 @@ class RecoveryFolder:
         sync_directory(self.folder)
 
     def set(self, number: int, values: Array, at: Array | range) -> None:
-        """Journal the rows ``at`` of a table, and set them to ``values``, ``[K]``."""
+        """Journal the rows ``at`` of a table of doubles, and set them to ``values``, ``[K]``."""
         commits, known = self._commits, self._tables.get(number)
         if commits is not None and known is not None and type(at) is not range:
             if not self.shared:
                 self.check_process()
-            # Values of eight bytes are copied as int64, so that no NaN changes in the copy.
-            if values.dtype.itemsize == 8 and commits.put(
-                number, known[1].view(np.int64)[:, 0], at, values.view(np.int64)
-            ):
+            if commits.put(number, known[1], at, values):
                 return
         top = (at.stop if isinstance(at, range) else int(at.max()) + 1) if len(at) else 0
         cells = self.table(number, top)

@@ -23,7 +23,7 @@ from replaykit.samplers.priority_rules import (
 )
 from replaykit.storages import Storage
 from replaykit.storages.change_log import ChangeLog
-from replaykit.storages.indexing import elements_of, rising
+from replaykit.storages.indexing import elements_of
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.tensor_bytes import by_value, from_value
 
@@ -243,29 +243,22 @@ class PriorityTable:
         return [torch.as_tensor(part, device=self.device) for part in slots]
 
     def changed_since(self, seen: int) -> tuple[Array | None, Array]:
-        """Return the rows set since ``seen``, without repeats, and their raw priorities.
+        """Return the rows set since ``seen``, possibly repeated, and their raw priorities.
 
         Returns:
-            int64 ``[K]`` and float64 ``[K]``; or None and all raw priorities, if any may have been
-            set.
+            int64 ``[K]`` and ``[K]`` in the law's dtype; or None and all raw priorities, if any may
+            have been set.
 
         Cost: proportional to the number of rows set.
         """
-        parts, raw = self.set_since(seen), self.raw
+        parts, raw = self.log.slots_since(seen), self._raw
         if parts is None:
-            return None, raw.double().cpu().numpy()
-        if not raw.is_cpu:
-            found = torch.cat([*parts, raw[:0].long()]).unique()
-            found = found[found < self.length]
-            return found.cpu().numpy(), raw[found].double().cpu().numpy()
-        if len(parts) == 1:
-            at = parts[0].numpy()
-            values = np.empty(len(at))
-            if native.core.take_rising(at, raw.numpy(), values):
-                return at, values
-        at = rising(np.concatenate([_NONE, *(part.numpy() for part in parts)]))
-        at = at[at < self.length]
-        return at, raw.numpy()[at].astype(np.float64)
+            return None, self.raw.cpu().numpy()
+        if raw.is_cpu:
+            at = parts[0] if len(parts) == 1 else np.concatenate([_NONE, *parts])
+            return at, raw.numpy().take(at)
+        found = torch.cat([raw[:0].long(), *(torch.as_tensor(p).to(raw.device) for p in parts)])
+        return found.cpu().numpy(), raw[found].cpu().numpy()
 
     def set_plain(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import weakref
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -107,7 +106,9 @@ class CommittedState:
     def __init__(self, numbers: Array) -> None:
         if len(numbers) < _FIXED:
             raise ValueError(f"expected at least {_FIXED} numbers, got {len(numbers)}")
+        # A memoryview reads and writes single numbers in a third of the time of an array.
         self.view: Any = numbers.data
+        self.floats: Any = numbers.view(np.float64).data
         marks, heads, streams, samplers, writers, more = (
             self.view[at] for at in (7, 10, 11, 12, 13, 14)
         )
@@ -163,12 +164,11 @@ class CommittedState:
             len(counts),
             more,
             0,
-            *(0 for _ in priorities for _ in range(_PER_SAMPLER)),
-            *counts,
+            *(0 for _ in range(_PER_SAMPLER * len(priorities) + len(counts))),
         ]
         lists = (fixed, begin, heads["head"], marks, known["codes"], streams)
         state = cls(np.concatenate([np.asarray(part, np.int64) for part in lists]))
-        state.set_priorities(priorities)
+        state.set_parts(priorities, counts)
         return state
 
     def ledger(self) -> tuple[int, int, int, int, bool, tuple[int, int]]:
@@ -179,18 +179,23 @@ class CommittedState:
     @property
     def priorities(self) -> list[CommittedPriorities]:
         """The counts of each sampler's priorities, in the order in which samplers were added."""
-        view = self.view
+        view, floats = self.view, self.floats
         return [
-            CommittedPriorities(view[at], _float(view[at + 1]), view[at + 2])
+            CommittedPriorities(view[at], floats[at + 1], view[at + 2])
             for at in range(_FIXED, self.starts[1], _PER_SAMPLER)
         ]
 
-    def set_priorities(self, priorities: list[CommittedPriorities]) -> None:
-        """Set ``priorities``, of as many samplers as before."""
+    def set_parts(self, priorities: list[CommittedPriorities], counts: list[int]) -> bool:
+        """Set the numbers of all parts; return False if there are more or fewer parts than before."""
+        if (len(priorities), len(counts)) != (self.view[12], self.view[13]):
+            return False
         at, view = _FIXED, self.view
         for length, most, dropped in priorities:
-            view[at], view[at + 1], view[at + 2] = length, _bits(most), dropped
+            view[at], self.floats[at + 1], view[at + 2] = length, most, dropped
             at += _PER_SAMPLER
+        for place, count in enumerate(counts, at):
+            view[place] = count
+        return True
 
     def episodes(self) -> dict[str, Any]:
         """Return the state of episodes, as ``EpisodeIndexes.state`` does."""
@@ -209,8 +214,6 @@ class CommittedState:
         self,
         ledger: Ledger,
         first: tuple[int, Any, Any] | None,
-        priorities: list[CommittedPriorities],
-        counts: list[int],
     ) -> bool:
         """Become the state after a write at the cursor, and return whether that was possible.
 
@@ -227,15 +230,12 @@ class CommittedState:
             or view[3:6].tolist() != [ledger.cleared, ledger.by_stream, -1]
             or not ledger.in_order
             or view[6] != ledger.generation_count
-            or view[8:14].tolist() != [1, view[9], lanes, 0, len(priorities), len(counts)]
+            or view[8:12].tolist() != [1, view[9], lanes, 0]
             or len(first[1]) != lanes
         ):
             return False
         view[0], view[1], view[2] = ledger.cursor, ledger.length, ledger.next_position
         view[9] = first[0]
-        self.set_priorities(priorities)
-        for at, count in enumerate(counts, starts[1]):
-            view[at] = count
         if lanes == 1:
             (view[starts[2]],), (view[starts[3]],) = first[1:]
         else:
@@ -253,25 +253,14 @@ class CommittedState:
         return fixed == known and np.array_equal(self.numbers[cuts], before.numbers[cuts])
 
 
-_double, _whole = struct.Struct("=d"), struct.Struct("=q")
-
-
-def _bits(number: float) -> int:
-    return int(_whole.unpack(_double.pack(number))[0])
-
-
-def _float(bits: int) -> float:
-    return float(_double.unpack(_whole.pack(bits))[0])
-
-
 class Changed(NamedTuple):
     """The changes of a sampler's priorities since the last ``priorities_changed``.
 
     Attributes:
-        elements: the elements whose priorities were set, int64 ``[K]`` without repeats; None for
+        elements: the elements whose priorities were set, int64 ``[K]``, possibly repeated; None for
             all.
-        values: the raw priorities of these elements, float64 ``[K]``, or ``[length]`` for all
-            elements.
+        values: the present raw priorities of these elements, ``[K]``, or ``[length]`` for all
+            elements, in float32 or float64.
         length: number of priorities.
         most: the largest priority ever set.
         dropped: number of updates that came too late.

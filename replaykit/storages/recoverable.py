@@ -92,8 +92,6 @@ class Recovery:
         self.journaled: tuple[int, ...] | None = None
         # Bytes of the journal that belong to complete changes; a rollback stops there.
         self._whole = 0
-        # The tables that this commit has changed, and their elements.
-        self._set: list[tuple[int, Array | range]] = []
 
     @property
     def shared(self) -> bool:
@@ -280,28 +278,39 @@ class Recovery:
         counts: list[int],
         seen: int,
     ) -> None:
-        ledger, state, self._set = storage.ledger, self.state, []
+        ledger, state, sharing = storage.ledger, self.state, self.sharing
+        if sharing is not None:
+            sharing.log_rows(storage, seen)
         known = [] if state is None else state.priorities
         priorities = [
             self._set_priorities(place, one, known[place] if place < len(known) else None)
             for place, one in enumerate(changed)
         ]
-        whole = (
+        if (
             seen < 0
-            or ledger.log.irregular > seen
             or self._restarted
             or state is None
-            or not ledger.length
-            or not state.advance(ledger, storage.indexes.first_known(), priorities, counts)
-        )
-        if whole:
+            or not (seen == ledger.log.number or self._advanced(storage, state, seen))
+            or not state.set_parts(priorities, counts)
+        ):
             state = self._whole_state(storage, priorities, counts)
-        assert state is not None
+            if sharing is not None:
+                sharing.reset = True
         self.state, self._restarted = state, False
-        if self.sharing is None:
+        if sharing is None:
             self.home.commit(state.numbers, self._more)
         else:
-            self.sharing.commit_state(storage, state, self._set, seen, whole=whole)
+            sharing.commit_state(state)
+
+    @staticmethod
+    def _advanced(storage: LazyTensorStorage, state: CommittedState, seen: int) -> bool:
+        """Let a state follow writes at the cursor, if there was no other change."""
+        ledger = storage.ledger
+        return (
+            ledger.log.irregular <= seen
+            and ledger.length > 0
+            and state.advance(ledger, storage.indexes.first_known())
+        )
 
     def _whole_state(
         self,
@@ -329,7 +338,8 @@ class Recovery:
         at = range(changed.length) if changed.elements is None else changed.elements
         if len(at):
             self.home.set(Tables.PRIORITIES + place, changed.values, at)
-            self._set.append((Tables.PRIORITIES + place, at))
+            if self.sharing is not None:
+                self.sharing.log_priorities(Tables.PRIORITIES + place, at)
         return CommittedPriorities(changed.length, changed.most, changed.dropped)
 
     def _write_counts(self) -> list[int]:

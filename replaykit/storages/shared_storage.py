@@ -113,6 +113,10 @@ class Sharing:
         self._known = self._logged_until = 0
         # The count of these entries up to the last one that is not for priorities.
         self._rows_logged_until = 0
+        # Both counts after the commit in progress.
+        self._logged = 0, 0
+        # True if the commit in progress has more changes than writes at the cursor.
+        self.reset = False
         # True if this process has read only the ledger's counters from that state.
         self._lags = False
         self._log: ElementLog | None = None
@@ -442,41 +446,37 @@ class Sharing:
                 recovery.roll_back(0)
             raise
 
-    def commit_state(
-        self,
-        storage: LazyTensorStorage,
-        state: CommittedState,
-        changed: list[tuple[int, Array | range]],
-        seen: int,
-        *,
-        whole: bool,
-    ) -> None:
-        """Commit a state, and log which elements have changed.
-
-        Args:
-            changed: the tables of priorities that were set, and their elements.
-            seen: number of the ledger's log at the previous commit.
-            whole: whether more has changed than a write at the cursor changes.
-        """
+    def log_rows(self, storage: LazyTensorStorage, seen: int) -> None:
+        """Log the changes of rows since number ``seen`` of the ledger's log, for a commit."""
         assert self._log is not None
-        assert self._set is not None
-        rows_logged, logged, pending = self._rows_logged_until, self._logged_until, []
+        self.reset = False
+        self._logged = self._rows_logged_until, self._logged_until
         if storage.ledger.log.irregular > seen or not storage.ledger.in_order:
             pending = self._changes_since(storage, seen)
-        if pending:
-            rows_logged = logged = self._log.append(logged, pending)
-        for number, at in changed:
-            if isinstance(at, range):
-                self._set.wrote(at.start, len(at))
-            else:
-                self._set.wrote_rising(at)
-            logged = self._log.append(logged, [(number, None if isinstance(at, range) else at)])
-        if pending or changed or whole:
+            if pending:
+                self._logged = (self._log.append(self._logged_until, pending),) * 2
+                self.reset = True
+
+    def log_priorities(self, number: int, at: Array | range) -> None:
+        """Log elements of a table of priorities that are set, after ``log_rows``."""
+        assert self._log is not None
+        assert self._set is not None
+        if isinstance(at, range):
+            self._set.wrote(at.start, len(at))
+        else:
+            self._set.wrote_elements(at)
+        rows, logged = self._logged
+        changed = [(number, None if isinstance(at, range) else at)]
+        self._logged, self.reset = (rows, self._log.append(logged, changed)), True
+
+    def commit_state(self, state: CommittedState) -> None:
+        """Commit a state with all changes that were logged."""
+        if self.reset:
             # This comes before the commit, because readers without the lock read first the state
             # and then this sign.
             self.signs[RESET] = self.home.states.sequence + 1
-        self._known = self.home.commit(state.numbers, [rows_logged, logged])
-        self._rows_logged_until, self._logged_until = rows_logged, logged
+        self._known = self.home.commit(state.numbers, self._logged)
+        self._rows_logged_until, self._logged_until = self._logged
 
     def _changes_since(
         self, storage: LazyTensorStorage, seen: int

@@ -163,14 +163,15 @@ def test_absent_rows_and_elements_are_refused(tmp_path: Path) -> None:
             opened.home._commits.journal(first, until)
     opened.put(np.array([3]), np.array([1.0]))
     before = opened.files()
-    cells = np.zeros(4, np.int64)
+    cells, values = np.zeros((4, 8), np.uint8), np.zeros(2, np.float32)
     with pytest.raises(IndexError, match="elements of a table"):
-        opened.home._commits.put(8, cells, np.array([1, -1]), cells[:2])
-    with pytest.raises(ValueError, match="values"):
-        opened.home._commits.put(8, cells, np.array([1, 2]), cells[:1])
+        opened.home._commits.put(8, cells, np.array([1, -1]), values)
+    for wrong in ((cells[:, :4].copy(), [1, 2]), (cells, [1])):
+        with pytest.raises(ValueError, match=r"cells|values"):
+            opened.home._commits.put(8, wrong[0], np.array(wrong[1]), values)
     with pytest.raises(TypeError, match="at"):
-        opened.home._commits.put(8, cells, np.array([1.0]), cells[:1])
-    assert not opened.home._commits.put(8, cells, np.array([1, 4]), cells[:2])
+        opened.home._commits.put(8, cells, np.array([1.0]), values)
+    assert not opened.home._commits.put(8, cells, np.array([1, 4]), values)
     assert opened.files() == before
     core, place = native.core, np.zeros(64, np.uint8)
     with pytest.raises(ValueError, match="journal"):
@@ -197,16 +198,6 @@ def test_core_does_not_note_into_a_damaged_journal(tmp_path: Path) -> None:
         assert not opened.home._commits.journal(0, 1)
 
 
-@given(st.lists(st.integers(-1, 20), max_size=6), st.booleans())
-def test_take_rising_accepts_only_rising_indices(at: list[int], wide: bool) -> None:
-    elements = np.arange(20, dtype=np.float64 if wide else np.float32) / 3
-    out = np.full(len(at), -1.0)
-    rise = all(0 <= one < 20 for one in at) and at == sorted(set(at))
-    assert native.core.take_rising(np.array(at, np.int64), elements, out) == rise
-    if rise:
-        assert out.tolist() == elements[at].astype(np.float64).tolist()
-
-
 @given(st.integers(0, 50), st.lists(st.integers(0, 2**40), max_size=16))
 def test_log_elements_wraps_around_the_ring(first: int, at: list[int]) -> None:
     ring, expected = np.full(16, -1), np.full(16, -1)
@@ -214,6 +205,11 @@ def test_log_elements_wraps_around_the_ring(first: int, at: list[int]) -> None:
     for place, one in enumerate(at, first):
         expected[place % 16] = one | 9 << 48
     assert ring.tolist() == expected.tolist()
+    marks = np.zeros(2**40 // 2**36 + 1, np.int64)
+    native.core.mark_elements(marks, np.array(at, np.int64), 2**36, 7)
+    assert set(np.flatnonzero(marks == 7).tolist()) == {one >> 36 for one in at}
+    with pytest.raises(IndexError, match="marked rows"):
+        native.core.mark_elements(marks, np.array([len(marks) * 2**36]), 2**36, 7)
     with pytest.raises(ValueError, match="at most"):
         native.core.log_elements(ring, 0, np.zeros(17, np.int64), 0)
     with pytest.raises(ValueError, match="at most"):

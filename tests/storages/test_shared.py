@@ -441,6 +441,7 @@ def test_counters_have_64_bits() -> None:
     with one.storage.lock:
         one.writer._write_count += many
         one.storage.ledger.next_position += 4 * many
+        one.storage.ledger.log.append(2, 4 * many)
     other.extend(steps_of(6, [0]))
     assert one.write_count == other.write_count == many + 7
     assert one.storage.ledger.next_position == 4 * many + 7
