@@ -65,7 +65,6 @@ NB_MODULE(_core, m) {
            nb::arg("capacity"))
       .def("__len__", &RankHeap::size)
       .def_prop_ro("capacity", &RankHeap::capacity)
-      .def_prop_ro("next_age", &RankHeap::next_age)
       .def("offer",
            [](RankHeap& self, Doubles ranks, IndicesOut slots) {
              const auto n = static_cast<std::int64_t>(ranks.shape(0));

@@ -3,8 +3,10 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -15,6 +17,7 @@
 namespace nb = nanobind;
 using replaykit::Array;
 using replaykit::Commits;
+using replaykit::check_length;
 using replaykit::Numbers;
 using replaykit::released;
 
@@ -23,6 +26,7 @@ namespace {
 // For up to this many bytes, the work takes less time than releasing and taking the interpreter
 // lock.
 constexpr std::int64_t kBytesKept = 1 << 15;
+constexpr int kTableBits = 48;  // the bits of a logged element below those of its table
 
 class HeldCommits {
  public:
@@ -65,6 +69,80 @@ class HeldCommits {
   Commits commits_;
 };
 
+// A ring in which processes log the elements of tables that they change. `count` numbers were
+// logged, of which `committed` belong to committed states.
+struct ElementLog {
+  explicit ElementLog(nb::handle ring) : ring(ring, "ring", Array::kInt64, 1, true) {}
+
+  // A process that dies before its commit may have overwritten the other half.
+  bool has_room(std::int64_t more) const { return count + more - committed <= ring.size() / 2; }
+
+  void append(std::int64_t table, Numbers at, std::int64_t more) {
+    if (count < 0 || more > ring.size()) {
+      throw nb::value_error("expected at most as many elements as there are numbers");
+    }
+    const std::int64_t size = ring.size();
+    for (std::int64_t i = 0, place = count % size; i < more; ++i) {
+      ring.out()[place] = at[i] | table << kTableBits;
+      if (++place == size) place = 0;
+    }
+    count += more;
+  }
+
+  Array ring;
+  std::int64_t count = 0, committed = 0;
+};
+
+// A table of doubles. If processes share it, changed elements are logged, and their chunks of
+// `1 << bits` elements are marked with the first number of `clock`.
+class Column {
+ public:
+  Column(nb::object commits, std::int64_t table, nb::handle cells, nb::object log, nb::handle marks,
+         int bits, nb::handle clock)
+      : held_{std::move(commits), std::move(log)}, commits_(*nb::cast<HeldCommits&>(held_[0])),
+        table_(table), bits_(bits), cells_(cells, "cells", Array::kUint8, 2, true) {
+    check_length("cells", cells_.size(1), 8);
+    length_ = cells_.size();
+    if (held_[1].is_none()) return;
+    log_ = nb::cast<ElementLog*>(held_[1]);
+    marks_.emplace(marks, "marks", Array::kInt64, 1, true);
+    clock_.emplace(clock, "clock", Array::kInt64, 1);
+    if (bits < 0 || bits > 32 || clock_->size() < 1) throw nb::value_error("expected few bits");
+    length_ = std::min(length_, marks_->size() << bits);
+  }
+
+  bool set(nb::handle at, nb::handle values) {
+    const Array elements(at, "at", Array::kInt64, 1);
+    const Array given(values, "values", Array::kNumbers, 1);
+    const Numbers from = elements.numbers();
+    const std::int64_t count = elements.size();
+    check_length("values", given.size(), count);
+    if (log_ != nullptr && !log_->has_room(count)) return false;
+    auto* to = reinterpret_cast<double*>(cells_.bytes_out());
+    const bool done = released<kBytesKept>(16 * count, [&] {
+      if (given.item() == 8) {
+        return commits_.put(table_, to, length_, from, given.doubles(), count);
+      }
+      const auto* singles = reinterpret_cast<const float*>(given.bytes());
+      return commits_.put(table_, to, length_, from, singles, count);
+    });
+    if (!done || log_ == nullptr) return done;
+    log_->append(table_, from, count);
+    const std::int64_t mark = clock_->numbers()[0];
+    for (std::int64_t i = 0; i < count; ++i) marks_->out()[from[i] >> bits_] = mark;
+    return true;
+  }
+
+ private:
+  nb::object held_[2];
+  Commits& commits_;
+  ElementLog* log_ = nullptr;
+  std::int64_t table_, length_;
+  int bits_;
+  Array cells_;
+  std::optional<Array> marks_, clock_;
+};
+
 }  // namespace
 
 void replaykit::bind_commits(nb::module_& m) {
@@ -86,27 +164,6 @@ void replaykit::bind_commits(nb::module_& m) {
            },
            nb::arg("first"), nb::arg("until"),
            "Journal the present rows. Without enough room, change nothing and return False.")
-      .def("put",
-           [](HeldCommits& self, std::int64_t table, nb::handle cells, nb::handle at,
-              nb::handle values) {
-             const Array of(cells, "cells", Array::kUint8, 2, true);
-             const Array elements(at, "at", Array::kInt64, 1);
-             const Array given(values, "values", Array::kNumbers, 1);
-             check_length("cells", of.size(1), 8);
-             check_length("values", given.size(), elements.size());
-             auto* to = reinterpret_cast<double*>(of.bytes_out());
-             const std::int64_t count = elements.size(), length = of.size();
-             return released<kBytesKept>(16 * count, [&] {
-               if (given.item() == 8) {
-                 return (*self).put(table, to, length, elements.numbers(), given.doubles(), count);
-               }
-               const auto* singles = reinterpret_cast<const float*>(given.bytes());
-               return (*self).put(table, to, length, elements.numbers(), singles, count);
-             });
-           },
-           nb::arg("table"), nb::arg("cells"), nb::arg("at"), nb::arg("values"),
-           "Journal elements of a table of doubles, then overwrite them. Without enough room, "
-           "change nothing and return False.")
       .def("commit",
            [](HeldCommits& self, nb::handle numbers, const std::vector<std::int64_t>& more) {
              const Array values(numbers, "numbers", Array::kInt64, 1);
@@ -121,39 +178,24 @@ void replaykit::bind_commits(nb::module_& m) {
            "Make `numbers`, followed by `more`, the latest state; return the number of the state. "
            "Without enough room, change nothing and return 0.");
 
-  m.def("log_elements",
-        [](nb::handle ring, std::int64_t first, nb::handle at, std::int64_t table) {
-          const Array numbers(ring, "ring", Array::kInt64, 1, true);
-          const Array elements(at, "at", Array::kInt64, 1);
-          const std::int64_t size = numbers.size(), count = elements.size();
-          if (first < 0 || count > size) {
-            throw nb::value_error("expected at most as many elements as there are numbers");
-          }
-          released<kBytesKept>(8 * count, [&, from = elements.numbers(), to = numbers.out()] {
-            for (std::int64_t i = 0, place = count ? first % size : 0; i < count; ++i) {
-              to[place] = from[i] | table;
-              if (++place == size) place = 0;
-            }
-          });
-        },
-        nb::arg("ring"), nb::arg("first"), nb::arg("at"), nb::arg("table"),
-        "Write positions with the bits of their table into a ring, beginning at number `first`.");
+  nb::class_<ElementLog>(m, "ElementLog", "A ring of changed elements, with their tables.")
+      .def(nb::init<nb::handle>(), nb::arg("ring"))
+      .def_rw("count", &ElementLog::count)
+      .def_rw("committed", &ElementLog::committed)
+      .def("has_room", &ElementLog::has_room, nb::arg("more"))
+      .def("append",
+           [](ElementLog& self, std::int64_t table, nb::handle at) {
+             const Array elements(at, "at", Array::kInt64, 1);
+             self.append(table, elements.numbers(), elements.size());
+           },
+           nb::arg("table"), nb::arg("at"), "Log elements of a table.");
 
-  m.def("mark_elements",
-        [](nb::handle marks, nb::handle at, std::int64_t chunk, std::int64_t number) {
-          const Array chunks(marks, "marks", Array::kInt64, 1, true);
-          const Array elements(at, "at", Array::kInt64, 1);
-          if (chunk < 1 || (chunk & (chunk - 1)) != 0) {
-            throw nb::value_error("expected a power of two as size of a chunk");
-          }
-          const int shift = __builtin_ctzll(static_cast<unsigned long long>(chunk));
-          const Numbers from = elements.numbers();
-          for (std::int64_t i = 0; i < elements.size(); ++i) {
-            const std::int64_t place = from[i] >> shift;
-            if (place < 0 || place >= chunks.size()) throw nb::index_error("expected marked rows");
-            chunks.out()[place] = number;
-          }
-        },
-        nb::arg("marks"), nb::arg("at"), nb::arg("chunk"), nb::arg("number"),
-        "Mark the chunks of rows, which are in any order, with a number.");
+  const auto none = [](const char* name) { return nb::arg(name).none() = nb::none(); };
+  nb::class_<Column>(m, "Column", "A table of doubles, which processes may share.")
+      .def(nb::init<nb::object, std::int64_t, nb::handle, nb::object, nb::handle, int, nb::handle>(),
+           nb::arg("commits"), nb::arg("table"), nb::arg("cells"), none("log"), none("marks"),
+           nb::arg("bits") = 0, none("clock"))
+      .def("set", &Column::set, nb::arg("at"), nb::arg("values"),
+           "Journal elements, then overwrite, log and mark them. Without enough room, change "
+           "nothing and return False.");
 }

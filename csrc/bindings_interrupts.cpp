@@ -7,9 +7,16 @@
 // this code, with the interpreter lock held.
 #include <nanobind/nanobind.h>
 
+#ifdef _WIN32
+enum { LOCK_EX, LOCK_NB, LOCK_UN };
+#else
+#include <sys/file.h>
+#endif
+
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -273,6 +280,8 @@ class Lock {
     return owner_.load(std::memory_order_relaxed) == PyThread_get_thread_ident();
   }
 
+  long depth() const { return depth_; }  // for the owner
+
  private:
   // Waits for the lock, and raises exceptions of signal handlers during the wait. A negative
   // timeout means no limit.
@@ -300,6 +309,86 @@ class Lock {
   PyThread_type_lock lock_;
   std::atomic<unsigned long> owner_{0};
   long depth_ = 0;  // of the owner
+};
+
+// A lock that calls methods of its subclass in Python. `_commit` is called before its outermost
+// release. A lock over a file also excludes other processes. `_enter` is called after its outermost
+// acquisition, and `_wait` if another process has locked the file `_fd`.
+class CommitLock : public Lock {
+ public:
+  explicit CommitLock(bool shared) : shared_(shared) {}
+
+  static bool acquire_with(nb::handle self, bool blocking, double timeout, bool patient) {
+    auto& lock = nb::cast<CommitLock&>(self);
+    if (!lock.acquire(blocking, timeout)) return false;
+    if (!lock.shared_ || lock.depth() > 1) return true;
+    bool locked = false;
+    try {
+      locked = lock_file(self, LOCK_EX | LOCK_NB) ||
+               nb::cast<bool>(self.attr("_wait")(blocking ? timeout : 0.0, patient));
+      if (locked) self.attr("_enter")();
+    } catch (...) {
+      if (locked) lock_file(self, LOCK_UN);
+      lock.release();
+      throw;
+    }
+    if (!locked) lock.release();
+    return locked;
+  }
+
+  static void release_with(nb::handle self) {
+    auto& lock = nb::cast<CommitLock&>(self);
+    if (!lock.is_owned() || lock.depth() > 1) {
+      lock.release();
+      return;
+    }
+    const auto leave = [&] {
+      if (lock.shared_) lock_file(self, LOCK_UN);
+      lock.released_ = Clock::now();
+      lock.release();
+    };
+    try {
+      self.attr("_commit")();
+    } catch (...) {
+      leave();
+      throw;
+    }
+    leave();
+  }
+
+  // Acquires the lock, but not the file. Returns false if this thread already holds the lock.
+  bool enter_apart() {
+    acquire(true, -1.0);
+    if (depth() > 1) {
+      release();
+      return false;
+    }
+    return apart = true;
+  }
+
+  void leave_apart() {
+    apart = false;
+    release();
+  }
+
+  double idle() const { return std::chrono::duration<double>(Clock::now() - released_).count(); }
+
+  bool apart = false;
+
+ private:
+  static bool lock_file(nb::handle self, int how) {
+#ifdef _WIN32
+    return true;
+#else
+    if (flock(nb::cast<int>(self.attr("_fd")), how) == 0) return true;
+    if (errno == EWOULDBLOCK) return false;
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+#endif
+  }
+
+  bool shared_;
+  Clock::time_point released_{};
 };
 
 class Deferred {};
@@ -352,5 +441,25 @@ void replaykit::bind_interrupts(nb::module_& m) {
       .def("_is_owned", &Lock::is_owned)
       .def("__enter__", [](Lock& self) { return self.acquire(true, -1.0); })
       .def("__exit__", [](Lock& self, nb::handle, nb::handle, nb::handle) { self.release(); },
+           none("kind"), none("error"), none("traceback"));
+
+  nb::class_<CommitLock, Lock>(
+      m, "CommitLock",
+      "A `Lock` that calls `_commit()` before its outermost release. With `shared`, it also locks "
+      "the file `_fd`, and then calls `_enter()`; `_wait(timeout, patient)` waits for the file.")
+      .def(nb::init<bool>(), nb::arg("shared"))
+      .def("acquire", &CommitLock::acquire_with, nb::arg("blocking") = true,
+           nb::arg("timeout") = -1.0, nb::arg("patient") = false)
+      .def("release", &CommitLock::release_with)
+      .def("enter_apart", &CommitLock::enter_apart)
+      .def("leave_apart", &CommitLock::leave_apart)
+      .def_ro("apart", &CommitLock::apart)
+      .def_prop_ro("idle", &CommitLock::idle, "Seconds since the latest release.")
+      .def("__enter__",
+           [](nb::handle self) { return CommitLock::acquire_with(self, true, -1.0, false); })
+      .def("__exit__",
+           [](nb::handle self, nb::handle, nb::handle, nb::handle) {
+             CommitLock::release_with(self);
+           },
            none("kind"), none("error"), none("traceback"));
 }

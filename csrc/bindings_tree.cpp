@@ -269,16 +269,6 @@ void bind_trees(nb::module_& m) {
     return names;
   }, "Return the names of the kernels for this processor, fastest first.");
 
-  m.def("tree_levels", [](std::int64_t capacity) {
-    const TreeLevels levels = levels_of(capacity);
-    nb::list counts, offsets;
-    for (int l = 0; l < levels.depth; ++l) {
-      counts.append(levels.count[l]);
-      offsets.append(levels.offset[l]);
-    }
-    return nb::make_tuple(levels.leaves, levels.entries, counts, offsets);
-  }, "Return the padded leaves, all entries, and the count and offset of each level.");
-
   m.def("power",
         [](nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu> base, double exponent) {
           const auto n = static_cast<std::int64_t>(base.shape(0));

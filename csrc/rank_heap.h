@@ -24,7 +24,6 @@ class RankHeap {
 
   std::int64_t size() const { return static_cast<std::int64_t>(heap_.size()); }
   std::int64_t capacity() const { return capacity_; }
-  std::int64_t next_age() const { return next_age_; }
   const std::vector<Entry>& entries() const { return heap_; }
 
   // Offers n ranks in order, with the same result as one by one. slots[i] becomes the slot of row

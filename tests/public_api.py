@@ -83,7 +83,7 @@ def _member(cls: type, name: str) -> str:
         return f"{name}: property{' (can be set)' if found.fset else ''}"
     if isinstance(found, (classmethod, staticmethod)):
         return f"{type(found).__name__} {name}{_signature(found.__func__)}"
-    if inspect.isroutine(found):
+    if inspect.isroutine(found) and callable(found):  # not every descriptor is a method
         return f"{name}{_signature(found)}"
     return f"{name}: attribute"
 

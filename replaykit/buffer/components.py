@@ -68,7 +68,7 @@ class LockedStorage:
             storage = buffer._storage
             lock = self._lock = storage.lock
             if self._patient:
-                lock.acquire_patiently()
+                lock.acquire(patient=True)
             else:
                 lock.acquire()
             try:

@@ -243,6 +243,7 @@ class Changes:
     rows.
 
     Attributes:
+        exposed: whether a caller in this process may write without a mark.
         reads: the gathers that run without the lock, for which each write waits; None if there are
             none.
 
@@ -285,7 +286,7 @@ class Changes:
         self.tensors, self.packed = tuple(tensors), frozenset(packed)
         self._last = self._last_now = -1
         self._users: int | None = None  # references to the memory before a caller got a view
-        self._exposed = False
+        self.exposed = False
         self.frozen: list[FrozenRows] = []
         self._saves: dict[str, RowsAtSave] = {}
         self.reads: Any = None
@@ -369,10 +370,10 @@ class Changes:
         """Record that a caller will get a view, and may then write without a mark."""
         if self.reads is not None:
             self.reads.wait()
-        if not self._exposed:
+        if not self.exposed:
             # A save in progress will release its own views later, so a count now would be wrong.
             self._users = None if self.frozen else self._count()
-            self._exposed = True
+            self.exposed = True
 
     def track(self, tensors: Sequence[torch.Tensor]) -> None:
         """Add tensors to the memory of the rows.
@@ -386,7 +387,7 @@ class Changes:
 
     def lend(self) -> None:
         """Record that other code may at any time write to the memory without a mark."""
-        self._users, self._exposed = None, True
+        self._users, self.exposed = None, True
 
     def _count(self) -> int | None:
         counts = [memory_users(tensor) for tensor in self.tensors]
@@ -398,11 +399,11 @@ class Changes:
         Args:
             own: the number of views that the save itself has.
         """
-        if not self._exposed:
+        if not self.exposed:
             return
         self._written[:] = self.now
         if self._users is not None and not self.frozen:
-            self._exposed = (self._count() or 0) - own > self._users
+            self.exposed = (self._count() or 0) - own > self._users
 
     # -- saving ---------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from replaykit import native
 from replaykit.checkpoint.dirty_chunks import Changes, CopiedRows, TrackedTensor
 
 __all__ = ["SharedChanges", "ViewsOfRows"]
@@ -101,23 +100,21 @@ class SharedChanges(Changes):
     def _versions_of(self, key: Hashable) -> Array:
         return self._keyed.get(key, self._written)
 
-    def wrote_elements(self, rows: Array) -> None:
-        """Mark rows of which there are no views, int64 ``[K]`` in any order."""
-        native.core.mark_elements(self._written, rows, self.chunk, self._clock[0])
+    def marking(self) -> tuple[Array, int, Any]:
+        """Return the marks of all chunks, the bits of a number in a chunk, and memory of ``now``.
+
+        With these the core marks rows of which there are no views.
+        """
+        return self._written, self.chunk.bit_length() - 1, self._clock
 
     # -- views ----------------------------------------------------------------------------------
 
-    @property
-    def exposed(self) -> bool:
-        """True if a caller in this process may write without a mark."""
-        return self._exposed
-
     def expose(self) -> None:
-        if not self._exposed:
+        if not self.exposed:
             users = self._count()
             if self._views is not None:
                 self._views.hold()
-            self._users, self._exposed = users, True
+            self._users, self.exposed = users, True
 
     def lend(self) -> None:
         self.expose()
@@ -133,11 +130,11 @@ class SharedChanges(Changes):
             self._check_views(0, others=False)
 
     def _check_views(self, own: int, *, others: bool = True) -> None:
-        mine = self._exposed
+        mine = self.exposed
         if mine or (others and self._views is not None and self._views.of_others()):
             self._touch(slice(None), None)
         if mine and self._users is not None and (self._count() or 0) - own <= self._users:
-            self._exposed = False
+            self.exposed = False
             if self._views is not None:
                 self._views.drop()
 

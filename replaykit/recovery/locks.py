@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
-import math
 import os
 import time
 import weakref
@@ -16,7 +15,8 @@ from typing import Any
 
 import torch
 
-from replaykit.interrupts import Lock, allowed, check
+from replaykit import native
+from replaykit.interrupts import allowed, check
 
 __all__ = [
     "CommitLock",
@@ -170,7 +170,10 @@ def _begin_alone() -> None:
     torch.set_num_threads(1)
 
 
-class CommitLock:
+_CoreLock: Any = native.core.CommitLock
+
+
+class CommitLock(_CoreLock):
     """A re-entrant lock that commits the changes made under it before its release.
 
     Args:
@@ -186,35 +189,8 @@ class CommitLock:
     """
 
     def __init__(self, commit: Callable[[], None]) -> None:
-        self._lock = Lock()
+        super().__init__(shared=False)
         self._commit = commit
-        self._depth = 0  # guarded by the lock
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Acquire the lock; see ``threading.RLock``."""
-        if not self._lock.acquire(blocking, timeout):
-            return False
-        self._depth += 1
-        return True
-
-    def release(self) -> None:
-        """Release the lock, even if ``commit`` raises an error, which is then re-raised."""
-        try:
-            if self._depth == 1:
-                self._commit()
-        finally:
-            self._depth -= 1
-            self._lock.release()
-
-    def _is_owned(self) -> bool:
-        """Return whether this thread holds the lock, as ``threading.RLock`` does."""
-        return bool(self._lock._is_owned())
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 _PAUSES = (20e-6, 40e-6, 80e-6, 160e-6, 320e-6, 640e-6, *[1e-3] * 50)
@@ -237,7 +213,7 @@ def check_flock() -> None:
         raise RuntimeError("processes cannot share a buffer on a system without flock")
 
 
-class SharedLock(OpenFile, CommitLock):
+class SharedLock(OpenFile, _CoreLock):
     """A re-entrant lock for the threads of all processes that open its file.
 
     Only one process can hold the lock, and the kernel releases it if that process dies. The lock is
@@ -246,8 +222,16 @@ class SharedLock(OpenFile, CommitLock):
     Args:
         path: the file, which is made if it does not exist.
         enter: function that a thread calls at its outermost acquire, to follow the changes of other
-            processes.
-        commit: function that a thread calls at its outermost release.
+            processes. If it raises an error, the lock is released.
+        commit: function that a thread calls at its outermost release. The lock is released even if
+            it raises an error.
+
+    A ``patient`` acquire tries rarely if this process has released the lock recently. It is for
+    threads that can wait while other threads work.
+
+    A thread between ``enter_apart`` and ``leave_apart`` excludes only threads of this process. It
+    must be able to check afterwards whether another process has written meanwhile.
+    ``enter_apart`` returns False, and changes nothing, if the thread already holds the lock.
 
     Raises:
         RuntimeError: the system has no ``flock``.
@@ -267,64 +251,24 @@ class SharedLock(OpenFile, CommitLock):
     """
 
     def __init__(self, path: Path, enter: Callable[[], None], commit: Callable[[], None]) -> None:
-        super().__init__(commit)
+        _CoreLock.__init__(self, shared=True)
         check_flock()
         import fcntl
 
-        self._enter = enter
-        self._released = -math.inf
-        self.apart = False
-        """True while a thread excludes only this process; see ``enter_apart``."""
+        self._enter, self._commit = enter, commit
         self._flock: Callable[[int, int], Any] = fcntl.flock
         self._take, self._try = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB
-        self._give = fcntl.LOCK_UN
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
         # If a forked child kept the file open, it would hold the lock after this process has died.
         drop_in_children(self)
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Acquire the lock; see ``threading.RLock``.
-
-        If ``enter`` raises an error, the lock is released.
-        """
-        return self._acquire(blocking, timeout, _PAUSES)
-
-    def acquire_patiently(self) -> bool:
-        """Acquire the lock, but try rarely if this process has released it recently.
-
-        This is for threads that can wait while other threads work.
-        """
-        often = time.monotonic() - self._released < _ALL_THE_TIME
-        return self._acquire(True, -1, _PATIENT if often else _PAUSES)
-
-    def _acquire(self, blocking: bool, timeout: float, pauses: tuple[float, ...]) -> bool:
-        if not self._lock.acquire(blocking, timeout):
-            return False
-        if self._depth:
-            self._depth += 1
-            return True
-        try:
-            try:
-                self._flock(self._fd, self._try)
-            except BlockingIOError:
-                if not self._tried(timeout if blocking else 0.0, pauses):
-                    self._lock.release()
-                    return False
-            self._depth = 1  # ``enter`` also acquires the lock
-            self._enter()
-        except BaseException:
-            self._depth = 0
-            self._flock(self._fd, self._give)
-            self._lock.release()
-            raise
-        return True
-
-    def _tried(self, timeout: float, pauses: tuple[float, ...]) -> bool:
+    def _wait(self, timeout: float, patient: bool) -> bool:
         """Take the lock of the file, and return whether it was possible.
 
         A negative ``timeout`` waits without limit.
         """
-        until = None
+        often = patient and self.idle < _ALL_THE_TIME
+        pauses, until = _PATIENT if often else _PAUSES, None
         for pause in pauses if timeout < 0 else chain(pauses, repeat(pauses[-1])):
             try:
                 self._flock(self._fd, self._try)
@@ -343,37 +287,3 @@ class SharedLock(OpenFile, CommitLock):
         with allowed:
             self._flock(self._fd, self._take)
         return True
-
-    def release(self) -> None:
-        """Release the lock, even if ``commit`` raises an error, which is then re-raised."""
-        try:
-            if self._depth == 1:
-                try:
-                    self._commit()
-                finally:
-                    self._flock(self._fd, self._give)
-                    self._released = time.monotonic()
-        finally:
-            self._depth -= 1
-            self._lock.release()
-
-    def enter_apart(self) -> bool:
-        """Exclude other threads of this process, but no other process.
-
-        The caller must be able to check afterwards whether another process has written meanwhile.
-        Until ``leave_apart``, an acquire of the lock does not exclude other processes either.
-
-        Returns:
-            False if this thread already holds the lock. Nothing has changed then.
-        """
-        self._lock.acquire()
-        if self._depth:
-            self._lock.release()
-            return False
-        self._depth, self.apart = 1, True
-        return True
-
-    def leave_apart(self) -> None:
-        """End the effect of ``enter_apart``."""
-        self._depth, self.apart = 0, False
-        self._lock.release()

@@ -235,44 +235,45 @@ _EVERYTHING = (1 << _BITS) - 1
 class ElementLog:
     """A ring that lists which elements changed, for processes that follow later.
 
-    The caller stores the count of all logged numbers, and commits it with its other state. Logged
-    numbers after that count are ignored.
+    The caller commits the count of all logged numbers with its other state. Logged numbers after
+    that count are ignored.
 
     Args:
         numbers: int64 ``[C]``, the memory of the ring.
+
+    Attributes:
+        core: the ring in the compiled core, with the counts of all logged and of all committed
+            numbers, which the caller sets.
 
     Example:
         >>> import numpy as np
         >>> from replaykit.recovery.processes import ElementLog
         >>> log = ElementLog(np.zeros(16, np.int64))
-        >>> count = log.append(0, [(8, np.array([3, 5])), (1, None)])
-        >>> log.since(0, count)
+        >>> log.append([(8, np.array([3, 5])), (1, None)])
+        >>> log.since(0, log.core.count)
         {8: array([3, 5]), 1: None}
         >>> log.since(0, 100) is None
         True
     """
 
     def __init__(self, numbers: Array) -> None:
-        self._numbers = numbers
-        # A process that dies before its commit may have overwritten the other half.
+        self._numbers, self.core = numbers, native.core.ElementLog(numbers)
         self._most = len(numbers) // 2
 
-    def append(self, count: int, changes: list[tuple[int, Array | None]]) -> int:
-        """Log changed elements of tables; return the new count.
+    def append(self, changes: list[tuple[int, Array | None]]) -> None:
+        """Log changed elements of tables.
 
         Args:
-            count: the count of logged numbers before.
             changes: pairs of a table's number and its changed elements, int64 ``[K]``; None for all
                 elements.
         """
-        if sum(1 if at is None else len(at) for _, at in changes) > self._most:
-            changed = dict.fromkeys(table for table, at in changes if at is None or len(at))
-            changes = [(table, None) for table in changed]
+        core = self.core
+        if not core.has_room(sum(1 if at is None else len(at) for _, at in changes)):
+            tables = [table for table, at in changes if at is None or len(at)]
+            tables += self.since(core.committed, core.count) or ()
+            changes, core.count = [(table, None) for table in dict.fromkeys(tables)], core.committed
         for table, at in changes:
-            found = np.array([_EVERYTHING]) if at is None else at
-            native.core.log_elements(self._numbers, count, found, table << _BITS)
-            count += len(found)
-        return count
+            core.append(table, np.array([_EVERYTHING]) if at is None else at)
 
     def since(self, known: int, count: int) -> dict[int, Array | None] | None:
         """Return the elements that have changed since the count was ``known``, by table.

@@ -492,14 +492,11 @@ class RecoveryFolder:
         (self.folder / COUNTS).unlink(missing_ok=True)
         sync_directory(self.folder)
 
-    def set(self, number: int, values: Array, at: Array | range) -> None:
-        """Journal the rows ``at`` of a table of doubles, and set them to ``values``, ``[K]``."""
-        commits, known = self._commits, self._tables.get(number)
-        if commits is not None and known is not None and type(at) is not range:
-            if not self.shared:
-                self.check_process()
-            if commits.put(number, known[1], at, values):
-                return
+    def set(self, number: int, values: Any, at: Array | range) -> None:
+        """Journal the rows ``at`` of a table of doubles, and set them.
+
+        ``values`` is an array ``[K]``, or one number for a range.
+        """
         top = (at.stop if isinstance(at, range) else int(at.max()) + 1) if len(at) else 0
         cells = self.table(number, top)
         self.journal_rows(number, at)
@@ -507,6 +504,15 @@ class RecoveryFolder:
             cells[at.start : at.stop] = values
         else:
             cells[at] = values
+
+    def column(self, number: int, *logging: Any) -> Any:
+        """Return a table as a ``Column`` of the core; None if the core makes no commits.
+
+        It sets rows as long as no file has to grow. ``logging`` are its other arguments.
+        """
+        if self._commits is None:
+            return None
+        return native.core.Column(self._commits, number, self._tables[number][1], *logging)
 
     def journaled(self) -> tuple[int, int]:
         """Return the next state's sequence number, and the bytes journaled for it."""

@@ -31,7 +31,7 @@ from replaykit.samplers.priority_table import PriorityTable
 from replaykit.samplers.sampler import Sampler, as_drawn, require_rows
 from replaykit.samplers.window_measures import SINGLE, index_for, refuse_nothing
 from replaykit.storages import Storage
-from replaykit.storages.commit_state import Changed
+from replaykit.storages.commit_state import CommittedPriorities, PriorityColumn
 
 __all__ = ["PrioritizedSampler"]
 
@@ -39,9 +39,6 @@ _UNKNOWN = 1 << 48
 """Limit of an index if no storage is known."""
 
 _NO_LOCK = contextlib.nullcontext()
-
-_NOTHING_REPORTED = 0, 0, 1.0, 0
-"""Log number, length, largest priority and dropped updates of a new sampler."""
 
 
 class PrioritizedSampler(Sampler):
@@ -149,8 +146,6 @@ class PrioritizedSampler(Sampler):
         self._beta = checked_number("beta", beta)
         self._chosen: EligiblePriorities | None = None
         self._attached: weakref.ref[Storage] | None = None
-        # The numbers of the priorities at the last report to a recoverable storage.
-        self._reported: tuple[int, int, float, int] = _NOTHING_REPORTED
 
     # -- drawing ------------------------------------------------------------------------------
 
@@ -306,6 +301,7 @@ class PrioritizedSampler(Sampler):
                 f"got {self.max_capacity}; leave it out to have it follow the storage"
             )
         self._attached, self._chosen = weakref.ref(storage), None
+        self._table.column = None
         self._table.restart()
         if len(storage):
             self._table.follow(storage)
@@ -391,9 +387,9 @@ class PrioritizedSampler(Sampler):
         if storage is None:
             storage = self._home(None)
         with self._lock_of(storage):
-            table = self._table.follow(storage)
             # Learners usually pass tensors that need no conversion.
             ledger = None if storage is None or storage.ndim > 1 else storage.ledger
+            table = self._table.follow(storage, None if ledger is None else ledger.length)
             if ledger is not None and table.set_plain(index, priority, generation, ledger):
                 return
             if table.device.type == "cpu":
@@ -437,7 +433,7 @@ class PrioritizedSampler(Sampler):
             return self.state_dict()
         tracked = self._table.follow(storage).tracked()
         if storage.recovery is not None:
-            tracked = storage.recovery.tracked(self, tracked)
+            tracked = storage.recovery.tracked(tracked)
         return self._state_with(tracked)
 
     def check_state(self, state_dict: dict[str, Any], storage: Storage) -> None:
@@ -481,59 +477,54 @@ class PrioritizedSampler(Sampler):
         attached = self._attached is not None and self._attached() is storage
         return attached and (owner is None or getattr(owner, "_sampler", self) is self)
 
-    def priorities_changed(self, *, everything: bool = False) -> Changed | None:
-        """Return the changes of the priorities since the last call, or all priorities.
+    def use_column(self, column: PriorityColumn) -> None:
+        """Write priorities into a column from now on, when they are set."""
+        self._table.column = column
 
-        ``storages.commit_state`` describes the result.
+    def settle_priorities(self) -> tuple[int, float, int]:
+        """Give the default to new rows, and write priorities to the files that lack them.
+
+        Returns:
+            The number of priorities, the largest one ever set, and ``dropped_updates``.
         """
         table, storage = self._table, self._home(None)
-        table.read()
-        if storage is not None and storage.ledger.length:
-            table.follow(storage, storage.ledger.length * storage.lanes.numel())
-        now = self._numbers()
-        if now == self._reported and not everything:
-            return None
-        seen, self._reported = self._reported[0], now
-        at, values = table.changed_since(-1 if everything else seen)
-        return Changed(at, values, *now[1:])
+        if storage is None or not storage.ledger.length:
+            table.read()
+        else:
+            table.follow(storage, storage.ledger.length if storage.ndim == 1 else None)
+        if table.column is not None and table.column.whole:
+            table.column.write(range(table.length), table.raw.cpu().numpy())
+        return table.length, table.most, self.dropped_updates
 
-    def _numbers(self) -> tuple[int, int, float, int]:
-        table = self._table
-        return table.log.number, table.length, table.most, self.dropped_updates
-
-    def priorities_pending(self) -> bool:
-        """Return whether priorities may have been set since ``priorities_changed``."""
-        table = self._table
-        table.read()
-        reported = self._reported[0] == table.log.number
-        return not (reported and table.is_current(self._home(None)))
-
-    def follow_priorities(self, changed: Changed) -> None:
+    def follow_priorities(self, elements: Any, values: Any, counts: CommittedPriorities) -> None:
         """Load an earlier sampler's priorities, or another process's changes of the priorities.
 
         Raises:
             ValueError: the exponents do not allow these priorities.
         """
-        table, storage, most = self._table, self._home(None), changed.most
-        values = torch.from_numpy(changed.values).to(self.dtype)
-        if changed.elements is None:
-            table.law.check(0.0, most)
-            table.load(table.law, values, most, storage)
-        else:
-            table.follow(None)
-            table.skip(storage)
-            table.truncate(changed.length)
-            if len(changed.elements):
+        table, storage, (length, most, dropped) = self._table, self._home(None), counts
+        values = torch.from_numpy(values).to(self.dtype)
+        column, table.column = table.column, None  # it has these priorities
+        try:
+            if elements is None:
                 table.law.check(0.0, most)
-                index = torch.from_numpy(changed.elements).to(table.device)
-                table.set(index, values.to(table.device), changed.length)
-            table.cover(changed.length, most)
-            table.most = most
-        self.dropped_updates = changed.dropped
-        self._reported = self._numbers()
+                table.load(table.law, values, most, storage)
+            else:
+                table.follow(None)
+                table.skip(storage)
+                table.truncate(length)
+                if len(elements):
+                    table.law.check(0.0, most)
+                    index = torch.from_numpy(elements).to(table.device)
+                    table.set(index, values.to(table.device), length)
+                table.cover(length, most)
+                table.most = most
+        finally:
+            table.column = column
+        self.dropped_updates = dropped
 
     def __getstate__(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"_attached": None, "_chosen": None, "_reported": _NOTHING_REPORTED}
+        own: dict[str, Any] = {"_attached": None, "_chosen": None}
         if multiprocessing.context.get_spawning_popen() is not None:
             if not (self.owner is not None and self.owner.shared):
                 raise RuntimeError(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit import native
 from replaykit.checkpoint import MappedRows
 from replaykit.checkpoint.dirty_chunks import Changes, TrackedTensor
 from replaykit.errors import CheckpointError
@@ -23,6 +22,7 @@ from replaykit.samplers.priority_rules import (
 )
 from replaykit.storages import Storage
 from replaykit.storages.change_log import ChangeLog
+from replaykit.storages.commit_state import PriorityColumn
 from replaykit.storages.indexing import elements_of
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.tensor_bytes import by_value, from_value
@@ -51,6 +51,7 @@ class PriorityTable:
     Attributes:
         most: the largest raw priority ever set, at least 1.
         log: the log of the rows whose priorities were set.
+        column: the place in files where priorities are written, too; None without files.
 
     Args:
         law: the law that turns ``p`` into ``v``.
@@ -80,6 +81,7 @@ class PriorityTable:
         self._models = _outputs(0, law.dtype)
         self._same: tuple[tuple[float, int], torch.Tensor] | None = None
         self.log = ChangeLog(1)
+        self.column: PriorityColumn | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -138,6 +140,8 @@ class PriorityTable:
         At the fork, a thread of the parent may have held the locks of the trees, or may have been
         changing them. The child does not have that thread.
         """
+        if self.column is not None:
+            self.column.direct = None  # after a fork it belongs to the parent
         self._refill(self.priorities, self.capacity)
 
     def _give_written(self, storage: Storage, count: int) -> None:
@@ -221,14 +225,19 @@ class PriorityTable:
             # NumPy assigns in order, so the last of several equal indices counts.
             new = priority if isinstance(priority, float) else priority.numpy()
             self._raw.numpy()[index.numpy()] = new
-        self._log_set(index)
+        self._log_set(index, priority)
 
-    def _log_set(self, index: torch.Tensor) -> None:
-        """Log the rows ``[K]`` whose priorities were set."""
+    def _log_set(self, index: torch.Tensor, priority: torch.Tensor | float) -> None:
+        """Log the rows ``[K]`` whose priorities were set, and write them to the column."""
+        column, at = self.column, index.numpy() if index.is_cpu else index.clone()
         try:
-            self.log.edit(index.numpy() if index.is_cpu else index.clone())
+            self.log.edit(at)
+            if column is not None and not column.whole:
+                column.set(at, priority)
         except BaseException:  # the priorities are already set
             self.log.edit(None)
+            if column is not None:
+                column.whole = True
             raise
 
     def set_since(self, seen: int) -> list[torch.Tensor] | None:
@@ -241,24 +250,6 @@ class PriorityTable:
         if slots is None:
             return None
         return [torch.as_tensor(part, device=self.device) for part in slots]
-
-    def changed_since(self, seen: int) -> tuple[Array | None, Array]:
-        """Return the rows set since ``seen``, possibly repeated, and their raw priorities.
-
-        Returns:
-            int64 ``[K]`` and ``[K]`` in the law's dtype; or None and all raw priorities, if any may
-            have been set.
-
-        Cost: proportional to the number of rows set.
-        """
-        parts, raw = self.log.slots_since(seen), self._raw
-        if parts is None:
-            return None, self.raw.cpu().numpy()
-        if raw.is_cpu:
-            at = parts[0] if len(parts) == 1 else np.concatenate([_NONE, *parts])
-            return at, raw.numpy().take(at)
-        found = torch.cat([raw[:0].long(), *(torch.as_tensor(p).to(raw.device) for p in parts)])
-        return found.cpu().numpy(), raw[found].cpu().numpy()
 
     def set_plain(
         self,
@@ -301,7 +292,7 @@ class PriorityTable:
         if largest < 0:
             return False
         self.most = max(self.most, largest)
-        self._log_set(index)
+        self._log_set(index, priority)
         return True
 
     def _set_same(self, index: torch.Tensor, priority: float, top: int) -> bool:
@@ -327,7 +318,7 @@ class PriorityTable:
             same = self._same = (priority, count), full
         if self._set_in_core(index, same[1], 0, top, 0, 1) < 0:
             return False
-        self._log_set(index)
+        self._log_set(index, same[1])
         if top > self.length:
             self.cover(top, priority)
         return True
@@ -380,6 +371,8 @@ class PriorityTable:
             fresh.fill_(default)
             self._set_range(start, fresh)
             self.log.edit(np.arange(start, top))
+            if self.column is not None:
+                self.column.set(range(start, top), default)
         elif fresh.amin().item() < 0:
             self.set((fresh < 0).nonzero()[:, 0] + start, default, top)
 
@@ -443,6 +436,8 @@ class PriorityTable:
             new._unread = priorities.spanned(), priorities.where
         else:
             new._refill(priorities, max(1, len(priorities)))
+        if self.column is not None:
+            self.column.whole = True
         new.skip(storage)
         self.__dict__.update(new.__dict__)
 
@@ -649,7 +644,7 @@ class PriorityTable:
         raw, seen = from_value(state.pop("raw")), state.pop("_seen")
         self.__dict__.update(state)
         self._models, self._same = _outputs(0, self.law.dtype), None
-        self.log = ChangeLog(1)
+        self.log, self.column = ChangeLog(1), None
         self.restart()
         self._seen = seen
         if len(raw):

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from replaykit.storages.ledger import Ledger
 
 if TYPE_CHECKING:
+    from replaykit.storages.recoverable import Recovery
     from replaykit.storages.tensors import LazyTensorStorage
 
 __all__ = [
-    "Changed",
     "CommittedPriorities",
     "CommittedState",
+    "PriorityColumn",
     "PriorityKeeper",
     "RecoverableWriter",
     "index_of_part",
@@ -186,7 +189,7 @@ class CommittedState:
         ]
 
     def set_parts(self, priorities: list[CommittedPriorities], counts: list[int]) -> bool:
-        """Set the numbers of all parts; return False if there are more or fewer parts than before."""
+        """Set the numbers of all parts; return False if the number of parts has changed."""
         if (len(priorities), len(counts)) != (self.view[12], self.view[13]):
             return False
         at, view = _FIXED, self.view
@@ -253,46 +256,116 @@ class CommittedState:
         return fixed == known and np.array_equal(self.numbers[cuts], before.numbers[cuts])
 
 
-class Changed(NamedTuple):
-    """The changes of a sampler's priorities since the last ``priorities_changed``.
-
-    Attributes:
-        elements: the elements whose priorities were set, int64 ``[K]``, possibly repeated; None for
-            all.
-        values: the present raw priorities of these elements, ``[K]``, or ``[length]`` for all
-            elements, in float32 or float64.
-        length: number of priorities.
-        most: the largest priority ever set.
-        dropped: number of updates that came too late.
-    """
-
-    elements: Array | None
-    values: Array
-    length: int
-    most: float
-    dropped: int
-
-
 class PriorityKeeper(Protocol):
     """A sampler whose priorities are recovered."""
+
+    owner: Any
 
     def works_on(self, storage: LazyTensorStorage) -> bool:
         """Return whether the sampler still follows the storage."""
 
-    def priorities_changed(self, *, everything: bool = False) -> Changed | None:
-        """Return the changes since the last call; None if there are none.
+    def use_column(self, column: PriorityColumn) -> None:
+        """Write priorities into a column from now on, when they are set."""
 
-        With ``everything``, return all priorities.
+    def settle_priorities(self) -> tuple[int, float, int]:
+        """Give the default to new rows, and write priorities that the column lacks.
+
+        Returns:
+            The numbers of ``CommittedPriorities``.
+
+        Raises:
+            OSError: there is no room for the priorities.
         """
 
-    def priorities_pending(self) -> bool:
-        """Return whether ``priorities_changed`` might return changes."""
-
-    def follow_priorities(self, changed: Changed) -> None:
+    def follow_priorities(
+        self, elements: Array | None, values: Array, counts: CommittedPriorities
+    ) -> None:
         """Load priorities of an earlier sampler, or the changes of another process.
 
-        ``priorities_changed`` does not return these changes.
+        The column has these priorities already.
+
+        Args:
+            elements: the elements whose priorities were set, int64 ``[K]``; None for all.
+            values: their raw priorities, float64 ``[K]``.
         """
+
+
+class PriorityColumn:
+    """The committed priorities of a sampler, in a table of a recovery folder.
+
+    The sampler writes each priority into the table when it is set, and the old value is journaled
+    first. So a commit copies no priorities, unless an earlier write to the table was not possible.
+
+    Attributes:
+        sampler: a weak reference to the sampler.
+        number: number of the table.
+        counts: the counts at the latest commit, or at the latest state that was followed.
+        written: whether priorities were written since then.
+        whole: whether the next commit writes all priorities.
+        direct: sets elements in the core, as long as no file has to grow; or None.
+    """
+
+    def __init__(self, sampler: PriorityKeeper, recovery: Recovery) -> None:
+        self.sampler, self._recovery = weakref.ref(sampler), weakref.ref(recovery)
+        self.number, self.counts = -1, CommittedPriorities(0, 1.0, 0)
+        self.written, self.whole = False, True
+        self.direct: Any = None
+
+    def __call__(self) -> Any:
+        """Return the sampler; None if it has been deleted."""
+        return self.sampler()
+
+    def set(self, at: Any, values: Any) -> None:
+        """Write priorities that were set.
+
+        Args:
+            at: the elements: a range, or int64 ``[K]`` as an array or as a tensor of any device.
+            values: a number for all elements, or a tensor ``[K]``.
+        """
+        if self.whole:
+            return
+        self.written = True
+        if type(at) is not range:
+            at = at if type(at) is np.ndarray else at.cpu().numpy()
+            if not isinstance(values, torch.Tensor):
+                values = np.full(len(at), values)
+            else:
+                values = values.numpy() if values.is_cpu else values.cpu().numpy()
+            if self.direct is not None and self.direct.set(at, values):
+                return
+        self.whole = True
+        with contextlib.suppress(OSError):  # the commit tries again, and raises the error
+            self.write(at, values)
+
+    def write(self, at: Array | range, values: Any) -> None:
+        """Write priorities in any case; if ``at`` has all elements, the column is whole again.
+
+        Args:
+            values: a number if ``at`` is a range, or an array ``[K]``.
+
+        Raises:
+            OSError: there is no room to journal the old priorities. None has changed then.
+        """
+        recovery = self._recovery()
+        if recovery is not None and recovery.writable:
+            region = recovery if recovery.sharing is None else recovery.sharing
+            self.direct = region.set_priorities(self.number, at, values)
+            self.written, self.whole = True, False
+
+    @property
+    def pending(self) -> bool:
+        """True if the sampler has priorities that are not committed."""
+        sampler = self.sampler()
+        if sampler is not None and sampler.settle_priorities() != self.counts:
+            return True
+        return self.whole or self.written
+
+    def follow(self, found: tuple[Array | None, Array], counts: CommittedPriorities) -> None:
+        """Load priorities of the table; see ``PriorityKeeper.follow_priorities``."""
+        sampler = self.sampler()
+        if sampler is not None:
+            sampler.follow_priorities(*found, counts)
+        self.counts, self.written, self.whole = counts, False, False
 
 
 class RecoverableWriter(Protocol):
@@ -304,7 +377,11 @@ class RecoverableWriter(Protocol):
         """Return whether the writer still writes to the storage."""
 
 
-def index_of_part(parts: list[weakref.ref[Any]], part: Any) -> int:
+Parts = list[Any]
+"""References to parts, which return None after the deletion of a part."""
+
+
+def index_of_part(parts: Parts, part: Any) -> int:
     """Return the index of a part, or of the part that it replaces.
 
     A part replaces another part of the same buffer. If the list has neither of them, return the
@@ -319,33 +396,31 @@ def index_of_part(parts: list[weakref.ref[Any]], part: Any) -> int:
     return len(parts)
 
 
-def insert_part(parts: list[weakref.ref[Any]], place: int, part: Any) -> None:
-    """Insert a part at ``place``, the result of ``index_of_part``.
+def insert_part(parts: Parts, place: int, reference: Any) -> None:
+    """Insert a reference to a part at ``place``, the result of ``index_of_part``.
 
     The part precedes the part that it replaces. The replacement may fail, so both stay in the list
     until ``still_there`` finds the part in use.
     """
-    others = [known for known in parts[place:] if known() is not part]
-    parts[place:] = [weakref.ref(part), *others]
+    others = [known for known in parts[place:] if known() is not reference()]
+    parts[place:] = [reference, *others]
 
 
-def set_alone(parts: list[weakref.ref[Any]], part: Any) -> None:
+def set_alone(parts: Parts, reference: Any) -> None:
     """Make a part the only part of the list.
 
     Raises:
         RuntimeError: the list has a part of another buffer.
     """
-    other = parts[0]() if parts else None
+    other, part = parts[0]() if parts else None, reference()
     if other is not None and other is not part and other.owner is not part.owner:
         raise RuntimeError(
             f"expected one buffer over a storage that processes share, got another one with a "
             f"{type(part).__name__}"
         )
-    parts[:] = [weakref.ref(part)]
+    parts[:] = [reference]
 
 
-def still_there(
-    parts: list[weakref.ref[Any]], storage: LazyTensorStorage
-) -> list[weakref.ref[Any]]:
+def still_there(parts: Parts, storage: LazyTensorStorage) -> Parts:
     """Return the parts that still exist and still use the storage."""
     return [known for known in parts if (part := known()) is not None and part.works_on(storage)]

@@ -16,9 +16,10 @@ from replaykit.recovery.locks import CommitLock
 from replaykit.recovery.recovery_folder import RecoveryFolder, Tables
 from replaykit.storages.columns import Columns
 from replaykit.storages.commit_state import (
-    Changed,
     CommittedPriorities,
     CommittedState,
+    Parts,
+    PriorityColumn,
     PriorityKeeper,
     RecoverableWriter,
     index_of_part,
@@ -59,7 +60,8 @@ class Recovery:
         state: the latest state that this process has committed, recovered or followed.
         seen: number of the ledger's log at the latest commit; -1 if the next commit must read the
             whole state of the parts, as after a failed commit.
-        samplers, writers: the parts whose priorities and counts are committed.
+        samplers: the columns of the priorities that are committed.
+        writers: references to the writers whose counts are committed.
     """
 
     def __init__(
@@ -77,8 +79,8 @@ class Recovery:
         self.active = False
         self.state: CommittedState | None = None
         self.seen = -1
-        self.samplers: list[weakref.ref[Any]] = []
-        self.writers: list[weakref.ref[Any]] = []
+        self.samplers: Parts = []
+        self.writers: Parts = []
         # The next row id, and the row id of the latest clear, at the state.
         self._state_at: tuple[int, ...] = ()
         # True until the first commit after a recovery, which has cut open episodes.
@@ -142,6 +144,11 @@ class Recovery:
         self._counts = self._write_counts()
 
     @property
+    def writable(self) -> bool:
+        """True if the files exist, and this process may change them."""
+        return self.active and (self.sharing is not None or os.getpid() == self.home.process)
+
+    @property
     def in_use(self) -> bool:
         """True if a sampler or a writer recovers its state here."""
         return bool(self.samplers or self.writers)
@@ -173,40 +180,73 @@ class Recovery:
             CheckpointError: the table holds numbers that are not priorities.
             RuntimeError: processes share the storage, and another buffer has a sampler over it.
         """
+        column = PriorityColumn(sampler, self)
         if self.sharing is not None:
             with self.storage.lock:
-                set_alone(self.samplers, sampler)
+                others = list(self.samplers)
+                set_alone(self.samplers, column)
+                for other in others:
+                    other.whole = True  # it writes nothing from now on
+                column.number = Tables.PRIORITIES
+                sampler.use_column(column)
                 if self.state is not None and self.state.priorities:
-                    sampler.follow_priorities(self.committed_priorities(0, None))
+                    column.follow(self.committed_priorities(0, None), self.state.priorities[0])
             return
         place, saved = index_of_part(self.samplers, sampler), self._still_saved()
         if place < len(self.samplers):
             self.seen = -1
         elif saved is not None and place < len(saved.priorities):
             found = self.committed_priorities(place, None)
-            if not (np.isfinite(found.values) & (found.values >= 0)).all():
+            if not (np.isfinite(found[1]) & (found[1] >= 0)).all():
                 raise CheckpointError(
                     f"{self.home.folder} is damaged: number {Tables.PRIORITIES + place} of its "
                     "tables holds no priorities"
                 )
-            sampler.follow_priorities(found)
-        insert_part(self.samplers, place, sampler)
+            column.number = Tables.PRIORITIES + place
+            column.follow(found, saved.priorities[place])
+        insert_part(self.samplers, place, column)
+        self._number_columns()
+        sampler.use_column(column)
 
-    def committed_priorities(self, place: int, at: Array | None) -> Changed:
-        """Return copies of committed priorities of a sampler, of all elements if ``at`` is None."""
+    def _number_columns(self) -> None:
+        """Give each sampler the table of its place in the list."""
+        for number, column in enumerate(self.samplers, Tables.PRIORITIES):
+            if column.number != number:
+                column.number, column.whole = number, True
+
+    def committed_priorities(self, place: int, at: Array | None) -> tuple[Array | None, Array]:
+        """Return elements and copies of committed priorities of a sampler.
+
+        The elements are those ``at`` positions that have priorities; None for all.
+        """
         assert self.state is not None
-        table = self.state.priorities[place]
-        cells = self.home.table(Tables.PRIORITIES + place, table.length)[: table.length]
-        if at is not None:
-            at = at[at < table.length]
-        values = cells.copy() if at is None else cells[at]
-        return Changed(at, values, table.length, table.most, table.dropped)
+        length = self.state.priorities[place].length
+        cells = self.home.table(Tables.PRIORITIES + place, length)[:length]
+        if at is None:
+            return None, cells.copy()
+        at = at[at < length]
+        return at, cells[at]
+
+    def set_priorities(self, number: int, at: Array | range, values: Any) -> Any:
+        """Write elements of a table of priorities.
+
+        Args:
+            values: a number if ``at`` is a range, or an array ``[K]``.
+
+        Returns:
+            The table in the core; see ``RecoveryFolder.column``.
+
+        Raises:
+            OSError: there is no room to journal the old priorities. None has changed then.
+        """
+        self.home.set(number, values, at)
+        return self.home.column(number)
 
     def adopt_writer(self, writer: RecoverableWriter) -> None:
         """Commit the count of a writer from now on, and restore its saved count."""
         if self.sharing is not None:
             with self.storage.lock:
-                set_alone(self.writers, writer)
+                set_alone(self.writers, weakref.ref(writer))
                 if self.state is not None and len(self.state.counts):
                     writer._write_count = int(self.state.counts[0])
             return
@@ -215,7 +255,7 @@ class Recovery:
             self.seen = -1
         elif saved is not None and place < len(saved.counts):
             writer._write_count = int(saved.counts[place])
-        insert_part(self.writers, place, writer)
+        insert_part(self.writers, place, weakref.ref(writer))
 
     def _drop_parts(self, storage: LazyTensorStorage) -> None:
         """Remove the parts that have died, or are attached to another storage now."""
@@ -224,18 +264,19 @@ class Recovery:
             if len(there) < len(parts):
                 parts[:] = there
                 self.seen = -1
+        self._number_columns()
 
     def _still_saved(self) -> CommittedState | None:
         """Return the recovered state; None if rows were written since the recovery."""
         ledger = self.storage.ledger
         return self.state if self._state_at == (ledger.next_position, ledger.cleared) else None
 
-    def tracked(self, sampler: PriorityKeeper, rows: TrackedTensor) -> TrackedTensor:
+    def tracked(self, rows: TrackedTensor) -> TrackedTensor:
         """Return a sampler's priorities for a save, with the tracker of their changes.
 
         The caller holds the lock.
         """
-        return rows if self.sharing is None else self.sharing.tracked(sampler, rows)
+        return rows if self.sharing is None else self.sharing.tracked(rows)
 
     # -- committing ---------------------------------------------------------------------------
 
@@ -260,47 +301,43 @@ class Recovery:
         if alone and (self.seen < 0 or self._state_at != (ledger.next_position, ledger.cleared)):
             self._drop_parts(storage)
         seen, self.seen = self.seen, -1  # until this commit is complete
-        changed: list[Changed | None] = []
-        for known in self.samplers:
-            sampler = known()
-            changed.append(
-                None if sampler is None else sampler.priorities_changed(everything=seen < 0)
-            )
-        number = ledger.log.number
-        if seen != number or counts != self._counts or changed.count(None) < len(changed):
-            self._commit(storage, changed, counts, seen)
+        number, changed, priorities = ledger.log.number, counts != self._counts, []
+        for column in self.samplers:
+            sampler = column.sampler()
+            found = column.counts if sampler is None else sampler.settle_priorities()
+            priorities.append(found)
+            changed = changed or column.written or column.whole or found != column.counts
+        if changed or seen != number:
+            self._commit(storage, priorities, counts, seen)
         self.seen, self._counts = number, counts
 
     def _commit(
         self,
         storage: LazyTensorStorage,
-        changed: list[Changed | None],
+        priorities: list[CommittedPriorities],
         counts: list[int],
         seen: int,
     ) -> None:
         ledger, state, sharing = storage.ledger, self.state, self.sharing
-        if sharing is not None:
+        if sharing is not None and seen != ledger.log.number:
             sharing.log_rows(storage, seen)
-        known = [] if state is None else state.priorities
-        priorities = [
-            self._set_priorities(place, one, known[place] if place < len(known) else None)
-            for place, one in enumerate(changed)
-        ]
-        if (
+        whole = (
             seen < 0
             or self._restarted
             or state is None
             or not (seen == ledger.log.number or self._advanced(storage, state, seen))
             or not state.set_parts(priorities, counts)
-        ):
+        )
+        if whole:
             state = self._whole_state(storage, priorities, counts)
-            if sharing is not None:
-                sharing.reset = True
+        assert state is not None
         self.state, self._restarted = state, False
         if sharing is None:
             self.home.commit(state.numbers, self._more)
         else:
-            sharing.commit_state(state)
+            sharing.commit_state(state, whole=whole)
+        for column, found in zip(self.samplers, priorities, strict=True):
+            column.counts, column.written, column.whole = found, False, False
 
     @staticmethod
     def _advanced(storage: LazyTensorStorage, state: CommittedState, seen: int) -> bool:
@@ -330,28 +367,23 @@ class Recovery:
             more=2 if self.shared else len(self._more),
         )
 
-    def _set_priorities(
-        self, place: int, changed: Changed | None, known: CommittedPriorities | None
-    ) -> CommittedPriorities:
-        if changed is None:
-            return CommittedPriorities(0, 1.0, 0) if known is None else known
-        at = range(changed.length) if changed.elements is None else changed.elements
-        if len(at):
-            self.home.set(Tables.PRIORITIES + place, changed.values, at)
-            if self.sharing is not None:
-                self.sharing.log_priorities(Tables.PRIORITIES + place, at)
-        return CommittedPriorities(changed.length, changed.most, changed.dropped)
-
     def _write_counts(self) -> list[int]:
-        return [0 if (part := known()) is None else part._write_count for known in self.writers]
+        counts = []
+        for known in self.writers:
+            writer = known()
+            counts.append(0 if writer is None else writer._write_count)
+        return counts
 
     def roll_back(self, since: int) -> None:
         """Undo the changes that were journaled after the first ``since`` bytes of the journal."""
         storage = self.storage_ref()
         if self.sharing is not None:  # readers without the lock may have read rows
             self.sharing.disturb()
-        if self.home.roll_back(since) and storage is not None:
-            storage.put_back()
+        if self.home.roll_back(since):
+            for column in self.samplers:
+                column.whole |= column.written
+            if storage is not None:
+                storage.put_back()
 
     # -- changes ------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from replaykit.recovery.recovery_folder import (
 )
 from replaykit.storages.change_log import ChangeKind
 from replaykit.storages.columns import Columns
-from replaykit.storages.commit_state import CommittedState, PriorityKeeper
+from replaykit.storages.commit_state import CommittedState
 from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.recoverable import Recovery
@@ -111,12 +111,8 @@ class Sharing:
         # Number of the state that this process has followed; -1 to read everything. And the count
         # of the entries in the shared log at that state.
         self._known = self._logged_until = 0
-        # The count of these entries up to the last one that is not for priorities.
-        self._rows_logged_until = 0
-        # Both counts after the commit in progress.
-        self._logged = 0, 0
-        # True if the commit in progress has more changes than writes at the cursor.
-        self.reset = False
+        # The count of entries up to the last one that is not for priorities.
+        self._rows_logged = 0
         # True if this process has read only the ledger's counters from that state.
         self._lags = False
         self._log: ElementLog | None = None
@@ -165,6 +161,8 @@ class Sharing:
         cells = self._cells(Tables.PRIORITIES_SET, SharedChanges.length(like))
         self._set = SharedChanges(cells, like, pending_changes=self._pending_changes)
         self._log = ElementLog(self._cells(Tables.CHANGED, _LOG_LENGTH))
+        for column in self.recovery.samplers:
+            column.direct = None  # it uses the tables of before
         self.signs = self._cells(Tables.SIGNS, SIGN_COUNT).data
 
     def announce_rollback(self) -> None:
@@ -222,6 +220,8 @@ class Sharing:
         if found is None:
             return None
         if found[0] != self._known:
+            if self.recovery.samplers:  # they may set priorities, which needs the lock
+                return None
             # An index that lacks earlier rows is not in use, and probably not needed now. Its next
             # use reads the rest of the state; see ``_heads``.
             in_use = indexed is not None and indexed >= ledger.next_position
@@ -298,12 +298,14 @@ class Sharing:
         home, signs, changes = self.home, self.signs, self._changes
         if changes is not None and changes.exposed:
             changes.check_views()
-        regular = self.recovery.active and not self._lags and not signs[IRREGULAR] & 1
-        storage = self.recovery.storage_ref()
+        recovery = self.recovery
+        regular = recovery.active and not self._lags and not signs[IRREGULAR] & 1
+        storage = recovery.storage_ref()
         if storage is None:
             return
         if regular and home.journaled() == (self._known + 1, 0):
-            self._map_entries(storage)  # a failed write leaves entries without a commit
+            if signs[RESERVED]:
+                self._map_entries(storage)  # a failed write leaves entries without a commit
             return  # no process has changed anything in the meantime
         if not self.recovery.active:
             if not home.published:
@@ -372,13 +374,12 @@ class Sharing:
         if changed or before is None or not state.only_moved(before):
             indexes.follow(state.marks, state.codes, reset=reset)
         indexes.heads_from = self._heads
-        self._rows_logged_until, self._logged_until = rows_logged, logged
+        self._logged_at(rows_logged, logged)
         self._follow_counts(state)
-        for place, known in enumerate(self.recovery.samplers[: len(state.priorities)]):
-            sampler = known()
-            if sampler is not None:
-                at = None if since is None else since.get(Tables.PRIORITIES + place, _NO_ELEMENTS)
-                sampler.follow_priorities(self.recovery.committed_priorities(place, at))
+        for place, counts in enumerate(state.priorities[: len(self.recovery.samplers)]):
+            at = None if since is None else since.get(Tables.PRIORITIES + place, _NO_ELEMENTS)
+            found = self.recovery.committed_priorities(place, at)
+            self.recovery.samplers[place].follow(found, counts)
 
     def _follow_edits(self, storage: LazyTensorStorage, since: dict[int, Array | None]) -> None:
         """Record the edits of other processes in this process's log."""
@@ -449,34 +450,48 @@ class Sharing:
     def log_rows(self, storage: LazyTensorStorage, seen: int) -> None:
         """Log the changes of rows since number ``seen`` of the ledger's log, for a commit."""
         assert self._log is not None
-        self.reset = False
-        self._logged = self._rows_logged_until, self._logged_until
-        if storage.ledger.log.irregular > seen or not storage.ledger.in_order:
-            pending = self._changes_since(storage, seen)
-            if pending:
-                self._logged = (self._log.append(self._logged_until, pending),) * 2
-                self.reset = True
+        if storage.ledger.log.irregular <= seen and storage.ledger.in_order:
+            return
+        if pending := self._changes_since(storage, seen):
+            self._log.append(pending)
+            self._rows_logged = self._log.core.count
 
-    def log_priorities(self, number: int, at: Array | range) -> None:
-        """Log elements of a table of priorities that are set, after ``log_rows``."""
-        assert self._log is not None
-        assert self._set is not None
+    def set_priorities(self, number: int, at: Array | range, values: Any) -> Any:
+        """Write elements of a table of priorities; see ``Recovery.set_priorities``."""
+        marks, log = self._set, self._log
+        assert marks is not None
+        assert log is not None
+        self.home.set(number, values, at)
         if isinstance(at, range):
-            self._set.wrote(at.start, len(at))
+            marks.wrote(at.start, len(at))
+            log.append([(number, None)])
         else:
-            self._set.wrote_elements(at)
-        rows, logged = self._logged
-        changed = [(number, None if isinstance(at, range) else at)]
-        self._logged, self.reset = (rows, self._log.append(logged, changed)), True
+            marks.wrote_at(torch.from_numpy(at))
+            log.append([(number, at)])
+        return self.home.column(number, log.core, *marks.marking())
 
-    def commit_state(self, state: CommittedState) -> None:
-        """Commit a state with all changes that were logged."""
-        if self.reset:
+    def commit_state(self, state: CommittedState, *, whole: bool) -> None:
+        """Commit a state with all changes that were logged.
+
+        Args:
+            whole: whether more has changed than a write at the cursor changes.
+        """
+        assert self._log is not None
+        logged = self._log.core.count
+        if self._rows_logged > self._logged_until:
+            self._rows_logged = logged
+        if whole or logged != self._logged_until:
             # This comes before the commit, because readers without the lock read first the state
             # and then this sign.
-            self.signs[RESET] = self.home.states.sequence + 1
-        self._known = self.home.commit(state.numbers, self._logged)
-        self._rows_logged_until, self._logged_until = self._logged
+            self.signs[RESET] = self._known + 1
+        self._known = self.home.commit(state.numbers, (self._rows_logged, logged))
+        self._log.core.committed = self._logged_until = logged
+
+    def _logged_at(self, rows_logged: int, logged: int) -> None:
+        """Set the counts of the shared log in the state that is followed."""
+        assert self._log is not None
+        self._rows_logged, self._logged_until = rows_logged, logged
+        self._log.core.count = self._log.core.committed = logged
 
     def _changes_since(
         self, storage: LazyTensorStorage, seen: int
@@ -501,18 +516,17 @@ class Sharing:
                 found.append((_PLACED, change.in_ring(ledger.slots)))
         return found
 
-    def tracked(self, sampler: PriorityKeeper, rows: TrackedTensor) -> TrackedTensor:
+    def tracked(self, rows: TrackedTensor) -> TrackedTensor:
         """Return a sampler's priorities with the shared tracker; see ``Recovery.tracked``."""
         if self._set is None:
             return rows
-        if sampler.priorities_pending():
+        if any(column.whole for column in self.recovery.samplers):
             self._set.wrote(0, self._set.rows)
         return replace(rows, changes=self._set)
 
     def _pending_changes(self) -> bool:
         """Return whether changes that were made under the lock are not committed yet."""
-        samplers = [known() for known in self.recovery.samplers]
-        pending = any(sampler is not None and sampler.priorities_pending() for sampler in samplers)
+        pending = any(column.pending for column in self.recovery.samplers)
         return pending or self.home.journaled()[1] > 0
 
 

@@ -162,7 +162,7 @@ def scratch_facts(path: Path, most_bytes: int | None) -> tuple[Facts, Table]:
     recovery: Any = storage.recovery
     state, priorities = recovery.state, None
     if state is not None and state.priorities and state.priorities[0].length:
-        priorities = torch.from_numpy(recovery.committed_priorities(0, None).values)
+        priorities = torch.from_numpy(recovery.committed_priorities(0, None)[1])
     facts = Facts("buffer", str(path), len(storage), nbytes, about, (), None)
     found = episodes_of(storage) if content.rows and content.groups else (None, None)
     return _with_rows(facts, content, found, most_bytes, priorities)

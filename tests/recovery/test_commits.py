@@ -44,7 +44,9 @@ class Opened:
         return noted
 
     def put(self, at: Array, values: Array) -> None:
-        self.home.set(8, values, at)
+        column = self.home.column(8) if 8 in self.home._tables else None
+        if column is None or not column.set(at, values):
+            self.home.set(8, values, at)
 
     def commit(self, numbers: Array, more: list[int]) -> int:
         return self.home.commit(numbers, more)
@@ -161,18 +163,6 @@ def test_absent_rows_and_elements_are_refused(tmp_path: Path) -> None:
     for first, until in ((-1, 2), (3, 3), (5, 4), (0, ROWS + 1), (ROWS, ROWS + 1)):
         with pytest.raises(IndexError, match="rows of the storage"):
             opened.home._commits.journal(first, until)
-    opened.put(np.array([3]), np.array([1.0]))
-    before = opened.files()
-    cells, values = np.zeros((4, 8), np.uint8), np.zeros(2, np.float32)
-    with pytest.raises(IndexError, match="elements of a table"):
-        opened.home._commits.put(8, cells, np.array([1, -1]), values)
-    for wrong in ((cells[:, :4].copy(), [1, 2]), (cells, [1])):
-        with pytest.raises(ValueError, match=r"cells|values"):
-            opened.home._commits.put(8, wrong[0], np.array(wrong[1]), values)
-    with pytest.raises(TypeError, match="at"):
-        opened.home._commits.put(8, cells, np.array([1.0]), values)
-    assert not opened.home._commits.put(8, cells, np.array([1, 4]), values)
-    assert opened.files() == before
     core, place = native.core, np.zeros(64, np.uint8)
     with pytest.raises(ValueError, match="journal"):
         core.Commits(place[:56], place, place, [])
@@ -199,18 +189,56 @@ def test_core_does_not_note_into_a_damaged_journal(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 50), st.lists(st.integers(0, 2**40), max_size=16))
-def test_log_elements_wraps_around_the_ring(first: int, at: list[int]) -> None:
+def test_element_log_wraps_around_the_ring(first: int, at: list[int]) -> None:
     ring, expected = np.full(16, -1), np.full(16, -1)
-    native.core.log_elements(ring, first, np.array(at, np.int64), 9 << 48)
+    log = native.core.ElementLog(ring)
+    log.count = first
+    log.append(9, np.array(at, np.int64))
+    assert log.count == first + len(at)
     for place, one in enumerate(at, first):
         expected[place % 16] = one | 9 << 48
     assert ring.tolist() == expected.tolist()
-    marks = np.zeros(2**40 // 2**36 + 1, np.int64)
-    native.core.mark_elements(marks, np.array(at, np.int64), 2**36, 7)
-    assert set(np.flatnonzero(marks == 7).tolist()) == {one >> 36 for one in at}
-    with pytest.raises(IndexError, match="marked rows"):
-        native.core.mark_elements(marks, np.array([len(marks) * 2**36]), 2**36, 7)
-    with pytest.raises(ValueError, match="at most"):
-        native.core.log_elements(ring, 0, np.zeros(17, np.int64), 0)
-    with pytest.raises(ValueError, match="at most"):
-        native.core.log_elements(ring, -1, np.zeros(1, np.int64), 0)
+    for count, more in ((0, 17), (-1, 1)):
+        log.count = count
+        with pytest.raises(ValueError, match="at most"):
+            log.append(0, np.zeros(more, np.int64))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_logged_column_sets_logs_and_marks(tmp_path: Path, wide: bool) -> None:
+    opened = Opened(tmp_path / "home", compiled=True, shared=True)
+    opened.put(np.arange(40), np.arange(40.0))
+    opened.commit(np.array([1]), [])
+    marks, clock, log = (
+        np.zeros(10, np.int64),
+        np.array([7, 0]),
+        native.core.ElementLog(np.zeros(8, np.int64)),
+    )
+    column = opened.home.column(8, log, marks, 2, clock)
+    at, values = (
+        np.array([39, 2, 39]),
+        np.array([0.1, 0.2, 0.3], np.float64 if wide else np.float32),
+    )
+    assert column.set(at, values)
+    cells = opened.home.table(8, 40)
+    assert [cells[2], cells[39], cells[3]] == [float(values[1]), float(values[2]), 3.0]
+    assert log.count == 3
+    assert np.flatnonzero(marks).tolist() == [0, 9]
+    before = cells.copy()
+    assert not column.set(at, values)  # it would overwrite what others may still read
+    log.committed = log.count
+    assert not column.set(np.array([40]), values[:1])  # it has no mark
+    with pytest.raises(ValueError, match="values"):
+        column.set(at, values[:2])
+    assert cells.tolist() == before.tolist()
+    opened.home.roll_back()
+    assert cells[:40].tolist() == list(range(40))
+    for bits, other in ((-1, clock), (33, clock), (2, clock[:0])):
+        with pytest.raises(ValueError, match="few bits"):
+            opened.home.column(8, log, marks, bits, other)
+    with pytest.raises(IndexError, match="elements of a table"):
+        column.set(np.array([1, -1]), values[:2])
+    with pytest.raises(TypeError, match="at"):
+        column.set(np.array([1.0]), values[:1])
+    with pytest.raises(ValueError, match="cells"):
+        native.core.Column(opened.home._commits, 8, cells.view(np.uint8).reshape(-1, 4))

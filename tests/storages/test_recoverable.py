@@ -17,11 +17,12 @@ from replaykit import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, 
 from replaykit.errors import CheckpointError, SchemaError
 
 
-def opened(folder: Path, size: int = 10, **options: Any) -> ReplayBuffer:
+def opened(
+    folder: Path, size: int = 10, sampler: PrioritizedSampler | None = None, **options: Any
+) -> ReplayBuffer:
     gc.collect()
-    return ReplayBuffer(
-        storage=LazyMemmapStorage(size, scratch_dir=folder, recover=True, **options)
-    )
+    storage = LazyMemmapStorage(size, scratch_dir=folder, recover=True, **options)
+    return ReplayBuffer(storage=storage, sampler=sampler)
 
 
 def rows(first: int, count: int) -> TensorDict:
@@ -301,14 +302,17 @@ def test_arguments_that_exclude_each_other(options: dict[str, Any], message: str
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_reads_and_is_refused_writes(tmp_path: Path) -> None:
-    rb = opened(tmp_path)
+    rb = opened(tmp_path, sampler=PrioritizedSampler(alpha=0.5, beta=0.5))
     rb.extend(rows(0, 12))
+    for _ in range(2):
+        rb.update_priority(torch.arange(10), torch.arange(10.0))
     reading, said = os.pipe()
     child = os.fork()
     if not child:
         answer = b"wrote"
         try:
             assert rb["number"].tolist()[0] == 10
+            rb.update_priority(torch.arange(10), torch.full((10,), 50.0))  # its own ones
             rb.extend(rows(12, 1))
         except RuntimeError:
             answer = b"refused"
@@ -319,6 +323,9 @@ def test_a_forked_child_reads_and_is_refused_writes(tmp_path: Path) -> None:
     assert os.read(reading, 100) == b"refused"
     rb.extend(rows(12, 1))
     assert rb["number"].tolist() == [10, 11, 12, *range(3, 10)]
+    del rb
+    rb = opened(tmp_path, sampler=PrioritizedSampler(alpha=0.5, beta=0.5))
+    assert rb.sampler.state_dict()["_priorities"].tolist() == [0, 1, 9, *range(3, 10)]
 
 
 def test_first_save_after_restart_writes_all_rows_then_only_changes(
