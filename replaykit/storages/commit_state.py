@@ -348,8 +348,10 @@ class PriorityColumn:
         """
         recovery = self._recovery()
         if recovery is not None and recovery.writable:
-            region = recovery if recovery.sharing is None else recovery.sharing
-            self.direct = region.set_priorities(self.number, at, values)
+            home, sharing = recovery.home, recovery.sharing
+            home.set(self.number, values, at)
+            logging = () if sharing is None else sharing.log_priorities(self.number, at)
+            self.direct = home.column(self.number, *logging)
             self.written, self.whole = True, False
 
     @property

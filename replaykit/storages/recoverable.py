@@ -227,21 +227,6 @@ class Recovery:
         at = at[at < length]
         return at, cells[at]
 
-    def set_priorities(self, number: int, at: Array | range, values: Any) -> Any:
-        """Write elements of a table of priorities.
-
-        Args:
-            values: a number if ``at`` is a range, or an array ``[K]``.
-
-        Returns:
-            The table in the core; see ``RecoveryFolder.column``.
-
-        Raises:
-            OSError: there is no room to journal the old priorities. None has changed then.
-        """
-        self.home.set(number, values, at)
-        return self.home.column(number)
-
     def adopt_writer(self, writer: RecoverableWriter) -> None:
         """Commit the count of a writer from now on, and restore its saved count."""
         if self.sharing is not None:

@@ -456,19 +456,22 @@ class Sharing:
             self._log.append(pending)
             self._rows_logged = self._log.core.count
 
-    def set_priorities(self, number: int, at: Array | range, values: Any) -> Any:
-        """Write elements of a table of priorities; see ``Recovery.set_priorities``."""
+    def log_priorities(self, number: int, at: Array | range) -> tuple[Any, ...]:
+        """Log elements of a table of priorities that were set, or all of them for a range.
+
+        Returns:
+            The arguments of ``RecoveryFolder.column``, so that the core logs them from now on.
+        """
         marks, log = self._set, self._log
         assert marks is not None
         assert log is not None
-        self.home.set(number, values, at)
         if isinstance(at, range):
             marks.wrote(at.start, len(at))
             log.append([(number, None)])
         else:
             marks.wrote_at(torch.from_numpy(at))
             log.append([(number, at)])
-        return self.home.column(number, log.core, *marks.marking())
+        return (log.core, *marks.marking())
 
     def commit_state(self, state: CommittedState, *, whole: bool) -> None:
         """Commit a state with all changes that were logged.
