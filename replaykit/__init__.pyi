@@ -77,8 +77,11 @@ from replaykit.feeds import (
     feed_trajectories,
 )
 from replaykit.mixture import (
+    JointBatch,
+    Ramp,
     ReplayBufferEnsemble,
     SamplerEnsemble,
+    ScheduledChoice,
     StorageEnsemble,
     WriterEnsemble,
 )
@@ -235,6 +238,7 @@ __all__ = [
     "ImageScale",
     "ImmutableDatasetWriter",
     "IsaacLabExperienceReplay",
+    "JointBatch",
     "KeepRaw",
     "LambdaScheduler",
     "LaneWriter",
@@ -255,6 +259,7 @@ __all__ = [
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
+    "Ramp",
     "RandomSampler",
     "RateLimiter",
     "RayReplayBuffer",
@@ -275,6 +280,7 @@ __all__ = [
     "Sampler",
     "SamplerEnsemble",
     "SamplerWithoutReplacement",
+    "ScheduledChoice",
     "SchedulerList",
     "SelectTransform",
     "Sequence",

@@ -17,6 +17,7 @@ __all__ = [
     "EmptyDistributionError",
     "NoEpisodeColumns",
     "NotEnoughData",
+    "NotReady",
     "PriorityCountError",
     "RateLimiterTimeout",
     "SchemaError",
@@ -60,6 +61,10 @@ class BufferFull(RuntimeError):
 
 class NotEnoughData(RuntimeError):
     """Fewer rows are eligible than the request needs."""
+
+
+class NotReady(NotEnoughData):
+    """A mixture or joint batch was requested before its members have enough data."""
 
 
 class RateLimiterTimeout(TimeoutError):

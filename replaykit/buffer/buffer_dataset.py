@@ -351,7 +351,7 @@ class BufferDataset(IterableDataset):
         if isinstance(buffer, BatchStreams):
             if info is not None and written >= 0:
                 _check_written(buffer, written + self._shift)
-            asks = _Asks(buffer, self.batch_size)
+            asks = _Asks(buffer, self.batch_size, workers)
             for asked, _ in self._stream(asks, epoch, start, worker, workers):
                 yield asked.batch() if info is None else Parcel(asked.batch())
             return
@@ -474,13 +474,14 @@ class _Draws:
 class _Asks:
     """Requests for batches of a handle or mixture, one after the other, like `_Draws`."""
 
-    def __init__(self, handle: BatchStreams, size: int) -> None:
-        self._handle, self._size = handle, size
+    def __init__(self, handle: BatchStreams, size: int, workers: int) -> None:
+        self._handle, self._size, self._workers = handle, size, workers
         self._ask: Callable[[int], RemoteRequest] | None = None
 
     def seed(self, *numbers: int) -> None:
-        """Begin a stream."""
-        self._ask = self._handle._asking(torch.Generator().manual_seed(stream_seed(*numbers)))
+        """Begin a stream, whose first batch has the last of the numbers."""
+        generator = torch.Generator().manual_seed(stream_seed(*numbers))
+        self._ask = self._handle._asking_from(generator, numbers[-1], self._workers)
 
     def next(self) -> tuple[_AskedFor, int]:
         """Request the next batch; return without waiting for it."""

@@ -17,9 +17,11 @@ from replaykit._compat import Uncompiled
 from replaykit.buffer.deliver import finish_batch
 from replaykit.buffer.draw import draw_apart, give_back
 from replaykit.buffer.prefetch import Draw, DrawnBatch
+from replaykit.episodes import WINDOWS
 from replaykit.errors import NotEnoughData
 from replaykit.registry import entry_of
 from replaykit.samplers import Sampler, SampleUnit, Transition
+from replaykit.samplers.window_measures import eligible_records
 from replaykit.storages.indexing import check_range
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 
 _SEEDS = 2**62
+
+UNITS = ("rows", "episodes", "windows")
+"""The units in which the minimum of a member is counted."""
 
 
 class RemoteRequest(Protocol):
@@ -136,6 +141,12 @@ class BatchStreams(Uncompiled, ABC):
 
         The function's argument is the number of rows. The batches are drawn with ``generator``.
         """
+
+    def _asking_from(
+        self, generator: torch.Generator, number: int, stride: int
+    ) -> Callable[[int], RemoteRequest]:
+        """Do the same, for the batches ``number``, ``number + stride``, ... of a loader."""
+        return self._asking(generator)
 
     @abstractmethod
     def _carried(self, known: dict[int, Any]) -> Any:
@@ -314,6 +325,25 @@ class BufferSource:
             if sampler.consumes:
                 return sampler.left(storage) >= rows  # fewer rows would not fill a part
             return sampler.can_sample(storage, rows)
+
+    def stored(self, unit: str, rows: int) -> int:
+        """Return how many rows, episodes or windows are stored.
+
+        Args:
+            unit: one of `UNITS`. Windows are those that the sampler can draw.
+            rows: number of rows of a draw.
+        """
+        buffer, slicing = self.buffer, getattr(self.sampler, "_slicing", None)
+        with buffer._locked(settled=False) as storage:
+            count = len(storage)
+            if unit == "rows" or not count:
+                return count
+            if unit == "episodes":
+                return len(buffer.episodes)
+            if slicing is None:
+                return eligible_records(storage, buffer._needs).count if buffer._needs else count
+            request = slicing.request(storage, slicing.size.slice_len or rows, buffer._needs)
+            return int(request.episodes.total(request.law, WINDOWS))
 
     def ask(self, rows: int) -> RemoteRequest:
         """Return the buffer's `Readiness`."""

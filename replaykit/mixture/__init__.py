@@ -3,5 +3,15 @@
 from replaykit.mixture.choosing import SamplerEnsemble
 from replaykit.mixture.ensemble import ReplayBufferEnsemble
 from replaykit.mixture.member_parts import StorageEnsemble, WriterEnsemble
+from replaykit.mixture.weights import Ramp
+from replaykit.mixture.whole_batches import JointBatch, ScheduledChoice
 
-__all__ = ["ReplayBufferEnsemble", "SamplerEnsemble", "StorageEnsemble", "WriterEnsemble"]
+__all__ = [
+    "JointBatch",
+    "Ramp",
+    "ReplayBufferEnsemble",
+    "SamplerEnsemble",
+    "ScheduledChoice",
+    "StorageEnsemble",
+    "WriterEnsemble",
+]

@@ -13,8 +13,10 @@ import torch
 from replaykit._compat import TensorDict
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.source import BufferSource, Readiness
-from replaykit.errors import NotEnoughData
+from replaykit.declared import Count, read_value
+from replaykit.errors import NotEnoughData, NotReady
 from replaykit.mixture.member_parts import StorageEnsemble, check_members, check_parts, chosen
+from replaykit.mixture.weights import MemberWeights, Ramp
 from replaykit.samplers import Sampler
 from replaykit.samplers.window_measures import integers, uniform
 from replaykit.storages import Storage
@@ -47,44 +49,10 @@ def member_named(member: int | str) -> Iterator[None]:
 
 Array = np.ndarray[Any, Any]
 
-SIZE = "size"
-"""The value of ``p`` for weights equal to the members' numbers of rows at each draw."""
-
 COUNTS = ("multinomial", "exact")
 
 _ROUNDING = 1e-9
 """Maximum rounding error by which a share may be below a whole number."""
-
-
-def checked_weights(p: Any, count: int) -> torch.Tensor | str | None:
-    """Return weights float64 ``[count]`` with sum 1, ``"size"``, or None.
-
-    None means equal weights.
-
-    Args:
-        p: relative weights, one per member; "size"; or None.
-
-    Raises:
-        ValueError: weights are negative, NaN, infinite or all 0, or there is not one per member.
-    """
-    if p is None:
-        return None
-    if isinstance(p, str):
-        if p != SIZE:
-            raise ValueError(f"expected p as one weight a member, {SIZE!r} or None, got {p!r}")
-        return p
-    weights = torch.as_tensor(p, dtype=torch.float64, device="cpu").detach()
-    if weights.shape != (count,):
-        raise ValueError(
-            f"expected p as {count} weights, one a member, got shape {list(weights.shape)}"
-        )
-    if not bool((weights.isfinite() & (weights >= 0)).all()):
-        raise ValueError(f"expected weights that are finite and not negative, got {p}")
-    largest = weights.max()
-    if not largest > 0:
-        raise ValueError(f"expected a weight above 0, got {p}")
-    weights = weights / largest  # the sum of very large weights would be infinite
-    return weights / weights.sum()
 
 
 def multinomial(weights: Array | None, draws: int, count: int, generator: Any) -> Array:
@@ -131,9 +99,9 @@ def _at(weights: Array, points: Array) -> Array:
 
 
 def require_any(weights: Array) -> None:
-    """Raise NotEnoughData if no member has a positive weight."""
+    """Raise NotReady if no member has a positive weight."""
     if not weights.any():
-        raise NotEnoughData("no member of the ensemble can be drawn: none has rows and a weight")
+        raise NotReady("no member of the ensemble can be drawn: none has rows and a weight")
 
 
 UNREADY = ("raise", "skip")
@@ -173,6 +141,12 @@ class Candidates:
         answer = self._answers.get(member)
         return int(self._sources[member].size) if answer is None else answer.size
 
+    def stored(self, member: int, unit: str, rows: int) -> int:
+        """Return how many rows, episodes or windows a member has, for parts of ``rows`` rows."""
+        if unit == "rows":
+            return self.size(member)
+        return int(self._sources[member].stored(unit, rows))
+
     def ready(self, member: int, rows: int) -> bool:
         """Return whether a member can return ``rows`` rows now."""
         answer, source = self._answers.get(member), self._sources[member]
@@ -203,7 +177,7 @@ class SamplerEnsemble(Sampler):
         samplers: the members.
         p: relative weights, one per member. With ``"size"``, a weight is the number of rows of the
             member at the draw. None means equal weights. May be set at any time, also by a
-            scheduler.
+            scheduler. A function gets the number of the batch, 0, 1, ..., and returns weights.
         sample_from_all: every member has one part, in the order of the members.
         num_buffer_sampled: number of parts; by default the number of members.
         counts: with ``"multinomial"``, the default, the members of the parts are drawn
@@ -213,6 +187,11 @@ class SamplerEnsemble(Sampler):
         unready: the treatment of members with a positive weight that cannot return their rows now.
             ``"raise"`` raises the error of such a member, even if it would not be chosen.
             ``"skip"`` treats its weight as 0.
+        ramp: changes the weights over epochs, which ``set_epoch`` numbers.
+        ready: a minimum for each member, below which its weight is 0. A minimum is a number of
+            rows, a pair such as ``(10, "episodes")`` or ``(100, "windows")``, or None for 1 row.
+            Windows are those that the member's sampler can draw. Remote members and ensembles
+            count rows only.
 
     Raises:
         TypeError: a member is not a Sampler.
@@ -245,6 +224,8 @@ class SamplerEnsemble(Sampler):
         num_buffer_sampled: int | None = None,
         counts: str | None = None,
         unready: str = "raise",
+        ramp: Ramp | None = None,
+        ready: Sequence[Any] | None = None,
     ) -> None:
         check_parts(Sampler, samplers)
         super().__init__()
@@ -257,24 +238,36 @@ class SamplerEnsemble(Sampler):
         ):
             if value not in known:
                 raise ValueError(f"expected {name} as one of {known}, got {value!r}")
-        if sample_from_all and (p is not None or counts is not None or unready != "raise"):
+        options = (p, counts, ramp, ready)
+        if sample_from_all and (unready != "raise" or any(one is not None for one in options)):
             raise RuntimeError(
-                "expected p=, counts= or unready= for members that are chosen, or "
+                "expected p=, counts=, unready=, ramp= or ready= for members that are chosen, or "
                 "sample_from_all=True, which takes each once; got both"
             )
         self._sample_from_all = bool(sample_from_all)
         self._counts, self._unready = counts or COUNTS[0], unready
         self._parts: int | None = None
         self.num_buffer_sampled = num_buffer_sampled
-        self._p = checked_weights(p, len(samplers))
+        self.weights = MemberWeights(p, len(samplers), ramp, ready)
 
     def follow(self, sources: Sequence[Any]) -> None:
-        """Use the current samplers of these sources as the members."""
+        """Use the current samplers of these sources as the members.
+
+        Raises:
+            ValueError: a source does not count the unit of its minimum.
+        """
         self._samplers, self._sources = (), sources
+        if self.weights.timed and sources:
+            for number, (_, unit) in enumerate(self.weights.minimums):
+                if unit != "rows" and not hasattr(sources[number], "stored"):
+                    raise ValueError(f"expected ready for member {number} in rows, got {unit}")
+            if self.weights.since is None:
+                self.weights.look(Candidates(sources, self.generator), 1)
 
     def alone(self) -> SamplerEnsemble:
         """Return a copy without members. ``follow`` sets them."""
         other = copy.copy(self)
+        other.weights = self.weights.copy()
         other.follow(())
         return other
 
@@ -289,7 +282,7 @@ class SamplerEnsemble(Sampler):
 
     @property
     def p(self) -> Any:
-        """Weights of the members, float64 ``[members]`` with sum 1, ``"size"`` or None.
+        """Weights of the members: float64 ``[members]`` with sum 1, ``"size"``, a function or None.
 
         None means equal weights. Only an assignment raises; nothing has changed then.
 
@@ -297,13 +290,41 @@ class SamplerEnsemble(Sampler):
             ValueError: the weights are invalid.
             RuntimeError: weights are given with ``sample_from_all``.
         """
-        return self._p.clone() if isinstance(self._p, torch.Tensor) else self._p
+        p = self.weights.p
+        return p.clone() if isinstance(p, torch.Tensor) else p
 
     @p.setter
     def p(self, value: Any) -> None:
         if value is not None and self._sample_from_all:
             raise RuntimeError("expected no p with sample_from_all=True, which takes each once")
-        self._p = checked_weights(value, len(self))
+        self.weights.set(value)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the epoch, which a `Ramp` counts.
+
+        Members that are ready for the first time are ready since this epoch.
+
+        Raises:
+            ValueError: ``epoch`` is not an int of at least 0.
+        """
+        self.weights.epoch = read_value(Count, epoch, "epoch")
+        if self.weights.timed and self._sources:
+            self.weights.look(Candidates(self._sources, self.generator), 1)
+
+    def shares(self, rows: int = 1) -> torch.Tensor:
+        """Return the probability of each member at the next draw, float64 ``[members]``.
+
+        Args:
+            rows: number of rows of a part, by which minimums count windows.
+
+        Raises:
+            NotReady: no member can be drawn.
+        """
+        sources = self._sources if self._sources is not None else ()
+        weights, _ = self._chances(rows, Candidates(sources, self.generator))
+        if weights is None:
+            weights = np.ones(len(self))
+        return torch.from_numpy(weights / weights.sum())
 
     @property
     def sample_from_all(self) -> bool:
@@ -370,11 +391,7 @@ class SamplerEnsemble(Sampler):
 
         The weights are float64 ``[members]``; None for equal weights.
         """
-        weights: np.ndarray[Any, Any] | None = None
-        if isinstance(self._p, torch.Tensor):
-            weights = self._p.numpy()
-        elif self._p == SIZE:
-            weights = np.array([members.size(i) for i in range(len(self))], np.float64)
+        weights = self.weights.at(members, rows)
         possible = list(range(len(self))) if weights is None else np.nonzero(weights)[0].tolist()
         if self._unready == "skip":
             ready = [member for member in possible if members.ready(member, rows)]
@@ -431,6 +448,7 @@ class SamplerEnsemble(Sampler):
         for member in choice.members:
             with member_named(member):
                 parts.append(sources[member].draw(1, choice.rows, self.generator))
+        self.weights.step += self.weights.stride
         ended = {n for n, part in zip(choice.members, parts, strict=True) if part.ran_out}
         self.mark_ended(ended, choice.possible)
         draws = [[batch.draw for batch in part.batches] for part in parts]
@@ -490,7 +508,7 @@ class SamplerEnsemble(Sampler):
         """Return the arguments of a SamplerEnsemble like this one, of some of the members."""
         everyone = self._sample_from_all
         return {
-            "p": self._p[numbers].tolist() if isinstance(self._p, torch.Tensor) else self._p,
+            **self.weights.arguments(numbers),
             "sample_from_all": everyone,
             "num_buffer_sampled": None if everyone else self._parts,
             "counts": None if everyone else self._counts,
@@ -507,7 +525,7 @@ class SamplerEnsemble(Sampler):
         """Return the state of the choice of members, without the members' states."""
         return {
             "_kind": self.kind,
-            "_p": self.p,
+            **self.weights.state_dict(),
             "_ended": sorted(self._ended),
             "_ran_out": self._ran_out,
         }
@@ -519,7 +537,7 @@ class SamplerEnsemble(Sampler):
             ValueError: the state has another number of members, or another way to choose them.
         """
         super().check_state(state_dict, None)  # type: ignore[arg-type]
-        checked_weights(state_dict.get("_p"), len(self))
+        self.weights.check_state(state_dict)
         if state_dict.get("_p") is not None and self._sample_from_all:
             raise ValueError("expected the state of members that are all sampled, got weights")
         ended, ran_out = state_dict.get("_ended"), state_dict.get("_ran_out")
@@ -531,7 +549,7 @@ class SamplerEnsemble(Sampler):
 
     def load_own_state(self, state_dict: dict[str, Any]) -> None:
         """Load a checked result of ``own_state``."""
-        self._p = checked_weights(state_dict["_p"], len(self))
+        self.weights.load_state_dict(state_dict)
         self._ended, self._ran_out = frozenset(state_dict["_ended"]), state_dict["_ran_out"]
 
     def state_dict(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from replaykit.buffer.source import (
     Source,
     check_unlimited,
 )
+from replaykit.declared import Count, read_value
 from replaykit.interrupts import deferred
 from replaykit.keywords import checked_keywords, named_after
 from replaykit.mixture import mixture_saving
@@ -35,6 +36,7 @@ from replaykit.mixture.joining import INDEX, BatchParts, length_of, merged, sele
 from replaykit.mixture.member_parts import StorageEnsemble, WriterEnsemble, chosen, refused
 from replaykit.mixture.mixture import Mixture, MixtureDraw
 from replaykit.mixture.mixture_priorities import update_from_batch, update_rows
+from replaykit.mixture.weights import Ramp
 from replaykit.structure import map_leaves
 from replaykit.transfer import device_named
 from replaykit.transforms import Compose
@@ -65,7 +67,8 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
             ``collate_fn``.
         p: relative weights of the members. With ``"size"``, a weight is the number of rows of the
             member at the draw. None means equal weights. ``ensemble.sampler.p`` may be set at any
-            time, also by a scheduler: ``LinearScheduler(ensemble, "p", [0.5, 0.5], num_steps)``.
+            time, also by a scheduler: ``LinearScheduler(ensemble, "p", [0.5, 0.5], num_steps)``. A
+            function gets the number of the batch, 0, 1, ..., and returns weights.
         sample_from_all: every member has one part, in the order of the members.
         num_buffer_sampled: the number of parts K; by default the number of members.
         counts: with "multinomial", the member of each part is drawn independently, with
@@ -74,6 +77,12 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
         unready: the treatment of members with a positive weight that cannot return their rows now.
             "raise" raises the error of such a member, even if it would not be chosen. "skip" treats
             its weight as 0.
+        ramp: a `Ramp`, which moves the weights of members to ``p`` over epochs. ``set_epoch``
+            numbers the epochs.
+        ready: a minimum for each member, below which its weight is 0. A minimum is a number of
+            rows, a pair such as ``(10, "episodes")`` or ``(100, "windows")``, or None for 1 row.
+            Windows are those that the member's sampler can draw. Remote members and ensembles
+            count rows only.
         keys: the keys to keep, if samples of members have further keys; None for all.
         device: device to which the samples of members are moved. With None, all samples must be on
             one device.
@@ -139,6 +148,8 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
         num_buffer_sampled: int | None = None,
         counts: str | None = None,
         unready: str = "raise",
+        ramp: Ramp | None = None,
+        ready: Sequence[Any] | None = None,
         keys: Sequence[Any] | None = None,
         device: torch.device | str | int | None = None,
         generator: torch.Generator | None = None,
@@ -162,16 +173,11 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
                 "expected buffers, or storages=, samplers= and writers=, got "
                 f"{given or 'none of them'}"
             )
-        if samplers is not None and (p, sample_from_all, num_buffer_sampled, counts, unready) != (
-            None,
-            False,
-            None,
-            None,
-            "raise",
-        ):
+        given_choice = (p, num_buffer_sampled, counts, ramp, ready) != (None,) * 5
+        if samplers is not None and (given_choice or sample_from_all or unready != "raise"):
             raise TypeError(
-                "expected p=, sample_from_all=, num_buffer_sampled=, counts= and unready= of the "
-                "SamplerEnsemble if one is given"
+                "expected p=, sample_from_all=, num_buffer_sampled=, counts=, unready=, ramp= and "
+                "ready= of the SamplerEnsemble if one is given"
             )
         members = tuple(rbs or _made_of(parts, priority_key))
         self._members: tuple[Any, ...] = members
@@ -185,6 +191,8 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
                 num_buffer_sampled=num_buffer_sampled,
                 counts=counts,
                 unready=unready,
+                ramp=ramp,
+                ready=ready,
             )
         if shared:
             _check_shared(members)
@@ -494,6 +502,23 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
         with self._mixture.lock:
             self._mixture.rewind()
             self._mixture.generator = generator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the epoch, which a `Ramp` counts, also in inner ensembles.
+
+        Call it at the beginning of each epoch, also of epochs without training. Members that are
+        ready for the first time are ready since this epoch. Prefetched batches are drawn again.
+        Worker processes of a loader use the epoch at their start.
+
+        Raises:
+            ValueError: ``epoch`` is not an int of at least 0.
+        """
+        read_value(Count, epoch, "epoch")
+        for _, one in self._mixture.walk():
+            if isinstance(one, Mixture):
+                with one.lock:
+                    one.rewind()
+                    one.sampler.set_epoch(epoch)
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
         """Add a transform at the end of the chain; return the ensemble.
@@ -851,7 +876,13 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
                 check_workers(member, method)
 
     def _asking(self, generator: torch.Generator) -> Callable[[int], RemoteRequest]:
+        return self._asking_from(generator, 0, 1)
+
+    def _asking_from(
+        self, generator: torch.Generator, number: int, stride: int
+    ) -> Callable[[int], RemoteRequest]:
         mixture = self._mixture.apart()
+        mixture.sampler.weights.step, mixture.sampler.weights.stride = number, stride
 
         def asked(size: int) -> RemoteRequest:
             with deferred:
@@ -861,7 +892,10 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
 
     def _carried(self, known: dict[int, Any]) -> Any:
         arguments = {**self._arguments([*range(self.num_members)]), "pin_memory": False}
-        return MixtureReader([for_readers(member, known) for member in self._members], arguments)
+        readers = [for_readers(member, known) for member in self._members]
+        # A list, because a tensor would be moved to shared memory.
+        weights = {**self.sampler.weights.state_dict(), "_p": arguments["p"]}
+        return MixtureReader(readers, arguments, weights)
 
     def _copied_buffers(self) -> list[ReplayBuffer]:
         found: list[ReplayBuffer] = []
@@ -888,11 +922,14 @@ class MixtureReader:
 
     members: list[Any]
     arguments: dict[str, Any]
+    weights: dict[str, Any]
 
     def made(self) -> ReplayBufferEnsemble[Any]:
         """Return the ensemble."""
         members = [one.made() if hasattr(one, "made") else one for one in self.members]
-        return ReplayBufferEnsemble(*members, **self.arguments)
+        ensemble = ReplayBufferEnsemble(*members, **self.arguments)
+        ensemble.sampler.weights.load_state_dict(self.weights)
+        return ensemble
 
 
 def _is_number(index: Any) -> bool:

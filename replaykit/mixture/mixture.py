@@ -32,7 +32,6 @@ from replaykit.errors import NotEnoughData
 from replaykit.interrupts import Lock, ProcessLock, allowed, check, deferred, shielded
 from replaykit.mixture import joining
 from replaykit.mixture.choosing import (
-    SIZE,
     Candidates,
     Choice,
     SamplerEnsemble,
@@ -85,6 +84,7 @@ class MixtureDraw:
         ran_out: whether the draw ended the pass of the mixture.
         ended: the members that had ended a pass before the draw.
         was_out: the sampler's ``ran_out`` before the draw.
+        step: the number of the batch, from which a function computes weights.
         checks: for remote members that could have been chosen, the readiness requests and their
             number of rows.
         before, after: states of the mixture's own generator; None if it was not used.
@@ -96,6 +96,7 @@ class MixtureDraw:
     ran_out: bool
     ended: frozenset[int]
     was_out: bool
+    step: int
     checks: list[tuple[int, RemoteRequest, int]]
     before: torch.Tensor | None
     after: torch.Tensor | None
@@ -314,7 +315,7 @@ class Mixture:
         Args:
             everyone: send the requests in any case.
         """
-        p, sampler = self.sampler._p, self.sampler
+        p, sampler = self.sampler.weights.p, self.sampler
         far = {
             number: source
             for number, source in enumerate(self.sources)
@@ -322,7 +323,7 @@ class Mixture:
         }
         rows = max(1, size // sampler.num_buffer_sampled) if far else 0
         answers: dict[int, Readiness] = {}
-        if far and (everyone or p == SIZE or sampler.unready == "skip"):
+        if far and (everyone or sampler.weights.needs_sizes or sampler.unready == "skip"):
             answers = gathered(
                 {n: functools.partial(source.ask, rows) for n, source in far.items()}, until
             )
@@ -366,6 +367,8 @@ class Mixture:
                     part.undo()
                 set_random_state(generator, before)
                 raise
+            step = sampler.weights.step
+            sampler.weights.step += sampler.weights.stride
             over = {number for number, part in parts.items() if part.ran_out}
             self._draws_made += 1
             return MixtureDraw(
@@ -374,6 +377,7 @@ class Mixture:
                 sampler.mark_ended(over, choice.possible),
                 ended,
                 was_out,
+                step,
                 checks,
                 before if given is None else None,
                 random_state(generator) if given is None else None,
@@ -572,7 +576,7 @@ class Mixture:
         for draw in reversed(draws):
             for part in reversed(draw.parts.values()):
                 part.undo()
-            self.sampler._ended = draw.ended
+            self.sampler._ended, self.sampler.weights.step = draw.ended, draw.step
             if draw.after is not None and torch.equal(random_state(self.generator), draw.after):
                 set_random_state(self.generator, draw.before)
         self.sampler.ran_out = shown
