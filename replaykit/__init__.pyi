@@ -174,6 +174,9 @@ from replaykit.transforms.n_step import (
     NStep,
     NStepWriting,
 )
+from replaykit.transforms.normalization import (
+    RunningNorm,
+)
 from replaykit.transforms.return_to_go import (
     ReturnToGo,
 )
@@ -276,6 +279,7 @@ __all__ = [
     "RobomimicExperienceReplay",
     "RobosetExperienceReplay",
     "RoundRobinWriter",
+    "RunningNorm",
     "SampleUnit",
     "Sampler",
     "SamplerEnsemble",

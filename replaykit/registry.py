@@ -130,6 +130,7 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("RewardScale", "transform", "transforms.value_transforms"),
     Entry("RewardShift", "transform", "transforms.value_transforms"),
     Entry("RewardMap", "transform", "transforms.value_transforms"),
+    Entry("RunningNorm", "transform", "transforms.normalization"),
     Entry("ImageScale", "transform", "transforms.value_transforms"),
     Entry("Cast", "transform", "transforms.value_transforms"),
     Entry("SelectTransform", "transform", "transforms.value_transforms"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from multiprocessing.pool import Pool
 from pathlib import Path
@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import SamplerT
+from replaykit.datasets.column_statistics import column_statistics
 from replaykit.datasets.dataset_passes import preprocess_rows
 from replaykit.datasets.publishing import Published, open_directory, open_published
 from replaykit.schema import Schema, split_leaves
@@ -359,6 +360,50 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
         other keys are ``source_seed``, ``terminated`` and ``truncated``.
         """
         return self._mapped().episode_table
+
+    def statistics(
+        self, keys: Sequence[Any] | None = None, quantiles: Sequence[float] = ()
+    ) -> TensorDict:
+        """Return statistics of columns over all rows of the chosen episodes.
+
+        Each number of a row has separate statistics, so their shape is that of a row, ``[*F]``.
+        Edited rows count as they are now. Padding of split trajectories does not count, and
+        transforms do not apply.
+
+        Args:
+            keys: the columns; None for all columns of real numbers.
+            quantiles: Q numbers from 0 to 1.
+
+        Returns:
+            A TensorDict with an entry for each column. ``mean`` and ``std`` are float64, ``min``
+            and ``max`` have the dtype of the column, and ``nan`` is the count of NaNs, which the
+            others leave out. ``quantiles`` is float64 ``[Q, *F]``, interpolated linearly as in
+            ``numpy.quantile``.
+
+        Raises:
+            KeyError: a key is not stored.
+            ValueError: a quantile is outside [0, 1].
+            TypeError: a column of ``keys`` is complex.
+
+        Cost: one pass over each column, in blocks of 8 MiB. Quantiles take a second pass over
+        columns of bytes. For other columns they take a pass for each 128 MiB of float64 values,
+        which are sorted in memory.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> from replaykit.datasets import convert
+            >>> from replaykit.datasets.families import ROBOHIVE
+            >>> from replaykit.testing import RoboHiveWriter, make_trial
+            >>> folder = Path(tempfile.mkdtemp())
+            >>> with RoboHiveWriter(folder / "trials.h5") as writer:
+            ...     _ = writer.add_trial(**make_trial(5))
+            >>> data = convert(folder / "trials.h5", ROBOHIVE, folder / "data")
+            >>> found = data.statistics(["action"], quantiles=[0.5])
+            >>> found["action", "mean"].shape, found["action", "quantiles"].shape
+            (torch.Size([2]), torch.Size([1, 2]))
+        """
+        return column_statistics(self._mapped(), keys, quantiles)
 
     # -- mapping ------------------------------------------------------------------------------
 

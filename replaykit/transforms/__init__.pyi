@@ -21,6 +21,9 @@ from replaykit.transforms.n_step import (
     NStep,
     NStepWriting,
 )
+from replaykit.transforms.normalization import (
+    RunningNorm,
+)
 from replaykit.transforms.return_to_go import (
     ReturnToGo,
 )
@@ -66,6 +69,7 @@ __all__ = [
     "RewardMap",
     "RewardScale",
     "RewardShift",
+    "RunningNorm",
     "SelectTransform",
     "StackFrames",
     "StepCount",

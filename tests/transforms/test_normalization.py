@@ -1,0 +1,201 @@
+"""Columns normalized by running statistics, against NumPy."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import Compose, LazyTensorStorage, ReplayBuffer, RunningNorm
+from replaykit.errors import SchemaError
+
+SIZES = [1, 4, 1, 30, 7]
+
+
+def rows(values: np.ndarray[Any, Any]) -> TensorDict:
+    x = torch.from_numpy(values)
+    return TensorDict({"x": x, "next": {"x": x + 1, "reward": x[:, :1] * 2}}, [len(x)])
+
+
+def parts(offset: float = 1e6) -> list[np.ndarray[Any, Any]]:
+    """Far from zero, where sums of squares would lose all digits."""
+    random = np.random.default_rng(0)
+    return [offset + random.normal(size=(size, 3)) * [1, 5, 0] for size in SIZES]
+
+
+def buffer(transform: RunningNorm, **arguments: Any) -> ReplayBuffer:
+    return ReplayBuffer(storage=LazyTensorStorage(20), transform=transform, **arguments)
+
+
+MODELS: dict[str, Any] = {
+    "running": lambda seen: np.ones(len(seen)),
+    "window": lambda seen: np.arange(len(seen)) >= len(seen) - 12,
+    "ema": lambda seen: 0.9 ** np.arange(len(seen) - 1, -1, -1),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("update_on", ["write", "sample", "update"])
+def test_statistics_are_those_of_all_rows_with_their_weights(kind: str, update_on: str) -> None:
+    norm = RunningNorm(
+        ["x"], kind, update_on="write" if update_on == "write" else "sample", size=12, rate=0.1
+    )
+    rb = buffer(norm)
+    assert norm.moments("x") is None
+    for number, part in enumerate(parts()):
+        if update_on == "write":
+            rb.extend(rows(part)) if number else rb.add(rows(part)[0])
+        else:
+            (norm if update_on == "sample" else norm.update)(rows(part))
+        seen = np.concatenate(parts()[: number + 1])
+        weights = MODELS[kind](seen)
+        mean = np.average(seen, 0, weights)
+        std = np.sqrt(np.average((seen - mean) ** 2, 0, weights) + 1e-8)
+        found = norm.moments("x")
+        assert found is not None
+        assert found.weight == pytest.approx(weights.sum())
+        np.testing.assert_allclose(found.mean.numpy(), mean, rtol=1e-13)
+        np.testing.assert_allclose(found.std.numpy(), std, rtol=1e-6)
+    if update_on == "write":
+        expected = (rb.storage[:]["x"].numpy() - mean) / std
+        np.testing.assert_allclose(rb[:]["x"].numpy(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_options_change_the_values_read_but_not_those_stored() -> None:
+    norm = RunningNorm(["x"], clip=0.5, center=False, with_next=True)
+    rb = buffer(norm)
+    data = rows(np.array([[2.0, 0, 1], [4, 0, 9], [6, 0, 2]]))
+    rb.extend(data)
+    std = np.sqrt(np.var(data["x"].numpy(), 0) + 1e-8)
+    for key in ("x", ("next", "x")):
+        expected = (data[key].numpy() / std).clip(-0.5, 0.5)
+        np.testing.assert_allclose(rb[:][key].numpy(), expected)
+        assert (rb.storage[:][key] == data[key]).all()
+    whole = TensorDict({"x": torch.tensor([[1], [3]])}, [2])
+    rewards = RunningNorm(["x"], update_on="sample")(whole)["x"]
+    assert rewards.dtype is torch.float32
+    assert rewards.flatten().tolist() == pytest.approx([-1, 1])
+
+
+def test_padding_is_neither_counted_nor_changed() -> None:
+    norm = RunningNorm(["x"], update_on="sample")
+    mask = torch.tensor([[True, True], [True, False]])
+    batch = TensorDict({"x": torch.tensor([[1.0, 2.0], [3.0, 77.0]]), "mask": mask}, [2, 2])
+    made = norm(batch)
+    found = norm.moments("x")
+    assert found is not None
+    assert (found.weight, found.mean.item()) == (3, 2)
+    scale = math.sqrt(3 / 2)
+    assert made["x"].flatten().tolist() == pytest.approx([-scale, 0, scale, 77])
+    norm(batch.clone().set("mask", torch.zeros(2, 2, dtype=torch.bool)))
+    assert norm.moments("x") is found
+
+
+def test_only_successful_writes_are_counted() -> None:
+    norm = RunningNorm(["x"])
+    rb = buffer(norm)
+    rb.extend(rows(np.ones((2, 3))))
+    before = norm.moments("x")
+    with pytest.raises(SchemaError):
+        rb.extend(rows(np.ones((2, 4))))
+    with pytest.raises(KeyError, match="'x'"):
+        buffer(RunningNorm(["x"])).extend(TensorDict({"y": torch.ones(2)}, [2]))
+    for read in (lambda: rb.sample(5), lambda: rb[:], lambda: rb.empty()):
+        read()
+    assert norm.moments("x") is before
+    norm.frozen = True
+    rb.extend(rows(np.full((2, 3), 7.0)))
+    norm.update(rows(np.full((2, 3), 7.0)))
+    assert norm.moments("x") is before
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_saved_buffer_continues_with_its_statistics(kind: str, tmp_path: Path) -> None:
+    def make() -> ReplayBuffer:
+        return buffer(RunningNorm(["x", ("next", "reward")], kind, size=5), batch_size=4)
+
+    rb, other, third = make(), make(), make()
+    for part in parts()[:3]:
+        rb.extend(rows(part))
+    rb.transform[0].frozen = True
+    rb.dumps(tmp_path)
+    other.loads(tmp_path)
+    third.load_state_dict(rb.state_dict())
+    for one in (other, third):
+        assert one.transform[0].frozen
+        one.transform[0].frozen = False
+        one.extend(rows(parts()[3]))
+    rb.transform[0].frozen = False
+    rb.extend(rows(parts()[3]))
+    for one in (other, third):
+        assert torch.equal(one[:]["x"], rb[:]["x"])
+        assert torch.equal(one[:]["next", "reward"], rb[:]["next", "reward"])
+    with pytest.raises(ValueError, match="of 1 keys"):
+        buffer(RunningNorm(["x"], kind)).loads(tmp_path)
+    wrong = "running" if kind == "window" else "window"
+    with pytest.raises(ValueError, match="of 2 keys and the kind"):
+        RunningNorm(["x", "y"], wrong).load_state_dict(rb.transform[0].state_dict())
+
+
+def test_prefetched_batches_are_counted_in_the_order_of_delivery() -> None:
+    found = []
+    for prefetch in (0, 3):
+        rb = buffer(
+            RunningNorm(["x"], update_on="sample"),
+            batch_size=4,
+            prefetch=prefetch,
+            generator=torch.Generator().manual_seed(0),
+        )
+        rb.extend(rows(parts(0.0)[3]))
+        found.append(torch.cat([rb.sample()["x"] for _ in range(5)]))
+    assert torch.equal(*found)
+
+
+def test_statistics_are_kept_apart_from_copies() -> None:
+    norm = RunningNorm(["x"])
+    norm.update(rows(np.ones((2, 3))))
+    other = copy.deepcopy(norm)
+    other.update(rows(np.zeros((2, 3))))
+    assert [one.moments("x").mean[0].item() for one in (norm, other)] == [1, 0.5]  # type: ignore[union-attr]
+    assert Compose(norm).spans_rows
+    assert not Compose(RunningNorm(["x"], update_on="sample")).spans_rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"keys": "x"}, TypeError),
+        ({"keys": []}, ValueError),
+        ({"kind": "mean"}, ValueError),
+        ({"update_on": "read"}, ValueError),
+        ({"size": 0}, ValueError),
+        ({"rate": 0}, ValueError),
+        ({"rate": 1.0}, ValueError),
+        ({"clip": 0}, ValueError),
+    ],
+)
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        RunningNorm(**{"keys": ["x"], **arguments})
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (TensorDict({"y": torch.ones(2)}, [2]), KeyError),
+        (TensorDict({"x": torch.ones(2, dtype=torch.bool)}, [2]), TypeError),
+        (torch.ones(2), TypeError),
+    ],
+)
+def test_invalid_batches_are_refused(data: Any, error: type[Exception]) -> None:
+    for update_on in ("write", "sample"):
+        with pytest.raises(error):
+            RunningNorm(["x"], update_on=update_on)(data)
+    with pytest.raises(ValueError, match="not in list"):
+        RunningNorm(["x"]).moments("y")
