@@ -17,6 +17,16 @@ from replaykit.buffer import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from replaykit.buffer.events import (
+    Event,
+    wait_ready,
+)
+from replaykit.buffer.metrics import (
+    Metrics,
+)
+from replaykit.buffer.periodic_save import (
+    PeriodicSave,
+)
 from replaykit.buffer.torchrl_buffers import (
     read_torchrl,
 )
@@ -234,6 +244,7 @@ __all__ = [
     "EmoteTable",
     "Episode",
     "Episodes",
+    "Event",
     "ExcludeTransform",
     "FrameStream",
     "HindsightGoal",
@@ -253,11 +264,13 @@ __all__ = [
     "ListStorage",
     "ManiSkillExperienceReplay",
     "MaxSegmentTree",
+    "Metrics",
     "MinSegmentTree",
     "MinariExperienceReplay",
     "NStep",
     "NStepWriting",
     "ParameterScheduler",
+    "PeriodicSave",
     "PreviousStep",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
@@ -326,4 +339,5 @@ __all__ = [
     "split_trajectories",
     "to_device",
     "transition",
+    "wait_ready",
 ]

@@ -12,6 +12,7 @@ __all__ = [
     "ActorLost",
     "BufferFull",
     "CheckpointError",
+    "Closed",
     "CorpusError",
     "DownloadError",
     "EmptyDistributionError",
@@ -57,6 +58,10 @@ class PriorityCountError(ValueError, RuntimeError):
 
 class BufferFull(RuntimeError):
     """A write would remove rows that must be kept."""
+
+
+class Closed(RuntimeError):
+    """A writer, a data set or a wait was closed by another thread or process."""
 
 
 class NotEnoughData(RuntimeError):

@@ -65,6 +65,10 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("Episode", "buffer part", "buffer"),
     Entry("Episodes", "buffer part", "buffer"),
     Entry("RateLimiter", "buffer part", "pace"),
+    Entry("Event", "buffer part", "buffer.events"),
+    Entry("Metrics", "buffer part", "buffer.metrics"),
+    Entry("PeriodicSave", "buffer part", "buffer.periodic_save"),
+    Entry("wait_ready", "function", "buffer.events"),
     Entry("read_torchrl", "function", "buffer.torchrl_buffers"),
     # Storages
     Entry("Storage", "base", "storages.storage"),

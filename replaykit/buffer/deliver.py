@@ -219,11 +219,14 @@ def next_in_turn(
         timeout = checked_timeout(timeout)
     if buffer._pace is None:
         with deferred:
-            return next_batch(buffer, size, merge=merge, needed=needed)
-    with deferred, buffer._pace.ticket(SAMPLE, timeout) as ticket:
-        ticket.admit(size, buffer.__len__)
-        found = next_batch(buffer, size, merge=merge, needed=needed)
-        ticket.used(min(size, len(found[0].anchors)))
+            found = next_batch(buffer, size, merge=merge, needed=needed)
+    else:
+        with deferred, buffer._pace.ticket(SAMPLE, timeout) as ticket:
+            ticket.admit(size, buffer.__len__)
+            found = next_batch(buffer, size, merge=merge, needed=needed)
+            ticket.used(min(size, len(found[0].anchors)))
+    if buffer._observers is not None:
+        buffer._observers.after_sample(found[0].index)
     return found
 
 

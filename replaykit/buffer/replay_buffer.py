@@ -42,6 +42,7 @@ from replaykit.buffer.conditional_updates import (
 )
 from replaykit.buffer.dataloader import BufferLoader
 from replaykit.buffer.episodes import Episodes
+from replaykit.buffer.events import Event, Observers
 from replaykit.buffer.prefetch import Draw, Prefetcher
 from replaykit.checkpoint import save_snapshot
 from replaykit.episodes import Needs
@@ -156,6 +157,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
     _needs: Needs
     _listening: list[Any]
     _pace: LimiterQueue | None = None
+    _observers: Observers | None = None
 
     @checked_keywords
     def __init__(
@@ -571,6 +573,8 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             # Transforms receive a batch of one row, as in extend.
             data = self.storage.batch_of_one(data, self.dim_extend)
         index = write.write_in_turn(self, data, timeout, single, None)
+        if self._observers is not None:
+            self._observers.after_write(self)
         count = index.shape[0]
         if index.ndim == 1 and count != 1:
             return index if count else None
@@ -624,7 +628,10 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         """
         if not self._initialized:
             self._ready()
-        return write.write_in_turn(self, data, timeout, False, update_priority)
+        index = write.write_in_turn(self, data, timeout, False, update_priority)
+        if self._observers is not None:
+            self._observers.after_write(self)
+        return index
 
     def flush(self) -> torch.Tensor:
         """Store the rows that transforms hold back, as if their streams ended here.
@@ -646,7 +653,10 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             >>> rb.flush()
             tensor([], dtype=torch.int64)
         """
-        return write.flush_rows(self)
+        index = write.flush_rows(self)
+        if self._observers is not None:
+            self._observers.after_write(self)
+        return index
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Remove all rows, including rows that transforms hold back.
@@ -670,6 +680,8 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             (0, 0)
         """
         write.empty_rows(self, empty_write_count)
+        if self._observers is not None:
+            self._observers.after_write(self)
 
     def mark_update(self, index: Any) -> None:
         """Give rows the sampler's default priority. No effect without priorities.
@@ -1391,8 +1403,10 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         with self._locked() as storage:
             storage.lanes_named(lane)  # raises before anything is stored
             if type(storage).cut is not Storage.cut:
-                self.flush()
+                write.flush_rows(self)
             self._writer.cut(lane)
+        if self._observers is not None:
+            self._observers.after_write(self)
 
     # -- data loaders -----------------------------------------------------------------------------
 
@@ -1465,6 +1479,50 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             worker_init_fn=worker_init_fn,
             timeout=timeout,
         )
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def on(
+        self, event: str, fn: Callable[[Event], object], *, state: Any = None
+    ) -> Callable[[], None]:
+        """Call a function after each event of a kind, in the thread that causes the event.
+
+        The function is called after the change, without a lock. If it raises, the error is logged,
+        and the caller of the buffer does not notice it. It is neither pickled nor saved.
+
+        Args:
+            event: "write" after rows are stored, "episode_end" if their flags end episodes,
+                "evict" after stored rows are replaced or removed, or "sample" after a batch is
+                delivered. Draws of loaders and ensembles cause no events.
+            fn: a function of an `Event`.
+            state: an object with ``state_dict`` and ``load_state_dict``, which checkpoints of the
+                buffer include.
+
+        Returns:
+            A function that removes ``fn``.
+
+        Raises:
+            ValueError: the kind is unknown.
+            TypeError: ``fn`` cannot be called, or ``state`` lacks a method.
+
+        Cost: a lock of the storage for each write. Without any function, there is no cost.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> remove = rb.on("evict", lambda event: print(event.count, "rows were replaced"))
+            >>> _ = rb.extend(torch.zeros(2))
+            >>> _ = rb.extend(torch.zeros(3))
+            2 rows were replaced
+            >>> remove()
+        """
+        self._ready()
+        with self._making:
+            observers = Observers(self) if self._observers is None else self._observers
+            remove = observers.add(event, fn, state)
+            self._observers = observers
+        return remove
 
     # -- handles ----------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ class BufferState:
         mapped: whether the rows stay in the files of the checkpoint.
         same_rows: whether the rows were not saved because the storage already holds them.
         pace: counts of a rate limiter; None without one.
+        observers: states of the objects that are registered with functions for events.
     """
 
     content: Content | None
@@ -60,6 +61,7 @@ class BufferState:
     mapped: bool = False
     same_rows: bool = False
     pace: Mapping[str, int] | None = None
+    observers: Mapping[str, Any] | None = None
 
 
 def saved_sampler(sampler: Sampler, *, tracked: Storage | None = None) -> dict[str, Any]:
@@ -209,7 +211,11 @@ def parts_taken(buffer: ReplayBuffer, checked: CheckedState) -> Iterator[None]:
     sampler = buffer._sampler
     chain_before = copy.deepcopy(buffer._chain.state_dict())
     sampler_before = copy.deepcopy(sampler.state_dict())
+    observers, saved = buffer._observers, checked.state.observers
+    observers_before = None if observers is None else observers.state_dict()
     try:
+        if observers is not None and saved is not None:
+            observers.load_state_dict(copy.deepcopy(saved))
         buffer._chain.load_state_dict(copy.deepcopy(checked.state.transforms))
         sampler.load_state_dict(checked.sampler)
         yield
@@ -218,6 +224,8 @@ def parts_taken(buffer: ReplayBuffer, checked: CheckedState) -> Iterator[None]:
             buffer._chain.load_state_dict(chain_before)
         with contextlib.suppress(Exception):
             sampler.load_state_dict(sampler_before)
+        if observers is not None and observers_before is not None:
+            observers.load_state_dict(observers_before)
         raise
 
 
@@ -432,8 +440,10 @@ def saved_parts(
     if path is None:
         sampler, transforms = copy.deepcopy(sampler), copy.deepcopy(transforms)
     pace = {} if buffer._pace is None else {"pace": buffer._pace.state()}
+    observers = buffer._observers
     rest = {
         **pace,
+        **({} if observers is None else {"observers": copy.deepcopy(observers.state_dict())}),
         "writer": writer,
         "sampler": sampler,
         "transforms": transforms,
@@ -518,6 +528,7 @@ def read_state(
         mapped=mapped and not same,
         same_rows=same,
         pace=part("pace", None),
+        observers=part("observers", None),
     )
 
 
@@ -642,7 +653,8 @@ def pickled_state(buffer: ReplayBuffer) -> dict[str, Any]:
     with buffer._locked(settled=False) as storage:
         rewind(buffer)
         state = dict(buffer.__dict__)
-        state["_prefetcher"] = state["_making"] = state["_staging"] = None
+        for name in ("_prefetcher", "_making", "_staging", "_observers"):
+            state[name] = None
         # Other threads may sample while the rest is pickled. So this state is copied now.
         sampler = state["_sampler"] = copy.deepcopy(buffer._sampler, {id(storage): storage})
         sampler.owner = buffer

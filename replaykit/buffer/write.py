@@ -102,7 +102,7 @@ def bring_in(
     if chained and ticket is not None:
         # Transforms may hold rows back, so they must not receive rows that are refused later.
         ticket.admit(rows_given(data, buffer._storage.ndim, single=single), buffer.__len__)
-    first = buffer.flush() if buffer._restarted else None
+    first = flush_rows(buffer) if buffer._restarted else None
     if chained:
         data = buffer._chain.inv(data)
         if data is None:

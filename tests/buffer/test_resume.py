@@ -28,6 +28,7 @@ from replaykit import (
     RandomSampler,
     ReplayBuffer,
     ReturnToGo,
+    RunningNorm,
     Sampler,
     SamplerEnsemble,
     SamplerWithoutReplacement,
@@ -125,6 +126,8 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
     "n-step": lambda: NStep(3, 0.9),
     "n-step on writing": lambda: NStep(3, 0.9, when="write"),
     "returns": lambda: ReturnToGo(0.9),
+    "norm of writes": lambda: RunningNorm(["observation"], "window", size=20),
+    "norm of samples": lambda: RunningNorm(["observation"], "ema", update_on="sample"),
     "frames": lambda: StackFrames(["observation"], 3),
     "hindsight": lambda: HindsightGoal(0.8, "future", achieved="place", goal="goal"),
 }
@@ -266,7 +269,7 @@ def test_resumed_learner_gets_the_same_prefetched_batches(
 def test_no_transform_with_state_is_left_out() -> None:
     exported = [getattr(transforms, name) for name in transforms.__all__]
     with_state = {one for one in exported if hasattr(one, "state_dict")} - {transforms.Compose}
-    assert with_state == {type(TRANSFORMS["n-step on writing"]())}
+    assert with_state == {type(TRANSFORMS["n-step on writing"]()), RunningNorm}
 
 
 @pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name != "none"])
