@@ -76,6 +76,9 @@ from replaykit.environments import (
     VectorSteps,
     transition,
 )
+from replaykit.episode_assembler import (
+    EpisodeAssembler,
+)
 from replaykit.feeds import (
     AlfCheckpoint,
     AmagoTrajectories,
@@ -243,6 +246,7 @@ __all__ = [
     "D4RLExperienceReplay",
     "EmoteTable",
     "Episode",
+    "EpisodeAssembler",
     "Episodes",
     "Event",
     "ExcludeTransform",

@@ -169,6 +169,7 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     # Tools
     Entry("VectorSteps", "environment", "environments"),
     Entry("transition", "environment", "environments"),
+    Entry("EpisodeAssembler", "environment", "episode_assembler"),
     Entry("SumSegmentTree", "segment tree", "priorities"),
     Entry("MinSegmentTree", "segment tree", "priorities"),
     Entry("MaxSegmentTree", "segment tree", "priorities"),

@@ -55,6 +55,7 @@ REFUSED: dict[str, str] = {
     "dim_extend": "rows of shards are along dimension 0, and shard_key distinguishes streams",
     "episodes": "the episode index is in the shards, which draw slices by it",
     "insert_transform": _PARTS,
+    "on": "rows are written and sampled in the shards; stats() has their counts",
     "priority_key": "the buffers of the shards have it",
     "register_load_hook": _SAVES,
     "register_save_hook": _SAVES,
