@@ -21,6 +21,9 @@ from replaykit.buffer.events import (
     Event,
     wait_ready,
 )
+from replaykit.buffer.hindsight_buffer import (
+    HERReplayBuffer,
+)
 from replaykit.buffer.metrics import (
     Metrics,
 )
@@ -59,6 +62,10 @@ from replaykit.datasets.families.roboset import (
 )
 from replaykit.datasets.families.vd4rl import (
     VD4RLExperienceReplay,
+)
+from replaykit.datasets.offline_to_online import (
+    OfflineToOnlineReplayBuffer,
+    prefill_replay_buffer,
 )
 from replaykit.datasets.published_buffer import (
     CorpusExperienceReplay,
@@ -251,6 +258,7 @@ __all__ = [
     "Event",
     "ExcludeTransform",
     "FrameStream",
+    "HERReplayBuffer",
     "HindsightGoal",
     "HistoryTransform",
     "ImageScale",
@@ -273,6 +281,7 @@ __all__ = [
     "MinariExperienceReplay",
     "NStep",
     "NStepWriting",
+    "OfflineToOnlineReplayBuffer",
     "ParameterScheduler",
     "PeriodicSave",
     "PreviousStep",
@@ -339,6 +348,7 @@ __all__ = [
     "feed_trajectories",
     "join_trajectories",
     "pad_collate",
+    "prefill_replay_buffer",
     "read_torchrl",
     "split_trajectories",
     "to_device",

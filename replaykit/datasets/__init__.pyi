@@ -32,6 +32,7 @@ from replaykit.datasets.families.aloha import (
 from replaykit.datasets.families.catalogue import (
     load_dataset,
     plan,
+    register_dataset,
 )
 from replaykit.datasets.families.d4rl import (
     D4RLExperienceReplay,
@@ -64,6 +65,10 @@ from replaykit.datasets.hub_sharing import (
     pull,
     push,
 )
+from replaykit.datasets.offline_to_online import (
+    OfflineToOnlineReplayBuffer,
+    prefill_replay_buffer,
+)
 from replaykit.datasets.published_buffer import (
     CorpusExperienceReplay,
 )
@@ -85,6 +90,7 @@ __all__ = [
     "LiberoExperienceReplay",
     "ManiSkillExperienceReplay",
     "MinariExperienceReplay",
+    "OfflineToOnlineReplayBuffer",
     "Policies",
     "RobomimicExperienceReplay",
     "RobosetExperienceReplay",
@@ -96,6 +102,8 @@ __all__ = [
     "load_dataset",
     "open",
     "plan",
+    "prefill_replay_buffer",
     "pull",
     "push",
+    "register_dataset",
 ]
