@@ -653,8 +653,8 @@ def pickled_state(buffer: ReplayBuffer) -> dict[str, Any]:
     with buffer._locked(settled=False) as storage:
         rewind(buffer)
         state = dict(buffer.__dict__)
-        for name in ("_prefetcher", "_making", "_staging", "_observers"):
-            state[name] = None
+        state["_prefetcher"] = state["_making"] = state["_staging"] = None
+        state.pop("_observers", None)
         # Other threads may sample while the rest is pickled. So this state is copied now.
         sampler = state["_sampler"] = copy.deepcopy(buffer._sampler, {id(storage): storage})
         sampler.owner = buffer

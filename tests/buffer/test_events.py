@@ -36,7 +36,8 @@ def rows(*shape: int, seed: int = 0) -> TensorDict:
     generator = torch.Generator().manual_seed(seed)
     done = torch.rand(*shape, 1, generator=generator) < 0.2
     rank = torch.rand(*shape, generator=generator)
-    return TensorDict({"x": rank, "next": {"done": done}}, shape)
+    env = torch.arange(rank.numel()).reshape(shape) % 2
+    return TensorDict({"x": rank, "env": env, "next": {"done": done}}, shape)
 
 
 def watched(rb: ReplayBuffer) -> list[Event]:
@@ -49,6 +50,7 @@ def watched(rb: ReplayBuffer) -> list[Event]:
 STORAGES: dict[str, Any] = {
     "ring": (lambda: ReplayBuffer(storage=LazyTensorStorage(10)), ()),
     "lanes": (lambda: ReplayBuffer(storage=LazyTensorStorage(30, ndim=2)), (3,)),
+    "streams": (lambda: ReplayBuffer(storage=LazyTensorStorage(10, lane_key="env")), ()),
     "best": (
         lambda: ReplayBuffer(
             storage=LazyTensorStorage(10), writer=TensorDictMaxValueWriter(rank_key="x")
