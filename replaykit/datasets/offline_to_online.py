@@ -149,7 +149,7 @@ class OfflineToOnlineReplayBuffer:
             self.mixture.dumps(path)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
-        """Load the state that ``dumps`` has saved, by the rules of ``ReplayBufferEnsemble.loads``."""
+        """Load a state that ``dumps`` saved, by the rules of ``ReplayBufferEnsemble.loads``."""
         with self._lock:
             self.mixture.loads(path)
             self._fraction = float(self.mixture.sampler.p[0])

@@ -213,10 +213,13 @@ class RunningNorm(ValueTransform):
         """Remember the rows of a write, before it."""
         given = []
         for key in self.keys:
-            if key not in rows.leaves:
+            if isinstance(rows, list):
+                value = torch.stack([require_tensor(row, key) for row in rows])
+            elif key in rows.leaves:
+                value = rows.leaves[key].flatten(0, storage.ndim - 1)
+            else:
                 raise KeyError(f"no key {format_key(key)} in the written rows")
-            value = _numbers(rows.leaves[key], key)
-            given.append(value.flatten(0, storage.ndim - 1).detach().double())
+            given.append(_numbers(value, key).detach().double())
         self._given[threading.get_ident()] = given
 
     def _count_written(self, storage: Storage) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from replaykit import (
     JointBatch,
+    LazyMemmapStorage,
     LazyTensorStorage,
     Ramp,
     ReplayBuffer,
@@ -301,3 +302,24 @@ def test_invalid_joint_batches_are_refused(
 ) -> None:
     with pytest.raises(error):
         JointBatch(members, every=every)
+
+
+def test_spawned_workers_have_the_epoch_of_the_mixture(tmp_path: Any) -> None:
+    def member(number: int) -> ReplayBuffer:
+        storage = LazyMemmapStorage(30, scratch_dir=tmp_path / str(number))
+        return ReplayBuffer(storage=storage)
+
+    members = member(0), member(1)
+    members[0].extend(rows_of(0, 20))
+    mixture = ReplayBufferEnsemble(
+        *members, p=[0.5, 0.5], ramp=Ramp(9), ready=[None, (2, "episodes")], num_buffer_sampled=40
+    )
+    members[1].extend(rows_of(1, 20))
+    mixture.set_epoch(4)
+    mixture.set_epoch(5)
+    here, there = (
+        members_in(mixture.dataloader(40, workers=n, steps=4, multiprocessing_context=method))
+        for n, method in ((0, None), (1, "spawn"))
+    )
+    assert here == there
+    check_share(here, (2 / 18) / (2 / 18 + 1 / 2))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import Compose, LazyTensorStorage, ReplayBuffer, RunningNorm
+from replaykit import Compose, LazyTensorStorage, ListStorage, ReplayBuffer, RunningNorm
 from replaykit.errors import SchemaError
 
 SIZES = [1, 4, 1, 30, 7]
@@ -65,6 +65,26 @@ def test_statistics_are_those_of_all_rows_with_their_weights(kind: str, update_o
     if update_on == "write":
         expected = (rb.storage[:]["x"].numpy() - mean) / std
         np.testing.assert_allclose(rb[:]["x"].numpy(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        lambda: ListStorage(20),
+        lambda: LazyTensorStorage(20, dedup_next=True),
+        lambda: LazyTensorStorage(20, ndim=2),
+    ],
+)
+def test_rows_of_any_storage_are_counted(storage: Any) -> None:
+    norm = RunningNorm(["x"])
+    rb = ReplayBuffer(storage=storage(), transform=norm)
+    x = torch.arange(6.0)[:, None]
+    data = TensorDict({"x": x, "next": {"x": x + 1, "done": torch.zeros(6, 1).bool()}}, [6])
+    rb.extend(data.reshape(2, 3) if rb.storage.ndim == 2 else data)
+    found = norm.moments("x")
+    assert found is not None
+    assert (found.weight, found.mean.item()) == (6, 2.5)
+    assert rb.sample(4)["x"].abs().max() < 1.5
 
 
 def test_options_change_the_values_read_but_not_those_stored() -> None:
