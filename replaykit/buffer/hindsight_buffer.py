@@ -9,7 +9,6 @@ import torch
 
 from replaykit.buffer.buffer_variants import TensorDictReplayBuffer
 from replaykit.buffer.components import DataT, SamplerT, StorageT, WriterT, as_chain
-from replaykit.structure import Path
 from replaykit.ted import DONE, REWARD, format_key, unravel
 from replaykit.transforms import Compose, HindsightGoal
 from replaykit.transforms.batch_values import as_share
@@ -44,18 +43,15 @@ class _FirstRowsGoal(HindsightGoal):
         if fetched is None:
             return data
         count, goals = fetched
-        part = data[:count].clone()
-        new: dict[Path, torch.Tensor] = {}
-        for key in (self.goal, ("next", *self.goal)):
-            if data.get(key, None) is not None:
-                new[key] = data.get(key).clone()
-                new[key][:count] = goals[:count].to(new[key])
-                part.set(key, new[key][:count])
-        reward = new[self.reward] = data.get(self.reward).clone()
-        reward[:count] = (
-            torch.as_tensor(self.row_rewards(part)).reshape(reward[:count].shape).to(reward)
-        )
-        for key, value in new.items():
+        part, both = data[:count].clone(), (self.goal, ("next", *self.goal))
+        keys = [key for key in both if data.get(key, None) is not None]
+        for key in keys:
+            part.get(key).copy_(goals[:count])
+        reward = part.get(self.reward)
+        reward.copy_(torch.as_tensor(self.row_rewards(part)).reshape(reward.shape))
+        for key in (*keys, self.reward):
+            value = data.get(key).clone()
+            value[:count] = part.get(key)
             data.set(key, value)
         return data
 
