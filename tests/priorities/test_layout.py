@@ -41,13 +41,6 @@ def test_every_level_covers_the_one_below(capacity: int) -> None:
     assert levels.entries <= levels.leaves / 7 + 8 * len(levels.counts)
 
 
-@pytest.mark.parametrize("capacity", [*CAPACITIES, *LARGE])
-def test_core_and_python_compute_the_same_levels(capacity: int) -> None:
-    leaves, entries, counts, offsets = native.core.tree_levels(capacity)
-    levels = levels_of(capacity)
-    assert (leaves, tuple(counts), tuple(offsets), entries) == levels[1:]
-
-
 @pytest.mark.pitfall("SL4")
 def test_a_power_of_two_takes_no_more_than_its_neighbour(kernel: str) -> None:
     """SL4: 5.14 bytes a leaf at any capacity."""
