@@ -298,6 +298,47 @@ void replaykit::bind_episodes(nb::module_& m) {
              return self.episodes.start(gone, head, first_row);
            },
            "Start the lane of a stream, and return its record.")
+      .def("drop_oldest",
+           [](Index& self, nb::handle records, nb::handle counts, nb::handle out) {
+             const Array record(records, "records", Array::kInt64, 1);
+             const Array count(counts, "counts", Array::kInt64, 1);
+             self.check_kind(true);
+             check_length("counts", count.size(), record.size());
+             check_numbers(record, "records", 0, self.episodes.records() - 1);
+             std::int64_t sum = 0;
+             for (std::int64_t i = 0; i < record.size(); ++i) {
+               const Episodes::Lane& lane = self.episodes.lane(record.numbers()[i]);
+               const std::int64_t rows = count.numbers()[i];
+               if (rows < 0 || rows > lane.hi - lane.lo) {
+                 refuse(nb::value_error, "expected 0 to " + std::to_string(lane.hi - lane.lo) +
+                                             " rows to drop, got " + std::to_string(rows));
+               }
+               sum += rows;
+             }
+             const Answers slots(out, 1, sum);
+             std::int64_t* slot = slots.out();
+             for (std::int64_t i = 0; i < record.size(); ++i) {
+               slot = self.episodes.drop_oldest(record.numbers()[i], count.numbers()[i], slot);
+             }
+             return self.episodes.drop_empty();
+           },
+           "Drop the oldest rows of distinct streams, and write their slots. If records of streams "
+           "without rows are returned, renumber.")
+      .def("relocate",
+           [](Index& self, nb::handle source, nb::handle target) {
+             const Array from(source, "source", Array::kInt64, 1);
+             const Array to(target, "target", Array::kInt64, 1);
+             self.check_kind(true);
+             check_length("target", to.size(), from.size());
+             const std::int64_t n = from.size();
+             const std::int64_t wrong =
+                 self.episodes.relocate(from.numbers(), to.numbers(), n);
+             if (wrong == n) return;
+             refuse(nb::index_error, "expected a stored row and a slot without a row, got " +
+                                         std::to_string(from.numbers()[wrong]) + " and " +
+                                         std::to_string(to.numbers()[wrong]));
+           },
+           "Move rows of a pool to slots without a row.")
       .def("renumber",
            [](Index& self, nb::handle order) {
              const Array records(order, "order", Array::kInt64, 1);

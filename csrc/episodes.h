@@ -194,7 +194,7 @@ class Episodes {
     return at;
   }
 
-  // Sets the order of lanes, as records.
+  // Sets the order of lanes, as records, after lanes were started or dropped.
   void renumber(Numbers order, std::int64_t n) {
     order_.resize(static_cast<std::size_t>(n));
     rank_.resize(lanes_.size());
@@ -202,7 +202,6 @@ class Episodes {
       order_[static_cast<std::size_t>(rank)] = order[rank];
       rank_[static_cast<std::size_t>(order[rank])] = rank;
     }
-    ++version_;
   }
 
   // Prepares a lane for a row of a segment. A change of segment cuts the stream. If all rows of the
@@ -235,6 +234,40 @@ class Episodes {
     ++own.hi;
     own.newest = std::max(own.newest, id);
     ++version_;
+  }
+
+  // Drops `count` of the oldest rows of a lane, of at least as many, and writes their slots.
+  std::int64_t* drop_oldest(std::int64_t at, std::int64_t count, std::int64_t* slot) {
+    const Lane& own = lane(at);
+    const std::int64_t lo = own.lo + count;
+    for (std::int64_t time = own.lo; time < lo; ++time) {
+      *slot = own.slots[time];
+      places_[static_cast<std::size_t>(*slot++)].lane = kFree;
+    }
+    evict(at, lo);
+    if (own.lo == own.hi) emptied_.push_back(at);
+    ++version_;
+    return slot;
+  }
+
+  // Moves n rows of a pool to slots without a row. Returns the position of the first pair of slots
+  // that do not fit, or n. The rows before that pair have moved.
+  std::int64_t relocate(Numbers source, Numbers target, std::int64_t n) {
+    const auto cells = static_cast<std::int64_t>(places_.size());
+    for (std::int64_t i = 0; i < n; ++i) {
+      if (source[i] < 0 || source[i] >= cells || target[i] < 0 || target[i] >= cells) return i;
+      Place& from = places_[static_cast<std::size_t>(source[i])];
+      Place& to = places_[static_cast<std::size_t>(target[i])];
+      if (from.lane == kFree || to.lane != kFree) return i;
+      Lane& own = lanes_[from.lane];
+      const std::int64_t last = own.hi - 1;
+      own.slots.set(last - static_cast<std::uint32_t>(last - from.time), target[i]);
+      links_.data()[target[i]] = links_.data()[source[i]];
+      to = from;
+      from.lane = kFree;
+    }
+    ++version_;
+    return n;
   }
 
   // Returns the lanes that have lost all their rows, and drops them.

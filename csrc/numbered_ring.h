@@ -23,6 +23,9 @@ class NumberedRing {
   // Requires begin() <= number < end().
   Number operator[](std::int64_t number) const { return data_[place(number)]; }
   const Number* address(std::int64_t number) const { return &data_[place(number)]; }
+  void set(std::int64_t number, std::int64_t value) {
+    data_[place(number)] = static_cast<Number>(value);
+  }
 
   // Returns whether `count` entries, beginning at `number`, are contiguous in memory.
   bool in_one_piece(std::int64_t number, std::int64_t count) const {

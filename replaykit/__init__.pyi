@@ -17,19 +17,6 @@ from replaykit.buffer import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from replaykit.buffer.events import (
-    Event,
-    wait_ready,
-)
-from replaykit.buffer.hindsight_buffer import (
-    HERReplayBuffer,
-)
-from replaykit.buffer.metrics import (
-    Metrics,
-)
-from replaykit.buffer.periodic_save import (
-    PeriodicSave,
-)
 from replaykit.buffer.torchrl_buffers import (
     read_torchrl,
 )
@@ -63,10 +50,6 @@ from replaykit.datasets.families.roboset import (
 from replaykit.datasets.families.vd4rl import (
     VD4RLExperienceReplay,
 )
-from replaykit.datasets.offline_to_online import (
-    OfflineToOnlineReplayBuffer,
-    prefill_replay_buffer,
-)
 from replaykit.datasets.published_buffer import (
     CorpusExperienceReplay,
 )
@@ -83,9 +66,6 @@ from replaykit.environments import (
     VectorSteps,
     transition,
 )
-from replaykit.episode_assembler import (
-    EpisodeAssembler,
-)
 from replaykit.feeds import (
     AlfCheckpoint,
     AmagoTrajectories,
@@ -97,11 +77,8 @@ from replaykit.feeds import (
     feed_trajectories,
 )
 from replaykit.mixture import (
-    JointBatch,
-    Ramp,
     ReplayBufferEnsemble,
     SamplerEnsemble,
-    ScheduledChoice,
     StorageEnsemble,
     WriterEnsemble,
 )
@@ -115,6 +92,9 @@ from replaykit.priorities import (
 )
 from replaykit.samplers.consuming import (
     ConsumingSampler,
+)
+from replaykit.samplers.episode_measures import (
+    Coverage,
 )
 from replaykit.samplers.prioritized import (
     PrioritizedSampler,
@@ -147,6 +127,9 @@ from replaykit.samplers.staleness import (
 from replaykit.samplers.uniform import (
     RandomSampler,
     SamplerWithoutReplacement,
+)
+from replaykit.storages.episode_tags import (
+    EpisodeData,
 )
 from replaykit.storages.lists import (
     LazyStackStorage,
@@ -194,9 +177,6 @@ from replaykit.transforms.n_step import (
     NStep,
     NStepWriting,
 )
-from replaykit.transforms.normalization import (
-    RunningNorm,
-)
 from replaykit.transforms.return_to_go import (
     ReturnToGo,
 )
@@ -219,6 +199,17 @@ from replaykit.transforms.value_transforms import (
     RewardScale,
     RewardShift,
     SelectTransform,
+)
+from replaykit.writers.episode_writer import (
+    EpisodeWriter,
+)
+from replaykit.writers.evictors import (
+    Evictor,
+    Fifo,
+    LowestPriority,
+    MostSampled,
+    Oldest,
+    Uniform,
 )
 from replaykit.writers.max_value import (
     TensorDictMaxValueWriter,
@@ -250,21 +241,22 @@ __all__ = [
     "ConditionalUpdateResult",
     "ConsumingSampler",
     "CorpusExperienceReplay",
+    "Coverage",
     "D4RLExperienceReplay",
     "EmoteTable",
     "Episode",
-    "EpisodeAssembler",
+    "EpisodeData",
+    "EpisodeWriter",
     "Episodes",
-    "Event",
+    "Evictor",
     "ExcludeTransform",
+    "Fifo",
     "FrameStream",
-    "HERReplayBuffer",
     "HindsightGoal",
     "HistoryTransform",
     "ImageScale",
     "ImmutableDatasetWriter",
     "IsaacLabExperienceReplay",
-    "JointBatch",
     "KeepRaw",
     "LambdaScheduler",
     "LaneWriter",
@@ -274,21 +266,20 @@ __all__ = [
     "LiberoExperienceReplay",
     "LinearScheduler",
     "ListStorage",
+    "LowestPriority",
     "ManiSkillExperienceReplay",
     "MaxSegmentTree",
-    "Metrics",
     "MinSegmentTree",
     "MinariExperienceReplay",
+    "MostSampled",
     "NStep",
     "NStepWriting",
-    "OfflineToOnlineReplayBuffer",
+    "Oldest",
     "ParameterScheduler",
-    "PeriodicSave",
     "PreviousStep",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
-    "Ramp",
     "RandomSampler",
     "RateLimiter",
     "RayReplayBuffer",
@@ -305,12 +296,10 @@ __all__ = [
     "RobomimicExperienceReplay",
     "RobosetExperienceReplay",
     "RoundRobinWriter",
-    "RunningNorm",
     "SampleUnit",
     "Sampler",
     "SamplerEnsemble",
     "SamplerWithoutReplacement",
-    "ScheduledChoice",
     "SchedulerList",
     "SelectTransform",
     "Sequence",
@@ -340,6 +329,7 @@ __all__ = [
     "TrajectoryWriter",
     "Transform",
     "Transition",
+    "Uniform",
     "VD4RLExperienceReplay",
     "VectorSteps",
     "Writer",
@@ -348,10 +338,8 @@ __all__ = [
     "feed_trajectories",
     "join_trajectories",
     "pad_collate",
-    "prefill_replay_buffer",
     "read_torchrl",
     "split_trajectories",
     "to_device",
     "transition",
-    "wait_ready",
 ]

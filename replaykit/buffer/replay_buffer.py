@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, overload
 
@@ -20,6 +20,7 @@ from replaykit.buffer import (
     edit,
     priorities,
     state,
+    tags,
     write,
 )
 from replaykit.buffer.buffer_dataset import BufferDataset
@@ -1407,6 +1408,46 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             self._writer.cut(lane)
         if self._observers is not None:
             self._observers.after_write(self)
+
+    def tag(self, index: Any, values: Mapping[str, Any], *, generation: Any = None) -> int:
+        """Set tags of the episodes of rows, such as a task, a source or a success.
+
+        A tag is a value of an episode. Its first value fixes shape and dtype, and episodes without
+        a value have zeros. Tags may be set at any time while a row of the episode is stored. They
+        are part of checkpoints. Samplers choose episodes by tags (``SliceSampler(where=)``), the
+        transforms ``Tag`` and ``ExpandTag`` return them, and an EpisodeWriter protects episodes by
+        a tag.
+
+        Args:
+            index: rows of the episodes, int64 ``[K]``, or ``[K, ndim]`` with lanes.
+            values: the value of each tag, for all of these episodes; or a tensor ``[K, *F]``.
+            generation: the generations of the rows, int64 ``[K]``. Values for rows that were
+                overwritten or removed are dropped.
+
+        Returns:
+            The number of rows that are still stored.
+
+        Raises:
+            RuntimeError: the storage has no episode index.
+            SchemaError: shape or dtype differ from the first value.
+            TypeError, ValueError: the index, a count of values or a name is wrong.
+
+        After an error nothing has changed. Cost: O(K log J) for J episodes.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer, SliceSampler
+            >>> solved = SliceSampler(slice_len=1, where=lambda episodes: episodes["success"])
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=solved, batch_size=8)
+            >>> done = torch.tensor([0, 1, 0, 0, 1], dtype=torch.bool)
+            >>> index = rb.extend(TensorDict({"t": torch.arange(5), "next": {"done": done}}, [5]))
+            >>> rb.tag(index[2:3], {"success": True})
+            1
+            >>> rb.sample()["t"].unique().tolist()
+            [2, 3, 4]
+        """
+        return tags.tag_episodes(self, index, values, generation)
 
     # -- data loaders -----------------------------------------------------------------------------
 

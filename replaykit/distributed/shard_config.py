@@ -95,7 +95,7 @@ class DrawLaw(ABC):
         return None
 
 
-class Uniform(DrawLaw):
+class UniformRows(DrawLaw):
     """The rule for draws of equally likely rows.
 
     The mass is the number of eligible rows.
@@ -230,7 +230,7 @@ def _smallest(table: Any) -> float:
 
 
 LAWS: Final[dict[str, type[DrawLaw]]] = {
-    "rows": Uniform,
+    "rows": UniformRows,
     "windows": Windows,
     "prioritized rows": Proportional,
     "prioritized windows": ProportionalWindows,

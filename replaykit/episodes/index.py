@@ -134,6 +134,16 @@ class EpisodeIndex:
         return self._streams.lanes
 
     @property
+    def stream_count(self) -> int:
+        """Number of streams that have stored rows, in O(1)."""
+        return self._streams.stream_count
+
+    @property
+    def key_dtype(self) -> Any:
+        """The dtype of keys of streams."""
+        return self._streams.keys.dtype
+
+    @property
     def in_ring(self) -> bool:
         """True if the next row of a lane lies in its next slot, round the ring."""
         return self.key is None
@@ -223,9 +233,27 @@ class EpisodeIndex:
         if not plain or ledger.next_position - self._noted != count:
             self._rebuild()
             return
-        leaves = {path: rows.leaves[path] for path in self.bound.paths}
-        self._append_leaves(leaves, slots, np.arange(self._noted, self._noted + count))
+        row_ids, first = np.arange(self._noted, self._noted + count), int(slots[0])
+        if (slots == np.arange(first, first + count)).all():
+            self._append_stored(first, first + count, row_ids)
+        else:
+            leaves = {path: rows.leaves[path] for path in self.bound.paths}
+            self._append_leaves(leaves, slots, row_ids)
         self._noted, self._place, self._is_ring = ledger.next_position, ledger.place_in_log, False
+
+    def drop_oldest(self, keys: list[Any], counts: Array, *, forget: bool) -> Array:
+        """Forget the oldest rows of streams, before they are removed. Return their slots."""
+        return self._streams.drop_oldest(keys, counts, forget=forget)
+
+    def continue_streams(self, keys: Array) -> None:
+        """Let streams without rows begin in the middle of an episode."""
+        self._streams.joined.update(keys.tolist())
+
+    def relocated(self, source: Array, target: Array) -> None:
+        """Follow the move of rows, in a storage whose rows do not lie in a ring any more."""
+        if len(source):
+            self._streams.relocate(source, target)
+        self._place, self._is_ring = self._storage.ledger.place_in_log, False
 
     def _append_placed(self, behind: int) -> None:
         """Index the newest ``behind`` rows, which another process wrote by stream."""
@@ -290,6 +318,7 @@ class EpisodeIndex:
         rows are the same.
         """
         old = self._streams
+        old.arrange()
         try:
             self._index_all(old)
         except BaseException:
@@ -463,6 +492,19 @@ class EpisodeIndex:
         lane = self._streams.ranks(keys)
         return self.element(self.bounds(lane)[0] + number, lane)
 
+    def has_streams(self, keys: list[Any]) -> list[bool]:
+        """Return whether the streams with these keys have stored rows."""
+        return self._streams.known(keys)
+
+    def lanes_with(self, keys: Array) -> Array:
+        """Return the lanes of the streams with these keys that have stored rows, ascending."""
+        lane = self._streams.ranks(keys)
+        return np.sort(lane[lane >= 0])
+
+    def open_among(self, keys: Array) -> Array:
+        """Return whether the newest episodes of streams with stored rows are open, bool."""
+        return self._streams.per_lane()[2, self._streams.ranks(keys)] != 0
+
     def oldest(self) -> int:
         """Return the lowest stored row id of streams. Cost: O(streams).
 
@@ -497,7 +539,7 @@ class EpisodeIndex:
         return chosen
 
     def keys(self, lanes: Array) -> list[Any]:
-        """Return the keys (``stream_keys``) of the lanes in a mask, bool ``[lanes]``."""
+        """Return the keys (``stream_keys``) of lanes, given by number or as bool ``[lanes]``."""
         return list(self._streams.keys[lanes].tolist())
 
     # -- rows -----------------------------------------------------------------------------------
@@ -671,6 +713,7 @@ class EpisodeIndex:
     @property
     def numbering(self) -> int:
         """A number that changes when streams are added or dropped."""
+        self._streams.arrange()
         return self._streams.numbering
 
     def stored_rows(self) -> int:

@@ -227,21 +227,42 @@ class StreamEpisodes:
             np.zeros(lanes, np.int64) if gone is None else np.asarray(gone, np.int64),
             np.full(lanes, int(Head.RESET)) if head is None else np.asarray(head, np.int64),
         )
-        self.slots, self.lanes, self.is_ring = slots, lanes, keys is None
+        self.slots, self._lanes, self.is_ring = slots, lanes, keys is None
         # Every write and draw calls these methods. Storing them here saves a look-up per call.
-        self.append_columns, self.close = core.append_columns, core.close
+        self.append_columns = core.append_columns
         self.nbytes = core.nbytes
         self._find, self._totals, self._total = core.find, core.totals, core.total
         self._lookup, self._around, self._pick = core.lookup, core.around, core.pick
         self._slices = core.slices
-        # The keys of the lanes of a pool, their records in the core, and the record of each key.
-        self.keys = np.zeros(0, keys)
+        # The keys of the lanes of a pool, and their records in the core. ``arrange`` adds and drops
+        # the lanes of ``_started`` and ``_dropped`` when lanes are needed next.
+        self._keys = np.zeros(0, keys)
         self._order = np.zeros(0, np.int64)
-        self._records: dict[Any, int] = {}
+        self._started: dict[Any, int] = {}
+        self._dropped: set[Any] = set()
+        self._records: dict[Any, int] = {}  # of each key
+        self._names: dict[int, Any] = {}  # the key of each record
         # Keys of streams that were open when their rows were removed.
         self.joined: set[Any] = set()
         self.numbering = 0
         self._per_lane = -1, np.zeros((6, 0), np.int64)
+
+    @property
+    def lanes(self) -> int:
+        """Number of lanes."""
+        self.arrange()
+        return self._lanes
+
+    @property
+    def stream_count(self) -> int:
+        """Number of lanes of a pool, in O(1)."""
+        return len(self._records)
+
+    @property
+    def keys(self) -> Array:
+        """The keys of the lanes of a pool, ascending."""
+        self.arrange()
+        return self._keys
 
     @property
     def lo(self) -> int:
@@ -266,6 +287,11 @@ class StreamEpisodes:
         flags = [(codes.ctypes.data, 1, 1, 1, False, _CODE)]
         columns = native.core.EpisodeColumns(flags, [], *codes.shape, codes)
         self.append_columns(columns, 0, len(codes), None, None)
+
+    def close(self, lanes: Array, code: int) -> None:
+        """End the open episodes of lanes, bool ``[lanes]``, with the code."""
+        self.arrange()
+        self._core.close(lanes, code)
 
     def append_streams(
         self,
@@ -293,7 +319,10 @@ class StreamEpisodes:
                 of their first rows: int64 ``[m, 3]``, the number of rows before the first row in
                 its episode, the ``Head``, and the row id of the episode's first row.
         """
-        names, row, of = np.unique(keys, return_index=True, return_inverse=True)
+        if len(keys) > 1 and keys[0] == keys[-1] and (keys == keys[0]).all():
+            names, row, of = keys[:1], np.zeros(1, np.int64), np.zeros(len(keys), np.int64)
+        else:
+            names, row, of = np.unique(keys, return_index=True, return_inverse=True)
         records = np.array([self._records.get(key, -1) for key in names.tolist()], np.int64)
         new = np.flatnonzero(records < 0)
         if len(new):
@@ -302,15 +331,40 @@ class StreamEpisodes:
             if heads is not None:
                 known = heads(names[new], slots[fresh], row_ids[fresh])
             records[new] = self._start(names[new], known)
-        emptied = self._core.append_streams(
-            source, first, records[of], slots, row_ids, segments, stops
+        self._drop(
+            self._core.append_streams(source, first, records[of], slots, row_ids, segments, stops)
         )
-        if emptied:
-            kept = ~np.isin(self._order, emptied)
-            for key in self.keys[~kept].tolist():
-                del self._records[key]
-            self.keys, self._order = self.keys[kept], self._order[kept]
-            self._renumber()
+
+    def drop_oldest(self, keys: list[Any], counts: Array, *, forget: bool = False) -> Array:
+        """Drop the oldest rows of distinct streams of a pool; return their slots.
+
+        If a stream loses all its rows while its episode is open, its next row continues the
+        episode. With ``forget``, it begins a new episode.
+        """
+        records = np.array([self._records[key] for key in keys], np.int64)
+        still: set[Any] = set()
+        if not forget:
+            lane = np.searchsorted(self.keys, np.array(keys, self._keys.dtype))
+            still = {keys[i] for i in np.flatnonzero(self.per_lane()[2, lane])}
+        out = np.empty((1, int(counts.sum())), np.int64)
+        gone = self._drop(self._core.drop_oldest(records, counts, out))
+        self.joined.update(still.intersection(gone))
+        return out[0]
+
+    def relocate(self, source: Array, target: Array) -> None:
+        """Move rows of a pool to slots without a row, int64 ``[K]`` each."""
+        self._core.relocate(source, target)
+
+    def _drop(self, records: list[int]) -> list[Any]:
+        """Drop lanes without rows; return their keys."""
+        if not records:
+            return []
+        gone = [self._names[record] for record in records]
+        for key in gone:
+            del self._names[self._records.pop(key)]
+            if self._started.pop(key, None) is None:
+                self._dropped.add(key)
+        return gone
 
     def _start(self, keys: Array, known: Array) -> list[int]:
         """Start lanes, with heads as for ``append_streams``. Return their records."""
@@ -320,21 +374,38 @@ class StreamEpisodes:
                 head = int(Head.CUT if key in self.joined else Head.RESET)
             self.joined.discard(key)
             found.append(self._core.start(gone, head, row_id))
-        self._records.update(zip(names, found, strict=True))
-        at = np.searchsorted(self.keys, keys)
-        self.keys, self._order = np.insert(self.keys, at, keys), np.insert(self._order, at, found)
-        self._renumber()
+        started = dict(zip(names, found, strict=True))
+        self._records.update(started)
+        self._names.update(zip(found, names, strict=True))
+        self._started.update(started)
         return found
 
-    def _renumber(self) -> None:
-        self._core.renumber(self._order)
-        self.lanes = len(self._order)
+    def arrange(self) -> None:
+        """Number the lanes by their keys. Cost: O(lanes) after lanes were started or dropped."""
+        if not (self._started or self._dropped):
+            return
+        keys, order = self._keys, self._order
+        if self._dropped:
+            gone = np.array(list(self._dropped), keys.dtype)
+            keep = np.ones(len(keys), bool)
+            keep[np.searchsorted(keys, gone)] = False
+            keys, order = keys[keep], order[keep]
+        if self._started:
+            new = np.array(list(self._started), keys.dtype)
+            by_key = np.argsort(new)
+            at = np.searchsorted(keys, new[by_key])
+            keys = np.insert(keys, at, new[by_key])
+            order = np.insert(order, at, np.array(list(self._started.values()), np.int64)[by_key])
+        self._keys, self._order, self._lanes = keys, order, len(order)
+        self._started, self._dropped = {}, set()
+        self._core.renumber(order)
         self.numbering += 1
 
     # -- rows -------------------------------------------------------------------------------------
 
     def lookup(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
         """Return begin, last, code of the last row, and head of stored rows' episodes."""
+        self.arrange()
         out = np.empty((4, len(time)), np.int64)
         self._lookup(time, lane, out)
         begin, last, code, head = out
@@ -342,12 +413,14 @@ class StreamEpisodes:
 
     def around(self, element: Array) -> Array:
         """Return time, lane, begin, last, code, head of elements, int64 ``[6, K]``."""
+        self.arrange()
         out = np.empty((6, len(element)), np.int64)
         self._around(element, out)
         return out
 
     def place(self, element: Array) -> tuple[Array, Array]:
         """Return time and lane of elements, int64 of any shape."""
+        self.arrange()
         out = np.empty((2, element.size), np.int64)
         self._core.place(element.reshape(-1), out)
         time, lane = out.reshape(2, *element.shape)
@@ -359,6 +432,7 @@ class StreamEpisodes:
         They are: element; code; first and last time of the unbroken part of the stream around the
         row; and in a pool, the row id of the first row of the episode.
         """
+        self.arrange()
         out = np.empty((5, len(time)), np.int64)
         self._core.rows(time, lane, out)
         return out
@@ -367,7 +441,7 @@ class StreamEpisodes:
         """Return the elements of stored rows, of any shape."""
         if self.is_ring:
             slot = time % self.slots
-            return slot if self.lanes == 1 else slot * self.lanes + lane
+            return slot if self._lanes == 1 else slot * self._lanes + lane
         time, lane = np.broadcast_arrays(time, lane)
         return self.rows(time.reshape(-1), lane.reshape(-1))[0].reshape(time.shape)
 
@@ -385,15 +459,20 @@ class StreamEpisodes:
             self._per_lane = self.version, out
         return out
 
+    def known(self, keys: list[Any]) -> list[bool]:
+        """Return whether a pool has lanes with these keys."""
+        return [key in self._records for key in keys]
+
     def ranks(self, keys: Array) -> Array:
         """Return the numbers of the lanes of a pool with these keys; -1 if there is no lane."""
-        known = np.array([key in self._records for key in keys.tolist()], bool)
+        known = np.array(self.known(keys.tolist()), bool)
         return np.where(known, np.searchsorted(self.keys, keys), -1)
 
     # -- all episodes -----------------------------------------------------------------------------
 
     def table(self) -> EpisodeTable:
         """Return all stored episodes. Cost: O(episodes)."""
+        self.arrange()
         out = np.empty((6, self._core.count()), np.int64)
         self._core.table(out)
         return tuple.__new__(EpisodeTable, out)
@@ -411,16 +490,19 @@ class StreamEpisodes:
 
     def total(self, law: CountLaw, kind: int) -> int:
         """Return the sum of ``totals``."""
+        self.arrange()
         return self._total(law.key, kind)
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
         """Look up windows, episodes or rows by number, int64 ``[K]``."""
+        self.arrange()
         out = np.empty((5, len(number)), np.int64)
         self._find(law.key, kind, number, out)
         return tuple.__new__(Windows, out)
 
     def pick(self, law: CountLaw, kind: int, number: Array) -> Array:
         """Return the elements of single rows by number, found by ``find``."""
+        self.arrange()
         out = np.empty((1, len(number)), np.int64)
         self._pick(law.key, kind, number, out)
         return out[0]
@@ -430,6 +512,7 @@ class StreamEpisodes:
 
         The second array has the position of each element's window in ``number``.
         """
+        self.arrange()
         out = np.empty((2, len(number) * max(length, 0)), np.int64)
         self._slices(law.key, number, length, out)
         element, window = out

@@ -3,6 +3,9 @@
 from replaykit.samplers.consuming import (
     ConsumingSampler,
 )
+from replaykit.samplers.episode_measures import (
+    Coverage,
+)
 from replaykit.samplers.prioritized import (
     PrioritizedSampler,
 )
@@ -38,6 +41,7 @@ from replaykit.samplers.uniform import (
 
 __all__ = [
     "ConsumingSampler",
+    "Coverage",
     "LambdaScheduler",
     "LinearScheduler",
     "ParameterScheduler",

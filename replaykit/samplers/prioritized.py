@@ -272,6 +272,10 @@ class PrioritizedSampler(Sampler):
                 table.follow(storage)
             return table.default
 
+    def stored_priorities(self, storage: Storage) -> Any:
+        """Return the raw priorities of the stored rows, ``[N]``; the caller holds the lock."""
+        return self._table.follow(storage).raw.cpu().numpy()
+
     def _home(self, storage: Storage | None) -> Storage | None:
         """Return the storage argument, or else the attached storage or the owner's."""
         if storage is None and self._attached is not None:

@@ -21,7 +21,7 @@ from replaykit.samplers.priority_rules import (
     last_of_each,
 )
 from replaykit.storages import Storage
-from replaykit.storages.change_log import ChangeLog
+from replaykit.storages.change_log import ChangeKind, ChangeLog
 from replaykit.storages.commit_state import PriorityColumn
 from replaykit.storages.indexing import elements_of
 from replaykit.storages.ledger import Ledger
@@ -126,6 +126,8 @@ class PriorityTable:
         if storage is not None:
             self.limit = storage.max_size
             count = len(storage) if count is None else count
+            if self._seen is not None and self._seen[0] < storage.ledger.log.removed:
+                self._follow_removals(storage, self._seen[0])
             if count < self.length:
                 self.truncate(count)
             if self._seen is None or self._seen[0] != storage.ledger.log.number:
@@ -153,6 +155,26 @@ class PriorityTable:
         elements = elements[elements < count]
         if len(elements):
             self.give_default(torch.from_numpy(elements), count)
+        self.skip(storage)
+
+    def _follow_removals(self, storage: Storage, seen: int) -> None:
+        """Let priorities move with their rows; after too many changes all rows get the default."""
+        changes = storage.ledger.log.since(seen)
+        if changes is None:
+            self.truncate(0)
+        for change in changes or ():
+            removal, top = change.removal, self.length
+            if removal is not None:
+                source, target = map(torch.from_numpy, (removal.source, removal.target))
+                if len(source):
+                    moved = self._raw[source.to(self.device)]
+                    self.set(target.to(self.device), moved, top)
+                self.truncate(removal.length)
+            elif change.kind is ChangeKind.CLEAR:
+                self.truncate(0)
+            elif change.kind in (ChangeKind.APPEND, ChangeKind.PLACE):
+                slots = change.in_ring(storage.ledger.slots)
+                self.give_default(torch.from_numpy(slots), max(top, int(slots.max()) + 1))
         self.skip(storage)
 
     def is_current(self, storage: Storage | None) -> bool:

@@ -14,6 +14,13 @@ from replaykit.checkpoint import ReadOnce
 from replaykit.declared import Count
 from replaykit.episodes import WINDOWS, CountLaw, EpisodeIndex, Windows
 from replaykit.keywords import checked_keywords, named_after, one_of
+from replaykit.samplers.episode_measures import (
+    Coverage,
+    DrawCounter,
+    EpisodeMasses,
+    Predicate,
+    episode_tags,
+)
 from replaykit.samplers.sampler import Int64s, saved_below
 from replaykit.samplers.slice_arguments import (
     Boundaries,
@@ -372,12 +379,15 @@ class SliceSampler(Sliced):
         measure: the probabilities of windows. ``"window"``: all windows are equally likely. For the
             other values, the sampler first draws an episode or a lane, and then one of its windows.
             ``"trajectory"``: episodes are equally likely. ``"lane"``: lanes are equally likely.
-            ``"transition"``: episodes are drawn in proportion to their number of rows.
+            ``"transition"``: episodes are drawn in proportion to their number of rows. A
+            ``Coverage`` prefers episodes that were rarely drawn.
         draw: ``"iid"``: independent draws. ``"stratified"``: one draw in each of K equal parts of
             the measure; with ``measure="lane"``, lanes take turns. ``"without_replacement"``: no
             window occurs twice in a batch. ``"sequential"``: windows ``stride`` rows apart, from
             the oldest episode on. Every batch continues after the last batch, and the oldest window
-            follows the newest. ``pass_index`` counts the completed rounds.
+            follows the newest. ``pass_index`` counts the completed rounds. ``"round_robin"``: each
+            window is of the next episode in the order of age, and every episode has a window before
+            any has a second one.
         pad: the ends of an episode beyond which windows may extend, with padding: ``"left"``,
             ``"right"``, ``"both"`` or ``"none"``. The mask marks real rows.
         short: treatment of episodes of at most ``L`` rows. ``"whole"``: the episode is one padded
@@ -393,6 +403,9 @@ class SliceSampler(Sliced):
         strict_lanes: with ``measure="lane"``, raise unless every lane has a window.
         flat: if ``False``, deliver batches of shape ``[K, L]`` instead of ``[K * L]``.
         stride: distance between sequential windows; None for ``L``.
+        where: a function of an ``EpisodeData``, which returns bool ``[J]``: the episodes to draw
+            from. It is called again after a write and after ``rb.tag``. None: all episodes.
+        offset: the window of an episode with ``draw="round_robin"``: ``"random"`` or ``"first"``.
         allow_short: for draws without replacement, return fewer slices if there are fewer windows.
         replacement: ``False`` creates a SliceSamplerWithoutReplacement from the other keywords.
         cache_values, compile, use_gpu: no effect; the sampler is fast without them.
@@ -439,6 +452,10 @@ class SliceSampler(Sliced):
             from replaykit.samplers.sequential_slices import _SequentialSlices
 
             return super().__new__(_SequentialSlices)
+        if draw == "round_robin":
+            from replaykit.samplers.round_robin import _RoundRobinSlices
+
+            return super().__new__(_RoundRobinSlices)
         return super().__new__(cls)
 
     @checked_keywords
@@ -460,7 +477,7 @@ class SliceSampler(Sliced):
         compile: Any = False,
         span: Any = False,
         use_gpu: Any = False,
-        measure: str = "window",
+        measure: str | Coverage = "window",
         draw: str = "iid",
         pad: str | None = None,
         short: str | None = None,
@@ -470,11 +487,15 @@ class SliceSampler(Sliced):
         strict_lanes: bool = False,
         flat: bool = True,
         stride: int | None = None,
+        where: Predicate | None = None,
+        offset: str = "random",
         allow_short: bool = False,
         replacement: bool = True,
     ) -> None:
         super().__init__()
-        self.measure = one_of("measure", measure, MEASURES)
+        self.measure = measure
+        self._coverage = measure if isinstance(measure, Coverage) else None
+        self._base = one_of("measure", getattr(measure, "base", measure), MEASURES)
         self.draw = one_of("draw", draw, DRAWS)
         form = checked_form(
             span=span,
@@ -500,7 +521,32 @@ class SliceSampler(Sliced):
         elif stride is not None:
             raise ValueError(f"stride needs draw='sequential', got {draw!r}")
         self.stride = stride
-        self._plain = measure == "window" and draw == "iid" and recent is None
+        if where is not None and not callable(where):
+            raise TypeError(f"expected where= as a function of the episodes, got {where!r}")
+        self.where, self.offset = where, one_of("offset", offset, ("random", "first"))
+        by_episode = [
+            name
+            for name, given in (
+                ("where=", where is not None),
+                ("Coverage", self._coverage is not None),
+                ("draw='round_robin'", draw == "round_robin"),
+            )
+            if given
+        ]
+        if by_episode and (self.recent is not None or draw == "sequential"):
+            raise ValueError(
+                f"{by_episode[0]} needs a draw other than 'sequential', and no recent="
+            )
+        if self._coverage is not None and draw == "round_robin":
+            raise ValueError("expected draw='round_robin' without a measure, got a Coverage")
+        if offset != "random" and draw != "round_robin":
+            raise ValueError(f"offset needs draw='round_robin', got {draw!r}")
+        self._by_episode = bool(by_episode)
+        self._counter = None if self._coverage is None else DrawCounter()
+        if self._counter is not None:
+            self.marks_draws = True
+        self._tag_number = 0
+        self._plain = measure == "window" and draw == "iid" and recent is None and where is None
         # The last windows, and the version of the index that they belong to.
         self._known: Anchors | None = None
         self._version = 0
@@ -524,7 +570,13 @@ class SliceSampler(Sliced):
                     return self._draw_plain(storage, request)
             request, anchors = self._prepare(storage, batch_size)
             found = self._draw(request, anchors)
-            return self._slicing.deliver(storage, request, request.window.cut(found))
+            drawn = self._slicing.deliver(storage, request, request.window.cut(found))
+            if self._counter is not None:
+                assert isinstance(anchors, EpisodeMasses)
+                if self.draw == "without_replacement":
+                    anchors.episodes_of(found)
+                self._counter.made(anchors.count_draw(), drawn[0])
+            return drawn
 
     def _draw_plain(
         self, storage: Storage, request: SliceRequest
@@ -543,9 +595,13 @@ class SliceSampler(Sliced):
     def _prepare(self, storage: Storage, batch_size: int) -> tuple[SliceRequest, Anchors]:
         """Return the request and the stored windows. Raises if no window can be drawn."""
         request = self._slicing.request(storage, batch_size, self.needs)
-        anchors = self._anchors(request)
+        if self._by_episode:
+            anchors: Anchors = self._masses(storage, request)
+        else:
+            anchors = self._anchors(request)
         if not anchors.count:
-            raise self._slicing.refuse(request, self.needs)
+            text = "no window" if self.where is None else "no window that where= allows"
+            raise self._slicing.refuse(request, self.needs, text)
         if self.strict_lanes and not anchors.per_lane.all():
             lanes = np.nonzero(anchors.per_lane == 0)[0]
             raise self._slicing.refuse(
@@ -565,13 +621,29 @@ class SliceSampler(Sliced):
     def _anchors(self, request: SliceRequest, newest: int | None = None) -> Anchors:
         episodes, law = request.episodes, request.law
         if newest is not None:
-            return MEASURES[self.measure](episodes, law, newest)
+            return MEASURES[self._base](episodes, law, newest)
         known, version = self._known, episodes.version
         same = known is not None and known.index is episodes and known.law is law
         if known is not None and same and self._version == version:
             return known
-        self._known, self._version = MEASURES[self.measure](episodes, law), version
+        self._known, self._version = MEASURES[self._base](episodes, law), version
         return self._known
+
+    def _masses(self, storage: Storage, request: SliceRequest) -> EpisodeMasses:
+        """Return the stored windows, with masses by episode."""
+        episodes, law = request.episodes, request.law
+        tags = episode_tags(storage, episodes)
+        known, as_of = self._known, (episodes.version, tags.number)
+        if (
+            not isinstance(known, EpisodeMasses)
+            or known.index is not episodes
+            or known.law is not law
+            or (self._version, self._tag_number) != as_of
+        ):
+            known = EpisodeMasses(episodes, law, tags, self._base, self.where, self._coverage)
+            self._known, (self._version, self._tag_number) = known, as_of
+        known.follow()
+        return known
 
     def _draw(self, request: SliceRequest, anchors: Anchors) -> Windows:
         count, generator = request.slices, self.generator
@@ -591,6 +663,29 @@ class SliceSampler(Sliced):
     def attach(self, storage: Storage) -> None:
         super().attach(storage)
         self._known = None
+
+    # -- undoing draws ------------------------------------------------------------------------
+
+    def mark(self, storage: Storage) -> Any:
+        return None if self._counter is None else self._counter.number
+
+    def drawn(self, token: Any) -> Any:
+        return token
+
+    def rollback(self, token: Any, storage: Storage) -> bool | None:
+        if self._counter is not None and token is not None:
+            with storage.lock:
+                episodes = self.episodes(storage)
+                self._counter.undo(token, episode_tags(storage, episodes), episodes)
+        return None
+
+    def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
+        if self._counter is not None and drawn and len(storage):
+            with storage.lock:
+                episodes = self.episodes(storage)
+                self._counter.undo_rows(drawn, episode_tags(storage, episodes), episodes)
+
+    # -- state --------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -219,6 +219,12 @@ class Anchors:
         """Return the probabilities of windows up to a common factor, float64 ``[K]``."""
         raise NotImplementedError
 
+    def independent(self, count: int, generator: torch.Generator | None) -> Windows:
+        """Draw windows independently, with replacement."""
+        if self.uniform:
+            return self.numbered(integers(self.count, count, generator))
+        return self.at(uniform(count, generator))
+
     def _by_mass(self, point: Array) -> Windows:
         """Do the same as ``at``, for few windows: find all windows and add their masses."""
         found = self.numbered(np.arange(self.count))
@@ -331,7 +337,7 @@ def floor_below(value: Array, limit: Any) -> Array:
 
 _CPU = torch.device("cpu")
 
-DRAWS = ("iid", "stratified", "without_replacement", "sequential")
+DRAWS = ("iid", "stratified", "without_replacement", "sequential", "round_robin")
 
 
 def uniform(count: int, generator: torch.Generator | None) -> Array:
@@ -353,9 +359,7 @@ def integers(limit: int, count: int, generator: torch.Generator | None) -> Array
 
 def iid(anchors: Anchors, count: int, generator: torch.Generator | None) -> Windows:
     """Draw windows independently, with replacement."""
-    if anchors.uniform:
-        return anchors.numbered(integers(anchors.count, count, generator))
-    return anchors.at(uniform(count, generator))
+    return anchors.independent(count, generator)
 
 
 def stratified(anchors: Anchors, count: int, generator: torch.Generator | None) -> Windows:

@@ -1,5 +1,8 @@
 # Written by `python -m tests.generated` from replaykit/registry.py.
 
+from replaykit.storages.episode_tags import (
+    EpisodeData,
+)
 from replaykit.storages.lists import (
     LazyStackStorage,
     ListStorage,
@@ -16,6 +19,7 @@ from replaykit.storages.tensors import (
 )
 
 __all__ = [
+    "EpisodeData",
     "LazyMemmapStorage",
     "LazyStackStorage",
     "LazyTensorStorage",

@@ -11,7 +11,7 @@ import numpy as np
 
 from replaykit.structure import Path
 
-__all__ = ["ChangeKind", "ChangeLog", "LoggedChange"]
+__all__ = ["ChangeKind", "ChangeLog", "LoggedChange", "Removal"]
 
 Array = np.ndarray[Any, Any]
 
@@ -31,6 +31,28 @@ class ChangeKind(enum.Enum):
     """Streams are cut after their newest rows, or such cuts are removed."""
     MOVE = "move"
     """Any row may be at another slot, as after a load."""
+    REMOVE = "remove"
+    """Rows are gone, and rows of the last slots have moved to their slots."""
+
+
+class Removal(NamedTuple):
+    """The removal of rows. The slots from ``length`` on have no row then.
+
+    The rows of the slots ``source`` have moved to the slots ``target``, int64 ``[K]`` each.
+    """
+
+    source: Array
+    target: Array
+    length: int
+
+    def follow(self, slots: Array) -> Array:
+        """Return the new slots of rows that were in ``slots``, without the rows that are gone."""
+        if not len(self.source):
+            return slots[slots < self.length]
+        at = np.minimum(np.searchsorted(self.source, slots), len(self.source) - 1)
+        moved = self.source[at] == slots
+        gone = ~moved & ((slots >= self.length) | np.isin(slots, self.target))
+        return np.where(moved, self.target[at], slots)[~gone]
 
 
 class LoggedChange(NamedTuple):
@@ -41,11 +63,13 @@ class LoggedChange(NamedTuple):
             slot may have changed. The slots of an append are a range, which goes on after the last
             slot of the ring.
         columns: the changed columns; None if any column may have changed.
+        removal: the removal, for this kind.
     """
 
     kind: ChangeKind
     slots: Any
     columns: frozenset[Path] | None
+    removal: Removal | None = None
 
     def in_ring(self, ring: int) -> Any:
         """Return the slots, of which there are ``ring``; the last ones of an append."""
@@ -61,12 +85,13 @@ class _Run:
     first slot of an append.
     """
 
-    __slots__ = ("columns", "count", "kind", "parts", "start")
+    __slots__ = ("columns", "count", "kind", "parts", "removal", "start")
 
     def __init__(self, kind: ChangeKind, columns: frozenset[Path] | None, start: int) -> None:
         self.kind, self.columns, self.start = kind, columns, start
         self.count = 0
         self.parts: list[Any] = []
+        self.removal: Removal | None = None
 
     def after(self, seen: int) -> LoggedChange:
         """Return the changes with the number ``seen`` or a later one."""
@@ -77,7 +102,7 @@ class _Run:
             slots = range(slots + skipped, slots + self.count)
         elif slots is not None:
             slots = slots[skipped:]
-        return LoggedChange(self.kind, slots, self.columns)
+        return LoggedChange(self.kind, slots, self.columns, self.removal)
 
 
 _SPARE = 4096
@@ -126,6 +151,8 @@ class ChangeLog:
         self._last: _Run | None = None
         self._named = 0  # cost of the runs: `_RUN_COST` for each, and the lengths of their arrays
         self._oldest = 0  # number of the oldest change that was not dropped
+        self.removed = 0
+        """The number after the latest removal. Slots from before it may name other rows now."""
 
     # -- recording ------------------------------------------------------------------------------
 
@@ -164,6 +191,13 @@ class ChangeLog:
         """Record that any row may be at another slot."""
         self._record(ChangeKind.MOVE)
 
+    def remove(self, removal: Removal) -> None:
+        """Record that rows are gone, and that others have moved."""
+        self._record(ChangeKind.REMOVE)
+        assert self._last is not None
+        self._last.removal, self.removed = removal, self.number
+        self._named += 2 * len(removal.source)
+
     def _record(
         self, kind: ChangeKind, slots: Any = None, columns: frozenset[Path] | None = None
     ) -> None:
@@ -193,6 +227,7 @@ class ChangeLog:
         while self._named > self.rows + _SPARE and runs:
             run = runs.popleft()
             self._named -= _RUN_COST + (0 if run.kind is ChangeKind.APPEND else run.count)
+            self._named -= 0 if run.removal is None else 2 * len(run.removal.source)
             self._oldest = run.start + run.count
         self._last = run = _Run(kind, columns, self.number)
         runs.append(run)
@@ -242,7 +277,7 @@ class ChangeLog:
         if changes is None:
             return None
         for change in changes:
-            kind, slots, columns = change
+            kind, slots, columns, _ = change
             if kind is ChangeKind.CUT or (kind is ChangeKind.EDIT and not edits):
                 continue
             if paths is not None and columns is not None and columns.isdisjoint(paths):
@@ -258,4 +293,4 @@ class ChangeLog:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["rows"])  # type: ignore[misc]
-        self.number = self.irregular = self._oldest = state["number"]
+        self.number = self.irregular = self._oldest = self.removed = state["number"]

@@ -17,6 +17,7 @@ from replaykit.episodes.episode_laws import RESTORED, SEVERED
 from replaykit.schema import Rows, Schema
 from replaykit.storages.change_log import ChangeKind, LoggedChange
 from replaykit.storages.content import Content, Group
+from replaykit.storages.episode_tags import EpisodeData, EpisodeTags, TagState
 from replaykit.storages.ledger import Ledger, MovedPositions
 from replaykit.structure import Branch, Path
 from replaykit.ted import end_flags, format_key, unused_flags
@@ -63,6 +64,7 @@ class EpisodeState:
     codes: list[Annotated[int, within(SEVERED, RESTORED)]]
     heads: _Beginnings | None
     root_flags: Literal[True] = True
+    tags: TagState | None = None
 
     def __post_init__(self) -> None:
         if len(self.marks) != len(self.codes) or self.marks != sorted(set(self.marks)):
@@ -96,6 +98,9 @@ class EpisodeIndexes:
             weakref.WeakValueDictionary()
         )
         self._saved: dict[str, Any] | None = None
+        # Values of episodes, and the saved values that are not loaded yet.
+        self._tags = EpisodeTags()
+        self._saved_tags: tuple[Array, dict[str, Any]] | None = None
         # Returns the begins of episodes that other processes know; None if no other process writes.
         self.heads_from: Callable[[], dict[str, Any] | None] | None = None
 
@@ -169,6 +174,21 @@ class EpisodeIndexes:
             _warn_of_unused_flags(self.storage.require().schema)
         return found
 
+    @property
+    def tags(self) -> EpisodeTags:
+        """The values of the episodes of the default rule."""
+        if self._saved_tags is not None:
+            self._tags.load(*self._saved_tags, self.of())
+            self._saved_tags = None
+        return self._tags
+
+    def data(self, priorities: Callable[[], Array] | None = None) -> EpisodeData:
+        """Return the stored episodes of the default rule as columns.
+
+        ``priorities`` returns the priorities of the stored rows.
+        """
+        return EpisodeData(self.of(), self.tags, priorities)
+
     def append(self, rows: Rows, number: int) -> None:
         """Index committed rows that were written at the cursor.
 
@@ -203,6 +223,26 @@ class EpisodeIndexes:
         """
         for index in self._live():
             index.placed(rows, slots)
+
+    def drop_oldest(self, keys: list[Any], counts: Array, *, forget: bool = False) -> Array:
+        """Forget the oldest rows of streams, before they are removed. Return their slots.
+
+        If all rows of a stream are dropped, its next row continues its open episode. With
+        ``forget`` it begins a new episode.
+        """
+        found = [index.drop_oldest(keys, counts, forget=forget) for index in self._live()]
+        return np.sort(found[0])
+
+    def continue_streams(self, keys: Array) -> None:
+        """Let the next rows of streams without rows begin in the middle of an episode."""
+        for index in self._live():
+            index.continue_streams(keys)
+
+    def removed(self, source: Array, target: Array) -> None:
+        """Follow a removal of rows that were dropped, and moves of others."""
+        for index in self._live():
+            index.relocated(source, target)
+        self.seen = self.storage.ledger.log.number
 
     def pending(self) -> bool:
         """Return whether rows have to be indexed before a write overwrites them.
@@ -320,7 +360,9 @@ class EpisodeIndexes:
         if heads is not None:
             heads = {name: _plain(value) for name, value in heads.items()}
         marks, codes = known["marks"].tolist(), known["codes"].tolist()
-        return {"marks": marks, "codes": codes, "heads": heads, "root_flags": True}
+        found = {"marks": marks, "codes": codes, "heads": heads, "root_flags": True}
+        tags = None if self._main is None else self.tags.state(self._main)
+        return found if tags is None else {**found, "tags": tags}
 
     def known(self) -> dict[str, Any]:
         """Return the same state as ``state`` in arrays, which the caller must not change."""
@@ -376,10 +418,13 @@ class EpisodeIndexes:
         self._others.clear()
         self._marks, self._saved = CutMarks(), None
         self._restarted, self._restoring = False, None
+        self._tags, self._saved_tags = EpisodeTags(), None
         storage = self.storage
         ledger = storage.ledger
         if not ledger.length:
             return
+        if state is not None and state.get("tags") is not None:
+            self._saved_tags = _moved_tags(state["tags"], rows, storage.lanes.numel())
         if state is not None and old is not None:
             if rows is None and ledger.unread:
                 # No row has moved, and no row id changes before the use of the state.
@@ -457,6 +502,22 @@ class EpisodeIndexes:
         rows that are not stored any more.
         """
         return self.heads_from is not None
+
+
+def _moved_tags(
+    state: dict[str, Any], rows: torch.Tensor | None, lanes: int
+) -> tuple[Array, dict[str, Any]]:
+    """Return saved values of episodes whose last rows are now in slots ``0, 1, ...``."""
+    element = np.asarray(state["element"])
+    if rows is None:
+        return element, state["columns"]
+    slots, at = element // lanes, rows.numpy()
+    order = np.argsort(at)
+    place = np.minimum(np.searchsorted(at[order], slots), max(len(at) - 1, 0))
+    kept = at[order][place] == slots
+    now = order[place[kept]] * lanes + element[kept] % lanes
+    chosen = torch.from_numpy(kept)
+    return now, {name: column[chosen] for name, column in state["columns"].items()}
 
 
 def _outdates(change: LoggedChange, paths: Collection[Path]) -> bool:

@@ -14,7 +14,7 @@ from replaykit._compat import arange
 from replaykit.checkpoint import MappedRows, ReadLater, ReadOnce
 from replaykit.declared import decode_state, vector, within
 from replaykit.recovery.recovery_folder import Tables
-from replaykit.storages.change_log import ChangeKind, ChangeLog
+from replaykit.storages.change_log import ChangeKind, ChangeLog, Removal
 from replaykit.storages.indexing import all_distinct, contained
 
 __all__ = [
@@ -293,6 +293,8 @@ class Ledger:
                 cleared, slots = change.kind is ChangeKind.CLEAR, [_NO_SLOTS]
             elif change.kind in (ChangeKind.APPEND, ChangeKind.PLACE):
                 slots.append(change.in_ring(self.slots))
+            elif change.removal is not None:
+                slots = [change.removal.follow(np.concatenate(slots))]
         return cleared, np.concatenate(slots)
 
     def position_table(self) -> torch.Tensor | None:
@@ -380,6 +382,25 @@ class Ledger:
         positions.numpy()[at] = np.arange(len(at)) + first
         np.add.at(generations.numpy(), at, 1)
         self.length = top
+
+    def compact(self, removal: Removal) -> None:
+        """Follow a removal of rows, of which each stream has lost only its oldest ones.
+
+        Rows that have moved keep their row ids. No pair of a slot and a generation from before
+        names one of the slots ``removal.target``, or a slot without a row.
+        """
+        source, target, length = removal
+        numbers, before = (Tables.POSITIONS, Tables.GENERATIONS), self.length
+        positions, generations = (self._table_for(number, before) for number in numbers)
+        for number in numbers:
+            self._before(number, target)
+        self._before(Tables.GENERATIONS, range(length, before))
+        self.log.remove(removal)
+        positions.numpy()[target] = positions.numpy()[source]
+        generations.numpy()[target] += 1
+        generations[length:before] += 1
+        self.length, self.by_stream = length, True
+        self.cursor = length % self.slots
 
     def clear(self) -> None:
         """Forget all rows, and increase the generation of every slot that was written."""
@@ -566,10 +587,11 @@ class Ledger:
             return self.generation_table[:length].clone()
         return ReadLater(lambda: self._all_generations()[:length], [], "generations of slots")
 
-    def _before(self, number: int, at: torch.Tensor | range | None) -> None:
+    def _before(self, number: int, at: torch.Tensor | Array | range | None) -> None:
         """Let a region journal entries that are about to change."""
         if self.region is not None and at is not None:
-            self.region.before_change(number, at if isinstance(at, range) else at.numpy())
+            slots = at.numpy() if isinstance(at, torch.Tensor) else at
+            self.region.before_change(number, slots)
 
     def _in_region(self, number: int, entries: int) -> torch.Tensor:
         assert self.region is not None

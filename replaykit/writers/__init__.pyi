@@ -1,5 +1,16 @@
 # Written by `python -m tests.generated` from replaykit/registry.py.
 
+from replaykit.writers.episode_writer import (
+    EpisodeWriter,
+)
+from replaykit.writers.evictors import (
+    Evictor,
+    Fifo,
+    LowestPriority,
+    MostSampled,
+    Oldest,
+    Uniform,
+)
 from replaykit.writers.max_value import (
     TensorDictMaxValueWriter,
 )
@@ -14,10 +25,17 @@ from replaykit.writers.writer import (
 )
 
 __all__ = [
+    "EpisodeWriter",
+    "Evictor",
+    "Fifo",
     "ImmutableDatasetWriter",
     "LaneWriter",
+    "LowestPriority",
+    "MostSampled",
+    "Oldest",
     "RoundRobinWriter",
     "TensorDictMaxValueWriter",
     "TensorDictRoundRobinWriter",
+    "Uniform",
     "Writer",
 ]

@@ -28,6 +28,9 @@ __all__ = [
     "RoundRobinWriter",
     "TensorDictRoundRobinWriter",
     "check_lane_key",
+    "check_tensordicts",
+    "stream_numbers",
+    "streams_of",
 ]
 
 
@@ -278,12 +281,7 @@ class LaneWriter(Writer):
         """Return the index of the stored rows; None before the first write."""
         storage = self._columns
         if not storage.initialized:
-            root = rows.root
-            if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
-                raise RuntimeError(
-                    f"a {type(self).__name__} expects data to be a tensor collection: it takes "
-                    f"TensorDicts, got {root}"
-                )
+            check_tensordicts(rows, self)
             return None
         if not storage.ledger.oldest_first:
             raise RuntimeError(
@@ -348,7 +346,7 @@ class LaneWriter(Writer):
         """
         longest = state.get("_longest")
         if longest is None:  # saved by an older version
-            lanes = _streams_of(state)
+            lanes = streams_of(state)
             longest = int(torch.bincount(lanes).max()) if len(lanes) else 0
         # A saved writer of no larger length kept the additional rows, and so does this writer.
         length = state.get("_length")
@@ -362,7 +360,7 @@ class LaneWriter(Writer):
         fit. If even one row per stream does not fit, return the newest rows of all streams.
         """
         order = ledger_of(state).write_order()
-        lanes = _streams_of(state)[order].numpy()
+        lanes = streams_of(state)[order].numpy()
         by = np.argsort(lanes, kind="stable")
         counts = np.bincount(lanes)
         newer = np.empty(len(by), np.int64)
@@ -380,11 +378,8 @@ class LaneWriter(Writer):
         """Return the writer's state, each row's stream, and the longest stream's length."""
         storage = self._columns
         with storage.lock:
-            length = storage.ledger.length
-            lanes = np.zeros(0, np.int64)
-            if length:
-                lanes = storage.episodes.time_and_lane(np.arange(length))[1]
-            longest = int(np.bincount(lanes).max()) if length else 0
+            lanes = stream_numbers(storage)
+            longest = int(np.bincount(lanes).max()) if len(lanes) else 0
             return {
                 **super().state_dict(),
                 "_lanes": torch.from_numpy(lanes),
@@ -402,7 +397,25 @@ def check_lane_key(storage: Storage, writer: Writer) -> None:
         )
 
 
-def _streams_of(state: dict[str, Any]) -> torch.Tensor:
+def check_tensordicts(rows: Rows, writer: Writer) -> None:
+    """Raise RuntimeError if rows are not TensorDicts, which a writer of streams needs."""
+    root = rows.root
+    if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
+        raise RuntimeError(
+            f"a {type(writer).__name__} expects data to be a tensor collection: it takes "
+            f"TensorDicts, got {root}"
+        )
+
+
+def stream_numbers(storage: ColumnStorage) -> Array:
+    """Return the number of the stream of each stored row, int64 ``[length]``."""
+    length = storage.ledger.length
+    if not length:
+        return np.zeros(0, np.int64)
+    return storage.episodes.time_and_lane(np.arange(length))[1]
+
+
+def streams_of(state: dict[str, Any]) -> torch.Tensor:
     """Return the stream of each row of a saved state. ValueError if one is invalid."""
     lanes: torch.Tensor | MappedRows = state["_lanes"]
     found = lanes.spanned() if isinstance(lanes, MappedRows) else lanes

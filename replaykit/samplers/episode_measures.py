@@ -1,0 +1,262 @@
+"""Weigh whole episodes in draws of windows: by predicates, and by how often they were drawn."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from replaykit.episodes import Head, Windows
+from replaykit.episodes.episode_laws import CONTINUES
+from replaykit.keywords import one_of
+from replaykit.priorities import SumSegmentTree
+from replaykit.samplers.window_measures import Anchors, floor_below, uniform
+from replaykit.storages.episode_tags import EpisodeData, EpisodeTags
+
+if TYPE_CHECKING:
+    from replaykit.episodes import CountLaw, EpisodeIndex
+    from replaykit.storages import Storage
+
+__all__ = ["Coverage", "DrawCounter", "EpisodeMasses", "episode_tags"]
+
+Array = np.ndarray[Any, Any]
+Predicate = Callable[[EpisodeData], Any]
+
+_BASES = ("window", "trajectory", "lane", "transition")
+
+
+class Coverage:
+    """A measure that prefers windows of episodes that were rarely drawn.
+
+    An episode j has the mass ``b_j * (1 + c_j) ** -alpha``, and its windows are equally likely.
+    ``b_j`` is its mass under ``base``, and ``c_j`` counts the windows drawn from it so far. The
+    counts belong to the storage, so all samplers with a ``Coverage`` over it share them. They are
+    saved, and vanish with the episode. Draws that are not delivered do not count.
+
+    Args:
+        alpha: strength of the preference, at least 0. With 0, only ``base`` counts.
+        base: the measure without the preference; see ``SliceSampler(measure=)``.
+        live: if True, each draw follows the counts. If ``False``, a draw uses the counts of the
+            time when rows were written last.
+
+    Cost: O(K log J) for K windows of J episodes; after a write, O(J) once.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import Coverage, LazyTensorStorage, ReplayBuffer, SliceSampler
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=2,
+        ...                   sampler=SliceSampler(slice_len=2, measure=Coverage(alpha=50.0)))
+        >>> time = torch.arange(20)
+        >>> _ = rb.extend(TensorDict({"time": time, "next": {"done": time % 5 == 4}}, [20]))
+        >>> sorted(int(rb.sample()["time"][0]) // 5 for _ in range(4))
+        [0, 1, 2, 3]
+    """
+
+    def __init__(self, alpha: float = 1.0, base: str = "window", live: bool = True) -> None:
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+            raise TypeError(f"expected alpha as a number, got {alpha!r}")
+        if not 0 <= alpha < float("inf"):
+            raise ValueError(f"expected alpha as a number of at least 0, got {alpha!r}")
+        self.alpha = float(alpha)
+        self.base = one_of("base", base, _BASES)
+        self.live = bool(live)
+
+    def __repr__(self) -> str:
+        return f"Coverage(alpha={self.alpha:g}, base={self.base!r}, live={self.live})"
+
+
+class EpisodeMasses(Anchors):
+    """A measure that gives each episode a mass, and equal shares of it to its windows.
+
+    The object is valid until the index or a tag changes. Counts of draws may change.
+
+    Args:
+        tags: the values of the episodes.
+        base: the mass of an episode, as a measure's name.
+        where: the predicate that episodes have to satisfy; None for all episodes.
+        coverage: the preference for episodes that were rarely drawn, or None.
+
+    Attributes:
+        data: the episodes.
+        chosen: bool ``[J]``, the episodes that have windows and satisfy the predicate.
+
+    Cost: O(J) to create the object; O(K log J) for a draw.
+    """
+
+    def __init__(
+        self,
+        index: EpisodeIndex,
+        law: CountLaw,
+        tags: EpisodeTags,
+        base: str,
+        where: Predicate | None = None,
+        coverage: Coverage | None = None,
+    ) -> None:
+        self.index, self.law, self.newest = index, law, None
+        self.data = data = EpisodeData(index, tags)
+        self._tags, self._coverage = tags, coverage
+        reset, is_open = data.head == int(Head.RESET), data.code == CONTINUES
+        windows, rows, skip = law.counts(data.length, reset, is_open)
+        self.chosen = windows > 0
+        if where is not None:
+            self.chosen &= _mask(where, data)
+        windows = np.where(self.chosen, windows, 0)
+        # Facts of an episode that a draw needs lie side by side, since each place in memory costs a
+        # cache miss: lane, base, rows, windows, id, place in the columns of the tags.
+        self._facts = np.zeros((len(data), 6), np.int64)
+        for column, values in enumerate((data.lane, data.first + skip, rows, windows, data.id)):
+            self._facts[:, column] = values
+        self._layout = -1
+        lanes = index.lanes
+        self.per_lane = np.bincount(data.lane, windows, lanes).astype(np.int64)
+        self.count = int(self.per_lane.sum())
+        self._upto = np.cumsum(windows)
+        self._of_lane = np.searchsorted(data.lane, np.arange(lanes + 1))
+        mass = windows.astype(np.float64)
+        if base == "trajectory":
+            mass = self.chosen.astype(np.float64)
+        elif base == "transition":
+            mass = np.where(self.chosen, data.length, 0).astype(np.float64)
+        elif base == "lane":
+            mass /= np.maximum(self.per_lane, 1)[data.lane]
+        self._mass = mass
+        self.drawn = np.zeros(0, np.int64)
+        """Numbers of the episodes of the last draw."""
+        self._tree = SumSegmentTree(max(len(mass), 1), dtype=torch.float64)
+        self._read_counts()
+
+    def _read_counts(self) -> None:
+        """Set all masses, with the counts of now."""
+        mass = self._mass
+        if self._coverage is not None:
+            self._seen = self._tags.drawn
+            mass = mass * (1.0 + self._tags.draws(self.data.id)) ** -self._coverage.alpha
+        if len(mass):
+            self._tree.update_range(0, torch.from_numpy(mass))
+
+    def follow(self) -> None:
+        """Follow counts that changed since the last draw."""
+        coverage = self._coverage
+        if coverage is not None and coverage.live and self._seen != self._tags.drawn:
+            self._read_counts()
+
+    def count_draw(self) -> Array:
+        """Count the last draw; return the ids of its episodes, int64 ``[K]``."""
+        assert self._coverage is not None
+        tags = self._tags
+        if self._layout != tags.layout:
+            self._facts[:, 5] = tags.places(self._facts[:, 4], self.index)
+            self._layout = tags.layout
+        known, at = self._seen == tags.drawn, self.drawn
+        ids, places = self._facts[at, 4:].T
+        draws = tags.count_draws(places, 1)
+        if known and self._coverage.live:
+            mass = self._mass[at] * (1.0 + draws[places]) ** -self._coverage.alpha
+            self._tree.update(torch.from_numpy(at), torch.from_numpy(mass))
+            self._seen = tags.drawn
+        return np.asarray(ids)
+
+    # -- the measure ----------------------------------------------------------------------------
+
+    def windows(self, episode: Array, rest: Array) -> Windows:
+        """Return windows of episodes, given by their numbers in ``data``."""
+        self.drawn = episode
+        lane, base, rows, count = np.ascontiguousarray(self._facts[episode, :4].T)
+        return Windows(lane, base, rows, count, rest)
+
+    def numbered(self, number: Array) -> Windows:
+        episode = np.searchsorted(self._upto, number, side="right")
+        return self.windows(episode, number - self._upto[episode] + self._facts[episode, 3])
+
+    def at(self, point: Array) -> Windows:
+        x = torch.from_numpy(point * self._tree.total)
+        found, mass = self._tree.find(x)
+        part = (x - self._tree.reduce(torch.zeros_like(found), found)) / mass
+        return self._inside(found.numpy(), part.clamp(0.0, 1.0).numpy())
+
+    def _inside(self, episode: Array, part: Array) -> Windows:
+        """Return the windows at a part of each episode, in [0, 1]."""
+        found = self.windows(episode, part)
+        return found._replace(rest=floor_below(part * found.count, found.count))
+
+    def independent(self, count: int, generator: torch.Generator | None) -> Windows:
+        points = uniform(2 * count, generator)  # in fewer steps than ``at``
+        x = torch.from_numpy(points[:count] * self._tree.total)
+        return self._inside(self._tree.find(x)[0].numpy(), points[count:])
+
+    def mass(self, found: Windows) -> Array:
+        episode = self.episodes_of(found)
+        return self._tree[torch.from_numpy(episode)].numpy() / found.count
+
+    def episodes_of(self, found: Windows) -> Array:
+        """Return the numbers of the episodes of windows."""
+        low, high = self._of_lane[found.lane], self._of_lane[found.lane + 1]
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            later = self._facts[middle, 1] > found.base
+            high = np.where(later, middle, high)
+            low = np.where(later, low, middle)
+        self.drawn = low
+        return low
+
+
+def _mask(where: Predicate, data: EpisodeData) -> Array:
+    """Return the result of a predicate, bool ``[J]``. ValueError for anything else."""
+    found = np.asarray(where(data))
+    if found.dtype != bool or found.size != len(data) or found.shape[:1] != (len(data),):
+        raise ValueError(
+            f"expected where= to return a bool for each of {len(data)} episodes, got {found.dtype} "
+            f"{list(found.shape)}"
+        )
+    return found.reshape(-1)
+
+
+def episode_tags(storage: Storage, index: EpisodeIndex) -> EpisodeTags:
+    """Return the values of a storage's episodes.
+
+    Raises:
+        ValueError: the index is not that of the storage, because the sampler has other boundaries.
+    """
+    indexes: Any = storage.indexes  # type: ignore[attr-defined]
+    if index is not indexes.of():
+        raise ValueError(
+            "expected the episodes of the storage for where=, Coverage and draw='round_robin'; got "
+            "end_key, end_keys, traj_key, ends or trajectories, which define others"
+        )
+    tags: EpisodeTags = indexes.tags
+    return tags
+
+
+class DrawCounter:
+    """Counts draws of episodes, and takes back those that are not delivered.
+
+    Attributes:
+        number: number of draws so far.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._made: deque[tuple[int, Array, torch.Tensor]] = deque(maxlen=1024)
+
+    def made(self, ids: Array, index: torch.Tensor) -> None:
+        """Record a draw that was counted: the ids of its episodes, and its rows."""
+        self._made.append((self.number, ids, index))
+        self.number += 1
+
+    def undo(self, since: int, tags: EpisodeTags, episodes: EpisodeIndex) -> None:
+        """Take back all draws from the number ``since`` on."""
+        while self._made and self._made[-1][0] >= since:
+            tags.count_draws(tags.places(self._made.pop()[1], episodes), -1)
+
+    def undo_rows(self, drawn: list[torch.Tensor], tags: EpisodeTags, episodes: Any) -> None:
+        """Take back the draws that returned these rows."""
+        for index in drawn:
+            for entry in reversed(self._made):
+                if torch.equal(entry[2].cpu(), index.cpu()):
+                    tags.count_draws(tags.places(entry[1], episodes), -1)
+                    self._made.remove(entry)
+                    break

@@ -1,0 +1,264 @@
+"""Keep values of stored episodes: tags, and how often windows of an episode were drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import torch
+
+from replaykit._compat import dtype_name
+from replaykit.declared import vector
+from replaykit.episodes import EndReason
+from replaykit.errors import SchemaError
+
+if TYPE_CHECKING:
+    from replaykit.episodes import EpisodeIndex
+
+__all__ = ["DRAWS", "EpisodeData", "EpisodeTags", "TagState"]
+
+Array = np.ndarray[Any, Any]
+
+DRAWS = "draws"
+"""Name of the column that counts draws. Only samplers write it."""
+
+
+@dataclass(frozen=True)
+class TagState:
+    """The values of episodes, which are named by the element of their last stored row."""
+
+    element: Annotated[Any, vector(torch.int64)]
+    columns: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for name, column in self.columns.items():
+            if not isinstance(column, torch.Tensor) or len(column) != len(self.element):
+                raise ValueError(f"expected {len(self.element)} values of {name}, got {column!r}")
+
+
+class EpisodeTags:
+    """Columns of values of episodes, by episode id.
+
+    An episode without a value has zeros. Values of lost episodes are dropped from time to time, and
+    their ids are never used again.
+
+    Attributes:
+        number: grows with each change of a tag. Counts of draws do not change it.
+        drawn: grows with each change of the counts.
+        layout: grows when episodes get other places in the columns.
+
+    Cost: O(K log J) for K of J episodes; new ids cost O(J).
+    """
+
+    def __init__(self) -> None:
+        self.number = self.drawn = self.layout = 0
+        self._ids = np.zeros(0, np.int64)
+        self._columns: dict[str, torch.Tensor] = {}
+        self._pruned = 0  # number of ids after lost episodes were dropped last
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tags."""
+        return [name for name in self._columns if name != DRAWS]
+
+    def get(self, name: str, ids: Array) -> torch.Tensor:
+        """Return the values of episodes ``[K, *F]``. Raises KeyError for an unknown tag."""
+        if name not in self._columns:
+            raise KeyError(f"expected one of the tags {self.names}, got {name!r}")
+        column = self._columns[name]
+        at = np.searchsorted(self._ids, ids)
+        if len(self._ids):
+            at = np.minimum(at, len(self._ids) - 1)
+            known = self._ids[at] == ids
+            if known.all():
+                return column[torch.from_numpy(at)]
+        else:
+            known = np.zeros(len(ids), bool)
+        found = column.new_zeros(len(ids), *column.shape[1:])
+        found[torch.from_numpy(known)] = column[torch.from_numpy(at[known])]
+        return found
+
+    def set(self, ids: Array, values: Mapping[str, Any], index: EpisodeIndex) -> None:
+        """Set values of episodes. If an id occurs several times, the last value counts.
+
+        Args:
+            values: a value for all episodes, or a tensor ``[K, *F]``, by tag.
+
+        Raises:
+            ValueError: a name is reserved.
+            SchemaError: shape or dtype of a value differ from the first values of the tag.
+        """
+        given = {}
+        for name, value in values.items():
+            if not isinstance(name, str) or name == DRAWS:
+                raise ValueError(f"expected another name of a tag than {name!r}")
+            tensor = torch.as_tensor(value, device="cpu").detach()
+            if not isinstance(value, torch.Tensor) or not tensor.ndim:
+                tensor = tensor.expand(len(ids), *tensor.shape)
+            column = self._columns.get(name)
+            shape = [len(ids), *(tensor.shape[1:] if column is None else column.shape[1:])]
+            dtype = tensor.dtype if column is None else column.dtype
+            if list(tensor.shape) != shape or tensor.dtype != dtype:
+                raise SchemaError(
+                    f"tag {name!r}: expected {dtype_name(dtype)} {shape}, got "
+                    f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+                )
+            given[name] = tensor
+        at = self.places(ids, index)
+        for name, tensor in given.items():
+            self._column(name, tensor).numpy()[at] = tensor.numpy()
+        self.number += 1
+
+    def places(self, ids: Array, index: EpisodeIndex) -> Array:
+        """Return the places of episodes in the columns, int64 ``[K]``; add missing ones.
+
+        The places are valid while ``layout`` stays the same.
+        """
+        at = self._ids.searchsorted(ids)
+        known = np.zeros(len(ids), bool)
+        if len(self._ids):
+            known = self._ids[np.minimum(at, len(self._ids) - 1)] == ids
+        if known.all():
+            return at
+        new = np.unique(ids[~known])
+        if len(self._ids) + len(new) > 2 * self._pruned + 1024:
+            table = index.table()
+            kept = np.isin(self._ids, index.ids(table.first, table.lane))
+            self._ids = self._ids[kept]
+            self._columns = {
+                n: column[torch.from_numpy(kept)] for n, column in self._columns.items()
+            }
+            self._pruned = len(self._ids) + len(new)
+        where = self._ids.searchsorted(new)
+        self._ids = np.insert(self._ids, where, new)
+        fresh = np.zeros(len(self._ids), bool)
+        fresh[where + np.arange(len(new))] = True
+        for name, column in self._columns.items():
+            wider = column.new_zeros(len(fresh), *column.shape[1:])
+            wider[torch.from_numpy(~fresh)] = column
+            self._columns[name] = wider
+        self.layout += 1
+        return self._ids.searchsorted(ids)
+
+    def count_draws(self, at: Array, by: int) -> Array:
+        """Add a number to the draws at ``places``, for each time that a place occurs.
+
+        Returns the draws of all episodes by place, which the caller does not change.
+        """
+        draws = self._column(DRAWS, torch.zeros(0, dtype=torch.int64)).numpy()
+        np.add.at(draws, at, by)
+        self.drawn += 1
+        return draws
+
+    def draws(self, ids: Array) -> Array:
+        """Return how many windows of episodes were drawn, int64 ``[K]``."""
+        if DRAWS not in self._columns:
+            return np.zeros(len(ids), np.int64)
+        return self.get(DRAWS, ids).numpy()
+
+    def _column(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        if name not in self._columns:
+            shape = (len(self._ids), *like.shape[1:])
+            self._columns[name] = torch.zeros(shape, dtype=like.dtype, device="cpu")
+        return self._columns[name]
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state(self, index: EpisodeIndex) -> dict[str, Any] | None:
+        """Return the values of the stored episodes for a ``TagState``; None without values."""
+        if not self._columns:
+            return None
+        table = index.table()
+        ids = index.ids(table.first, table.lane)
+        known = np.isin(ids, self._ids)
+        element = index.element(table.last[known], table.lane[known])
+        columns = {name: self.get(name, ids[known]) for name in self._columns}
+        return {"element": torch.from_numpy(element), "columns": columns}
+
+    def load(self, element: Array, columns: Mapping[str, Any], index: EpisodeIndex) -> None:
+        """Replace all values by saved ones; see ``TagState``."""
+        ids = index.ids(*index.time_and_lane(element))
+        order = np.argsort(ids)
+        self._ids = ids[order]
+        at = torch.from_numpy(order)
+        self._columns = {name: column[at].clone() for name, column in columns.items()}
+        self.number += 1
+        self.layout += 1
+
+
+class EpisodeData:
+    """The stored episodes as columns, for evictors and for predicates of samplers.
+
+    Every column has one value for each of the J stored episodes, in order of time, stream after
+    stream. It is computed at its first use. ``data["name"]`` is the column of a tag, ``[J, *F]``;
+    an episode without a value has zeros.
+
+    Attributes:
+        lane: number of the lane or stream.
+        length: number of stored rows.
+        head: the ``Head`` of the episode.
+
+    Raises:
+        KeyError: there is no such tag.
+
+    Cost: O(J) for each column.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, SliceSampler
+        >>> sampler = SliceSampler(slice_len=2, where=lambda episodes: episodes.length > 2)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=8)
+        >>> done = torch.tensor([0, 1, 0, 0, 1, 0], dtype=torch.bool)
+        >>> _ = rb.extend(TensorDict({"t": torch.arange(6), "next": {"done": done}}, [6]))
+        >>> rb.sample()["t"].unique().tolist()
+        [2, 3, 4]
+    """
+
+    def __init__(
+        self, index: EpisodeIndex, tags: EpisodeTags, priorities: Callable[[], Array] | None = None
+    ) -> None:
+        self._index, self._tags, table = index, tags, index.table()
+        self._priorities = priorities
+        self.lane, self.first, self.last = table.lane, table.first, table.last
+        self.head = table.head
+        self.length = table.last + 1 - table.first
+        self.code = table.code
+
+    def __len__(self) -> int:
+        return len(self.lane)
+
+    @cached_property
+    def id(self) -> Array:
+        """The ids of the episodes. An id is never used again; older episodes have lower ids."""
+        return self._index.ids(self.first, self.lane)
+
+    @cached_property
+    def reason(self) -> Array:
+        """The ``EndReason`` of the episodes."""
+        return np.minimum(self.code, int(EndReason.CUT))
+
+    @cached_property
+    def draws(self) -> Array:
+        """The number of windows that samplers with ``Coverage`` have drawn from the episodes."""
+        return self._tags.draws(self.id)
+
+    @cached_property
+    def priority(self) -> Array:
+        """The largest priority of the rows of each episode. Cost: O(stored rows).
+
+        Raises ValueError if the sampler has no priorities.
+        """
+        if self._priorities is None:
+            raise ValueError("expected a sampler with priorities, got one without")
+        of_row = np.repeat(np.arange(len(self)), self.length)
+        starts = np.cumsum(self.length) - self.length
+        time = np.arange(len(of_row)) - (starts - self.first)[of_row]
+        element = self._index.element(time, self.lane[of_row])
+        return np.maximum.reduceat(self._priorities()[element], starts)
+
+    def __getitem__(self, tag: str) -> Array:
+        return self._tags.get(tag, self.id).numpy()

@@ -1,0 +1,120 @@
+"""Remove rows of streams, and keep the stored rows in the first slots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from replaykit._compat import arange
+from replaykit.storages.change_log import Removal
+from replaykit.storages.columns import Columns
+from replaykit.ted import format_key
+
+if TYPE_CHECKING:
+    from replaykit.episodes import EpisodeIndex
+    from replaykit.storages.column_storage import ColumnStorage
+
+__all__ = ["check_removable", "fill_holes", "named_lanes", "remove_oldest", "stream_index"]
+
+Array = np.ndarray[Any, Any]
+
+
+def check_removable(storage: Any, name: str) -> None:
+    """Raise ValueError unless single rows of a storage can be removed.
+
+    Args:
+        name: the part or method that removes rows, for the message.
+    """
+    options = [
+        text
+        for text, given in (
+            ("dedup_next=", bool(getattr(storage, "dedup_next", False))),
+            ("recover=True or shared=True", storage.recovery is not None),
+        )
+        if given
+    ]
+    if getattr(storage, "lane_key", None) is None:
+        raise ValueError(
+            f"{name} expected a tensor or memmap storage with lane_key=, the column that "
+            f"identifies streams, got {storage!r}"
+        )
+    if options:
+        raise ValueError(f"{name} expected a storage without {options[0]}, got {storage!r}")
+
+
+def stream_index(storage: ColumnStorage, name: str) -> EpisodeIndex:
+    """Return the index of the streams, up to date. The caller holds the lock.
+
+    Raises:
+        RuntimeError: streams have lost other rows than their oldest ones.
+    """
+    if not storage.ledger.oldest_first:
+        raise RuntimeError(
+            f"{name} expected stored rows of which each stream has lost only its oldest ones, got "
+            "rows that were placed, or written round the ring after a write by stream; call "
+            "empty() of the buffer first"
+        )
+    if storage.indexes.pending() or storage.indexes.loaded:
+        storage._before_overwrite()
+    return storage.episodes
+
+
+def remove_oldest(storage: ColumnStorage, keys: list[Any], counts: Array) -> None:
+    """Remove the oldest rows of distinct streams, of at least as many rows.
+
+    Rows of the last slots move to the free slots, and keep their row ids. The caller holds the
+    lock, and has called ``stream_index``.
+
+    Args:
+        keys: keys of the streams; see ``stream_keys``.
+        counts: the number of rows of each stream to remove, int64 ``[K]``.
+
+    Cost: O(rows removed + streams).
+    """
+    if not counts.any():
+        return
+    slots = storage.indexes.drop_oldest(keys, counts)
+    try:
+        fill_holes(storage, slots)
+    except BaseException:
+        storage.ledger.changes += 1  # so that the indexes read the rows again
+        raise
+
+
+def fill_holes(storage: ColumnStorage, holes: Array) -> None:
+    """Move the rows of the last slots to slots whose rows the indexes have dropped.
+
+    ``holes`` are int64 ``[K]``, ascending.
+    """
+    before, columns = storage.ledger.length, storage.require()
+    length = before - len(holes)
+    target = holes[: np.searchsorted(holes, length)]
+    last = np.ones(len(holes), bool)
+    last[holes[len(target) :] - length] = False
+    source = np.flatnonzero(last) + length
+    if len(source):
+        assert isinstance(columns, Columns)
+        columns.check_writable()
+        leaves = columns.gather(torch.from_numpy(source), before)
+        columns.scatter(torch.from_numpy(target), leaves, arange(len(source)))
+    storage.ledger.compact(Removal(source, target, length))
+    storage.indexes.removed(source, target)
+
+
+def named_lanes(storage: ColumnStorage, index: EpisodeIndex, lane: Any) -> Array:
+    """Return the numbers of streams, int64 ``[K]``; of all streams for None.
+
+    Raises:
+        IndexError: a stream has no stored rows.
+        ValueError: a stream is named twice.
+    """
+    if lane is None:
+        return np.arange(index.lanes)
+    chosen = np.flatnonzero(index.lanes_of(lane))
+    given = np.atleast_1d(np.asarray(lane))
+    if len(chosen) != len(given):
+        key = format_key(storage.lane_key or ())
+        raise ValueError(f"expected each stream of {key} once, got {given.tolist()}")
+    return chosen

@@ -1,0 +1,382 @@
+"""Write whole episodes, and remove whole episodes to make room."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import torch
+
+from replaykit._compat import arange
+from replaykit.declared import Count, vector
+from replaykit.episodes.streams import stream_keys
+from replaykit.errors import BufferFull
+from replaykit.keywords import one_of, whole_number
+from replaykit.schema import Rows
+from replaykit.storages import Storage
+from replaykit.storages.episode_tags import EpisodeData
+from replaykit.storages.removal import check_removable, fill_holes, stream_index
+from replaykit.ted import end_flags, format_key
+from replaykit.writers.evictors import ByNumber, Evictor, Fifo
+from replaykit.writers.ring_writers import check_tensordicts, stream_numbers, streams_of
+from replaykit.writers.writer import Writer, WriterState, ledger_of
+
+if TYPE_CHECKING:
+    from replaykit.episodes import EpisodeIndex
+    from replaykit.storages.column_storage import ColumnStorage
+
+__all__ = ["EpisodeWriter"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class _EpisodeWriterState(WriterState):
+    """The state of the writer, with the stream of each row."""
+
+    lanes: Annotated[Any, vector(torch.int64)]
+    evicted: Count
+
+    def __post_init__(self) -> None:
+        if len(self.lanes) != self.ledger.length:
+            raise ValueError(
+                f"expected the streams of {self.ledger.length} rows, got {len(self.lanes)}"
+            )
+
+
+class EpisodeWriter(Writer):
+    """A writer that stores whole episodes, and makes room by removing whole episodes.
+
+    The storage must have a ``lane_key``, whose value identifies the episode of a row. A write has
+    the rows of one or several whole episodes, one after another. Before the rows are written, the
+    writer removes episodes until the new rows fit. So the storage never has more than ``max_size``
+    rows, and often fewer. An episode without a flag at its last row ends as a cut.
+
+    When an episode is removed, rows of the last slots move to its slots. They keep their row ids,
+    priorities and tags. An index with a generation from before no longer names them.
+
+    Args:
+        evict: the order in which episodes are removed: ``Fifo()`` (the default), ``Uniform()``,
+            ``MostSampled()``, ``LowestPriority()``, ``Oldest(tag)``, or a function of an
+            ``EpisodeData`` that returns a number for each episode. The lowest goes first.
+        over_long: treatment of an episode of more than ``max_size`` rows. ``"error"``: refuse it.
+            ``"split"``: cut it into pieces. The last piece of ``max_size`` rows stays stored, since
+            it takes the room of the pieces before.
+        max_episodes: the number of episodes that may be stored; None for no limit.
+        on_duplicate: treatment of an episode whose identity is stored. ``"error"``: refuse it.
+            ``"replace"``: the new episode replaces the stored one.
+        protect: the episodes that are never removed: the name of a bool tag, or a function of an
+            ``EpisodeData`` that returns bool ``[J]``. ``rb.tag`` sets tags at any time.
+        track_generations: whether samples carry ``index_generation``; see RoundRobinWriter.
+
+    Attributes:
+        evicted: number of episodes that were removed to make room since the last ``empty``.
+
+    Raises:
+        ValueError: an argument is unknown; the storage has no ``lane_key``, or has ``dedup_next``,
+            ``recover`` or ``shared``.
+        ValueError: on write, an episode is too long, is already stored, has its rows in several
+            places of the batch, or ends before its last row.
+        BufferFull: on write, too many of the stored episodes are protected.
+
+    After an error nothing has changed.
+
+    Cost: O(rows written and removed + episodes). ``Fifo`` takes the same time for any number of
+    episodes that are written and removed one by one.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import EpisodeWriter, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10, lane_key="id"), writer=EpisodeWriter())
+        >>> for id_, rows in enumerate((4, 3, 3, 2)):
+        ...     done = torch.arange(rows) == rows - 1
+        ...     ids = torch.full((rows,), id_)
+        ...     _ = rb.extend(TensorDict({"id": ids, "next": {"done": done}}, [rows]))
+        ...     print(len(rb), rb.writer.full)
+        4 False
+        7 False
+        10 False
+        8 True
+    """
+
+    kind = "episodes"
+    _declared = _EpisodeWriterState
+    mapped_entries = ("_ledger", "_lanes")
+
+    def __init__(
+        self,
+        evict: Evictor | Callable[[EpisodeData], Any] | None = None,
+        over_long: str = "error",
+        max_episodes: int | None = None,
+        on_duplicate: str = "error",
+        protect: str | Callable[[EpisodeData], Any] | None = None,
+        *,
+        track_generations: bool = False,
+    ) -> None:
+        super().__init__()
+        evict = Fifo() if evict is None else evict
+        if not isinstance(evict, Evictor) and (isinstance(evict, type) or not callable(evict)):
+            raise TypeError(f"evict: expected an Evictor or a function, got {evict!r}")
+        if not (protect is None or isinstance(protect, str) or callable(protect)):
+            raise TypeError(f"protect: expected a tag or a function, got {protect!r}")
+        self.evict: Evictor = evict if isinstance(evict, Evictor) else ByNumber(evict)
+        self.over_long = one_of("over_long", over_long, ("error", "split"))
+        self.on_duplicate = one_of("on_duplicate", on_duplicate, ("error", "replace"))
+        if max_episodes is not None:
+            max_episodes = whole_number("max_episodes", max_episodes, 1)
+        self.max_episodes, self.protect = max_episodes, protect
+        self.tracks_generations = track_generations
+        self.evicted = 0
+        # Keys and lengths of the stored episodes, oldest first, for a state of the index. Only
+        # ``Fifo`` without protected episodes uses this.
+        self._queue: deque[tuple[Any, int]] = deque()
+        self._known: tuple[EpisodeIndex, int] | None = None
+
+    @property
+    def full(self) -> bool:
+        """True if episodes were removed to make room since the last ``empty``."""
+        return self.evicted > 0
+
+    def register_storage(self, storage: Storage) -> None:
+        """Set the storage to write to. Raises ValueError if it cannot remove single rows."""
+        check_removable(storage, type(self).__name__)
+        super().register_storage(storage)
+
+    @property
+    def _columns(self) -> ColumnStorage:
+        storage: Any = self.storage
+        return storage
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def write(self, rows: Any) -> torch.Tensor:
+        """Store whole episodes; return the slot of each row, -1 for rows that are not stored."""
+        storage = self._columns
+        if not len(rows):
+            return self._no_rows()
+        index = None
+        if storage.initialized:
+            index = stream_index(storage, type(self).__name__)
+        else:
+            check_tensordicts(rows, self)
+        keys, lengths, is_open = self._episodes_of(rows)
+        slots = storage.slots_for(rows)
+        skipped = self._skipped(len(rows), lengths, slots)
+        count = len(rows) - skipped
+        replaced, victims = self._victims(index, keys, count, slots)
+        gone = {**replaced, **victims}
+        room, freed = storage.ledger.length, sum(gone.values())
+        if (freed and count > freed) or skipped:
+            rows = storage.apart(rows)
+        storage.accept(rows)
+        index = storage.episodes  # the index follows this write
+        try:
+            counts = np.array(list(gone.values()), np.int64)
+            free = storage.indexes.drop_oldest(list(gone), counts, forget=True)
+            at = free[:count]
+            if count > len(free):
+                at = np.concatenate([free, np.arange(room, room + count - len(free))])
+            targets = torch.from_numpy(at)
+            if skipped:
+                storage.indexes.continue_streams(keys)
+                storage.write(targets, rows, arange(skipped, len(rows)))
+                rows = _part(rows, skipped)
+            elif int(at[-1]) - int(at[0]) == count - 1:
+                storage.write_ring(int(at[0]), rows, 0)  # faster
+            else:
+                rows = storage.apart(rows)
+                storage.write(targets, rows, slice(None))
+            storage.commit_by_stream(rows, targets)
+        except BaseException:
+            storage.ledger.changes += 1  # so that the indexes read the rows again
+            raise
+        if len(free) > count:  # the new rows are in the lowest free slots, so they stay there
+            fill_holes(storage, free[count:])
+        self.evicted += len(victims)
+        if is_open.any():
+            chosen = np.zeros(index.lanes, bool)
+            chosen[index.lanes_with(keys[is_open])] = True
+            storage.indexes.cut(chosen)
+        self._count(count)
+        self._follow(index, keys, lengths - skipped)
+        if not skipped:
+            return targets
+        return torch.cat([torch.full((skipped,), -1, dtype=torch.int64, device="cpu"), targets])
+
+    def _episodes_of(self, rows: Rows) -> tuple[Array, Array, Array]:
+        """Return key, length, and lack of an end of each episode of a batch."""
+        lane_key = self._columns.lane_key
+        assert lane_key is not None
+        keys = stream_keys(rows.leaves[lane_key])
+        if keys[0] == keys[-1] and (keys == keys[0]).all():  # a fast path
+            last = np.array([len(keys) - 1])
+        else:
+            last = np.flatnonzero(np.append(keys[1:] != keys[:-1], True))
+        names = keys[last]
+        if len(names) > 1 and len(set(names.tolist())) < len(names):
+            raise ValueError(
+                f"expected the rows of an episode one after another, by {format_key(lane_key)}; "
+                "got rows of other episodes between them"
+            )
+        is_open = np.ones(len(names), bool)
+        for key in end_flags(rows.leaves):
+            flag = rows.leaves[key].detach()
+            flag = flag if flag.dtype is torch.bool and flag.is_cpu else (flag != 0).cpu()
+            at = flag.numpy().reshape(-1).nonzero()[0] // (flag.numel() // len(keys))
+            if not len(at):
+                continue
+            ends = last.searchsorted(at)
+            inside = at[last[ends] != at]
+            if len(inside):
+                raise ValueError(
+                    f"key {format_key(key)}: expected the end of an episode at its last row, got "
+                    f"one at row {inside[0]} of the batch; give each episode its own "
+                    f"{format_key(lane_key)}"
+                )
+            is_open[ends] = False
+        return names, last - np.append(-1, last[:-1]), is_open
+
+    def _skipped(self, rows: int, lengths: Array, slots: int) -> int:
+        """Return how many rows of a too long episode are not stored."""
+        if rows <= slots:
+            return 0
+        if self.over_long == "error" or len(lengths) > 1:
+            long = lengths.max() > slots and self.over_long == "error"
+            raise ValueError(
+                f"expected episodes of at most {slots} rows in all, got {len(lengths)} of {rows} "
+                f"rows{'; over_long=split cuts long episodes' if long else ''}"
+            )
+        return rows - slots
+
+    def _victims(
+        self, index: EpisodeIndex | None, keys: Array, rows: int, slots: int
+    ) -> tuple[dict[Any, int], dict[Any, int]]:
+        """Return the lengths of the episodes to replace and to remove, by key."""
+        limit, given = self.max_episodes, keys.tolist()
+        if limit is not None and len(keys) > limit:
+            raise ValueError(f"expected at most {limit} episodes, got {len(keys)}")
+        if index is None:
+            return {}, {}
+        replaced = {}
+        known = [key for key, stored in zip(given, index.has_streams(given), strict=True) if stored]
+        if known:
+            if self.on_duplicate == "error":
+                raise ValueError(
+                    f"expected an episode whose {format_key(self._columns.lane_key or ())} is not "
+                    f"stored, got {known[0]!r}; on_duplicate='replace' replaces the stored one"
+                )
+            sizes = index.sizes(np.array(known, keys.dtype)).tolist()
+            replaced = dict(zip(known, sizes, strict=True))
+        length = self.storage.ledger.length
+        need = rows - (slots - length + sum(replaced.values()))
+        excess = 0 if limit is None else index.stream_count + len(keys) - len(replaced) - limit
+        if need <= 0 and excess <= 0:
+            return replaced, {}
+        victims, found = {}, 0
+        for key, size in self._in_order(index, replaced):
+            victims[key] = size
+            found += size
+            if found >= need and len(victims) >= excess:
+                return replaced, victims
+        raise BufferFull(
+            f"expected room for {rows} rows of {len(keys)} episodes in {slots} slots, got {length} "
+            f"stored rows, of which {found} may be removed; the others are protected"
+        )
+
+    def _in_order(self, index: EpisodeIndex, replaced: dict[Any, int]) -> Iterable[tuple[Any, int]]:
+        """Return key and length of the episodes that may be removed, in the order of removal."""
+        if type(self.evict) is not Fifo or self.protect is not None:
+            return self._ordered(index, replaced)
+        if self._known != (index, index.version):
+            self._queue = deque(self._ordered(index, {}))
+            self._known = index, index.version
+        return ((key, size) for key, size in self._queue if key not in replaced)
+
+    def _follow(self, index: EpisodeIndex, keys: Array, lengths: Array) -> None:
+        """Remember the order of the episodes for the next write."""
+        if type(self.evict) is Fifo and self.protect is None:
+            queue = self._queue
+            while queue and not index.has_streams([queue[0][0]])[0]:
+                queue.popleft()
+            queue.extend(zip(keys.tolist(), lengths.tolist(), strict=True))
+            if index.stream_count == len(queue):
+                self._known = index, index.version
+
+    def _ordered(self, index: EpisodeIndex, replaced: dict[Any, int]) -> list[tuple[Any, int]]:
+        lanes = self._order(index.lanes_with(np.array(list(replaced), index.key_dtype)))
+        sizes = index.sizes()[lanes].tolist()
+        return list(zip(index.keys(lanes), sizes, strict=True))
+
+    def _order(self, replaced: Array) -> Array:
+        """Return the lanes that may be removed, in the order of removal."""
+        storage, owner = self._columns, self.owner
+        sampler: Any = None if owner is None else owner.sampler
+        priorities = None
+        if hasattr(sampler, "stored_priorities"):
+            priorities = partial(sampler.stored_priorities, storage)
+        data = storage.indexes.data(priorities)
+        order = np.asarray(self.evict.order(data, self._random), np.int64)
+        kept = np.zeros(len(data), bool)
+        if not isinstance(self.protect, str):
+            kept |= False if self.protect is None else np.asarray(self.protect(data), bool)
+        elif self.protect in storage.indexes.tags.names:
+            kept |= data[self.protect].reshape(len(data), -1).any(1)
+        # An identity with several episodes is removed as a whole, or not at all.
+        held = np.zeros(storage.episodes.lanes, bool)
+        held[data.lane[kept]] = True
+        held[replaced] = True
+        lanes = data.lane[order]
+        lanes = lanes[np.sort(np.unique(lanes, return_index=True)[1])]
+        return np.asarray(lanes[~held[lanes]])
+
+    def _random(self, count: int) -> Array:
+        owner = self.owner
+        generator = None if owner is None else owner._generator
+        device = "cpu" if generator is None else generator.device
+        drawn = torch.rand(count, dtype=torch.float64, generator=generator, device=device)
+        return np.asarray(drawn.cpu().numpy())
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        super().empty(empty_write_count)
+        self.evicted = 0
+
+    # -- state --------------------------------------------------------------------------------
+
+    def survivors(self, capacity: int, state: dict[str, Any]) -> torch.Tensor:
+        """Return the slots of the rows of the newest episodes that fit, oldest row first."""
+        order = ledger_of(state).write_order()
+        lanes = streams_of(state)[order].numpy()
+        counts, newest = np.bincount(lanes), np.zeros(int(lanes.max(initial=-1)) + 1, np.int64)
+        np.maximum.at(newest, lanes, np.arange(len(lanes)))
+        by_age = np.argsort(-newest, kind="stable")
+        fits = np.cumsum(counts[by_age]) <= capacity
+        kept = np.zeros(len(counts), bool)
+        kept[by_age[fits]] = True
+        return order[torch.from_numpy(kept[lanes])]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the writer's state, with each row's stream and the number of removed episodes."""
+        storage = self._columns
+        with storage.lock:
+            lanes = torch.from_numpy(stream_numbers(storage))
+            return {**super().state_dict(), "_lanes": lanes, "_evicted": self.evicted}
+
+    def restore(self, state_dict: dict[str, Any], rows: torch.Tensor | None) -> None:
+        super().restore(state_dict, rows)
+        self.evicted = state_dict["_evicted"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_queue": deque(), "_known": None}
+
+    def __repr__(self) -> str:
+        return f"EpisodeWriter(evict={self.evict!r}, write_count={self.write_count})"
+
+
+def _part(rows: Rows, first: int) -> Rows:
+    leaves = {path: leaf[first:] for path, leaf in rows.leaves.items()}
+    return Rows(rows.root, leaves, torch.Size([rows.batch[0] - first]))

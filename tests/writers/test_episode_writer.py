@@ -1,0 +1,241 @@
+"""Whole episodes and evictors, against a model that keeps lists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    EpisodeWriter,
+    Fifo,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    LowestPriority,
+    NStep,
+    Oldest,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SliceSampler,
+    Uniform,
+)
+from replaykit.episodes import EndReason, Head
+from replaykit.errors import BufferFull, SchemaError
+from tests.samplers.chi_square import chi_square_p
+
+
+def rows_of(key: int, n: int, *, end: str | None = "terminated") -> TensorDict:
+    done = torch.zeros(n, 1, dtype=torch.bool)
+    if end:
+        done[-1] = True
+    flags = {
+        name: done.clone() if name == end else torch.zeros_like(done)
+        for name in ("terminated", "truncated")
+    }
+    t = torch.arange(n) + 1000 * key
+    following = {"t": t + 1, "reward": torch.ones(n, 1), "done": done, **flags}
+    return TensorDict({"id": torch.full((n,), key), "t": t, "next": following}, [n])
+
+
+def make(slots: int, *, kind: Any = LazyTensorStorage, **parts: Any) -> ReplayBuffer:
+    names = {"evict", "over_long", "max_episodes", "on_duplicate", "protect", "track_generations"}
+    own = {name: parts.pop(name) for name in names & parts.keys()}
+    parts.setdefault("generator", torch.Generator().manual_seed(3))
+    return ReplayBuffer(storage=kind(slots, lane_key="id"), writer=EpisodeWriter(**own), **parts)
+
+
+def stored(rb: ReplayBuffer) -> dict[int, int]:
+    """Return the lengths of the stored episodes, after a check of every row."""
+    found = {}
+    for episode in rb.episodes:
+        rows = episode.rows()
+        key, n = int(rows["id"][0]), episode.length
+        assert rows["t"].tolist() == [1000 * key + i for i in range(n)]
+        found[key] = n
+    assert len(rb) == sum(found.values()) <= rb.storage.max_size
+    return found
+
+
+def test_an_episode_leaves_before_the_next_one_is_written() -> None:
+    rb, sizes = make(10), []
+    for key, n in enumerate((4, 3, 3, 2, 9)):
+        rb.extend(rows_of(key, n))
+        sizes.append((len(rb), rb.writer.full))
+    assert sizes == [(4, False), (7, False), (10, False), (8, True), (9, True)]
+    before = rb[:].clone()
+    for wrong, text in ((rows_of(7, 11), "at most 10 rows"), (rows_of(4, 2), "is not stored")):
+        with pytest.raises(ValueError, match=text):
+            rb.extend(wrong)
+    assert (rb[:] == before).all()
+    assert stored(rb) == {4: 9}
+    rb.empty()
+    rb.extend(rows_of(4, 2))  # the identity is free again
+    assert stored(rb) == {4: 2}
+    assert not rb.writer.full
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_programs_match_lists(seed: int, kind: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(seed)
+    slots, most = int(rng.integers(8, 60)), int(rng.integers(3, 9))
+    shortest_first = bool(rng.integers(2))
+    evict = (lambda data: data.length) if shortest_first else None
+    options: Any = {
+        "evict": evict,
+        "max_episodes": most,
+        "on_duplicate": "replace",
+        "kind": kind,
+        "sampler": lambda: PrioritizedSampler(alpha=1.0, beta=0.0, eps=0.0),
+        "track_generations": True,
+    }
+    rb = make(slots, **options)
+    model: list[tuple[int, int]] = []  # key and length, oldest first
+    priority: dict[int, float] = {}  # of each t
+    for step in range(120):
+        keys = rng.choice(25, int(rng.integers(1, 3)), replace=False).tolist()
+        lengths = rng.integers(1, slots // 3 + 1, len(keys)).tolist()
+        index = rb.extend(torch.cat([rows_of(*pair) for pair in zip(keys, lengths, strict=True)]))
+        model = [pair for pair in model if pair[0] not in keys]
+        while sum(n for _, n in model) + sum(lengths) > slots or len(model) + len(keys) > most:
+            model.remove(min(model, key=lambda pair: pair[1]) if shortest_first else model[0])
+        model += zip(keys, lengths, strict=True)
+        assert stored(rb) == dict(model)
+        t = rb[index]["t"].tolist()
+        assert t == [1000 * k + i for k, n in zip(keys, lengths, strict=True) for i in range(n)]
+        new = rng.integers(1, 9, len(t)).astype(float)
+        rb.update_priority(index, torch.from_numpy(new))
+        priority.update(zip(t, new.tolist(), strict=True))
+        if step % 7 == 0:  # priorities have moved with their rows
+            raw = rb.sampler.state_dict()["_priorities"].tolist()
+            assert raw == [priority[t] for t in rb[:]["t"].tolist()]
+        if step % 40 == 30:
+            rb.dumps(tmp_path / f"{step}")
+            rb = make(slots, **options)
+            rb.loads(tmp_path / f"{step}")
+            assert stored(rb) == dict(model)
+    handle = rb.writer.generations_of(index)
+    rb.extend(rows_of(99, slots))
+    assert not (rb.writer.generations_of(index) == handle).any()
+
+
+def test_windows_and_sums_follow_moved_rows() -> None:
+    rb = make(50, sampler=SliceSampler(slice_len=3), transform=NStep(2, 0.5), batch_size=300)
+    for key in range(40):
+        rb.extend(rows_of(key, 3 + key * 7 % 11))
+        batch = rb.sample()
+        t = batch["t"].reshape(-1, 3)
+        assert (t.diff() == 1).all()
+        assert (t // 1000 == t[:, :1] // 1000).all()
+        last = torch.tensor([stored(rb)[int(k)] - 1 for k in batch["id"]]) == batch["t"] % 1000
+        assert batch["next", "reward"].flatten().equal(torch.where(last, 1.0, 1.5))
+
+
+def test_episode_without_end_is_cut_and_long_one_keeps_its_last_piece() -> None:
+    rb = make(6, over_long="split")
+    rb.extend(rows_of(0, 2, end=None))
+    assert rb.episodes[0].reason == EndReason.CUT
+    index = rb.extend(rows_of(1, 9))
+    assert index.tolist() == [-1] * 3 + list(range(6))
+    assert rb[:]["t"].tolist() == list(range(1003, 1009))
+    (only,) = rb.episodes
+    assert only.head == Head.CUT
+    assert only.reason == EndReason.TERMINATED
+
+
+def test_the_probability_to_leave_is_in_proportion_to_the_length() -> None:
+    lengths, gone = (1, 2, 3, 6), [0] * 4
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(1500):
+        rb = make(12, evict=Uniform(), generator=generator)
+        for key, n in enumerate(lengths):
+            rb.extend(rows_of(key, n))
+        rb.extend(rows_of(9, 1))
+        (lost,) = set(range(4)) - stored(rb).keys()
+        gone[lost] += 1
+    assert chi_square_p(gone, [1500 * n / 12 for n in lengths]) > 1e-3
+    rb.extend(rows_of(10, 12))  # ends although everything has to go
+    assert stored(rb) == {10: 12}
+
+
+def test_priorities_and_tags_order_removals() -> None:
+    rb = make(9, evict=LowestPriority(), sampler=PrioritizedSampler(alpha=1.0, beta=0.5))
+    for key, priority in ((0, [5.0, 1, 1]), (1, [2.0, 2, 2]), (2, [1.0, 1, 4])):
+        rb.update_priority(rb.extend(rows_of(key, 3)), torch.tensor(priority))
+    rb.extend(rows_of(3, 1))
+    assert stored(rb).keys() == {0, 2, 3}
+    rb = make(9, evict=Oldest("version"))
+    for key, version in ((0, 3), (1, 1), (2, 2)):
+        rb.tag(rb.extend(rows_of(key, 3)), {"version": version})
+    rb.extend(rows_of(3, 4))
+    assert stored(rb).keys() == {0, 3}
+
+
+@pytest.mark.parametrize("by", ["tag", "predicate"])
+def test_protected_episodes_stay(by: str) -> None:
+    rb = make(9, protect="demo" if by == "tag" else lambda data: data.length == 4)
+    index = rb.extend(rows_of(0, 4))
+    if by == "tag":
+        rb.tag(index, {"demo": True})  # by address, later than the write
+    for key in range(1, 9):
+        rb.extend(rows_of(key, 3))
+    assert stored(rb) == {0: 4, 8: 3}
+    before = rb[:].clone()
+    with pytest.raises(BufferFull, match="3 may be removed"):
+        rb.extend(rows_of(9, 6))
+    assert (rb[:] == before).all()
+    assert stored(rb) == {0: 4, 8: 3}
+
+
+def test_a_smaller_buffer_takes_the_newest_whole_episodes(tmp_path: Path) -> None:
+    rb = make(20)
+    for key, n in enumerate((5, 6, 3, 4)):
+        rb.extend(rows_of(key, n))
+    rb.dumps(tmp_path)
+    small = make(9)
+    with pytest.warns(UserWarning, match="11 rows do not fit"):
+        small.loads(tmp_path)
+    assert stored(small) == {2: 3, 3: 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"evict": Fifo}, TypeError, "an Evictor or a function"),
+        ({"evict": 3}, TypeError, "an Evictor or a function"),
+        ({"over_long": "drop"}, ValueError, "over_long"),
+        ({"on_duplicate": "keep"}, ValueError, "on_duplicate"),
+        ({"max_episodes": 0}, ValueError, "max_episodes"),
+        ({"protect": 1}, TypeError, "a tag or a function"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        EpisodeWriter(**options)
+
+
+def test_wrong_rows_and_storages_are_refused() -> None:
+    for storage in (LazyTensorStorage(9), LazyTensorStorage(9, lane_key="id", dedup_next=True)):
+        with pytest.raises(ValueError, match=r"lane_key=|without dedup_next="):
+            ReplayBuffer(storage=storage, writer=EpisodeWriter())
+    rb = make(9, max_episodes=2, evict=lambda data: data.length[:-1])
+    rb.extend(rows_of(0, 4))
+    early = rows_of(1, 3)
+    early["next", "done"][0] = True
+    mixed = torch.cat([rows_of(1, 1), rows_of(2, 1), rows_of(1, 1)])
+    several = torch.cat([rows_of(key, 1) for key in (1, 2, 3)])
+    for rows, text in (
+        (early, "at its last row, got one at row 0"),
+        (mixed, "one after another"),
+        (several, "at most 2 episodes"),
+        (rows_of(1, 9), "a number for each of 1 episodes"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            rb.extend(rows)
+    with pytest.raises(SchemaError, match="'t'"):
+        rb.extend(rows_of(1, 1).exclude("t"))
+    assert stored(rb) == {0: 4}
