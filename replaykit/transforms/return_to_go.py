@@ -15,6 +15,7 @@ from replaykit.keywords import one_of
 from replaykit.storages import Storage
 from replaykit.storages.change_log import ChangeKind
 from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.indexing import elements_of
 from replaykit.structure import Path
 from replaykit.ted import TERMINATED, Key, end_flags, format_key, unravel
 from replaykit.transforms.batch_values import as_number, as_share
@@ -39,7 +40,8 @@ class ReturnToGo(Transform):
     ``G_t = sum_k gamma^(k-t) * reward_k``, for k from t to the last row. Their ``return_valid``
     becomes True. Samples and checkpoints have both columns.
 
-    Rows of open episodes, and of episodes that were cut without a flag, keep the default. If stored
+    Rows of open episodes, and of episodes that were cut without a flag, keep the default. But rows
+    up to the last ``boundary`` of any episode have their return once the boundary is written. If stored
     flags change, or rows change by ``rb[i] = ...``, the next write recomputes all returns. If only
     stored rewards change, returns are not recomputed. After a ``TrajectoryTransform``, reading a
     batch gives the returns of the edited episodes.
@@ -55,7 +57,8 @@ class ReturnToGo(Transform):
         default: value for rows that have no return yet. If returns are used as lower bounds, choose
             a default below all possible returns, or use ``return_valid``.
         boundary: key of a flag that ends sums. The sum of a row with this flag is its own reward.
-            The next row starts a new sum. Use ``boundary`` for signals that do not end an episode,
+            The next row starts a new sum. The rows up to it are known at once, whatever ends the
+            episode later. Use ``boundary`` for signals that do not end an episode,
             such as the loss of a life.
         on_truncated: "default": rows of truncated episodes keep the default. "bootstrap": their
             sums have the additional term ``gamma^(n-t) * V``. V is the value of the state after the
@@ -206,14 +209,52 @@ class ReturnToGo(Transform):
             known = self._gather(storage, index, [_VALID], *ended[:2])[_VALID]
             chosen &= ~known.flatten(1).any(1).cpu().numpy()
         element, returns = torch.zeros(0, dtype=torch.int64, device="cpu"), None
-        if chosen.any():
-            element, returns = self._sums(storage, index, *(part[chosen] for part in ended))
+        ends = [part[chosen] for part in ended]
+        before = self._before_boundaries(storage, index, slots, ends, known_only=not outdated)
+        ends = [np.concatenate(pair) for pair in zip(ends, before, strict=True)]
+        if len(ends[0]):
+            element, returns = self._sums(storage, index, *ends)
         if outdated:
             self._replace_all(storage, element, returns)
         elif returns is not None:
             valid = torch.ones(len(element), 1, dtype=torch.bool, device="cpu")
             storage.put(element, {self.key: returns, _VALID: valid})
         self._seen[storage] = ledger.place_in_log
+
+    def _before_boundaries(
+        self,
+        storage: ColumnStorage,
+        index: EpisodeIndex,
+        slots: Array,
+        ends: list[Array],
+        *,
+        known_only: bool,
+    ) -> list[Array]:
+        """Return time, lane and code of the last boundaries in episodes without a return.
+
+        Args:
+            slots: the rows that are new.
+            ends: the ends of episodes that get returns now.
+            known_only: leave out boundaries whose rows have returns already.
+        """
+        nothing = np.zeros(0, np.int64)
+        if self.boundary == TERMINATED or self.boundary not in storage.require().schema.leaves:
+            return [nothing, nothing, nothing]
+        lanes = storage.lanes.numel()
+        element = elements_of(slots, lanes)
+        read = storage.require().gather_keys([self.boundary, _VALID], torch.from_numpy(element))
+        flag, valid = (_any(read[key]) for key in (self.boundary, _VALID))
+        element = element[flag & ~(valid & known_only)]
+        time, lane = index.time_and_lane(element)
+        order = np.lexsort((time, lane))
+        time, lane = time[order], lane[order]
+        _, last = index.spans(time, lane)
+        # The last boundary of each episode, unless the whole episode gets returns.
+        newest = np.append((last[1:] != last[:-1]) | (lane[1:] != lane[:-1]), True)[: len(time)]
+        whole = set(zip(ends[0].tolist(), ends[1].tolist(), strict=True))
+        pairs = zip(last.tolist(), lane.tolist(), strict=True)
+        newest &= np.fromiter((pair not in whole for pair in pairs), bool, len(last))
+        return [time[newest], lane[newest], np.zeros(int(newest.sum()), np.int64)]
 
     def _replace_all(
         self, storage: ColumnStorage, element: torch.Tensor, returns: torch.Tensor | None
@@ -300,7 +341,7 @@ class ReturnToGo(Transform):
         stops = np.zeros(len(sums), bool)
         flag = leaves.get(self.boundary)
         if flag is not None:
-            stops = (flag != 0).reshape(len(sums), -1).any(1).cpu().numpy()
+            stops = _any(flag)
         if value is not None:
             on = ~stops[last]  # no value is added after a boundary
             sums[last[on]] += self.gamma * value[on]
@@ -327,7 +368,14 @@ class ReturnToGo(Transform):
                 found = {key: leaf for key, leaf in found.items() if key[0] == "next"}
             value = self._values(found, leaves[self.reward], truncated)
         returns = self._returns(leaves, rows, value)
-        valid = torch.from_numpy(np.repeat(ended, rows))
+        known = np.repeat(ended, rows)
+        if self.boundary != TERMINATED and self.boundary in leaves:
+            # Rows up to the last boundary of their episode: those from which one follows.
+            flag = _any(leaves[self.boundary])
+            stop = np.repeat(np.cumsum(rows), rows)
+            upto = np.append(0, np.cumsum(flag))
+            known |= upto[stop] > upto[np.arange(len(stop))]
+        valid = torch.from_numpy(known)
         old = leaves[self.key]
         returns = torch.where(over_features(valid, returns), returns, self.default)
         leaves[self.key] = returns.to(old.device, old.dtype)
@@ -354,6 +402,12 @@ def _is_outdated(storage: ColumnStorage, index: EpisodeIndex, seen: int | None) 
         elif kind is ChangeKind.EDIT:
             outdated |= columns is None or not columns.isdisjoint(paths)
     return outdated
+
+
+def _any(flag: torch.Tensor) -> Array:
+    """Return whether any value of each row is set, bool ``[n]``."""
+    found: Array = (flag != 0).reshape(len(flag), -1).any(1).cpu().numpy()
+    return found
 
 
 def _under_next(storage: ColumnStorage) -> list[Path]:

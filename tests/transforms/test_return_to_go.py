@@ -143,6 +143,32 @@ def test_sums_end_at_a_boundary_inside_an_episode() -> None:
     assert returns_of(rb) == [2.0, 2.0, 8.0, 8.0, 16.0]
 
 
+@pytest.mark.parametrize("end", ["open", "cut", "truncated", "terminated"])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_rows_up_to_a_boundary_have_returns_however_the_episode_ends(
+    end: str, at_once: bool, tmp_path: Path
+) -> None:
+    last = [False, False, False, True]
+    terminated, truncated = (last if end == name else None for name in ("terminated", "truncated"))
+    rows = rows_of([1, 2, 4, 8], terminated, truncated)
+    rows["lost"] = torch.tensor([False, True, False, False])
+    rb = buffer_of(ReturnToGo(0.5, default=DEFAULT, boundary="lost"))
+    for part in [rows] if at_once else rows.split(1):
+        rb.extend(part)
+    if end == "cut":
+        rb.cut()
+    rest = [8.0, 8.0] if end == "terminated" else [DEFAULT] * 2
+    assert returns_of(rb) == [2.0, 2.0, *rest]
+    assert valid_of(rb) == [True, True, *[end == "terminated"] * 2]
+    rb.dumps(tmp_path)
+    other = buffer_of(ReturnToGo(0.5, default=DEFAULT, boundary="lost"))
+    other.loads(tmp_path)
+    for buffer in (rb, other):
+        buffer[:1] = buffer[:1]  # an edit computes all returns again
+        buffer.extend(rows[:1])
+        assert returns_of(buffer) == [2.0, 2.0, *rest, DEFAULT]
+
+
 def test_nothing_is_added_after_a_boundary_at_the_end() -> None:
     rows = rows_of([1, 2, 4], None, [False, False, True])
     rows["lost"] = torch.tensor([[False], [False], [True]])
@@ -180,10 +206,11 @@ def model(
     """Returns of rows of one stream; None: the default. Bootstraps with 5."""
     found: list[float | None] = [None] * len(rewards)
     start = 0
+    known = [row for row, last in enumerate(lost) if last and not any(ended[row:] + cut[row:])]
     for row in range(len(rewards)):
-        if not (ended[row] or cut[row]):
+        if not (ended[row] or cut[row]) and row not in known[-1:]:
             continue
-        after = 0.0 if ended[row] else 5.0
+        after = 5.0 if cut[row] and not ended[row] else 0.0
         for back in range(row, start - 1, -1):
             if lost[back]:
                 after = 0.0
