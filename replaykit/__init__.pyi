@@ -177,6 +177,12 @@ from replaykit.transforms.n_step import (
     NStep,
     NStepWriting,
 )
+from replaykit.transforms.neighbours import (
+    ExpandTag,
+    Shift,
+    Tag,
+    WindowLast,
+)
 from replaykit.transforms.return_to_go import (
     ReturnToGo,
 )
@@ -250,6 +256,7 @@ __all__ = [
     "Episodes",
     "Evictor",
     "ExcludeTransform",
+    "ExpandTag",
     "Fifo",
     "FrameStream",
     "HindsightGoal",
@@ -307,6 +314,7 @@ __all__ = [
     "ShardedClient",
     "ShardedReplayBuffer",
     "ShardedResult",
+    "Shift",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "StackFrames",
@@ -317,6 +325,7 @@ __all__ = [
     "StorageEnsemble",
     "SumSegmentTree",
     "Surroundings",
+    "Tag",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
@@ -332,6 +341,7 @@ __all__ = [
     "Uniform",
     "VD4RLExperienceReplay",
     "VectorSteps",
+    "WindowLast",
     "Writer",
     "WriterEnsemble",
     "__version__",

@@ -109,6 +109,15 @@ class StoredSurroundings(Surroundings):
             return super().stacks(keys, count, zero=zero, at_next=at_next)
         return Stacks(found)
 
+    def tags(self, name: str, time: Array, lane: Array) -> torch.Tensor:
+        index, indexes = self._index, self._storage.indexes
+        if index is not indexes.of():
+            raise RuntimeError(
+                f"tag {name!r}: expected the episodes of the storage, got those of a sampler with "
+                "other boundaries"
+            )
+        return indexes.tags.get(name, index.ids(time, lane))
+
     def stored(self) -> int:
         return int(self._index.totals(_ALL, ROWS).sum())
 

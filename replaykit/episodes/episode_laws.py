@@ -131,17 +131,19 @@ class Needs:
         open_future: number of rows after the row while its episode is open.
         closed: True if the row's episode must have ended.
         intact: True if the row's episode must be stored from its reset on.
+        future: number of rows after the row, even if its episode has ended.
 
     Example:
         >>> from replaykit.episodes import Needs
         >>> Needs(past=3) | Needs(past=1, closed=True)
-        Needs(past=3, open_future=0, closed=True, intact=False)
+        Needs(past=3, open_future=0, closed=True, intact=False, future=0)
     """
 
     past: int = 0
     open_future: int = 0
     closed: bool = False
     intact: bool = False
+    future: int = 0
 
     def __or__(self, other: Needs) -> Needs:
         """Return the combined needs of both."""
@@ -150,6 +152,7 @@ class Needs:
             max(self.open_future, other.open_future),
             self.closed or other.closed,
             self.intact or other.intact,
+            max(self.future, other.future),
         )
 
     def __bool__(self) -> bool:
@@ -157,7 +160,8 @@ class Needs:
 
     @cached_property
     def _any(self) -> bool:
-        return self.past > 0 or self.open_future > 0 or self.closed or self.intact
+        numbers = self.past, self.open_future, self.future
+        return max(numbers) > 0 or self.closed or self.intact
 
     @cached_property
     def single(self) -> CountLaw:
@@ -251,6 +255,10 @@ class CountLaw:
         """Return the law that also satisfies the needs of transforms."""
         return replace(
             self,
+            # A window needs these rows as if it were longer.
+            least=self.least + needs.future,
+            add=self.add - needs.future,
+            below=0 if needs.future else self.below,
             past=needs.past,
             open_future=needs.open_future,
             closed=needs.closed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
@@ -403,6 +403,9 @@ class SliceSampler(Sliced):
         strict_lanes: with ``measure="lane"``, raise unless every lane has a window.
         flat: if ``False``, deliver batches of shape ``[K, L]`` instead of ``[K * L]``.
         stride: distance between sequential windows; None for ``L``.
+        cross: if True, windows may span ends that flags mark. Transforms still keep to the episodes
+            of the rows: no n-step sum, stack of frames or goal crosses an end. Ends without a flag,
+            such as a cut or another id, are never spanned.
         where: a function of an ``EpisodeData``, which returns bool ``[J]``: the episodes to draw
             from. It is called again after a write and after ``rb.tag``. None: all episodes.
         offset: the window of an episode with ``draw="round_robin"``: ``"random"`` or ``"first"``.
@@ -487,6 +490,7 @@ class SliceSampler(Sliced):
         strict_lanes: bool = False,
         flat: bool = True,
         stride: int | None = None,
+        cross: bool = False,
         where: Predicate | None = None,
         offset: str = "random",
         allow_short: bool = False,
@@ -508,6 +512,16 @@ class SliceSampler(Sliced):
         boundaries = Boundaries(end_key, end_keys, traj_key, ends, trajectories)
         markers = checked_markers(truncated_key, init_key, boundaries, pad, pad_value)
         size = SliceSize(num_slices, slice_len)
+        # The episodes of rows, if they differ from the parts of streams that windows keep to.
+        self._within: Boundaries | None = None
+        if cross:
+            if ends is not None or trajectories is not None:
+                raise ValueError(
+                    "cross=True needs columns that end episodes, got ends or trajectories"
+                )
+            self._within = boundaries
+            boundaries = Boundaries(None, (), traj_key, None, None)
+            boundaries.rule = replace(boundaries.rule, strict=False)
         self._slicing = Slicing(size, boundaries, form, markers, flat)
         self._cache_values = bool(cache_values)
         self.recent = checked_recent(recent, draw)
@@ -533,6 +547,8 @@ class SliceSampler(Sliced):
             )
             if given
         ]
+        if by_episode and cross:
+            raise ValueError(f"{by_episode[0]} needs windows inside episodes, got cross=True")
         if by_episode and (self.recent is not None or draw == "sequential"):
             raise ValueError(
                 f"{by_episode[0]} needs a draw other than 'sequential', and no recent="
@@ -564,6 +580,7 @@ class SliceSampler(Sliced):
         """
         with storage.lock:
             self._ran_out = False
+            self._check_needs()
             if self._plain:
                 request = self._slicing.request(storage, batch_size, self.needs)
                 if request.window.whole:
@@ -618,6 +635,18 @@ class SliceSampler(Sliced):
         """Raise if ``sample`` would raise; draw nothing."""
         self._prepare(storage, batch_size)
 
+    def episodes(self, storage: Storage) -> EpisodeIndex:
+        return super().episodes(storage) if self._within is None else self._within.index(storage)
+
+    def _check_needs(self) -> None:
+        """Raise ValueError if transforms need whole episodes, which windows may cross."""
+        needs = self.needs
+        if self._within is not None and (needs.closed or needs.intact or needs.future):
+            raise ValueError(
+                "expected cross=True without transforms that need the end or later rows of an "
+                f"episode, got {needs}"
+            )
+
     def _anchors(self, request: SliceRequest, newest: int | None = None) -> Anchors:
         episodes, law = request.episodes, request.law
         if newest is not None:
@@ -663,6 +692,8 @@ class SliceSampler(Sliced):
     def attach(self, storage: Storage) -> None:
         super().attach(storage)
         self._known = None
+        if self._within is not None:
+            self._within.attach(storage)
 
     # -- undoing draws ------------------------------------------------------------------------
 

@@ -113,6 +113,8 @@ def _words(needs: Needs) -> str:
         words.append(f"{needs.past} rows of history, or the reset of the episode")
     if needs.open_future:
         words.append(f"{needs.open_future} rows after it, or the end of the episode")
+    if needs.future:
+        words.append(f"{needs.future} rows of its episode after it")
     if needs.closed:
         words.append("an episode that has ended")
     if needs.intact:

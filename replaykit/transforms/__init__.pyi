@@ -21,8 +21,11 @@ from replaykit.transforms.n_step import (
     NStep,
     NStepWriting,
 )
-from replaykit.transforms.normalization import (
-    RunningNorm,
+from replaykit.transforms.neighbours import (
+    ExpandTag,
+    Shift,
+    Tag,
+    WindowLast,
 )
 from replaykit.transforms.return_to_go import (
     ReturnToGo,
@@ -55,6 +58,7 @@ __all__ = [
     "CatTensors",
     "Compose",
     "ExcludeTransform",
+    "ExpandTag",
     "FrameStream",
     "HindsightGoal",
     "HistoryTransform",
@@ -69,11 +73,13 @@ __all__ = [
     "RewardMap",
     "RewardScale",
     "RewardShift",
-    "RunningNorm",
     "SelectTransform",
+    "Shift",
     "StackFrames",
     "StepCount",
     "Surroundings",
+    "Tag",
     "TrajectoryTransform",
     "Transform",
+    "WindowLast",
 ]

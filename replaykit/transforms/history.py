@@ -199,6 +199,17 @@ class Surroundings(ABC):
                 leaves = transform.relabel(dict(leaves), around, own, self)
         return leaves
 
+    def tags(self, name: str, time: Array, lane: Array) -> torch.Tensor:
+        """Return a tag of the episodes of rows, ``[B, *F]``.
+
+        Only ``fetch`` of a transform may call this.
+
+        Raises:
+            KeyError: no episode was given the tag.
+            RuntimeError: an earlier transform has edited the episodes.
+        """
+        raise RuntimeError(f"tag {name!r}: expected a Tag before a transform that edits episodes")
+
     @abstractmethod
     def any_rows(self, number: Array) -> tuple[Array, Array]:
         """Return time and lane of stored rows, given their numbers in ``[0, stored())``."""

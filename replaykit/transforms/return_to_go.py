@@ -41,10 +41,11 @@ class ReturnToGo(Transform):
     becomes True. Samples and checkpoints have both columns.
 
     Rows of open episodes, and of episodes that were cut without a flag, keep the default. But rows
-    up to the last ``boundary`` of any episode have their return once the boundary is written. If stored
-    flags change, or rows change by ``rb[i] = ...``, the next write recomputes all returns. If only
-    stored rewards change, returns are not recomputed. After a ``TrajectoryTransform``, reading a
-    batch gives the returns of the edited episodes.
+    up to the last ``boundary`` of any episode have their return once the boundary is written.
+
+    If stored flags change, or rows change by ``rb[i] = ...``, the next write recomputes all
+    returns. If only stored rewards change, returns are not recomputed. After a
+    ``TrajectoryTransform``, reading a batch gives the returns of the edited episodes.
 
     Returns have the shape of the rewards. They have the floating dtype of the rewards, or torch's
     default dtype for integer rewards. ``return_valid`` is bool ``[N, 1]``. Sums are computed in
