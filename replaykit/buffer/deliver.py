@@ -190,6 +190,7 @@ def batches_of(buffer: ReplayBuffer) -> Iterator[DataT]:
 def shut_down(buffer: ReplayBuffer) -> None:
     """Join the prefetch threads, and undo the draws that were not delivered."""
     buffer._closed = True
+    buffer._arrivals.close()
     if buffer._pace is not None:
         buffer._pace.close()
     queue = queue_of(buffer)

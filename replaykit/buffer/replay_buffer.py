@@ -20,6 +20,7 @@ from replaykit.buffer import (
     edit,
     priorities,
     state,
+    stream_rows,
     tags,
     write,
 )
@@ -223,6 +224,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         # True after a load, until the rows are stored that transforms had held back before it.
         self._restarted = False
         self._closed = False
+        self._arrivals = stream_rows.Arrivals()
         self._initialized = False
         self._making = threading.RLock()
         self._makers = (storage, chosen, writer, transform, transform_factory)
@@ -659,7 +661,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             self._observers.after_write(self)
         return index
 
-    def empty(self, empty_write_count: bool = True) -> None:
+    def empty(self, empty_write_count: bool = True, *, lane: Any = None) -> None:
         """Remove all rows, including rows that transforms hold back.
 
         Keys, shapes and memory stay. A removed row's index and generation never name a row again.
@@ -667,9 +669,11 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         Args:
             empty_write_count: reset ``write_count``, and a rate limiter's counts in ``stats``, to
                 0. The rate limiter itself starts over in any case.
+            lane: remove only the rows of these streams, as ``remove_oldest`` does; None for all.
 
         Raises:
             RuntimeError: the writer does not allow writing.
+            IndexError, ValueError: as ``remove_oldest`` does, with ``lane``.
 
         Example:
             >>> import torch
@@ -680,9 +684,108 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             >>> len(rb), rb.write_count
             (0, 0)
         """
-        write.empty_rows(self, empty_write_count)
+        if lane is None:
+            write.empty_rows(self, empty_write_count)
+        else:
+            stream_rows.remove_stream_rows(self, None, lane, "empty(lane=)")
         if self._observers is not None:
             self._observers.after_write(self)
+
+    def remove_oldest(self, n: int, *, lane: Any = None) -> int:
+        """Remove up to ``n`` of the oldest rows of each stream; return how many rows are gone.
+
+        The storage needs a ``lane_key``, and the buffer a LaneWriter or EpisodeWriter. Rows of the
+        last slots move to the free slots; they keep row ids, priorities and tags.
+
+        Args:
+            lane: a stream, or several, named by their values of the lane key; None for all.
+
+        Raises:
+            IndexError: a stream has no stored rows.
+            ValueError: ``n`` is negative, a stream is named twice, or single rows of the storage
+                cannot be removed.
+
+        Cost: O(rows removed + streams).
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"),
+            ...                   writer=LaneWriter(4))
+            >>> env = torch.arange(6) % 2
+            >>> _ = rb.extend(TensorDict({"env": env, "x": torch.arange(6)}, [6]))
+            >>> rb.remove_oldest(2, lane=1), sorted(rb[:]["x"].tolist())
+            (2, [0, 2, 4, 5])
+        """
+        return stream_rows.remove_stream_rows(self, n, lane, "remove_oldest()")
+
+    def take(self, n: int, lanes: Any = None, *, timeout: float | None = 0) -> DataT | None:
+        """Remove the ``n`` oldest rows of each stream, and return them as ``[B, n]``.
+
+        The buffer is then a queue: each row is taken once. Rows are returned as stored, without
+        transforms. The streams are in the order of ``lanes``, or in that of their keys.
+
+        Args:
+            lanes: streams, named by their values of the lane key; None for the ``lanes`` of the
+                LaneWriter, or else for all that have rows.
+            timeout: seconds to wait for missing rows; None for no limit, 0 to raise at once. A
+                waiting call holds no lock.
+
+        Returns:
+            The rows; None if ``shutdown`` is called, until ``reopen``.
+
+        Raises:
+            NotEnoughData, IndexError: with ``timeout=0``, a stream has too few rows, or none.
+            TimeoutError: the rows did not come in time.
+            ValueError: as ``remove_oldest`` does, or ``n`` exceeds the rows of a stream.
+
+        After an error nothing has changed.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"),
+            ...                   writer=LaneWriter(4))
+            >>> env = torch.arange(6) % 2
+            >>> _ = rb.extend(TensorDict({"env": env, "x": torch.arange(6)}, [6]))
+            >>> rb.take(2)["x"], len(rb)
+            (tensor([[0, 2],
+                    [1, 3]]), 2)
+        """
+        return stream_rows.take_rows(self, n, lanes, timeout)
+
+    def reopen(self) -> None:
+        """Let ``take`` return rows again after ``shutdown``."""
+        self._arrivals.close(False)
+
+    def drain(self, skip: int = 0) -> DataT:
+        """Remove all rows, and return them in order of time as ``[lanes, T]``.
+
+        All lanes or streams must have equally many rows. No write comes between the read and the
+        removal. Rows are returned as stored, with their row ids under ``"position"``.
+
+        Args:
+            skip: number of the oldest rows of each lane that are left out, but also removed.
+
+        Raises:
+            NotEnoughData: the lanes have different numbers of rows, or at most ``skip``.
+            RuntimeError: the storage has no lanes.
+
+        After an error nothing has changed.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2))
+            >>> _ = rb.extend(TensorDict({"x": torch.arange(6).reshape(2, 3)}, [2, 3]))
+            >>> rb.drain(skip=1)["x"], len(rb)
+            (tensor([[1, 2],
+                    [4, 5]]), 0)
+        """
+        return stream_rows.drain_rows(self, skip)
 
     def mark_update(self, index: Any) -> None:
         """Give rows the sampler's default priority. No effect without priorities.

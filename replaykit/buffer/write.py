@@ -189,6 +189,8 @@ def write_rows(
             sampler.mark_update(index, storage=storage)
     for transform in buffer._listening:
         transform.written(storage)
+    if buffer._arrivals.waiting:
+        buffer._arrivals.notify()
     if len(storage._listeners) > 1:  # another one than this buffer
         storage.notify(index, source=buffer)
     if buffer._pace is not None:

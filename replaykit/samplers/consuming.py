@@ -13,7 +13,7 @@ from replaykit._compat import as_tensor
 from replaykit.checkpoint import ReadLater, ReadOnce
 from replaykit.declared import Positive
 from replaykit.errors import NotEnoughData
-from replaykit.keywords import checked_keywords, whole_number
+from replaykit.keywords import checked_keywords, one_of, whole_number
 from replaykit.samplers.priority_rules import stored_elements
 from replaykit.samplers.sampler import Int64s, Sampler, made_of_saved, require_rows
 from replaykit.samplers.window_measures import integers
@@ -239,6 +239,8 @@ class ConsumingSampler(Sampler):
 
     Args:
         max_sample_count: number of times that a row is drawn, at least 1.
+        order: ``"random"``, or ``"age"`` to draw the oldest rows first, as from a queue. A draw
+            then takes O(N) for N rows that can be drawn.
 
     Raises:
         TypeError: ``max_sample_count`` is not an int.
@@ -268,8 +270,11 @@ class ConsumingSampler(Sampler):
     _slots = ReadOnce[LiveSlots]()
 
     @checked_keywords
-    def __init__(self, max_sample_count: int = 1, *, replacement: bool = True) -> None:
+    def __init__(
+        self, max_sample_count: int = 1, order: str = "random", *, replacement: bool = True
+    ) -> None:
         super().__init__(replacement=replacement)
+        self.order = one_of("order", order, ("random", "age"))
         self._most = whole_number("max_sample_count", max_sample_count, 1)
         self._slots = LiveSlots()
         # The ledger's count of clears when last read; None: not read yet.
@@ -302,7 +307,12 @@ class ConsumingSampler(Sampler):
                 f"each of the {len(storage)} stored rows has been sampled {self._most} times; "
                 "write new rows first"
             )
-        drawn = self._slots.at(_distinct(left, min(batch_size, left), self.generator))
+        if self.order == "age":
+            live = self._slots.at(np.arange(left))
+            row_id = storage.ledger.positions(torch.from_numpy(live)).numpy()
+            drawn = live[np.argsort(row_id)[:batch_size]]
+        else:
+            drawn = self._slots.at(_distinct(left, min(batch_size, left), self.generator))
         self._slots.use(drawn, self._most)
         self._ran_out = not self._slots.count
         return torch.from_numpy(drawn).to(storage.device), {}

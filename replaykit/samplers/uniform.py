@@ -62,10 +62,13 @@ class SamplerWithoutReplacement(Sampler):
     Args:
         drop_last: if True, skip a last batch that would be shorter.
         shuffle: if ``False``, draw rows in the order of their slots.
+        even: divide a pass into batches whose sizes differ by at most 1, instead of a short last
+            batch. No batch is smaller than requested, unless a pass has fewer rows.
         replacement: no effect.
 
     Raises:
-        ValueError: ``drop_last`` is True, and fewer rows are stored than one batch has.
+        ValueError: ``drop_last`` is True together with ``even``, or with fewer stored rows than one
+            batch has.
 
     Cost: O(B + skipped rows) for a draw, and O(N) once per pass. Memory: 8 bytes per row.
 
@@ -89,9 +92,17 @@ class SamplerWithoutReplacement(Sampler):
 
     @checked_keywords
     def __init__(
-        self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False
+        self,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        *,
+        even: bool = False,
+        replacement: bool = False,
     ) -> None:
         super().__init__()
+        if even and drop_last:
+            raise ValueError("expected even=True without drop_last, since no batch is smaller")
+        self.even = bool(even)
         self.drop_last = drop_last
         self.shuffle = shuffle
         self._remaining = None
@@ -120,6 +131,9 @@ class SamplerWithoutReplacement(Sampler):
                 f"{known} rows are stored, and drop_last=True gives no smaller batch"
             )
         remaining, drawn = self._remaining, None
+        if self.even:
+            left = known if remaining is None or self._length != count else len(remaining)
+            batch_size = -(-left // max(1, left // batch_size))
         if remaining is not None and self._length == count:
             if eligible is None or eligible.as_of == self._whole_as_of:
                 if not self._too_few(remaining, batch_size):

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from replaykit.episodes import EpisodeIndex
     from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = ["check_removable", "fill_holes", "named_lanes", "remove_oldest", "stream_index"]
+__all__ = [
+    "check_removable",
+    "fill_holes",
+    "named_lanes",
+    "oldest_slots",
+    "remove_oldest",
+    "stream_index",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -81,6 +88,14 @@ def remove_oldest(storage: ColumnStorage, keys: list[Any], counts: Array) -> Non
     except BaseException:
         storage.ledger.changes += 1  # so that the indexes read the rows again
         raise
+
+
+def oldest_slots(index: EpisodeIndex, lanes: Array, counts: Array) -> Array:
+    """Return the slots of the oldest rows of lanes, stream after stream; int64 ``[K]`` each."""
+    each = np.repeat(np.arange(len(lanes)), counts)
+    number = np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
+    lane = lanes[each]
+    return index.element(index.bounds(lane)[0] + number, lane)
 
 
 def fill_holes(storage: ColumnStorage, holes: Array) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn
 
@@ -210,9 +211,12 @@ class LaneWriter(Writer):
 
     Args:
         length: number of rows of each stream.
+        lanes: the streams, named by their values of the lane key, if they are known in advance;
+            ``drain`` then waits for all of them. None: any streams.
         track_generations: whether samples carry ``index_generation``; see RoundRobinWriter.
 
     Raises:
+        IndexError: on write, a row is of a stream that ``lanes`` does not name.
         ValueError: ``length`` is not an int of at least 1, or the storage has no ``lane_key``.
         BufferFull: on write, all streams with ``length`` rows each would exceed the capacity.
             Nothing has changed.
@@ -238,8 +242,17 @@ class LaneWriter(Writer):
     _declared = _LaneState
     mapped_entries = ("_ledger", "_lanes")
 
-    def __init__(self, length: int, *, track_generations: bool = False) -> None:
+    def __init__(
+        self,
+        length: int,
+        lanes: Sequence[int] | None = None,
+        *,
+        track_generations: bool = False,
+    ) -> None:
         super().__init__()
+        self.lanes = None if lanes is None else np.unique(np.asarray(lanes, np.int64))
+        if lanes is not None and len(self.lanes) != len(lanes):  # type: ignore[arg-type]
+            raise ValueError(f"expected distinct lanes, got {list(lanes)}")
         given: Any = length
         number = int(given) if isinstance(given, np.integer) else given
         self.length: int = read_value(Positive, number, "length")
@@ -304,6 +317,11 @@ class LaneWriter(Writer):
         starts = np.flatnonzero(np.append(True, grouped[1:] != grouped[:-1]))
         counts = np.diff(starts, append=count)
         streams = grouped[starts]
+        if self.lanes is not None and not np.isin(streams, self.lanes).all():
+            raise IndexError(
+                f"expected streams {self.lanes.tolist()} by {format_key(storage.lane_key)}, got "
+                f"{streams[~np.isin(streams, self.lanes)].tolist()}"
+            )
         have = np.zeros(len(streams), np.int64) if index is None else index.sizes(streams)
         self._check_room(index, int(np.count_nonzero(have == 0)), storage.slots_for(rows))
         number = np.arange(count) - np.repeat(starts, counts)

@@ -1,0 +1,192 @@
+"""Queues and drains of streams, removal of rows, and even passes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    ConsumingSampler,
+    LaneWriter,
+    LazyTensorStorage,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+)
+from replaykit.errors import NotEnoughData
+
+
+def make(length: int = 4, lanes: Any = None, slots: int = 40) -> ReplayBuffer:
+    storage = LazyTensorStorage(slots, lane_key="env")
+    return ReplayBuffer(storage=storage, writer=LaneWriter(length, lanes))
+
+
+def write(rb: ReplayBuffer, lanes: list[int], *times: int) -> None:
+    for t in times:
+        env = torch.tensor(lanes)
+        rb.extend(TensorDict({"env": env, "t": torch.full_like(env, t)}, [len(lanes)]))
+
+
+def test_rows_leave_the_queue_oldest_first() -> None:
+    rb, lanes = make(), [1, 2, 3, 5, 6]
+    write(rb, lanes, *range(2, 10))
+    assert [rb.take(1)["t"].flatten().tolist() for _ in range(2)] == [[6] * 5, [7] * 5]
+    assert rb.take(1, [2, 1])["t"].tolist() == [[8], [8]]
+    taken = rb.take(1)
+    assert taken["t"].flatten().tolist() == [9, 9, 8, 8, 8]
+    assert taken["env"].flatten().tolist() == lanes
+    for args in ((1, lanes), (1, [1])):
+        with pytest.raises((NotEnoughData, IndexError)):
+            rb.take(*args)
+    assert len(rb) == 3
+    rb = make()
+    write(rb, lanes, *range(5, 10))
+    assert rb.take(2)["t"].tolist() == [[6, 7]] * 5
+    assert rb.take(2)["t"].tolist() == [[8, 9]] * 5  # across the seam
+    write(rb, lanes, 1, 2, 3)
+    before = rb.storage.ledger.next_position
+    assert rb.remove_oldest(2, lane=[1, 6]) == 4
+    assert rb.remove_oldest(9, lane=5) == 3
+    assert rb.storage.ledger.next_position == before
+    assert sorted(rb[:]["t"].tolist()) == [1, 1, 2, 2, 3, 3, 3, 3]
+    rb.empty(lane=2)
+    assert sorted(rb[:]["env"].tolist()) == [1, 3, 3, 3, 6]
+    assert [len(e.rows()) for e in rb.episodes] == [1, 3, 1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_programs_match_queues(seed: int) -> None:
+    rng, rb = np.random.default_rng(seed), make(5)
+    model: dict[int, list[int]] = defaultdict(list)
+    for step in range(150):
+        lanes = rng.choice(8, int(rng.integers(1, 5)), replace=False).tolist()
+        if rng.random() < 0.6:
+            write(rb, lanes, step)
+            for lane in lanes:
+                model[lane] = [*model[lane], step][-5:]
+        else:
+            known = [lane for lane in lanes if model[lane]]
+            n = int(rng.integers(1, 4))
+            if known and all(len(model[lane]) >= n for lane in known) and rng.random() < 0.5:
+                wanted = [model[lane][:n] for lane in known]
+                assert rb.take(n, known)["t"].tolist() == wanted
+            elif known:
+                rb.remove_oldest(n, lane=known)
+            else:
+                continue
+            for lane in known:
+                model[lane] = model[lane][n:]
+        stored: dict[int, list[int]] = defaultdict(list)
+        for episode in rb.episodes if len(rb) else ():
+            rows = episode.rows()
+            stored[int(rows["env"][0])] += rows["t"].tolist()
+        assert stored == {lane: rows for lane, rows in model.items() if rows}
+
+
+def test_a_call_waits_for_rows_and_ends_when_the_buffer_closes() -> None:
+    rb, found = make(), []
+    thread = threading.Thread(target=lambda: found.append(rb.take(2, [3], timeout=20)))
+    thread.start()
+    time.sleep(0.04)
+    write(rb, [3], 7, 8)
+    thread.join(10)
+    assert found[0]["t"].tolist() == [[7, 8]]
+    with pytest.raises(TimeoutError, match="within"):
+        rb.take(1, [3], timeout=0.01)
+    waiting = [threading.Thread(target=lambda: found.append(rb.take(1, timeout=None)))]
+    waiting[0].start()
+    time.sleep(0.04)
+    rb.shutdown()
+    waiting[0].join(10)
+    assert found[1] is None is rb.take(1)
+    rb.reopen()
+    write(rb, [3], 9)
+    assert rb.take(1)["t"].tolist() == [[9]]
+
+
+def test_all_rows_leave_at_once() -> None:
+    rb = make(9, lanes=range(4))
+    for first, last in ((1, 8), (9, 14)):
+        for t in range(first, last + 1):
+            write(rb, [0, 1, 2, 3], t)
+        rows = rb.drain(skip=2)
+        assert rows["t"].tolist() == [list(range(first + 2, last + 1))] * 4
+        assert rows["position"][:, 0].tolist() == [4 * (first + 1) + lane for lane in range(4)]
+        assert not len(rb)
+    rb = make(4, lanes=range(8))
+    write(rb, [0, 4, 7], 1)
+    with pytest.raises(NotEnoughData, match="0 to 1"):
+        rb.drain()
+    write(rb, [1, 2, 3, 5, 6], 1)
+    assert rb.drain().shape == (8, 1)
+    write(rb, [0, 4, 7], *range(9))
+    write(rb, [1, 2, 3, 5, 6], 0)
+    with pytest.raises(NotEnoughData, match="1 to 4"):
+        rb.drain()
+    with pytest.raises(IndexError, match=r"got \[9\]"):
+        write(rb, [9], 0)
+    grid = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+    grid.extend(TensorDict({"t": torch.arange(10).reshape(2, 5)}, [2, 5]))
+    grid.extend(TensorDict({"t": torch.arange(10, 18).reshape(2, 4)}, [2, 4]))
+    rows = grid.drain()
+    assert rows["t"].tolist() == [[3, 4, 10, 11, 12, 13], [8, 9, 14, 15, 16, 17]]
+    assert rows["position"].tolist() == [list(range(3, 9))] * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "sizes"), [(264, 32, [33] * 8), (10, 4, [5, 5]), (11, 4, [6, 5]), (3, 4, [3])]
+)
+def test_even_passes_have_batches_of_nearly_equal_sizes(
+    rows: int, size: int, sizes: list[int]
+) -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(300), sampler=SamplerWithoutReplacement(even=True),
+        batch_size=size,
+    )  # fmt: skip
+    rb.extend(torch.arange(rows))
+    for _ in range(2):
+        batches = [batch.tolist() for batch in rb]
+        assert [len(batch) for batch in batches] == sizes
+        assert sorted(row for batch in batches for row in batch) == list(range(rows))
+    with pytest.raises(ValueError, match="even=True"):
+        SamplerWithoutReplacement(even=True, drop_last=True)
+
+
+def test_rows_are_used_up_oldest_first() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), sampler=ConsumingSampler(order="age"))
+    rb.extend(torch.arange(4))
+    assert rb.sample(2).tolist() == [0, 1]
+    rb.extend(torch.arange(4, 6))  # in the slots of the first two
+    state = rb.state_dict()
+    for _ in range(2):
+        assert [rb.sample(3).tolist(), rb.sample(1).tolist()] == [[2, 3, 4], [5]]
+        rb.load_state_dict(state)
+    with pytest.raises(ValueError, match="order"):
+        ConsumingSampler(order="oldest")
+
+
+def test_wrong_requests_are_refused() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(9, lane_key="env"), writer=RoundRobinWriter())
+    write(rb, [1, 2], 1)
+    for request in (lambda: rb.remove_oldest(1), lambda: rb.take(1), lambda: rb.empty(lane=1)):
+        with pytest.raises(ValueError, match="LaneWriter"):
+            request()
+    rb = make()
+    write(rb, [1, 2], 1)
+    for request, error in (
+        (lambda: rb.remove_oldest(-1), ValueError), (lambda: rb.take(0), ValueError),
+        (lambda: rb.take(5), ValueError), (lambda: rb.remove_oldest(1, lane=3), IndexError),
+        (lambda: rb.take(1, [1, 1]), ValueError), (lambda: rb.drain(-1), ValueError),
+    ):  # fmt: skip
+        with pytest.raises(error):
+            request()
+    assert len(rb) == 2
+    with pytest.raises(ValueError, match="distinct lanes"):
+        LaneWriter(3, [1, 1])
