@@ -60,6 +60,7 @@ WORKS = {
         "memory",
         "calls",
         "sequences",
+        "episodes",
         "checkpoints",
         "opening",
         "sharing",
