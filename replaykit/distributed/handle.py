@@ -233,6 +233,7 @@ _LOCAL = {
 RESTARTING = frozenset(
     {
         "append_transform",
+        "drain",
         "empty",
         "insert_transform",
         "load",
@@ -255,8 +256,9 @@ _WAITING = {
     "extend": "writing",
     "flush": "writing",
     "sample": "sampling",
+    "take": "sampling",
 }
-"""The thread group of each method that a rate limiter may delay.
+"""The thread group of each method that may wait, for a rate limiter or for rows.
 
 Methods that must stay in order with such methods also have a group.
 """

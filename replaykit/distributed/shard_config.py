@@ -114,10 +114,15 @@ class Windows(DrawLaw):
     The mass is the number of windows or episodes, depending on the sampler's ``measure``.
     """
 
-    options: ClassVar = {"draw": "iid", "recent": None, "strict_lanes": False}
+    options: ClassVar = {"draw": "iid", "recent": None, "strict_lanes": False, "where": None}
 
     def check(self) -> None:
         super().check()
+        if not isinstance(self.sampler.measure, str):
+            raise ValueError(
+                f"expected the name of a measure for shards, got {self.sampler.measure!r}, whose "
+                "counts each shard would have alone"
+            )
         _refuse_static(self.sampler)
 
     def terms(self, batch_size: int | None) -> Terms | None:

@@ -48,10 +48,13 @@ _EDITS = (
 )
 _SAVES = "each shard saves itself, all at one instant; save other state separately"
 
+_STREAMS = "streams and episodes are indexed in the shards"
+
 REFUSED: dict[str, str] = {
     "append_transform": _PARTS,
     "as_remote": "its rows are in actors already; client() is a handle for other processes",
     "checkpointer": "dumps and loads have one format, for all shards together",
+    "drain": _STREAMS,
     "dim_extend": "rows of shards are along dimension 0, and shard_key distinguishes streams",
     "episodes": "the episode index is in the shards, which draw slices by it",
     "insert_transform": _PARTS,
@@ -60,6 +63,8 @@ REFUSED: dict[str, str] = {
     "register_load_hook": _SAVES,
     "register_save_hook": _SAVES,
     "service_backend": "its rows are in Ray actors; the constructor has backend=",
+    "remove_oldest": _STREAMS,
+    "reopen": _STREAMS,
     "set_": _EDITS,
     "set_at_": _EDITS,
     "set_sampler": _PARTS,
@@ -68,6 +73,8 @@ REFUSED: dict[str, str] = {
     "join": "client() is a handle for other processes, which all see the same rows",
     "share": "client() is a handle for other processes, which all see the same rows",
     "shared": "client() is a handle for other processes, which all see the same rows",
+    "tag": _STREAMS,
+    "take": _STREAMS,
     "storage": "rows are in the storages of the shards; rb[...] reads them",
     "transform": _PARTS,
     "update_": _EDITS,

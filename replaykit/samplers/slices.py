@@ -700,9 +700,6 @@ class SliceSampler(Sliced):
     def mark(self, storage: Storage) -> Any:
         return None if self._counter is None else self._counter.number
 
-    def drawn(self, token: Any) -> Any:
-        return token
-
     def rollback(self, token: Any, storage: Storage) -> bool | None:
         if self._counter is not None and token is not None:
             with storage.lock:

@@ -41,8 +41,7 @@ class Shift(HistoryTransform):
         out: the new key. Default: the key with the number, as in ``"observation+2"``.
 
     Raises:
-        ValueError: ``n`` is 0, ``on_short`` is unknown, or it is ``"error"`` with a negative n:
-            the rows before an episode are no reason not to draw its first row.
+        ValueError: ``n`` is 0, ``on_short`` is unknown, or it is ``"error"`` with a negative n.
         KeyError: on read, the key is not stored.
 
     Cost: one more read of the key for each row.

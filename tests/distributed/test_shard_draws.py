@@ -12,6 +12,7 @@ from tensordict import TensorDict, tensorclass
 
 from replaykit import (
     Compose,
+    Coverage,
     HindsightGoal,
     LaneWriter,
     LazyMemmapStorage,
@@ -240,6 +241,11 @@ def test_weights_undo_the_probabilities_that_rows_really_had(sharded: Any) -> No
             {"sampler": lambda: SliceSampler(slice_len=2, draw="stratified"), "shard_key": "k"},
             "draw='iid'",
         ),
+        (
+            {"sampler": lambda: SliceSampler(slice_len=2, measure=Coverage()), "shard_key": "k"},
+            "name of a measure",
+        ),
+        ({"sampler": lambda: SliceSampler(slice_len=2, where=len), "shard_key": "k"}, "where="),
         ({"sampler": lambda: PrioritizedSampler(alpha=1, beta=1, stratified=True)}, "stratified"),
         ({"writer": TensorDictMaxValueWriter}, "order"),
         ({"storage": lambda: LazyTensorStorage(8, ndim=2)}, "ndim=1"),
