@@ -57,7 +57,7 @@ NOTHING = inspect.Parameter.empty
 METHODS = {
     "add": {"data": NOTHING, "*timeout": None},
     "extend": {"data": NOTHING, "*update_priority": None, "*timeout": None},
-    "empty": {"empty_write_count": True},
+    "empty": {"empty_write_count": True, "*lane": None},
     "sample": {"batch_size": None, "return_info": False, "include_info": None, "*timeout": None},
     "can_sample": {"batch_size": None},
     "next": {},
