@@ -223,6 +223,7 @@ class EpisodeIndexes:
         """
         for index in self._live():
             index.placed(rows, slots)
+        self.seen = self.storage.ledger.log.number
 
     def drop_oldest(self, keys: list[Any], counts: Array, *, forget: bool = False) -> Array:
         """Forget the oldest rows of streams, before they are removed. Return their slots.
@@ -349,7 +350,7 @@ class EpisodeIndexes:
 
     def _live(self) -> list[EpisodeIndex]:
         main = [] if self._main is None else [self._main]
-        return [*main, *self._others.values()]
+        return [*main, *self._others.values()] if self._has_others else main
 
     # -- state --------------------------------------------------------------------------------
 

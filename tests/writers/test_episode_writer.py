@@ -20,6 +20,7 @@ from replaykit import (
     Oldest,
     PrioritizedSampler,
     ReplayBuffer,
+    ReturnToGo,
     SliceSampler,
     Uniform,
 )
@@ -133,6 +134,19 @@ def test_windows_and_sums_follow_moved_rows() -> None:
         assert (t // 1000 == t[:, :1] // 1000).all()
         last = torch.tensor([stored(rb)[int(k)] - 1 for k in batch["id"]]) == batch["t"] % 1000
         assert batch["next", "reward"].flatten().equal(torch.where(last, 1.0, 1.5))
+
+
+def test_returns_stay_right_while_rows_move_and_leave() -> None:
+    rng, rb = np.random.default_rng(0), make(40, evict=Uniform(), transform=ReturnToGo(1.0))
+    for key in range(60):
+        rb.extend(rows_of(key, int(rng.integers(1, 15))))
+        if key % 5 == 0:
+            rb.remove_oldest(1)
+        for episode in rb.episodes:
+            rows = episode.rows()
+            assert rows["return_valid"].all()
+            left = torch.arange(episode.length, 0, -1.0)
+            assert rows["episode_return"].flatten().equal(left)
 
 
 def test_episode_without_end_is_cut_and_long_one_keeps_its_last_piece() -> None:
