@@ -61,15 +61,18 @@ class LoggedChange(NamedTuple):
     Attributes:
         slots: the changed slots, in the order of the changes and possibly repeated; None if any
             slot may have changed. The slots of an append are a range, which goes on after the last
-            slot of the ring.
+            slot of the ring. For a removal it is a `Removal`.
         columns: the changed columns; None if any column may have changed.
-        removal: the removal, for this kind.
     """
 
     kind: ChangeKind
     slots: Any
     columns: frozenset[Path] | None
-    removal: Removal | None = None
+
+    @property
+    def removal(self) -> Removal | None:
+        """The removal of rows; None for changes of other kinds."""
+        return self.slots if isinstance(self.slots, Removal) else None
 
     def in_ring(self, ring: int) -> Any:
         """Return the slots, of which there are ``ring``; the last ones of an append."""
@@ -85,13 +88,12 @@ class _Run:
     first slot of an append.
     """
 
-    __slots__ = ("columns", "count", "kind", "parts", "removal", "start")
+    __slots__ = ("columns", "count", "kind", "parts", "start")
 
     def __init__(self, kind: ChangeKind, columns: frozenset[Path] | None, start: int) -> None:
         self.kind, self.columns, self.start = kind, columns, start
         self.count = 0
         self.parts: list[Any] = []
-        self.removal: Removal | None = None
 
     def after(self, seen: int) -> LoggedChange:
         """Return the changes with the number ``seen`` or a later one."""
@@ -100,9 +102,16 @@ class _Run:
         slots, skipped = self.parts[0], max(seen - self.start, 0)
         if self.kind is ChangeKind.APPEND:
             slots = range(slots + skipped, slots + self.count)
-        elif slots is not None:
+        elif slots is not None and self.kind is not ChangeKind.REMOVE:
             slots = slots[skipped:]
-        return LoggedChange(self.kind, slots, self.columns, self.removal)
+        return LoggedChange(self.kind, slots, self.columns)
+
+
+def _cost_of(run: _Run) -> int:
+    """Return how many numbers the arrays of a run have."""
+    if run.kind is ChangeKind.REMOVE:
+        return 2 * len(run.parts[0].source)
+    return 0 if run.kind is ChangeKind.APPEND else run.count
 
 
 _SPARE = 4096
@@ -193,10 +202,12 @@ class ChangeLog:
 
     def remove(self, removal: Removal) -> None:
         """Record that rows are gone, and that others have moved."""
-        self._record(ChangeKind.REMOVE)
-        assert self._last is not None
-        self._last.removal, self.removed = removal, self.number
-        self._named += 2 * len(removal.source)
+        run = self._begin(ChangeKind.REMOVE, None)
+        run.parts.append(removal)
+        run.count = 1
+        self._named += _cost_of(run)
+        self.number += 1
+        self.irregular = self.removed = self.number
 
     def _record(
         self, kind: ChangeKind, slots: Any = None, columns: frozenset[Path] | None = None
@@ -226,8 +237,7 @@ class ChangeLog:
         runs = self._runs
         while self._named > self.rows + _SPARE and runs:
             run = runs.popleft()
-            self._named -= _RUN_COST + (0 if run.kind is ChangeKind.APPEND else run.count)
-            self._named -= 0 if run.removal is None else 2 * len(run.removal.source)
+            self._named -= _RUN_COST + _cost_of(run)
             self._oldest = run.start + run.count
         self._last = run = _Run(kind, columns, self.number)
         runs.append(run)
@@ -277,20 +287,21 @@ class ChangeLog:
         if changes is None:
             return None
         for change in changes:
-            kind, slots, columns, _ = change
+            kind, slots, columns = change
             if kind is ChangeKind.CUT or (kind is ChangeKind.EDIT and not edits):
                 continue
             if paths is not None and columns is not None and columns.isdisjoint(paths):
                 continue
-            if slots is None:
+            if slots is None or kind is ChangeKind.REMOVE:
                 return None
             found.append(change.in_ring(ring))
         return found
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has the same numbers, but its followers start over.
-        return {"rows": self.rows, "number": self.number}
+        return {"rows": self.rows, "number": self.number, "removed": self.removed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["rows"])  # type: ignore[misc]
-        self.number = self.irregular = self._oldest = self.removed = state["number"]
+        self.number = self.irregular = self._oldest = state["number"]
+        self.removed = state.get("removed", 0)

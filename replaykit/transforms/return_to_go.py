@@ -397,7 +397,7 @@ def _is_outdated(storage: ColumnStorage, index: EpisodeIndex, seen: int | None) 
     moves, outdated, paths = {ChangeKind.MOVE}, False, index.bound.paths
     if not storage.ledger.by_stream:  # else writes have placed rows
         moves.add(ChangeKind.PLACE)
-    for kind, _, columns, _ in changes:
+    for kind, _, columns in changes:
         if kind in moves:
             outdated = seen is not None or kind is not ChangeKind.MOVE
         elif kind is ChangeKind.EDIT:

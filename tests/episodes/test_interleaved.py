@@ -32,6 +32,7 @@ from replaykit.episodes import (
     EndReason,
     EpisodeIndex,
     Head,
+    Needs,
 )
 
 SWITCHED, SEVERED, RESTORED = 3, 4, 5
@@ -185,7 +186,7 @@ LAWS = [
     CountLaw.strict(3),
     CountLaw(1, 1, past=1),
     CountLaw(2, 0, 1, past=2, open_future=1),
-    CountLaw.strict(2).needing(CountLaw(0, 0, closed=True)),  # type: ignore[arg-type]
+    CountLaw.strict(2).needing(Needs(closed=True)),
     CountLaw(1, 2, intact=True),
 ]
 

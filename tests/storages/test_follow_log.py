@@ -109,7 +109,7 @@ def test_slots_since_are_those_of_the_wanted_changes(
         for kind, slot, columns in model.said[seen:]
         if kind != "cut" and (edits or kind != "edit") and (columns is None or ("x",) in columns)
     ]
-    found = log.slots_since(seen, RING, ("x",), edits=edits)
+    found = log.slots_since(seen, RING, [("x",)], edits=edits)
     if any(slot is None for _, slot in wanted):
         assert found is None
     else:
