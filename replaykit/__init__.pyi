@@ -17,6 +17,19 @@ from replaykit.buffer import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from replaykit.buffer.events import (
+    Event,
+    wait_ready,
+)
+from replaykit.buffer.hindsight_buffer import (
+    HERReplayBuffer,
+)
+from replaykit.buffer.metrics import (
+    Metrics,
+)
+from replaykit.buffer.periodic_save import (
+    PeriodicSave,
+)
 from replaykit.buffer.torchrl_buffers import (
     read_torchrl,
 )
@@ -50,6 +63,10 @@ from replaykit.datasets.families.roboset import (
 from replaykit.datasets.families.vd4rl import (
     VD4RLExperienceReplay,
 )
+from replaykit.datasets.offline_to_online import (
+    OfflineToOnlineReplayBuffer,
+    prefill_replay_buffer,
+)
 from replaykit.datasets.published_buffer import (
     CorpusExperienceReplay,
 )
@@ -66,6 +83,9 @@ from replaykit.environments import (
     VectorSteps,
     transition,
 )
+from replaykit.episode_assembler import (
+    EpisodeAssembler,
+)
 from replaykit.feeds import (
     AlfCheckpoint,
     AmagoTrajectories,
@@ -77,8 +97,11 @@ from replaykit.feeds import (
     feed_trajectories,
 )
 from replaykit.mixture import (
+    JointBatch,
+    Ramp,
     ReplayBufferEnsemble,
     SamplerEnsemble,
+    ScheduledChoice,
     StorageEnsemble,
     WriterEnsemble,
 )
@@ -183,6 +206,9 @@ from replaykit.transforms.neighbours import (
     Tag,
     WindowLast,
 )
+from replaykit.transforms.normalization import (
+    RunningNorm,
+)
 from replaykit.transforms.return_to_go import (
     ReturnToGo,
 )
@@ -251,19 +277,23 @@ __all__ = [
     "D4RLExperienceReplay",
     "EmoteTable",
     "Episode",
+    "EpisodeAssembler",
     "EpisodeData",
     "EpisodeWriter",
     "Episodes",
+    "Event",
     "Evictor",
     "ExcludeTransform",
     "ExpandTag",
     "Fifo",
     "FrameStream",
+    "HERReplayBuffer",
     "HindsightGoal",
     "HistoryTransform",
     "ImageScale",
     "ImmutableDatasetWriter",
     "IsaacLabExperienceReplay",
+    "JointBatch",
     "KeepRaw",
     "LambdaScheduler",
     "LaneWriter",
@@ -276,17 +306,21 @@ __all__ = [
     "LowestPriority",
     "ManiSkillExperienceReplay",
     "MaxSegmentTree",
+    "Metrics",
     "MinSegmentTree",
     "MinariExperienceReplay",
     "MostSampled",
     "NStep",
     "NStepWriting",
+    "OfflineToOnlineReplayBuffer",
     "Oldest",
     "ParameterScheduler",
+    "PeriodicSave",
     "PreviousStep",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
+    "Ramp",
     "RandomSampler",
     "RateLimiter",
     "RayReplayBuffer",
@@ -303,10 +337,12 @@ __all__ = [
     "RobomimicExperienceReplay",
     "RobosetExperienceReplay",
     "RoundRobinWriter",
+    "RunningNorm",
     "SampleUnit",
     "Sampler",
     "SamplerEnsemble",
     "SamplerWithoutReplacement",
+    "ScheduledChoice",
     "SchedulerList",
     "SelectTransform",
     "Sequence",
@@ -348,8 +384,10 @@ __all__ = [
     "feed_trajectories",
     "join_trajectories",
     "pad_collate",
+    "prefill_replay_buffer",
     "read_torchrl",
     "split_trajectories",
     "to_device",
     "transition",
+    "wait_ready",
 ]

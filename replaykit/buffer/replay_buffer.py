@@ -691,6 +691,12 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         if self._observers is not None:
             self._observers.after_write(self)
 
+    def _observed(self, result: Any) -> Any:
+        """Call the functions for events after rows were removed; return the result."""
+        if self._observers is not None:
+            self._observers.after_write(self)
+        return result
+
     def remove_oldest(self, n: int, *, lane: Any = None) -> int:
         """Remove up to ``n`` of the oldest rows of each stream; return how many rows are gone.
 
@@ -718,7 +724,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             >>> rb.remove_oldest(2, lane=1), sorted(rb[:]["x"].tolist())
             (2, [0, 2, 4, 5])
         """
-        return stream_rows.remove_stream_rows(self, n, lane, "remove_oldest()")
+        return self._observed(stream_rows.remove_stream_rows(self, n, lane, "remove_oldest()"))
 
     def take(self, n: int, lanes: Any = None, *, timeout: float | None = 0) -> DataT | None:
         """Remove the ``n`` oldest rows of each stream, and return them as ``[B, n]``.
@@ -754,7 +760,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             (tensor([[0, 2],
                     [1, 3]]), 2)
         """
-        return stream_rows.take_rows(self, n, lanes, timeout)
+        return self._observed(stream_rows.take_rows(self, n, lanes, timeout))
 
     def reopen(self) -> None:
         """Let ``take`` return rows again after ``shutdown``."""
@@ -785,7 +791,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             (tensor([[1, 2],
                     [4, 5]]), 0)
         """
-        return stream_rows.drain_rows(self, skip)
+        return self._observed(stream_rows.drain_rows(self, skip))
 
     def mark_update(self, index: Any) -> None:
         """Give rows the sampler's default priority. No effect without priorities.

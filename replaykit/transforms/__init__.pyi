@@ -27,6 +27,9 @@ from replaykit.transforms.neighbours import (
     Tag,
     WindowLast,
 )
+from replaykit.transforms.normalization import (
+    RunningNorm,
+)
 from replaykit.transforms.return_to_go import (
     ReturnToGo,
 )
@@ -73,6 +76,7 @@ __all__ = [
     "RewardMap",
     "RewardScale",
     "RewardShift",
+    "RunningNorm",
     "SelectTransform",
     "Shift",
     "StackFrames",
