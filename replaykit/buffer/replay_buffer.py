@@ -1548,7 +1548,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             >>> from tensordict import TensorDict
             >>> from replaykit import LazyTensorStorage, ReplayBuffer, SliceSampler
             >>> solved = SliceSampler(slice_len=1, where=lambda episodes: episodes["success"])
-            >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=solved, batch_size=8)
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=solved, batch_size=64)
             >>> done = torch.tensor([0, 1, 0, 0, 1], dtype=torch.bool)
             >>> index = rb.extend(TensorDict({"t": torch.arange(5), "next": {"done": done}}, [5]))
             >>> rb.tag(index[2:3], {"success": True})

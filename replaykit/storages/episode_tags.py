@@ -211,7 +211,7 @@ class EpisodeData:
         >>> from tensordict import TensorDict
         >>> from replaykit import LazyTensorStorage, ReplayBuffer, SliceSampler
         >>> sampler = SliceSampler(slice_len=2, where=lambda episodes: episodes.length > 2)
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=8)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=64)
         >>> done = torch.tensor([0, 1, 0, 0, 1, 0], dtype=torch.bool)
         >>> _ = rb.extend(TensorDict({"t": torch.arange(6), "next": {"done": done}}, [6]))
         >>> rb.sample()["t"].unique().tolist()
