@@ -279,15 +279,14 @@ def _held(client: ShardedClient, token: str) -> Iterator[int]:
     try:
         sent = [members.send(shard, "freeze", token, _HELD_S) for shard in range(1, count)]
         found = {0: first}
-        for shard, reply in enumerate(sent, 1):
-            try:
+        try:
+            for shard, reply in enumerate(sent, 1):
                 found[shard] = members.receive(shard, reply)
-            except ShardDied:
-                raise RuntimeError(
-                    f"shard {shard} died during a save or load of all shards; try again after its "
-                    "restart"
-                ) from None
-        _drain(client, token, missing_parts(found))
+            _drain(client, token, missing_parts(found))
+        except ShardDied as died:
+            raise RuntimeError(
+                f"shard {died.shard} died during a save or load of all shards; try again later"
+            ) from None
         yield client._router.dealt if isinstance(client._router, InTurn) else 0
     finally:
         members.ask_all("thaw", token)

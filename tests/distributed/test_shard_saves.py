@@ -350,10 +350,12 @@ def test_a_write_that_was_lost_is_waited_for_once(
     rb.extend(numbered(0, 9))
     rb._members.shards[0].kill()
     sent: list[str] = []
-    send = rb._members.send
+    send, deadly = rb._members.send, ""
 
     def noted(shard: int, verb: str, *args: Any) -> Any:
         sent.append(verb)
+        if verb == deadly:
+            rb._members.shards[shard].kill()
         return send(shard, verb, *args)
 
     monkeypatch.setattr(rb._members, "send", noted)
@@ -364,6 +366,11 @@ def test_a_write_that_was_lost_is_waited_for_once(
         asked.append(sent.count("has_all") - before)
     assert asked[0] > 0
     assert asked[1:] == [0, 0]
+    rb.extend(numbered(9, 9))
+    rb._members.shards[0].kill()
+    deadly = "has_all"
+    with pytest.raises(RuntimeError, match="died during a save"):
+        rb.dumps(tmp_path)
 
 
 def test_a_shard_without_files_is_not_published(sharded: Any, tmp_path: Path) -> None:
