@@ -18,8 +18,9 @@ from typing import Any
 from typing_extensions import Self
 
 from replaykit._ray import ray_module
+from replaykit.distributed.protocol import ShardSilent
 from replaykit.distributed.wire_format import Message, unpack
-from replaykit.errors import ActorLost
+from replaykit.errors import ActorLost, RateLimiterTimeout
 
 _HERE = os.path.dirname(__file__)
 _MOST_ERRORS = 5
@@ -196,8 +197,8 @@ class Reply:
 class JointReply(Reply, ABC):
     """An answer that is made from the answers to several messages.
 
-    One thread makes the answer, and other threads wait for it. After a TimeoutError, the next
-    ``get`` continues. Any other error is the answer.
+    One thread makes the answer, and other threads wait for it. After an answer that is late, the
+    next ``get`` continues. Any other error is the answer, even a TimeoutError of a shard.
     """
 
     @abstractmethod
@@ -216,7 +217,7 @@ class JointReply(Reply, ABC):
             if not self._known:
                 try:
                     self._value = make()
-                except TimeoutError:
+                except (ShardSilent, RateLimiterTimeout):
                     raise
                 except Exception as error:
                     self._error = error

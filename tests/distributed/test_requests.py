@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import pickle
 import threading
 from pathlib import Path
@@ -277,21 +278,22 @@ def test_errors_are_raised_in_the_requesting_call(sharded: Any) -> None:
     assert rb.sample().shape == (4,)
     with pytest.raises(RuntimeError, match="empty storage"):
         result.result()
-    for holder in (shard.holder for shard in rb._members.shards):
-        holder.draw = fails
-    for _ in range(2):  # those under way are whole
+    for kind in (OSError, TimeoutError):
+        for holder in (shard.holder for shard in rb._members.shards):
+            holder.draw = functools.partial(fails, kind)
+        for _ in range(2):  # those under way are whole
+            assert rb.sample().shape == (4,)
+        with pytest.raises(kind, match="a broken shard"):
+            rb.sample()
+        for holder in (shard.holder for shard in rb._members.shards):
+            del holder.draw
         assert rb.sample().shape == (4,)
-    with pytest.raises(OSError, match="a broken shard"):
-        rb.sample()
-    for holder in (shard.holder for shard in rb._members.shards):
-        del holder.draw
-    assert rb.sample().shape == (4,)
     with pytest.raises(ValueError, match="prefetch as an int of at least 0, got -1"):
         sharded(2, prefetch=-1)
 
 
-def fails(*args: Any) -> Any:
-    raise OSError("a broken shard")
+def fails(kind: type[Exception], *args: Any) -> Any:
+    raise kind("a broken shard")
 
 
 def test_late_batch_is_returned_by_a_later_call(sharded: Any) -> None:
