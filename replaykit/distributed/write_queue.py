@@ -16,6 +16,7 @@ from replaykit._compat import TensorDict, has_names
 from replaykit.distributed.requests import RemoteResult, Reply, joined_texts
 from replaykit.distributed.wire_format import Message, pack
 from replaykit.errors import RateLimiterTimeout, SchemaError
+from replaykit.interrupts import deferred
 from replaykit.structure import Node, Path, build, flatten
 
 MOST_UNDER_WAY = 16
@@ -94,7 +95,7 @@ class WriteQueue:
                 is raised, the new write is not put into the queue.
         """
         self._raise_failed()
-        with self._lock:
+        with deferred, self._lock:  # Ctrl-C waits until the queue knows the write
             self._register()
             combined = self._rows > 1 and rows is not None
             written = self._append(rows, single=single) if combined else None
@@ -143,7 +144,7 @@ class WriteQueue:
 
     def send(self) -> None:
         """Send the unsent rows without waiting for an answer."""
-        with self._lock:
+        with deferred, self._lock:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None

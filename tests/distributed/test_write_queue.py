@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGINT
 from typing import Any
 
 import pytest
@@ -51,6 +53,26 @@ def test_each_unread_error_is_raised_once() -> None:
         with pytest.raises(ValueError, match=f"write {number}"):
             box.flush()
     box.flush()
+
+
+@pytest.mark.parametrize("together", [0, 9])
+def test_interrupt_while_a_write_is_sent_leaves_it_in_the_queue(together: int) -> None:
+    def sent(*_: Any) -> Any:
+        signal.raise_signal(SIGINT)
+        return failing(ValueError("it was sent"))
+
+    def write() -> None:
+        box.put(lambda: Reply(sent()), numbered(0, 2))
+        box.send()
+
+    box, before = WriteQueue(sent, together), signal.signal(SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            write()
+    finally:
+        signal.signal(SIGINT, before)
+    with pytest.raises(ValueError, match="it was sent"):
+        box.flush()
 
 
 def test_each_error_is_raised_in_one_thread_only() -> None:
