@@ -105,9 +105,10 @@ def test_small_batches_are_asked_for_together(depth: int, together: int) -> None
     actor = Actor()
     ahead = RequestQueue(actor.request, depth, together=together)
     taken = []
-    with pytest.raises(TimeoutError):
-        ahead.next(timeout=0.0)
-    assert actor.messages == [1] * (depth + 1)
+    for _ in range(3):  # a poll sends no further requests
+        with pytest.raises(TimeoutError):
+            ahead.next(timeout=0.0)
+        assert actor.messages == [1] * (depth + 1)
     for number in range(6 * depth):
         small(actor)
         taken.append(ahead.next(timeout=0.0))
@@ -117,6 +118,12 @@ def test_small_batches_are_asked_for_together(depth: int, together: int) -> None
             assert under_way >= depth + 1 - together
     assert taken == list(range(6 * depth))
     assert set(actor.messages[depth + 1 :]) == {together}
+    held, before = ahead.take(), len(actor.sent)
+    ahead.drop()
+    later = ahead.take()
+    assert len(actor.sent) - before > depth
+    small(actor)
+    assert (held.get(), later.get()) == (6 * depth, before)
 
 
 class Interrupted(Answer):
@@ -212,6 +219,10 @@ def test_prefetch_does_not_change_draws(sharded: Any, sampler: Any) -> None:
     expected = [plain.sample() for _ in range(9)]
     assert alike(ahead.sample(), expected[0])
     assert ahead.stats()["prefetch_queue_size"] == 3
+    state = ahead.generator.get_state()
+    batches = [ahead.sample(6), ahead.sample_async(9).result()]  # of other sizes
+    assert [batch.shape for batch in batches] == [(6,), (9,)]
+    ahead.generator.set_state(state)
     late = [ahead.sample_async() for _ in range(2)]
     assert alike(ahead.next(), expected[3])
     assert alike(late[1].result(), expected[2])

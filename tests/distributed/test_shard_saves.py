@@ -452,6 +452,10 @@ def test_begun_write_passes_the_barrier() -> None:
     assert barriers[0].frozen
     barriers[0].thaw("t")
     assert barriers[0].admits(later)
+    barriers[0].freeze("t", 0.0)
+    assert barriers[0].admits(later)  # writes wait no longer than that
+    with pytest.raises(RuntimeError, match="held back for too long"):
+        barriers[0].check("t")
 
 
 class NoThree(Transform):

@@ -21,6 +21,7 @@ from replaykit import (
     RandomSampler,
     RateLimiter,
     RayReplayBuffer,
+    RayReplayBufferClient,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
     ShardedReplayBuffer,
@@ -94,6 +95,8 @@ def test_counts_are_exact_and_every_row_matches_its_index(far: Any) -> None:
         check_rows(batch)
         assert batch.shape == (8, 4)
         assert "index_generation" in batch
+    if isinstance(shards, RayReplayBufferClient):  # one message for the rows of all parts
+        assert shards._actor.called[-5:] == ["part_and_facts"] * 5
     assert ensemble[1] is shards
     assert ensemble.members[1] is shards
     assert (ensemble.num_members, len(ensemble)) == (2, 40)
