@@ -203,11 +203,11 @@ class Chunk(NamedTuple):
     parts: Sequence[memoryview]
     nbytes: int
 
-    def first(self, path: Key) -> Any:
-        """Return the first number of a column."""
+    def distinct(self, path: Key) -> list[Any]:
+        """Return the different numbers of a column."""
         for column, part in zip(self.layout.columns, self.parts, strict=True):
             if column.path == path:
-                return torch.frombuffer(bytearray(part), dtype=column.leaf.dtype)[0].item()
+                return torch.frombuffer(bytearray(part), dtype=column.leaf.dtype).unique().tolist()
         raise KeyError(path)
 
 
@@ -524,7 +524,7 @@ def read_columns(
                         rows = read_array(found, column.name, first, until)
                     flat = rows.reshape(-1).view(np.uint8)
                 if flat.size != count * size:
-                    raise DamagedChunk(f"{path} lacks rows of column {column.name!r}")
+                    raise DamagedChunk(f"it lacks rows of column {column.name!r}")
                 block = torch.from_numpy(flat) if flat.size else torch.empty(0, dtype=torch.uint8)
                 values = block.view(column.leaf.dtype)
                 leaves[column.path] = values.view(count, *column.leaf.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import warnings
@@ -17,6 +18,7 @@ import torch
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.state import snapshot_of
 from replaykit.checkpoint import Checkpoint, save_snapshot
+from replaykit.checkpoint.checkpoint_format import version_of
 from replaykit.declared import Count, Positive, decode_state, encode_state, read_value
 from replaykit.errors import CheckpointError, RateLimiterTimeout, SchemaError
 from replaykit.feeds.chunk_files import (
@@ -39,7 +41,7 @@ from replaykit.recovery.locks import Exclusive
 from replaykit.storages.batch_memory import BatchMemory
 from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = ["FolderState", "TrajectoryFolder"]
+__all__ = ["FolderState", "TrajectoryFolder", "end_episodes"]
 
 _SUFFIXES: Final = tuple(set(FORMATS.values()))
 _OWNER: Final = ".owner"
@@ -47,8 +49,8 @@ _PART: Final = "feed"
 """The name of the folder's progress among the parts of a checkpoint."""
 _DAMAGED_MOST: Final = 100
 """Number of damaged chunks in a row after which a refresh raises an error."""
-_STREAMS_KEPT: Final = 1_000
-"""Number of streams without files whose number in the buffer is remembered."""
+_KEPT: Final = 1_000
+"""Number of streams without files whose newest chunk is remembered."""
 _DRAFT_S: Final = 600
 """Age in seconds of an unfinished file whose writer must have died."""
 
@@ -61,24 +63,16 @@ class FolderState:
         partition: the partition that was read.
         read: the last number that was read of each stream of chunks.
         others: names of files that were read and have no number.
-        lanes: the number of each stream in a buffer with ``lane_key``.
-        lanes_given: count of these numbers; none is given twice.
         files, rows, damaged, evicted: counts of files and rows.
     """
 
     partition: Partition
     read: dict[str, Count]
     others: list[str]
-    lanes: dict[str, Count]
-    lanes_given: Count
     files: Count
     rows: Count
     damaged: Count
     evicted: Count
-
-    def __post_init__(self) -> None:
-        if max(self.lanes.values(), default=-1) >= self.lanes_given:
-            raise ValueError(f"expected lanes below {self.lanes_given}, got {self.lanes}")
 
 
 class _Entry(NamedTuple):
@@ -92,8 +86,8 @@ class _Entry(NamedTuple):
 _Item = tuple[_Entry, Chunk | None]
 """A file and its content, None if that is damaged."""
 
-_Cut = tuple[Any, bool]
-"""The stream of the buffer, None without ``lane_key``, and whether a reset follows."""
+_Cut = tuple[list[Any], bool]
+"""Streams of the buffer, ``[None]`` without ``lane_key``, and whether a reset follows."""
 
 
 class _Kept(NamedTuple):
@@ -108,13 +102,15 @@ class _Kept(NamedTuple):
 class _Newest(NamedTuple):
     """The newest chunk in a stream of the buffer."""
 
-    stream: str
-    number: int
-    open: bool
+    header: ChunkHeader
+    mixed: bool  # it has rows of several streams of the buffer
 
-    @classmethod
-    def of(cls, header: ChunkHeader) -> _Newest:
-        return cls(header.stream, header.number, header.tail == "cut")
+    def needs_cut(self, after: ChunkHeader) -> bool:
+        """Return whether the next chunk of the buffer's stream must not continue this one."""
+        header = self.header
+        if header.stream != after.stream or header.number != after.number - 1:
+            return self.mixed or header.tail == "cut"
+        return header.tail == "cut" and after.head == "reset"
 
 
 @named_after
@@ -194,7 +190,7 @@ class TrajectoryFolder:
         self._lane_key: Any = None
         self._folder = Path(root).expanduser() / partition
         self._lock = Lock()
-        self._state = FolderState(partition, {}, [], {}, 0, 0, 0, 0, 0)
+        self._state = FolderState(partition, {}, [], 0, 0, 0, 0)
         # The newest chunk of each stream of the buffer, as long as only this folder writes.
         self._newest: dict[Any, _Newest] = {}
         self._write_count = -1
@@ -221,12 +217,13 @@ class TrajectoryFolder:
 
         Files of other programs, damaged chunks and chunks that vanish are skipped and counted
         (`stats`). With a rate limiter in the buffer the call does not wait. Chunks that the limiter
-        does not admit stay for the next call. An owner then evicts chunks and removes unfinished
-        files of writers that have died.
+        does not admit stay for the next call. An owner then evicts chunks, also after an error, and
+        removes unfinished files of writers that have died.
 
         Raises:
-            SchemaError: a chunk does not fit the buffer. The error names the file; the chunks
-                before it are stored.
+            SchemaError, ValueError: a chunk does not fit the buffer, or has more rows than the
+                rate limiter admits at once. The error names the file; the chunks before it are
+                stored. Or a transform on write mixes the streams of ``lane_key``.
             CheckpointError: 100 chunks in a row are damaged. The error names the last one.
             OSError: the folder or a file cannot be read. The next call reads that chunk again.
 
@@ -235,10 +232,12 @@ class TrajectoryFolder:
         """
         with self._lock:
             before = self._state.rows
-            names = self._listed()
-            sizes = self._feed(names)
-            if self.owner:
-                self._evict(names, sizes)
+            names, sizes = self._listed(), dict[str, _Kept]()
+            try:
+                self._feed(names, sizes)
+            finally:
+                if self.owner:
+                    self._evict(names, sizes)
             return self._state.rows - before
 
     @property
@@ -331,6 +330,7 @@ class TrajectoryFolder:
             if _PART not in saved:
                 raise CheckpointError(f"{path} has no progress of a folder; save with its dumps()")
             state = self._decoded(saved.part(_PART))
+            version = version_of(saved.manifest)  # another process may save a newer one meanwhile
         with self._lock:
             self._buffer.loads(path, version=version)
             self._apply(state)
@@ -355,15 +355,13 @@ class TrajectoryFolder:
         """Return the chunks of the folder by name."""
         found, foreign, drafts = {}, 0, []
         try:
-            names = os.listdir(self._folder)
+            with os.scandir(self._folder) as entries:
+                files = [(entry.name, entry.is_file()) for entry in entries]
         except FileNotFoundError:
             return {}
-        for name in names:
-            known = parse_name(name)
-            if known is not None:
-                found[name] = _Entry(name, *known)
-            elif name.endswith(_SUFFIXES) and not name.startswith("."):
-                found[name] = _Entry(name, None, 0)
+        for name, is_file in files:
+            if is_file and name.endswith(_SUFFIXES) and not name.startswith("."):
+                found[name] = _Entry(name, *(parse_name(name) or (None, 0)))
             elif draft_of(name):
                 drafts.append(name)
             else:
@@ -399,17 +397,27 @@ class TrajectoryFolder:
 
     # -- feeding ----------------------------------------------------------------------------------
 
-    def _feed(self, names: dict[str, _Entry]) -> dict[str, _Kept]:
-        """Store the rows of unread chunks; return their ages and sizes."""
+    def _feed(self, names: dict[str, _Entry], sizes: dict[str, _Kept]) -> None:
+        """Store the rows of unread chunks; add their ages and sizes to ``sizes``."""
         self._lane_key = getattr(self._buffer.storage, "lane_key", None)
+        if self._lane_key is not None and _holds_rows(self._buffer):
+            raise ValueError(
+                "expected a transform that keeps the streams of lane_key= apart, got an "
+                "NStep(when='write'), which sums over rows of all; use when='read'"
+            )
         fresh = self._unread(names)
         if self._has_gap(fresh):
             # A listing may miss a file that appears meanwhile and show a later one of its stream.
-            # The next listing shows every file that is older than one of the first listing.
-            names |= self._listed()
+            # The next listing shows every file that is older than one of the first listing. It may
+            # itself miss a file before a later one.
+            newest = {stream: number for _, stream, number in sorted(names.values())}
+            names |= {
+                name: entry
+                for name, entry in self._listed().items()
+                if entry.number <= newest.get(entry.stream, -1)
+            }
             fresh = self._unread(names)
         self._forget(names)
-        sizes: dict[str, _Kept] = {}
         limited = "inserts" in self._buffer.stats()
         for batch in self._batches(fresh, sizes):
             check()
@@ -418,7 +426,6 @@ class TrajectoryFolder:
                     self._store(group, cut)
             except RateLimiterTimeout:
                 break
-        return sizes
 
     def _batches(self, fresh: list[_Entry], sizes: dict[str, _Kept]) -> Iterator[list[_Item]]:
         """Read entries, and yield them in batches."""
@@ -429,7 +436,10 @@ class TrajectoryFolder:
             chunk = None
             try:
                 chunk = read_chunk(path, left)
-            except FileNotFoundError:
+            except OSError as error:
+                # A file that another machine has removed is stale.
+                if error.errno not in (errno.ENOENT, errno.ESTALE):
+                    raise
                 self._vanished += 1
                 continue
             except DamagedChunk as error:
@@ -467,7 +477,9 @@ class TrajectoryFolder:
         group: list[_Item] = []
         layout, before = None, None
         if self._buffer.write_count != self._write_count:
-            self._newest = {}
+            # Others write only to streams that are not named after a writer.
+            known = self._newest.items()
+            self._newest = {lane: own for lane, own in known if lane == _lane_of(own.header)}
         newest = dict(self._newest)
         for entry, chunk in sorted(batch, key=lambda item: (item[0].stream or "", item[0])):
             cut = None
@@ -483,49 +495,58 @@ class TrajectoryFolder:
 
     def _cut_before(self, newest: dict[Any, _Newest], chunk: Chunk) -> _Cut | None:
         """Return the cut that a chunk needs before it, and note the chunk as the newest one."""
-        header, lane = chunk.header, self._lane_of(chunk)
-        before = newest.get(lane)
-        newest[lane] = _Newest.of(header)
-        if before is None:
-            # Without `lane_key`, rows of other origin may precede the chunk.
-            needed = lane is None and len(self._buffer) > 0
-        else:
-            follows = header.head == "cut" and before[:2] == (header.stream, header.number - 1)
-            needed = before.open and not follows
-        return (lane, header.head == "reset") if needed else None
+        header, lanes = chunk.header, self._lanes_of(chunk)
+        needed = []
+        for lane in lanes:
+            before = newest.get(lane)
+            # If no newest chunk is known, rows of other origin may precede this one.
+            if self._has_rows(lane) if before is None else before.needs_cut(header):
+                needed.append(lane)
+            newest[lane] = _Newest(header, len(lanes) > 1)
+        return (needed, header.head == "reset") if needed else None
 
-    def _lane_of(self, chunk: Chunk) -> Any:
-        """Return the stream of the buffer that a chunk belongs to; None without ``lane_key``."""
+    def _lanes_of(self, chunk: Chunk) -> list[Any]:
+        """Return the buffer's streams with rows of a chunk; ``[None]`` without ``lane_key``."""
         key = self._lane_key
         if key is None:
-            return None
+            return [None]
         if key in chunk.layout.schema.leaves:
-            return chunk.first(key)
-        state, stream = self._state, chunk.header.stream
-        if stream not in state.lanes:
-            state.lanes[stream] = state.lanes_given
-            state.lanes_given += 1
-        return state.lanes[stream]
+            return chunk.distinct(key)
+        return [_lane_of(chunk.header)]
+
+    def _has_rows(self, lane: Any) -> bool:
+        """Return whether a stream of the buffer has rows."""
+        if lane is None or not len(self._buffer):
+            return len(self._buffer) > 0
+        with self._buffer._locked() as storage:
+            try:
+                storage.lanes_named(lane)
+            except IndexError:
+                return False
+        return True
 
     def _store(self, group: list[_Item], cut: _Cut | None) -> None:
         """Store a group in the buffer, then note that it was read."""
         chunks = [chunk for _, chunk in group if chunk is not None]
         if chunks:
             if cut is not None:
-                self._cut(*cut)
+                end_episodes(self._buffer, *cut)
             rows = join_rows(chunks, self._memory)
-            key, lanes = self._lane_key, map(self._lane_of, chunks)
+            key = self._lane_key
             if key is not None and key not in chunks[0].layout.schema.leaves:
+                lanes = [_lane_of(chunk.header) for chunk in chunks]
                 counts = [chunk.header.rows for chunk in chunks]
-                rows.set(key, torch.from_numpy(np.repeat(list(lanes), counts)))
+                rows.set(key, torch.from_numpy(np.repeat(lanes, counts)))
             try:
                 self._buffer.extend(rows, timeout=0)
-            except SchemaError as error:
+            except ValueError as error:
                 name = next(entry.name for entry, chunk in group if chunk is not None)
-                raise SchemaError(f"{self._folder / name}: {error}") from None
+                kind = SchemaError if isinstance(error, SchemaError) else ValueError
+                raise kind(f"{self._folder / name}: {error}") from None
             self._write_count = self._buffer.write_count
             for chunk in chunks:
-                self._newest[self._lane_of(chunk)] = _Newest.of(chunk.header)
+                lanes = self._lanes_of(chunk)
+                self._newest |= dict.fromkeys(lanes, _Newest(chunk.header, len(lanes) > 1))
         state = self._state
         for entry, _ in group:
             if entry.stream is None:
@@ -536,16 +557,6 @@ class TrajectoryFolder:
         state.damaged += len(group) - len(chunks)
         state.rows += sum(chunk.header.rows for chunk in chunks)
 
-    def _cut(self, lane: Any, reset: bool) -> None:
-        buffer = self._buffer
-        if not isinstance(buffer.storage, ColumnStorage):
-            return  # such a storage has no episodes
-        buffer.flush()
-        # A restart with rows that transforms hold back would remove a cut before a reset.
-        holds = any(callable(getattr(e.transform, "flush", None)) for e in buffer.transform.entries)
-        with buffer._locked() as storage, suppress(IndexError):  # no row of the stream is stored
-            storage.cut(storage.lanes_named(lane), reset=reset and not holds)
-
     def _forget(self, names: dict[str, _Entry]) -> None:
         """Forget the progress of streams and files that are gone from the folder.
 
@@ -555,8 +566,9 @@ class TrajectoryFolder:
             return  # the folder may be missing for a while
         state, streams = self._state, {entry.stream for entry in names.values()}
         state.read = {name: last for name, last in state.read.items() if name in streams}
-        for name in [name for name in state.lanes if name not in streams][:-_STREAMS_KEPT]:
-            self._newest.pop(state.lanes.pop(name), None)
+        newest = self._newest.items()
+        for lane in [lane for lane, own in newest if own.header.stream not in streams][:-_KEPT]:
+            del self._newest[lane]
         state.others = [name for name in state.others if name in names]
 
     # -- owning -----------------------------------------------------------------------------------
@@ -606,3 +618,29 @@ class TrajectoryFolder:
         except FileNotFoundError:
             return False
         return True
+
+
+def _lane_of(header: ChunkHeader) -> int:
+    """Return the number of a stream, which differs in all folders: names of writers are random."""
+    return int(header.writer[:15], 16) + header.lane
+
+
+def end_episodes(buffer: ReplayBuffer[Any, Any, Any, Any], lanes: list[Any], reset: bool) -> None:
+    """End the open episodes of streams, ``[None]`` without ``lane_key``.
+
+    Args:
+        reset: whether the next rows follow a reset.
+    """
+    if not isinstance(buffer.storage, ColumnStorage):
+        return  # such a storage has no episodes
+    buffer.flush()
+    # A restart with rows that transforms hold back would remove a cut before a reset.
+    reset = reset and not _holds_rows(buffer)
+    for lane in lanes:
+        with buffer._locked() as storage, suppress(IndexError):  # no row of it is stored
+            storage.cut(storage.lanes_named(lane), reset=reset)
+
+
+def _holds_rows(buffer: ReplayBuffer[Any, Any, Any, Any]) -> bool:
+    """Return whether a transform of the buffer may hold back rows."""
+    return any(callable(getattr(e.transform, "flush", None)) for e in buffer.transform.entries)

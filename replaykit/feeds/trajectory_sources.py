@@ -23,12 +23,13 @@ from replaykit.feeds.chunk_files import (
     ZIP_ERRORS,
     ChunkHeader,
     ChunkLayout,
+    DamagedChunk,
     Partition,
     read_array,
     read_columns,
     read_header,
 )
-from replaykit.storages.column_storage import ColumnStorage
+from replaykit.feeds.trajectory_folder import end_episodes
 from replaykit.structure import from_numpy
 from replaykit.ted import DONE, NEXT_FLAGS, TERMINATED, TRUNCATED, unravel
 
@@ -108,21 +109,14 @@ def feed_trajectories(
     for number in range(len(source)) if numbers is None else numbers:
         tags = source.tags(number)
         if is_open:
-            _cut(buffer, reset=tags.get("head") != "cut")
+            end_episodes(buffer, [None], tags.get("head") != "cut")
         rows = source.load(number)
         buffer.extend(rows)
         count += len(rows)
         is_open = tags.get("tail", "cut") == "cut"
     if count and is_open:
-        _cut(buffer, reset=True)
+        end_episodes(buffer, [None], True)
     return count
-
-
-def _cut(buffer: ReplayBuffer[Any, Any, Any, Any], *, reset: bool) -> None:
-    if isinstance(buffer.storage, ColumnStorage):
-        buffer.flush()
-        with buffer._locked() as storage:
-            storage.cut(None, reset=reset)
 
 
 class TrajectoryChunks:
@@ -155,7 +149,7 @@ class TrajectoryChunks:
         self._found: list[tuple[ChunkHeader, ChunkLayout, int, Path]] = []
         for path in sorted(folder.glob("[!.]*")):
             if path.suffix in FORMATS.values():
-                with suppress(FileNotFoundError):  # evicted meanwhile
+                with suppress(FileNotFoundError), _named(path):  # it may be evicted meanwhile
                     self._found.append((*read_header(str(path)), path))
         self._found.sort(key=lambda found: (found[0].written, found[0].stream, found[0].number))
 
@@ -174,11 +168,21 @@ class TrajectoryChunks:
         header, layout, first, path = self._found[number]
         wanted = None if keys is None else {unravel(key) for key in keys}
         first_row, until, _ = slice(start, stop).indices(header.rows)
-        return read_columns(str(path), header, layout, first, wanted, first_row, until)
+        with _named(path):
+            return read_columns(str(path), header, layout, first, wanted, first_row, until)
 
     def tags(self, number: int) -> Mapping[str, Any]:
         """Return the header of a chunk."""
         return self._found[number][0]._asdict()
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the file in the error of a damaged chunk."""
+    try:
+        yield
+    except DamagedChunk as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 # -- AMAGO ----------------------------------------------------------------------------------------
@@ -267,7 +271,7 @@ class AmagoTrajectories:
         path = self._files[number]
         with _opened(path) as file:
             first = int(_array(file, path, "time_idxs", 0, 1).reshape(-1)[0])
-            ended = bool(_array(file, path, "dones").reshape(-1)[-1])
+            ended = bool(_array(file, path, "dones")[-1:].any())
         head, tail = "cut" if first else "reset", "terminated" if ended else "cut"
         return {"head": head, "tail": tail, "file": path.name}
 
@@ -323,6 +327,8 @@ class EmoteTable:
                 found = json.loads(file.read("configuration.json"))
                 self._columns: list[str] = list(found["part_keys"])
                 self._ids: list[int] = [int(number) for number in found["ids"]]
+                kinds = {name: kind for name, kind, *_ in found.get("columns", ())}
+                self._tags = {name for name, kind in kinds.items() if kind == "TagColumn"}
                 self._ranges = {
                     name: {int(own): (int(first), int(size)) for own, first, size in ranges}
                     for name in self._columns
@@ -366,7 +372,7 @@ class EmoteTable:
                 first, size = self._range(name, number)
                 read = partial(_array, file, self._path, name)
                 at, stop_at = first + first_row, first + until
-                if size == count:
+                if size == count and name not in self._tags:
                     rows[names.get(name, (name,))] = partial(read, at, stop_at)
                 elif size == count + 1 and name not in names:
                     rows["observation", name] = partial(read, at, stop_at)
@@ -384,7 +390,7 @@ class EmoteTable:
         with _opened(self._path) as file:
             for name in self._columns:
                 first, size = self._range(name, number)
-                if size == 1 and (count > 1 or name == "terminal"):
+                if size == 1 and (count > 1 or name in self._tags):
                     found[name] = _array(file, self._path, name, first, first + 1)[0].tolist()
         tail = "truncated" if found.get("terminal") else "terminated"
         return {**found, "head": "reset", "tail": tail, "identity": self._ids[number]}

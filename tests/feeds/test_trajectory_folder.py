@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from replaykit import (
     BufferDataset,
     LazyTensorStorage,
     ListStorage,
+    NStep,
     RateLimiter,
     ReplayBuffer,
     ReplayBufferEnsemble,
@@ -121,12 +125,13 @@ def test_the_owner_keeps_the_youngest_files_and_all_protected_ones(tmp_path: Pat
     for junk in ("junk.txt", "junk.npz", "junk.safetensors"):
         (tmp_path / "fifo" / junk).write_bytes(b"PK junk")
         os.utime(tmp_path / "fifo" / junk, (0, 0))
+    (tmp_path / "fifo" / "folder.npz").mkdir()
     other = TrajectoryFolder(tmp_path, buffer_of(), max_files=3, min_files=6)
     with pytest.warns(
         UserWarning, match=r"2 damaged chunks were skipped, the first is .*junk\.npz"
     ):
         assert other.refresh() == 18
-    assert len(files_in(tmp_path)) == 9, "it is not the owner"
+    assert len(files_in(tmp_path)) == 10, "it is not the owner"
     assert other.ready
     assert not TrajectoryFolder(tmp_path, buffer_of(), min_files=1).ready
     with pytest.raises(RuntimeError, match="only the owner"):
@@ -134,13 +139,13 @@ def test_the_owner_keeps_the_youngest_files_and_all_protected_ones(tmp_path: Pat
     owner = TrajectoryFolder(tmp_path, buffer_of(), max_files=3, owner=True)
     with pytest.warns(UserWarning, match="2 damaged"):
         assert owner.refresh() == 18
-    assert files_in(tmp_path) == sorted(["junk.txt", *names[3:]])
+    assert files_in(tmp_path) == [*names[3:], "folder.npz", "junk.txt"]
     assert owner.stats() == {
         "files": 6,
         "rows": 18,
         "damaged": 2,
         "vanished": 0,
-        "foreign": 1,
+        "foreign": 2,
         "evicted": 5,
     }
     protected = TrajectoryFolder(tmp_path, buffer_of(), partition="protected", owner=True)
@@ -245,23 +250,31 @@ def test_a_hundred_damaged_chunks_in_a_row_are_an_error(tmp_path: Path) -> None:
 def test_files_that_vanish_or_are_listed_late_do_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path, 2, 2, 2, 2)
+    write(tmp_path, *[2] * 6)
     names = files_in(tmp_path)
-    full, calls = os.listdir, []
+    full, read, calls = os.scandir, trajectory_folder.read_chunk, list[Any]()
 
-    def listed(folder: Path) -> list[str]:
-        found = [name for name in full(folder) if calls or name != names[1]]
-        calls.append(found)
+    @contextmanager
+    def listed(folder: Path) -> Iterator[Any]:
+        missed = [{1, 4, 5}, {4}, set()][min(2, len(calls))]
+        with full(folder) as entries:
+            calls.append([e for e in entries if e.name not in {names[n] for n in missed}])
         if len(calls) == 2:
             (tmp_path / "fifo" / names[2]).unlink()  # after the listing
-        return found
+        yield calls[-1]
 
-    monkeypatch.setattr(os, "listdir", listed)
+    def stale(path: str, *memory: Any) -> Any:
+        if path.endswith(names[3]) and len(calls) == 2:
+            raise OSError(errno.ESTALE, "removed by another machine")
+        return read(path, *memory)
+
+    monkeypatch.setattr(os, "scandir", listed)
+    monkeypatch.setattr(trajectory_folder, "read_chunk", stale)
     rb = buffer_of()
     folder = TrajectoryFolder(tmp_path, rb)
-    assert folder.refresh() == 6
-    assert folder.stats()["vanished"] == 1
-    assert steps_in(rb[:]) == [(0, step) for step in (0, 1, 2, 3, 6, 7)]
+    assert [folder.refresh(), folder.refresh()] == [4, 6]
+    assert folder.stats()["vanished"] == 2
+    assert steps_in(rb[:]) == [(0, step) for step in (*range(4), *range(6, 12))]
 
 
 def test_a_chunk_that_does_not_fit_is_named_and_the_ones_before_are_stored(tmp_path: Path) -> None:
@@ -277,9 +290,83 @@ def test_a_chunk_that_does_not_fit_is_named_and_the_ones_before_are_stored(tmp_p
         with pytest.raises(SchemaError, match=r"f{16}-0-00000000\.safetensors: key 'half'"):
             folder.refresh()
         assert steps_in(rb[:]) == [(0, step) for step in range(3)]
-    (tmp_path / "fifo" / files_in(tmp_path)[1]).unlink()
+    owner = TrajectoryFolder(tmp_path, rb, owner=True, max_files=1)
+    owner.load_state_dict(folder.state_dict())
     write(tmp_path, 1)
+    with pytest.raises(SchemaError):
+        owner.refresh()
+    assert len(files_in(tmp_path)) == 1, "errors must not stop evictions"
     assert folder.refresh() == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"lane_key": "lane", "transform": NStep(2, when="write")},
+            "lane_key= apart, got an NStep",
+        ),
+        ({"rate_limiter": RateLimiter(1.0, 4, 2.0)}, r"0\.safetensors: expected writes of at most"),
+    ],
+)
+def test_buffers_that_cannot_take_chunks_say_so(
+    tmp_path: Path, more: dict[str, Any], message: str
+) -> None:
+    write(tmp_path, 9)
+    with pytest.raises(ValueError, match=message):
+        TrajectoryFolder(tmp_path, buffer_of(**more)).refresh()
+
+
+@pytest.mark.parametrize("case", ["other rows", "other folder", "loaded progress", "mixed chunks"])
+def test_streams_are_cut_where_chunks_are_missing(tmp_path: Path, case: str) -> None:
+    rb = buffer_of(lane_key="lane")
+    folder, writer = TrajectoryFolder(tmp_path, rb), TrajectoryWriter(tmp_path, max_len=4)
+    for start in (0, 2, 4, 6):
+        rows = torch.stack([rows_of(stream, start, 2) for stream in range(2)], 1).reshape(-1)
+        if case == "mixed chunks":
+            rows["lane"] = rows["stream"]
+        else:
+            rows = rows_of(0, 2 * start, 4)
+        writer.extend(rows)
+        if start == 4:
+            (tmp_path / "fifo" / files_in(tmp_path)[2]).unlink()
+            if case == "loaded progress":
+                state = folder.state_dict()
+                folder = TrajectoryFolder(tmp_path, rb)
+                folder.load_state_dict(state)
+        folder.refresh()
+        if case == "other rows":
+            other = rows_of(9, start, 2, [start + 1])
+            rb.extend(other.set("lane", torch.full((2,), 9)))
+        if case == "other folder":
+            write(tmp_path, 2, stream=9, start=start, partition="protected")
+            TrajectoryFolder(tmp_path, rb, partition="protected").refresh()
+    found = [steps_in(episode.rows()) for episode in rb.episodes]
+    own = sorted((rows[0][0], len(rows)) for rows in found if rows[0][0] != 9)
+    assert own == ([(0, 2), (0, 4), (1, 2), (1, 4)] if case == "mixed chunks" else [(0, 4), (0, 8)])
+    for rows in found:
+        assert rows == [(rows[0][0], rows[0][1] + n) for n in range(len(rows))]
+
+
+def test_a_save_during_a_load_does_not_mix_two_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, saved, rb = tmp_path / "root", tmp_path / "saved", buffer_of()
+    start, folder, loads = write(root, 3), TrajectoryFolder(root, rb), ReplayBuffer.loads
+    folder.refresh()
+    folder.dumps(saved)
+
+    def save_first(*arguments: Any, **more: Any) -> None:
+        write(root, 3, start=start)
+        folder.refresh()
+        folder.dumps(saved, keep=2)
+        loads(*arguments, **more)
+
+    monkeypatch.setattr(ReplayBuffer, "loads", save_first)
+    again = TrajectoryFolder(root, buffer_of())
+    again.loads(saved)
+    assert [again.refresh(), again.stats()["rows"]] == [3, 6]
+    assert steps_in(again._buffer[:]) == [(0, step) for step in range(6)]
 
 
 def test_refresh_does_not_wait_for_a_rate_limiter(tmp_path: Path) -> None:
