@@ -8,11 +8,13 @@ NumPy's. Both hold a header, the schema of the rows, and a checksum. No layout u
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import io
 import json
 import os
 import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -79,7 +81,7 @@ _NAME: Final = re.compile(
 _MOST_TABLE: Final = 1 << 26
 """Most bytes of a table. A damaged length must not allocate any amount of memory."""
 _MOST_ARRAY_HEADER: Final = 1 << 12
-ZIP_ERRORS: Final = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
+ZIP_ERRORS: Final = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError)
 """Errors of damaged zip files. The last one is for flags that ask for a password."""
 
 ROWS_BYTES: Final = 1 << 20
@@ -438,7 +440,9 @@ def _zip_errors() -> Iterator[None]:
         yield
     except DamagedChunk:
         raise
-    except (*ZIP_ERRORS, KeyError, TypeError, ValueError) as error:
+    except (*ZIP_ERRORS, KeyError, TypeError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise  # EINVAL is a position before the begin of the file
         raise DamagedChunk(f"the file is no chunk: {error}") from None
 
 
@@ -460,6 +464,8 @@ def read_array(
         KeyError: there is no such array.
         ValueError: the array holds objects, or its values are incomplete or not ``count``.
     """
+    if file.getinfo(f"{name}.npy").compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"array {name!r} has a compression that NumPy does not write")
     with file.open(f"{name}.npy") as member:
         version = np.lib.format.read_magic(member)
         read = np.lib.format.read_array_header_1_0

@@ -75,17 +75,10 @@ class TrajectorySource(Protocol):
         """
 
 
-def feed_trajectories(
-    buffer: ReplayBuffer[Any, Any, Any, Any],
-    source: TrajectorySource,
-    numbers: Iterable[int] | None = None,
-) -> int:
-    """Store trajectories of a source in a buffer; return the number of rows.
+def feed_trajectories(buffer: ReplayBuffer[Any, Any, Any, Any], source: TrajectorySource) -> int:
+    """Store the trajectories of a source in a buffer; return the number of rows.
 
     The buffer is cut around a trajectory that no flag ends.
-
-    Args:
-        numbers: which trajectories, in this order; None for all.
 
     Raises:
         ValueError, SchemaError: a trajectory cannot be read or stored. Those before it are stored.
@@ -100,13 +93,13 @@ def feed_trajectories(
         >>> with TrajectoryWriter(root) as writer:
         ...     writer.extend(TensorDict({"x": torch.arange(6), "next": {"done": done}}, [6]))
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
-        >>> feed_trajectories(rb, TrajectoryChunks(root), [1])
-        3
-        >>> rb[:]["x"].tolist()
-        [3, 4, 5]
+        >>> feed_trajectories(rb, TrajectoryChunks(root))
+        6
+        >>> rb.episodes.lengths.tolist()
+        [3, 3]
     """
     count, is_open = 0, len(buffer) > 0
-    for number in range(len(source)) if numbers is None else numbers:
+    for number in range(len(source)):
         tags = source.tags(number)
         if is_open:
             end_episodes(buffer, [None], tags.get("head") != "cut")

@@ -174,7 +174,6 @@ def test_an_emote_table_of_a_hundred_episodes(tmp_path: Path) -> None:
     part = source.load(99, ["action", ("next", "truncated")], -2)
     assert part["action"].tolist() == [4900, 4901]
     assert part["next", "truncated"].flatten().tolist() == [False, True]
-    assert feed_trajectories(rb, source, [0]) == 3
 
 
 def test_emote_files_that_are_wrong_are_named(tmp_path: Path) -> None:
