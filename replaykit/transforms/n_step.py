@@ -84,6 +84,9 @@ class NStepWriting(Transform):
     ``when="read"`` if you sample slices. Do not replace rows by ``rb[i] = rows``, because those
     rows also pass through this transform.
 
+    Sums follow the order of writes. If the streams of a storage with ``lane_key`` are written in
+    turn, use ``when="read"``, which keeps them apart.
+
     Args:
         n: largest number of steps.
         gamma: discount of one step, in ``[0, 1]``.
