@@ -329,7 +329,7 @@ class CommitLock : public Lock {
                nb::cast<bool>(self.attr("_wait")(blocking ? timeout : 0.0, patient));
       if (locked) self.attr("_enter")();
     } catch (...) {
-      if (locked) lock_file(self, LOCK_UN);
+      unlock_file(self);  // an interrupted wait may have taken it
       lock.release();
       throw;
     }
@@ -344,7 +344,7 @@ class CommitLock : public Lock {
       return;
     }
     const auto leave = [&] {
-      if (lock.shared_) lock_file(self, LOCK_UN);
+      if (lock.shared_) unlock_file(self);
       lock.released_ = Clock::now();
       lock.release();
     };
@@ -382,6 +382,12 @@ class CommitLock : public Lock {
     if (errno == EWOULDBLOCK) return false;
     PyErr_SetFromErrno(PyExc_OSError);
     throw nb::python_error();
+  }
+
+  // Does nothing if the file is closed, as in a child that was forked under the lock.
+  static void unlock_file(nb::handle self) {
+    const nb::object file = nb::getattr(self, "_fd", nb::none());
+    if (!file.is_none()) flock(nb::cast<int>(file), LOCK_UN);
   }
 
   bool shared_;

@@ -101,6 +101,23 @@ def test_error_of_a_callback_leaves_the_lock_free(tmp_path: Path, raising: str) 
         other.release()
 
 
+def test_interrupt_after_a_wait_has_taken_the_file_frees_it(tmp_path: Path) -> None:
+    one, other = new(tmp_path), new(tmp_path)
+    flock = other._flock
+
+    def interrupted(fd: int, how: int) -> None:
+        one.release()
+        flock(fd, how)
+        raise KeyboardInterrupt
+
+    other._flock = interrupted
+    one.acquire()
+    with pytest.raises(KeyboardInterrupt):
+        other.acquire()
+    assert one.acquire(blocking=False)
+    one.release()
+
+
 @needs_fork
 def test_lock_of_a_killed_process_is_free_despite_its_forked_child(tmp_path: Path) -> None:
     lock = new(tmp_path)
