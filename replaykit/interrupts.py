@@ -63,6 +63,9 @@ for the lock ends.
 _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The objects that have made a lock in this process."""
 
+_making: Any = Lock()
+"""The lock of the making of locks."""
+
 
 class ProcessLock:
     """An attribute with a lock, which is made at its first use in each process.
@@ -82,9 +85,12 @@ class ProcessLock:
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         if owner is None:
             return self
-        _drop_locks_in_children()
-        _owners[id(owner)] = owner
-        return owner.__dict__.setdefault("lock", self._make(owner))
+        with _making:
+            _drop_locks_in_children()
+            if "lock" not in owner.__dict__:  # the first use in another thread may have made it
+                _owners[id(owner)] = owner
+                owner.__dict__["lock"] = self._make(owner)
+            return owner.__dict__["lock"]
 
 
 @functools.cache
@@ -94,6 +100,8 @@ def _drop_locks_in_children() -> None:
 
 
 def _drop_locks() -> None:
+    global _making
+    _making = Lock()
     for owner in list(_owners.values()):
         owner.__dict__.pop("lock", None)
     _owners.clear()

@@ -36,6 +36,7 @@ from replaykit import (
     SliceSampler,
     TensorDictMaxValueWriter,
 )
+from replaykit.interrupts import Lock
 from tests import effort
 from tests.conftest import fingerprint
 from tests.interrupting import interrupted_at, random_interrupts
@@ -669,6 +670,18 @@ def test_a_child_forked_under_the_lock_takes_interrupts() -> None:
                 os._exit(status)
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_threads_get_the_same_lock_at_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that made another lock would meanwhile reset the state of a forked process."""
+    storage, made = LazyTensorStorage(CAPACITY), []
+    monkeypatch.setattr(storage, "_new_lock", lambda: (time.sleep(0.05), made.append(1), Lock())[2])
+    threads = [threading.Thread(target=lambda: storage.lock) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
 
 
 def test_other_process_continues_after_interrupts_of_one(tmp_path: Path) -> None:
