@@ -330,7 +330,7 @@ class PriorityColumn:
             if not isinstance(values, torch.Tensor):
                 values = np.full(len(at), values)
             else:
-                values = values.numpy() if values.is_cpu else values.cpu().numpy()
+                values = values.contiguous().cpu().numpy()
             if self.direct is not None and self.direct.set(at, values):
                 return
         self.whole = True

@@ -244,11 +244,15 @@ class Recovery:
 
     def _drop_parts(self, storage: LazyTensorStorage) -> None:
         """Remove the parts that have died, or are attached to another storage now."""
+        samplers = list(self.samplers)
         for parts in (self.samplers, self.writers):
             there = still_there(parts, storage)
             if len(there) < len(parts):
                 parts[:] = there
                 self.seen = -1
+        for column in samplers:
+            if column not in self.samplers:
+                column.whole = True  # its table may become that of another sampler
         self._number_columns()
 
     def _still_saved(self) -> CommittedState | None:

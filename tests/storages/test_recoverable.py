@@ -13,7 +13,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+from replaykit import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+)
 from replaykit.errors import CheckpointError, SchemaError
 
 
@@ -104,6 +110,26 @@ def test_priorities_follow_the_sampler_of_the_same_place(tmp_path: Path) -> None
     plain.extend(rows(8, 1))
     del plain
     assert made().sampler.state_dict()["_priorities"].tolist() == [1.0] * 9
+
+
+def test_replaced_sampler_leaves_committed_priorities_alone(tmp_path: Path) -> None:
+    def sampler() -> PrioritizedSampler:
+        return PrioritizedSampler(alpha=1.0, beta=1.0)
+
+    old = sampler()
+    rb = opened(tmp_path, sampler=old)
+    rb.extend(rows(0, 8))
+    rb.set_sampler(RandomSampler())
+    rb.extend(rows(8, 1))
+    rb.set_sampler(sampler())
+    for factor in (1, 3):
+        rb.update_priority(torch.arange(9), (factor * torch.arange(18.0))[::2])
+    old.update_priority(torch.arange(4), 99.0)
+    rb.add(rows(9, 1)[0])
+    before = rb.sampler.state_dict()["_priorities"]
+    assert before.tolist() == [*range(0, 54, 6), 48]
+    del rb
+    assert opened(tmp_path, sampler=sampler()).sampler.state_dict()["_priorities"].equal(before)
 
 
 def test_load_replaces_recovered_rows(tmp_path: Path) -> None:
