@@ -12,6 +12,7 @@
 #include "rank_heap.h"
 
 namespace nb = nanobind;
+using replaykit::check_length;
 using replaykit::RankHeap;
 
 namespace {
@@ -31,13 +32,6 @@ void check_ranks(const double* ranks, std::int64_t n) {
       throw nb::value_error(("expected a rank that is a number, got NaN at position " +
                              std::to_string(i)).c_str());
     }
-  }
-}
-
-void check_length(const char* name, std::size_t got, std::int64_t expected) {
-  if (static_cast<std::int64_t>(got) != expected) {
-    throw nb::value_error((std::string("expected ") + std::to_string(expected) + " entries in `" +
-                           name + "`, got " + std::to_string(got)).c_str());
   }
 }
 
@@ -68,7 +62,7 @@ NB_MODULE(_core, m) {
       .def("offer",
            [](RankHeap& self, Doubles ranks, IndicesOut slots) {
              const auto n = static_cast<std::int64_t>(ranks.shape(0));
-             check_length("slots", slots.shape(0), n);
+             check_length("slots", static_cast<std::int64_t>(slots.size()), n);
              const double* in = ranks.data();
              std::int64_t* out = slots.data();
              check_ranks(in, n);
@@ -78,8 +72,8 @@ NB_MODULE(_core, m) {
            "Offer the ranks in order; write the slot of each row, or -1, into `slots`.")
       .def("export",
            [](const RankHeap& self, DoublesOut ranks, IndicesOut ages) {
-             check_length("ranks", ranks.shape(0), self.size());
-             check_length("ages", ages.shape(0), self.size());
+             check_length("ranks", static_cast<std::int64_t>(ranks.size()), self.size());
+             check_length("ages", static_cast<std::int64_t>(ages.size()), self.size());
              for (const RankHeap::Entry& e : self.entries()) {
                ranks.data()[e.slot] = e.rank;
                ages.data()[e.slot] = e.age;
@@ -90,7 +84,7 @@ NB_MODULE(_core, m) {
       .def("assign",
            [](RankHeap& self, Doubles ranks, Indices ages, std::int64_t next_age) {
              const auto n = static_cast<std::int64_t>(ranks.shape(0));
-             check_length("ages", ages.shape(0), n);
+             check_length("ages", static_cast<std::int64_t>(ages.size()), n);
              if (n > self.capacity()) {
                throw nb::value_error(("expected at most " + std::to_string(self.capacity()) +
                                       " records, got " + std::to_string(n)).c_str());

@@ -31,13 +31,9 @@ constexpr int kTableBits = 48;  // the bits of a logged element below those of i
 class HeldCommits {
  public:
   HeldCommits(nb::handle journal, nb::handle even, nb::handle odd, const nb::list& rows)
-      : commits_(bytes(journal, "journal"), bytes(even, "even"), bytes(odd, "odd"), all(rows)) {}
+      : commits(bytes(journal, "journal"), bytes(even, "even"), bytes(odd, "odd"), all(rows)) {}
 
   HeldCommits(const HeldCommits&) = delete;
-  HeldCommits& operator=(const HeldCommits&) = delete;
-
-  Commits& operator*() { return commits_; }
-  const Commits& operator*() const { return commits_; }
 
  private:
   const Array& held(nb::handle array, const char* name, int dimensions, bool written) {
@@ -65,8 +61,10 @@ class HeldCommits {
     return found;
   }
 
-  std::vector<std::unique_ptr<Array>> arrays_;  // before `commits_`, which points into them
-  Commits commits_;
+  std::vector<std::unique_ptr<Array>> arrays_;  // before `commits`, which points into them
+
+ public:
+  Commits commits;
 };
 
 // A ring in which processes log the elements of tables that they change. `count` numbers were
@@ -99,7 +97,7 @@ class Column {
  public:
   Column(nb::object commits, std::int64_t table, nb::handle cells, nb::object log, nb::handle marks,
          int bits, nb::handle clock)
-      : held_{std::move(commits), std::move(log)}, commits_(*nb::cast<HeldCommits&>(held_[0])),
+      : held_{std::move(commits), std::move(log)}, commits_(nb::cast<HeldCommits&>(held_[0]).commits),
         table_(table), bits_(bits), cells_(cells, "cells", Array::kUint8, 2, true) {
     check_length("cells", cells_.size(1), 8);
     length_ = cells_.size();
@@ -152,15 +150,14 @@ void replaykit::bind_commits(nb::module_& m) {
            nb::arg("even"), nb::arg("odd"), nb::arg("rows"))
       .def("journaled",
            [](const HeldCommits& self) {
-             const std::int64_t next = (*self).latest() + 1;
-             return nb::make_tuple(next, (*self).used(next));
+             const std::int64_t next = self.commits.latest() + 1;
+             return nb::make_tuple(next, self.commits.used(next));
            },
            "Return the number of the next state, and the number of bytes journaled for it.")
       .def("journal",
            [](HeldCommits& self, std::int64_t first, std::int64_t until) {
-             Commits& commits = *self;
-             return released<kBytesKept>(commits.size(first, until),
-                                         [&] { return commits.journal(first, until); });
+             return released<kBytesKept>(self.commits.size(first, until),
+                                         [&] { return self.commits.journal(first, until); });
            },
            nb::arg("first"), nb::arg("until"),
            "Journal the present rows. Without enough room, change nothing and return False.")
@@ -170,9 +167,9 @@ void replaykit::bind_commits(nb::module_& m) {
              if (values.size() > 1 && values.numbers().stride != 8) {
                throw nb::value_error("expected contiguous numbers");
              }
-             return (*self).commit(reinterpret_cast<const std::int64_t*>(values.bytes()),
-                                   values.size(), more.data(),
-                                   static_cast<std::int64_t>(more.size()));
+             const auto* first = reinterpret_cast<const std::int64_t*>(values.bytes());
+             const auto count = static_cast<std::int64_t>(more.size());
+             return self.commits.commit(first, values.size(), more.data(), count);
            },
            nb::arg("numbers"), nb::arg("more"),
            "Make `numbers`, followed by `more`, the latest state; return the number of the state. "

@@ -239,7 +239,6 @@ class Lock {
     if (lock_ == nullptr) throw std::bad_alloc();
   }
   Lock(const Lock&) = delete;
-  Lock& operator=(const Lock&) = delete;
   ~Lock() {
     if (owner_.load() != 0) PyThread_release_lock(lock_);
     PyThread_free_lock(lock_);
@@ -394,9 +393,20 @@ class CommitLock : public Lock {
   Clock::time_point released_{};
 };
 
-class Deferred {};
-class Allowed {};
-class Shielded {};
+const auto kNone = nb::arg().none();
+
+// A context that calls two methods of `interrupts()`.
+template <void (Interrupts::*begin)(), void (Interrupts::*end)()>
+struct Context {
+  static void bind(nb::module_& m, const char* name, const char* doc) {
+    nb::class_<Context>(m, name, doc)
+        .def(nb::init<>())
+        .def("__enter__", [](Context&) { (interrupts().*begin)(); })
+        .def("__exit__",
+             [](Context&, nb::handle, nb::handle, nb::handle) { (interrupts().*end)(); }, kNone,
+             kNone, kNone);
+  }
+};
 
 }  // namespace
 
@@ -415,26 +425,12 @@ void replaykit::bind_interrupts(nb::module_& m) {
   m.def("_forked", [] { interrupts().forked(); });
   m.def("check_interrupts", [] { interrupts().check(); }, "Handle the deferred signals.");
 
-  const auto none = [](const char* name) { return nb::arg(name).none(); };
-  nb::class_<Deferred>(m, "Deferred", "A context in which signals are deferred.")
-      .def(nb::init<>())
-      .def("__enter__", [](Deferred&) { interrupts().enter(); })
-      .def("__exit__",
-           [](Deferred&, nb::handle, nb::handle, nb::handle) { interrupts().leave(); },
-           none("kind"), none("error"), none("traceback"));
-  nb::class_<Allowed>(m, "Allowed", "A context inside `Deferred` in which signals are handled.")
-      .def(nb::init<>())
-      .def("__enter__", [](Allowed&) { interrupts().allow(); })
-      .def("__exit__",
-           [](Allowed&, nb::handle, nb::handle, nb::handle) { interrupts().forbid(); },
-           none("kind"), none("error"), none("traceback"));
-
-  nb::class_<Shielded>(m, "Shielded", "A context inside `Deferred` in which no signal ends a wait.")
-      .def(nb::init<>())
-      .def("__enter__", [](Shielded&) { interrupts().shield(); })
-      .def("__exit__",
-           [](Shielded&, nb::handle, nb::handle, nb::handle) { interrupts().unshield(); },
-           none("kind"), none("error"), none("traceback"));
+  Context<&Interrupts::enter, &Interrupts::leave>::bind(
+      m, "Deferred", "A context in which signals are deferred.");
+  Context<&Interrupts::allow, &Interrupts::forbid>::bind(
+      m, "Allowed", "A context inside `Deferred` in which signals are handled.");
+  Context<&Interrupts::shield, &Interrupts::unshield>::bind(
+      m, "Shielded", "A context inside `Deferred` in which no signal ends a wait.");
 
   nb::class_<Lock>(m, "Lock",
                    "A re-entrant lock that defers signals while the main thread holds it.")
@@ -444,7 +440,7 @@ void replaykit::bind_interrupts(nb::module_& m) {
       .def("_is_owned", &Lock::is_owned)
       .def("__enter__", [](Lock& self) { return self.acquire(true, -1.0); })
       .def("__exit__", [](Lock& self, nb::handle, nb::handle, nb::handle) { self.release(); },
-           none("kind"), none("error"), none("traceback"));
+           kNone, kNone, kNone);
 
   nb::class_<CommitLock, Lock>(
       m, "CommitLock",
@@ -461,8 +457,6 @@ void replaykit::bind_interrupts(nb::module_& m) {
       .def("__enter__",
            [](nb::handle self) { return CommitLock::acquire_with(self, true, -1.0, false); })
       .def("__exit__",
-           [](nb::handle self, nb::handle, nb::handle, nb::handle) {
-             CommitLock::release_with(self);
-           },
-           none("kind"), none("error"), none("traceback"));
+           [](nb::handle self, nb::handle, nb::handle, nb::handle) { CommitLock::release_with(self); },
+           kNone, kNone, kNone);
 }

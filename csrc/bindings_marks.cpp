@@ -24,7 +24,6 @@ std::vector<FlagOfRows> as_flags(const std::vector<std::int64_t>& flags) {
     throw nb::value_error("expected address, stride and meaning of every flag");
   }
   std::vector<FlagOfRows> own;
-  own.reserve(flags.size() / 3);
   for (std::size_t i = 0; i < flags.size(); i += 3) {
     if (flags[i + 2] < 0 || flags[i + 2] > 2) throw nb::value_error("expected meanings of 0, 1 or 2");
     own.push_back({reinterpret_cast<const std::uint8_t*>(flags[i]), flags[i + 1],

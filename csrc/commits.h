@@ -122,8 +122,7 @@ class Commits {
   std::int64_t commit(const std::int64_t* numbers, std::int64_t count, const std::int64_t* more,
                       std::int64_t more_count) {
     const std::int64_t number = latest() + 1, all = count + more_count;
-    const Bytes& place = states_[number % 2];
-    if (all > place.size / 8 - kStateHead) return 0;
+    if (all > states_[number % 2].size / 8 - kStateHead) return 0;
     std::int64_t* to = state(number % 2);
     store(to[kNumber], 0);
     std::int64_t* values = to + kStateHead;
