@@ -512,6 +512,7 @@ class RecoveryFolder:
         """
         if self._commits is None:
             return None
+        self._pass_addresses()  # the journal may have grown
         return native.core.Column(self._commits, number, self._tables[number][1], *logging)
 
     def journaled(self) -> tuple[int, int]:

@@ -132,6 +132,14 @@ def test_core_and_python_write_the_same_growing_journal(tmp_path: Path) -> None:
             assert cells.tobytes() == bytes(np.arange(ROWS * width, dtype=np.uint8))
 
 
+def test_column_of_the_core_uses_a_grown_journal(tmp_path: Path) -> None:
+    home, at = Opened(tmp_path / "home", compiled=True).home, np.arange(10_000)
+    home.set(8, at / 2, at)
+    column = home.column(8)
+    home.commit(np.array([1]))
+    assert column.set(at, at / 3)
+
+
 def test_commit_sees_a_state_grown_by_another_process(tmp_path: Path) -> None:
     one = Opened(tmp_path / "home", compiled=True, shared=True)
     other = Opened.__new__(Opened)
