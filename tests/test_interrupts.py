@@ -672,6 +672,26 @@ def test_a_child_forked_under_the_lock_takes_interrupts() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_child_forked_under_the_lock_commits_nothing(tmp_path: Path) -> None:
+    rb, child = KINDS["shared"](tmp_path), None
+    rb.extend(rows(0, 5))
+    home = rb.storage.recovery.home
+    try:
+        with rb.storage.lock:
+            rb.update_priority(0, 3.0)
+            before = home.journaled()
+            child = os.fork()
+            if child:
+                assert os.waitpid(child, 0)[1] == 0
+                assert home.journaled() == before
+        if child == 0:
+            os._exit(0)
+    finally:
+        if child == 0:
+            os._exit(1)
+
+
 def test_threads_get_the_same_lock_at_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that made another lock would meanwhile reset the state of a forked process."""
     storage, made = LazyTensorStorage(CAPACITY), []

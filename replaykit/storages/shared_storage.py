@@ -434,7 +434,8 @@ class Sharing:
         recovery, signs = self.recovery, self.signs
         storage = recovery.storage_ref()
         try:
-            if signs is None or storage is None:
+            # A child that was forked under the lock releases it, too.
+            if signs is None or storage is None or self._process != os.getpid():
                 return
             if storage.ledger.log.irregular > recovery.seen:
                 self.disturb()
