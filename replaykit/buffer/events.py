@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -59,14 +60,16 @@ class Observers:
     """The functions of a buffer that are called after events.
 
     Events of rows follow from the change log. So a write that another buffer made over the same
-    storage is part of the next events.
+    storage is part of the next events. A forked process calls none of the functions that it
+    inherits: their locks may be taken, and a second save would go to the same folder.
     """
 
     def __init__(self, buffer: ReplayBuffer) -> None:
+        self._process = os.getpid()
         self._functions: dict[str, list[Callable[[Event], object]]] = {kind: [] for kind in EVENTS}
         self._states: list[Any] = []
         with buffer._locked(settled=False) as storage:
-            self._look(storage)
+            self.look(storage)
 
     def add(self, kind: str, fn: Callable[[Event], object], state: Any) -> Callable[[], None]:
         """Register a function; return a function that removes it."""
@@ -87,7 +90,13 @@ class Observers:
 
         return remove
 
-    def _look(self, storage: Storage) -> None:
+    @property
+    def inherited(self) -> bool:
+        """True in a process that was forked after the functions were registered."""
+        return self._process != os.getpid()
+
+    def look(self, storage: Storage) -> None:
+        """Begin the next events with the present rows."""
         ledger = storage.ledger
         self._ledger, self._place, self._stored = ledger, ledger.place_in_log, ledger.length
 
@@ -95,7 +104,7 @@ class Observers:
         """Call the functions for all changes of rows since the last call, without a lock."""
         with buffer._locked(settled=False) as storage:
             events = self._changes(storage) if storage.ledger is self._ledger else []
-            self._look(storage)
+            self.look(storage)
         for event in events:
             self._call(event)
 
@@ -124,6 +133,8 @@ class Observers:
         return events
 
     def _call(self, event: Event) -> None:
+        if self.inherited:
+            return
         for fn in self._functions[event.kind]:
             try:
                 fn(event)

@@ -8,10 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from replaykit.buffer.events import EVENTS, Event
-from replaykit.declared import Positive, decode_state, read_value
+from replaykit.declared import Positive, Rule, decode_state, read_value
 
 __all__ = ["Metrics"]
 
@@ -19,10 +19,14 @@ HISTOGRAM = "histogram:"
 """The prefix of lists whose numbers are a distribution, and are not added up."""
 
 
+_Number = Annotated[Any, Rule("a number", lambda value: type(value) in (int, float))]
+"""A number that may be NaN, for example the loss of a failed update."""
+
+
 @dataclass(frozen=True)
 class _State:
-    sums: dict[str, float]
-    windows: dict[str, list[float]]
+    sums: dict[str, _Number]
+    windows: dict[str, list[_Number]]
 
 
 class Metrics:

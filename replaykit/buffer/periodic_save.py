@@ -7,15 +7,16 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from replaykit.buffer.events import Event
-from replaykit.declared import Positive, read_value
-from replaykit.pace import checked_timeout
+from replaykit.declared import Positive, read_value, within
 
 __all__ = ["PeriodicSave"]
 
 _LOG = logging.getLogger(__name__)
+
+_Seconds = Annotated[float, within(0)]
 
 
 class PeriodicSave:
@@ -64,16 +65,18 @@ class PeriodicSave:
         self._buffer, self.path = buffer, Path(path)
         self.every: int = read_value(Positive, every, "every")
         self.keep: int = read_value(Positive, keep, "keep")
-        self.min_seconds = checked_timeout(min_seconds) or 0.0
+        self.min_seconds: float = read_value(_Seconds, min_seconds, "min_seconds")
         self.count = 0
         self.error: Exception | None = None
         self._rows, self._begun = 0, time.monotonic()
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
         self._thread: threading.Thread | None = None
         self._remove = buffer.on("write", self._count)
 
     def _count(self, event: Event) -> None:
         with self._lock:
+            if self._closed:  # this call began before close()
+                return
             self._rows += event.count
             now, running = time.monotonic(), self._thread is not None and self._thread.is_alive()
             if running or self._rows < self.every or now - self._begun < self.min_seconds:
@@ -102,6 +105,8 @@ class PeriodicSave:
     def close(self) -> None:
         """Begin no further save, and wait for one that is being made."""
         self._remove()
+        with self._lock:
+            self._closed = True
         self.wait()
 
     def __enter__(self) -> PeriodicSave:

@@ -1638,7 +1638,8 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         """Call a function after each event of a kind, in the thread that causes the event.
 
         The function is called after the change, without a lock. If it raises, the error is logged,
-        and the caller of the buffer does not notice it. It is neither pickled nor saved.
+        and the caller of the buffer does not notice it. It is neither pickled nor saved, and forked
+        processes do not call it.
 
         Args:
             event: "write" after rows are stored, "episode_end" if their flags end episodes,
@@ -1669,7 +1670,9 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         """
         self._ready()
         with self._making:
-            observers = Observers(self) if self._observers is None else self._observers
+            observers = self._observers
+            if observers is None or observers.inherited:
+                observers = Observers(self)
             remove = observers.add(event, fn, state)
             self._observers = observers
         return remove

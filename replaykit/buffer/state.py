@@ -256,6 +256,8 @@ def finish_taking(buffer: ReplayBuffer, checked: CheckedState) -> None:
         sampler.moved(rows, storage)
     if buffer._pace is not None:
         buffer._pace.load_state(checked.state.pace, len(buffer))
+    if buffer._observers is not None:
+        buffer._observers.look(storage)
 
 
 def _check_stored(sampler: Sampler, saved: Any, content: Content | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import threading
 import time
@@ -114,7 +115,7 @@ def test_loads_cause_no_events_but_their_rows_may_be_evicted(tmp_path: Path) -> 
     assert not seen
     other.extend(rows(2))
     other.extend(rows(2))
-    assert [event.count for event in seen if event.kind == "evict"] in ([2], [1, 2])
+    assert [event.count for event in seen if event.kind == "evict"] == [1, 2]
     seen.clear()
     other.set_storage(LazyTensorStorage(5))
     other.extend(rows(5))
@@ -235,6 +236,15 @@ def test_metrics_of_a_buffer_survive_its_checkpoint(dictionary: bool, tmp_path: 
     assert fresh.state_dict() == metrics.state_dict()
 
 
+def test_a_number_that_is_not_finite_is_saved(tmp_path: Path) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(8))
+    metrics = Metrics().attach(rb)
+    metrics.report({"loss": float("nan"), "norm": float("inf")})
+    rb.dumps(tmp_path)
+    rb.loads(tmp_path)
+    assert str(metrics.get_report()[1]) == "{'loss': [nan], 'norm': [inf]}"
+
+
 @pytest.mark.parametrize("arguments", [{"window": 0}, {"every": 0}])
 def test_invalid_metrics_are_refused(arguments: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
@@ -287,9 +297,23 @@ def test_a_failed_save_is_logged_and_tried_again(tmp_path: Path, caplog: Any) ->
     assert (saves.count, saves.error) == (1, None)
 
 
+def test_a_forked_process_calls_no_functions_of_its_parent(tmp_path: Path) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(100))
+    rb.extend(rows(1))
+    with PeriodicSave(rb, tmp_path, every=5, min_seconds=0) as saves:
+        process = os.fork()
+        if not process:
+            seen = watched(rb)
+            rb.extend(rows(5, seed=2))
+            saves.close()
+            os._exit(sum(event.kind == "write" for event in seen) + 10 * saves.count)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("arguments", [{"every": 0}, {"min_seconds": -1}, {"keep": 0}])
 def test_invalid_periods_are_refused(arguments: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"every|seconds|timeout|keep"):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
         PeriodicSave(ReplayBuffer(), tmp_path, **arguments)
 
 
