@@ -20,6 +20,8 @@ __all__ = ["EpisodeAssembler"]
 
 _ENDS = ("terminated", "truncated")
 
+_KEYS = {"observation", "reward", *_ENDS}
+
 
 @dataclass
 class _Open:
@@ -124,7 +126,7 @@ class EpisodeAssembler:
 
         Raises:
             ValueError: an event begins an episode of an identity that has one, or belongs to none,
-                or follows no response.
+                or follows no response, or has other keys.
             BufferFull: more than ``max_open`` episodes would be open.
 
         If the call raises, no event counts.
@@ -150,6 +152,11 @@ class EpisodeAssembler:
                     f"{sorted(event)}"
                 )
             else:
+                if not {"observation", "reward"} <= set(event) <= _KEYS:
+                    raise ValueError(
+                        f"identity {identity!r}: expected an event with observation and reward, "
+                        f"and possibly terminated or truncated, got {list(event)}"
+                    )
                 ends = [event.get(name, False) for name in _ENDS]
                 after[identity] = copy.deepcopy(event["observation"])
                 made[identity] = transition(

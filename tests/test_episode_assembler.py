@@ -129,6 +129,8 @@ def test_an_end_of_an_unknown_identity_is_ignored_with_one_warning() -> None:
         ({"c": step(1)}, "'c': expected a first event"),
         ({"a": step(1)}, r"'a': expected respond\(\)"),
         ({"b": {"observation": 0, "reward": 1.0}}, "differs"),
+        ({"b": step(1, done=True)}, "'b': expected an event with observation and reward"),
+        ({"b": {"reward": 1.0}}, "'b': expected an event with observation and reward"),
         ({"b": step(1), "d": begin(0)[0], "e": begin(0)[0]}, "at most 3 open"),
     ],
 )
