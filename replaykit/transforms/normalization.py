@@ -111,7 +111,8 @@ class RunningNorm(ValueTransform):
 
     Raises:
         TypeError: ``keys`` is not a list of keys, or a column is bool or complex.
-        ValueError: ``kind`` or ``update_on`` is unknown, or a number is out of range.
+        ValueError: ``kind`` or ``update_on`` is unknown, or a number is out of range. On write or
+            read, loaded statistics have another shape.
         KeyError: on write or read, a key is absent.
 
     Cost: two passes over the columns for a read, and two for an update. A window also copies its
@@ -183,7 +184,16 @@ class RunningNorm(ValueTransform):
         for key in self.keys:
             value, real = _numbers(require_tensor(data, key), key), real_rows(data)
             rows.append(value.flatten(0, data.batch_dims - 1) if real is None else value[real])
+        self._check_shapes(rows)
         self._count(rows)
+
+    def _check_shapes(self, rows: list[torch.Tensor]) -> None:
+        for key, old, one in zip(self.keys, self._moments, rows, strict=True):
+            if old is not None and old.mean.shape != one.shape[1:]:
+                raise ValueError(
+                    f"key {format_key(key)}: expected rows of the shape {list(old.mean.shape)} of "
+                    f"the statistics, got {list(one.shape[1:])}"
+                )
 
     def _count(self, rows: list[torch.Tensor]) -> None:
         if not len(rows[0]):
@@ -220,6 +230,7 @@ class RunningNorm(ValueTransform):
             else:
                 raise KeyError(f"no key {format_key(key)} in the written rows")
             given.append(_numbers(value, key).detach().double())
+        self._check_shapes(given)
         self._given[threading.get_ident()] = given
 
     def _count_written(self, storage: Storage) -> None:

@@ -183,6 +183,11 @@ def test_statistics_are_kept_apart_from_copies() -> None:
     other = copy.deepcopy(norm)
     other.update(rows(np.zeros((2, 3))))
     assert [one.moments("x").mean[0].item() for one in (norm, other)] == [1, 0.5]  # type: ignore[union-attr]
+    rb = buffer(RunningNorm(["x"]))
+    rb.transform[0].load_state_dict(norm.state_dict())
+    with pytest.raises(ValueError, match=r"x.*: expected rows of the shape \[3\]"):
+        rb.extend(rows(np.ones((2, 4))))
+    assert len(rb) == 0
     assert Compose(norm).spans_rows
     assert not Compose(RunningNorm(["x"], update_on="sample")).spans_rows
 
