@@ -180,7 +180,7 @@ def prefill_replay_buffer(
     Args:
         rb: the buffer to write to.
         dataset: a data set or another buffer, or the name of a data set for `load_dataset`.
-        n_samples: number of rows, chosen at random; None, or more than there are, for all.
+        n_samples: number of rows, chosen by the generator of the data set; None, or more than there are, for all.
         chunk_size: number of rows per write.
 
     Raises:
@@ -205,7 +205,7 @@ def prefill_replay_buffer(
         if n_samples < 0:
             raise ValueError(f"expected n_samples of at least 0, got {n_samples}")
         if n_samples < count:
-            chosen = torch.randperm(count)[:n_samples].sort()[0]
+            chosen = torch.randperm(count, generator=source.sampler.generator)[:n_samples].sort()[0]
     for index in chosen.split(chunk_size):
         rows = source[index]
         rb.extend(rows.exclude(*_INFO) if hasattr(rows, "exclude") else rows)

@@ -233,10 +233,13 @@ def test_invalid_joined_buffers_are_refused_as_in_torchrl(
 
 @pytest.mark.parametrize(("count", "copied"), [(None, 30), (7, 7), (99, 30), (0, 0)])
 def test_rows_are_copied_once_and_in_order(count: int | None, copied: int) -> None:
-    data = TensorDictReplayBuffer(storage=LazyTensorStorage(30))
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDictReplayBuffer(storage=LazyTensorStorage(30), generator=generator)
     data.extend(TensorDict({"x": torch.arange(30)}, [30]))
     rb = ReplayBuffer(storage=LazyTensorStorage(100))
+    elsewhere = torch.get_rng_state()
     assert prefill_replay_buffer(rb, data, count, chunk_size=4) is rb
+    assert torch.equal(torch.get_rng_state(), elsewhere)
     assert len(rb) == copied
     if copied:
         assert list(rb[:].keys()) == ["x"]
