@@ -61,7 +61,7 @@ class BufferFull(RuntimeError):
 
 
 class Closed(RuntimeError):
-    """A writer, a data set or a wait was closed by another thread or process."""
+    """A writer, a data set or a wait is closed."""
 
 
 class NotEnoughData(RuntimeError):

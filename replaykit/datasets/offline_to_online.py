@@ -180,7 +180,8 @@ def prefill_replay_buffer(
     Args:
         rb: the buffer to write to.
         dataset: a data set or another buffer, or the name of a data set for `load_dataset`.
-        n_samples: number of rows, chosen by the generator of the data set; None, or more than there are, for all.
+        n_samples: number of rows, chosen by the generator of the data set; None, or more than there
+            are, for all.
         chunk_size: number of rows per write.
 
     Raises:

@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from replaykit._compat import TensorDictBase
 from replaykit.declared import Count, Positive, read_value
+from replaykit.errors import Closed
 from replaykit.feeds.chunk_files import (
     ChunkHeader,
     ChunkLayout,
@@ -160,7 +161,8 @@ class TrajectoryWriter:
             TypeError: the rows are no TensorDict.
             SchemaError: keys, shapes or dtypes differ from the first rows. Nothing has changed.
             ValueError: the number of lanes differs. Nothing has changed.
-            RuntimeError: the writer is closed, or belongs to another process.
+            Closed: the writer is closed; a RuntimeError.
+            RuntimeError: the writer belongs to another process.
             OSError: a file cannot be written. The writer has accepted the rows, and writes their
                 complete chunks in the next call.
 
@@ -231,7 +233,7 @@ class TrajectoryWriter:
 
     def _check(self) -> None:
         if self._closed:
-            raise RuntimeError("the writer is closed; make another one")
+            raise Closed("the writer is closed; make another one")
         if self._process != os.getpid():
             raise RuntimeError("the writer belongs to another process; make one in each process")
 

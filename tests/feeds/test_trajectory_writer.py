@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import TrajectoryChunks, TrajectoryWriter
-from replaykit.errors import SchemaError
+from replaykit.errors import Closed, SchemaError
 from replaykit.feeds import chunk_files, trajectory_writer
 from tests.feeds.trajectories import files_in, rows_of, steps_in
 
@@ -128,7 +128,7 @@ def test_flush_and_close_write_complete_chunks(tmp_path: Path) -> None:
     chunks = TrajectoryChunks(tmp_path, "protected")
     assert steps_in(torch.cat([chunks.load(n) for n in range(2)])) == [(0, s) for s in range(8)]
     for use in (lambda: writer.add(rows[0]), writer.flush, writer.cut):
-        with pytest.raises(RuntimeError, match="the writer is closed"):
+        with pytest.raises(Closed, match="the writer is closed"):
             use()
 
 
