@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -65,7 +66,7 @@ class Observers:
     """
 
     def __init__(self, buffer: ReplayBuffer) -> None:
-        self._process = os.getpid()
+        self._process, self._lock = os.getpid(), threading.Lock()
         self._functions: dict[str, list[Callable[[Event], object]]] = {kind: [] for kind in EVENTS}
         self._states: list[Any] = []
         with buffer._locked(settled=False) as storage:
@@ -79,14 +80,17 @@ class Observers:
             raise TypeError(f"expected a function for {kind!r} events, got {type(fn).__name__}")
         if state is not None and not all(callable(getattr(state, name, None)) for name in names):
             raise TypeError(f"expected state with {' and '.join(names)}, got {state!r}")
+        entry = functools.partial(fn)  # one function may be registered several times
         # Lists are replaced and not changed, because other threads may be iterating over them.
-        self._functions[kind] = [*self._functions[kind], fn]
-        if state is not None and all(one is not state for one in self._states):
-            self._states = [*self._states, state]
+        with self._lock:
+            self._functions[kind] = [*self._functions[kind], entry]
+            if state is not None and all(one is not state for one in self._states):
+                self._states = [*self._states, state]
 
         def remove() -> None:
-            found = self._functions[kind]
-            self._functions[kind] = [one for one in found if one is not fn]
+            with self._lock:
+                found = self._functions[kind]
+                self._functions[kind] = [one for one in found if one is not entry]
 
         return remove
 

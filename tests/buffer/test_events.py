@@ -135,7 +135,8 @@ def test_functions_are_called_without_a_lock_and_never_in_the_way(caplog: Any) -
 
     rb.on("write", reads_in_another_thread)
     counted: list[Event] = []
-    remove = rb.on("write", counted.append)
+    add = counted.append
+    remove, _ = rb.on("write", add), rb.on("write", add)
     with caplog.at_level(logging.ERROR):
         assert rb.extend(rows(3)).tolist() == [0, 1, 2]
     assert done.is_set()
@@ -143,13 +144,13 @@ def test_functions_are_called_without_a_lock_and_never_in_the_way(caplog: Any) -
     assert len(rb) == 3
     with pytest.raises(SchemaError):
         rb.extend(TensorDict({"y": torch.zeros(2)}, [2]))
-    assert len(counted) == 1
+    assert len(counted) == 2
     remove()
     remove()
     rb.add(rows(1)[0])
     rb.cut()
     rb.flush()
-    assert len(counted) == 1
+    assert len(counted) == 3
 
 
 @pytest.mark.parametrize("storage", [lambda: ListStorage(4), lambda: LazyTensorStorage(4)])
