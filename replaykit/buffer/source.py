@@ -17,7 +17,7 @@ from replaykit._compat import Uncompiled
 from replaykit.buffer.deliver import finish_batch
 from replaykit.buffer.draw import draw_apart, give_back
 from replaykit.buffer.prefetch import Draw, DrawnBatch
-from replaykit.episodes import WINDOWS
+from replaykit.episodes import EPISODES, WINDOWS, CountLaw
 from replaykit.errors import NotEnoughData
 from replaykit.registry import entry_of
 from replaykit.samplers import Sampler, SampleUnit, Transition
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _SEEDS = 2**62
+_EPISODE = CountLaw.strict(1)
 
 UNITS = ("rows", "episodes", "windows")
 """The units in which the minimum of a member is counted."""
@@ -339,7 +340,8 @@ class BufferSource:
             if unit == "rows" or not count:
                 return count
             if unit == "episodes":
-                return len(buffer.episodes)
+                _ = buffer.episodes  # raises for a storage without episodes
+                return int(storage.episodes.total(_EPISODE, EPISODES))  # type: ignore[attr-defined]
             if slicing is None:
                 return eligible_records(storage, buffer._needs).count if buffer._needs else count
             request = slicing.request(storage, slicing.size.slice_len or rows, buffer._needs)
