@@ -30,15 +30,13 @@ class PeriodicSave:
         path: the directory of the checkpoint.
         every: number of rows that are written between the beginnings of two saves.
         min_seconds: minimum seconds between the beginnings of two saves.
-        keep: the maximum number of checkpoints in the directory.
 
     Attributes:
         count: number of finished saves.
         error: the error of the last save; None if it succeeded.
 
     Raises:
-        ValueError: ``every`` or ``keep`` is not an int of at least 1, or ``min_seconds`` is
-            negative.
+        ValueError: ``every`` is not an int of at least 1, or ``min_seconds`` is negative.
 
     Example:
         >>> import tempfile, torch
@@ -60,11 +58,9 @@ class PeriodicSave:
         *,
         every: int = 100_000,
         min_seconds: float = 600.0,
-        keep: int = 1,
     ) -> None:
         self._buffer, self.path = buffer, Path(path)
         self.every: int = read_value(Positive, every, "every")
-        self.keep: int = read_value(Positive, keep, "keep")
         self.min_seconds: float = read_value(_Seconds, min_seconds, "min_seconds")
         self.count = 0
         self.error: Exception | None = None
@@ -87,7 +83,7 @@ class PeriodicSave:
 
     def _save(self) -> None:
         try:
-            self._buffer.dumps(self.path, keep=self.keep)
+            self._buffer.dumps(self.path)
         except Exception as error:
             self.error = error
             _LOG.exception("the buffer could not be saved in %s", self.path)
