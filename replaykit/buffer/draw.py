@@ -253,6 +253,7 @@ def choose_rows(
         buffer._draws_made if counted else 0,
         mark,
         kept,
+        storage.ledger.log.removed,
     )
 
 
@@ -458,12 +459,13 @@ def read_ahead(buffer: ReplayBuffer, draw: Draw) -> DrawnBatch:
     """Read the rows of a draw that was made ahead. The caller holds the lock.
 
     Raises:
-        Outdated: another buffer has overwritten rows since the draw.
+        Outdated: another buffer has overwritten or removed rows since the draw.
     """
     storage = buffer._storage
     if draw.storage is not storage:
         raise Outdated
-    if storage.ledger.next_position != draw.written:
+    ledger = storage.ledger
+    if ledger.next_position != draw.written or ledger.log.removed != draw.removed:
         stored = as_tensor(storage.contains(draw.index)).all()
         if not stored or is_outdated(buffer, draw, storage):
             raise Outdated
@@ -474,6 +476,8 @@ def read_ahead(buffer: ReplayBuffer, draw: Draw) -> DrawnBatch:
 
 def is_outdated(buffer: ReplayBuffer, draw: Draw, storage: Storage) -> bool:
     """Return whether the sampler could no longer make a draw of stored rows."""
+    if storage.ledger.log.removed != draw.removed:  # other rows may be in the slots
+        return True
     windows = buffer._sampler.draws_windows or not isinstance(buffer._sample_unit, Transition)
     if windows and _written_since(storage, draw):
         return True
@@ -535,7 +539,7 @@ def _next_failed(buffer: ReplayBuffer, storage: Storage) -> Draw | None:
     """Return the next failed draw whose rows are still stored, or None.
 
     If a row of a window was overwritten, the draw is undone. The same happens if a row has lost
-    neighbours that transforms need.
+    neighbours that transforms need, or if rows were removed.
     """
     while buffer._retry:
         draw = buffer._retry.pop(0)

@@ -58,6 +58,7 @@ class Draw:
         number: the number of the draw among the draws of its buffer; 0 if it is never undone.
         mark: the state before the draw; None if the draw can only be put back.
         kept: whether the buffer keeps the draw if its batch fails, and delivers it next.
+        removed: the number in the storage's log after the latest removal before the draw.
     """
 
     index: torch.Tensor
@@ -72,6 +73,7 @@ class Draw:
     number: int = 0
     mark: Mark | None = None
     kept: bool = False
+    removed: int = 0
 
 
 @dataclass(slots=True)
