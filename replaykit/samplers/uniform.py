@@ -53,7 +53,8 @@ class SamplerWithoutReplacement(Sampler):
 
     ``ran_out`` becomes True with the batch that ends a pass. This batch may be shorter than
     requested. The next draw begins a new pass. A draw also begins a new pass if the number of
-    stored rows has changed. Overwriting rows at constant length does not end a pass.
+    stored rows has changed, or if rows were removed and others moved. Overwriting rows at constant
+    length does not end a pass.
 
     If transforms read neighbouring rows, a pass consists of the rows that are eligible when the
     pass begins. A draw skips rows that are no longer eligible. If writes leave no eligible row in
@@ -107,6 +108,8 @@ class SamplerWithoutReplacement(Sampler):
         self.shuffle = shuffle
         self._remaining = None
         self._length = 0
+        # The number in the log after the latest removal that the pass follows; -1: not known yet.
+        self._removed = -1
         self._resets = 0
         # The state of the episode index when all rows of the pass were eligible; None: unknown.
         self._whole_as_of: Any = None
@@ -130,6 +133,10 @@ class SamplerWithoutReplacement(Sampler):
                 f"The batch size ({batch_size}) is greater than the storage capacity in use: "
                 f"{known} rows are stored, and drop_last=True gives no smaller batch"
             )
+        removed = storage.ledger.log.removed
+        if self._removed not in (-1, removed):  # rows are in other slots, so a new pass begins
+            self._remaining = None
+        self._removed = removed
         remaining, drawn = self._remaining, None
         if self.even:
             left = known if remaining is None or self._length != count else len(remaining)
@@ -187,15 +194,17 @@ class SamplerWithoutReplacement(Sampler):
     def empty(self) -> None:
         super().empty()
         self._remaining, self._length, self._whole_as_of, self._begun = None, 0, None, False
+        self._removed = -1
         self._resets += 1
 
     def mark(self, storage: Storage) -> Any:
-        return self._remaining, self._length, self._whole_as_of, self._begun, self._resets
+        known = self._remaining, self._length, self._whole_as_of, self._begun, self._removed
+        return *known, self._resets
 
     def rollback(self, token: Any, storage: Storage) -> None:
         *state, resets = token
         if resets == self._resets:
-            self._remaining, self._length, self._whole_as_of, self._begun = state
+            self._remaining, self._length, self._whole_as_of, self._begun, self._removed = state
 
     def drop_pass(self) -> None:
         if self._begun:  # else the rows are those that another undone draw has put back
@@ -236,12 +245,12 @@ class SamplerWithoutReplacement(Sampler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = self._declared_state(state_dict)
-        self._remaining, self._whole_as_of = saved.left(), None
+        self._remaining, self._whole_as_of, self._removed = saved.left(), None, -1
         self._length, self._ran_out = saved.length, saved.ran_out
         self._resets += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_whole_as_of": None}
+        return {**super().__getstate__(), "_whole_as_of": None, "_removed": -1}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
