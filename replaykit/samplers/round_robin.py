@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from replaykit.declared import Count, encode_state, within
-from replaykit.episodes import Windows
+from replaykit.episodes import EpisodeIndex, Windows
 from replaykit.samplers.episode_measures import EpisodeMasses
 from replaykit.samplers.slices import SliceSampler
 from replaykit.samplers.slicing import SliceRequest
@@ -61,7 +61,7 @@ class _RoundRobinSlices(SliceSampler):
     def _draw(self, request: SliceRequest, anchors: Anchors) -> Windows:
         assert isinstance(anchors, EpisodeMasses)
         ids, number = self._ordered(anchors)
-        self._resolve(request)
+        self._resolve(request.episodes)
         start = int(np.searchsorted(ids, self._last, side="right"))
         at = start + np.arange(request.slices)
         episode = number[at % len(ids)]
@@ -82,20 +82,23 @@ class _RoundRobinSlices(SliceSampler):
             self._order = anchors, ids[by_age], number[by_age]
         return self._order[1:]
 
-    def _resolve(self, request: SliceRequest) -> None:
+    def _resolve(self, episodes: EpisodeIndex) -> None:
         """Find the id of the episode at which a loaded sampler continues."""
         if self._loaded >= 0:
-            episodes, element = request.episodes, np.array([self._loaded])
-            self._last, self._loaded = (
-                int(episodes.ids(*episodes.time_and_lane(element))[0]) - 1,
-                -1,
-            )
+            time, lane = episodes.time_and_lane(np.array([self._loaded]))
+            self._last, self._loaded = int(episodes.ids(time, lane)[0]) - 1, -1
 
     # -- notifications ------------------------------------------------------------------------
 
     def attach(self, storage: Storage) -> None:
         super().attach(storage)
         self._home, self._order = weakref.ref(storage), None
+
+    def about_to_write(self) -> None:
+        super().about_to_write()
+        storage: Any = None if self._home is None else self._home()
+        if self._loaded >= 0 and storage is not None:
+            self._resolve(storage.episodes)
 
     def empty(self) -> None:
         super().empty()

@@ -177,9 +177,7 @@ class EpisodeIndexes:
     @property
     def tags(self) -> EpisodeTags:
         """The values of the episodes of the default rule."""
-        if self._saved_tags is not None:
-            self._tags.load(*self._saved_tags, self.of())
-            self._saved_tags = None
+        self._load_tags()
         return self._tags
 
     def data(self, priorities: Callable[[], Array] | None = None) -> EpisodeData:
@@ -281,6 +279,13 @@ class EpisodeIndexes:
         if self._main is None and self.storage.ledger.length and self._is_indexed():
             self._main = self._made(_DEFAULT)
         self.loaded, self.seen = False, self.storage.ledger.log.number
+        self._load_tags()
+
+    def _load_tags(self) -> None:
+        """Load saved tags, which name slots, so this comes before rows leave them."""
+        if self._saved_tags is not None:
+            self._tags.load(*self._saved_tags, self.of())
+            self._saved_tags = None
 
     def _made(self, rule: BoundaryRule, *, before: int = 0) -> EpisodeIndex:
         return EpisodeIndex(self.storage, rule, before=before)
