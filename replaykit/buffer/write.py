@@ -173,7 +173,7 @@ def write_rows(
     ticket: Ticket | None,
 ) -> torch.Tensor:
     """Write prepared rows, and inform the other components. The caller holds the lock."""
-    sampler = buffer._sampler
+    sampler, removed = buffer._sampler, storage.ledger.log.removed
     if sampler.consumes:
         index = buffer._writer.write_reusing(rows, sampler.free(storage, count))
     else:
@@ -187,6 +187,8 @@ def write_rows(
             sampler.update_priority(index, priorities, storage=storage)
         elif not sampler.follows_log:
             sampler.mark_update(index, storage=storage)
+        elif storage.ledger.log.removed != removed:  # follow now: the log forgets removals
+            sampler.mark_update(index[:0], storage=storage)
     for transform in buffer._listening:
         transform.written(storage)
     if buffer._arrivals.waiting:

@@ -88,6 +88,8 @@ def remove_oldest(storage: ColumnStorage, keys: list[Any], counts: Array) -> Non
     except BaseException:
         storage.ledger.changes += 1  # so that the indexes read the rows again
         raise
+    # Priorities follow now, because the log forgets removals.
+    storage.notify(torch.zeros(0, dtype=torch.int64, device="cpu"))
 
 
 def oldest_slots(index: EpisodeIndex, lanes: Array, counts: Array) -> Array:

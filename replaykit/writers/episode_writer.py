@@ -175,6 +175,9 @@ class EpisodeWriter(Writer):
             rows = storage.apart(rows)
         storage.accept(rows)
         index = storage.episodes  # the index follows this write
+        if not index.stream_count:
+            self._queue, self._known = deque(), (index, index.version)
+        known = self._known == (index, index.version)
         try:
             counts = np.array(list(gone.values()), np.int64)
             free = storage.indexes.drop_oldest(list(gone), counts, forget=True)
@@ -203,7 +206,8 @@ class EpisodeWriter(Writer):
             chosen[index.lanes_with(keys[is_open])] = True
             storage.indexes.cut(chosen)
         self._count(count)
-        self._follow(index, keys, lengths - skipped)
+        if known:
+            self._follow(index, keys, lengths - skipped)
         if not skipped:
             return targets
         return torch.cat([torch.full((skipped,), -1, dtype=torch.int64, device="cpu"), targets])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from replaykit import (
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
+    SliceSampler,
 )
 from replaykit.errors import NotEnoughData
 
@@ -190,3 +192,62 @@ def test_wrong_requests_are_refused() -> None:
     assert len(rb) == 2
     with pytest.raises(ValueError, match="distinct lanes"):
         LaneWriter(3, [1, 1])
+
+
+@pytest.mark.parametrize("writer", ["ring", "lanes"])
+def test_loaded_tags_stay_with_their_episodes_in_the_first_change(
+    writer: str, tmp_path: Path
+) -> None:
+    def made() -> ReplayBuffer:
+        if writer == "lanes":
+            return make(4, slots=12)
+        return ReplayBuffer(storage=LazyTensorStorage(12))
+
+    def episode(env: int, rows: int) -> TensorDict:
+        done = torch.arange(rows) == rows - 1
+        return TensorDict({"env": torch.full((rows,), env), "next": {"done": done}}, [rows])
+
+    rb = made()
+    for env in range(3):
+        rb.tag(rb.extend(episode(env, 4)), {"mark": env + 1})
+    rb.dumps(tmp_path)
+    rb = made()
+    rb.loads(tmp_path)
+    if writer == "lanes":
+        rb.empty(lane=0)
+    else:
+        rb.extend(torch.cat([episode(3, 2), episode(4, 3)]))
+    marks = dict.fromkeys(range(5), 0) | {0: 1, 1: 2, 2: 3}
+    data = rb.storage.indexes.data()
+    assert data["mark"].tolist() == [marks[int(e.rows()["env"][0])] for e in rb.episodes]
+
+
+def test_a_removal_begins_a_new_pass() -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(40, lane_key="env"), writer=LaneWriter(10), batch_size=4,
+        sampler=lambda: SamplerWithoutReplacement(),
+    )  # fmt: skip
+    write(rb, [0, 1, 2, 3], 1, 2, 3)
+    for step in range(20):
+        rb.sample()
+        rb.take(1, [step % 4])
+        write(rb, [step % 4], step + 4)  # as many rows as before
+        drawn = torch.cat([rb.sample() for _ in range(3)])
+        assert rb.sampler.ran_out
+        assert len({*zip(drawn["env"].tolist(), drawn["t"].tolist(), strict=True)}) == 12
+
+
+def test_draws_ahead_of_another_buffer_are_made_again_after_a_removal() -> None:
+    rb = make(10)
+    other = ReplayBuffer(
+        storage=rb.storage, writer=LaneWriter(10), sampler=SliceSampler(slice_len=3, end_keys=(), traj_key=()),
+        batch_size=6, prefetch=3, collate_fn=lambda rows: rows,
+    )  # fmt: skip
+    write(rb, [0, 1, 2, 3], *range(10))
+    for step in range(40):
+        batch = other.sample().reshape(-1, 3)
+        assert (batch["t"].diff() == 1).all()
+        assert (batch["env"].diff() == 0).all()
+        rb.remove_oldest(3, lane=step % 4)
+        for lane in (step % 4, (step - 1) % 4) if step % 2 else ():
+            write(rb, [lane], *(10 + 3 * (step // 4) + i for i in range(3)))

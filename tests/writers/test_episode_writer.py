@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,39 @@ def test_wrong_rows_and_storages_are_refused() -> None:
     with pytest.raises(SchemaError, match="'t'"):
         rb.extend(rows_of(1, 1).exclude("t"))
     assert stored(rb) == {0: 4}
+
+
+def test_priorities_stay_after_many_removals_without_a_draw() -> None:
+    rb = make(1000, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=0.0, eps=0.0))
+    index = rb.extend(torch.cat([rows_of(key, 5) for key in range(200)]))
+    rb.update_priority(index, (index + 2).double())
+    for key in range(200, 280):
+        rb.extend(rows_of(key, 4 + key % 2))
+    for key in range(100, 170):
+        rb.remove_oldest(1, lane=key)
+    t = rb[:]["t"]
+    wanted = torch.where(t < 200_000, t // 1000 * 5 + t % 1000 + 2.0, 1001.0).tolist()
+    assert rb.sampler.state_dict()["_priorities"].tolist() == wanted
+
+
+def test_the_order_of_removal_follows_rows_removed_by_hand() -> None:
+    rb = make(12)
+    for key in range(4):
+        rb.extend(rows_of(key, 2))
+    rb.remove_oldest(1)
+    rb.extend(rows_of(4, 2))  # this write needs no room
+    rb.extend(rows_of(5, 9))
+    assert sorted(set(rb[:]["id"].tolist())) == [3, 4, 5]
+
+
+def test_a_loaded_turn_follows_rows_that_move_in_the_first_write(tmp_path: Path) -> None:
+    options: Any = {"sampler": partial(SliceSampler, draw="round_robin", slice_len=1)}
+    rb = make(12, batch_size=1, **options)
+    for key, n in enumerate((4, 2, 3, 3)):
+        rb.extend(rows_of(key, n))
+    assert [int(rb.sample()["id"]) for _ in range(3)] == [0, 1, 2]
+    rb.dumps(tmp_path)
+    rb = make(12, batch_size=1, **options)
+    rb.loads(tmp_path)
+    rb.extend(rows_of(9, 1))  # episode 0 leaves, and rows of episode 3 move
+    assert [int(rb.sample()["id"]) for _ in range(5)] == [3, 9, 1, 2, 3]
