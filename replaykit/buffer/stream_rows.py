@@ -94,7 +94,7 @@ def remove_stream_rows(buffer: ReplayBuffer, count: int | None, lane: Any, name:
         sizes = index.sizes()[lanes]
         counts = sizes if count is None else np.minimum(sizes, count)
         kept = counts > 0
-        remove_oldest(storage, index.keys(lanes[kept]), counts[kept])
+        remove_oldest(storage, lanes[kept], counts[kept])
         return int(counts.sum())
 
 
@@ -146,7 +146,7 @@ def _take(buffer: ReplayBuffer, n: int, lane: Any) -> Any:
         counts = np.full(len(chosen), n)
         slots = oldest_slots(index, chosen, counts)
         rows = storage.read(torch.from_numpy(slots)).reshape(len(chosen), n)
-        remove_oldest(storage, index.keys(chosen), counts)
+        remove_oldest(storage, chosen, counts)
         return rows
 
 

@@ -566,7 +566,15 @@ def known_heads(
     rest = np.flatnonzero((row_id < noted) & (known[:, 1] == 0)) if has_rows else row_id[:0]
     if len(rest):
         if keys is not None:
-            lane = old.place(element[rest])[1]
+            try:
+                lane = old.place(element[rest])[1]
+            except IndexError:  # a removal that failed has dropped rows that are still stored
+                table = old.table()
+                rows = table.last + 1 - table.first
+                time = np.arange(rows.sum()) + np.repeat(table.first - np.cumsum(rows) + rows, rows)
+                held = old.element(time, np.repeat(table.lane, rows))
+                rest = rest[np.isin(element[rest], held)]
+                lane = old.place(element[rest])[1]
             rest = rest[old.keys[lane] == keys[rest]]
         _, first, gone, head = heads_to_save(old, element[rest], row_id[rest]).T
         known[rest] = np.stack([gone, head, first], 1)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from replaykit.storages.column_storage import ColumnStorage
 
 __all__ = [
+    "Moves",
     "check_removable",
-    "fill_holes",
     "named_lanes",
     "oldest_slots",
     "remove_oldest",
@@ -68,23 +68,26 @@ def stream_index(storage: ColumnStorage, name: str) -> EpisodeIndex:
     return storage.episodes
 
 
-def remove_oldest(storage: ColumnStorage, keys: list[Any], counts: Array) -> None:
+def remove_oldest(storage: ColumnStorage, lanes: Array, counts: Array) -> None:
     """Remove the oldest rows of distinct streams, of at least as many rows.
 
     Rows of the last slots move to the free slots, and keep their row ids. The caller holds the
     lock, and has called ``stream_index``.
 
     Args:
-        keys: keys of the streams; see ``stream_keys``.
+        lanes: the numbers of the streams, int64 ``[K]``.
         counts: the number of rows of each stream to remove, int64 ``[K]``.
 
     Cost: O(rows removed + streams).
     """
     if not counts.any():
         return
-    slots = storage.indexes.drop_oldest(keys, counts)
+    index = storage.episodes
+    slots = np.sort(oldest_slots(index, lanes, counts))
+    moves = Moves(storage, slots)
     try:
-        fill_holes(storage, slots)
+        storage.indexes.drop_oldest(index.keys(lanes), counts)
+        moves.make()
     except BaseException:
         storage.ledger.changes += 1  # so that the indexes read the rows again
         raise
@@ -100,24 +103,36 @@ def oldest_slots(index: EpisodeIndex, lanes: Array, counts: Array) -> Array:
     return index.element(index.bounds(lane)[0] + number, lane)
 
 
-def fill_holes(storage: ColumnStorage, holes: Array) -> None:
-    """Move the rows of the last slots to slots whose rows the indexes have dropped.
+class Moves:
+    """The moves of the rows of the last slots to slots whose rows are removed.
 
-    ``holes`` are int64 ``[K]``, ascending.
+    The object has copies of the moving rows, so that a lack of memory shows before any change.
+
+    Args:
+        holes: the slots whose rows are removed and not replaced, int64 ``[K]``, ascending.
     """
-    before, columns = storage.ledger.length, storage.require()
-    length = before - len(holes)
-    target = holes[: np.searchsorted(holes, length)]
-    last = np.ones(len(holes), bool)
-    last[holes[len(target) :] - length] = False
-    source = np.flatnonzero(last) + length
-    if len(source):
-        assert isinstance(columns, Columns)
-        columns.check_writable()
-        leaves = columns.gather(torch.from_numpy(source), before)
-        columns.scatter(torch.from_numpy(target), leaves, arange(len(source)))
-    storage.ledger.compact(Removal(source, target, length))
-    storage.indexes.removed(source, target)
+
+    def __init__(self, storage: ColumnStorage, holes: Array) -> None:
+        before, columns = storage.ledger.length, storage.require()
+        length = before - len(holes)
+        target = holes[: np.searchsorted(holes, length)]
+        last = np.ones(len(holes), bool)
+        last[holes[len(target) :] - length] = False
+        source = np.flatnonzero(last) + length
+        self._storage, self._removal = storage, Removal(source, target, length)
+        if len(source):
+            assert isinstance(columns, Columns)
+            columns.check_writable()
+            self._columns = columns
+            self._leaves = columns.gather(torch.from_numpy(source), before)
+
+    def make(self) -> None:
+        """Move the rows. The indexes have dropped those that are removed."""
+        storage, (source, target, _) = self._storage, self._removal
+        if len(source):
+            self._columns.scatter(torch.from_numpy(target), self._leaves, arange(len(source)))
+        storage.ledger.compact(self._removal)
+        storage.indexes.removed(source, target)
 
 
 def named_lanes(storage: ColumnStorage, index: EpisodeIndex, lane: Any) -> Array:

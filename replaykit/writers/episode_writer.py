@@ -19,7 +19,7 @@ from replaykit.keywords import one_of, whole_number
 from replaykit.schema import Rows
 from replaykit.storages import Storage
 from replaykit.storages.episode_tags import EpisodeData
-from replaykit.storages.removal import check_removable, fill_holes, stream_index
+from replaykit.storages.removal import Moves, check_removable, oldest_slots, stream_index
 from replaykit.ted import end_flags, format_key
 from replaykit.writers.evictors import ByNumber, Evictor, Fifo
 from replaykit.writers.ring_writers import check_tensordicts, stream_numbers, streams_of
@@ -178,8 +178,12 @@ class EpisodeWriter(Writer):
         if not index.stream_count:
             self._queue, self._known = deque(), (index, index.version)
         known = self._known == (index, index.version)
+        counts, moves = np.array(list(gone.values()), np.int64), None
+        if freed > count:  # the new rows are in the lowest free slots, so they stay there
+            lanes = index.lanes_with(np.array(list(gone), index.key_dtype))
+            free = np.sort(oldest_slots(index, lanes, index.sizes()[lanes]))
+            moves = Moves(storage, free[count:])
         try:
-            counts = np.array(list(gone.values()), np.int64)
             free = storage.indexes.drop_oldest(list(gone), counts, forget=True)
             at = free[:count]
             if count > len(free):
@@ -195,11 +199,11 @@ class EpisodeWriter(Writer):
                 rows = storage.apart(rows)
                 storage.write(targets, rows, slice(None))
             storage.commit_by_stream(rows, targets)
+            if moves is not None:
+                moves.make()
         except BaseException:
             storage.ledger.changes += 1  # so that the indexes read the rows again
             raise
-        if len(free) > count:  # the new rows are in the lowest free slots, so they stay there
-            fill_holes(storage, free[count:])
         self.evicted += len(victims)
         if is_open.any():
             chosen = np.zeros(index.lanes, bool)

@@ -240,7 +240,8 @@ def test_a_removal_begins_a_new_pass() -> None:
 def test_draws_ahead_of_another_buffer_are_made_again_after_a_removal() -> None:
     rb = make(10)
     other = ReplayBuffer(
-        storage=rb.storage, writer=LaneWriter(10), sampler=SliceSampler(slice_len=3, end_keys=(), traj_key=()),
+        storage=rb.storage, writer=LaneWriter(10),
+        sampler=SliceSampler(slice_len=3, end_keys=(), traj_key=()),
         batch_size=6, prefetch=3, collate_fn=lambda rows: rows,
     )  # fmt: skip
     write(rb, [0, 1, 2, 3], *range(10))

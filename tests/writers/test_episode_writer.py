@@ -290,3 +290,24 @@ def test_a_loaded_turn_follows_rows_that_move_in_the_first_write(tmp_path: Path)
     rb.loads(tmp_path)
     rb.extend(rows_of(9, 1))  # episode 0 leaves, and rows of episode 3 move
     assert [int(rb.sample()["id"]) for _ in range(5)] == [3, 9, 1, 2, 3]
+
+
+@pytest.mark.parametrize("action", ["write", "remove"])
+def test_nothing_changes_without_memory_for_the_moves(
+    action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = make(12)
+    for key, n in enumerate((6, 2, 2)):
+        rb.tag(rb.extend(rows_of(key, n)), {"mark": key})
+    before = rb[:].clone(), stored(rb)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rb.storage.require()), "gather", fail)
+        with pytest.raises(MemoryError):
+            rb.extend(rows_of(9, 3)) if action == "write" else rb.remove_oldest(1)
+    assert (rb[:] == before[0]).all()
+    assert stored(rb) == before[1]
+    assert rb.storage.indexes.data()["mark"].tolist() == [0, 1, 2]
