@@ -222,10 +222,10 @@ class EpisodeIndex:
             self._append_leaves(leaves, slots, row_ids)
         self._noted, self._changes = ledger.next_position, ledger.changes
 
-    def placed(self, rows: Rows, slots: Array) -> None:
+    def placed(self, rows: Rows, slots: Array | range) -> None:
         """Index the last rows written, each in a slot of its stream.
 
-        ``slots`` are int64 ``[n]``, free slots after the stored rows, or the slot of the oldest row
+        ``slots`` are int64 ``[n]`` or a range: free slots after the stored rows, or the slot of the oldest row
         of the stream.
         """
         ledger, count = self._storage.ledger, len(rows)
@@ -234,7 +234,7 @@ class EpisodeIndex:
             self._rebuild()
             return
         row_ids, first = np.arange(self._noted, self._noted + count), int(slots[0])
-        if (slots == np.arange(first, first + count)).all():
+        if isinstance(slots, range) or (slots == np.arange(first, first + count)).all():
             self._append_stored(first, first + count, row_ids)
         else:
             leaves = {path: rows.leaves[path] for path in self.bound.paths}

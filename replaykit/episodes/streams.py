@@ -66,6 +66,8 @@ def stream_keys(values: torch.Tensor) -> Array:
         >>> stream_keys(torch.tensor([[3], [1]])).tolist()
         [3, 1]
     """
+    if values.dtype is torch.int64 and values.is_cpu and values.ndim == 1:
+        return values.numpy()  # a fast path
     dtype = np.dtype(key_dtype(values.shape[1:], values.dtype))
     values = values.detach()
     if dtype == np.int64:
@@ -324,7 +326,7 @@ class StreamEpisodes:
         else:
             names, row, of = np.unique(keys, return_index=True, return_inverse=True)
         records = np.array([self._records.get(key, -1) for key in names.tolist()], np.int64)
-        new = np.flatnonzero(records < 0)
+        new = (records < 0).nonzero()[0]
         if len(new):
             fresh = row[new]
             known = np.zeros((len(new), 3), np.int64)
@@ -373,11 +375,10 @@ class StreamEpisodes:
             if head <= Head.RESET:
                 head = int(Head.CUT if key in self.joined else Head.RESET)
             self.joined.discard(key)
-            found.append(self._core.start(gone, head, row_id))
-        started = dict(zip(names, found, strict=True))
-        self._records.update(started)
-        self._names.update(zip(found, names, strict=True))
-        self._started.update(started)
+            record = self._core.start(gone, head, row_id)
+            self._records[key] = self._started[key] = record
+            self._names[record] = key
+            found.append(record)
         return found
 
     def arrange(self) -> None:

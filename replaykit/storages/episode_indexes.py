@@ -214,7 +214,7 @@ class EpisodeIndexes:
                 index.append(count)
         self.seen = number
 
-    def placed(self, rows: Rows, slots: Array) -> None:
+    def placed(self, rows: Rows, slots: Array | range) -> None:
         """Index committed rows that were written by stream.
 
         The indexes already have all other rows. See ``EpisodeIndex.placed``.
@@ -230,7 +230,9 @@ class EpisodeIndexes:
         ``forget`` it begins a new episode.
         """
         found = [index.drop_oldest(keys, counts, forget=forget) for index in self._live()]
-        return np.sort(found[0])
+        slots = found[0]
+        slots.sort()
+        return slots
 
     def continue_streams(self, keys: Array) -> None:
         """Let the next rows of streams without rows begin in the middle of an episode."""

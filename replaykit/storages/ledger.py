@@ -351,8 +351,10 @@ class Ledger:
         if move_cursor:
             self.cursor = (int(slots[-1]) + 1) % self.slots
 
-    def place_in_streams(self, slots: torch.Tensor) -> None:
+    def place_in_streams(self, slots: torch.Tensor | range) -> None:
         """Commit rows in free slots, or in the slots of the oldest rows of their streams.
+
+        A range of slots, of step 1, takes less time than the same slots in a tensor.
 
         The caller has checked that ``oldest_first`` is true. ``changes`` does not grow, because the
         caller notifies the parts that follow the order of rows. The cursor becomes the first free
@@ -362,8 +364,8 @@ class Ledger:
         self.by_stream = True
         self.cursor = self.length % self.slots
 
-    def _place(self, slots: torch.Tensor) -> None:
-        top = max(self.length, int(slots.max()) + 1)
+    def _place(self, slots: torch.Tensor | range) -> None:
+        top = max(self.length, slots.stop if isinstance(slots, range) else int(slots.max()) + 1)
         numbers = Tables.POSITIONS, Tables.GENERATIONS
         before = self._position_table, self.generation_table
         try:
@@ -374,13 +376,17 @@ class Ledger:
             self._position_table, self.generation_table = before
             raise
         # NumPy has less overhead. If a slot repeats, it stores the last row id.
-        at, first = slots.numpy(), self.next_position
-        self.log.place(at)
+        first, until = self.next_position, self.next_position + len(slots)
+        at: Any = slice(slots.start, slots.stop) if isinstance(slots, range) else slots.numpy()
+        self.log.place(np.arange(slots.start, slots.stop) if isinstance(slots, range) else at)
         # This comes before the changes of the tables, so that an interrupt in between leaves a
         # valid ledger.
-        self.next_position += len(slots)
-        positions.numpy()[at] = np.arange(len(at)) + first
-        np.add.at(generations.numpy(), at, 1)
+        self.next_position = until
+        positions.numpy()[at] = np.arange(first, until)
+        if isinstance(slots, range):
+            generations.numpy()[at] += 1
+        else:
+            np.add.at(generations.numpy(), at, 1)
         self.length = top
 
     def compact(self, removal: Removal) -> None:

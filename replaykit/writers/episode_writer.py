@@ -188,17 +188,19 @@ class EpisodeWriter(Writer):
             at = free[:count]
             if count > len(free):
                 at = np.concatenate([free, np.arange(room, room + count - len(free))])
-            targets = torch.from_numpy(at)
+            written: torch.Tensor | range
+            targets = written = torch.from_numpy(at)
             if skipped:
                 storage.indexes.continue_streams(keys)
                 storage.write(targets, rows, arange(skipped, len(rows)))
                 rows = _part(rows, skipped)
             elif int(at[-1]) - int(at[0]) == count - 1:
-                storage.write_ring(int(at[0]), rows, 0)  # faster
+                written = range(int(at[0]), int(at[-1]) + 1)
+                storage.write_ring(written.start, rows, 0)  # faster
             else:
                 rows = storage.apart(rows)
                 storage.write(targets, rows, slice(None))
-            storage.commit_by_stream(rows, targets)
+            storage.commit_by_stream(rows, written)
             if moves is not None:
                 moves.make()
         except BaseException:
@@ -218,9 +220,9 @@ class EpisodeWriter(Writer):
 
     def _episodes_of(self, rows: Rows) -> tuple[Array, Array, Array]:
         """Return key, length, and lack of an end of each episode of a batch."""
-        lane_key = self._columns.lane_key
+        lane_key, leaves = self._columns.lane_key, rows.leaves
         assert lane_key is not None
-        keys = stream_keys(rows.leaves[lane_key])
+        keys = stream_keys(leaves[lane_key])
         if keys[0] == keys[-1] and (keys == keys[0]).all():  # a fast path
             last = np.array([len(keys) - 1])
         else:
@@ -232,12 +234,13 @@ class EpisodeWriter(Writer):
                 "got rows of other episodes between them"
             )
         is_open = np.ones(len(names), bool)
-        for key in end_flags(rows.leaves):
-            flag = rows.leaves[key].detach()
+        for key in end_flags(leaves):
+            flag = leaves[key]
             flag = flag if flag.dtype is torch.bool and flag.is_cpu else (flag != 0).cpu()
-            at = flag.numpy().reshape(-1).nonzero()[0] // (flag.numel() // len(keys))
+            at = flag.numpy().reshape(-1).nonzero()[0]
             if not len(at):
                 continue
+            at = at // (flag.numel() // len(keys))
             ends = last.searchsorted(at)
             inside = at[last[ends] != at]
             if len(inside):
@@ -247,7 +250,9 @@ class EpisodeWriter(Writer):
                     f"{format_key(lane_key)}"
                 )
             is_open[ends] = False
-        return names, last - np.append(-1, last[:-1]), is_open
+        lengths = last + 1
+        lengths[1:] -= last[:-1] + 1
+        return names, lengths, is_open
 
     def _skipped(self, rows: int, lengths: Array, slots: int) -> int:
         """Return how many rows of a too long episode are not stored."""
