@@ -584,7 +584,10 @@ class SumSegmentTree(SegmentTree):
             EmptyDistributionError: all weights are zero. On an accelerator, the result is index -1
                 and weight 0 instead.
         """
-        return self._find(self._as_queries(x), False)
+        plain = x.dtype is _FLOAT64 and x.is_cpu and x.ndim == 1 and x.is_contiguous()
+        if not plain or self._torch is not None or x.numel() < 2:  # see ``update``
+            x = self._as_queries(x)
+        return self._find(x, False)
 
     def _as_queries(self, value: Any) -> torch.Tensor:
         queries = as_numbers(value, self._device)

@@ -124,8 +124,8 @@ class EpisodeMasses(Anchors):
         elif base == "lane":
             mass /= np.maximum(self.per_lane, 1)[data.lane]
         self._mass = mass
-        self.drawn = np.zeros(0, np.int64)
-        """Numbers of the episodes of the last draw."""
+        # Numbers of the episodes of the last draw, and their facts.
+        self._drawn = self._drawn_facts = np.zeros(0, np.int64)
         self._tree = SumSegmentTree(max(len(mass), 1), dtype=torch.float64)
         self._read_counts()
 
@@ -151,22 +151,27 @@ class EpisodeMasses(Anchors):
         if self._layout != tags.layout:
             self._facts[:, 5] = tags.places(self._facts[:, 4], self.index)
             self._layout = tags.layout
-        known, at = self._seen == tags.drawn, self.drawn
-        ids, places = self._facts[at, 4:].T
+            self._read_facts(self._drawn)
+        known, at = self._seen == tags.drawn, self._drawn
+        ids, places = self._drawn_facts[4:]
         draws = tags.count_draws(places, 1)
         if known and self._coverage.live:
             mass = self._mass[at] * (1.0 + draws[places]) ** -self._coverage.alpha
             self._tree.update(torch.from_numpy(at), torch.from_numpy(mass))
             self._seen = tags.drawn
-        return np.asarray(ids)
+        return ids
 
     # -- the measure ----------------------------------------------------------------------------
 
     def windows(self, episode: Array, rest: Array) -> Windows:
         """Return windows of episodes, given by their numbers in ``data``."""
-        self.drawn = episode
-        lane, base, rows, count = np.ascontiguousarray(self._facts[episode, :4].T)
+        lane, base, rows, count = self._read_facts(episode)[:4]
         return Windows(lane, base, rows, count, rest)
+
+    def _read_facts(self, episode: Array) -> Array:
+        """Return the facts of episodes that are drawn, int64 ``[6, K]``."""
+        self._drawn, self._drawn_facts = episode, self._facts.take(episode, 0).T.copy()
+        return self._drawn_facts
 
     def numbered(self, number: Array) -> Windows:
         episode = np.searchsorted(self._upto, number, side="right")
@@ -180,8 +185,8 @@ class EpisodeMasses(Anchors):
 
     def _inside(self, episode: Array, part: Array) -> Windows:
         """Return the windows at a part of each episode, in [0, 1]."""
-        found = self.windows(episode, part)
-        return found._replace(rest=floor_below(part * found.count, found.count))
+        lane, base, rows, count = self._read_facts(episode)[:4]
+        return Windows(lane, base, rows, count, floor_below(part * count, count))
 
     def independent(self, count: int, generator: torch.Generator | None) -> Windows:
         points = uniform(2 * count, generator)  # in fewer steps than ``at``
@@ -200,7 +205,7 @@ class EpisodeMasses(Anchors):
             later = self._facts[middle, 1] > found.base
             high = np.where(later, middle, high)
             low = np.where(later, low, middle)
-        self.drawn = low
+        self._read_facts(low)
         return low
 
 

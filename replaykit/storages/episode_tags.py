@@ -148,7 +148,9 @@ class EpisodeTags:
 
         Returns the draws of all episodes by place, which the caller does not change.
         """
-        draws = self._column(DRAWS, torch.zeros(0, dtype=torch.int64)).numpy()
+        if DRAWS not in self._columns:
+            self._columns[DRAWS] = torch.zeros(len(self._ids), dtype=torch.int64, device="cpu")
+        draws: Array = self._columns[DRAWS].numpy()
         np.add.at(draws, at, by)
         self.drawn += 1
         return draws
