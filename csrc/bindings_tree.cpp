@@ -168,6 +168,62 @@ class SegmentTree {
     return true;
   }
 
+  // Draws n leaves, and an integer below a count for each, by 2 n uniform numbers in [0, 1), which
+  // it overwrites. Row i of `facts` has facts of leaf i; number 3 is the count, at least 1. Writes
+  // to `out` the leaves, their facts and the integers, n numbers each. Returns false as `draw` does.
+  bool draw_within(nb::handle uniform, nb::handle facts, nb::handle out) const {
+    const Array numbers(uniform, "uniform", Array::kDouble, 1, true);
+    const Array table(facts, "facts", Array::kInt64, 2, true);
+    const Array found(out, "out", Array::kInt64, 2, true);
+    const std::int64_t n = found.size(1), columns = table.size(1);
+    check_length("uniform", numbers.size(), 2 * n);
+    check_length("facts", table.size(), tree_.levels.capacity);
+    check_length("out", found.size(), columns + 2);
+    if (columns < 4) throw nb::value_error("expected at least 4 facts of each leaf");
+    std::int64_t* const index = found.out();
+    if (!draw(reinterpret_cast<std::uintptr_t>(numbers.doubles()), n,
+              reinterpret_cast<std::uintptr_t>(index), false)) {
+      return false;
+    }
+    for (std::int64_t i = 0; i < n; ++i) __builtin_prefetch(table.out() + index[i] * columns);
+    for (std::int64_t i = 0; i < n; ++i) {
+      const std::int64_t* row = table.out() + index[i] * columns;
+      for (std::int64_t c = 0; c < columns; ++c) index[(c + 1) * n + i] = row[c];
+      const double part = numbers.doubles()[n + i] * static_cast<double>(row[3]);
+      index[(columns + 1) * n + i] = std::min(static_cast<std::int64_t>(part), row[3] - 1);
+    }
+    return true;
+  }
+
+  // Adds 1 to counts at `places`, for each time that a place occurs. Then sets the leaves `index`
+  // to mass * (1 + count) ** exponent, with the mass of the leaf.
+  void count(nb::handle index, nb::handle places, nb::handle counts, nb::handle masses,
+             double exponent) {
+    const Array at(index, "index", Array::kInt64, 1), place(places, "places", Array::kInt64, 1);
+    const Array drawn(counts, "counts", Array::kInt64, 1, true);
+    const Array mass(masses, "masses", Array::kDouble, 1);
+    const std::int64_t n = at.size();
+    check_length("places", place.size(), n);
+    check_length("masses", mass.size(), tree_.levels.capacity);
+    for (std::int64_t i = 0; i < n; ++i) {
+      if (at.numbers()[i] < 0 || at.numbers()[i] >= mass.size() || place.numbers()[i] < 0 ||
+          place.numbers()[i] >= drawn.size()) {
+        throw nb::index_error("expected leaves of the tree and places of counts");
+      }
+    }
+    Indices own(static_cast<std::size_t>(n));
+    std::vector<double> values(static_cast<std::size_t>(n));
+    for (std::int64_t i = 0; i < n; ++i) ++drawn.out()[place.numbers()[i]];
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      const auto k = static_cast<std::int64_t>(i);
+      own[i] = at.numbers()[k];
+      values[i] = 1.0 + static_cast<double>(drawn.out()[place.numbers()[k]]);
+    }
+    power_all(values.data(), n, exponent);
+    for (std::size_t i = 0; i < own.size(); ++i) values[i] *= mass.doubles()[own[i]];
+    kernels_.update(tree_, own.data(), {Values::kDoubles, values.data(), 0.0}, n);
+  }
+
   // Makes a whole prioritized draw. Calls `draw`, then writes the weights (v / smallest) ** -beta.
   // `smallest` is the root of `least` or, without that tree, the smallest weight in the batch. If
   // `generations` is not 0, also writes the generations of the slots.
@@ -292,6 +348,8 @@ void bind_trees(nb::module_& m) {
       .def("reduce_one", &SegmentTree::reduce_one)
       .def("find", &SegmentTree::find)
       .def("draw", &SegmentTree::draw)
+      .def("draw_within", &SegmentTree::draw_within)
+      .def("count", &SegmentTree::count)
       .def("draw_weighted",
            [](const SegmentTree& self, std::uintptr_t uniform, std::int64_t n,
               std::uintptr_t index, bool strata, const SegmentTree* least, double beta,

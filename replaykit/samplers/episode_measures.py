@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from replaykit import native
 from replaykit.episodes import Head, Windows
 from replaykit.episodes.episode_laws import CONTINUES
+from replaykit.errors import EmptyDistributionError
 from replaykit.keywords import one_of
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.window_measures import Anchors, floor_below, uniform
@@ -134,7 +136,9 @@ class EpisodeMasses(Anchors):
         mass = self._mass
         if self._coverage is not None:
             self._seen = self._tags.drawn
-            mass = mass * (1.0 + self._tags.draws(self.data.id)) ** -self._coverage.alpha
+            weight = 1.0 + self._tags.draws(self.data.id)
+            native.core.power(weight, -self._coverage.alpha)  # as ``count_draw`` does
+            mass = mass * weight
         if len(mass):
             self._tree.update_range(0, torch.from_numpy(mass))
 
@@ -153,12 +157,12 @@ class EpisodeMasses(Anchors):
             self._layout = tags.layout
             self._read_facts(self._drawn)
         known, at = self._seen == tags.drawn, self._drawn
-        ids, places = self._drawn_facts[4:]
-        draws = tags.count_draws(places, 1)
-        if known and self._coverage.live:
-            mass = self._mass[at] * (1.0 + draws[places]) ** -self._coverage.alpha
-            self._tree.update(torch.from_numpy(at), torch.from_numpy(mass))
-            self._seen = tags.drawn
+        ids, places, view = self._drawn_facts[4], self._drawn_facts[5], self._tree.native_view
+        if known and self._coverage.live and view is not None:
+            view.count(at, places, tags.draws_by_place(), self._mass, -self._coverage.alpha)
+            self._seen = tags.drawn = tags.drawn + 1
+        else:
+            tags.count_draws(places, 1)
         return ids
 
     # -- the measure ----------------------------------------------------------------------------
@@ -181,17 +185,18 @@ class EpisodeMasses(Anchors):
         x = torch.from_numpy(point * self._tree.total)
         found, mass = self._tree.find(x)
         part = (x - self._tree.reduce(torch.zeros_like(found), found)) / mass
-        return self._inside(found.numpy(), part.clamp(0.0, 1.0).numpy())
-
-    def _inside(self, episode: Array, part: Array) -> Windows:
-        """Return the windows at a part of each episode, in [0, 1]."""
-        lane, base, rows, count = self._read_facts(episode)[:4]
-        return Windows(lane, base, rows, count, floor_below(part * count, count))
+        lane, base, rows, count = self._read_facts(found.numpy())[:4]
+        rest = floor_below(part.clamp(0.0, 1.0).numpy() * count, count)
+        return Windows(lane, base, rows, count, rest)
 
     def independent(self, count: int, generator: torch.Generator | None) -> Windows:
-        points = uniform(2 * count, generator)  # in fewer steps than ``at``
-        x = torch.from_numpy(points[:count] * self._tree.total)
-        return self._inside(self._tree.find(x)[0].numpy(), points[count:])
+        view, found = self._tree.native_view, np.empty((8, count), np.int64)
+        if view is None:
+            return self.at(uniform(count, generator))
+        if not view.draw_within(uniform(2 * count, generator), self._facts, found):
+            raise EmptyDistributionError("expected an episode of positive mass")
+        self._drawn, self._drawn_facts = found[0], found[1:7]
+        return Windows(found[1], found[2], found[3], found[4], found[7])
 
     def mass(self, found: Windows) -> Array:
         episode = self.episodes_of(found)

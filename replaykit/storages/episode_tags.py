@@ -143,17 +143,16 @@ class EpisodeTags:
         self.layout += 1
         return self._ids.searchsorted(ids)
 
-    def count_draws(self, at: Array, by: int) -> Array:
-        """Add a number to the draws at ``places``, for each time that a place occurs.
+    def count_draws(self, at: Array, by: int) -> None:
+        """Add a number to the draws at ``places``, for each time that a place occurs."""
+        np.add.at(self.draws_by_place(), at, by)
+        self.drawn += 1
 
-        Returns the draws of all episodes by place, which the caller does not change.
-        """
+    def draws_by_place(self) -> Array:
+        """Return the draws of all episodes by place; a change also increases ``drawn``."""
         if DRAWS not in self._columns:
             self._columns[DRAWS] = torch.zeros(len(self._ids), dtype=torch.int64, device="cpu")
-        draws: Array = self._columns[DRAWS].numpy()
-        np.add.at(draws, at, by)
-        self.drawn += 1
-        return draws
+        return np.asarray(self._columns[DRAWS].numpy())
 
     def draws(self, ids: Array) -> Array:
         """Return how many windows of episodes were drawn, int64 ``[K]``."""
