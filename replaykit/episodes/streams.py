@@ -325,9 +325,10 @@ class StreamEpisodes:
             names, row, of = keys[:1], np.zeros(1, np.int64), np.zeros(len(keys), np.int64)
         else:
             names, row, of = np.unique(keys, return_index=True, return_inverse=True)
-        records = np.array([self._records.get(key, -1) for key in names.tolist()], np.int64)
-        new = (records < 0).nonzero()[0]
-        if len(new):
+        known_as = [self._records.get(key, -1) for key in names.tolist()]
+        records = np.array(known_as, np.int64)
+        if -1 in known_as:
+            new = (records < 0).nonzero()[0]
             fresh = row[new]
             known = np.zeros((len(new), 3), np.int64)
             if heads is not None:
@@ -348,7 +349,7 @@ class StreamEpisodes:
         if not forget:
             lane = np.searchsorted(self.keys, np.array(keys, self._keys.dtype))
             still = {keys[i] for i in np.flatnonzero(self.per_lane()[2, lane])}
-        out = np.empty((1, int(counts.sum())), np.int64)
+        out = np.empty((1, sum(counts.tolist())), np.int64)
         gone = self._drop(self._core.drop_oldest(records, counts, out))
         self.joined.update(still.intersection(gone))
         return out[0]

@@ -241,6 +241,9 @@ class EpisodeWriter(Writer):
             if not len(at):
                 continue
             at = at // (flag.numel() // len(keys))
+            if at[0] == last[-1]:  # a fast path
+                is_open[-1] = False
+                continue
             ends = last.searchsorted(at)
             inside = at[last[ends] != at]
             if len(inside):
