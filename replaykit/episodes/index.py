@@ -225,8 +225,8 @@ class EpisodeIndex:
     def placed(self, rows: Rows, slots: Array | range) -> None:
         """Index the last rows written, each in a slot of its stream.
 
-        ``slots`` are int64 ``[n]`` or a range: free slots after the stored rows, or the slot of the oldest row
-        of the stream.
+        ``slots`` are int64 ``[n]`` or a range: free slots after the stored rows, or the slot of the
+        oldest row of the stream.
         """
         ledger, count = self._storage.ledger, len(rows)
         plain = ledger.changes == self._changes and not self._edited
