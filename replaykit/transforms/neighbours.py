@@ -226,3 +226,6 @@ class ExpandTag(Tag):
     """
 
     by_window = False
+
+    def __init__(self, tag: str, out: Any = None) -> None:  # so that errors name this class
+        super().__init__(tag, out)
