@@ -15,8 +15,8 @@ __all__ = ["write"]
 _PAGES: Final = {
     "buffers": ("Buffers", ("buffer", "buffer part", "function", "constant")),
     "storages": ("Storages", ("storage",)),
-    "samplers": ("Samplers", ("sampler", "sample unit", "scheduler")),
-    "writers": ("Writers", ("writer",)),
+    "samplers": ("Samplers", ("sampler", "measure", "sample unit", "scheduler")),
+    "writers": ("Writers", ("writer", "evictor")),
     "transforms": ("Transforms", ("transform", "transform part")),
     "ensembles": ("Ensembles", ("ensemble",)),
     "processes": ("Buffers in other processes", ("remote", "shards")),

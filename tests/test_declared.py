@@ -234,7 +234,7 @@ STATES: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "folder": lambda: (
         FolderState,
-        encode_state(FolderState("fifo", {"0" * 16 + "-0": 3}, ["a.npz"], {"0": 0}, 1, 4, 9, 1, 2)),
+        encode_state(FolderState("fifo", {"0" * 16 + "-0": 3}, ["a.npz"], 4, 9, 1, 2)),
     ),
     "recording": lambda: (
         _Committed,
