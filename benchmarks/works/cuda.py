@@ -98,7 +98,7 @@ class RawOnCuda(RawTorch):
 
 
 class PrioritizedOnCuda(OnCuda):
-    """A prioritized buffer with rows and trees on the device."""
+    """A prioritized buffer with rows on the device, and priorities on the CPU by default."""
 
     def new_buffer(self) -> Any:
         return TensorDictPrioritizedReplayBuffer(

@@ -118,7 +118,7 @@ ENDLESS = [name for name in SAMPLERS if name != "consuming"]
 """Those that go on without new rows, and make batches ahead."""
 
 ELSEWHERE = {"Sampler", "SamplerEnsemble"}
-"""What no buffer here has: the base class, and that of ensembles (tests/mixture/test_saving)."""
+"""Samplers without a buffer here: the base class, and that of ensembles (tests/mixture)."""
 
 TRANSFORMS: dict[str, Callable[[], Any]] = {
     "none": lambda: None,

@@ -1,4 +1,4 @@
-"""Classes and functions that TorchRL users know by name, with TorchRL's own beside them."""
+"""Compare classes and functions with those of the same names in TorchRL."""
 
 from __future__ import annotations
 

@@ -481,7 +481,7 @@ def test_ray_keeps_running(shardless: Any, error: Exception | None) -> None:
 
 
 def test_shards_have_their_time_to_start(shardless: Any, recipe: Any) -> None:
-    """However soon they are to answer once they are there; who waits in vain is told for what."""
+    """A short time for answers does not shorten the start. A failed start names the resource."""
     ray = shardless(Ray.exceptions.GetTimeoutError())
     for timeout, within in ((0.0, 180), (1.0, 180), (200.0, 200)):
         text = rf"1 shards have not started within {within} s; each needs .*'num_cpus': 7"

@@ -293,7 +293,7 @@ def test_actor_that_cannot_start_names_its_resources(monkeypatch: pytest.MonkeyP
     asked = {"num_cpus": 1000, "resources": {"learner": 1}}
     with pytest.raises(TimeoutError, match=r"needs .*1000.* has only \{'learner': 0, 'CPU': 2.0\}"):
         ray_buffer._ready(actor, asked)
-    # What there is enough of is waited for: others may let go of it, or it is slow to be made.
+    # With enough in the cluster, the caller waits: others may release it, or the start is slow.
     cluster.update(CPU=1000.0, learner=1.0)
     assert ray_buffer._ready(actor, asked) == "asked"
 
@@ -390,7 +390,7 @@ def test_results_are_awaited(rb: RayReplayBuffer) -> None:
     assert rows.tolist() == [0, 1, 2, 3, 4]
     assert batch.shape == (4,)
     assert place == 5
-    rb.flush()  # the error has been told
+    rb.flush()  # the error was raised before
 
 
 def test_small_writes_go_together(rb: RayReplayBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,7 +467,7 @@ def test_writes_changed_by_transforms_are_sent_singly(rb: RayReplayBuffer) -> No
 def test_close_loses_nothing_and_leaves_ray_running(
     make: Any, tmp_path: Path, ray_cluster: Any
 ) -> None:
-    """What this process has written is stored; whoever still has a handle is told."""
+    """Writes of this process are stored. Calls of the remaining handles raise an error."""
 
     def storage() -> LazyMemmapStorage:
         return LazyMemmapStorage(100, scratch_dir=tmp_path / "rows", recover=True)
@@ -577,7 +577,7 @@ def test_cancelled_wait_loses_no_other_batch(rb: RayReplayBuffer) -> None:
 
 @pytest.mark.long
 def test_restarted_actor_continues_to_answer(make: Any, ray_cluster: Any) -> None:
-    """What it had drawn is handed out or lost, the handle is of use again, in pairs too."""
+    """Drawn batches are delivered or lost. The handle works again, also with two requests."""
     buffer = make(
         storage=lambda: LazyTensorStorage(50),
         batch_size=4,

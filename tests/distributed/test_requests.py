@@ -151,7 +151,7 @@ def test_batch_that_arrives_as_a_wait_ends_is_the_next(error: BaseException) -> 
 
 
 def test_error_of_an_early_request_reaches_no_other_request() -> None:
-    """It is told to whoever's own request failed, once; others get what was drawn."""
+    """The call whose request failed raises it once. Other calls get their batches."""
     actor = Actor()
     ahead = RequestQueue(actor.request, depth=2)
     first = ahead.take()
@@ -253,8 +253,8 @@ def test_priority_update_affects_later_requests(sharded: Any) -> None:
 
 
 def test_dropped_batches_are_drawn_again(sharded: Any, tmp_path: Path) -> None:
-    """The random numbers of batches that nobody gets go back, unless others were used since; and
-    a checkpoint has the generator before them."""
+    """Dropped batches give their random numbers back, unless others were used since. A checkpoint
+    has the generator before them."""
     plain, ahead = make(sharded), make(sharded, prefetch=3)
     for rb in (plain, ahead):
         rb.sample()

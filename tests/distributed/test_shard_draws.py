@@ -363,8 +363,7 @@ def test_transforms_that_look_at_other_rows_need_a_key(sharded: Any, factory: An
 def test_observations_stored_once_are_not_compared_in_a_shard_alone(
     sharded: Any, tmp_path: Path
 ) -> None:
-    """What one shard refused would be half of a batch; in other numbers of shards rows lie beside
-    others."""
+    """One shard can refuse a batch. Other numbers of shards give rows other neighbours."""
 
     def once(on_mismatch: str) -> Any:
         return lambda: LazyTensorStorage(100, dedup_next=True, on_mismatch=on_mismatch)
