@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     ReplayBuffer,
@@ -34,14 +36,16 @@ def _steps(values: list[float], **columns: Any) -> TensorDict:
 def _snapshot(rb: ReplayBuffer) -> Any:
     ledger = rb.storage.ledger
     rows = rb[:].clone() if len(rb) else None
-    return rows, len(rb), rb.write_count, ledger.cursor, ledger.next_position, rb.storage.schema
+    counts = len(rb), rb.write_count, ledger.cursor, ledger.next_position, rb.storage.schema
+    return (rows, *counts, rb.storage.overflow_rows if rb.storage.initialized else 0)
 
 
 def _refused(rb: ReplayBuffer, rows: TensorDict, message: str, error: type = ValueError) -> None:
     before = _snapshot(rb)
-    with pytest.raises(error, match=message) as caught:
-        rb.extend(rows)
-    assert type(caught.value) is error
+    for _ in range(2):
+        with pytest.raises(error, match=message) as caught:
+            rb.extend(rows)
+        assert type(caught.value) is error
     after = _snapshot(rb)
     assert before[1:] == after[1:]
     if before[0] is not None:
@@ -316,24 +320,6 @@ def test_rows_without_next_observation_are_refused() -> None:
         rb.extend(_steps([2, 3]).exclude(("next", "observation")))
 
 
-def test_out_of_memory_for_overflow_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(200, dedup_next=True, on_mismatch="dense"))
-    rb.extend(_steps([0, 1, 2]))
-    before = _snapshot(rb)
-    columns = rb.storage.require()
-
-    def full(*_: Any) -> Any:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(columns.table, "grow", full)
-    rows = _steps(list(range(100)))
-    rows["next", "observation"] += 0.5
-    with pytest.raises(MemoryError, match="no room"):
-        rb.extend(rows)
-    assert bool((before[0] == rb[:]).all())
-    assert before[1:] == _snapshot(rb)[1:]
-
-
 @pytest.mark.parametrize("lane", [None, 1])
 def test_after_a_cut_another_episode_begins(lane: int | None) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(30, ndim=2, dedup_next=True))
@@ -348,3 +334,133 @@ def test_after_a_cut_another_episode_begins(lane: int | None) -> None:
     # The cut was behind that row, and is no more.
     other = torch.stack([_steps([5, 6, 7]), _steps([5, 6, 7])])
     _refused(rb, other, r"row 0 \(lane 0\): .*newest")
+
+
+# -- interleaved streams --------------------------------------------------------------------------
+
+
+def _streams(envs: list[int], values: list[float], after: list[float], **ends: Any) -> TensorDict:
+    """Rows of environments, each with its observation and the next one."""
+    x, then = (torch.tensor(part, dtype=torch.float32)[:, None] for part in (values, after))
+    done = torch.tensor(ends.get("done", [False] * len(envs)))[:, None]
+    following = {"observation": then, "done": done}
+    rows = {"env": torch.tensor(envs), "observation": x, "next": following}
+    return TensorDict(
+        {**rows, **{k: torch.tensor(v) for k, v in ends.items() if k != "done"}}, [len(envs)]
+    )
+
+
+WRITERS = pytest.mark.parametrize("length", [None, 6], ids=["ring", "by stream"])
+
+
+def _buffer(length: int | None, *rows: TensorDict, **options: Any) -> ReplayBuffer:
+    storage = LazyTensorStorage(18, dedup_next=True, lane_key="env", **options)
+    rb = ReplayBuffer(storage=storage, writer=None if length is None else LaneWriter(length))
+    for part in rows:
+        rb.extend(part)
+    return rb
+
+
+@WRITERS
+def test_rows_that_do_not_continue_their_stream_are_refused(length: int | None) -> None:
+    wrong = _streams([1, 2, 1, 2], [0, 10, 1, 12], [1, 11, 2, 13])
+    fresh = _buffer(length)
+    with pytest.raises(ValueError, match=r"row 3: .* row 1, of the same stream, has .*next"):
+        fresh.extend(wrong)
+    assert not fresh.storage.initialized
+    rb = _buffer(length, _streams([1, 2], [0, 10], [1, 11]))
+    # Each stream goes on from its own newest row, whatever lies between.
+    rb.extend(_streams([2, 2, 2], [11, 12, 13], [12, 13, 14]))
+    _refused(rb, _streams([3, 2, 1], [7, 14, 2], [8, 15, 3]), "row 2: .*newest stored row of its")
+    _refused(rb, _streams([1, 2, 1], [1, 14, 7], [2, 15, 3]), "row 2: .* row 0, of the same stream")
+    rb.extend(_streams([3, 2, 1], [7, 14, 1], [8, 15, 2]))
+    with pytest.raises(ValueError, match=r"row 0: .*newest stored row of its stream"):
+        rb.add(_streams([3], [7], [9])[0])
+    assert rb.storage.overflow_rows == 3
+    rb.add(_streams([3], [8], [9])[0])
+    assert rb.storage.overflow_rows == 3
+
+
+@WRITERS
+@pytest.mark.parametrize("ends", [{"done": [False, True]}, {"episode": [4, 5]}], ids=str)
+def test_rows_after_an_end_may_start_at_any_value(length: int | None, ends: dict[str, Any]) -> None:
+    # The second stream has come to its end, or begins anew.
+    same = {name: [value[0]] * 2 for name, value in ends.items()}
+    rb = _buffer(length, _streams([1, 2], [0, 10], [1, 11], **(ends if "done" in ends else same)))
+    rb.extend(_streams([1, 2], [1, 50], [2, 51], **(same if "done" in ends else ends)))
+    _refused(rb, _streams([1], [9], [9], **{n: v[:1] for n, v in same.items()}), "row 0")
+    assert rb["next", "observation"].flatten().tolist() == [1, 11, 2, 51]
+
+
+@WRITERS
+def test_forgotten_expectations_accept_any_next_row_once(
+    length: int | None, tmp_path: Path
+) -> None:
+    rb = _buffer(length, _streams([1, 2], [0, 10], [1, 11]))
+
+    def other(value: float) -> None:
+        """Rows that go on from nothing are taken once."""
+        rb.extend(_streams([1, 2], [value, value], [value + 1, value + 1]))
+        _refused(rb, _streams([2], [value], [value]), "row 0")
+        _refused(rb, _streams([1], [value], [value]), "row 0")
+
+    rb.cut()
+    other(20)
+    rb.cut(2)
+    _refused(rb, _streams([1], [0], [0]), "row 0")
+    rb.extend(_streams([2, 1], [30, 21], [31, 22]))
+    _refused(rb, _streams([2], [0], [0]), "row 0")
+    rb.set_(("next", "observation"), rb["next", "observation"] + 1)
+    other(40)
+    rb.load_state_dict(rb.state_dict())
+    other(50)
+    rb.dumps(tmp_path)
+    rb.loads(tmp_path)
+    other(60)
+    rb["env"] = rb["env"].clone()
+    other(70)
+    if length is None:
+        rb.writer.write_at(1, _streams([1], [80], [81])[0])
+        other(90)
+    rb.empty()
+    other(100)
+    # What has nothing to do with observations changes nothing.
+    rb.set_(("next", "done"), torch.zeros(len(rb), 1, dtype=torch.bool))
+    _refused(rb, _streams([1], [0], [0]), "row 0")
+
+
+@WRITERS
+@pytest.mark.parametrize("count", [18, 19, 50])
+def test_batches_larger_than_the_ring_are_checked(length: int | None, count: int) -> None:
+    rb = _buffer(length, _streams([1, 2], [0, 10], [1, 11]))
+    envs = [1 + place % 2 for place in range(count)]
+    values = [10 * (env - 1) + place // 2 + 1 for place, env in enumerate(envs)]
+    rows = _streams(envs, values, [value + 1 for value in values])
+    for row, message in ((0, "newest stored row of its"), (2, "row 0, of the same stream")):
+        wrong = rows.clone()
+        wrong["observation"][row] += 0.5
+        _refused(rb, wrong, f"row {row}: .*{message}")
+    rb.extend(rows)
+    assert bool((rb["next", "observation"] == rb["observation"] + 1).all())
+    assert rb.storage.overflow_rows == 2
+    _refused(rb, _streams([1], [0], [1]), "row 0")
+
+
+def test_stream_forgotten_by_the_ring_restarts() -> None:
+    rb = _buffer(None, _streams([1], [0], [1]))
+    rb.extend(_streams([2] * 18, list(range(18)), list(range(1, 19))))
+    rb.extend(_streams([1], [7], [8]))
+    assert rb.storage.overflow_rows == 2
+
+
+def test_many_streams_are_forgotten_with_their_rows() -> None:
+    rb = _buffer(None)
+    for start in range(0, 9000, 9):
+        envs = list(range(start, start + 9))
+        rb.extend(_streams(envs, [0.0] * 9, [1.0] * 9))
+    columns = rb.storage.require()
+    assert len(columns._tails._slots) <= 1024 + 9
+    assert columns._continuing <= columns._tails._slots.keys()
+    _refused(rb, _streams([8999], [5], [6]), "row 0")
+    rb.extend(_streams([8999, 8990], [1, 1], [2, 2]))
+    assert rb.storage.overflow_rows == 16

@@ -196,32 +196,6 @@ def test_cut_accepts_any_next_row_once(core: bool) -> None:
 
 
 @pytest.mark.parametrize("core", [True, False])
-def test_out_of_memory_for_overflow_rows_changes_nothing(
-    core: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rb = _with(_steps([0, 1, 2]), 300, core=core, on_mismatch="dense")
-    columns = rb.storage.require()
-    rows = _steps([float(x) for x in range(101)])
-    rows["next", "observation"] += 0.5
-    before, grow = rb[:], columns.table.grow
-
-    def full(*_: Any) -> Any:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(columns.table, "grow", full)
-    with pytest.raises(MemoryError, match="no room"):
-        rb.extend(rows)
-    assert bool((rb[:] == before).all())
-    monkeypatch.setattr(columns.table, "grow", grow)
-    rb.extend(_steps([2, 3]))  # the newest row is known as before
-    rb.extend(rows)
-    assert rb.storage.overflow_rows == 101
-    assert bool((rb[3:] == rows).all())
-    rb.empty()
-    assert rb.storage.overflow_rows == 0
-
-
-@pytest.mark.parametrize("core", [True, False])
 def test_slots_outside_are_refused(core: bool) -> None:
     rb = _with(_steps([0, 1, 2]), 40, core=core)
     for slot in (-1, 2, 40, 2**40):
@@ -230,24 +204,6 @@ def test_slots_outside_are_refused(core: bool) -> None:
 
 
 # -- memory ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("core", [True, False])
-def test_stored_views_can_be_written_back(core: bool, transitions: Any, same_rows: Any) -> None:
-    stream = transitions(3)
-    start = stream.steps(6)
-    once = _with(start, 8, core=core, on_mismatch="dense")
-    dense = ReplayBuffer(storage=LazyTensorStorage(8))
-    dense.extend(start)
-    rows = stream.noise(4)
-    copied = rows.clone()
-    # They go to slots 6, 7, 0, 1: rows 3 and 4 of the view are overwritten by the first two.
-    column = once.storage.require().rows["pixels",]
-    rows["pixels"] = column[0:4]
-    copied["pixels"] = column[0:4].clone()
-    once.extend(rows)
-    dense.extend(copied)
-    assert same_rows(once[:], dense[:])
 
 
 @pytest.mark.parametrize("core", [True, False])

@@ -1,4 +1,4 @@
-"""Observations stored once: memory, files, checkpoints, pickles, and what reads beside writers."""
+"""Check memory, files, checkpoints, copies and batches of rows that are stored once."""
 
 from __future__ import annotations
 
@@ -10,82 +10,86 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    Compose,
+    HindsightGoal,
+    LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    NStep,
+    PreviousStep,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     ReplayBuffer,
+    SamplerWithoutReplacement,
     SliceSampler,
+    StackFrames,
     TensorStorage,
 )
 from replaykit.errors import CheckpointError
-from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.content import Content
 from replaykit.storages.indexing import unravel_index
+from tests.storages.dedup import KINDS, LANES, STORED, Rows, all_stored, buffer, storage, write_all
 
-
-def _dense(size: int, **options: Any) -> LazyTensorStorage:
-    return LazyTensorStorage(size, **options)
-
-
-def _dedup_columns(size: int, **options: Any) -> LazyTensorStorage:
-    return LazyTensorStorage(size, dedup_next=True, on_mismatch="dense", **options)
-
-
-def _mapped(size: int, **options: Any) -> LazyMemmapStorage:
-    return LazyMemmapStorage(size, dedup_next=["pixels"], on_mismatch="dense", **options)
-
-
-MAKERS = [_dense, _dedup_columns, _mapped]
-
-
-def _buffer(storage: Any) -> ReplayBuffer:
-    return ReplayBuffer(storage=storage, batch_size=8)
-
+ALL_KINDS = pytest.mark.parametrize("kind", list(KINDS))
+ONE_LANE = pytest.mark.parametrize("kind", ["ring", "streams", "stream rings"])
+MAKES = pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
 
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def _episodes(count: int, steps: int, shape: tuple[int, ...], dtype: torch.dtype) -> TensorDict:
-    x = torch.randint(0, 200, (count, steps + 1, *shape)).to(dtype)
-    done = torch.zeros(count, steps, 1, dtype=torch.bool)
-    done[:, -1] = True
-    rows = TensorDict(
-        {
-            "observation": x[:, :-1],
-            "action": torch.zeros(count, steps, dtype=torch.int64),
-            "next": {"observation": x[:, 1:], "reward": done.float(), "done": done},
-        },
-        [count, steps],
-    )
-    return rows.reshape(-1)
+def frames(count: int, steps: int, shape: tuple[int, ...], dtype: torch.dtype) -> TensorDict:
+    """Return episodes of ``count`` environments, whose rows are written in turn."""
+    torch.manual_seed(0)
+    x = torch.randint(0, 200, (steps + 1, count, *shape)).to(dtype)
+    done = torch.zeros(steps, count, 1, dtype=torch.bool)
+    done[99::100] = True
+    env = torch.arange(count).expand(steps, count)
+    following = {"observation": x[1:], "reward": done.float(), "done": done}
+    return TensorDict({"env": env, "observation": x[:-1], "next": following}, [steps, count])
 
 
-@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+@MAKES
+@pytest.mark.parametrize("kind", ["ring", "stream rings", "streams"])
 @pytest.mark.parametrize(
     ("shape", "dtype", "share"),
     [((84, 84), torch.uint8, 0.55), ((64,), torch.float32, 0.6), ((376,), torch.float64, 0.55)],
 )
-def test_deduplicated_storage_needs_half_the_memory(
-    kind: Any, shape: tuple[int, ...], dtype: torch.dtype, share: float
+def test_deduplicated_storage_needs_half_the_memory_even_after_load(
+    make: Any,
+    kind: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    share: float,
+    tmp_path: Path,
 ) -> None:
-    torch.manual_seed(0)
-    rows = _episodes(15, 200, shape, dtype)
-    dense, once = (_buffer(kind(2500, dedup_next=dedup)) for dedup in (False, True))
-    for start in range(0, len(rows), 100):
-        dense.extend(rows[start : start + 100])
-        once.extend(rows[start : start + 100])
-    assert once.storage.require().nbytes() <= share * dense.storage.require().nbytes()
-    assert bool((dense[:] == once[:]).all())
+    count = 1 if kind == "ring" else 5
+    rows = frames(count, 2000 // count, shape, dtype).reshape(-1)
+    dense, once, loaded = (
+        ReplayBuffer(
+            storage=make(1500, **KINDS[kind], dedup_next=dedup),
+            writer=LaneWriter(300) if kind == "stream rings" else None,
+        )
+        for dedup in (False, True, True)
+    )
+    for part in rows.split(97):
+        write_all([dense, once], part)
+    for name, rb in (("once", once), ("dense", dense)):
+        assert once.storage.require().nbytes() <= share * dense.storage.require().nbytes()
+        rb.dumps(tmp_path / name)
+        loaded.loads(tmp_path / name)
+        assert loaded.storage.require().nbytes() <= share * dense.storage.require().nbytes()
+        assert bool((loaded[:] == dense[:]).all())
 
 
-def test_overflow_memory_is_reused() -> None:
-    rb = _buffer(_dedup_columns(50))
-    rows = _episodes(10, 5, (3,), torch.float32)
+def test_overflow_memory_is_reused(transitions: Any) -> None:
+    rb, rows = buffer("ring", slots=50), transitions(0).steps(50)
     rb.extend(rows)
     nbytes = rb.storage.require().nbytes()
     for _ in range(50):
@@ -98,9 +102,11 @@ def test_overflow_memory_is_reused() -> None:
 
 
 def test_files_of_a_mapped_storage(tmp_path: Path, files_in: Any, transitions: Any) -> None:
-    storage = LazyMemmapStorage(1000, scratch_dir=tmp_path, dedup_next=True)
-    rb = _buffer(storage)
-    rows = transitions(0).steps(600)
+    def mapped(slots: int, **options: Any) -> ReplayBuffer:
+        options = {"scratch_dir": tmp_path, "dedup_next": True, **options}
+        return ReplayBuffer(storage=LazyMemmapStorage(slots, **options))
+
+    rb, rows = mapped(1000), transitions(0).steps(600)
     rb.extend(rows)
     assert files_in(tmp_path) == [
         "%beside/next/observation.memmap",
@@ -108,19 +114,19 @@ def test_files_of_a_mapped_storage(tmp_path: Path, files_in: Any, transitions: A
         "pixels.memmap",
         "records.memmap",
     ]
-    # A storage in the same folder refuses the space, or takes it and sees nothing of it.
+    # Another storage in the same folder refuses the files, or replaces them.
     for name in ("pixels.memmap", "records.memmap"):
         (tmp_path / name).unlink()
     with pytest.raises(RuntimeError, match=r"beside.*exists"):
-        _buffer(LazyMemmapStorage(1000, scratch_dir=tmp_path, dedup_next=True)).extend(rows)
+        mapped(1000).extend(rows)
     assert not (tmp_path / "records.memmap").exists()
-    again = _buffer(LazyMemmapStorage(9, scratch_dir=tmp_path, dedup_next=True, existsok=True))
+    again = mapped(9, existsok=True)
     again.extend(rows)
     assert len(again) == 9
 
 
 def test_files_are_removed_with_the_storage(temporary: Path, transitions: Any) -> None:
-    rb = _buffer(LazyMemmapStorage(100, dedup_next=True))
+    rb = ReplayBuffer(storage=LazyMemmapStorage(100, dedup_next=True))
     rb.extend(transitions(0).steps(40))
     assert list(temporary.iterdir())
     del rb
@@ -132,147 +138,175 @@ def test_files_are_removed_with_the_storage(temporary: Path, transitions: Any) -
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("source", MAKERS)
-@pytest.mark.parametrize("target", MAKERS)
+@ALL_KINDS
+@pytest.mark.parametrize("source", list(STORED))
+@pytest.mark.parametrize("target", list(STORED))
 @pytest.mark.parametrize("slots", [20, 13, 31])
-@pytest.mark.parametrize("lanes", [(), (2,)], ids=str)
 def test_saved_and_loaded(
-    source: Callable[..., ColumnStorage],
-    target: Callable[..., ColumnStorage],
+    source: str,
+    target: str,
     slots: int,
-    lanes: tuple[int, ...],
+    kind: str,
     tmp_path: Path,
     transitions: Any,
     same_rows: Any,
 ) -> None:
-    cells, ndim = torch.Size(lanes).numel(), 1 + len(lanes)
-    rb = _buffer(source(20 * cells, ndim=ndim))
-    stream = transitions(2, lanes)
-    for size in (3, 11, 15):
-        rows = stream.steps(size)
-        rb.extend(rows.transpose(0, 1) if lanes else rows)
+    rb, rows = buffer(kind, source), Rows(transitions, 2, kind)
+    for size in (3, 11, 25):
+        rb.extend(rows.steps(size))
     rb.dumps(tmp_path)
-    other = _buffer(target(slots * cells, ndim=ndim))
-    rows = stream.steps(30)  # what it had before is gone
-    other.extend(rows.transpose(0, 1) if lanes else rows)
-    if slots < 20:
-        with pytest.warns(UserWarning, match="7 rows do not fit"):
-            other.loads(tmp_path)
-    else:
+    other, reference = buffer(kind, target, slots), buffer(kind, "dense", slots)
+    write_all([other, reference], rows.steps(30 if kind == "lanes" else 11))
+    for one in (other, reference):  # earlier rows are replaced
+        if slots < 20:
+            with pytest.warns(UserWarning, match="do not fit"):
+                one.loads(tmp_path)
+        else:
+            one.loads(tmp_path)
+    assert same_rows(reference[:], other[:])
+    if slots == 20:
+        assert same_rows(rb[:], other[:])
+    elif kind != "stream rings":
+        order = rb.storage.ledger.write_order()[-slots:]
+        kept = rb[:, order] if kind == "lanes" else rb[order]
+        assert same_rows(kept, other[:])
+    fresh = buffer(kind, target, slots)
+    fresh.load_state_dict(other.state_dict())
+    for _ in range(3):
+        write_all([reference, other, fresh], rows.steps(9))
+        assert same_rows(reference[:], other[:])
+        assert same_rows(reference[:], fresh[:])
+    if target == "once":
+        counts = {other.storage.overflow_rows, fresh.storage.overflow_rows}
+        for one in (other, reference):
+            one.dumps(tmp_path / "again")
+            again = buffer(kind, target, slots)
+            again.loads(tmp_path / "again")
+            counts.add(again.storage.overflow_rows)
+        assert len(counts) == 1
+
+
+@pytest.mark.parametrize("slots", [20, 31])
+def test_streams_are_loaded_as_one_stream(
+    slots: int, tmp_path: Path, transitions: Any, same_rows: Any
+) -> None:
+    """Nearly every row of the one stream then needs an entry for its next observation."""
+    rb, rows = buffer("streams"), Rows(transitions, 2, "streams")
+    rb.extend(rows.steps(39))
+    rb.dumps(tmp_path)
+    buffers = [buffer("ring", stored, slots) for stored in STORED]
+    for other in buffers:
         other.loads(tmp_path)
-    order = rb.storage.ledger.write_order()[-slots:]
-    kept = order if slots != 20 else torch.arange(20)
-    expected = (rb[:].transpose(0, 1) if lanes else rb[:])[kept]
-    found = other[:].transpose(0, 1) if lanes else other[:]
-    assert same_rows(expected, found)
-    rows = stream.steps(9)
-    for buffer in (rb, other):
-        buffer.extend(rows.transpose(0, 1) if lanes else rows)
-    newest = [b.storage.ledger.write_order()[-slots:][-13:] for b in (rb, other)]
-    time = [
-        (b[:].transpose(0, 1) if lanes else b[:])[n]
-        for b, n in zip((rb, other), newest, strict=True)
-    ]
-    assert same_rows(*time)
+    for _ in range(3):
+        assert same_rows(buffers[0][:], buffers[1][:])
+        assert same_rows(buffers[0][:], buffers[2][:])
+        write_all(buffers, rows.steps(9))
 
 
+@ONE_LANE
 @pytest.mark.parametrize("size", [3, 20, 33])
 def test_a_checkpoint_has_each_observation_once(
-    size: int, tmp_path: Path, transitions: Any, same_rows: Any
+    size: int, kind: str, tmp_path: Path, transitions: Any, same_rows: Any
 ) -> None:
-    stream = transitions(0, wide=50_000)
-    stream.now = stream._state()
-    buffers = {
-        name: _buffer(make(20)) for name, make in (("dense", _dense), ("once", _dedup_columns))
-    }
-    rows = stream.steps(size)
-    sizes = {}
+    rows, sizes = Rows(transitions, 0, kind, wide=50_000).steps(size), {}
+    buffers = {stored: buffer(kind, stored) for stored in ("dense", "once")}
     for name, rb in buffers.items():
         rb.extend(rows)
-        rb.dumps(tmp_path / name)
-        sizes[name] = sum(file.stat().st_size for file in (tmp_path / name).iterdir())
-    kept = buffers["once"].storage.overflow_rows
-    stored = len(buffers["once"])
-    assert sizes["once"] < sizes["dense"] * (stored + kept + 0.5) / (2 * stored)
-    listed = ReplayBuffer(storage=ListStorage(20))
-    listed.loads(tmp_path / "once")
-    assert same_rows(
-        torch.stack(list(listed.storage)), rows[-20:] if size < 20 else buffers["dense"][:]
-    )
+        for _ in range(2):  # the second save replaces the first one
+            rb.dumps(tmp_path / name)
+        files = [file for file in (tmp_path / name).rglob("*") if file.is_file()]
+        sizes[name] = sum(file.stat().st_size for file in files)
+    kept, stored = buffers["once"].storage.overflow_rows, len(buffers["once"])
+    assert kept < stored or size == 3
+    assert sizes["once"] < sizes["dense"] * (stored + kept + 0.7) / (2 * stored)
+    again = buffer(kind, "dense")
+    again.loads(tmp_path / "once")
+    assert same_rows(again[:], buffers["dense"][:])
 
 
+@pytest.mark.parametrize("kind", ["ring", "streams"])
+def test_saved_again_and_again(kind: str, tmp_path: Path, transitions: Any, same_rows: Any) -> None:
+    rows, buffers = Rows(transitions, 3, kind), all_stored(kind, slots=300)
+    for turn in range(6):
+        batch = rows.steps(90)
+        for place, rb in enumerate(buffers):
+            rb.extend(batch)
+            if turn == 3:
+                rb.set_at_("pixels", batch["pixels"][:5], [1, 9, 4, 7, 200])
+            rb.dumps(tmp_path / str(place))
+            other = buffer(kind, list(STORED)[(place + turn) % 3], 300)
+            other.loads(tmp_path / str(place))
+            assert same_rows(other[:], buffers[0][:])
+
+
+@pytest.mark.parametrize("kind", ["ring", "streams"])
 def test_a_storage_alone_is_saved_and_loaded(
-    tmp_path: Path, transitions: Any, same_rows: Any
+    kind: str, tmp_path: Path, transitions: Any, same_rows: Any
 ) -> None:
-    storage = _dedup_columns(10)
-    _buffer(storage).extend(transitions(0).steps(14))
-    storage.dumps(tmp_path)
-    for make in MAKERS:
-        other = make(10)
-        other.loads(tmp_path)
-        assert same_rows(storage[:], other[:])
-        other = make(10)
-        other.load_state_dict(storage.state_dict())
-        assert same_rows(storage[:], other[:])
+    rb = buffer(kind, slots=10)
+    rb.extend(Rows(transitions, 0, kind).steps(14))
+    rb.storage.dumps(tmp_path)
+    for stored in STORED:
+        by_file, by_state = storage(kind, stored, 10), storage(kind, stored, 10)
+        by_file.loads(tmp_path)
+        by_state.load_state_dict(rb.storage.state_dict())
+        assert same_rows(rb.storage[:], by_file[:])
+        assert same_rows(rb.storage[:], by_state[:])
+    listed = ListStorage(10)
+    listed.loads(tmp_path)
+    assert same_rows(torch.stack(list(listed)), rb[:])
 
 
-def test_hooks_see_dense_rows(tmp_path: Path, transitions: Any, same_rows: Any) -> None:
-    rb = _buffer(_dedup_columns(10))
-    rb.extend(transitions(0).steps(7))
-    seen = []
+@pytest.mark.parametrize("kind", ["ring", "streams"])
+def test_hooks_see_dense_rows(kind: str, tmp_path: Path, transitions: Any, same_rows: Any) -> None:
+    rb, other, seen = buffer(kind, slots=10), buffer(kind, slots=10), []
+    rb.extend(Rows(transitions, 0, kind).steps(17))
     rb.register_save_hook(lambda rows: seen.append(rows.clone()) or rows)
     rb.dumps(tmp_path)
-    assert same_rows(seen[0], rb[:])
-    other = _buffer(_dedup_columns(10))
     other.register_load_hook(lambda rows: seen.append(rows.clone()) or rows)
     other.loads(tmp_path)
-    assert same_rows(seen[1], rb[:])
-    assert same_rows(other[:], rb[:])
+    for rows in (*seen, other[:]):
+        assert same_rows(rows, rb[:])
+    assert other.storage.overflow_rows == rb.storage.overflow_rows
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_copies_are_independent(make: Any, transitions: Any, same_rows: Any) -> None:
-    stream = transitions(0)
-    rb = _buffer(make(10))
-    rb.extend(stream.steps(14))
+@pytest.mark.parametrize("stored", list(STORED))
+def test_copies_are_independent(stored: str, transitions: Any, same_rows: Any) -> None:
+    rb, rows = buffer("ring", stored, 10), transitions(0)
+    rb.extend(rows.steps(14))
     before = rb[:].clone()
     copies = [pickle.loads(pickle.dumps(rb)), copy.deepcopy(rb)]
-    for other in copies:
-        assert same_rows(other[:], before)
-    rb.extend(stream.steps(5))
-    for other in copies:
-        assert same_rows(other[:], before)
-        assert other.storage.overflow_rows == copies[0].storage.overflow_rows
+    for _ in range(2):
+        for other in copies:
+            assert same_rows(other[:], before)
+            assert other.storage.overflow_rows == copies[0].storage.overflow_rows
+        rb.extend(rows.steps(5))
 
 
-@pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize("lanes", [(), (2,)], ids=str)
+@pytest.mark.parametrize("stored", list(STORED))
+@pytest.mark.parametrize("kind", ["ring", "lanes"])
 def test_undo_restores_rows_from_before_load(
-    make: Any, lanes: tuple[int, ...], transitions: Any, same_rows: Any
+    stored: str, kind: str, transitions: Any, same_rows: Any
 ) -> None:
-    """An ensemble puts its members back so, where a later one cannot be loaded."""
-    cells, stream = torch.Size(lanes).numel(), transitions(0, lanes)
-    rb = _buffer(make(10 * cells, ndim=1 + len(lanes)))
+    """An ensemble so restores its members if one of them cannot be loaded."""
+    rb, rows = buffer(kind, stored, 10), Rows(transitions, 0, kind)
     for count in (7, 6, 5):
-        rows = stream.steps(count)
-        rb.extend(rows.transpose(0, 1) if lanes else rows)
+        rb.extend(rows.steps(count))
     before = rb[:].clone()
-    back = rb.storage.undo_content()
-    other = stream.steps(10)
+    undo = rb.storage.undo_content()
+    other = rows.sources[0].steps(10)
     rb.storage.edit_columns(
         {("observation",): other["observation"], ("pixels",): other["pixels"]}, time_dim=0
     )
     assert not same_rows(rb[:], before)
-    back()
+    undo()
     assert same_rows(rb[:], before)
 
 
-def test_a_damaged_record_is_refused(tmp_path: Path, transitions: Any) -> None:
-    from replaykit.storages.content import Content
-
-    storage = _dedup_columns(10)
-    _buffer(storage).extend(transitions(0).steps(7))
-    state = storage.content().to_state()
+def test_a_damaged_record_is_refused(transitions: Any) -> None:
+    rb = buffer("ring", slots=10)
+    rb.extend(transitions(0).steps(7))
+    state = rb.storage.content().to_state()
     group = state["groups"][0]
     columns, references = group["columns"], group["references"]
     place = next(
@@ -306,13 +340,13 @@ def test_a_damaged_record_is_refused(tmp_path: Path, transitions: Any) -> None:
     assert Content.from_state(state).rows == 7
 
 
-# -- together with the rest -----------------------------------------------------------------------
+# -- reads ----------------------------------------------------------------------------------------
 
 
 def test_changes_to_read_rows_do_not_reach_deduplicated_columns(
     transitions: Any, same_rows: Any
 ) -> None:
-    rb = _buffer(_dedup_columns(10))
+    rb = buffer("ring", slots=10)
     rb.extend(transitions(0).steps(7))
     before = rb[:].clone()
     for rows in (rb[:], rb[2], rb[1:4], rb.storage[2:5]):
@@ -322,101 +356,142 @@ def test_changes_to_read_rows_do_not_reach_deduplicated_columns(
         assert same_rows(rb[:], before)
     rb[1:3]["next", "reward"].fill_(5)
     assert rb["next", "reward"][1:3].tolist() == [[5], [5]]
-    lanes = LazyTensorStorage(10, ndim=2, dedup_next=True)
-    _buffer(lanes).extend(transitions(0, (2,)).steps(3).transpose(0, 1))
+    lanes = buffer("lanes", slots=5)
+    lanes.extend(Rows(transitions, 0, "lanes").steps(3))
     with pytest.raises(RuntimeError, match="stored once"):
-        lanes.flatten()
-    assert not isinstance(lanes, ListStorage)
-    assert isinstance(lanes, TensorStorage)
+        lanes.storage.flatten()
+    assert not isinstance(lanes.storage, ListStorage)
+    assert isinstance(lanes.storage, TensorStorage)
 
 
-def test_some_keys_can_be_read_separately(transitions: Any, same_bits: Any) -> None:
-    for lanes in ((), (3,)):
-        cells = torch.Size(lanes).numel()
-        storages = [make(20 * cells, ndim=1 + len(lanes)) for make in MAKERS]
-        rows = transitions(4, lanes).steps(33)
-        for storage in storages:
-            _buffer(storage).extend(rows.transpose(0, 1) if lanes else rows)
-        elements = torch.randint(0, 20 * cells, (50,))
-        index = unravel_index(elements, torch.Size(lanes)) if lanes else elements
-        whole = storages[0].require().gather(index)
-        for paths in (
-            [("next", "pixels")],
-            [("next", "observation"), ("action",), ("observation",)],
-            [("pixels",)],
-            [("next", "done"), ("next", "pixels"), ("next", "observation")],
-        ):
-            for storage in storages:
-                found = storage.require().gather_keys(paths, elements)
-                assert list(found) == paths
-                assert all(same_bits(found[path], whole[path]) for path in paths)
-
-
-def test_batches_equal_those_of_dense_rows(transitions: Any, same_rows: Any) -> None:
-    buffers = [
-        ReplayBuffer(
-            storage=make(60),
-            sampler=PrioritizedSampler(60, 0.7, 0.5),
-            batch_size=16,
-            generator=torch.Generator().manual_seed(3),
-        )
-        for make in MAKERS
-    ]
-    stream = transitions(1)
-    for _ in range(6):
-        rows, priority = stream.steps(25), torch.rand(25)
-        batches = []
+@pytest.mark.parametrize("kind", ["ring", "lanes"])
+def test_some_keys_can_be_read_separately(kind: str, transitions: Any, same_bits: Any) -> None:
+    buffers, cells = all_stored(kind), LANES if kind == "lanes" else 1
+    write_all(buffers, Rows(transitions, 4, kind).steps(33))
+    elements = torch.randint(0, 20 * cells, (50,))
+    index = unravel_index(elements, torch.Size([LANES])) if kind == "lanes" else elements
+    whole = buffers[0].storage.require().gather(index)
+    for paths in (
+        [("next", "pixels")],
+        [("next", "observation"), ("action",), ("observation",)],
+        [("pixels",)],
+        [("next", "done"), ("next", "pixels"), ("next", "observation")],
+    ):
         for rb in buffers:
-            index = rb.extend(rows)
-            rb.update_priority(index, priority)
-            batches.append(rb.sample())
-        assert same_rows(batches[0], batches[1])
-        assert same_rows(batches[0], batches[2])
+            found = rb.storage.require().gather_keys(paths, elements)
+            assert list(found) == paths
+            assert all(same_bits(found[path], whole[path]) for path in paths)
 
 
-def test_slices_of_episodes(transitions: Any, same_rows: Any) -> None:
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "without": SamplerWithoutReplacement,
+    "priorities": lambda: PrioritizedSampler(60, 0.7, 0.5),
+    "slices": lambda: SliceSampler(slice_len=3, strict_length=False),
+    "padded": lambda: SliceSampler(slice_len=4, pad="right"),
+    "prioritized slices": lambda: PrioritizedSliceSampler(60, 0.7, 0.5, slice_len=2),
+}
+TRANSFORMS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "sums and stacks": lambda: Compose(
+        NStep(3, 0.5), StackFrames(["observation", "pixels"], 3), PreviousStep(["action"])
+    ),
+    "stacks": lambda: StackFrames(["pixels"], 2),
+}
+
+
+@ONE_LANE
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_batches_equal_those_of_dense_rows(
+    sampler: str, transform: str, kind: str, transitions: Any, same_rows: Any
+) -> None:
     buffers = [
-        ReplayBuffer(
-            storage=make(60),
-            sampler=SliceSampler(slice_len=3, strict_length=False),
+        buffer(
+            kind,
+            stored,
+            60,
+            length=12,
+            sampler=SAMPLERS[sampler](),
+            transform=TRANSFORMS[transform](),
             batch_size=12,
             generator=torch.Generator().manual_seed(3),
         )
-        for make in MAKERS
+        for stored in STORED
     ]
-    stream = transitions(1)
-    for _ in range(6):
-        rows = stream.steps(25)
+    rows = Rows(transitions, 1, kind)
+    for turn in range(6):
+        batch, priority, batches = rows.steps(25), torch.rand(25), []
         for rb in buffers:
-            rb.extend(rows)
-        batches = [rb.sample() for rb in buffers]
+            index = rb.extend(batch)
+            if "prior" in sampler:
+                rb.update_priority(index, priority)
+            if turn == 4:
+                rb.cut()
+            batches.append(rb.sample())
+        assert len(batches[0])
         assert same_rows(batches[0], batches[1])
         assert same_rows(batches[0], batches[2])
+        assert same_rows(*(rb[3:9] for rb in buffers[:2]))
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_batches_drawn_ahead(make: Any, transitions: Any, same_rows: Any) -> None:
-    rb = ReplayBuffer(storage=make(60), batch_size=16, prefetch=3)
+@ONE_LANE
+@pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
+def test_deduplicated_goals_give_equal_batches(kind: str, strategy: str) -> None:
+    env, number = torch.arange(120) % 3, torch.arange(120) // 3
+    if kind == "ring":
+        env, number = torch.zeros(120, dtype=torch.long), torch.arange(120)
+    goal, reached = torch.full((120, 2), -1.0), torch.stack([number * 1.0, env * 1.0], 1)
+    following = {
+        "achieved_goal": reached + torch.tensor([1.0, 0.0]),
+        "desired_goal": goal,
+        "reward": torch.zeros(120, 1),
+        "done": (number % 7 == 6)[:, None],
+    }
+    here = {"env": env, "achieved_goal": reached, "desired_goal": goal}
+    rows, batches = TensorDict({**here, "next": following}, [120]), []
+    for kept_once in (False, ["achieved_goal", "desired_goal"]):
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(45, dedup_next=kept_once, **KINDS[kind]),
+            writer=LaneWriter(15) if kind == "stream rings" else None,
+            transform=Compose(HindsightGoal(0.7, strategy), NStep(2, 0.5)),
+            sampler=SliceSampler(slice_len=2),
+            batch_size=60,
+            generator=torch.Generator().manual_seed(1),
+        )
+        for part in rows.split(17):
+            rb.extend(part)
+        batches.append(rb.sample())
+    one, other = batches
+    assert (one["desired_goal"] >= 0).any()
+    for key in one.keys(True, True):
+        assert torch.equal(one[key], other[key]), key
+
+
+@pytest.mark.parametrize("stored", list(STORED))
+def test_batches_drawn_ahead(stored: str, transitions: Any, same_rows: Any) -> None:
+    rb = buffer("ring", stored, 60, batch_size=16, prefetch=3)
     stream, written = transitions(1), []
     for _ in range(12):
-        rows = stream.steps(25)
-        written.append(rows)
-        rb.extend(rows)
+        written.append(stream.steps(25))
+        rb.extend(written[-1])
         batch = rb.sample().exclude("index")
         assert same_rows(batch, torch.cat(written)[batch["action"]])
 
 
-def test_concurrent_readers_see_whole_rows() -> None:
-    # Of row t every value is t, and what follows it is t + 1.
-    rb = _buffer(_dedup_columns(64))
-    wrong: list[Any] = []
-    stop = threading.Event()
+@ONE_LANE
+def test_concurrent_readers_see_whole_rows(kind: str) -> None:
+    """All values of row t of a stream are t, and those that follow are t + 1."""
+    rb, wrong, stop = buffer(kind, slots=64, length=12), [], threading.Event()
+    random, at = np.random.default_rng(0), np.zeros(5, np.int64)
 
-    def rows(start: int, count: int) -> TensorDict:
-        x = torch.arange(start, start + count)[:, None].expand(count, 40)
-        return TensorDict({"x": x, "next": {"x": x + 1}}, [count])
-
-    rb.extend(rows(0, 10))
+    def rows(count: int) -> TensorDict:
+        env = random.integers(0, 1 if kind == "ring" else 5, count)
+        t = np.empty(count, np.int64)
+        for place, one in enumerate(env):
+            t[place] = at[one]
+            at[one] += 1
+        x = torch.from_numpy(t)[:, None].expand(count, 40)
+        return TensorDict({"env": torch.from_numpy(env), "x": x, "next": {"x": x + 1}}, [count])
 
     def read() -> None:
         while not stop.is_set():
@@ -424,58 +499,16 @@ def test_concurrent_readers_see_whole_rows() -> None:
             if not bool((batch["x"] + 1 == batch["next", "x"]).all()):
                 wrong.append(batch)
 
+    rb.extend(rows(10))
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
         reader.start()
-    at = 10
-    for turn in range(400):
-        count = turn % 9 + 1
-        rb.extend(rows(at, count))
-        at += count
+    for turn in range(200):
+        rb.extend(rows(turn % 9 + 1))
     stop.set()
     for reader in readers:
         reader.join()
     assert not wrong
-
-
-@pytest.mark.parametrize("core", [True, False])
-def test_an_interrupt_between_two_columns_leaves_whole_rows(
-    core: bool, transitions: Any, same_rows: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = transitions(0)
-    dense, once = _buffer(_dense(10)), _buffer(_dedup_columns(10))
-    rows = stream.steps(14)
-    for rb in (dense, once):
-        rb.extend(rows)
-    once_columns = once.storage.require()
-    columns: Any = once_columns.table
-    name = "write" if core else "_write_entries"
-    if not core:
-        once_columns.table.native = None
-    calls: list[Any] = []
-
-    def interrupted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def write(*args: Any) -> Any:
-            result = original(*args)
-            calls.append(args)
-            if len(calls) == 1:
-                raise KeyboardInterrupt
-            return result
-
-        return write
-
-    monkeypatch.setattr(columns, name, interrupted(getattr(columns, name)))
-    row = stream.steps(4)
-    with pytest.raises(KeyboardInterrupt):
-        once.extend(row)
-    # The rows are there, and nobody was told: written again, they are as they should be.
-    once.extend(row)
-    dense.extend(row)
-    assert same_rows(dense[:], once[:])
-    # The entries in use are those that rows refer to.
-    alone = once.storage.overflow_rows
-    once_columns.table.core.derive(10)
-    assert once.storage.overflow_rows == alone
 
 
 @pytest.mark.parametrize(
@@ -485,10 +518,9 @@ def test_an_interrupt_between_two_columns_leaves_whole_rows(
 def test_any_dtype_and_shape(
     dtype: torch.dtype, shape: tuple[int, ...], filled: Any, same_rows: Any
 ) -> None:
-    x = filled((13, *shape), dtype, 0)
+    x, y = filled((13, *shape), dtype, 0), filled((2, *shape), dtype, 1)
     rows = TensorDict({"x": x[:-1], "next": {"x": x[1:], "reward": torch.rand(12, 1)}}, [12])
-    buffers = [_buffer(make(8)) for make in (_dense, _dedup_columns)]
-    y = filled((2, *shape), dtype, 1)
+    buffers = [buffer("ring", stored, 8) for stored in ("dense", "once")]
     for rb in buffers:
         rb.extend(rows)
         rb.set_at_(("next", "x"), y, [1, 4])
@@ -501,42 +533,33 @@ def test_any_dtype_and_shape(
 def test_default_device_and_inference_mode_do_not_affect_rows(
     transitions: Any, same_rows: Any
 ) -> None:
-    stream = transitions(0)
-    dense, once = _buffer(_dense(10)), _buffer(_dedup_columns(10))
+    buffers, stream = all_stored("ring", slots=10)[:2], transitions(0)
     rows = [stream.steps(4), stream.steps(9), stream.steps(3)]
     with torch.inference_mode():
-        for rb in (dense, once):
-            rb.extend(rows[0])
+        write_all(buffers, rows[0])
     with torch.device("meta"):
-        for rb in (dense, once):
-            rb.extend(rows[1])
-    for rb in (dense, once):
-        rb.extend(rows[2])
-    assert same_rows(dense[:], once[:])
+        write_all(buffers, rows[1])
+    write_all(buffers, rows[2])
+    assert same_rows(*(rb[:] for rb in buffers))
 
 
 # -- loads that fail ------------------------------------------------------------------------------
 
 
-def _chain(first: int, count: int, shift: float = 0.0) -> TensorDict:
+def chain(first: int, count: int, shift: float = 0.0) -> TensorDict:
+    """Return rows that continue each other, or with a ``shift`` none that does."""
     x = torch.arange(first, first + count).float()
     following = {"x": x + 1 + shift, "done": torch.zeros(count, 1, dtype=torch.bool)}
     return TensorDict({"x": x, "next": TensorDict(following, [count])}, [count])
 
 
-def _chains() -> ReplayBuffer:
-    return ReplayBuffer(
-        storage=LazyTensorStorage(200, dedup_next=True, on_mismatch="dense"), batch_size=8
-    )
-
-
 def test_load_without_memory_changes_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved, buffer = _chains(), _chains()
-    saved.extend(_chain(1000, 150, shift=0.5))  # a row follows no other one, so all are stored
+    saved, rb = (buffer("ring", slots=200) for _ in range(2))
+    saved.extend(chain(1000, 150, shift=0.5))  # all next observations are stored
     saved.dumps(tmp_path / "saved")
-    buffer.extend(_chain(0, 150))
+    rb.extend(chain(0, 150))
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise MemoryError("no room")
@@ -544,51 +567,44 @@ def test_load_without_memory_changes_no_row(
     with monkeypatch.context() as patch:
         patch.setattr("replaykit.storages.overflow_table.allocate", refuse)
         with pytest.raises(MemoryError, match="no room"):
-            buffer.loads(tmp_path / "saved")
-    buffer.extend(_chain(500, 3, shift=0.5))
-    expected = torch.cat([_chain(0, 150), _chain(500, 3, shift=0.5)])
-    assert torch.equal(buffer[:]["x"], expected["x"])
-    assert torch.equal(buffer[:]["next", "x"], expected["next", "x"])
+            rb.loads(tmp_path / "saved")
+    rb.extend(chain(500, 3, shift=0.5))
+    expected = torch.cat([chain(0, 150), chain(500, 3, shift=0.5)])
+    assert torch.equal(rb[:]["x"], expected["x"])
+    assert torch.equal(rb[:]["next", "x"], expected["next", "x"])
 
 
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("kind", ["missing", "twice"])
 def test_references_that_lead_nowhere_are_refused(kind: str, mmap: bool, tmp_path: Path) -> None:
-    saved, buffer = _chains(), _chains()
-    saved.extend(_chain(0, 5))
-    references = saved.storage.require().table._references  # a crafted file has such values
+    saved, rb = (buffer("ring", slots=200) for _ in range(2))
+    saved.extend(chain(0, 5))
+    references = saved.storage.require().table._references  # as in a crafted file
     if kind == "missing":
         references[4, 1] = 0  # the entry of a row that is not stored
     else:
         references[:5, 0] = 1
     saved.dumps(tmp_path / "saved")
-    if not mmap:
-        buffer.extend(_chain(100, 3))
     refused = pytest.raises(CheckpointError, match=r"references|an entry of two rows")
     if mmap:  # the references are read with the first rows
-        buffer.loads(tmp_path / "saved", mmap=True)
+        rb.loads(tmp_path / "saved", mmap=True)
         with refused:
-            buffer[:]
-    else:
-        with refused:
-            buffer.loads(tmp_path / "saved")
-    if not mmap:
-        buffer.extend(_chain(103, 2))
-        assert torch.equal(buffer[:]["next", "x"], _chain(100, 5)["next", "x"])
+            rb[:]
+        return
+    rb.extend(chain(100, 3))
+    with refused:
+        rb.loads(tmp_path / "saved")
+    rb.extend(chain(103, 2))
+    assert torch.equal(rb[:]["next", "x"], chain(100, 5)["next", "x"])
 
 
 def test_lanes_with_an_empty_observation_are_copied_and_loaded(tmp_path: Path) -> None:
-    def grid() -> ReplayBuffer:
-        storage = LazyTensorStorage(10, ndim=2, dedup_next=True, on_mismatch="dense")
-        return ReplayBuffer(storage=storage)
-
-    x = torch.rand(2, 5, 3)
-    rows = TensorDict({"x": x[:, :-1], "empty": torch.zeros(2, 4, 0)}, [2, 4])
-    rows["next"] = TensorDict({"x": x[:, 1:], "empty": torch.zeros(2, 4, 0)}, [2, 4])
-    buffer = grid()
-    buffer.extend(rows)
-    buffer.dumps(tmp_path / "saved")
-    loaded = grid()
+    x, empty = torch.rand(2, 5, 3), torch.zeros(2, 4, 0)
+    rows = TensorDict({"x": x[:, :-1], "empty": empty}, [2, 4])
+    rows["next"] = TensorDict({"x": x[:, 1:], "empty": empty}, [2, 4])
+    rb, loaded = (buffer("lanes", slots=5) for _ in range(2))
+    rb.extend(rows)
+    rb.dumps(tmp_path / "saved")
     loaded.loads(tmp_path / "saved")
-    for other in (loaded, copy.deepcopy(buffer)):
+    for other in (loaded, copy.deepcopy(rb)):
         assert torch.equal(other[:]["next", "x"], x[:, 1:])
