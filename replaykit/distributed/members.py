@@ -7,6 +7,7 @@ import math
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -63,7 +64,8 @@ class ShardMembers:
         self._facts: list[ShardFacts | None] = [None] * len(shards)
         self._heard = [-math.inf] * len(shards)
         self._there = [True] * len(shards)
-        self._reported: dict[tuple[int, int], int] = {}  # rows written to dead incarnations
+        self._reported: dict[tuple[int, int], int] = {}  # versions of facts of dead incarnations
+        weakref.finalize(self, _report_facts, supervisor, self._facts)
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -140,7 +142,7 @@ class ShardMembers:
         """Store facts, unless newer facts are known.
 
         The facts may come from an answer that was read after the death of its sender was noticed.
-        If they count more written rows than were reported with the death, they are reported too.
+        If they are newer than the facts that were reported with the death, they are reported too.
         """
         shard, name = facts.shard, (facts.shard, facts.incarnation)
         with self._lock:
@@ -150,10 +152,10 @@ class ShardMembers:
                     self._facts[shard] = facts
                     self._heard[shard] = time.monotonic()
                 return
-            if facts.written <= self._reported.get(name, facts.written):
+            if facts.version <= self._reported.get(name, facts.version):
                 return
-            self._reported[name] = facts.written
-        self.supervisor.report(*name, facts.written, facts.rows)
+            self._reported[name] = facts.version
+        self.supervisor.report(*name, facts)
 
     def facts(self, shard: int) -> ShardFacts | None:
         """Return the newest facts of a shard, even if it has died."""
@@ -222,9 +224,8 @@ class ShardMembers:
                 return  # it is known
             self._there[shard] = False
             known = self._facts[shard]
-            written, rows = (0, 0) if known is None else (known.written, known.rows)
-            self._reported[shard, incarnation] = written
-        self.supervisor.report(shard, incarnation, written, rows)
+            self._reported[shard, incarnation] = -1 if known is None else known.version
+        self.supervisor.report(shard, incarnation, known)
 
     def present(self) -> list[int]:
         """Return the live shards, after polling for successors of the dead ones."""
@@ -279,6 +280,13 @@ class ShardMembers:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardMembers, (list(self.shards), self.supervisor, self.on_loss, self.timeout)
+
+
+def _report_facts(supervisor: AnySupervisor, facts: Sequence[ShardFacts | None]) -> None:
+    """Report the facts that a client knows at its end; no other client may know them."""
+    with contextlib.suppress(Exception):  # the shards may have ended first
+        if known := [each for each in facts if each is not None]:
+            supervisor.learn(known)
 
 
 def check_on_loss(on_loss: object) -> None:

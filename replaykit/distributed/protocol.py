@@ -136,22 +136,21 @@ class ShardPart(NamedTuple):
 class Losses:
     """The acknowledged rows that were lost with shards. Not thread-safe.
 
-    A client that notices a death reports the last acknowledgement that it received from the shard.
-    Other clients may have received later acknowledgements, and report them when they notice the
-    death. Therefore a loss may grow until every client that wrote rows has noticed the death.
+    Only the clients know which rows a dead shard has acknowledged. A client reports the newest
+    facts of a shard when it notices the death of the shard, and when the client ends. Therefore a
+    loss may grow until every client that wrote rows has noticed the death or ended.
     """
 
     def __init__(self) -> None:
-        self._told: dict[tuple[int, int], tuple[int, int]] = {}
+        self._reported: dict[tuple[int, int], ShardFacts] = {}
         self._back: dict[tuple[int, int], ShardFacts] = {}
 
-    def died(self, shard: int, incarnation: int, written: int, rows: int) -> None:
-        """Record that an incarnation has died after at least ``written`` rows.
-
-        ``rows``: the number of stored rows at that time.
-        """
-        name = (shard, incarnation)
-        self._told[name] = max(self._told.get(name, (0, 0)), (written, rows))
+    def report(self, facts: ShardFacts) -> None:
+        """Record facts that an incarnation has sent to a client, before or after its death."""
+        name = (facts.shard, facts.incarnation)
+        known = self._reported.get(name)
+        if known is None or facts.version > known.version:
+            self._reported[name] = facts
 
     def came_back(self, shard: int, incarnation: int, facts: ShardFacts) -> None:
         """Record the facts of an incarnation's successor right after the restart."""
@@ -165,9 +164,9 @@ class Losses:
         """Return the loss caused by the death of an incarnation with a successor."""
         facts = self._back[shard, incarnation]
         first = facts.written
-        written, rows = self._told.get((shard, incarnation), (0, 0))
-        stop = max(first, written)
-        lost = min(stop - first, rows)
+        last = self._reported.get((shard, incarnation))
+        stop = first if last is None else max(first, last.written)
+        lost = 0 if last is None else min(stop - first, last.rows)
         return ShardLoss(shard, incarnation, stop - lost, stop, lost, facts.rows)
 
     def all(self) -> list[ShardLoss]:

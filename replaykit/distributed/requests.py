@@ -21,6 +21,7 @@ from replaykit._ray import ray_module
 from replaykit.distributed.protocol import ShardSilent
 from replaykit.distributed.wire_format import Message, unpack
 from replaykit.errors import ActorLost, RateLimiterTimeout
+from replaykit.pace import checked_timeout
 
 _HERE = os.path.dirname(__file__)
 _MOST_ERRORS = 5
@@ -270,10 +271,11 @@ class RemoteResult:
         """Return the result of the call.
 
         Raises:
+            ValueError: the timeout is negative or NaN.
             TimeoutError: no result is available within ``timeout`` seconds.
             Errors of the call itself are raised as well.
         """
-        return self._picked(self._reply.get(timeout))
+        return self._picked(self._reply.get(checked_timeout(timeout)))
 
     def __await__(self) -> Generator[Any, None, Any]:
         value = yield from self._reply.wait().__await__()

@@ -14,10 +14,11 @@ import torch
 
 from replaykit._compat import is_tensordict
 from replaykit.buffer.deliver import merged, shaped
-from replaykit.distributed.members import Sent, ShardTicket
-from replaykit.distributed.protocol import GlobalIndex, ShardDied, ShardPart, Terms
+from replaykit.distributed.members import Sent, ShardMembers, ShardTicket
+from replaykit.distributed.protocol import GlobalIndex, ShardDied, ShardPart, ShardSilent, Terms
 from replaykit.distributed.requests import JointReply, Taken
 from replaykit.distributed.routing import rows_of, scattered
+from replaykit.distributed.shard_config import DrawLaw
 from replaykit.errors import NotEnoughData, RateLimiterTimeout
 from replaykit.pace import SAMPLE
 from replaykit.samplers import Sampler
@@ -64,42 +65,48 @@ class Draws:
     So the batch has the distribution of the remaining rows.
 
     Args:
-        seeded: the random generator of the draws, or None for the client's generator.
+        law: the rule that divides the draws of the client's sampler.
+        max_age: seconds for which the known mass of a shard is used.
+        given: the random generator of the draws, or None for torch's global generator.
         generations: True to return the generations of rows even if neither the writer nor the
             sampler needs them.
     """
 
     def __init__(
         self,
-        client: ShardedClient,
-        seeded: torch.Generator | None = None,
+        members: ShardMembers,
+        law: DrawLaw,
+        max_age: float,
+        given: torch.Generator | None,
         *,
         generations: bool = False,
     ) -> None:
-        self._client, self._seeded, self.generations = client, seeded, generations
+        self.members, self.law, self._max_age = members, law, max_age
+        self.given, self.generations = given, generations
 
     @property
     def generator(self) -> torch.Generator:
         """The generator that draws shards and their seeds."""
-        own = self._client.generator if self._seeded is None else self._seeded
-        return torch.default_generator if own is None else own
+        return torch.default_generator if self.given is None else self.given
 
     def refresh(self, batch_size: int) -> None:
         """Request new masses from shards whose masses are too old for a draw."""
-        client = self._client
-        client._members.refresh(client._law.terms(batch_size), client._settings.max_age)
+        self.members.refresh(self.law.terms(batch_size), self._max_age)
 
     def begun(self, batch_size: int) -> Pending:
         """Request a batch from the shards; return the pending batch.
 
         If masses are not known, or none is positive, ``Pending.get`` sends the request later.
         """
-        law = self._client._law
-        terms = law.terms(batch_size)
+        terms = self.law.terms(batch_size)
         assert terms is not None
-        pending = Pending(self, batch_size, terms, law.draws(batch_size))
+        pending = Pending(self, batch_size, terms, self.law.draws(batch_size))
         pending.sent()
         return pending
+
+    def several(self, batch_size: int, count: int) -> list[Pending]:
+        """Request ``count`` batches; return the pending batches."""
+        return [self.begun(batch_size) for _ in range(count)]
 
     def _known(self, terms: Terms, until: float) -> list[float]:
         """Return the masses of all shards in these terms; request them if necessary.
@@ -107,7 +114,7 @@ class Draws:
         Raises:
             TimeoutError: other threads with this client keep asking for masses in other terms.
         """
-        members = self._client._members
+        members = self.members
         while (masses := members.masses(terms)) is None:
             if time.monotonic() >= until:
                 raise TimeoutError(
@@ -122,7 +129,7 @@ class Draws:
 
         If no mass is positive, wait for restarts of shards.
         """
-        members = self._client._members
+        members = self.members
         until = time.monotonic() + members.timeout
         while not any(masses := self._known(terms, until)):
             members.refresh(terms, 0.0)
@@ -136,7 +143,7 @@ class Draws:
 
     def _least(self, shares: list[Share]) -> float:
         """Return the smallest probability of an eligible row, expressed as ``v``."""
-        members = self._client._members
+        members = self.members
         least = [share.part.facts.smallest * share.likelier for share in shares]
         drawn = {share.shard for share in shares}
         for shard in members.there():
@@ -147,27 +154,26 @@ class Draws:
 
     def possible(self, batch_size: int) -> bool:
         """Return whether a batch can be drawn."""
-        client = self._client
         try:
-            terms = client._law.terms(batch_size)
-            client._law.draws(batch_size)
+            terms = self.law.terms(batch_size)
+            self.law.draws(batch_size)
         except RuntimeError:
             return False
         assert terms is not None
-        client._members.refresh(terms, 0.0)
-        return any(self._known(terms, time.monotonic() + client._members.timeout))
+        self.members.refresh(terms, 0.0)
+        return any(self._known(terms, time.monotonic() + self.members.timeout))
 
     def _refuse(self, terms: Terms, batch_size: int) -> None:
         """Raise the error that a draw from the largest shard raises.
 
         All shards are live.
         """
-        members = self._client._members
+        members = self.members
         rows = [members.rows_of(shard) for shard in range(len(members.shards))]
         if not any(rows):
             raise NotEnoughData("Cannot sample from an empty storage.")
         largest = rows.index(max(rows))
-        draws = self._client._law.draws(batch_size)
+        draws = self.law.draws(batch_size)
         try:
             members.receive(largest, members.send(largest, "draw", draws, terms, 0, True))
         except ShardDied:
@@ -205,13 +211,13 @@ class Pending(JointReply):
     def sent(self) -> None:
         """Send the requests, unless they were sent or the masses of shards are not known."""
         if self.before is None:
-            masses = self._draws._client._members.masses(self._terms)
+            masses = self._draws.members.masses(self._terms)
             if masses is not None and any(masses):
                 self._ask(masses)
 
     def _ask(self, masses: list[float]) -> None:
         """Draw a shard for each missing draw, and send a request to every live shard."""
-        members = self._draws._client._members
+        members = self._draws.members
         self._masses, generator = masses, self._draws.generator
         self.before = generator.get_state()
         self._shards = choose(masses, len(self._left), generator)
@@ -240,17 +246,32 @@ class Pending(JointReply):
             generator.set_state(self.before)
 
     def _make(self, timeout: float | None) -> tuple[Any, dict[Any, Any]]:
-        client = self._draws._client
         while len(self._left):
             if self._sent is None:
                 self._ask(self._draws._masses(self._terms, self._batch_size))
             self._take(timeout)
-        least = self._draws._least(self._shares)
-        return batch_of(self._shares, client._names, client._sampler, least)
+        return self._batch()
+
+    def _make_from_known(self) -> tuple[Any, dict[Any, Any]]:
+        """Make the batch from answers that have arrived; raise ShardSilent if some are missing."""
+        while len(self._left):
+            if self._sent is None:  # a shard has died, or the masses were not known
+                masses = self._draws.members.masses(self._terms)
+                if masses is not None and any(masses):
+                    self._ask(masses)
+            if self._sent is None or not all(reply.is_ready() for _, reply in self._sent.values()):
+                raise ShardSilent("some shards have not answered yet")
+            self._take(0.0)
+        return self._batch()
+
+    def _batch(self) -> tuple[Any, dict[Any, Any]]:
+        draws = self._draws
+        names, least = GlobalIndex(len(draws.members.shards)), draws._least(self._shares)
+        return batch_of(self._shares, names, draws.law.sampler, least)
 
     def _take(self, within: float | None) -> None:
         assert self._sent is not None
-        members = self._draws._client._members
+        members = self._draws.members
         for shard, sent in list(self._sent.items()):
             part: ShardPart | None = None
             with contextlib.suppress(ShardDied):
@@ -264,10 +285,11 @@ class Pending(JointReply):
         self._sent = None
 
     def is_ready(self) -> bool:
-        """Return whether ``get`` would probably return without waiting."""
-        if self.known:
-            return True
-        return self._sent is not None and all(reply.is_ready() for _, reply in self._sent.values())
+        """Return whether ``get`` would not wait; request the draws of dead shards again."""
+        if not self.known:
+            with contextlib.suppress(Exception):  # it is the answer, or some answers are missing
+                self._settled(self._make_from_known, 0.0)
+        return self.known
 
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
@@ -300,7 +322,7 @@ class PacedSample(JointReply):
             return self._asked
 
     def is_ready(self) -> bool:
-        """Return whether ``get`` would not wait. If a shard has died, it may still wait."""
+        """Return whether ``get`` would not wait."""
         if self.known:
             return True
         return self._client._tickets.may_sample(self._size) and self._batch().is_ready()

@@ -147,7 +147,7 @@ class ShardedClient(Handle[DataT]):
         prefetch: int = 0,
     ) -> None:
         super().__init__()
-        self._settings, self._members, self._generator = settings, members, generator
+        self._settings, self._members = settings, members
         self._names = GlobalIndex(settings.num_shards)
         self._router: Router = (
             InTurn(settings.num_shards)
@@ -163,8 +163,10 @@ class ShardedClient(Handle[DataT]):
         self._schema: Schema | None = None  # of rows before any transform
         self._stored: Schema | None = None  # of rows after the inverse transforms
         self._priority_key = unravel(settings.priority_key)
-        self._draws = Draws(self)
-        self._ahead = RequestQueue(self._request_ahead, prefetch)
+        # No part refers to the client, so it ends, and reports its writes, with its last reference.
+        self._draws = Draws(members, self._law, settings.max_age, generator)
+        requested = functools.partial(self._draws.several, settings.batch_size)
+        self._ahead = RequestQueue(requested, prefetch)
         self._dropped_updates = 0
         self._closed = False
 
@@ -203,7 +205,7 @@ class ShardedClient(Handle[DataT]):
     @property
     def generator(self) -> torch.Generator | None:
         """The random generator of the draws, or None for torch's global generator."""
-        return self._generator
+        return self._draws.given
 
     @property
     def sampler(self) -> Any:
@@ -610,7 +612,7 @@ class ShardedClient(Handle[DataT]):
         """Set the generator of all later draws, and drop the batches under way."""
         check_generator(generator)
         self._drop_ahead()
-        self._generator = generator
+        self._draws.given = generator
 
     def _sample(
         self,
@@ -701,10 +703,6 @@ class ShardedClient(Handle[DataT]):
             return self._ahead.take()
         return self._draws.begun(size)
 
-    def _request_ahead(self, count: int) -> list[Pending]:
-        assert self.batch_size is not None
-        return [self._draws.begun(self.batch_size) for _ in range(count)]
-
     def _drop_ahead(self) -> None:
         dropped = [one for one in self._ahead.drop() if one.before is not None]
         if dropped:
@@ -712,10 +710,10 @@ class ShardedClient(Handle[DataT]):
 
     def _generator_state(self) -> torch.Tensor | None:
         """Return the state of the generator before the draws of the batches under way."""
-        if self._generator is None:
+        if self.generator is None:
             return None
         drawn = [one.before for one in self._ahead.under_way() if one.before is not None]
-        return drawn[0] if drawn else self._generator.get_state()
+        return drawn[0] if drawn else self.generator.get_state()
 
     def _enough(self) -> bool:
         """Return whether enough rows are known to be stored for a rate limiter to admit samples."""
@@ -944,7 +942,9 @@ class ShardedClient(Handle[DataT]):
 
     def _ask_part(self, rows: list[int], seed: int, known: MemberFacts) -> RemoteRequest:
         self._check_open()
-        draws = Draws(self, torch.Generator().manual_seed(seed), generations=True)
+        seeded = torch.Generator().manual_seed(seed)
+        age = self._settings.max_age
+        draws = Draws(self._members, self._law, age, seeded, generations=True)
         asked = [(count, draws.begun(count)) for count in rows]
         return Later(lambda timeout: ([_filled(*one, timeout) for one in asked], None))
 

@@ -8,14 +8,14 @@ import logging
 import operator
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias
 
 from replaykit._ray import actor_class, ray_module, start_ray
 from replaykit.distributed.host import Host
 from replaykit.distributed.protocol import Losses, ShardDied, ShardFacts, ShardLoss
-from replaykit.distributed.requests import Reply, fetch
+from replaykit.distributed.requests import Reply, fetch, running_ray
 from replaykit.distributed.shard_config import ShardRecipe
 from replaykit.distributed.shard_pacing import (
     MOST_CALLS,
@@ -171,16 +171,19 @@ class Supervisor:
         if limiter is not None:
             self.pace = ShardsPace(limiter, facts, self._facts if far else None)
 
-    def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
-        """Report the death of a shard; do not wait.
-
-        ``written`` and ``rows`` are the counts of rows written and stored, as far as the client
-        knows.
-        """
+    def learn(self, facts: Sequence[ShardFacts]) -> None:
+        """Record the newest facts of shards that a client knows at its end; do not wait."""
         with self._changed:
-            self._losses.died(shard, incarnation, written, rows)
+            for each in facts:
+                self._losses.report(each)
+
+    def report(self, shard: int, incarnation: int, facts: ShardFacts | None) -> None:
+        """Report the death of a shard, and its newest facts that a client knows; do not wait."""
+        with self._changed:
+            if facts is not None:
+                self._losses.report(facts)
             if self.pace is not None:
-                self.pace.died(shard, incarnation, written)
+                self.pace.died(shard, incarnation, 0 if facts is None else facts.written)
             if self._far:
                 self._see_to(shard, incarnation)
 
@@ -358,9 +361,14 @@ class RaySupervisor(InSupervisor):
             raise
         return cls(actor, shards, timeout, limiter)
 
-    def report(self, shard: int, incarnation: int, written: int, rows: int) -> None:
+    def learn(self, facts: Sequence[ShardFacts]) -> None:
+        """Call ``Supervisor.learn``; do not wait."""
+        running_ray()  # at the end of a program, Ray may have ended before
+        self._actor.ask.remote("learn", (facts,))
+
+    def report(self, shard: int, incarnation: int, facts: ShardFacts | None) -> None:
         """Call ``Supervisor.report``; do not wait."""
-        self._actor.ask.remote("report", (shard, incarnation, written, rows))
+        self._actor.ask.remote("report", (shard, incarnation, facts))
 
     def restored(self, shard: int, incarnation: int, timeout: float) -> Restored | None:
         """Call ``Supervisor.restored``."""

@@ -164,17 +164,22 @@ def test_calls_to_a_shard_that_does_not_return_time_out(sharded: Any) -> None:
 
 
 def test_every_client_reports_its_rows_lost_with_a_dead_shard(sharded: Any) -> None:
-    """The loss grows until all that wrote have told what was acknowledged to them."""
+    """The loss grows until each client that wrote has noticed the death, or has ended."""
     rb = sharded(2, on_loss=lambda loss: None)
-    other = rb.client(on_loss=lambda loss: None)
     rb.extend(numbered(0, 4))
-    other.extend(numbered(4, 6))
+    clients = [rb.client(on_loss=lambda loss: None) for _ in range(4)]
+    for first, client in enumerate(clients, 1):
+        client.extend(numbered(4 * first, 4))
+    clients.pop(0)
     kill(rb, 0)
     rb.sample(4)
     rb._members.wait_for([0], float("inf"))
-    assert rb.stats()["rows_lost"] == 2
-    assert other.stats()["shards"] == [None, 5]
-    assert rb.stats()["rows_lost"] == 5
+    assert rb.stats()["rows_lost"] == 4
+    assert clients.pop(0).stats()["shards"] == [None, 10]
+    assert rb.stats()["rows_lost"] == 6
+    other = clients.pop()
+    del client, other
+    assert rb.stats()["rows_lost"] == 10
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -314,6 +319,9 @@ class Silent:
 
     known = False
 
+    def is_ready(self) -> bool:
+        return self.times <= 0
+
     def get(self, timeout: float | None = None) -> Any:
         assert timeout is not None
         assert timeout < float("inf"), "waits without end"
@@ -351,6 +359,25 @@ def test_calls_to_a_silent_shard_time_out(sharded: Any) -> None:
     assert rb._members.there() == [0, 1]
     mine = keys[torch.tensor(rb._router.route({("k",): keys}, 20, []) == 0)]
     assert len(rb.extend({"k": mine, "x": mine})) == len(mine) > 0
+
+
+def test_done_does_not_wait_after_a_death(sharded: Any) -> None:
+    """The draws of the dead shard are requested again from a shard that has not answered yet."""
+    rb = sharded(2, batch_size=40, prefetch=1, timeout=30.0)
+    rb.extend(numbered(0, 8))
+    rb.sample()
+    hold(rb)
+    kill(rb, 0)
+    rb.sample()
+    silence(rb, {"draw"}, times=1)
+    batch = rb.sample_async()
+    with pytest.raises(ValueError, match="timeout of at least 0"):
+        batch.result(-1)
+    assert not batch.done()
+    with pytest.raises(ShardSilent):
+        batch.result(0)
+    assert batch.done()
+    assert set((batch.result(0)["x"] % 2).tolist()) == {1}
 
 
 @pytest.mark.parametrize("verb", ["begin_save", "finish_save"])
