@@ -80,6 +80,7 @@ class MemberFacts:
         single: True if the member draws single rows, as many as requested. False if it draws
             windows.
         ordered: whether a transform needs the batches in the order of delivery.
+        marks: keys of the marks of ends that the sampler adds to TensorDicts.
     """
 
     info_keys: frozenset[Any]
@@ -89,6 +90,7 @@ class MemberFacts:
     weights: torch.dtype
     single: bool
     ordered: bool
+    marks: frozenset[Any] = frozenset()
 
 
 class DrawnRows(NamedTuple):
@@ -311,6 +313,7 @@ class BufferSource:
             weights=torch.promote_types(torch.float32, getattr(sampler, "dtype", torch.float32)),
             single=draws_single_rows(sampler, buffer._sample_unit),
             ordered=buffer._chain.ordered,
+            marks=frozenset(sampler._marks),
         )
 
     @property

@@ -934,6 +934,7 @@ class ShardedClient(Handle[DataT]):
             weights=getattr(sampler, "dtype", torch.float32),
             single=not sampler.draws_windows,
             ordered=False,
+            marks=frozenset(sampler._marks),
         )
 
     def _be_fresh(self, rows: int) -> None:

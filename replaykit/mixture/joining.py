@@ -253,8 +253,7 @@ def put_back_marks(data: Any, info: dict[Any, Any]) -> Any:
     for key in list(info):
         if key in _FILLS or key in (INDEX, IDS, _GENERATION):
             continue
-        path = key if isinstance(key, tuple) else (key,)
-        there = lookup(data, path)
+        there = _lookup(data, key)
         if there is None:
             continue
         value = info.pop(key)
@@ -263,6 +262,10 @@ def put_back_marks(data: Any, info: dict[Any, Any]) -> Any:
                 data = data.copy()
             data.set(key, value)
     return data
+
+
+def _lookup(data: Any, key: Any) -> Any:
+    return lookup(data, key if isinstance(key, tuple) else (key,))
 
 
 def joint(facts: Sequence[MemberFacts], *, ordered: bool) -> MemberFacts:
@@ -279,13 +282,17 @@ def joint(facts: Sequence[MemberFacts], *, ordered: bool) -> MemberFacts:
         weights=functools.reduce(torch.promote_types, (one.weights for one in facts)),
         single=False,
         ordered=ordered or any(one.ordered for one in facts),
+        marks=frozenset().union(*(one.marks for one in facts)),
     )
 
 
-def with_defaults(info: dict[Any, Any], rows: int, facts: MemberFacts) -> dict[Any, Any]:
+def with_defaults(
+    data: Any, info: dict[Any, Any], rows: int, facts: MemberFacts
+) -> dict[Any, Any]:
     """Return the info of a member's rows, with the keys of other members added.
 
     Args:
+        data: the rows. Marks of ends that they lack are False, since no window was cut there.
         info: the info from the member, and the index of the rows.
         rows: number of rows per part. Sequences are numbered from 0 in each part.
         facts: the common properties of all members.
@@ -295,6 +302,10 @@ def with_defaults(info: dict[Any, Any], rows: int, facts: MemberFacts) -> dict[A
     if missing:
         row = torch.arange(len(index), device=index.device) % rows
         info = {**info, **{key: _FILLS[key](info, row) for key in missing}}
+    if facts.marks and is_tensordict(data):
+        missing = [key for key in facts.marks if key not in info and _lookup(data, key) is None]
+        none = torch.zeros(len(index), 1, dtype=torch.bool, device=index.device)
+        info = {**info, **dict.fromkeys(missing, none)}
     for key in (INDEX, "anchor_index"):
         if facts.width > 1 and key in info:
             info[key] = _as_wide(info[key], facts.width)

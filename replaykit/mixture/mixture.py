@@ -427,7 +427,7 @@ class Mixture:
                     f"member {number}: give members sample units of one length"
                 )
             samples += [(number, data) for data, _ in made[number]]
-            infos += [joining.with_defaults(info, rows, facts) for _, info in made[number]]
+            infos += [joining.with_defaults(*one, rows, facts) for one in made[number]]
         places = joining.BatchParts(draw.members, width)
         if self.collate_fn is None:
             data = joining.stacked(samples, places)
@@ -457,8 +457,8 @@ class Mixture:
             RuntimeError: the number of rows has changed.
         """
         info = {INDEX if key == "index" else key: value for key, value in piece.info.items()}
-        data = joining.put_back_marks(piece.data, info)
-        rows, made = len(info[INDEX]), joining.length_of(data)
+        data, rows = piece.data, len(info[INDEX])
+        made = joining.length_of(data)
         if made != rows:
             raise RuntimeError(
                 f"member {member}: its transforms or collate_fn made {made} of {rows} rows, so "
@@ -466,6 +466,7 @@ class Mixture:
             )
         if self.keys is not None:
             data = joining.select(data, self.keys, member)
+        data = joining.put_back_marks(data, info)
         if self.device is not None:
             data = to_device(data, self.device)
         return data, info

@@ -254,6 +254,10 @@ class Sliced(Sampler):
         own_keys = (SEQUENCE_ID, MASK) if self._slicing.form.filled else (SEQUENCE_ID,)
         return (*super().info_keys, *own_keys)
 
+    @property
+    def _marks(self) -> tuple[Any, ...]:
+        return self._slicing.markers.keys
+
     @abstractmethod
     def _refuse_early(self, storage: Storage, batch_size: int) -> None:
         """Raise if ``sample`` would raise; draw nothing. The caller holds the lock."""

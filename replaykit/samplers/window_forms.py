@@ -99,6 +99,11 @@ class Markers:
             read.setdefault(path[:-1], []).append((path[-1], meaning, own))
         self._sources = [*read.items(), ((), _AT_ROOT)]
 
+    @property
+    def keys(self) -> tuple[Any, ...]:
+        """The keys of the flags that batches get; empty without flags."""
+        return self._keys or ()
+
     def check(self, schema: Schema) -> None:
         """Raise KeyError or ValueError if a padding value does not fit a stored key."""
         if self.pad_value is None or schema is self._checked:

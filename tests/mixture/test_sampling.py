@@ -87,18 +87,21 @@ def test_sample_info_has_the_keys_that_the_sequence_declares(sampler: Any) -> No
     assert set(info) - late == told - late
 
 
+@pytest.mark.parametrize("chosen", [None, ["id"]])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_batches_of_any_members_have_the_same_keys(name: str) -> None:
+def test_batches_of_any_members_have_the_same_keys(name: str, chosen: Any) -> None:
     members = [make_member(0), make_member(1, sampler=SAMPLERS[name](), batch_size=4)]
     keys = []
     for p in ([1, 0], [0, 1], [1, 1]):
-        ensemble = ReplayBufferEnsemble(*members, p=p, num_buffer_sampled=4)
-        batch = ensemble.sample(16)
-        keys.append({key for key in batch.keys(True, True) if key[:1] != ("next",)})
-        dtypes = {key: batch[key].dtype for key in keys[-1]}
+        ensemble = ReplayBufferEnsemble(*members, p=p, num_buffer_sampled=4, keys=chosen)
+        for source in (ReplayBufferEnsemble(ensemble), ensemble):
+            batch = source.sample(16)
+            keys.append(set(batch.keys(True, True)))
         assert batch["index"].batch_size == (4, 4)
-    assert keys[0] == keys[1] == keys[2]
-    assert dtypes["index_generation"] == torch.int64
+        assert batch["index_generation"].dtype == torch.int64
+        if p == [1, 0] and ("next", "truncated") in keys[0]:
+            assert not batch["next", "truncated"].any()
+    assert all(found == keys[0] for found in keys)
 
 
 def test_missing_info_of_members_gets_defaults() -> None:
