@@ -16,6 +16,7 @@ import torch
 
 from replaykit.buffer.source import seconds_left
 from replaykit.errors import Closed
+from replaykit.interrupts import deferred
 from replaykit.keywords import one_of
 from replaykit.pace import checked_timeout
 from replaykit.storages import Storage
@@ -62,7 +63,8 @@ class Observers:
 
     Events of rows follow from the change log. So a write that another buffer made over the same
     storage is part of the next events. A forked process calls none of the functions that it
-    inherits: their locks may be taken, and a second save would go to the same folder.
+    inherits: their locks may be taken, and a second save would go to the same folder. Ctrl-C waits
+    until all functions were called, so none of them misses an event.
     """
 
     def __init__(self, buffer: ReplayBuffer) -> None:
@@ -106,15 +108,17 @@ class Observers:
 
     def after_write(self, buffer: ReplayBuffer) -> None:
         """Call the functions for all changes of rows since the last call, without a lock."""
-        with buffer._locked(settled=False) as storage:
-            events = self._changes(storage) if storage.ledger is self._ledger else []
-            self.look(storage)
-        for event in events:
-            self._call(event)
+        with deferred:
+            with buffer._locked(settled=False) as storage:
+                events = self._changes(storage) if storage.ledger is self._ledger else []
+                self.look(storage)
+            for event in events:
+                self._call(event)
 
     def after_sample(self, index: torch.Tensor) -> None:
         """Call the functions for a batch, without a lock."""
-        self._call(Event("sample", len(index), index))
+        with deferred:
+            self._call(Event("sample", len(index), index))
 
     def _changes(self, storage: Storage) -> list[Event]:
         ledger, cells = storage.ledger, storage.lanes.numel()

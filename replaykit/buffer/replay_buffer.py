@@ -1638,8 +1638,8 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         """Call a function after each event of a kind, in the thread that causes the event.
 
         The function is called after the change, without a lock. If it raises, the error is logged,
-        and the caller of the buffer does not notice it. It is neither pickled nor saved, and forked
-        processes do not call it.
+        and the caller of the buffer does not notice it. Ctrl-C waits until all functions have
+        returned. They are neither pickled nor saved, and forked processes do not call them.
 
         Args:
             event: "write" after rows are stored, "episode_end" if their flags end episodes,

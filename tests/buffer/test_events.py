@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import signal
 import threading
 import time
 from collections import Counter
@@ -151,6 +152,22 @@ def test_functions_are_called_without_a_lock_and_never_in_the_way(caplog: Any) -
     rb.cut()
     rb.flush()
     assert len(counted) == 3
+
+
+def test_ctrl_c_waits_until_all_functions_were_called() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+    rb.extend(rows(3))
+    for kind in KINDS:
+        rb.on(kind, lambda event: signal.raise_signal(signal.SIGINT))
+    seen = watched(rb)
+    for call in (lambda: rb.extend(rows(3)), rb.sample):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    assert [(event.kind, event.count) for event in seen if event.kind != "episode_end"] == [
+        ("evict", 2),
+        ("write", 3),
+        ("sample", 2),
+    ]
 
 
 @pytest.mark.parametrize("storage", [lambda: ListStorage(4), lambda: LazyTensorStorage(4)])
