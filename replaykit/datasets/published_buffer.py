@@ -216,10 +216,30 @@ class MappedStorage(TensorStorage):
         if published.finals and isinstance(stored, Columns):
             self._columns = _following(stored, published, episodes)
             self._adopt(self._columns)
-        self.published = published
-        self._table: TensorDict | None = None  # of a copy that was made after an edit
+        self._published: Published | None = published
+        # These two belong to a copy that was made after an edit.
+        self._table: TensorDict | None = None
+        self._origin: tuple[FilePath, str]
         self.chosen = episodes
         self._opened = self.ledger.log.number
+
+    @property
+    def published(self) -> Published:
+        """The data set on disk; a copy of edited rows opens it at the first use.
+
+        Raises:
+            RuntimeError: the folder holds another version of the data set.
+        """
+        if self._published is None:
+            self._published = _reopened(*self._origin)
+        return self._published
+
+    @property
+    def _place(self) -> tuple[FilePath, str]:
+        """The folder of the data set, and its content id."""
+        if self._published is None:
+            return self._origin
+        return self._published.path, self._published.manifest.content_id()
 
     @property
     def _edited(self) -> bool:
@@ -244,7 +264,7 @@ class MappedStorage(TensorStorage):
         if self._edited:
             return None
         chosen = None if self.chosen is None else self.chosen.clone()
-        return {"content": self.published.manifest.content_id(), "episodes": chosen}
+        return {"content": self._place[1], "episodes": chosen}
 
     def _check_addable(self, paths: Collection[KeyPath]) -> None:
         raise RuntimeError(
@@ -258,9 +278,9 @@ class MappedStorage(TensorStorage):
     def __getstate__(self) -> dict[str, Any]:
         if self._edited:
             table = self.episode_table
-            return {**super().__getstate__(), "published": None, "_table": table, "_opened": -1}
-        path = self.published.path
-        content = self.published.manifest.content_id()
+            own = {"_published": None, "_origin": self._place, "_table": table, "_opened": -1}
+            return {**super().__getstate__(), **own}
+        path, content = self._place
         return {
             "path": str(path),
             "content": content,
@@ -272,15 +292,20 @@ class MappedStorage(TensorStorage):
         if "path" not in state:
             super().__setstate__(state)
             return
-        published = open_directory(FilePath(state["path"]))
-        if published.manifest.content_id() != state["content"]:
-            raise RuntimeError(
-                f"{state['path']} holds another version of the data set than the pickled one; "
-                "open it again"
-            )
+        published = _reopened(FilePath(state["path"]), state["content"])
         self.__init__(published, state["chosen"])  # type: ignore[misc]
         self.ledger.restore(state["ledger"], None)
         self._opened = self.ledger.log.number
+
+
+def _reopened(path: FilePath, content: str) -> Published:
+    """Open the folder of a data set; raise RuntimeError if it holds another version."""
+    published = open_directory(path)
+    if published.manifest.content_id() != content:
+        raise RuntimeError(
+            f"{path} holds another version of the data set than the pickled one; open it again"
+        )
+    return published
 
 
 class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]):

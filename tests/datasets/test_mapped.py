@@ -19,6 +19,7 @@ from replaykit import (
     SliceSampler,
     TensorStorage,
 )
+from replaykit.datasets import CorpusExperienceReplay
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.published_buffer import MappedStorage
@@ -58,8 +59,8 @@ def test_a_pickle_holds_the_path_and_not_the_rows(tmp_path):
 
 @pytest.mark.parametrize("how", ["set_at_", "setitem", "storage"])
 def test_edits_travel_with_a_copy(tmp_path, how):
-    storage = publish(tmp_path / "data")
-    buffer = ReplayBuffer(storage=storage, writer=ImmutableDatasetWriter(), batch_size=2)
+    buffer = CorpusExperienceReplay(publish(tmp_path / "data").published, 2)
+    storage = buffer.storage
     row = buffer[0].clone()
     row["action"].fill_(9.0)
     if how == "set_at_":
@@ -71,6 +72,9 @@ def test_edits_travel_with_a_copy(tmp_path, how):
     for other in (pickle.loads(pickle.dumps(buffer)), copy.deepcopy(buffer)):
         assert (other["action"][0] == 9.0).all()
         assert (other[:] == buffer[:]).all()
+        for each in (other, copy.deepcopy(other)):
+            assert each.published.manifest == buffer.published.manifest
+            assert (each.episode_table == buffer.episode_table).all()
     assert not (open_published(tmp_path / "data").columns[("action",)] == 9.0).any()
 
 
