@@ -12,10 +12,13 @@ from tensordict import is_tensorclass, lazy_stack
 
 from replaykit._compat import TensorDictBase, arange, clone, is_tensordict, lookup
 from replaykit.declared import decode_state
+from replaykit.episodes import CutMarks
+from replaykit.episodes.episode_laws import RESTORED
 from replaykit.errors import SchemaError
 from replaykit.keywords import checked_keywords
 from replaykit.storages.content import Content, RowsState, to_plain
 from replaykit.storages.indexing import as_index, as_slots
+from replaykit.storages.ledger import Ledger, MovedPositions
 from replaykit.storages.memory import as_device
 from replaykit.storages.storage import Storage
 from replaykit.structure import Path, from_numbers
@@ -53,6 +56,8 @@ class ListStorage(Storage):
         super().__init__(_UNBOUNDED if max_size is None else max_size)
         self._device = None if device is None else as_device(device)
         self._items: list[Any] = []
+        # The ends of episodes that no flag shows. A storage that indexes episodes may load them.
+        self._cuts = CutMarks()
 
     @property
     def device(self) -> torch.device | str:
@@ -336,6 +341,36 @@ class ListStorage(Storage):
             self.load_content(content, target, None)
             self.ledger.clear()
             self.ledger.advance(content.rows)
+            self.resume(over=True)
+
+    # -- episodes -----------------------------------------------------------------------------
+
+    def resume(self, *, over: bool) -> None:
+        if self.ledger.length:
+            newest = np.array(
+                [int(self.ledger.positions(as_slots(self.ledger.newest, self.max_size)))]
+            )
+            if over:
+                self._cuts.add(newest, RESTORED, 0)
+            else:
+                self._cuts.remove(newest, RESTORED)
+
+    def episode_state(self) -> dict[str, Any] | None:
+        marks, codes = self._cuts.numbers.tolist(), self._cuts.codes.tolist()
+        if not marks:
+            return None
+        return {"marks": marks, "codes": codes, "heads": None, "root_flags": True}
+
+    def restore_episodes(
+        self, state: dict[str, Any] | None, old: Ledger, rows: torch.Tensor | None
+    ) -> None:
+        self._cuts = CutMarks()
+        if state is not None and self.ledger.length:
+            there, now = MovedPositions(old, self.ledger, rows).find(
+                np.array(state["marks"], np.int64)
+            )
+            self._cuts = CutMarks(now, np.array(state["codes"], np.uint8)[there])
+        self.resume(over=True)  # no episode spans a restart
 
     def __getstate__(self) -> dict[str, Any]:
         if multiprocessing.context.get_spawning_popen() is not None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 
-from replaykit import LazyStackStorage, ListStorage, ReplayBuffer
+from replaykit import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 from replaykit.samplers import SamplerWithoutReplacement
 
 
@@ -278,3 +278,24 @@ def test_generations_and_positions_are_those_of_the_ring(make_rows: Any) -> None
         assert storage.ledger.positions(torch.arange(3)).tolist() == [9, 7, 8]
         assert storage.ledger.generations(torch.arange(3)).tolist() == [3, 2, 2]
         assert [int(row["id"]) for row in storage] == [9, 7, 8]
+
+
+@pytest.mark.parametrize(("capacity", "lengths"), [(20, [5, 4, 3, 2]), (9, [4, 3, 2])])
+def test_no_episode_of_a_list_spans_a_load(capacity: int, lengths: list[int]) -> None:
+    """A storage that indexes episodes finds the ends at which rows were loaded, and no others."""
+
+    def make(storage: Any) -> ReplayBuffer:
+        return ReplayBuffer(storage=storage)
+
+    def rows(count: int) -> TensorDict:
+        return TensorDict({"next": {"done": torch.zeros(count, 1, dtype=torch.bool)}}, [count])
+
+    rb = make(LazyTensorStorage(20))
+    for number, count in enumerate((5, 4, 3, 2)):
+        rb.extend(rows(count))
+        state = rb.state_dict()
+        rb = make([ListStorage, LazyStackStorage, LazyTensorStorage][number % 3](capacity))
+        rb.load_state_dict(state)
+    final = make(LazyTensorStorage(20))
+    final.load_state_dict(rb.state_dict())
+    assert final.episodes.lengths.tolist() == lengths
