@@ -185,6 +185,8 @@ _FOLLOWING_BEFORE_5 = (6, 7)
 """Tables that only processes that share the rows need. In older folders they also had the numbers 6
 and 7, unless 6 held references."""
 
+_NONE = -1
+"""The process that may write after a storage was closed."""
 _JOURNAL_BYTES = 1 << 16
 _TABLE = re.compile(r"table-(\d{1,9})-([1-9]\d{0,8})\.bin")
 
@@ -251,9 +253,13 @@ class RecoveryFolder:
         """The core's commits, used while no file has to grow; see ``_pass_addresses``."""
 
     def close(self) -> None:
-        """Release the lock of the folder, so that another storage can open it."""
+        """Release the lock of the folder, so that another storage can open it.
+
+        From then on this object only reads, as in a forked process.
+        """
         if self._lock is not None:
             self._lock.drop()
+        self.process = _NONE
 
     # -- manifest -----------------------------------------------------------------------------
 
@@ -446,10 +452,12 @@ class RecoveryFolder:
     def check_process(self) -> None:
         """Raise RuntimeError in a forked process, which may only read."""
         if not self.shared and os.getpid() != self.process:
-            raise RuntimeError(
-                f"the rows in {self.folder.parent} belong to process {self.process}; a forked "
-                "process can only read them"
+            owner = (
+                "the storage is closed, and can only read them"
+                if self.process == _NONE
+                else f"they belong to process {self.process}, and a forked process only reads them"
             )
+            raise RuntimeError(f"the rows in {self.folder.parent} cannot be written: {owner}")
 
     def table(self, number: int, rows: int) -> Array:
         """Return the rows of a table, ``[N]`` with N at least ``rows``; new rows are 0."""

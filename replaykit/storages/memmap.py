@@ -236,6 +236,45 @@ class LazyMemmapStorage(LazyTensorStorage):
             remove()
             raise
 
+    def close(self) -> None:
+        """Commit all changes, and let another storage open the folder of recoverable rows.
+
+        Afterwards this storage only reads. A write of rows raises RuntimeError, and priorities and
+        cuts that are set later are not saved. The rows that it reads are those of the folder, so
+        they change if another storage writes. The files stay mapped until the storage dies. Without
+        ``recover=True``, the call does nothing.
+
+        Prefetch threads, a sampler or a reference cycle may keep a deleted buffer alive. So call
+        ``rb.shutdown()`` and ``rb.storage.close()`` before you open the folder again.
+
+        Raises:
+            RuntimeError: the storage is shared, and its processes release the folder at their ends.
+            OSError: there is no room for a commit. The storage stays open.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from replaykit import LazyMemmapStorage, ReplayBuffer
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     for number in range(3):
+            ...         storage = LazyMemmapStorage(10, scratch_dir=folder, recover=True)
+            ...         rb = ReplayBuffer(storage=storage)
+            ...         _ = rb.extend(torch.zeros(2))
+            ...         rb.storage.close()
+            ...     len(rb)
+            6
+        """
+        recovery = self.recovery
+        if recovery is None:
+            return
+        with self.lock:
+            if recovery.shared:
+                raise RuntimeError(
+                    "expected a storage of one process, got one that processes share: they release "
+                    "its folder when they end"
+                )
+            recovery.commit()
+            recovery.home.close()
+
     def cleanup(self) -> bool:
         """Remove the files of a private folder now, before this object dies.
 

@@ -53,6 +53,38 @@ def test_reopened_storage_restores_rows_and_counters(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("length", [6, 14])
+def test_a_closed_storage_only_reads(tmp_path: Path, length: int) -> None:
+    """Another storage opens the folder at once, also while the first one is in use."""
+
+    def sampler() -> PrioritizedSampler:
+        return PrioritizedSampler(alpha=1.0, beta=1.0)
+
+    rb = opened(tmp_path, sampler=sampler())
+    rb.extend(rows(0, length))
+    rb.update_priority(torch.arange(2), 3.0)
+    rb.storage.close()
+    rb.storage.close()
+    rb.update_priority(torch.arange(2), 9.0)  # is not saved
+    rb.cut()
+    again = opened(tmp_path, sampler=sampler())
+    writes: list[Any] = [
+        lambda: rb.extend(rows(20, 2)),
+        lambda: rb.set_at_("number", torch.tensor([7]), torch.tensor([0])),
+        rb.empty,
+    ]
+    for write in writes:
+        with pytest.raises(RuntimeError, match="the storage is closed, and can only read"):
+            write()
+    assert rb[:]["number"].equal(again[:]["number"])
+    assert again.extend(rows(length, 2)).tolist() == [length % 10, length % 10 + 1]
+    del again
+    found = opened(tmp_path, sampler=sampler())
+    assert found.write_count == length + 2
+    raw = found.sampler._table.follow(found.storage).raw[:2]
+    assert raw.tolist() == [3.0, 3.0]
+
+
 def test_episodes_end_at_a_restart(tmp_path: Path) -> None:
     rb = opened(tmp_path)
     rb.extend(rows(0, 6))
