@@ -10,6 +10,7 @@ import torch
 from replaykit.episodes.boundaries import BoundaryRule, BoundColumns, positions_from, seams
 from replaykit.episodes.episode_laws import (
     CONTINUES,
+    RESTORED,
     SEVERED,
     WINDOWS,
     CountLaw,
@@ -274,6 +275,8 @@ class EpisodeIndex:
         """End the open episodes of lanes, bool ``[lanes]``, with the code."""
         self.sync()
         self._streams.close(lanes, code)
+        if code == RESTORED and self.key is not None and self._ordered_from:
+            self._edited = True  # streams that missing rows have ended end by this code, too
 
     def _append_stored(
         self,

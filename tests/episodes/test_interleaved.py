@@ -524,6 +524,19 @@ def test_stream_is_cut_after_its_newest_row_if_that_was_placed_by_hand(ends: str
     assert shown == [[0, 1, 2], [3], [4], [5], [6], [7]]
 
 
+@pytest.mark.parametrize("read", [True, False])
+def test_a_load_ends_streams_that_a_row_placed_by_hand_had_ended(read: bool) -> None:
+    """Stream 0 ends before the missing row. After a load, both streams begin with a reset."""
+    saved, buffer = (ReplayBuffer(storage=LazyTensorStorage(9, lane_key="env")) for _ in range(2))
+    saved.extend(stream([0, 1]))
+    saved.storage.set([1], stream([1]))
+    buffer.load_state_dict(saved.state_dict())
+    if read:
+        assert len(buffer.episodes) == 2
+    buffer.extend(stream([0, 1]))
+    assert buffer.episodes.head(torch.tensor([2, 3])).tolist() == [Head.RESET] * 2
+
+
 def test_row_placed_by_hand_splits_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replaykit.episodes.index._BLOCK", 3)
     buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))
