@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listed
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -366,18 +367,58 @@ def _random_of(mark: Mark, generator: torch.Generator) -> Iterator[None]:
 
 
 def read_earlier(
-    buffer: ReplayBuffer, draw: Draw, storage: Storage, generator: torch.Generator
+    buffer: ReplayBuffer,
+    draw: Draw,
+    storage: Storage,
+    generator: torch.Generator,
+    collate: Callable[[Any], Any] | None = None,
+    *,
+    numbered: bool = True,
 ) -> DrawnBatch:
-    """Read the rows of a loader's draw. The caller holds the lock.
+    """Read the rows of a loader's draw, with ``collate`` and ``numbered`` as for ``draw_apart``.
 
-    If its rows were overwritten since, the loader's sampler draws again.
+    If its rows were overwritten since, the loader's sampler draws again. The caller holds the lock.
     """
     stored = as_tensor(storage.contains(draw.index)).all()
     if not stored or is_outdated(buffer, draw, storage):
         draw = choose_rows(buffer, storage, draw.size, False, generator, sampler=draw.sampler)
     elif "index_generation" in draw.info:
         _add_generations(draw.info, draw.index, storage)
-    return _read_rows(buffer, draw, storage, generator, False)
+    return _read_rows(buffer, draw, storage, generator, False, collate, numbered)
+
+
+@dataclass
+class UnreadBatch:
+    """A loader's draw, whose rows are read only if the batch is needed."""
+
+    buffer: ReplayBuffer
+    draw: Draw
+    generator: torch.Generator
+    collate: Callable[[Any], Any] | None
+
+    @classmethod
+    def drawn(
+        cls,
+        buffer: ReplayBuffer,
+        size: int,
+        generator: torch.Generator,
+        collate: Callable[[Any], Any] | None,
+        sampler: Sampler,
+    ) -> UnreadBatch:
+        """Draw with a loader's sampler, as ``draw_apart`` does."""
+        with buffer._locked() as storage:
+            draw = choose_rows(buffer, storage, size, False, generator, sampler=sampler)
+        if buffer._chain.uses_random:
+            # The numbers that they draw must not depend on earlier reads.
+            seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+            generator = torch.Generator().manual_seed(seed)
+        return cls(buffer, draw, generator, collate)
+
+    def read(self) -> DrawnBatch:
+        """Read the rows."""
+        given = self.generator, self.collate
+        with self.buffer._locked() as storage:
+            return read_earlier(self.buffer, self.draw, storage, *given, numbered=False)
 
 
 # -- draws ahead -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 
 from replaykit._compat import Uncompiled
 from replaykit.buffer.deliver import finish_batch
-from replaykit.buffer.draw import draw_apart, give_back
+from replaykit.buffer.draw import UnreadBatch, draw_apart, give_back
 from replaykit.buffer.prefetch import Draw, DrawnBatch
 from replaykit.episodes import EPISODES, WINDOWS, CountLaw
 from replaykit.errors import NotEnoughData
@@ -402,8 +402,11 @@ class BufferSource:
         if left < 0:
             raise ValueError(said)
 
-    def _draw(self, rows: int, generator: torch.Generator | None) -> DrawnBatch:
-        return draw_apart(self.buffer, rows, generator, self.collate, sampler=self._sampler)
+    def _draw(self, rows: int, generator: torch.Generator | None) -> DrawnBatch | UnreadBatch:
+        buffer, collate, sampler = self.buffer, self.collate, self._sampler
+        if sampler is None or generator is None:
+            return draw_apart(buffer, rows, generator, collate, sampler=sampler)
+        return UnreadBatch.drawn(buffer, rows, generator, collate, sampler)
 
     def refuse(self, rows: int, generator: torch.Generator | None) -> NoReturn:
         """Raise the error of the buffer, which cannot return ``rows`` rows."""
@@ -431,9 +434,9 @@ class BufferSource:
 
 
 class BufferDraw:
-    """The batches that a buffer of this process has drawn and read."""
+    """The batches that a buffer of this process has drawn, and read unless they are a loader's."""
 
-    def __init__(self, buffer: ReplayBuffer, batches: list[DrawnBatch]) -> None:
+    def __init__(self, buffer: ReplayBuffer, batches: list[DrawnBatch | UnreadBatch]) -> None:
         self._buffer, self.batches = buffer, batches
 
     @property
@@ -445,7 +448,9 @@ class BufferDraw:
         """Transform the rows; return them along dimension 0."""
         return [self._piece(batch) for batch in self.batches]
 
-    def _piece(self, batch: DrawnBatch) -> DrawnRows:
+    def _piece(self, batch: DrawnBatch | UnreadBatch) -> DrawnRows:
+        if isinstance(batch, UnreadBatch):
+            batch = batch.read()
         data, info = finish_batch(self._buffer, batch)
         if batch.arrival is not None:
             batch.arrival.order()

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from replaykit import (
     BufferDataset,
     ConsumingSampler,
+    HindsightGoal,
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
@@ -89,6 +90,35 @@ def test_loading_continues_from_its_saved_state() -> None:
     assert all(map(same, again, whole[2:]))
     assert again.epoch == 1
     assert not same(next(iter(loader)), whole[0])
+
+
+class _Counting(LazyTensorStorage):
+    """A storage that counts the rows that are read."""
+
+    rows_read = 0
+
+    def read(self, index: torch.Tensor, **options: Any) -> Any:
+        self.rows_read += len(index)
+        return super().read(index, **options)
+
+
+@pytest.mark.parametrize("transform", [None, lambda: HindsightGoal(achieved="observation", goal="goal")])
+def test_a_resumed_loader_reads_no_rows_of_delivered_batches(transform: Any) -> None:
+    members = [
+        ReplayBuffer(storage=_Counting(50), transform=transform and transform()) for _ in range(2)
+    ]
+    for number, member in enumerate(members):
+        rows = rows_of(number, 20)
+        rows["goal"] = rows["next", "goal"] = rows["observation"].clone()
+        rows["next", "observation"] = rows["observation"] + 1
+        member.extend(rows)
+    ensemble = ReplayBufferEnsemble(*members, sample_from_all=True)
+    whole = [*ensemble.dataloader(8, steps=5, seed=3)]
+    loader = ensemble.dataloader(8, steps=5, seed=3)
+    loader.load_state_dict({**loader.state_dict(), "step": 3})
+    before = members[0].storage.rows_read
+    assert all(map(same, loader, whole[3:]))
+    assert members[0].storage.rows_read - before == 8
 
 
 def test_plain_data_loader_reads_an_ensemble() -> None:
