@@ -120,6 +120,43 @@ struct Index {
   replaykit::EpisodeWriter writer;
 };
 
+void check_numbers(const Array& array, const char* name, std::int64_t least, std::int64_t most) {
+  for (std::int64_t i = 0; i < array.size(); ++i) {
+    const std::int64_t one = array.numbers()[i];
+    if (one < least || one > most) {
+      refuse(nb::index_error, "expected numbers in [" + std::to_string(least) + ", " +
+                              std::to_string(most) + "] in `" + name + "`, got " +
+                              std::to_string(one));
+    }
+  }
+}
+
+// Counts of the oldest rows of streams.
+struct Oldest {
+  Oldest(const Index& self, nb::handle records, nb::handle counts)
+      : record(records, "records", Array::kInt64, 1), count(counts, "counts", Array::kInt64, 1) {
+    self.check_kind(true);
+    check_length("counts", count.size(), record.size());
+    check_numbers(record, "records", 0, self.episodes.records() - 1);
+    each([&](std::int64_t at, std::int64_t n) {
+      const std::int64_t stored = self.episodes.lane(at).hi - self.episodes.lane(at).lo;
+      if (n < 0 || n > stored) {
+        refuse(nb::value_error, "expected 0 to " + std::to_string(stored) +
+                                " rows of a stream, got " + std::to_string(n));
+      }
+      sum += n;
+    });
+  }
+
+  template <typename Work>
+  void each(const Work& work) const {
+    for (std::int64_t i = 0; i < record.size(); ++i) work(record.numbers()[i], count.numbers()[i]);
+  }
+
+  Array record, count;
+  std::int64_t sum = 0;
+};
+
 // Makes a function that asks for `columns` results of elements. `ask` returns the position of an
 // element without a row, or the number of elements.
 auto by_element(std::int64_t columns,
@@ -164,17 +201,6 @@ auto by_number(std::int64_t columns,
       return (sums.*ask)(self.episodes, numbers, n, found.out());
     });
   };
-}
-
-void check_numbers(const Array& array, const char* name, std::int64_t least, std::int64_t most) {
-  for (std::int64_t i = 0; i < array.size(); ++i) {
-    const std::int64_t one = array.numbers()[i];
-    if (one < least || one > most) {
-      refuse(nb::index_error, "expected numbers in [" + std::to_string(least) + ", " +
-                              std::to_string(most) + "] in `" + name + "`, got " +
-                              std::to_string(one));
-    }
-  }
 }
 
 void check_codes(const std::uint8_t* codes, std::int64_t n) {
@@ -298,32 +324,22 @@ void replaykit::bind_episodes(nb::module_& m) {
              return self.episodes.start(gone, head, first_row);
            },
            "Start the lane of a stream, and return its record.")
-      .def("drop_oldest",
-           [](Index& self, nb::handle records, nb::handle counts, nb::handle out) {
-             const Array record(records, "records", Array::kInt64, 1);
-             const Array count(counts, "counts", Array::kInt64, 1);
-             self.check_kind(true);
-             check_length("counts", count.size(), record.size());
-             check_numbers(record, "records", 0, self.episodes.records() - 1);
-             std::int64_t sum = 0;
-             for (std::int64_t i = 0; i < record.size(); ++i) {
-               const Episodes::Lane& lane = self.episodes.lane(record.numbers()[i]);
-               const std::int64_t rows = count.numbers()[i];
-               if (rows < 0 || rows > lane.hi - lane.lo) {
-                 refuse(nb::value_error, "expected 0 to " + std::to_string(lane.hi - lane.lo) +
-                                             " rows to drop, got " + std::to_string(rows));
-               }
-               sum += rows;
-             }
-             const Answers slots(out, 1, sum);
+      .def("oldest",
+           [](const Index& self, nb::handle records, nb::handle counts, nb::handle out) {
+             const Oldest rows(self, records, counts);
+             const Answers slots(out, 1, rows.sum);
              std::int64_t* slot = slots.out();
-             for (std::int64_t i = 0; i < record.size(); ++i) {
-               slot = self.episodes.drop_oldest(record.numbers()[i], count.numbers()[i], slot);
-             }
+             rows.each([&](auto at, auto n) { slot = self.episodes.oldest(at, n, slot); });
+           },
+           "Write the slots of the oldest rows of streams, stream after stream.")
+      .def("drop_oldest",
+           [](Index& self, nb::handle records, nb::handle counts) {
+             const Oldest rows(self, records, counts);
+             rows.each([&](auto at, auto n) { self.episodes.drop_oldest(at, n); });
              return self.episodes.drop_empty();
            },
-           "Drop the oldest rows of distinct streams, and write their slots. If records of streams "
-           "without rows are returned, renumber.")
+           "Drop the oldest rows of distinct streams. If records of streams without rows are "
+           "returned, renumber.")
       .def("relocate",
            [](Index& self, nb::handle source, nb::handle target) {
              const Array from(source, "source", Array::kInt64, 1);

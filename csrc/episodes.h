@@ -236,18 +236,23 @@ class Episodes {
     ++version_;
   }
 
-  // Drops `count` of the oldest rows of a lane, of at least as many, and writes their slots.
-  std::int64_t* drop_oldest(std::int64_t at, std::int64_t count, std::int64_t* slot) {
+  // Writes the slots of `count` of the oldest rows of a lane, of at least as many.
+  std::int64_t* oldest(std::int64_t at, std::int64_t count, std::int64_t* slot) const {
+    const Lane& own = lane(at);
+    for (std::int64_t time = own.lo; time < own.lo + count; ++time) *slot++ = own.slots[time];
+    return slot;
+  }
+
+  // Drops `count` of the oldest rows of a lane, of at least as many.
+  void drop_oldest(std::int64_t at, std::int64_t count) {
     const Lane& own = lane(at);
     const std::int64_t lo = own.lo + count;
     for (std::int64_t time = own.lo; time < lo; ++time) {
-      *slot = own.slots[time];
-      places_[static_cast<std::size_t>(*slot++)].lane = kFree;
+      places_[static_cast<std::size_t>(own.slots[time])].lane = kFree;
     }
     evict(at, lo);
     if (own.lo == own.hi) emptied_.push_back(at);
     ++version_;
-    return slot;
   }
 
   // Moves n rows of a pool to slots without a row. Returns the position of the first pair of slots

@@ -145,6 +145,11 @@ class EpisodeIndex:
         return self._streams.keys.dtype
 
     @property
+    def pool(self) -> StreamEpisodes:
+        """The streams, without the rows that ``sync`` would index."""
+        return self._streams
+
+    @property
     def in_ring(self) -> bool:
         """True if the next row of a lane lies in its next slot, round the ring."""
         return self.key is None
@@ -223,11 +228,11 @@ class EpisodeIndex:
             self._append_leaves(leaves, slots, row_ids)
         self._noted, self._changes = ledger.next_position, ledger.changes
 
-    def placed(self, rows: Rows, slots: Array | range) -> None:
+    def placed(self, rows: Rows, slots: Array | range, keys: Array | None = None) -> None:
         """Index the last rows written, each in a slot of its stream.
 
         ``slots`` are int64 ``[n]`` or a range: free slots after the stored rows, or the slot of the
-        oldest row of the stream.
+        oldest row of the stream. ``keys`` has one key if all rows are of this stream.
         """
         ledger, count = self._storage.ledger, len(rows)
         plain = ledger.changes == self._changes and not self._edited
@@ -236,24 +241,16 @@ class EpisodeIndex:
             return
         row_ids, first = np.arange(self._noted, self._noted + count), int(slots[0])
         if isinstance(slots, range) or (slots == np.arange(first, first + count)).all():
-            self._append_stored(first, first + count, row_ids)
+            self._append_stored(first, first + count, row_ids, keys=keys)
         else:
             leaves = {path: rows.leaves[path] for path in self.bound.paths}
             self._append_leaves(leaves, slots, row_ids)
         self._noted, self._place, self._is_ring = ledger.next_position, ledger.place_in_log, False
 
-    def drop_oldest(self, keys: list[Any], counts: Array, *, forget: bool) -> Array:
-        """Forget the oldest rows of streams, before they are removed. Return their slots."""
-        return self._streams.drop_oldest(keys, counts, forget=forget)
-
-    def continue_streams(self, keys: Array) -> None:
-        """Let streams without rows begin in the middle of an episode."""
-        self._streams.joined.update(keys.tolist())
-
     def relocated(self, source: Array, target: Array) -> None:
         """Follow the move of rows, in a storage whose rows do not lie in a ring any more."""
         if len(source):
-            self._streams.relocate(source, target)
+            self.pool.relocate(source, target)
         self._place, self._is_ring = self._storage.ledger.place_in_log, False
 
     def _append_placed(self, behind: int) -> None:
@@ -284,6 +281,7 @@ class EpisodeIndex:
         until: int,
         row_ids: Array | None = None,
         cuts: tuple[Array, Array] | None = None,
+        keys: Array | None = None,
         **more: Any,
     ) -> None:
         """Index the stored rows of slots ``[first, until)``.
@@ -300,7 +298,8 @@ class EpisodeIndex:
         if row_ids is None:
             ledger = self._storage.ledger
             row_ids = ledger.next_position - 1 - (ledger.cursor - 1 - slots) % self.slots
-        keys = stream_keys(self._columns[self.key][first:until])
+        if keys is None:
+            keys = stream_keys(self._columns[self.key][first:until])
         self._streams.append_streams(source, at, keys, slots, row_ids, **more)
 
     def _append_leaves(

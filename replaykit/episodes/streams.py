@@ -310,7 +310,7 @@ class StreamEpisodes:
         """Append the rows of ``source`` from ``first`` on to a pool.
 
         Args:
-            keys: keys of the rows' streams, ``[n]``.
+            keys: keys of the rows' streams, ``[n]``; or one key, if all rows have it.
             slots: int64 ``[n]``. If a slot has a row, it is the oldest row of its stream.
             row_ids: int64 ``[n]``.
             segments: int64 ``[n]``, the number of the segment to which each row belongs. If
@@ -321,25 +321,36 @@ class StreamEpisodes:
                 of their first rows: int64 ``[m, 3]``, the number of rows before the first row in
                 its episode, the ``Head``, and the row id of the episode's first row.
         """
-        if len(keys) > 1 and keys[0] == keys[-1] and (keys == keys[0]).all():
-            names, row, of = keys[:1], np.zeros(1, np.int64), np.zeros(len(keys), np.int64)
+        if len(keys) == 1 and heads is None:
+            (key,) = keys.tolist()
+            if key not in self._records:
+                self._start(keys, np.zeros((1, 3), np.int64))
+            of_row = np.full(len(slots), self._records[key])
         else:
             names, row, of = np.unique(keys, return_index=True, return_inverse=True)
-        known_as = [self._records.get(key, -1) for key in names.tolist()]
-        records = np.array(known_as, np.int64)
-        if -1 in known_as:
-            new = (records < 0).nonzero()[0]
-            fresh = row[new]
-            known = np.zeros((len(new), 3), np.int64)
-            if heads is not None:
-                known = heads(names[new], slots[fresh], row_ids[fresh])
-            records[new] = self._start(names[new], known)
+            known_as = [self._records.get(key, -1) for key in names.tolist()]
+            records = np.array(known_as, np.int64)
+            if -1 in known_as:
+                new = (records < 0).nonzero()[0]
+                fresh = row[new]
+                known = np.zeros((len(new), 3), np.int64)
+                if heads is not None:
+                    known = heads(names[new], slots[fresh], row_ids[fresh])
+                records[new] = self._start(names[new], known)
+            of_row = records[of]
         self._drop(
-            self._core.append_streams(source, first, records[of], slots, row_ids, segments, stops)
+            self._core.append_streams(source, first, of_row, slots, row_ids, segments, stops)
         )
 
-    def drop_oldest(self, keys: list[Any], counts: Array, *, forget: bool = False) -> Array:
-        """Drop the oldest rows of distinct streams of a pool; return their slots.
+    def oldest(self, keys: list[Any], counts: Array) -> Array:
+        """Return the slots of the oldest rows of streams of a pool, stream after stream."""
+        records = np.array([self._records[key] for key in keys], np.int64)
+        out = np.empty((1, sum(counts.tolist())), np.int64)
+        self._core.oldest(records, counts, out)
+        return out[0]
+
+    def drop_oldest(self, keys: list[Any], counts: Array, *, forget: bool = False) -> None:
+        """Drop the oldest rows of distinct streams of a pool.
 
         If a stream loses all its rows while its episode is open, its next row continues the
         episode. With ``forget``, it begins a new episode.
@@ -349,10 +360,8 @@ class StreamEpisodes:
         if not forget:
             lane = np.searchsorted(self.keys, np.array(keys, self._keys.dtype))
             still = {keys[i] for i in np.flatnonzero(self.per_lane()[2, lane])}
-        out = np.empty((1, sum(counts.tolist())), np.int64)
-        gone = self._drop(self._core.drop_oldest(records, counts, out))
+        gone = self._drop(self._core.drop_oldest(records, counts))
         self.joined.update(still.intersection(gone))
-        return out[0]
 
     def relocate(self, source: Array, target: Array) -> None:
         """Move rows of a pool to slots without a row, int64 ``[K]`` each."""

@@ -24,6 +24,7 @@ from replaykit.ted import end_flags, format_key, unused_flags
 
 if TYPE_CHECKING:
     from replaykit.storages.column_storage import ColumnStorage
+    from replaykit.storages.removal import Replacement
 
 __all__ = ["EpisodeIndexes", "EpisodeState", "heads_of", "state_of_subset"]
 
@@ -223,26 +224,20 @@ class EpisodeIndexes:
             index.placed(rows, slots)
         self.seen = self.storage.ledger.log.number
 
-    def drop_oldest(self, keys: list[Any], counts: Array, *, forget: bool = False) -> Array:
-        """Forget the oldest rows of streams, before they are removed. Return their slots.
+    def replaced(self, change: Replacement, rows: Rows | None) -> None:
+        """Follow a committed change of streams. The indexes already have all other rows.
 
-        If all rows of a stream are dropped, its next row continues its open episode. With
-        ``forget`` it begins a new episode.
+        Args:
+            rows: the new rows; None if rows were only removed.
         """
-        found = [index.drop_oldest(keys, counts, forget=forget) for index in self._live()]
-        slots = found[0]
-        slots.sort()
-        return slots
-
-    def continue_streams(self, keys: Array) -> None:
-        """Let the next rows of streams without rows begin in the middle of an episode."""
         for index in self._live():
-            index.continue_streams(keys)
-
-    def removed(self, source: Array, target: Array) -> None:
-        """Follow a removal of rows that were dropped, and moves of others."""
-        for index in self._live():
-            index.relocated(source, target)
+            if change.keys:
+                index.pool.drop_oldest(change.keys, change.counts, forget=change.forget)
+            index.pool.joined.update(change.joined)
+            if rows is not None:
+                index.placed(rows, change.slots, change.key)
+            if change.removal is not None:
+                index.relocated(change.removal.source, change.removal.target)
         self.seen = self.storage.ledger.log.number
 
     def pending(self) -> bool:

@@ -351,7 +351,9 @@ class Ledger:
         if move_cursor:
             self.cursor = (int(slots[-1]) + 1) % self.slots
 
-    def place_in_streams(self, slots: torch.Tensor | range) -> None:
+    def place_in_streams(
+        self, slots: torch.Tensor | range, removal: Removal | None = None
+    ) -> None:
         """Commit rows in free slots, or in the slots of the oldest rows of their streams.
 
         A range of slots, of step 1, takes less time than the same slots in a tensor.
@@ -359,12 +361,18 @@ class Ledger:
         The caller has checked that ``oldest_first`` is true. ``changes`` does not grow, because the
         caller notifies the parts that follow the order of rows. The cursor becomes the first free
         slot.
+
+        Args:
+            removal: a removal after the write, of which each stream has lost only its oldest rows.
+                Rows that move keep their row ids. No pair of a slot and a generation from before
+                names one of the slots ``removal.target``, or a slot without a row.
         """
-        self._place(slots)
+        self._place(slots, removal)
         self.by_stream = True
         self.cursor = self.length % self.slots
 
-    def _place(self, slots: torch.Tensor | range) -> None:
+    def _place(self, slots: torch.Tensor | range, removal: Removal | None = None) -> None:
+        """Change the tables after all steps that may fail, so that an error changes nothing."""
         top = max(self.length, slots.stop if isinstance(slots, range) else int(slots.max()) + 1)
         numbers = Tables.POSITIONS, Tables.GENERATIONS
         before = self._position_table, self.generation_table
@@ -372,6 +380,10 @@ class Ledger:
             positions, generations = (self._table_for(number, top) for number in numbers)
             for number in numbers:
                 self._before(number, slots)
+                if removal is not None:
+                    self._before(number, removal.target)
+            if removal is not None:
+                self._before(Tables.GENERATIONS, range(removal.length, top))
         except BaseException:
             self._position_table, self.generation_table = before
             raise
@@ -388,25 +400,12 @@ class Ledger:
         else:
             np.add.at(generations.numpy(), at, 1)
         self.length = top
-
-    def compact(self, removal: Removal) -> None:
-        """Follow a removal of rows, of which each stream has lost only its oldest ones.
-
-        Rows that have moved keep their row ids. No pair of a slot and a generation from before
-        names one of the slots ``removal.target``, or a slot without a row.
-        """
-        source, target, length = removal
-        numbers, before = (Tables.POSITIONS, Tables.GENERATIONS), self.length
-        positions, generations = (self._table_for(number, before) for number in numbers)
-        for number in numbers:
-            self._before(number, target)
-        self._before(Tables.GENERATIONS, range(length, before))
-        self.log.remove(removal)
-        positions.numpy()[target] = positions.numpy()[source]
-        generations.numpy()[target] += 1
-        generations[length:before] += 1
-        self.length, self.by_stream = length, True
-        self.cursor = length % self.slots
+        if removal is not None:
+            source, target, self.length = removal
+            self.log.remove(removal)
+            positions.numpy()[target] = positions.numpy()[source]
+            generations.numpy()[target] += 1
+            generations[self.length : top] += 1
 
     def clear(self) -> None:
         """Forget all rows, and increase the generation of every slot that was written."""

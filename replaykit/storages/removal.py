@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from replaykit._compat import arange
 from replaykit.storages.change_log import Removal
-from replaykit.storages.columns import Columns
 from replaykit.ted import format_key
 
 if TYPE_CHECKING:
     from replaykit.episodes import EpisodeIndex
+    from replaykit.schema import Rows
     from replaykit.storages.column_storage import ColumnStorage
 
 __all__ = [
-    "Moves",
+    "Replacement",
     "check_removable",
     "named_lanes",
     "oldest_slots",
@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
+
+_NO_SLOTS = np.zeros(0, np.int64)
 
 
 def check_removable(storage: Any, name: str) -> None:
@@ -82,57 +84,127 @@ def remove_oldest(storage: ColumnStorage, lanes: Array, counts: Array) -> None:
     """
     if not counts.any():
         return
-    index = storage.episodes
-    slots = np.sort(oldest_slots(index, lanes, counts))
-    moves = Moves(storage, slots)
-    try:
-        storage.indexes.drop_oldest(index.keys(lanes), counts)
-        moves.make()
-    except BaseException:
-        storage.ledger.changes += 1  # so that the indexes read the rows again
-        raise
+    Replacement(storage, storage.episodes.keys(lanes), counts).make()
     # Priorities follow now, because the log forgets removals.
     storage.notify(torch.zeros(0, dtype=torch.int64, device="cpu"))
 
 
 def oldest_slots(index: EpisodeIndex, lanes: Array, counts: Array) -> Array:
     """Return the slots of the oldest rows of lanes, stream after stream; int64 ``[K]`` each."""
-    each = np.repeat(np.arange(len(lanes)), counts)
-    number = np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
-    lane = lanes[each]
-    return index.element(index.bounds(lane)[0] + number, lane)
+    return index.pool.oldest(index.keys(lanes), counts)
 
 
-class Moves:
-    """The moves of the rows of the last slots to slots whose rows are removed.
+class Replacement:
+    """One change of rows: some leave, others come, and rows of the last slots fill the holes.
 
-    The object has copies of the moving rows, so that a lack of memory shows before any change.
+    An error in ``make`` leaves all rows as they were. The object has copies of the rows that move
+    or leave, so that a lack of memory shows before any change.
 
     Args:
-        holes: the slots whose rows are removed and not replaced, int64 ``[K]``, ascending.
+        storage: the storage, whose indexes have all rows.
+        keys, counts: the streams whose oldest rows leave, and the number of these rows. The streams
+            are distinct, and have at least as many rows.
+        new: the number of rows that come. They get the lowest free slots.
+        forget: whether a stream that loses all rows begins a new episode with its next row.
+            Otherwise its next row continues its open episode.
+
+    Attributes:
+        slots: the slots of the new rows, ascending.
+        key: the only key of the new rows; None if it is not known. The caller sets it.
+        joined: the keys of streams that begin in the middle of an episode. The caller sets them.
+        removal: the removal of rows that come after the new rows; None if there is none.
     """
 
-    def __init__(self, storage: ColumnStorage, holes: Array) -> None:
-        before, columns = storage.ledger.length, storage.require()
-        length = before - len(holes)
-        target = holes[: np.searchsorted(holes, length)]
-        last = np.ones(len(holes), bool)
-        last[holes[len(target) :] - length] = False
-        source = np.flatnonzero(last) + length
-        self._storage, self._removal = storage, Removal(source, target, length)
-        if len(source):
-            assert isinstance(columns, Columns)
-            columns.check_writable()
-            self._columns = columns
-            self._leaves = columns.gather(torch.from_numpy(source), before)
+    def __init__(
+        self,
+        storage: ColumnStorage,
+        keys: list[Any],
+        counts: Array,
+        new: int = 0,
+        *,
+        forget: bool = False,
+    ) -> None:
+        self.keys, self.counts, self.forget = keys, counts, forget
+        self.key: Array | None = None
+        self.joined: Sequence[Any] = ()
+        self.removal: Removal | None = None
+        self._storage, self._copies = storage, None
+        before = storage.ledger.length
+        free = storage.episodes.pool.oldest(keys, counts) if keys else _NO_SLOTS
+        free.sort()
+        added = new - len(free)
+        if added > 0:
+            last = np.arange(before, before + added)
+            self.slots = np.concatenate([free, last]) if len(free) else last
+        else:
+            self.slots = free[:new]
+        if added < 0:
+            self.removal = _removal(free[new:], before)
+        self.is_run = bool(new) and int(self.slots[-1]) - int(self.slots[0]) == new - 1
+        columns: Any = storage.require()
+        columns.check_writable()
+        moves = self.removal is not None and len(self.removal.source) > 0
+        if not moves and self.is_run:  # the only step that writes rows happens as a whole
+            return
+        source = _NO_SLOTS if self.removal is None else self.removal.source
+        self._gone = free
+        self._copies = columns.gather(torch.from_numpy(np.concatenate([source, free])), before)
 
-    def make(self) -> None:
-        """Move the rows. The indexes have dropped those that are removed."""
-        storage, (source, target, _) = self._storage, self._removal
-        if len(source):
-            self._columns.scatter(torch.from_numpy(target), self._leaves, arange(len(source)))
-        storage.ledger.compact(self._removal)
-        storage.indexes.removed(source, target)
+    def make(self, rows: Rows | None = None) -> None:
+        """Make the change; ``rows`` are the new rows.
+
+        Raises:
+            The errors of a write. No row has changed then.
+        """
+        storage, removal = self._storage, self.removal
+        ledger, recovery = storage.ledger, storage.recovery
+        copied = self._copies is not None
+        if rows is not None and copied:  # the write changes slots that the rows may be views of
+            rows = storage.apart(rows)
+        slots: Any = range(0)
+        if self.is_run:
+            slots = range(int(self.slots[0]), int(self.slots[-1]) + 1)
+        elif rows is not None:
+            slots = torch.from_numpy(self.slots)
+        try:
+            if removal is not None and len(removal.source):
+                self._write_copies(removal.target, slice(0, len(removal.source)))
+            if rows is not None and self.is_run:
+                storage.write_ring(slots.start, rows, 0)  # faster
+            elif rows is not None:
+                storage.write(slots, rows, slice(None))
+            ledger.place_in_streams(slots, removal)
+        except BaseException:
+            if copied:
+                first = 0 if removal is None else len(removal.source)
+                self._write_copies(self._gone, slice(first, None))
+            raise
+        if self.is_run:
+            self.slots = slots
+        try:
+            storage.indexes.replaced(self, rows)
+        except BaseException:
+            ledger.changes += 1  # so that the indexes read the rows again
+            raise
+        if recovery is not None:
+            recovery.made()
+
+    def _write_copies(self, slots: Array, part: slice) -> None:
+        storage, columns = self._storage, self._storage.require()
+        if not len(slots):
+            return
+        if storage.recovery is not None:
+            storage.recovery.journal_rows(slots)
+        columns.scatter(torch.from_numpy(slots), self._copies, part)
+
+
+def _removal(holes: Array, before: int) -> Removal:
+    """Return the removal of the rows of ``holes``, ascending slots of ``before`` stored rows."""
+    length = before - len(holes)
+    target = holes[: holes.searchsorted(length)]
+    last = np.ones(len(holes), bool)
+    last[holes[len(target) :] - length] = False
+    return Removal(last.nonzero()[0] + length, target, length)
 
 
 def named_lanes(storage: ColumnStorage, index: EpisodeIndex, lane: Any) -> Array:

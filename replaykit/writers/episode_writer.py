@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import torch
 
-from replaykit._compat import arange
 from replaykit.declared import Count, vector
 from replaykit.episodes.streams import stream_keys
 from replaykit.errors import BufferFull
@@ -19,7 +18,7 @@ from replaykit.keywords import one_of, whole_number
 from replaykit.schema import Rows
 from replaykit.storages import Storage
 from replaykit.storages.episode_tags import EpisodeData
-from replaykit.storages.removal import Moves, check_removable, oldest_slots, stream_index
+from replaykit.storages.removal import Replacement, check_removable, stream_index
 from replaykit.ted import end_flags, format_key
 from replaykit.writers.evictors import ByNumber, Evictor, Fifo
 from replaykit.writers.ring_writers import check_tensordicts, stream_numbers, streams_of
@@ -170,42 +169,20 @@ class EpisodeWriter(Writer):
         count = len(rows) - skipped
         replaced, victims = self._victims(index, keys, count, slots)
         gone = {**replaced, **victims}
-        room, freed = storage.ledger.length, sum(gone.values())
-        if (freed and count > freed) or skipped:
-            rows = storage.apart(rows)
+        if skipped:
+            rows = _part(storage.apart(rows), skipped)
         storage.accept(rows)
-        index = storage.episodes  # the index follows this write
+        if index is None:
+            index = storage.episodes  # the index follows this write
         if not index.stream_count:
             self._queue, self._known = deque(), (index, index.version)
         known = self._known == (index, index.version)
-        counts, moves = np.array(list(gone.values()), np.int64), None
-        if freed > count:  # the new rows are in the lowest free slots, so they stay there
-            lanes = index.lanes_with(np.array(list(gone), index.key_dtype))
-            free = np.sort(oldest_slots(index, lanes, index.sizes()[lanes]))
-            moves = Moves(storage, free[count:])
-        try:
-            free = storage.indexes.drop_oldest(list(gone), counts, forget=True)
-            at = free[:count]
-            if count > len(free):
-                at = np.concatenate([free, np.arange(room, room + count - len(free))])
-            written: torch.Tensor | range
-            targets = written = torch.from_numpy(at)
-            if skipped:
-                storage.indexes.continue_streams(keys)
-                storage.write(targets, rows, arange(skipped, len(rows)))
-                rows = _part(rows, skipped)
-            elif int(at[-1]) - int(at[0]) == count - 1:
-                written = range(int(at[0]), int(at[-1]) + 1)
-                storage.write_ring(written.start, rows, 0)  # faster
-            else:
-                rows = storage.apart(rows)
-                storage.write(targets, rows, slice(None))
-            storage.commit_by_stream(rows, written)
-            if moves is not None:
-                moves.make()
-        except BaseException:
-            storage.ledger.changes += 1  # so that the indexes read the rows again
-            raise
+        counts = np.array(list(gone.values()), np.int64)
+        change = Replacement(storage, list(gone), counts, count, forget=True)
+        targets = torch.from_numpy(change.slots)
+        change.key = keys if len(keys) == 1 else None
+        change.joined = keys.tolist() if skipped else ()
+        change.make(rows)
         self.evicted += len(victims)
         if is_open.any():
             chosen = np.zeros(index.lanes, bool)
