@@ -1,6 +1,7 @@
 // Python bindings of the episode index. They check arrays and ranges. The caller holds the lock of
 // the storage, as for all parts that a write changes.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -103,6 +104,13 @@ struct Index {
   void check_kind(bool pooled) const {
     if (episodes.pooled() != pooled) {
       throw nb::value_error(pooled ? "expected a pool, got a ring" : "expected a ring, got a pool");
+    }
+  }
+
+  void check_records(const std::vector<std::int64_t>& given) const {
+    check_kind(true);
+    for (const std::int64_t at : given) {
+      if (at < 0 || at >= episodes.records()) throw nb::index_error("expected records of streams");
     }
   }
 
@@ -243,6 +251,15 @@ void bind_columns(nb::module_& m) {
 
 void replaykit::bind_episodes(nb::module_& m) {
   bind_columns(m);
+  m.def("whole_episode",
+        [](const std::vector<std::uintptr_t>& columns, const std::vector<std::int64_t>& sizes,
+           std::int64_t n) {
+          if (sizes.empty() || sizes.size() != columns.size() || sizes[0] != 8 || n < 1) {
+            throw nb::value_error("expected columns of rows, and their sizes");
+          }
+          return whole_episode(columns, sizes, n);
+        },
+        "Return the key of n rows that have one key, and a flag only at the last row, else None.");
 
   nb::class_<Index>(m, "Episodes", "The boundaries of episodes among the rows of streams.")
       .def("__init__",
@@ -315,6 +332,26 @@ void replaykit::bind_episodes(nb::module_& m) {
            nb::arg("columns"), nb::arg("first"), nb::arg("records"), nb::arg("slots"),
            nb::arg("row_ids"), nb::arg("segments").none(), nb::arg("stops").none(),
            "Append rows to streams. If records of streams without rows are returned, renumber.")
+      .def("run_of",
+           [](const Index& self, const std::vector<std::int64_t>& records, std::int64_t n) {
+             self.check_records(records);
+             return self.episodes.run_of(records, n);
+           },
+           "Return the first slot of all n rows of streams in consecutive slots, or -1.")
+      .def("replace_run",
+           [](Index& self, const EpisodeColumns& columns, std::int64_t first, std::int64_t n,
+              const std::vector<std::int64_t>& gone, std::int64_t slot, std::int64_t row_id,
+              std::int64_t head) {
+             self.check(columns, first, first + n);
+             self.check_records(gone);
+             if (n < 1 || slot < 0 || slot > self.episodes.slots() - n || head < kReset ||
+                 head > kEvicted) {
+               throw nb::value_error("expected slots and a head");
+             }
+             return self.writer.replace_run(self.episodes, columns, first, n, gone, slot, row_id,
+                                            head);
+           },
+           "Drop streams, and append rows as a new stream, whose record is returned. Renumber.")
       .def("start",
            [](Index& self, std::int64_t gone, std::int64_t head, std::int64_t first_row) {
              self.check_kind(true);

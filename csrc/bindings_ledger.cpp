@@ -42,6 +42,21 @@ void replaykit::bind_ledger(nb::module_& m) {
         nb::arg("index"), nb::arg("n"), nb::arg("cursor"), nb::arg("count"), nb::arg("slots"),
         "Return whether any slot is among the next `count` slots to be written.");
 
+  m.def("place_run",
+        [](std::uintptr_t positions, std::uintptr_t generations, std::int64_t entries,
+           std::int64_t first, std::int64_t n, std::int64_t row_id) {
+          if (first < 0 || n < 0 || first > entries - n) {
+            throw nb::value_error("expected slots of the tables");
+          }
+          for (std::int64_t i = first; i < first + n; ++i) {
+            at<std::int64_t>(positions)[i] = row_id++;
+            ++at<std::int64_t>(generations)[i];
+          }
+        },
+        nb::arg("positions"), nb::arg("generations"), nb::arg("entries"), nb::arg("first"),
+        nb::arg("n"), nb::arg("row_id"),
+        "Set the row ids of n slots, and add 1 to their generations.");
+
   m.def("all_plain",
         [](std::uintptr_t priority, std::int64_t n, bool doubles) {
           return doubles ? all_plain(at<const double>(priority), n)

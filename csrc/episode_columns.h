@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -214,6 +215,24 @@ class EpisodeWriter {
     return episodes.drop_empty();
   }
 
+  // Drops all rows of `gone`, and appends n rows in slots from `slot` on as a new stream, with row
+  // ids from `row_id` on. Returns the record of the stream.
+  std::int64_t replace_run(Episodes& episodes, const EpisodeColumns& columns, std::int64_t first,
+                           std::int64_t n, const std::vector<std::int64_t>& gone,
+                           std::int64_t slot, std::int64_t row_id, std::int64_t head) {
+    codes_.resize(static_cast<std::size_t>(n));
+    columns.codes(first, n, n - 1, codes_.data());
+    keep_ids(columns, episodes.records() + 1);
+    for (const std::int64_t at : gone) {
+      episodes.drop_oldest(at, episodes.lane(at).hi - episodes.lane(at).lo);
+    }
+    episodes.drop_empty();
+    const std::int64_t record = episodes.start(0, head, 0);
+    episodes.append_run(record, slot, row_id, codes_.data(), n);
+    columns.copy_ids(first + n - 1, ids_.data() + record * bytes_);
+    return record;
+  }
+
  private:
   void keep_ids(const EpisodeColumns& columns, std::int64_t lanes) {
     bytes_ = columns.id_bytes();
@@ -232,5 +251,23 @@ class EpisodeWriter {
   std::vector<std::uint8_t> ids_;
   std::vector<std::uint8_t> codes_;
 };
+
+// Returns the key of n rows if they have the same, and a flag only at the last row. All columns are
+// contiguous. The first of them has the keys, of 8 bytes. `sizes` are the bytes of a row.
+inline std::optional<std::int64_t> whole_episode(const std::vector<std::uintptr_t>& columns,
+                          const std::vector<std::int64_t>& sizes, std::int64_t n) {
+  bool ended = false;
+  for (std::size_t i = 0; i < columns.size(); ++i) {
+    const char* const base = reinterpret_cast<const char*>(columns[i]);
+    const char* const last = base + (n - 1) * sizes[i];
+    const auto is_set = [](char byte) { return byte != 0; };
+    if (i > 0 ? std::any_of(base, last, is_set)
+              : std::memcmp(base, base + sizes[i], static_cast<std::size_t>(last - base)) != 0) {
+      return std::nullopt;
+    }
+    ended |= i > 0 && std::any_of(last, last + sizes[i], is_set);
+  }
+  return ended ? std::optional(*reinterpret_cast<const std::int64_t*>(columns[0])) : std::nullopt;
+}
 
 }  // namespace replaykit

@@ -216,10 +216,7 @@ class Episodes {
   // Appends a row to a lane. A row that was in the slot must be the oldest row of its lane.
   void append_row(std::int64_t at, std::int64_t slot, std::int64_t id, std::uint8_t code) {
     Lane& own = lanes_[static_cast<std::size_t>(at)];
-    if (slot >= static_cast<std::int64_t>(places_.size())) {
-      links_.reserve(slot + 1, slots_);
-      places_.resize(static_cast<std::size_t>(slot + 1), {kFree, 0});
-    }
+    reserve_places(slot + 1);
     Place& place = places_[static_cast<std::size_t>(slot)];
     if (place.lane != kFree) {
       evict(place.lane, lane(place.lane).lo + 1);
@@ -236,11 +233,41 @@ class Episodes {
     ++version_;
   }
 
+  // Appends n rows to a lane, in slots without a row from `slot` on, with ids from `id` on.
+  void append_run(std::int64_t at, std::int64_t slot, std::int64_t id, const std::uint8_t* codes,
+                  std::int64_t n) {
+    Lane& own = lanes_[static_cast<std::size_t>(at)];
+    reserve_places(slot + n);
+    own.slots.reserve(n);
+    for (std::int64_t i = 0; i < n; ++i, ++own.hi) {
+      own.slots.push(slot + i);
+      if (own.open == kNone) own.firsts.push(id + i);
+      add(at, own.hi, slot + i, codes[i]);
+      places_[static_cast<std::size_t>(slot + i)] = {static_cast<std::uint32_t>(at),
+                                                     static_cast<std::uint32_t>(own.hi)};
+    }
+    own.newest = id + n - 1;
+    ++version_;
+  }
+
   // Writes the slots of `count` of the oldest rows of a lane, of at least as many.
   std::int64_t* oldest(std::int64_t at, std::int64_t count, std::int64_t* slot) const {
     const Lane& own = lane(at);
     for (std::int64_t time = own.lo; time < own.lo + count; ++time) *slot++ = own.slots[time];
     return slot;
+  }
+
+  // Returns the first slot if the n rows of the lanes, one after another, lie in consecutive slots;
+  // otherwise -1.
+  std::int64_t run_of(const std::vector<std::int64_t>& lanes, std::int64_t n) const {
+    std::int64_t first = -1, found = 0;
+    for (const std::int64_t at : lanes) {
+      for (std::int64_t time = lane(at).lo; time < lane(at).hi; ++time, ++found) {
+        if (found == 0) first = lane(at).slots[time];
+        if (lane(at).slots[time] != first + found) return -1;
+      }
+    }
+    return found == n ? first : -1;
   }
 
   // Drops `count` of the oldest rows of a lane, of at least as many.
@@ -466,6 +493,12 @@ class Episodes {
   struct Place {
     std::uint32_t lane, time;
   };
+
+  void reserve_places(std::int64_t slots) {
+    if (slots <= static_cast<std::int64_t>(places_.size())) return;
+    links_.reserve(slots, slots_);
+    places_.resize(static_cast<std::size_t>(slots), {kFree, 0});
+  }
 
   bool is_stored(std::int64_t time, std::int64_t rank) const {
     if (rank < 0 || rank >= lanes()) return false;

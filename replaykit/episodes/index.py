@@ -145,6 +145,13 @@ class EpisodeIndex:
         return self._streams.keys.dtype
 
     @property
+    def is_current(self) -> bool:
+        """True if the index has all stored rows, at their slots."""
+        ledger = self._storage.ledger
+        current = ledger.changes == self._changes and not self._edited
+        return current and self._noted == ledger.next_position
+
+    @property
     def pool(self) -> StreamEpisodes:
         """The streams, without the rows that ``sync`` would index."""
         return self._streams
@@ -228,11 +235,11 @@ class EpisodeIndex:
             self._append_leaves(leaves, slots, row_ids)
         self._noted, self._changes = ledger.next_position, ledger.changes
 
-    def placed(self, rows: Rows, slots: Array | range, keys: Array | None = None) -> None:
+    def placed(self, rows: Rows, slots: Array | range) -> None:
         """Index the last rows written, each in a slot of its stream.
 
         ``slots`` are int64 ``[n]`` or a range: free slots after the stored rows, or the slot of the
-        oldest row of the stream. ``keys`` has one key if all rows are of this stream.
+        oldest row of the stream.
         """
         ledger, count = self._storage.ledger, len(rows)
         plain = ledger.changes == self._changes and not self._edited
@@ -241,11 +248,21 @@ class EpisodeIndex:
             return
         row_ids, first = np.arange(self._noted, self._noted + count), int(slots[0])
         if isinstance(slots, range) or (slots == np.arange(first, first + count)).all():
-            self._append_stored(first, first + count, row_ids, keys=keys)
+            self._append_stored(first, first + count, row_ids)
         else:
             leaves = {path: rows.leaves[path] for path in self.bound.paths}
             self._append_leaves(leaves, slots, row_ids)
         self._noted, self._place, self._is_ring = ledger.next_position, ledger.place_in_log, False
+
+    def replace_run(self, gone: list[Any], key: Any, slot: int, count: int) -> None:
+        """Forget streams, and index the last ``count`` rows written as a new stream.
+
+        The index has all other rows. The new rows are in consecutive slots, without a stored row.
+        """
+        source, first = self._reader.stored(slot, slot + count)
+        self._streams.replace_run(gone, source, first, count, key, slot, self._noted)
+        self._noted += count
+        self._place, self._is_ring = self._storage.ledger.place_in_log, False
 
     def relocated(self, source: Array, target: Array) -> None:
         """Follow the move of rows, in a storage whose rows do not lie in a ring any more."""
@@ -281,7 +298,6 @@ class EpisodeIndex:
         until: int,
         row_ids: Array | None = None,
         cuts: tuple[Array, Array] | None = None,
-        keys: Array | None = None,
         **more: Any,
     ) -> None:
         """Index the stored rows of slots ``[first, until)``.
@@ -298,8 +314,7 @@ class EpisodeIndex:
         if row_ids is None:
             ledger = self._storage.ledger
             row_ids = ledger.next_position - 1 - (ledger.cursor - 1 - slots) % self.slots
-        if keys is None:
-            keys = stream_keys(self._columns[self.key][first:until])
+        keys = stream_keys(self._columns[self.key][first:until])
         self._streams.append_streams(source, at, keys, slots, row_ids, **more)
 
     def _append_leaves(

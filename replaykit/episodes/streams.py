@@ -310,7 +310,7 @@ class StreamEpisodes:
         """Append the rows of ``source`` from ``first`` on to a pool.
 
         Args:
-            keys: keys of the rows' streams, ``[n]``; or one key, if all rows have it.
+            keys: keys of the rows' streams, ``[n]``.
             slots: int64 ``[n]``. If a slot has a row, it is the oldest row of its stream.
             row_ids: int64 ``[n]``.
             segments: int64 ``[n]``, the number of the segment to which each row belongs. If
@@ -321,26 +321,39 @@ class StreamEpisodes:
                 of their first rows: int64 ``[m, 3]``, the number of rows before the first row in
                 its episode, the ``Head``, and the row id of the episode's first row.
         """
-        if len(keys) == 1 and heads is None:
-            (key,) = keys.tolist()
-            if key not in self._records:
-                self._start(keys, np.zeros((1, 3), np.int64))
-            of_row = np.full(len(slots), self._records[key])
-        else:
-            names, row, of = np.unique(keys, return_index=True, return_inverse=True)
-            known_as = [self._records.get(key, -1) for key in names.tolist()]
-            records = np.array(known_as, np.int64)
-            if -1 in known_as:
-                new = (records < 0).nonzero()[0]
-                fresh = row[new]
-                known = np.zeros((len(new), 3), np.int64)
-                if heads is not None:
-                    known = heads(names[new], slots[fresh], row_ids[fresh])
-                records[new] = self._start(names[new], known)
-            of_row = records[of]
+        names, row, of = np.unique(keys, return_index=True, return_inverse=True)
+        known_as = [self._records.get(key, -1) for key in names.tolist()]
+        records = np.array(known_as, np.int64)
+        if -1 in known_as:
+            new = (records < 0).nonzero()[0]
+            fresh = row[new]
+            known = np.zeros((len(new), 3), np.int64)
+            if heads is not None:
+                known = heads(names[new], slots[fresh], row_ids[fresh])
+            records[new] = self._start(names[new], known)
         self._drop(
-            self._core.append_streams(source, first, of_row, slots, row_ids, segments, stops)
+            self._core.append_streams(source, first, records[of], slots, row_ids, segments, stops)
         )
+
+    def run_of(self, keys: list[Any], count: int) -> int:
+        """Return the first of ``count`` consecutive slots with all rows of streams of a pool.
+
+        Return -1 if the rows, stream after stream, do not lie in this way.
+        """
+        return self._core.run_of([self._records[key] for key in keys], count)
+
+    def replace_run(
+        self, gone: list[Any], source: Any, first: int, count: int, key: Any, slot: int, row_id: int
+    ) -> None:
+        """Drop streams of a pool, and append rows of ``source`` from ``first`` on as a new stream.
+
+        The rows are in ``count`` slots from ``slot`` on, and their row ids begin with ``row_id``.
+        """
+        records = [self._records[name] for name in gone] if gone else []
+        head = int(Head.CUT if key in self.joined else Head.RESET)
+        record = self._core.replace_run(source, first, count, records, slot, row_id, head)
+        self._drop(records)
+        self._name(key, record)
 
     def oldest(self, keys: list[Any], counts: Array) -> Array:
         """Return the slots of the oldest rows of streams of a pool, stream after stream."""
@@ -384,12 +397,15 @@ class StreamEpisodes:
         for key, (gone, head, row_id) in zip(names, known.tolist(), strict=True):
             if head <= Head.RESET:
                 head = int(Head.CUT if key in self.joined else Head.RESET)
-            self.joined.discard(key)
-            record = self._core.start(gone, head, row_id)
-            self._records[key] = self._started[key] = record
-            self._names[record] = key
-            found.append(record)
+            found.append(self._core.start(gone, head, row_id))
+            self._name(key, found[-1])
         return found
+
+    def _name(self, key: Any, record: int) -> None:
+        """Give a key to a new lane."""
+        self.joined.discard(key)
+        self._records[key] = self._started[key] = record
+        self._names[record] = key
 
     def arrange(self) -> None:
         """Number the lanes by their keys. Cost: O(lanes) after lanes were started or dropped."""
@@ -469,6 +485,10 @@ class StreamEpisodes:
             self._core.per_lane(out)
             self._per_lane = self.version, out
         return out
+
+    def __contains__(self, key: Any) -> bool:
+        """Return whether a pool has a lane with this key."""
+        return key in self._records
 
     def known(self, keys: list[Any]) -> list[bool]:
         """Return whether a pool has lanes with these keys."""

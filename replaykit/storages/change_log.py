@@ -97,8 +97,8 @@ class _Run:
 
     def after(self, seen: int) -> LoggedChange:
         """Return the changes with the number ``seen`` or a later one."""
-        if len(self.parts) > 1:
-            self.parts = [np.concatenate(self.parts)]
+        if len(self.parts) > 1 or type(self.parts[0]) is range:
+            self.parts = [np.concatenate([np.asarray(part) for part in self.parts])]
         slots, skipped = self.parts[0], max(seen - self.start, 0)
         if self.kind is ChangeKind.APPEND:
             slots = range(slots + skipped, slots + self.count)
@@ -174,8 +174,8 @@ class ChangeLog:
         last.count += count
         self.number += count
 
-    def place(self, slots: Array) -> None:
-        """Record new rows at ``slots``, int64 ``[K]``."""
+    def place(self, slots: Array | range) -> None:
+        """Record new rows at ``slots``, int64 ``[K]`` or a range of step 1."""
         self._record(ChangeKind.PLACE, slots)
 
     def edit(self, slots: Any, columns: Collection[Path] | None = None) -> None:
@@ -214,16 +214,16 @@ class ChangeLog:
     ) -> None:
         if slots is not None and not len(slots):
             return
-        last, alone = self._last, not isinstance(slots, np.ndarray)
-        if not alone:  # distinct slots are at most as many as rows
+        alone = type(slots) not in (np.ndarray, range)
+        if type(slots) is np.ndarray:  # distinct slots are at most as many as rows
             slots = slots.copy() if len(slots) <= self.rows else np.unique(slots)
-        count = 1 if slots is None else len(slots)
+        last, count = self._last, 1 if slots is None else len(slots)
         if (
             alone
             or last is None
             or last.kind is not kind
             or last.columns != columns
-            or not isinstance(last.parts[0], np.ndarray)
+            or type(last.parts[0]) not in (np.ndarray, range)
             or last.count + count > _LONGEST
         ):
             last = self._begin(kind, columns)

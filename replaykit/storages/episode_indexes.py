@@ -230,14 +230,36 @@ class EpisodeIndexes:
         Args:
             rows: the new rows; None if rows were only removed.
         """
-        for index in self._live():
-            if change.keys:
-                index.pool.drop_oldest(change.keys, change.counts, forget=change.forget)
-            index.pool.joined.update(change.joined)
-            if rows is not None:
-                index.placed(rows, change.slots, change.key)
-            if change.removal is not None:
-                index.relocated(change.removal.source, change.removal.target)
+        try:
+            for index in self._live():
+                if change.keys:
+                    index.pool.drop_oldest(change.keys, change.counts, forget=change.forget)
+                index.pool.joined.update(change.joined)
+                if rows is not None:
+                    index.placed(rows, change.slots)
+                if change.removal is not None:
+                    index.relocated(change.removal.source, change.removal.target)
+        except BaseException:
+            self.storage.ledger.changes += 1  # so that the indexes read the rows again
+            raise
+        self.seen = self.storage.ledger.log.number
+
+    def only_current(self) -> EpisodeIndex | None:
+        """Return the index if it is the only one, and has all rows and saved values; else None."""
+        main, seen = self._main, self.storage.ledger.log.number
+        late = self.loaded or self._restarted or self._restoring is not None
+        if main is None or late or self._has_others or self._saved_tags or self.seen != seen:
+            return None
+        return main if main.is_current else None
+
+    def replaced_run(self, gone: list[Any], key: Any, slot: int, count: int) -> None:
+        """Follow a committed change of the ``only_current`` index; see ``replace_run``."""
+        assert self._main is not None
+        try:
+            self._main.replace_run(gone, key, slot, count)
+        except BaseException:
+            self.storage.ledger.changes += 1  # so that the index reads the rows again
+            raise
         self.seen = self.storage.ledger.log.number
 
     def pending(self) -> bool:

@@ -351,9 +351,7 @@ class Ledger:
         if move_cursor:
             self.cursor = (int(slots[-1]) + 1) % self.slots
 
-    def place_in_streams(
-        self, slots: torch.Tensor | range, removal: Removal | None = None
-    ) -> None:
+    def place_in_streams(self, slots: torch.Tensor | range, removal: Removal | None = None) -> None:
         """Commit rows in free slots, or in the slots of the oldest rows of their streams.
 
         A range of slots, of step 1, takes less time than the same slots in a tensor.
@@ -371,34 +369,36 @@ class Ledger:
         self.by_stream = True
         self.cursor = self.length % self.slots
 
-    def _place(self, slots: torch.Tensor | range, removal: Removal | None = None) -> None:
+    def _place(self, slots: Any, removal: Removal | None = None) -> None:
         """Change the tables after all steps that may fail, so that an error changes nothing."""
-        top = max(self.length, slots.stop if isinstance(slots, range) else int(slots.max()) + 1)
-        numbers = Tables.POSITIONS, Tables.GENERATIONS
+        is_run = type(slots) is range
+        top = max(self.length, slots.stop if is_run else int(slots.max()) + 1)
         before = self._position_table, self.generation_table
         try:
-            positions, generations = (self._table_for(number, top) for number in numbers)
-            for number in numbers:
-                self._before(number, slots)
+            positions = self._table_for(Tables.POSITIONS, top)
+            generations = self._table_for(Tables.GENERATIONS, top)
+            if self.region is not None:
+                for number in (Tables.POSITIONS, Tables.GENERATIONS):
+                    self._before(number, slots)
+                    if removal is not None:
+                        self._before(number, removal.target)
                 if removal is not None:
-                    self._before(number, removal.target)
-            if removal is not None:
-                self._before(Tables.GENERATIONS, range(removal.length, top))
+                    self._before(Tables.GENERATIONS, range(removal.length, top))
         except BaseException:
             self._position_table, self.generation_table = before
             raise
-        # NumPy has less overhead. If a slot repeats, it stores the last row id.
         first, until = self.next_position, self.next_position + len(slots)
-        at: Any = slice(slots.start, slots.stop) if isinstance(slots, range) else slots.numpy()
-        self.log.place(np.arange(slots.start, slots.stop) if isinstance(slots, range) else at)
+        self.log.place(slots if is_run else slots.numpy())
         # This comes before the changes of the tables, so that an interrupt in between leaves a
         # valid ledger.
         self.next_position = until
-        positions.numpy()[at] = np.arange(first, until)
-        if isinstance(slots, range):
-            generations.numpy()[at] += 1
+        if is_run:
+            tables = positions.data_ptr(), generations.data_ptr()
+            native.core.place_run(*tables, top, slots.start, until - first, first)
         else:
-            np.add.at(generations.numpy(), at, 1)
+            # NumPy has less overhead. If a slot repeats, it stores the last row id.
+            positions.numpy()[slots.numpy()] = np.arange(first, until)
+            np.add.at(generations.numpy(), slots.numpy(), 1)
         self.length = top
         if removal is not None:
             source, target, self.length = removal
@@ -619,8 +619,10 @@ class Ledger:
 
     def _table_for(self, number: int, size: int) -> torch.Tensor:
         """Return the table of row ids or generations, with at least ``size`` entries."""
-        table = self._positions if number == Tables.POSITIONS else self._generations
-        return self._grown(number, table, size) if table is None or len(table) < size else table
+        table = self._position_table if number == Tables.POSITIONS else self.generation_table
+        if type(table) is torch.Tensor and table.numel() >= size:
+            return table
+        return self._grown(number, _read(table), size)
 
     @torch.inference_mode(False)
     def _grown(self, number: int, table: torch.Tensor | None, size: int) -> torch.Tensor:

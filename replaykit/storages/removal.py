@@ -110,7 +110,6 @@ class Replacement:
 
     Attributes:
         slots: the slots of the new rows, ascending.
-        key: the only key of the new rows; None if it is not known. The caller sets it.
         joined: the keys of streams that begin in the middle of an episode. The caller sets them.
         removal: the removal of rows that come after the new rows; None if there is none.
     """
@@ -125,7 +124,6 @@ class Replacement:
         forget: bool = False,
     ) -> None:
         self.keys, self.counts, self.forget = keys, counts, forget
-        self.key: Array | None = None
         self.joined: Sequence[Any] = ()
         self.removal: Removal | None = None
         self._storage, self._copies = storage, None
@@ -181,11 +179,7 @@ class Replacement:
             raise
         if self.is_run:
             self.slots = slots
-        try:
-            storage.indexes.replaced(self, rows)
-        except BaseException:
-            ledger.changes += 1  # so that the indexes read the rows again
-            raise
+        storage.indexes.replaced(self, rows)
         if recovery is not None:
             recovery.made()
 

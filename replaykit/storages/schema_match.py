@@ -11,6 +11,7 @@ from replaykit import native
 from replaykit._compat import TENSORDICT_PARTS, TensorDict
 from replaykit.schema import Rows, Schema
 from replaykit.structure import Branch, Leaf, Node, Path
+from replaykit.ted import end_flags
 
 __all__ = ["MatchedRows", "Matcher"]
 
@@ -35,6 +36,8 @@ class Matcher:
     def __init__(self, schema: Schema) -> None:
         self.root = schema.root
         self.paths = list(schema.leaves)
+        self._leaves = schema.leaves
+        self._episode_columns: tuple[Any, list[int], list[int]] = (None, [], [])
         self._templates: dict[tuple[bool, torch.Size], tuple[torch.Size, Any] | None] = {}
 
     def rows(self, data: Any, *, single: bool, optional: Collection[Path] = ()) -> Rows | None:
@@ -63,6 +66,22 @@ class Matcher:
         except RuntimeError:  # such a tensor has no strides or no address
             return None
         return None if found is None else MatchedRows(self, found, batch, single)
+
+    def episode_columns(self, lane_key: Path | None) -> tuple[list[int], list[int]]:
+        """Return places and bytes of the lane key and of the flags that end episodes.
+
+        They are empty if the core cannot read these columns.
+        """
+        if self._episode_columns[0] != lane_key:
+            used = [] if lane_key is None else [lane_key, *end_flags(self._leaves)]
+            leaves = [self._leaves[path] for path in used]
+            kinds = [torch.int64, *([torch.bool] * (len(used) - 1))]
+            sizes = [leaf.shape.numel() * leaf.dtype.itemsize for leaf in leaves]
+            if [leaf.dtype for leaf in leaves] != kinds or sizes[0] != 8:
+                used = sizes = []
+            places = [self.paths.index(path) for path in used]
+            self._episode_columns = lane_key, places, sizes
+        return self._episode_columns[1:]
 
     def _compile(self, single: bool, batch: torch.Size) -> tuple[torch.Size, Any] | None:
         """Return the rows' shape and template for a batch shape; None if no data can match."""
@@ -139,6 +158,18 @@ class MatchedRows(Rows):
             return self._taken
         given = [leaf.unsqueeze(0) for leaf in self._given] if self._single else self._given
         return dict(zip(self.matcher.paths, given, strict=True))
+
+    def whole_episode(self, lane_key: Path | None) -> int | None:
+        """Return the identity of rows that are one episode, with a flag at its end only.
+
+        Return None for other rows, and for rows that the core cannot read.
+        """
+        places, sizes = self.matcher.episode_columns(lane_key)
+        addresses = [self.addresses[place] for place in places]
+        found: int | None = None
+        if addresses and self._taken is None:
+            found = native.core.whole_episode(addresses, sizes, self.batch[0])
+        return found
 
     def _select(self, leaves: dict[Path, torch.Tensor]) -> None:
         self._taken = leaves

@@ -18,6 +18,7 @@ from replaykit.keywords import one_of, whole_number
 from replaykit.schema import Rows
 from replaykit.storages import Storage
 from replaykit.storages.episode_tags import EpisodeData
+from replaykit.storages.schema_match import MatchedRows
 from replaykit.storages.removal import Replacement, check_removable, stream_index
 from replaykit.ted import end_flags, format_key
 from replaykit.writers.evictors import ByNumber, Evictor, Fifo
@@ -131,10 +132,11 @@ class EpisodeWriter(Writer):
         self.max_episodes, self.protect = max_episodes, protect
         self.tracks_generations = track_generations
         self.evicted = 0
-        # Keys and lengths of the stored episodes, oldest first, for a state of the index. Only
-        # ``Fifo`` without protected episodes uses this.
+        # Keys and lengths of the stored episodes, oldest first, for an index and a number of the
+        # ledger's log. Only ``Fifo`` without protected episodes uses this.
         self._queue: deque[tuple[Any, int]] = deque()
-        self._known: tuple[EpisodeIndex, int] | None = None
+        self._queue_of: EpisodeIndex | None = None
+        self._queue_at = -1
 
     @property
     def full(self) -> bool:
@@ -158,6 +160,8 @@ class EpisodeWriter(Writer):
         storage = self._columns
         if not len(rows):
             return self._no_rows()
+        if (written := self._write_run(storage, rows)) is not None:
+            return written
         index = None
         if storage.initialized:
             index = stream_index(storage, type(self).__name__)
@@ -175,8 +179,8 @@ class EpisodeWriter(Writer):
         if index is None:
             index = storage.episodes  # the index follows this write
         if not index.stream_count:
-            self._queue, self._known = deque(), (index, index.version)
-        known = self._known == (index, index.version)
+            self._set_queue((), index)
+        known = self._has_queue(index)
         counts = np.array(list(gone.values()), np.int64)
         change = Replacement(storage, list(gone), counts, count, forget=True)
         targets = torch.from_numpy(change.slots)
@@ -194,6 +198,44 @@ class EpisodeWriter(Writer):
         if not skipped:
             return targets
         return torch.cat([torch.full((skipped,), -1, dtype=torch.int64, device="cpu"), targets])
+
+    def _write_run(self, storage: ColumnStorage, rows: Rows) -> torch.Tensor | None:
+        """Write one new episode to consecutive slots; return the slots.
+
+        Return None if the write needs other steps: if rows have to move, if an identity is stored
+        or the episode is open, or if the order of removal is not known.
+        """
+        index, ledger = storage.indexes.only_current(), storage.ledger
+        if index is not self._queue_of or self._queue_at != ledger.log.number:
+            return None
+        if index is None or type(rows) is not MatchedRows:
+            return None
+        key, count = rows.whole_episode(storage.lane_key), rows.batch[0]
+        if key is None or key in index.pool or not ledger.oldest_first:
+            return None
+        need, found, gone = count - (ledger.slots - ledger.length), 0, []
+        excess = 0 if self.max_episodes is None else index.stream_count + 1 - self.max_episodes
+        for name, size in self._queue:
+            if found >= need and len(gone) >= excess:
+                break
+            gone.append(name)
+            found += size
+        if gone and found != count or found < need:
+            return None
+        slot = index.pool.run_of(gone, count) if gone else ledger.length
+        if slot < 0:
+            return None
+        storage.accept(rows)
+        storage.write_ring(slot, rows, 0)
+        ledger.place_in_streams(range(slot, slot + count))
+        storage.indexes.replaced_run(gone, key, slot, count)
+        for _ in gone:
+            self._queue.popleft()
+        self._queue.append((key, count))
+        self._queue_at = ledger.log.number
+        self.evicted += len(gone)
+        self._write_count += count
+        return torch.from_numpy(np.arange(slot, slot + count))
 
     def _episodes_of(self, rows: Rows) -> tuple[Array, Array, Array]:
         """Return key, length, and lack of an end of each episode of a batch."""
@@ -285,9 +327,8 @@ class EpisodeWriter(Writer):
         """Return key and length of the episodes that may be removed, in the order of removal."""
         if type(self.evict) is not Fifo or self.protect is not None:
             return self._ordered(index, replaced)
-        if self._known != (index, index.version):
-            self._queue = deque(self._ordered(index, {}))
-            self._known = index, index.version
+        if not self._has_queue(index):
+            self._set_queue(self._ordered(index, {}), index)
         return ((key, size) for key, size in self._queue if key not in replaced)
 
     def _follow(self, index: EpisodeIndex, keys: Array, lengths: Array) -> None:
@@ -298,7 +339,14 @@ class EpisodeWriter(Writer):
                 queue.popleft()
             queue.extend(zip(keys.tolist(), lengths.tolist(), strict=True))
             if index.stream_count == len(queue):
-                self._known = index, index.version
+                self._queue_at = self.storage.ledger.log.number
+
+    def _has_queue(self, index: EpisodeIndex) -> bool:
+        return self._queue_of is index and self._queue_at == self.storage.ledger.log.number
+
+    def _set_queue(self, episodes: Iterable[tuple[Any, int]], index: EpisodeIndex) -> None:
+        self._queue, self._queue_of = deque(episodes), index
+        self._queue_at = self.storage.ledger.log.number
 
     def _ordered(self, index: EpisodeIndex, replaced: dict[Any, int]) -> list[tuple[Any, int]]:
         lanes = self._order(index.lanes_with(np.array(list(replaced), index.key_dtype)))
@@ -364,7 +412,7 @@ class EpisodeWriter(Writer):
         self.evicted = state_dict["_evicted"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_queue": deque(), "_known": None}
+        return {**super().__getstate__(), "_queue": deque(), "_queue_of": None}
 
     def __repr__(self) -> str:
         return f"EpisodeWriter(evict={self.evict!r}, write_count={self.write_count})"
