@@ -60,7 +60,6 @@ WORKS = {
         "memory",
         "calls",
         "sequences",
-        "episodes",
         "checkpoints",
         "opening",
         "sharing",

@@ -1,4 +1,4 @@
-"""Feeding a buffer from a folder: sampling from it, reading new chunks, and writing one."""
+"""Feeding a buffer from a folder, writing whole episodes, and draws that follow draw counts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from benchmarks.harness import ready, take_turns
 from benchmarks.report import SUBJECT, Line, Target, lines_of_turns
 from benchmarks.rows import as_tensordict, make_episodes
 from benchmarks.setting import BATCH, Setting
+from benchmarks.works import episodes
 from replaykit import LazyTensorStorage, ReplayBuffer, TrajectoryFolder, TrajectoryWriter
 from replaykit.feeds.chunk_files import ChunkHeader, ChunkLayout, chunk_name, encode_chunk
 from replaykit.schema import Schema, split_leaves
@@ -34,6 +35,7 @@ def asked(setting: Setting) -> dict[str, tuple[Target, ...]]:
         SAMPLE: (Target(PLAIN, 1.05),),
         REFRESH: (Target(BYTES, 4.0),),
         WRITE: (Target(ONE_FILE, 3.0),),
+        **episodes.asked(setting),
     }
 
 
@@ -209,4 +211,4 @@ def run(setting: Setting) -> list[Line]:
             lines += lines_of_turns(title, times, absent, asked(setting)[title])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return lines
+    return lines + episodes.run(setting)

@@ -18,6 +18,7 @@ __all__ = ["asked", "run"]
 
 ROWS, STORED = 200, 1_000
 SHORT, EPISODES, LENGTH = 10, 100_000, 8
+LAW_BATCHES = 100
 RING, KEYED, PLAIN = "ring", "ring with lane key", "plain slices"
 WRITE = f"write an episode of {ROWS} rows, ring full"
 DRAW = f"sample {BATCH} rows in windows of {LENGTH}, {EPISODES:,} episodes"
@@ -52,6 +53,9 @@ class Writing(Contender):
         expect(bool((self.buffer[index] == rows).all()), "other rows are stored")
         lengths = self.buffer.episodes.lengths
         expect(bool((lengths == ROWS).all()) and len(lengths) == STORED, "episodes are torn")
+        stored = self.buffer["id"].unique()
+        newest = torch.arange(self.written - STORED, self.written)
+        expect(bool((stored == newest).all()), "other episodes than the oldest have left")
 
     def inputs(self, calls: int) -> Iterable[Any]:
         for _ in range(calls):
@@ -84,6 +88,13 @@ class Drawing(Contender):
         index = self.buffer.sample()["index"].reshape(-1, LENGTH)
         expect(bool((index.diff() == 1).all()), "windows have gaps")
         expect(bool((index // SHORT == index[:, :1] // SHORT).all()), "windows cross episodes")
+        # Few episodes are drawn twice, so both laws draw each window with the same probability.
+        drawn = torch.cat([self.buffer.sample()["index"][::LENGTH] for _ in range(LAW_BATCHES)])
+        for number, values in ((drawn % SHORT, SHORT - LENGTH + 1), (drawn % 700 // SHORT, 70)):
+            counts = torch.bincount(number, minlength=values)
+            mean = len(drawn) / values
+            fair = len(counts) == values and (counts - mean).abs().max() < 5 * mean**0.5
+            expect(bool(fair), f"windows are drawn {counts.tolist()} times")
 
     def timed(self) -> Callable[[Any], Any]:
         return lambda _: self.buffer.sample()

@@ -18,8 +18,8 @@ from replaykit.keywords import one_of, whole_number
 from replaykit.schema import Rows
 from replaykit.storages import Storage
 from replaykit.storages.episode_tags import EpisodeData
-from replaykit.storages.schema_match import MatchedRows
 from replaykit.storages.removal import Replacement, check_removable, stream_index
+from replaykit.storages.schema_match import MatchedRows
 from replaykit.ted import end_flags, format_key
 from replaykit.writers.evictors import ByNumber, Evictor, Fifo
 from replaykit.writers.ring_writers import check_tensordicts, stream_numbers, streams_of
@@ -220,7 +220,7 @@ class EpisodeWriter(Writer):
                 break
             gone.append(name)
             found += size
-        if gone and found != count or found < need:
+        if (gone and found != count) or found < need:
             return None
         slot = index.pool.run_of(gone, count) if gone else ledger.length
         if slot < 0:
