@@ -40,7 +40,7 @@ def check_removable(storage: Any, name: str) -> None:
         text
         for text, given in (
             ("dedup_next=", bool(getattr(storage, "dedup_next", False))),
-            ("recover=True or shared=True", storage.recovery is not None),
+            ("shared=True", storage.recovery is not None and storage.recovery.shared),
         )
         if given
     ]

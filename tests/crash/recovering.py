@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    EpisodeWriter,
     LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -25,7 +26,7 @@ from replaykit.episodes.episode_laws import RESTORED
 
 SLOTS = 24
 
-KINDS = ("ring", "lanes", "streams", "best", "rings", "returns")
+KINDS = ("ring", "lanes", "streams", "best", "rings", "returns", "episodes")
 ONCE = ("once ring", "once lanes", "once streams", "once rings", "once best")
 """The same, and rings of streams, with observations stored once."""
 SHARED = (
@@ -57,6 +58,11 @@ def rows_of(draw: random.Random, kind: str, first: int, count: int) -> TensorDic
         },
         shape,
     )
+    if "episodes" in kind:
+        split = draw.randrange(count) if count <= SLOTS else 0
+        later = number >= first + split
+        rows["lane"] = first + later.long()
+        rows["next", "done"] = (number == first + split - 1) | (number == first + count - 1)
     if "once" in kind:
         step = 3 if "streams" in kind or "rings" in kind else 1
         ahead = number + step
@@ -69,7 +75,7 @@ def rows_of(draw: random.Random, kind: str, first: int, count: int) -> TensorDic
 def new_buffer(kind: str, folder: Path | None, *, durable: bool = False) -> ReplayBuffer:
     """The buffer of a kind: in files that are recovered, or in memory."""
     options: dict[str, Any] = {"ndim": 2} if "lanes" in kind else {}
-    if "streams" in kind or "rings" in kind:
+    if "streams" in kind or "rings" in kind or "episodes" in kind:
         options["lane_key"] = "lane"
     if "once" in kind:
         options |= {"dedup_next": True, "on_mismatch": "dense"}
@@ -77,6 +83,8 @@ def new_buffer(kind: str, folder: Path | None, *, durable: bool = False) -> Repl
     writer: Any = TensorDictMaxValueWriter() if "best" in kind else None
     if "rings" in kind:
         writer = LaneWriter(length=7)
+    if "episodes" in kind:
+        writer = EpisodeWriter(over_long="split", on_duplicate="replace")
     if folder is None:
         storage: Any = LazyTensorStorage(size, **options)
     else:
@@ -111,9 +119,11 @@ def apply(buffer: ReplayBuffer, kind: str, step: int) -> None:
         buffer.cut()
     elif what < 0.39:
         buffer.empty()
+    elif stored and what < 0.5 and "episodes" in kind:
+        buffer.remove_oldest(draw.choice([1, 3]))
     else:
         count = draw.choice([1, 2, 5, 9, SLOTS + 5])
-        first = 1000 * step
+        first = 1000 * step if "episodes" not in kind else 1000 * draw.randrange(20)
         if "once" in kind and draw.random() < 0.7:
             first = buffer.storage.ledger.next_position  # goes on
         buffer.extend(rows_of(draw, kind, first, count))
