@@ -200,12 +200,12 @@ def check_shareable(storage: Storage, writer: Writer) -> None:
             "expected a LazyTensorStorage or LazyMemmapStorage for shared=True, whose memory "
             f"processes can share, got {type(storage).__name__}"
         )
-    if writer.kind not in ("round_robin", "lanes"):
+    if writer.kind not in ("round_robin", "lanes", "episodes"):
         raise ValueError(
-            "expected a RoundRobinWriter or LaneWriter for shared=True, got "
+            "expected a RoundRobinWriter, LaneWriter or EpisodeWriter for shared=True, got "
             f"{type(writer).__name__}, whose order is known to one process only"
         )
-    if writer.kind == "lanes":
+    if writer.kind in ("lanes", "episodes"):
         check_lane_key(storage, writer)
 
 
@@ -213,7 +213,7 @@ def common_parts(sampler: Sampler, writer: Writer, limiter: RateLimiter | None) 
     """Return the parts that buffers over shared rows must have in common."""
     return {
         "prioritized sampler": bool(sampler.prioritized),
-        "writer of streams, such as LaneWriter": writer.kind == "lanes",
+        "writer of streams, such as LaneWriter": writer.kind in ("lanes", "episodes"),
         "rate limiter": limiter is not None,
     }
 

@@ -543,6 +543,7 @@ class Ledger:
         if moved:
             self.changes += 1
             self.log.move()
+            self.log.removed = self.log.number  # the other process may have removed rows
             self._moved_at = next_position
         elif cleared != self.cleared:
             self.next_position = cleared

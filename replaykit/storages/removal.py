@@ -36,21 +36,17 @@ def check_removable(storage: Any, name: str) -> None:
     Args:
         name: the part or method that removes rows, for the message.
     """
-    options = [
-        text
-        for text, given in (
-            ("dedup_next=", bool(getattr(storage, "dedup_next", False))),
-            ("shared=True", storage.recovery is not None and storage.recovery.shared),
-        )
-        if given
-    ]
     if getattr(storage, "lane_key", None) is None:
         raise ValueError(
             f"{name} expected a tensor or memmap storage with lane_key=, the column that "
             f"identifies streams, got {storage!r}"
         )
-    if options:
-        raise ValueError(f"{name} expected a storage without {options[0]}, got {storage!r}")
+    shared = storage.recovery is not None and storage.recovery.shared
+    if shared and getattr(storage, "dedup_next", False):
+        # The processes would have to agree on the observations of slots without a row.
+        raise ValueError(
+            f"{name} expected a shared storage without dedup_next=, got {storage!r}"
+        )
 
 
 def stream_index(storage: ColumnStorage, name: str) -> EpisodeIndex:
@@ -138,7 +134,9 @@ class Replacement:
             self.slots = free[:new]
         if added < 0:
             self.removal = _removal(free[new:], before)
-        self.is_run = bool(new) and int(self.slots[-1]) - int(self.slots[0]) == new - 1
+        # Readers without the lock expect writes of consecutive slots only at the cursor.
+        shared = storage.recovery is not None and storage.recovery.shared
+        self.is_run = bool(new) and not shared and int(self.slots[-1]) - int(self.slots[0]) == new - 1
         columns: Any = storage.require()
         columns.check_writable()
         moves = self.removal is not None and len(self.removal.source) > 0

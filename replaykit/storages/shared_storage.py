@@ -512,7 +512,7 @@ class Sharing:
             elif change.kind is ChangeKind.EDIT:
                 numbers = (_COLUMNS + columns.index(path) for path in change.columns or ())
                 found.extend((number, slots) for number in numbers)
-            elif change.kind is ChangeKind.MOVE or (
+            elif change.kind in (ChangeKind.MOVE, ChangeKind.REMOVE) or (
                 change.kind is ChangeKind.PLACE and not ledger.by_stream
             ):
                 found.append((_MOVED, None))

@@ -175,6 +175,7 @@ class EpisodeWriter(Writer):
         gone = {**replaced, **victims}
         if skipped:
             rows = _part(storage.apart(rows), skipped)
+        storage.check_order(rows)
         storage.accept(rows)
         if index is None:
             index = storage.episodes  # the index follows this write
@@ -208,7 +209,8 @@ class EpisodeWriter(Writer):
         index, ledger = storage.indexes.only_current(), storage.ledger
         if index is not self._queue_of or self._queue_at != ledger.log.number:
             return None
-        if index is None or type(rows) is not MatchedRows:
+        plain = storage.recovery is None or not storage.recovery.shared
+        if index is None or type(rows) is not MatchedRows or not plain:
             return None
         key, count = rows.whole_episode(storage.lane_key), rows.batch[0]
         if key is None or key in index.pool or not ledger.oldest_first:

@@ -27,7 +27,7 @@ from replaykit.episodes.episode_laws import RESTORED
 SLOTS = 24
 
 KINDS = ("ring", "lanes", "streams", "best", "rings", "returns", "episodes")
-ONCE = ("once ring", "once lanes", "once streams", "once rings", "once best")
+ONCE = ("once ring", "once lanes", "once streams", "once rings", "once best", "once episodes")
 """The same, and rings of streams, with observations stored once."""
 SHARED = (
     "shared ring",
@@ -35,6 +35,7 @@ SHARED = (
     "shared streams",
     "shared rings",
     "shared returns",
+    "shared episodes",
     "shared once ring",
     "shared once lanes",
     "shared once streams",

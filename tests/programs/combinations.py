@@ -261,7 +261,7 @@ REFUSALS = [
     ),
     Refusal(
         lambda c: c.shared and c.writer not in ("ring", "lanes"),
-        "expected a RoundRobinWriter or LaneWriter for shared=True",
+        "expected a RoundRobinWriter, LaneWriter or EpisodeWriter for shared=True",
     ),
     Refusal(
         lambda c: c.writer == "lanes" and c.layout != "lane_key",

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import (
+    EpisodeWriter,
     LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -51,9 +52,10 @@ class Kind:
         streams: bool = False,
         dedup: bool = False,
         length: int = 0,
+        episodes: bool = False,
     ) -> None:
         self.sampler, self.ndim, self.streams, self.dedup = sampler, ndim, streams, dedup
-        self.length = length
+        self.length, self.episodes = length, episodes
 
     def buffer(self, folder: Path | None, *, shared: bool) -> ReplayBuffer:
         lanes = LANES if self.ndim == 2 else 1
@@ -72,9 +74,14 @@ class Kind:
             sampler=SAMPLERS[self.sampler](),
             generator=torch.Generator(),
             priority_key="p",
-            writer=LaneWriter(self.length) if self.length else None,
+            writer=self._writer(),
             shared=shared,
         )
+
+    def _writer(self) -> Any:
+        if self.episodes:
+            return EpisodeWriter(over_long="split", on_duplicate="replace")
+        return LaneWriter(self.length) if self.length else None
 
     def rows(self, first: int, count: int, bits: int, *, priorities: bool = False) -> TensorDict:
         shape = [LANES, count] if self.ndim == 2 else [count]
@@ -90,6 +97,10 @@ class Kind:
             },
             shape,
         )
+        if self.episodes:
+            rows["lane"] = torch.full((count,), bits % 6)
+            rows["next", "done"] = (steps == first + count - 1) & bool(bits & 8)
+            rows["next", "truncated"] = torch.zeros(count, dtype=torch.bool)
         if self.dedup:
             rows["observation"] = self._seen(number, bits)
             rows["next", "observation"] = self._seen(number + 10, bits)
@@ -117,6 +128,7 @@ KINDS = {
     "references of lanes": Kind("prioritized", ndim=2, dedup=True),
     "references of streams": Kind("slices", streams=True, dedup=True),
     "slices of rings": Kind("prioritized slices", streams=True, length=2),
+    "slices of episodes": Kind("prioritized slices", streams=True, episodes=True),
     "references of rings": Kind("slices", streams=True, dedup=True, length=2),
 }
 
@@ -197,6 +209,7 @@ steps = st.one_of(
     st.tuples(st.just("empty"), st.booleans()),
     st.tuples(st.just("write_at"), picks, numbers),
     st.tuples(st.just("set"), picks, numbers),
+    st.tuples(st.just("remove"), st.integers(1, 4)),
     st.tuples(st.just("save")),
     st.tuples(st.just("load"), st.integers(0, 5)),
     st.tuples(st.just("sample"), numbers),
@@ -221,6 +234,8 @@ def take(worked: Worked, at: int, step: tuple[Any, ...], folder: Path) -> None:
     elif what == "empty":
         worked.emptied = True
         worked.do(at, lambda buffer: buffer.empty(more[0]))
+    elif what == "remove" and kind.streams and not kind.dedup:
+        worked.do(at, lambda buffer: buffer.remove_oldest(more[0]))
     elif what == "save":
         path = folder / f"saved {len(worked.saved)}"
         worked.handles[at].dumps(path)
