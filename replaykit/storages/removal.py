@@ -103,6 +103,8 @@ class Replacement:
         new: the number of rows that come. They get the lowest free slots.
         forget: whether a stream that loses all rows begins a new episode with its next row.
             Otherwise its next row continues its open episode.
+        again: whether one of these streams also has new rows. Other processes then have to read
+            the rows again, because they would continue its episode.
 
     Attributes:
         slots: the slots of the new rows, ascending.
@@ -118,6 +120,7 @@ class Replacement:
         new: int = 0,
         *,
         forget: bool = False,
+        again: bool = False,
     ) -> None:
         self.keys, self.counts, self.forget = keys, counts, forget
         self.joined: Sequence[Any] = ()
@@ -132,8 +135,8 @@ class Replacement:
             self.slots = np.concatenate([free, last]) if len(free) else last
         else:
             self.slots = free[:new]
-        if added < 0:
-            self.removal = _removal(free[new:], before)
+        if added < 0 or again:
+            self.removal = _removal(free[new:], before + max(added, 0))
         # Readers without the lock expect writes of consecutive slots only at the cursor.
         shared = storage.recovery is not None and storage.recovery.shared
         self.is_run = bool(new) and not shared and int(self.slots[-1]) - int(self.slots[0]) == new - 1
