@@ -15,14 +15,22 @@ from replaykit.episodes.episode_laws import CONTINUES
 from replaykit.errors import EmptyDistributionError
 from replaykit.keywords import one_of
 from replaykit.priorities import SumSegmentTree
-from replaykit.samplers.window_measures import Anchors, floor_below, uniform
+from replaykit.samplers.window_measures import Anchors, EpisodeOrder, floor_below, uniform
 from replaykit.storages.episode_tags import EpisodeData, EpisodeTags
 
 if TYPE_CHECKING:
     from replaykit.episodes import CountLaw, EpisodeIndex
     from replaykit.storages import Storage
 
-__all__ = ["Coverage", "DrawCounter", "EpisodeMasses", "episode_tags"]
+__all__ = [
+    "Coverage",
+    "DrawCounter",
+    "EpisodeMasses",
+    "WeighedEpisodes",
+    "chosen_order",
+    "episode_tags",
+    "weighed_episodes",
+]
 
 Array = np.ndarray[Any, Any]
 Predicate = Callable[[EpisodeData], Any]
@@ -129,9 +137,9 @@ class EpisodeMasses(Anchors):
         # Numbers of the episodes of the last draw, and their facts.
         self._drawn = self._drawn_facts = np.zeros(0, np.int64)
         self._tree = SumSegmentTree(max(len(mass), 1), dtype=torch.float64)
-        self._read_counts()
+        self._read_masses()
 
-    def _read_counts(self) -> None:
+    def _read_masses(self) -> None:
         """Set all masses, with the counts of now."""
         mass = self._mass
         if self._coverage is not None:
@@ -146,7 +154,7 @@ class EpisodeMasses(Anchors):
         """Follow counts that changed since the last draw."""
         coverage = self._coverage
         if coverage is not None and coverage.live and self._seen != self._tags.drawn:
-            self._read_counts()
+            self._read_masses()
 
     def count_draw(self) -> Array:
         """Count the last draw; return the ids of its episodes, int64 ``[K]``."""
@@ -204,14 +212,109 @@ class EpisodeMasses(Anchors):
 
     def episodes_of(self, found: Windows) -> Array:
         """Return the numbers of the episodes of windows."""
-        low, high = self._of_lane[found.lane], self._of_lane[found.lane + 1]
+        number = self.numbers_at(found.base, found.lane)
+        self._read_facts(number)
+        return number
+
+    def numbers_at(self, time: Array, lane: Array) -> Array:
+        """Return the numbers of the episodes of stored rows."""
+        low, high = self._of_lane[lane], self._of_lane[lane + 1]
         while (high - low > 1).any():
             middle = (low + high) // 2
-            later = self._facts[middle, 1] > found.base
+            later = self.data.first[middle] > time
             high = np.where(later, middle, high)
             low = np.where(later, low, middle)
-        self._read_facts(low)
         return low
+
+
+class WeighedEpisodes:
+    """Keeps the masses of the stored episodes for one sampler.
+
+    Args:
+        where, base, coverage: as for ``EpisodeMasses``.
+    """
+
+    def __init__(
+        self, where: Predicate | None, base: str = "window", coverage: Coverage | None = None
+    ) -> None:
+        self.where, self.base, self.coverage = where, base, coverage
+        self._known: EpisodeMasses | None = None
+        self._as_of = (0, 0)
+
+    def of(self, storage: Storage, index: EpisodeIndex, law: CountLaw) -> EpisodeMasses:
+        """Return the masses of now. The same object means that episodes and tags are the same."""
+        tags = episode_tags(storage, index)
+        known, as_of = self._known, (index.version, tags.number)
+        if known is None or (known.index, known.law, self._as_of) != (index, law, as_of):
+            known = self._known = self._new(index, law, tags)
+            self._as_of = as_of
+        known.follow()
+        return known
+
+    def _new(self, index: EpisodeIndex, law: CountLaw, tags: EpisodeTags) -> EpisodeMasses:
+        return EpisodeMasses(index, law, tags, self.base, self.where, self.coverage)
+
+    def forget(self) -> None:
+        """Forget the masses, since the storage or its state is another one."""
+        self._known = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None}
+
+
+class _ChosenOrder(EpisodeOrder):
+    """The episodes that have a window and satisfy a predicate, by lane, then by time."""
+
+    def __init__(self, masses: EpisodeMasses) -> None:
+        self.index, self.law, self.masses = masses.index, masses.law, masses
+        self._number = np.flatnonzero(masses.chosen)
+        self.per_lane = np.bincount(masses.data.lane[self._number], minlength=masses.index.lanes)
+        self.ends = np.cumsum(self.per_lane)
+        self.count = len(self._number)
+
+    def find(self, number: Array) -> Windows:
+        return self.masses.windows(self._number[number], np.zeros(len(number), np.int64))
+
+
+def chosen_order(
+    weighed: WeighedEpisodes | None, storage: Storage, index: EpisodeIndex, law: CountLaw
+) -> EpisodeOrder:
+    """Return the episodes with a window, in order: all of them, or those of a predicate."""
+    if weighed is None:
+        return EpisodeOrder(index, law)
+    return _ChosenOrder(weighed.of(storage, index, law))
+
+
+def weighed_episodes(
+    where: Any,
+    cross: Any,
+    base: str = "window",
+    coverage: Coverage | None = None,
+    draw: str = "iid",
+    recent: Any = None,
+) -> WeighedEpisodes | None:
+    """Return the masses of episodes for a sampler's arguments; None if windows are enough.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or arguments exclude each other.
+    """
+    if where is not None and not callable(where):
+        raise TypeError(f"expected where= as a function of the episodes, got {where!r}")
+    given = {
+        "where=": where is not None,
+        "Coverage": coverage is not None,
+        "draw='round_robin'": draw == "round_robin",
+    }
+    name = next((name for name in given if given[name]), None)
+    if name is None:
+        return None
+    if cross:
+        raise ValueError(f"{name} needs windows inside episodes, got cross=True")
+    if recent is not None:
+        raise ValueError(f"{name} needs a draw without recent=")
+    if coverage is not None and draw in ("sequential", "round_robin"):
+        raise ValueError(f"expected draw={draw!r} without a measure, got a Coverage")
+    return WeighedEpisodes(where, base, coverage)
 
 
 def _mask(where: Predicate, data: EpisodeData) -> Array:

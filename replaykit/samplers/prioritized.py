@@ -14,6 +14,7 @@ from replaykit.declared import encode_state
 from replaykit.episodes import NOTHING, WINDOWS, CountLaw, EpisodeIndex
 from replaykit.keywords import checked_keywords
 from replaykit.priorities import SumSegmentTree
+from replaykit.samplers.episode_measures import EpisodeMasses
 from replaykit.samplers.priority_draws import EligiblePriorities
 from replaykit.samplers.priority_rules import (
     REQUIRED,
@@ -215,13 +216,20 @@ class PrioritizedSampler(Sampler):
         )
 
     def _eligible(
-        self, storage: Storage, index: EpisodeIndex, law: CountLaw
+        self,
+        storage: Storage,
+        index: EpisodeIndex,
+        law: CountLaw,
+        chosen: EpisodeMasses | None = None,
     ) -> tuple[PriorityTable, SumSegmentTree]:
-        """Return the table, and a tree of the rows with which windows may start."""
+        """Return the table, and a tree of the rows with which windows may start.
+
+        ``chosen``: the episodes whose rows may be drawn; None for all.
+        """
         table = self._table.follow(storage)
         if self._chosen is None:
             self._chosen = EligiblePriorities()
-        return table, self._chosen.follow(table, index, law)
+        return table, self._chosen.follow(table, index, law, chosen)
 
     # -- parameters ---------------------------------------------------------------------------
 

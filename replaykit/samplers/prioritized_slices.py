@@ -12,9 +12,11 @@ from replaykit.episodes import WINDOWS
 from replaykit.episodes.episode_laws import CONTINUES
 from replaykit.keywords import checked_keywords, one_of
 from replaykit.priorities import SumSegmentTree
+from replaykit.samplers.episode_measures import Predicate, weighed_episodes
+from replaykit.samplers.episode_priorities import EpisodePriorities
 from replaykit.samplers.prioritized import PrioritizedSampler
 from replaykit.samplers.priority_draws import drawn_distinct
-from replaykit.samplers.priority_rules import REQUIRED
+from replaykit.samplers.priority_rules import REQUIRED, resolved_update
 from replaykit.samplers.priority_table import PriorityTable
 from replaykit.samplers.slice_arguments import (
     Boundaries,
@@ -30,6 +32,7 @@ from replaykit.samplers.slicing import (
     checked_markers,
     checked_recent,
     checked_short,
+    none_of,
 )
 from replaykit.samplers.window_forms import SEQUENCE_ID, Cut
 from replaykit.storages import Storage
@@ -38,7 +41,7 @@ from replaykit.storages.indexing import unravel_index
 __all__ = ["PrioritizedSliceSampler"]
 
 _DRAWS = ("iid", "stratified", "without_replacement")
-_UNITS = ("step", "slice")
+_UNITS = ("step", "slice", "episode")
 
 
 class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
@@ -64,6 +67,12 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
     the newest and whose start has the smallest ``v``. So older windows have the same weights as
     without ``recent``, and newer windows have smaller weights.
 
+    With ``unit="episode"``, a window of episode j has the probability
+    ``v_j / sum v * 1 / (windows of j)``. The sum covers the episodes that have a window. Weights
+    use this P, relative to its smallest value. A new episode has ``default_priority``. An update of
+    rows, also by written data, sets the priorities of their episodes, each to the largest value of
+    its rows. Rows that continue an episode later do not change its priority.
+
     Args:
         max_capacity, alpha, beta, eps, dtype: as in ``PrioritizedSampler``.
         reduction, max_priority_within_buffer, weight_norm, device: as in ``PrioritizedSampler``.
@@ -80,7 +89,8 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
         unit: the rows whose priorities ``update_tensordict_priority`` sets. "step": every row of a
             sample gets a separate priority. "slice": the start of a window gets the largest
             priority of its rows. Other rows keep their priorities. A sample with "slice" has the
-            start of each window in ``anchor_index`` and ``anchor_generation``.
+            start of each window in ``anchor_index`` and ``anchor_generation``. "episode": an
+            episode has one priority, see below.
         draw: "iid": independent draws. "stratified": one draw from each of K equal parts of the
             sum, as with ``stratified=True``. "without_replacement": no start occurs twice in a
             batch. Each draw is then from the starts that are left.
@@ -91,6 +101,7 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
             ``ratio * rows per lane > steps``, so that plain draws would return too few of the
             newest windows. One of these windows must also have weight.
         flat: if ``False``, deliver batches of shape ``[K, L]`` instead of ``[K * L]``.
+        cross, where: as in ``SliceSampler``; with ``where`` also together with ``recent``.
         cache_values, compile: no effect.
         replacement: must be ``True``; see ``draw``.
 
@@ -101,10 +112,13 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
     Raises:
         TypeError, ValueError, RuntimeError: in the cases of ``PrioritizedSampler`` and
             ``SliceSampler``.
-        ValueError: ``pad`` is "left" or "both", or ``unit`` or ``draw`` is unknown.
+        ValueError: ``pad`` is "left" or "both", or ``unit`` or ``draw`` is unknown; or
+            ``unit="episode"`` comes with ``cross``, ``recent`` or ``max_priority_within_buffer``.
 
     Cost: O(B + K log N) for a draw, and O(c log N) for c rows written or updated since the last
-    draw. A new window length, new needs of transforms or a new alpha costs O(N) once.
+    draw. A new window length, new needs of transforms or a new alpha costs O(N) once. With
+    ``where``, the first draw after a write costs O(J log J) for J episodes, and with
+    ``unit="episode"`` O(J).
     Memory: in float32, 6 bytes per row more than a PrioritizedSampler. With ``recent`` also O(steps
     * lanes).
 
@@ -162,6 +176,8 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
         pad_value: Any = 0,
         recent: tuple[float, int] | None = None,
         flat: bool = True,
+        cross: bool = False,
+        where: Predicate | None = None,
         replacement: bool = True,
     ) -> None:
         self.draw = one_of("draw", draw, _DRAWS)
@@ -183,6 +199,10 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
             replacement=replacement,
         )
         self.unit = one_of("unit", unit, _UNITS)
+        if unit == "episode" and (cross or recent is not None or max_priority_within_buffer):
+            raise ValueError(
+                "expected unit='episode' without cross=True, recent= and max_priority_within_buffer"
+            )
         self.allow_short = short_allowed
         self.recent = newest
         self._newest = self._no_newest()
@@ -210,7 +230,10 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
         boundaries = Boundaries(end_key, end_keys, traj_key, ends, trajectories)
         markers = checked_markers(truncated_key, init_key, boundaries, pad, pad_value)
         size = SliceSize(num_slices, slice_len)
-        self._slicing = Slicing(size, boundaries, form, markers, flat)
+        self._slicing = Slicing(size, boundaries, form, markers, flat, cross)
+        self.where, self._weighed = where, weighed_episodes(where, cross)
+        if unit == "episode":
+            self._weighed = EpisodePriorities(where, boundaries, self._table)
         self._cache_values = bool(cache_values)
 
     # -- drawing ------------------------------------------------------------------------------
@@ -232,8 +255,10 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
             KeyError: no stored column shows where episodes end.
         """
         with storage.lock:
-            request, table, sums = self._prepare(storage, batch_size)
             self._ran_out = False  # there is no pass; clear a flag that was set
+            if self.unit == "episode":
+                return self._sample_episodes(storage, batch_size)
+            request, table, sums = self._prepare(storage, batch_size)
             if self.draw == "without_replacement":
                 start, value = drawn_distinct(table, sums, request.slices, self.generator)
                 if len(start) < request.slices and not self.allow_short:
@@ -243,20 +268,59 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
             else:
                 start, weight = self._drawn_starts(request, table, sums)
             index, info = self._delivered(storage, request, start)
-            window = info[SEQUENCE_ID]
-            info["priority_weight"] = weight.to(window.device).index_select(0, window)
-            slots = index[:, 0] if storage.ndim > 1 else index
-            info["index_generation"] = storage.ledger.generations(slots)
+            self._add_weights(storage, index, info, weight)
             if self.unit == "slice":
                 self._name_starts(storage, start.to(index.device), info)
             return index, info
+
+    @staticmethod
+    def _add_weights(
+        storage: Storage, index: torch.Tensor, info: dict[Any, Any], weight: torch.Tensor
+    ) -> None:
+        """Add the weights of windows ``[K]`` and the generations of rows to ``info``."""
+        window = info[SEQUENCE_ID]
+        info["priority_weight"] = weight.to(window.device).index_select(0, window)
+        slots = index[:, 0] if storage.ndim > 1 else index
+        info["index_generation"] = storage.ledger.generations(slots)
+
+    def _sample_episodes(
+        self, storage: Storage, batch_size: int
+    ) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """Draw windows by the priorities of episodes."""
+        request, masses = self._prepare_episodes(storage, batch_size)
+        draw = "stratified" if self.stratified else self.draw
+        found, weight = masses.drawn(draw, request.slices, self.generator, self._beta)
+        index, info = self._slicing.deliver(storage, request, request.window.cut(found))
+        self._add_weights(storage, index, info, weight)
+        return index, info
+
+    def _prepare_episodes(self, storage: Storage, batch_size: int) -> tuple[SliceRequest, Any]:
+        """Return the request and the weighed episodes. Raises if no window can be drawn."""
+        request = self._slicing.request(storage, batch_size, self.needs)
+        self._table.follow(storage)
+        assert self._weighed is not None
+        masses = self._weighed.of(storage, request.episodes, request.law)
+        if not masses.chosen.any():
+            raise self._slicing.refuse(request, self.needs, none_of(self.where))
+        if not masses.count:
+            raise self._all_zero("priority of an episode that has a window")
+        distinct = self.draw == "without_replacement" and not self.allow_short
+        if distinct and masses.count < request.slices:
+            found = f"{masses.count} with weight to draw without replacement"
+            raise self._slicing.refuse(request, self.needs, found)
+        return request, masses
 
     def _prepare(
         self, storage: Storage, batch_size: int
     ) -> tuple[SliceRequest, PriorityTable, SumSegmentTree]:
         """Return request, table and tree of a draw. Raises if no window can be drawn."""
         request = self._slicing.request(storage, batch_size, self.needs)
-        table, sums = self._eligible(storage, request.episodes, request.law)
+        chosen, weighed = None, self._weighed
+        if weighed is not None:
+            chosen = weighed.of(storage, request.episodes, request.law)
+            if not chosen.count:
+                raise self._slicing.refuse(request, self.needs, none_of(self.where))
+        table, sums = self._eligible(storage, request.episodes, request.law, chosen)
         # Reading a sum on a device waits for it. The episode index is known here.
         if table.device.type == "cpu" and sums.total > 0:
             return request, table, sums
@@ -320,6 +384,9 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
         info["anchor_generation"] = storage.ledger.generations(slots)
 
     def _refuse_early(self, storage: Storage, batch_size: int) -> None:
+        if self.unit == "episode":
+            self._prepare_episodes(storage, batch_size)
+            return
         request, table, sums = self._prepare(storage, batch_size)
         if self.draw == "without_replacement" and not self.allow_short:
             there = int((sums[: table.length] > 0).sum())
@@ -327,15 +394,57 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
                 found = f"{there} with weight to draw without replacement"
                 raise self._slicing.refuse(request, self.needs, found)
 
+    # -- priorities of episodes ---------------------------------------------------------------
+
+    def update_priority(
+        self,
+        index: Any,
+        priority: Any,
+        *,
+        storage: Storage | None = None,
+        generation: Any = None,
+    ) -> None:
+        if not isinstance(self._weighed, EpisodePriorities):
+            super().update_priority(index, priority, storage=storage, generation=generation)
+            return
+        storage = self._home(storage)
+        if storage is None:
+            raise ValueError("expected a storage, whose episodes get the priorities, got none")
+        with storage.lock:
+            law = self._table.follow(storage).law
+            update = resolved_update(index, priority, generation, law, storage, len(storage))
+            self.dropped_updates += update.dropped
+            if update.top:
+                update = self._weighed.reduced(update, storage)
+                at = (
+                    unravel_index(update.elements, storage.lanes)
+                    if storage.lanes
+                    else update.elements
+                )
+                super().update_priority(at, update.priorities, storage=storage)
+
+    update_priority.__doc__ = PrioritizedSampler.update_priority.__doc__
+
+    def stored_priorities(self, storage: Storage) -> Any:
+        raw, episodes = super().stored_priorities(storage), self._weighed
+        return episodes.of_rows(storage) if isinstance(episodes, EpisodePriorities) else raw
+
     def attach(self, storage: Storage) -> None:
         super().attach(storage)
         self._newest = self._no_newest()
+        if self._weighed is not None:
+            self._weighed.forget()
 
     def _no_newest(self) -> RecentPriorities | None:
         return None if self.recent is None else RecentPriorities(self.recent.steps)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_newest": self._no_newest()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if isinstance(self._weighed, EpisodePriorities):
+            self._weighed.follow_table(self._table)
 
     def __repr__(self) -> str:
         return (

@@ -11,9 +11,11 @@ import torch
 from replaykit.episodes import CountLaw, EpisodeIndex
 from replaykit.episodes.episode_laws import CONTINUES
 from replaykit.priorities import SumSegmentTree
+from replaykit.samplers.episode_measures import EpisodeMasses
 from replaykit.samplers.priority_table import PriorityTable
+from replaykit.storages.episode_tags import EpisodeData
 
-__all__ = ["EligiblePriorities", "drawn_distinct"]
+__all__ = ["EligiblePriorities", "drawn_distinct", "rows_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -32,6 +34,7 @@ class _Seen(NamedTuple):
     version: int
     lo: Array
     hi: Array
+    chosen: EpisodeMasses | None
     opened: Array
     """First stored row of the lane's open episode at that update; ``hi`` if none was open.
 
@@ -50,9 +53,11 @@ class EligiblePriorities:
     Only draws update the tree; writes and priority updates do not. An update checks four kinds of
     rows: rows written since the last update, rows that could not be starts because later rows were
     missing, rows at the oldest end, and rows whose priorities were set. It checks all rows if the
-    law, index or exponent has changed, or streams were added or removed.
+    law, index or exponent has changed, or streams were added or removed. With a predicate it also
+    checks the rows of episodes for which the predicate has changed.
 
-    Cost: O(changed * log N) for an update, or O(N) if it checks all rows.
+    Cost: O(changed * log N) for an update, or O(N) if it checks all rows. With a predicate also
+    O(J log J) for J episodes after a write.
     Memory: 6 bytes per row in float32, 10 in float64. The storage's lock guards the object.
     """
 
@@ -62,7 +67,13 @@ class EligiblePriorities:
         self._eligible = torch.empty(0, dtype=torch.bool, device="cpu")
         self._process = -1
 
-    def follow(self, table: PriorityTable, index: EpisodeIndex, law: CountLaw) -> SumSegmentTree:
+    def follow(
+        self,
+        table: PriorityTable,
+        index: EpisodeIndex,
+        law: CountLaw,
+        chosen: EpisodeMasses | None = None,
+    ) -> SumSegmentTree:
         """Return the tree over a table's rows, updated.
 
         Args:
@@ -70,6 +81,7 @@ class EligiblePriorities:
             index: the episode index, up to date.
             law: the rule for the number of windows in an episode. Their starts are the first rows
                 of the episode.
+            chosen: the episodes that satisfy a predicate; None for all episodes.
         """
         seen = self._seen
         changed = None if seen is None else table.set_since(seen.number)
@@ -80,8 +92,10 @@ class EligiblePriorities:
             and seen.rebuilt == index.rebuilt
             and seen.numbering == index.numbering
             and seen.law == law
+            and (seen.chosen is None) == (chosen is None)
         )
-        if known and not changed and seen is not None and seen.version == index.version:
+        same = known and seen is not None and seen.chosen is chosen
+        if same and not changed and seen is not None and seen.version == index.version:
             assert self._sums is not None
             return self._sums
         self._seen = None  # after an interrupt, all rows are checked again
@@ -90,11 +104,14 @@ class EligiblePriorities:
         rows = None
         if known and seen is not None:
             rows = _stale(seen, index, lo, hi, lane)
+            if rows is not None and chosen is not None and seen.chosen is not None and not same:
+                time, of_lane = _switched(seen.chosen, chosen)
+                rows = np.append(rows[0], time), np.append(rows[1], of_lane)
         sums = self._sums
         if rows is None or changed is None or sums is None:
-            sums = self._derive_all(table, index, law)
+            sums = self._derive_all(table, index, law, chosen)
         else:
-            self._derive(sums, table, index, law, rows, changed)
+            self._derive(sums, table, index, law, chosen, rows, changed)
         opened = _opened(index, lo, hi, lane) if law.closed else hi
         self._seen = _Seen(
             table.log.number,
@@ -105,13 +122,18 @@ class EligiblePriorities:
             index.version,
             lo,
             hi,
+            chosen,
             opened,
         )
         return sums
 
     @torch.inference_mode(False)  # tensors created in inference mode cannot be changed outside it
     def _derive_all(
-        self, table: PriorityTable, index: EpisodeIndex, law: CountLaw
+        self,
+        table: PriorityTable,
+        index: EpisodeIndex,
+        law: CountLaw,
+        chosen: EpisodeMasses | None,
     ) -> SumSegmentTree:
         sums, count = self._sums, table.length
         if (
@@ -128,6 +150,8 @@ class EligiblePriorities:
         sums.clear()
         if count:
             start = index.eligible_starts(law, *index.time_and_lane(np.arange(count)))
+            if chosen is not None:
+                start[index.element(*rows_of(chosen.data, ~chosen.chosen))] = False
             self._eligible[:count] = torch.from_numpy(start).to(table.device)
             sums.update_range(0, table.values().where(self._eligible[:count], 0.0))
         return sums
@@ -138,6 +162,7 @@ class EligiblePriorities:
         table: PriorityTable,
         index: EpisodeIndex,
         law: CountLaw,
+        chosen: EpisodeMasses | None,
         rows: tuple[Array, Array],
         changed: list[torch.Tensor],
     ) -> None:
@@ -145,11 +170,24 @@ class EligiblePriorities:
         if len(time):
             element = torch.from_numpy(index.element(time, lane)).to(table.device)
             start = index.eligible_starts(law, time, lane)
+            if chosen is not None:
+                start &= chosen.chosen[chosen.numbers_at(time, lane)]
             self._eligible[element] = torch.from_numpy(start).to(table.device)
             changed = [*changed, element]
         if changed:
             at = changed[0] if len(changed) == 1 else torch.cat(changed)
             sums.update(at, table.values(at).where(self._eligible[at], 0.0))
+
+
+def rows_of(data: EpisodeData, among: Array) -> tuple[Array, Array]:
+    """Return times and lanes of all rows of the episodes ``among``, one after another."""
+    return _ranges(data.first[among], data.last[among] + 1, data.lane[among])
+
+
+def _switched(before: EpisodeMasses, now: EpisodeMasses) -> tuple[Array, Array]:
+    """Return times and lanes of the rows of episodes whose choice has changed."""
+    _, old, new = np.intersect1d(before.data.id, now.data.id, return_indices=True)
+    return rows_of(now.data, new[before.chosen[old] != now.chosen[new]])
 
 
 def _stale(

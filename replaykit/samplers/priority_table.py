@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,8 @@ class PriorityTable:
         most: the largest raw priority ever set, at least 1.
         log: the log of the rows whose priorities were set.
         column: the place in files where priorities are written, too; None without files.
+        inherit: a function of the storage and the slots that were written, which changes their
+            default priorities; None to keep them.
 
     Args:
         law: the law that turns ``p`` into ``v``.
@@ -82,6 +85,7 @@ class PriorityTable:
         self._same: tuple[tuple[float, int], torch.Tensor] | None = None
         self.log = ChangeLog(1)
         self.column: PriorityColumn | None = None
+        self.inherit: Callable[[Storage, Array], None] | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -125,7 +129,7 @@ class PriorityTable:
             self._begin()
         if storage is not None:
             self.limit = storage.max_size
-            count = len(storage) if count is None else count
+            count, seen = len(storage) if count is None else count, self._seen
             if self._seen is not None and self._seen[0] < storage.ledger.log.removed:
                 self._follow_removals(storage, self._seen[0])
             if count < self.length:
@@ -134,6 +138,8 @@ class PriorityTable:
                 self._give_written(storage, count)
             if count > self.length:
                 self.cover(count, self.default)
+            if self.inherit is not None and seen is not None and seen != self._seen:
+                self.inherit(storage, storage.ledger.written_since(seen)[1])
         return self
 
     def _begin(self) -> None:
@@ -534,6 +540,11 @@ class PriorityTable:
         return TrackedTensor(self._raw[: self.length], self._saved, "raw")
 
     @property
+    def has_smallest(self) -> bool:
+        """True if the smallest positive ``v`` is known."""
+        return self._smallest
+
+    @property
     def drawable(self) -> bool:
         """True if a draw can return a row. On cuda this may wait for the device."""
         if not self.law.may_be_zero:
@@ -666,7 +677,7 @@ class PriorityTable:
         raw, seen = from_value(state.pop("raw")), state.pop("_seen")
         self.__dict__.update(state)
         self._models, self._same = _outputs(0, self.law.dtype), None
-        self.log, self.column = ChangeLog(1), None
+        self.log, self.column, self.inherit = ChangeLog(1), None, None
         self.restart()
         self._seen = seen
         if len(raw):

@@ -14,6 +14,7 @@ from replaykit.declared import encode_state, within
 from replaykit.episodes import Windows
 from replaykit.errors import NotEnoughData
 from replaykit.keywords import whole_number
+from replaykit.samplers.episode_measures import chosen_order
 from replaykit.samplers.slices import SliceSampler
 from replaykit.samplers.slicing import SliceRequest
 from replaykit.samplers.window_measures import EpisodeOrder
@@ -112,7 +113,7 @@ class _SequentialSlices(SliceSampler):
 
         Windows occur several times if a batch has more windows than there are.
         """
-        order = EpisodeOrder(request.episodes, request.law)
+        order = chosen_order(self._weighed, storage, request.episodes, request.law)
         cursor = self._resume_at(request, storage)
         parts: list[Windows] = []
         missing, wraps = request.slices, 0
@@ -129,7 +130,7 @@ class _SequentialSlices(SliceSampler):
 
     def _refuse_early(self, storage: Storage, batch_size: int) -> None:
         request, _ = self._prepare(storage, batch_size)
-        order = EpisodeOrder(request.episodes, request.law)
+        order = chosen_order(self._weighed, storage, request.episodes, request.law)
         if not len(self._from(request, order, storage, None, 1).base):
             raise self._off_grid(request)
 

@@ -145,6 +145,20 @@ class Boundaries:
             return None
         return next((_as_written(path) for path in EPISODE_KEYS if path in schema.leaves), None)
 
+    def without_flags(self) -> Boundaries:
+        """Return boundaries at changes of the same ids only, and at ends without a flag.
+
+        Raises:
+            ValueError: tensors give the ends.
+        """
+        if self._ends is not None:
+            raise ValueError(
+                "expected cross=True with columns that end episodes, got ends or trajectories"
+            )
+        other = Boundaries(end_keys=())
+        other.rule = replace(self.rule, flags=(), strict=False)
+        return other
+
     def attach(self, storage: Storage) -> None:
         """Attach to a storage. The tensors of ends describe the rows stored now."""
         self._index = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
@@ -19,7 +19,9 @@ from replaykit.samplers.episode_measures import (
     DrawCounter,
     EpisodeMasses,
     Predicate,
+    chosen_order,
     episode_tags,
+    weighed_episodes,
 )
 from replaykit.samplers.sampler import Int64s, saved_below
 from replaykit.samplers.slice_arguments import (
@@ -34,6 +36,7 @@ from replaykit.samplers.slicing import (
     checked_markers,
     checked_recent,
     checked_short,
+    none_of,
 )
 from replaykit.samplers.window_forms import Markers
 from replaykit.samplers.window_measures import (
@@ -86,15 +89,16 @@ class SliceSamplerWithoutReplacement(Sliced):
 
     Episodes without a window are skipped. The start of each window is uniform in its episode.
     ``ran_out`` becomes True with the batch that ends a pass. This batch may have fewer slices than
-    requested. The next draw begins a new pass. A write also ends the pass. A batch has the info of
-    a SliceSampler.
+    requested. The next draw begins a new pass. A write also ends the pass, and with ``where`` a
+    change of a tag. A batch has the info of a SliceSampler.
 
     Args:
         drop_last: if True, skip a last batch that would have fewer slices.
         shuffle: if ``False``, draw episodes in the order in which they were written, lane by lane.
         num_slices, slice_len, end_key, end_keys, traj_key, ends: as in SliceSampler.
         trajectories, truncated_key, init_key, strict_length: as in SliceSampler.
-        flat, compile, use_gpu: as in SliceSampler.
+        flat, where, compile, use_gpu: as in SliceSampler.
+        cross: as in SliceSampler. A pass then has one window of each part of a stream.
         replacement: no effect.
 
     Raises:
@@ -142,6 +146,8 @@ class SliceSamplerWithoutReplacement(Sliced):
         compile: Any = False,
         use_gpu: Any = False,
         flat: bool = True,
+        cross: bool = False,
+        where: Predicate | None = None,
         replacement: bool = False,
     ) -> None:
         super().__init__()
@@ -158,7 +164,9 @@ class SliceSamplerWithoutReplacement(Sliced):
             checked_form(strict_length=strict_length),
             Markers(truncated_key, init_key, boundaries.rule.flags),
             flat,
+            cross,
         )
+        self.where, self._weighed = where, weighed_episodes(where, cross)
         self._remaining = None
         self._episodes = 0
         # Rows of slices that were rolled back, as flat indices. Draws return their episodes next.
@@ -166,7 +174,7 @@ class SliceSamplerWithoutReplacement(Sliced):
         self._index: EpisodeIndex | None = None
         # The version of the index when the pass began; None if the pass was loaded.
         self._version: int | None = None
-        self._law: CountLaw | None = None
+        self._law: tuple[CountLaw, EpisodeMasses | None] | None = None
         self._length = 0
         self._rows = 0
         self._forgotten = 0
@@ -193,15 +201,15 @@ class SliceSamplerWithoutReplacement(Sliced):
             self._remaining = None if self._ran_out else rest
             self._episodes, self._length = order.count, request.window.length
             self._index, self._version = request.episodes, request.episodes.version
-            self._law = request.law
+            self._law = request.law, order.masses
             self._rows = len(storage)
             return index, info
 
     def _prepare(self, storage: Storage, batch_size: int) -> tuple[SliceRequest, EpisodeOrder]:
         request = self._slicing.request(storage, batch_size, self.needs)
-        order = EpisodeOrder(request.episodes, request.law)
+        order = chosen_order(self._weighed, storage, request.episodes, request.law)
         if not order.count:
-            raise self._slicing.refuse(request, self.needs)
+            raise self._slicing.refuse(request, self.needs, none_of(self.where))
         if self.drop_last and request.slices > order.count:
             raise ValueError(
                 f"expected at most {order.count} slices with drop_last, one of each episode that "
@@ -224,7 +232,7 @@ class SliceSamplerWithoutReplacement(Sliced):
                 and (
                     self._index is not request.episodes
                     or self._version != request.episodes.version
-                    or self._law != request.law
+                    or self._law != (request.law, order.masses)
                 )
             )
         )
@@ -340,7 +348,7 @@ class SliceSamplerWithoutReplacement(Sliced):
 
     def __getstate__(self) -> dict[str, Any]:
         self._notice_writes()
-        return {**super().__getstate__(), "_index": None, "_version": None}
+        return {**super().__getstate__(), "_index": None, "_version": None, "_law": None}
 
 
 @named_after
@@ -512,17 +520,7 @@ class SliceSampler(Sliced):
         boundaries = Boundaries(end_key, end_keys, traj_key, ends, trajectories)
         markers = checked_markers(truncated_key, init_key, boundaries, pad, pad_value)
         size = SliceSize(num_slices, slice_len)
-        # The episodes of rows, if they differ from the parts of streams that windows keep to.
-        self._within: Boundaries | None = None
-        if cross:
-            if ends is not None or trajectories is not None:
-                raise ValueError(
-                    "cross=True needs columns that end episodes, got ends or trajectories"
-                )
-            self._within = boundaries
-            boundaries = Boundaries(None, (), traj_key, None, None)
-            boundaries.rule = replace(boundaries.rule, strict=False)
-        self._slicing = Slicing(size, boundaries, form, markers, flat)
+        self._slicing = Slicing(size, boundaries, form, markers, flat, cross)
         self._cache_values = bool(cache_values)
         self.recent = checked_recent(recent, draw)
         if strict_lanes and measure != "lane":
@@ -535,33 +533,13 @@ class SliceSampler(Sliced):
         elif stride is not None:
             raise ValueError(f"stride needs draw='sequential', got {draw!r}")
         self.stride = stride
-        if where is not None and not callable(where):
-            raise TypeError(f"expected where= as a function of the episodes, got {where!r}")
         self.where, self.offset = where, one_of("offset", offset, ("random", "first"))
-        by_episode = [
-            name
-            for name, given in (
-                ("where=", where is not None),
-                ("Coverage", self._coverage is not None),
-                ("draw='round_robin'", draw == "round_robin"),
-            )
-            if given
-        ]
-        if by_episode and cross:
-            raise ValueError(f"{by_episode[0]} needs windows inside episodes, got cross=True")
-        if by_episode and (self.recent is not None or draw == "sequential"):
-            raise ValueError(
-                f"{by_episode[0]} needs a draw other than 'sequential', and no recent="
-            )
-        if self._coverage is not None and draw == "round_robin":
-            raise ValueError("expected draw='round_robin' without a measure, got a Coverage")
+        self._weighed = weighed_episodes(where, cross, self._base, self._coverage, draw, recent)
         if offset != "random" and draw != "round_robin":
             raise ValueError(f"offset needs draw='round_robin', got {draw!r}")
-        self._by_episode = bool(by_episode)
         self._counter = None if self._coverage is None else DrawCounter()
         if self._counter is not None:
             self.marks_draws = True
-        self._tag_number = 0
         self._plain = measure == "window" and draw == "iid" and recent is None and where is None
         # The last windows, and the version of the index that they belong to.
         self._known: Anchors | None = None
@@ -580,7 +558,6 @@ class SliceSampler(Sliced):
         """
         with storage.lock:
             self._ran_out = False
-            self._check_needs()
             if self._plain:
                 request = self._slicing.request(storage, batch_size, self.needs)
                 if request.window.whole:
@@ -612,13 +589,12 @@ class SliceSampler(Sliced):
     def _prepare(self, storage: Storage, batch_size: int) -> tuple[SliceRequest, Anchors]:
         """Return the request and the stored windows. Raises if no window can be drawn."""
         request = self._slicing.request(storage, batch_size, self.needs)
-        if self._by_episode:
-            anchors: Anchors = self._masses(storage, request)
-        else:
+        if self._weighed is None:
             anchors = self._anchors(request)
+        else:
+            anchors = self._weighed.of(storage, request.episodes, request.law)
         if not anchors.count:
-            text = "no window" if self.where is None else "no window that where= allows"
-            raise self._slicing.refuse(request, self.needs, text)
+            raise self._slicing.refuse(request, self.needs, none_of(self.where))
         if self.strict_lanes and not anchors.per_lane.all():
             lanes = np.nonzero(anchors.per_lane == 0)[0]
             raise self._slicing.refuse(
@@ -635,18 +611,6 @@ class SliceSampler(Sliced):
         """Raise if ``sample`` would raise; draw nothing."""
         self._prepare(storage, batch_size)
 
-    def episodes(self, storage: Storage) -> EpisodeIndex:
-        return super().episodes(storage) if self._within is None else self._within.index(storage)
-
-    def _check_needs(self) -> None:
-        """Raise ValueError if transforms need whole episodes, which windows may cross."""
-        needs = self.needs
-        if self._within is not None and (needs.closed or needs.intact or needs.future):
-            raise ValueError(
-                "expected cross=True without transforms that need the end or later rows of an "
-                f"episode, got {needs}"
-            )
-
     def _anchors(self, request: SliceRequest, newest: int | None = None) -> Anchors:
         episodes, law = request.episodes, request.law
         if newest is not None:
@@ -657,22 +621,6 @@ class SliceSampler(Sliced):
             return known
         self._known, self._version = MEASURES[self._base](episodes, law), version
         return self._known
-
-    def _masses(self, storage: Storage, request: SliceRequest) -> EpisodeMasses:
-        """Return the stored windows, with masses by episode."""
-        episodes, law = request.episodes, request.law
-        tags = episode_tags(storage, episodes)
-        known, as_of = self._known, (episodes.version, tags.number)
-        if (
-            not isinstance(known, EpisodeMasses)
-            or known.index is not episodes
-            or known.law is not law
-            or (self._version, self._tag_number) != as_of
-        ):
-            known = EpisodeMasses(episodes, law, tags, self._base, self.where, self._coverage)
-            self._known, (self._version, self._tag_number) = known, as_of
-        known.follow()
-        return known
 
     def _draw(self, request: SliceRequest, anchors: Anchors) -> Windows:
         count, generator = request.slices, self.generator
@@ -691,9 +639,12 @@ class SliceSampler(Sliced):
 
     def attach(self, storage: Storage) -> None:
         super().attach(storage)
+        self._forget_windows()
+
+    def _forget_windows(self) -> None:
         self._known = None
-        if self._within is not None:
-            self._within.attach(storage)
+        if self._weighed is not None:
+            self._weighed.forget()
 
     # -- undoing draws ------------------------------------------------------------------------
 
@@ -717,7 +668,7 @@ class SliceSampler(Sliced):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._known = None
+        self._forget_windows()
 
     def __repr__(self) -> str:
         return f"SliceSampler({self._slicing.size!r}, measure={self.measure!r}, draw={self.draw!r})"

@@ -29,6 +29,7 @@ __all__ = [
     "checked_markers",
     "checked_recent",
     "checked_short",
+    "none_of",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -52,9 +53,14 @@ class Slicing:
         form: the form of windows: strict, spanning or padded.
         markers: the flags that mark the ends of windows.
         flat: if ``False``, batches are delivered as ``[slices, length]``.
+        cross: if True, windows may span ends that flags mark.
+
+    Attributes:
+        within: the ends of episodes, if windows may span them; else None.
 
     Raises:
-        ValueError: ``flat`` is ``False``, but slices may have different lengths.
+        ValueError: ``flat`` is ``False``, but slices may have different lengths; or tensors give
+            the ends that windows may span.
     """
 
     def __init__(
@@ -64,12 +70,16 @@ class Slicing:
         form: WindowForm,
         markers: Markers,
         flat: bool = True,
+        cross: bool = False,
     ) -> None:
         if not flat and not form.full:
             raise ValueError(
                 "flat=False needs slices of one length: strict ones, or padded with pad= or "
                 "pad_output="
             )
+        self.within = boundaries if cross else None
+        if cross:
+            boundaries = boundaries.without_flags()
         self.size, self.boundaries, self.form, self.markers = size, boundaries, form, markers
         self.flat = bool(flat)
         if size.slice_len:
@@ -88,6 +98,7 @@ class Slicing:
             RuntimeError: the storage is empty, slices do not fill the batch, or the rows have no
                 episodes.
             KeyError: no stored column shows where episodes end.
+            ValueError: windows may span ends, but transforms need whole episodes.
         """
         if not len(storage):
             raise NotEnoughData("Cannot sample from an empty storage.")
@@ -99,6 +110,11 @@ class Slicing:
         if storage.schema is not None:
             self.markers.check(storage.schema)
         if needs is not self._needs or window.law is not self._law_of:
+            if self.within is not None and (needs.closed or needs.intact or needs.future):
+                raise ValueError(
+                    "expected cross=True without transforms that need the end or later rows of an "
+                    f"episode, got {needs}"
+                )
             self._needs, self._law_of = needs, window.law
             self._law = window.law.needing(needs)
         return SliceRequest(slices, window, index, self._law)
@@ -271,7 +287,7 @@ class Sliced(Sampler):
             return True
 
     def episodes(self, storage: Storage) -> EpisodeIndex:
-        return self._slicing.boundaries.index(storage)
+        return (self._slicing.within or self._slicing.boundaries).index(storage)
 
     def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
         return self._slicing.markers.complete(rows, info)
@@ -287,10 +303,14 @@ class Sliced(Sampler):
     def attach(self, storage: Storage) -> None:
         super().attach(storage)
         self._slicing.boundaries.attach(storage)
+        if self._slicing.within is not None:
+            self._slicing.within.attach(storage)
 
     def rejoin(self, storage: Storage) -> None:
         super().rejoin(storage)
         self._slicing.boundaries.rejoin(storage)
+        if self._slicing.within is not None:
+            self._slicing.within.rejoin(storage)
 
 
 def checked_markers(
@@ -310,6 +330,11 @@ def checked_short(allow_short: Any, draw: str, flat: bool, slice_len: int | None
     if allow_short and not flat and slice_len is None:
         raise ValueError("expected slice_len with flat=False and allow_short, got num_slices")
     return bool(allow_short)
+
+
+def none_of(where: Any) -> str:
+    """Return the words of an error if no window can be drawn."""
+    return "no window" if where is None else "no window that where= allows"
 
 
 class Recency(NamedTuple):

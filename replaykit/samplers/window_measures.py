@@ -134,7 +134,10 @@ class EpisodeOrder:
         per_lane: number of these episodes in each lane, int64 ``[lanes]``.
         ends: running sum of ``per_lane``.
         count: sum of ``per_lane``.
+        masses: the object that chose the episodes; None for all episodes.
     """
+
+    masses: Any = None
 
     def __init__(self, index: EpisodeIndex, law: CountLaw) -> None:
         self.index, self.law = index, law
