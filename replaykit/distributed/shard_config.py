@@ -198,10 +198,17 @@ class ProportionalWindows(Proportional):
     The mass is the sum of ``v`` over all possible first rows.
     """
 
-    options: ClassVar = {"draw": "iid", "stratified": False, "recent": None} | Proportional.options
+    options: ClassVar = {
+        "draw": "iid",
+        "stratified": False,
+        "recent": None,
+        "where": None,
+    } | Proportional.options
 
     def check(self) -> None:
         super().check()
+        if self.sampler.unit == "episode":
+            raise ValueError("expected unit='step' or 'slice' for shards, got 'episode'")
         _refuse_static(self.sampler)
 
     def terms(self, batch_size: int | None) -> Terms | None:

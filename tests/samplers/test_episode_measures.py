@@ -198,6 +198,74 @@ def test_round_robin_visits_each_episode_once_a_pass(offset: str, tmp_path: Path
     assert rb.sampler.pass_index == other.sampler.pass_index
 
 
+PASSES: dict[str, dict[str, Any]] = {
+    "shuffled": {"replacement": False},
+    "in order": {"replacement": False, "shuffle": False},
+    "sequential": {"draw": "sequential"},
+}
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_a_pass_has_the_chosen_episodes_only(kind: str, tmp_path: Path) -> None:
+    options = {"batch": 6, "where": lambda data: data["task"] == 1, **PASSES[kind]}
+    rb = make([3, 9, 2, 4, 5, 7], 40, **options)
+    index = torch.arange(30)
+    rb.tag(index, {"task": torch.tensor([1, 1, 1, 0, 1, 1]).repeat_interleave(LENGTHS)})
+
+    def batches(*episodes: int) -> None:
+        """Two batches, of which the first begins a pass."""
+        found = [t for _ in range(2) for t in starts(rb)]
+        if kind == "shuffled":
+            assert {t // 100 for t in found} == set(episodes)
+        elif kind == "in order":
+            assert [t // 100 for t in found] == list(episodes)
+        else:
+            grid = [100 * e + i for e in episodes for i in range(0, LENGTHS[e] - 2, 3)]
+            assert found == (grid * 2)[at : at + 4]
+
+    at = 0
+    batches(0, 1, 4, 5)
+    if kind == "sequential":
+        at = 4
+        batches(0, 1, 4, 5)
+        rb.dumps(tmp_path)
+        rb = make([1], 40, **options)
+        rb.loads(tmp_path)
+        rb.tag(index[:3], {"task": 0})  # the episode of the last window
+        at = 0
+        batches(1, 4, 5)
+    else:
+        starts(rb)
+        rb.tag(index[:3], {"task": 0})
+        found = {t // 100 for _ in range(2) for t in starts(rb)}  # a new pass
+        assert found == {1, 4, 5}
+    rb.tag(index, {"task": 0})
+    with pytest.raises(NotEnoughData, match="where="):
+        rb.sample()
+    assert not rb.sampler.can_sample(rb.storage, 6)
+
+
+LENGTHS = torch.tensor([3, 9, 2, 4, 5, 7])
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_a_pass_crosses_ends(kind: str) -> None:
+    rb = make([3, 5, 2], 40, batch=3, cross=True, **PASSES[kind])
+    rb.cut()
+    write(rb, {3: 5, 4: 1})
+    rows = rb[:]["t"].tolist()
+    parts = [rows[:10], rows[10:]]
+    found = [rb.sample()["t"].tolist() for _ in range(5 if kind == "sequential" else 60)]
+    every = [part[i : i + 3] for part in parts for i in range(len(part) - 2)]
+    assert all(window in every for window in found)
+    if kind == "sequential":
+        grid = [part[i : i + 3] for part in parts for i in range(0, len(part) - 2, 3)]
+        assert found == grid
+    else:  # one window of each part in a pass
+        assert len({tuple(window) for window in found}) == len(every)
+        assert all((a in every[:8]) != (b in every[:8]) for a, b in zip(found[::2], found[1::2]))
+
+
 def test_wrong_arguments_are_refused() -> None:
     for wrong, error in ((-1.0, ValueError), (float("nan"), ValueError), ("1", TypeError)):
         with pytest.raises(error, match="alpha"):
@@ -205,7 +273,8 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="base"):
         Coverage(base="rows")
     for arguments, text in (
-        ({"where": lambda data: data, "draw": "sequential"}, "where="),
+        ({"where": lambda data: data, "recent": (0.5, 3)}, "where="),
+        ({"measure": Coverage(), "draw": "sequential"}, "without a measure"),
         ({"measure": Coverage(), "recent": (0.5, 3)}, "Coverage"),
         ({"measure": Coverage(), "draw": "round_robin"}, "without a measure"),
         ({"offset": "first"}, "offset"),

@@ -27,6 +27,9 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.5),
     "slices": lambda: SliceSampler(slice_len=2),
     "prioritized slices": lambda: PrioritizedSliceSampler(alpha=0.7, beta=0.5, slice_len=2),
+    "episode priorities": lambda: PrioritizedSliceSampler(
+        alpha=0.7, beta=0.5, slice_len=2, unit="episode"
+    ),
     "a pass": SamplerWithoutReplacement,
 }
 

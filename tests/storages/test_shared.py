@@ -38,6 +38,9 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "prioritized slices": lambda: PrioritizedSliceSampler(
         alpha=0.7, beta=0.5, num_slices=2, strict_length=False
     ),
+    "episode priorities": lambda: PrioritizedSliceSampler(
+        alpha=0.7, beta=0.5, num_slices=2, strict_length=False, unit="episode"
+    ),
 }
 
 
@@ -129,6 +132,8 @@ KINDS = {
     "references of streams": Kind("slices", streams=True, dedup=True),
     "slices of rings": Kind("prioritized slices", streams=True, length=2),
     "slices of episodes": Kind("prioritized slices", streams=True, episodes=True),
+    "episode priorities": Kind("episode priorities"),
+    "episode priorities of rings": Kind("episode priorities", streams=True, length=2),
     "references of rings": Kind("slices", streams=True, dedup=True, length=2),
 }
 
