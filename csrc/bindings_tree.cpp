@@ -168,19 +168,23 @@ class SegmentTree {
     return true;
   }
 
-  // Draws n leaves, and an integer below a count for each, by 2 n uniform numbers in [0, 1), which
-  // it overwrites. Row i of `facts` has facts of leaf i; number 3 is the count, at least 1. Writes
-  // to `out` the leaves, their facts and the integers, n numbers each. Returns false as `draw` does.
-  bool draw_within(nb::handle uniform, nb::handle facts, nb::handle out) const {
+  // Draws n leaves by 2 n uniform numbers in [0, 1), which it overwrites, and for each leaf a window
+  // in a ring. Row i of `facts` has facts of leaf i: lane, time of the first row, a fact, and the
+  // number of windows, at least 1. Writes to `out` the leaves and their facts, n numbers each, and to
+  // `windows` the elements of the windows and the window of each. Returns false as `draw` does.
+  bool draw_windows(nb::handle uniform, nb::handle facts, nb::handle out, nb::handle windows,
+                    std::int64_t slots, std::int64_t lanes) const {
     const Array numbers(uniform, "uniform", Array::kDouble, 1, true);
     const Array table(facts, "facts", Array::kInt64, 2, true);
     const Array found(out, "out", Array::kInt64, 2, true);
-    const std::int64_t n = found.size(1), columns = table.size(1);
+    const Array rows(windows, "windows", Array::kInt64, 2, true);
+    const std::int64_t n = found.size(1), columns = table.size(1), length = n ? rows.size(1) / n : 0;
     check_length("uniform", numbers.size(), 2 * n);
     check_length("facts", table.size(), tree_.levels.capacity);
-    check_length("out", found.size(), columns + 2);
-    if (columns < 4) throw nb::value_error("expected at least 4 facts of each leaf");
-    std::int64_t* const index = found.out();
+    check_length("out", found.size(), columns + 1);
+    check_length("windows", rows.size() * rows.size(1), 2 * n * length);
+    if (columns < 4 || slots < 1) throw nb::value_error("expected at least 4 facts and a slot");
+    std::int64_t *const index = found.out(), *element = rows.out(), *window = element + n * length;
     if (!draw(reinterpret_cast<std::uintptr_t>(numbers.doubles()), n,
               reinterpret_cast<std::uintptr_t>(index), false)) {
       return false;
@@ -190,7 +194,12 @@ class SegmentTree {
       const std::int64_t* row = table.out() + index[i] * columns;
       for (std::int64_t c = 0; c < columns; ++c) index[(c + 1) * n + i] = row[c];
       const double part = numbers.doubles()[n + i] * static_cast<double>(row[3]);
-      index[(columns + 1) * n + i] = std::min(static_cast<std::int64_t>(part), row[3] - 1);
+      std::int64_t slot = (row[1] + std::min(static_cast<std::int64_t>(part), row[3] - 1)) % slots;
+      for (std::int64_t step = 0; step < length; ++step) {
+        *element++ = slot * lanes + row[0];
+        *window++ = i;
+        if (++slot == slots) slot = 0;
+      }
     }
     return true;
   }
@@ -348,7 +357,7 @@ void bind_trees(nb::module_& m) {
       .def("reduce_one", &SegmentTree::reduce_one)
       .def("find", &SegmentTree::find)
       .def("draw", &SegmentTree::draw)
-      .def("draw_within", &SegmentTree::draw_within)
+      .def("draw_windows", &SegmentTree::draw_windows)
       .def("count", &SegmentTree::count)
       .def("draw_weighted",
            [](const SegmentTree& self, std::uintptr_t uniform, std::int64_t n,

@@ -92,6 +92,7 @@ class EpisodeMasses(Anchors):
 
     Attributes:
         data: the episodes.
+        tags: the values of the episodes.
         chosen: bool ``[J]``, the episodes that have windows and satisfy the predicate.
 
     Cost: O(J) to create the object; O(K log J) for a draw.
@@ -108,7 +109,7 @@ class EpisodeMasses(Anchors):
     ) -> None:
         self.index, self.law, self.newest = index, law, None
         self.data = data = EpisodeData(index, tags)
-        self._tags, self._coverage = tags, coverage
+        self.tags, self._coverage = tags, coverage
         reset, is_open = data.head == int(Head.RESET), data.code == CONTINUES
         windows, rows, skip = law.counts(data.length, reset, is_open)
         self.chosen = windows > 0
@@ -143,8 +144,8 @@ class EpisodeMasses(Anchors):
         """Set all masses, with the counts of now."""
         mass = self._mass
         if self._coverage is not None:
-            self._seen = self._tags.drawn
-            weight = 1.0 + self._tags.draws(self.data.id)
+            self._seen = self.tags.drawn
+            weight = 1.0 + self.tags.draws(self.data.id)
             native.core.power(weight, -self._coverage.alpha)  # as ``count_draw`` does
             mass = mass * weight
         if len(mass):
@@ -153,13 +154,13 @@ class EpisodeMasses(Anchors):
     def follow(self) -> None:
         """Follow counts that changed since the last draw."""
         coverage = self._coverage
-        if coverage is not None and coverage.live and self._seen != self._tags.drawn:
+        if coverage is not None and coverage.live and self._seen != self.tags.drawn:
             self._read_masses()
 
     def count_draw(self) -> Array:
         """Count the last draw; return the ids of its episodes, int64 ``[K]``."""
         assert self._coverage is not None
-        tags = self._tags
+        tags = self.tags
         if self._layout != tags.layout:
             self._facts[:, 5] = tags.places(self._facts[:, 4], self.index)
             self._layout = tags.layout
@@ -198,13 +199,24 @@ class EpisodeMasses(Anchors):
         return Windows(lane, base, rows, count, rest)
 
     def independent(self, count: int, generator: torch.Generator | None) -> Windows:
-        view, found = self._tree.native_view, np.empty((8, count), np.int64)
-        if view is None:
-            return self.at(uniform(count, generator))
-        if not view.draw_within(uniform(2 * count, generator), self._facts, found):
+        return self.at(uniform(count, generator))
+
+    def rows(
+        self, count: int, length: int, generator: torch.Generator | None
+    ) -> tuple[Array, Array] | None:
+        """Draw windows of ``length`` rows; return their elements, and the window of each.
+
+        The result is None if the core cannot do this in one call.
+        """
+        view, index = self._tree.native_view, self.index
+        if view is None or not index.in_ring:
+            return None
+        found, rows = np.empty((7, count), np.int64), np.empty((2, count * length), np.int64)
+        points = uniform(2 * count, generator)
+        if not view.draw_windows(points, self._facts, found, rows, index.slots, index.lanes):
             raise EmptyDistributionError("expected an episode of positive mass")
-        self._drawn, self._drawn_facts = found[0], found[1:7]
-        return Windows(found[1], found[2], found[3], found[4], found[7])
+        self._drawn, self._drawn_facts = found[0], found[1:]
+        return rows[0], rows[1]
 
     def mass(self, found: Windows) -> Array:
         episode = self.episodes_of(found)
@@ -243,11 +255,15 @@ class WeighedEpisodes:
 
     def of(self, storage: Storage, index: EpisodeIndex, law: CountLaw) -> EpisodeMasses:
         """Return the masses of now. The same object means that episodes and tags are the same."""
-        tags = episode_tags(storage, index)
-        known, as_of = self._known, (index.version, tags.number)
-        if known is None or (known.index, known.law, self._as_of) != (index, law, as_of):
-            known = self._known = self._new(index, law, tags)
-            self._as_of = as_of
+        known, version = self._known, index.version
+        if (  # a load makes another index, so these are the tags of the storage
+            known is None
+            or known.index is not index
+            or known.law != law
+            or self._as_of != (version, known.tags.number)
+        ):
+            known = self._known = self._new(index, law, episode_tags(storage, index))
+            self._as_of = version, known.tags.number
         known.follow()
         return known
 

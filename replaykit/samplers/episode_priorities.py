@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from replaykit.storages import Storage
     from replaykit.storages.episode_tags import EpisodeTags
 
-__all__ = ["EpisodePriorities"]
+__all__ = ["EpisodePriorities", "PriorityMasses"]
 
 Array = np.ndarray[Any, Any]
 
@@ -55,8 +55,8 @@ class EpisodePriorities(WeighedEpisodes):
         self._table, table.inherit = table, self.inherit
         self.forget()
 
-    def _new(self, index: EpisodeIndex, law: CountLaw, tags: EpisodeTags) -> _PriorityMasses:
-        return _PriorityMasses(index, law, tags, self.where, self._table)
+    def _new(self, index: EpisodeIndex, law: CountLaw, tags: EpisodeTags) -> PriorityMasses:
+        return PriorityMasses(index, law, tags, self.where, self._table)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_table": None}
@@ -112,7 +112,7 @@ class EpisodePriorities(WeighedEpisodes):
         return raw
 
 
-class _PriorityMasses(EpisodeMasses):
+class PriorityMasses(EpisodeMasses):
     """The measure ``P(a) = v_j / sum v * 1 / (windows of j)``; ``v`` is the weight of a priority.
 
     Windows of episodes with weight 0 do not count.
@@ -164,16 +164,17 @@ class _PriorityMasses(EpisodeMasses):
             self._upto = np.cumsum(np.where(self._mass > 0, windows, 0))
             self.count = int(self._upto[-1])
 
-    def drawn(
-        self, draw: str, count: int, generator: torch.Generator | None, beta: float
-    ) -> tuple[Windows, torch.Tensor]:
-        """Draw up to ``count`` windows; return them and their importance weights ``[K]``."""
+    def drawn(self, draw: str, count: int, generator: torch.Generator | None) -> Windows:
+        """Draw up to ``count`` windows."""
         if draw == "without_replacement":
             found = without_replacement(self, min(count, self.count), generator)
-            value = self.mass(found)
-        else:
-            found = (stratified if draw == "stratified" else iid)(self, count, generator)
-            value = self._tree[torch.from_numpy(self._drawn)].numpy() / found.count
+            self.episodes_of(found)
+            return found
+        return (stratified if draw == "stratified" else iid)(self, count, generator)
+
+    def weights(self, beta: float) -> torch.Tensor:
+        """Return the importance weights of the last draw, ``[K]``."""
+        mass = self._tree[torch.from_numpy(self._drawn)]
+        value = mass / torch.from_numpy(self._drawn_facts[3])
         smallest = value.min() if self._least is None else self._least.reduce()
-        weights = importance_weights(torch.from_numpy(value), smallest, beta, self._table.law.dtype)
-        return found, weights
+        return importance_weights(value, smallest, beta, self._table.law.dtype)

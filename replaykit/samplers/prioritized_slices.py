@@ -13,7 +13,7 @@ from replaykit.episodes.episode_laws import CONTINUES
 from replaykit.keywords import checked_keywords, one_of
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.episode_measures import Predicate, weighed_episodes
-from replaykit.samplers.episode_priorities import EpisodePriorities
+from replaykit.samplers.episode_priorities import EpisodePriorities, PriorityMasses
 from replaykit.samplers.prioritized import PrioritizedSampler
 from replaykit.samplers.priority_draws import drawn_distinct
 from replaykit.samplers.priority_rules import REQUIRED, resolved_update
@@ -289,17 +289,26 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
         """Draw windows by the priorities of episodes."""
         request, masses = self._prepare_episodes(storage, batch_size)
         draw = "stratified" if self.stratified else self.draw
-        found, weight = masses.drawn(draw, request.slices, self.generator, self._beta)
-        index, info = self._slicing.deliver(storage, request, request.window.cut(found))
-        self._add_weights(storage, index, info, weight)
+        window, count, rows = request.window, request.slices, None
+        if draw == "iid" and window.whole:
+            rows = masses.rows(count, window.length, self.generator)
+        if rows is not None:
+            index, info = self._slicing.hand_out(storage, *rows)
+        else:
+            found = masses.drawn(draw, count, self.generator)
+            index, info = self._slicing.deliver(storage, request, window.cut(found))
+        self._add_weights(storage, index, info, masses.weights(self._beta))
         return index, info
 
-    def _prepare_episodes(self, storage: Storage, batch_size: int) -> tuple[SliceRequest, Any]:
+    def _prepare_episodes(
+        self, storage: Storage, batch_size: int
+    ) -> tuple[SliceRequest, PriorityMasses]:
         """Return the request and the weighed episodes. Raises if no window can be drawn."""
         request = self._slicing.request(storage, batch_size, self.needs)
         self._table.follow(storage)
         assert self._weighed is not None
         masses = self._weighed.of(storage, request.episodes, request.law)
+        assert isinstance(masses, PriorityMasses)
         if not masses.chosen.any():
             raise self._slicing.refuse(request, self.needs, none_of(self.where))
         if not masses.count:

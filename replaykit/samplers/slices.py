@@ -563,8 +563,14 @@ class SliceSampler(Sliced):
                 if request.window.whole:
                     return self._draw_plain(storage, request)
             request, anchors = self._prepare(storage, batch_size)
-            found = self._draw(request, anchors)
-            drawn = self._slicing.deliver(storage, request, request.window.cut(found))
+            window, rows = request.window, None
+            if self.draw == "iid" and window.whole and isinstance(anchors, EpisodeMasses):
+                rows = anchors.rows(request.slices, window.length, self.generator)
+            if rows is not None:
+                drawn = self._slicing.hand_out(storage, *rows)
+            else:
+                found = self._draw(request, anchors)
+                drawn = self._slicing.deliver(storage, request, window.cut(found))
             if self._counter is not None:
                 assert isinstance(anchors, EpisodeMasses)
                 if self.draw == "without_replacement":

@@ -347,9 +347,12 @@ DRAWS = ("iid", "stratified", "without_replacement", "sequential", "round_robin"
 
 def uniform(count: int, generator: torch.Generator | None) -> Array:
     """Draw float64 ``[count]`` from [0, 1). None uses torch's global generator."""
-    device = "cpu" if generator is None else generator.device
-    drawn = torch.rand(count, dtype=torch.float64, generator=generator, device=device)
-    return np.asarray(drawn.cpu().numpy())
+    if generator is not None and generator.device != _CPU:
+        drawn = torch.rand(count, dtype=torch.float64, generator=generator, device=generator.device)
+        return np.asarray(drawn.cpu().numpy())
+    found = np.empty(count)
+    torch.from_numpy(found).uniform_(generator=generator)
+    return found
 
 
 def integers(limit: int, count: int, generator: torch.Generator | None) -> Array:

@@ -247,6 +247,15 @@ def test_weights_undo_the_probabilities_that_rows_really_had(sharded: Any) -> No
         ),
         ({"sampler": lambda: SliceSampler(slice_len=2, where=len), "shard_key": "k"}, "where="),
         ({"sampler": lambda: PrioritizedSampler(alpha=1, beta=1, stratified=True)}, "stratified"),
+        (
+            {
+                "sampler": lambda: PrioritizedSliceSampler(
+                    alpha=1, beta=1, slice_len=2, unit="episode"
+                ),
+                "shard_key": "k",
+            },
+            "unit=",
+        ),
         ({"writer": TensorDictMaxValueWriter}, "order"),
         ({"storage": lambda: LazyTensorStorage(8, ndim=2)}, "ndim=1"),
         ({"num_shards": 0}, "num_shards"),

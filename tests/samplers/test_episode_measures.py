@@ -263,7 +263,10 @@ def test_a_pass_crosses_ends(kind: str) -> None:
         assert found == grid
     else:  # one window of each part in a pass
         assert len({tuple(window) for window in found}) == len(every)
-        assert all((a in every[:8]) != (b in every[:8]) for a, b in zip(found[::2], found[1::2]))
+        assert all(
+            (a in every[:8]) != (b in every[:8])
+            for a, b in zip(found[::2], found[1::2], strict=True)
+        )
 
 
 def test_wrong_arguments_are_refused() -> None:

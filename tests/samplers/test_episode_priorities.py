@@ -114,8 +114,8 @@ class Model:
     """The priority of each episode that was ever written, by its number ``e``."""
 
     def __init__(self, kind: str, seed: int) -> None:
-        self.kind, self.random = kind, random.Random(seed)
-        self.rb = make(*STORAGES[kind](), strict_length=False)
+        self.kind, self.random, self.strict = kind, random.Random(seed), seed % 2 == 0
+        self.rb = make(*STORAGES[kind](), strict_length=self.strict)
         self.priority: dict[int, float] = {}
         self.most, self.dropped, self.rows = 1.0, 0, 0
         self.open: dict[int, int] = {}  # the number of the open episode of each lane
@@ -123,11 +123,13 @@ class Model:
 
     def write(self) -> None:
         if self.kind == "whole":
-            return self._extend([self._steps(-1, self.random.randrange(1, 8), True)])
+            self.rb.extend(self._steps(-1, self.random.randrange(1, 8), True))
+            return
         count, end = self.random.randrange(1, 7), self.random.random() < 0.5
         lanes = range(1 if self.kind == "ring" else 2)
         parts = [self._steps(lane, count, end) for lane in lanes]
-        self._extend([torch.stack(parts)] if self.kind == "lanes" else parts)
+        for part in [torch.stack(parts)] if self.kind == "lanes" else parts:
+            self.rb.extend(part)
 
     def _steps(self, lane: int, count: int, end: bool) -> TensorDict:
         number = self.open.pop(lane, len(self.priority))
@@ -140,12 +142,13 @@ class Model:
         lane_of = torch.full((count,), lane)
         return TensorDict({**rows, "lane": lane_of, "next": {"done": done}}, [count])
 
-    def _extend(self, parts: list[TensorDict]) -> None:
-        for part in parts:
-            self.rb.extend(part)
-
     def sample(self) -> None:
-        self.batches.append(self.rb.sample(6))
+        if not self.rb.sampler.can_sample(self.rb.storage, 6):  # no episode has 3 rows
+            return
+        batch = self.rb.sample(6)
+        same = batch["sequence_id"].diff() == 0
+        assert ((batch["n"].diff() == 1) & (batch["e"].diff() == 0))[same].all()
+        self.batches.append(batch)
 
     def learn(self) -> None:
         """Set priorities of rows of an earlier batch, of which some may be gone."""
@@ -177,7 +180,7 @@ class Model:
 
     def reload(self, folder: Path) -> None:
         self.rb.dumps(folder)
-        self.rb = make(*STORAGES[self.kind](), strict_length=False)
+        self.rb = make(*STORAGES[self.kind](), strict_length=self.strict)
         self.rb.loads(folder)
         self.open.clear()  # no episode spans a load
 
