@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ class Model:
         self.priority: dict[int, float] = {}
         self.most, self.dropped, self.rows = 1.0, 0, 0
         self.open: dict[int, int] = {}  # the number of the open episode of each lane
+        self.length: Counter[int] = Counter()
         self.batches: list[TensorDict] = []
 
     def write(self) -> None:
@@ -137,7 +139,10 @@ class Model:
         if not end:
             self.open[lane] = number
         self.rows += count
+        first = self.length[number]
+        self.length[number] += count
         rows = {"n": torch.arange(self.rows - count, self.rows), "e": torch.full((count,), number)}
+        rows["t"] = torch.arange(first, first + count)
         done = torch.arange(count) == (count - 1 if end else -1)
         lane_of = torch.full((count,), lane)
         return TensorDict({**rows, "lane": lane_of, "next": {"done": done}}, [count])
@@ -147,7 +152,7 @@ class Model:
             return
         batch = self.rb.sample(6)
         same = batch["sequence_id"].diff() == 0
-        assert ((batch["n"].diff() == 1) & (batch["e"].diff() == 0))[same].all()
+        assert ((batch["t"].diff() == 1) & (batch["e"].diff() == 0))[same].all()
         self.batches.append(batch)
 
     def learn(self) -> None:
