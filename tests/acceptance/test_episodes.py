@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import random
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from replaykit import (
     Bootstrap,
     Compose,
+    Coverage,
+    EpisodeWriter,
     HindsightGoal,
     LaneWriter,
     LazyMemmapStorage,
+    LazyTensorStorage,
     NStep,
     PreviousStep,
+    PrioritizedSliceSampler,
     ReplayBuffer,
     ReturnToGo,
     RoundRobinWriter,
@@ -25,6 +32,7 @@ from replaykit import (
     StepCount,
 )
 from replaykit.episodes import EndReason, Head
+from replaykit.errors import NotEnoughData
 from tests import effort
 
 
@@ -270,3 +278,78 @@ def test_the_bootstrap_mask_of_windows(code: int, length: int, ted: Any, buffer:
     batch = rb[:]
     assert batch["bootstrap"].squeeze(-1).tolist() == [True] * 3 + [code == 2] * 3
     assert batch["bootstrap"].dtype == torch.bool
+
+
+class Identified:
+    """Episodes of 2 to 5 rows, each under its identity."""
+
+    def __init__(self, capacity: int = 20_000, sampler: Any = None) -> None:
+        self.rb = ReplayBuffer(
+            storage=LazyTensorStorage(capacity, lane_key="identity"),
+            writer=EpisodeWriter(),
+            sampler=sampler or SliceSampler(slice_len=2, measure=Coverage()),
+            generator=torch.Generator().manual_seed(0),
+            batch_size=40,
+        )
+
+    def add(self, identities: range) -> Identified:
+        for k in identities:
+            n = 2 + k % 4
+            done = (torch.arange(n) == n - 1)[:, None]
+            row = {"identity": torch.full((n,), k), "t": torch.arange(n), "next": {"done": done}}
+            self.rb.extend(TensorDict(row, [n]))
+        return self
+
+    def load(self, folder: Path) -> Identified:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of rows that do not fit, and of another sampler
+            self.rb.loads(folder)
+        return self
+
+    def identities(self) -> list[int]:
+        """The identities of the stored episodes, each of which is whole."""
+        found = []
+        for episode in self.rb.episodes:
+            rows = episode.rows()
+            (k,) = set(rows["identity"].tolist())
+            assert rows["t"].tolist() == list(range(2 + k % 4))
+            found.append(k)
+        batch = self.rb.sample()
+        assert set(batch["identity"].tolist()) <= set(found)
+        assert (batch["t"].reshape(-1, 2).diff() == 1).all()
+        return sorted(found)
+
+
+@pytest.mark.acceptance("S32")
+def test_a_thousand_episodes_are_exported_and_restored(tmp_path: Path) -> None:
+    one, folder = Identified().add(range(1000)), tmp_path / "saved"
+    one.rb.sample()
+    one.rb.dumps(folder)
+    files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    assert sum(file.st_size for file in files) > 10_000
+    assert all(file.st_mode & 0o444 == 0o444 for file in files)
+
+    other = Identified().load(folder)
+    assert (other.rb[:] == one.rb[:]).all()
+    assert (other.rb.sample() == one.rb.sample()).all()
+    assert other.add(range(2000, 5000)).identities() == [*range(1000), *range(2000, 5000)]
+    assert Identified().add(range(900, 1200)).load(folder).identities() == list(range(1000))
+    by_priority = PrioritizedSliceSampler(alpha=1, beta=1, slice_len=2, unit="episode")
+    assert Identified(sampler=by_priority).load(folder).identities() == list(range(1000))
+    assert Identified(1000).load(folder).identities() == list(range(715, 1000))
+
+    other.rb.empty()
+    assert other.add(range(1000)).identities() == list(range(1000))
+    other.rb.empty()
+    other.rb.dumps(tmp_path / "empty")
+    empty = Identified().add(range(3)).load(tmp_path / "empty")
+    with pytest.raises(NotEnoughData):
+        empty.rb.sample()
+    assert empty.add(range(3)).identities() == [0, 1, 2]
+
+
+@pytest.mark.acceptance("S32")
+def test_a_fixture_of_episodes_is_imported() -> None:
+    found = Identified().load(Path(__file__).parent.parent / "checkpoint/fixtures/episodes-3")
+    assert found.identities() == list(range(100))
+    assert int(found.rb.storage.indexes.data().draws.sum()) == 40
