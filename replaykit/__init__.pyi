@@ -232,6 +232,9 @@ from replaykit.transforms.value_transforms import (
     RewardShift,
     SelectTransform,
 )
+from replaykit.transforms.windows import (
+    Windows,
+)
 from replaykit.writers.episode_writer import (
     EpisodeWriter,
 )
@@ -378,6 +381,7 @@ __all__ = [
     "VD4RLExperienceReplay",
     "VectorSteps",
     "WindowLast",
+    "Windows",
     "Writer",
     "WriterEnsemble",
     "__version__",

@@ -134,6 +134,7 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("NStepWriting", "transform", "transforms.n_step"),
     Entry("Bootstrap", "transform", "transforms.discounting"),
     Entry("StackFrames", "transform", "transforms.frames"),
+    Entry("Windows", "transform", "transforms.windows"),
     Entry("PreviousStep", "transform", "transforms.frames"),
     Entry("StepCount", "transform", "transforms.frames"),
     Entry("HindsightGoal", "transform", "transforms.hindsight"),

@@ -69,6 +69,7 @@ WORKS = {
         "cuda",
         "corpora",
         "collection",
+        "formats",
     )
 }
 

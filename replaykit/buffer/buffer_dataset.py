@@ -143,7 +143,7 @@ def _for_readers(buffer: ReplayBuffer | BatchStreams, known: dict[int, Any]) -> 
         buffer._sampler,
         buffer._writer.tracks_generations,
         {
-            "sample_unit": buffer._sample_unit,
+            "sample_unit": buffer._windows or buffer._sample_unit,
             "collate_fn": buffer._collate_fn,
             "transform": buffer._chain,
             "batch_size": buffer._batch_size,

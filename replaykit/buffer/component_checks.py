@@ -23,11 +23,12 @@ from replaykit.storages import (
 from replaykit.storages.content import Content
 from replaykit.storages.restorable import why_not_mapped
 from replaykit.ted import format_key
-from replaykit.transforms import Compose
+from replaykit.transforms import Compose, Windows
 from replaykit.writers import RoundRobinWriter, Writer
 from replaykit.writers.ring_writers import check_lane_key
 
 __all__ = [
+    "check_anchors",
     "check_consuming",
     "check_kinds",
     "check_mappable",
@@ -83,6 +84,16 @@ def _consuming(count: int, sampler: Any) -> Any:
 def uses_of(sampler: Sampler) -> int | None:
     """Return how often a sampler may draw each row; None for no limit."""
     return sampler.max_sample_count if isinstance(sampler, ConsumingSampler) else None
+
+
+def check_anchors(sampler: Sampler, unit: object) -> None:
+    """Raise ValueError if a sampler itself draws windows."""
+    if not sampler.draws_anchors:
+        raise ValueError(
+            f"expected a sampler of single rows with {type(unit).__name__} as sample_unit, got "
+            f"{type(sampler).__name__}, which draws windows itself; use slices of one row "
+            "(slice_len=1), or pass the windows as transform="
+        )
 
 
 def check_consuming(
@@ -263,7 +274,7 @@ def check_kinds(
         raise TypeError("transform and transform_factory are mutually exclusive, got both")
     if transform_factory is not None and not callable(transform_factory):
         raise TypeError(f"expected a callable transform_factory, got {transform_factory!r}")
-    if sample_unit is not None and not isinstance(sample_unit, SampleUnit):
+    if sample_unit is not None and not isinstance(sample_unit, (SampleUnit, Windows)):
         raise TypeError(
             f"sample_unit must be a SampleUnit instance, got {type(sample_unit).__name__}"
         )

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from typing_extensions import TypeVar
 
 from replaykit.buffer.component_checks import (
+    check_anchors,
     check_consuming,
     check_not_ahead,
     check_order,
@@ -24,7 +25,7 @@ from replaykit.buffer.prefetch import Prefetcher
 from replaykit.pace import LimiterQueue
 from replaykit.samplers import PrioritizedSampler, RandomSampler, Sampler
 from replaykit.storages import ListStorage, Storage
-from replaykit.transforms import Compose
+from replaykit.transforms import Compose, Windows
 from replaykit.transforms.history import needs_of
 from replaykit.writers import RoundRobinWriter, Writer
 
@@ -157,11 +158,27 @@ def make_parts(buffer: ReplayBuffer) -> None:
     buffer._initialized = True
 
 
+def chain_of_draws(buffer: ReplayBuffer, storage: Storage, chain: Compose) -> Compose:
+    """Return the windows that a sample consists of, if any, followed by the transforms.
+
+    Raises:
+        ValueError: a transform does not fit the storage.
+    """
+    if buffer._windows is not None:
+        chain = chain.copy()
+        chain.insert(0, buffer._windows)
+    for transform in chain:
+        if isinstance(transform, Windows):
+            transform.bind(getattr(storage, "fps", None))
+    return chain
+
+
 def set_chain(buffer: ReplayBuffer, chain: Compose) -> None:
     """Set the chain, and compute which neighbours of a row it needs."""
     check_transforms_of(buffer._sampler, chain)
     buffer._chain = chain
-    buffer._needs = needs_of(list(chain))
+    buffer._draw_chain = chain_of_draws(buffer, buffer._storage, chain)
+    buffer._needs = needs_of(list(buffer._draw_chain))
     buffer._listening = chain.checking_writes
 
 
@@ -170,6 +187,9 @@ def check_uses(
 ) -> None:
     depth, unit = buffer._prefetch_depth, buffer._sample_unit
     unit.check(storage, sampler)
+    if buffer._windows is not None:
+        check_anchors(sampler, buffer._windows)
+    chain = chain_of_draws(buffer, storage, chain)
     check_order(sampler, writer, buffer._batch_size)
     check_consuming(sampler, storage, writer, unit, chain, prefetch=depth, shared=buffer._shared)
 

@@ -326,7 +326,7 @@ def finish_batch(buffer: ReplayBuffer, batch: DrawnBatch) -> tuple[Any, dict[Any
     sampler = batch.sampler
     if sampler is not None:
         data = (sampler.complete_fresh if batch.fresh else sampler.complete)(data, info)
-    if buffer._chain.entries or buffer._collate_fn is not None:
+    if buffer._draw_chain.entries or buffer._collate_fn is not None:
         with allowed:  # user code, which may take long
             data = transform_rows(buffer, batch, data, info)
     elif batch.collate is not None:

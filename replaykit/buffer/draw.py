@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from replaykit._compat import as_tensor
+from replaykit._compat import as_tensor, new_tensordict
 from replaykit.buffer.component_checks import checked_batch_size
 from replaykit.buffer.prefetch import AheadBatch, Draw, DrawnBatch, Mark, Outdated, Prefetcher
 from replaykit.buffer.row_context import fetch_all
@@ -131,7 +131,7 @@ def draw_unlocked(buffer: ReplayBuffer, size: int, *given: Any) -> tuple[DrawnBa
                 raise
             return None, True  # overwritten rows may have caused the error
         slots, draw = None, batch.draw
-        if not buffer._chain.readers:
+        if not buffer._draw_chain.readers:
             slots = draw.index[:, 0] if storage.ndim > 1 else draw.index
         if not sharing.intact(seen, slots):
             show(sampler, draw.was_out)
@@ -297,9 +297,13 @@ def _read_rows(
     """
     if collate is None:
         collate = buffer._collate_fn
-    chain, sampler, held, begun, fetched = buffer._chain, buffer._sampler, False, None, None
+    chain, sampler, held, begun, fetched = buffer._draw_chain, buffer._sampler, False, None, None
+    bare = buffer._windows is not None
+    if bare:
+        rows: Any = new_tensordict({}, draw.index.shape[:1], torch.device(storage.device))
+        held = collate is None
     # If a storage overrides `read`, every read calls it.
-    if type(storage).read is ColumnStorage.read:
+    elif type(storage).read is ColumnStorage.read:
         columns: Any = storage
         # Transforms would use rows of an unfinished read, which is not allowed.
         if begin and not chain.entries:
@@ -319,13 +323,13 @@ def _read_rows(
         given = chain, storage, draw.index, draw.info, generator, known, rows if held else None
         repeated = own and buffer._prefetcher is not None and chain.uses_random
         if generator is None or draw.mark is None or not repeated:
-            fetched = chain, fetch_all(*given)
+            fetched = chain, fetch_all(*given, bare=bare)
         else:
             with _random_of(draw.mark, generator):
-                fetched = chain, fetch_all(*given)
+                fetched = chain, fetch_all(*given, bare=bare)
     # The sampler describes its own windows, not the windows of a sample unit.
     describes = not _describes_nothing(type(sampler)) and not (
-        sampler.draws_windows and isinstance(buffer._sample_unit, Sequence)
+        sampler.draws_windows and (bare or isinstance(buffer._sample_unit, Sequence))
     )
     return DrawnBatch(
         draw,
@@ -489,7 +493,7 @@ def reads_now(buffer: ReplayBuffer) -> bool:
     storage = buffer._storage
     if not isinstance(storage, ColumnStorage) or type(storage).read is not ColumnStorage.read:
         return False
-    if buffer._chain.entries or buffer._collate_fn is not None or buffer._target is not None:
+    if buffer._draw_chain.entries or buffer._collate_fn is not None or buffer._target is not None:
         return False
     if buffer._pin_memory or type(buffer._sample_unit) is not Transition:
         return False

@@ -57,7 +57,7 @@ from replaykit.storages.memmap import join_storage
 from replaykit.storages.save_hooks import Hook, check_no_checkpointer
 from replaykit.ted import unravel
 from replaykit.transfer import Staging, device_named
-from replaykit.transforms import Compose
+from replaykit.transforms import Compose, Windows
 from replaykit.writers import Writer
 from replaykit.writers.writer import single_index
 
@@ -73,7 +73,8 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         sampler: a sampler, or a function that makes it. Default: ``RandomSampler()``.
         writer: a writer, or a function that makes it. Default: ``RoundRobinWriter()``.
         sample_unit: the law that turns a drawn row into the rows of a batch. Default:
-            ``Transition()``, which returns the drawn row alone.
+            ``Transition()``, which returns the drawn row alone. Or `Windows`, whose keys alone are
+            read.
         collate_fn: a function that combines the rows that were read. Transforms receive its result.
             By default, rows of tensor storages are unchanged and rows of lists are stacked.
         pin_memory: pin the CPU tensors of a batch if there is a CUDA device.
@@ -156,6 +157,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
     _sampler: Sampler
     _writer: Writer
     _chain: Compose
+    _draw_chain: Compose  # of samples, but not of rb[...]
     _needs: Needs
     _listening: list[Any]
     _pace: LimiterQueue | None = None
@@ -168,7 +170,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         storage: StorageT | Callable[[], StorageT] | None = None,
         sampler: SamplerT | Callable[[], SamplerT] | None = None,
         writer: WriterT | Callable[[], WriterT] | None = None,
-        sample_unit: SampleUnit | None = None,
+        sample_unit: SampleUnit | Windows | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,
         device: torch.device | str | int | None = None,
@@ -204,7 +206,9 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             raise ValueError(f"dim_extend must be a positive value or 0, got {dim_extend!r}")
         self._dim_extend = dim_extend
         self._dim_of_storage = dim_extend is None
-        self._sample_unit = Transition() if sample_unit is None else sample_unit
+        # Windows are read by the chain of transforms, around single rows.
+        self._windows = sample_unit if isinstance(sample_unit, Windows) else None
+        self._sample_unit = sample_unit if isinstance(sample_unit, SampleUnit) else Transition()
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
         self._target = None if device is None else device_named(device)

@@ -147,11 +147,14 @@ def fetch_all(
     generator: torch.Generator | None,
     episodes: EpisodeIndex | None = None,
     rows: Any = None,
+    *,
+    bare: bool = False,
 ) -> Prepared:
     """Read those rows around an index that a chain's history transforms need.
 
     Args:
         rows: the batch in separate memory, if the chain is the first code that uses it; else None.
+        bare: True if the batch has no leaves.
 
     Raises:
         RuntimeError: the storage does not record where episodes end.
@@ -172,6 +175,7 @@ def fetch_all(
         None if mask is None else mask.cpu().numpy(),
         generator,
     )
+    around.bare = bare
     if mask is None:
         around.rows = rows
     return fetch_more(chain, Prepared(around))

@@ -247,6 +247,11 @@ class MappedStorage(TensorStorage):
         return self.ledger.log.rows_changed(self._opened)
 
     @property
+    def fps(self) -> float | None:
+        """The rows per second that the report of the conversion states; None if unknown."""
+        return None if self.published is None else self.published.manifest.report.get("fps")
+
+    @property
     def episode_table(self) -> TensorDict:
         """The table of served episodes, ``[E]``. ``start`` counts rows of this storage."""
         if self._table is not None:

@@ -108,7 +108,7 @@ class UniformRows(DrawLaw):
         return Measured(int(index_for(storage).total(needs.single, WINDOWS)), float("inf"))
 
 
-class Windows(DrawLaw):
+class WindowDraws(DrawLaw):
     """The rule for draws of windows inside episodes.
 
     The mass is the number of windows or episodes, depending on the sampler's ``measure``.
@@ -212,11 +212,11 @@ class ProportionalWindows(Proportional):
         _refuse_static(self.sampler)
 
     def terms(self, batch_size: int | None) -> Terms | None:
-        found = Windows.terms(self, batch_size)  # type: ignore[arg-type]
+        found = WindowDraws.terms(self, batch_size)  # type: ignore[arg-type]
         return None if found is None else Terms(found.length, self.sampler.alpha)
 
-    draws = Windows.draws
-    draw = Windows.draw
+    draws = WindowDraws.draws
+    draw = WindowDraws.draw
 
     def _mass(self, sampler: Any, buffer: ReplayBuffer, storage: Storage, terms: Terms) -> float:
         with _windows_of(sampler, terms.length):
@@ -243,7 +243,7 @@ def _smallest(table: Any) -> float:
 
 LAWS: Final[dict[str, type[DrawLaw]]] = {
     "rows": UniformRows,
-    "windows": Windows,
+    "windows": WindowDraws,
     "prioritized rows": Proportional,
     "prioritized windows": ProportionalWindows,
 }

@@ -53,6 +53,9 @@ from replaykit.transforms.value_transforms import (
     RewardShift,
     SelectTransform,
 )
+from replaykit.transforms.windows import (
+    Windows,
+)
 
 __all__ = [
     "Around",
@@ -86,4 +89,5 @@ __all__ = [
     "TrajectoryTransform",
     "Transform",
     "WindowLast",
+    "Windows",
 ]

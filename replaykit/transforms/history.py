@@ -81,6 +81,7 @@ class Surroundings(ABC):
             for the transforms after it.
         next_made: the transforms that create leaves under ``next`` that are not stored.
         root: the structure of a row, as ``structure.build`` expects it. Its leaves can be fetched.
+        bare: True if the batch has no leaves yet, because its transforms read all of them.
         later: the transforms after the current transform, if the current transform edits episodes.
         rows: the batch, if the current transform may overwrite its leaves in ``fetch``, else None.
             The current transform may do so if it is the first of its chain, and no other object
@@ -103,6 +104,7 @@ class Surroundings(ABC):
     reason: Array
     window: Array
     alone: bool = False
+    bare: bool = False
     mask: Array | None
     generator: torch.Generator | None
     keys: Collection[Path]
