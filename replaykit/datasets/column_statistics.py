@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,20 +20,23 @@ Array = np.ndarray[Any, Any]
 _BLOCK = 8 << 20
 """Bytes of the float64 copy of a block of rows."""
 
-_SORTED = 128 << 20
-"""Bytes of the columns that are sorted at once for quantiles."""
+_COUNTS = 128 << 20
+"""Bytes of the counts of digits that the passes for quantiles hold at once."""
 
 _MASK: Path = ("mask",)
 
 
 def column_statistics(
-    storage: ColumnStorage, keys: Sequence[Any] | None, quantiles: Sequence[float]
+    storage: ColumnStorage,
+    keys: Sequence[Any] | None,
+    quantiles: Sequence[float],
+    channels: Mapping[Any, int],
 ) -> TensorDict:
     """Return statistics of columns, as ``CorpusExperienceReplay.statistics`` describes.
 
     Raises:
         KeyError: a key is not stored.
-        ValueError: a quantile is outside [0, 1].
+        ValueError: a quantile is outside [0, 1], or a dimension of channels does not exist.
         TypeError: a requested column is complex.
     """
     levels = np.array([float(level) for level in quantiles])
@@ -41,7 +44,8 @@ def column_statistics(
         raise ValueError(f"expected quantiles as numbers from 0 to 1, got {list(quantiles)}")
     leaves = storage.require().schema.leaves
     paths = list(leaves) if keys is None else [unravel(key) for key in keys]
-    for path in paths:
+    dims = {unravel(key): dim for key, dim in channels.items()}
+    for path in [*paths, *dims]:
         if path not in leaves:
             raise KeyError(f"no column {format_key(path)} in the data set")
     found = TensorDict({}, [])
@@ -52,25 +56,39 @@ def column_statistics(
             continue
         if not leaves[path].shape.numel():
             continue
-        found.set(path, TensorDict(_of_column(_Column(storage, path), levels), []))
+        found.set(path, TensorDict(_of_column(_Column(storage, path, dims.get(path)), levels), []))
     return found
 
 
 class _Column:
     """The rows of a column that are no padding, in blocks.
 
+    Args:
+        channel: the dimension of a row whose numbers have separate statistics; None for all
+            dimensions.
+
     Attributes:
-        shape: shape of a row.
-        size: numbers of a row.
+        shape: shape of a statistic.
+        size: numbers of a statistic.
     """
 
-    def __init__(self, storage: ColumnStorage, path: Path) -> None:
+    def __init__(self, storage: ColumnStorage, path: Path, channel: int | None) -> None:
         self._columns, self._path, self._count = storage.require(), path, len(storage)
         leaves = self._columns.schema.leaves
         # In split data sets, a stored row is a padded episode.
         self._padded = storage.ndim == 1 and _MASK in leaves and path != _MASK
         shape = leaves[path].shape
         self.shape = shape[1:] if self._padded else shape
+        self._channel = channel
+        if channel is not None:
+            row, self._channel = self.shape, channel % max(1, len(self.shape))
+            if not -len(row) <= channel < len(row):
+                raise ValueError(
+                    f"channels: expected a dimension of rows {list(row)} for "
+                    f"{format_key(path)}, got {channel}"
+                )
+            sizes = (n if dim == self._channel else 1 for dim, n in enumerate(row))
+            self.shape = torch.Size(sizes)
         self.size = self.shape.numel()
         self._step = max(1, _BLOCK // (8 * shape.numel()))
 
@@ -85,7 +103,9 @@ class _Column:
                 values = values[found[_MASK].reshape(values.shape[:2])]
             if values.dtype is torch.bfloat16:
                 values = values.float()
-            yield values.reshape(len(values), self.size).numpy()
+            if self._channel is not None:
+                values = values.movedim(1 + self._channel, -1)
+            yield values.reshape(-1, self.size).numpy()
 
 
 def _of_column(column: _Column, levels: Array) -> dict[str, torch.Tensor]:
@@ -93,69 +113,106 @@ def _of_column(column: _Column, levels: Array) -> dict[str, torch.Tensor]:
     nan, mean, squares = count.copy(), np.zeros(column.size), np.zeros(column.size)
     least: Any = None
     most: Any = None
+    rows = 0
     for block in column.blocks():
         if not len(block):
             continue
+        rows += len(block)
         low, high = np.fmin.reduce(block, 0), np.fmax.reduce(block, 0)
         least, most = (low, high) if least is None else (np.fmin(least, low), np.fmax(most, high))
-        real = ~np.isnan(block)
-        here = real.sum(0)
-        nan += len(block) - here
-        values = np.where(real, block, 0).astype(np.float64)
+        finite = np.isfinite(block)
+        here = finite.sum(0)
+        nan += np.isnan(block).sum(0)
+        values = np.where(finite, block, 0).astype(np.float64)
         center = values.sum(0) / np.maximum(here, 1)
         apart, total = center - mean, np.maximum(count + here, 1)
-        squares += (np.where(real, values - center, 0) ** 2).sum(0)
+        squares += (np.where(finite, values - center, 0) ** 2).sum(0)
         squares += apart**2 * (count * here / total)
         mean += apart * (here / total)
         count += here
-    known = np.where(count > 0, 1.0, np.nan)
+    infinite = np.isinf(least) | np.isinf(most)
+    with np.errstate(invalid="ignore"):  # the mean of both infinities is NaN
+        ends = least.astype(np.float64) + most
     made = {
-        "mean": mean * known,
-        "std": np.sqrt(squares / np.maximum(count, 1)) * known,
+        "mean": np.where(infinite, ends, np.where(count > 0, mean, np.nan)),
+        "std": np.where(infinite | (count == 0), np.nan, np.sqrt(squares / np.maximum(count, 1))),
         "min": least,
         "max": most,
         "nan": nan,
     }
     if len(levels):
-        made["quantiles"] = _quantiles(column, levels, int(count.max()))
+        made["quantiles"] = _quantiles(column, levels, rows - nan)
     return {
         name: torch.from_numpy(value.reshape((*value.shape[:-1], *column.shape)))
         for name, value in made.items()
     }
 
 
-def _quantiles(column: _Column, levels: Array, rows: int) -> Array:
-    """Return quantiles ``[Q, size]``, interpolated linearly between two numbers."""
-    first = next(column.blocks())
-    if first.dtype in (np.uint8, np.bool_):
-        return _of_counts(_counted(column.blocks(), column.size), levels)
-    width = max(1, _SORTED // (8 * max(rows, 1)))
-    made = []
-    for start in range(0, column.size, width):
-        part = np.concatenate([block[:, start : start + width] for block in column.blocks()])
-        quantile: Callable[..., Any] = np.quantile
-        if part.dtype.kind == "f":
-            part = part.astype(np.float64)
-            quantile = np.nanquantile if np.isnan(part).any() else np.quantile
-        made.append(quantile(part, levels, axis=0))
-    return np.concatenate(made, 1)
-
-
-def _counted(blocks: Iterator[Array], size: int) -> Array:
-    """Return how often each byte occurs in each number of a row, int64 ``[size, 256]``."""
-    counts = np.zeros(size * 256, np.int64)
-    for block in blocks:
-        at = block.astype(np.int64) + 256 * np.arange(size)
-        counts += np.bincount(at.reshape(-1), minlength=size * 256)
-    return counts.reshape(size, 256)
-
-
-def _of_counts(counts: Array, levels: Array) -> Array:
-    ends = counts.cumsum(1)
-    places = levels * (ends[0, -1] - 1)
+def _quantiles(column: _Column, levels: Array, count: Array) -> Array:
+    """Return quantiles ``[Q, size]`` of ``count`` numbers, interpolated as NumPy does."""
+    places = levels[:, None] * np.maximum(count - 1, 0)
     low = np.floor(places)
-    below, above = (
-        np.stack([(ends > place).argmax(1) for place in part]).astype(np.float64)
-        for part in (low, np.ceil(places))
-    )
-    return below + (above - below) * (places - low)[:, None]
+    step = max(1, _COUNTS // (8 * 256 * 2 * len(levels)))
+    made = []
+    for start in range(0, column.size, step):
+        part = slice(start, start + step)
+        ranks = np.concatenate([low[:, part], np.ceil(places[:, part])]).astype(np.int64)
+        made.append(_of_ranks(column, part, ranks))
+    below, above = np.split(np.concatenate(made, 1).astype(np.float64), 2)
+    share = places - low
+    with np.errstate(invalid="ignore"):  # between equal infinities
+        apart = above - below
+        found = np.where(share < 0.5, below + apart * share, above - apart * (1 - share))
+    return np.where(count > 0, np.where(below == above, below, found), np.nan)
+
+
+def _of_ranks(column: _Column, part: slice, ranks: Array) -> Array:
+    """Return the numbers of some ranks ``[R, width]`` in each sorted column; NaNs are last.
+
+    Each pass counts the next byte among the numbers that begin with the bytes found so far.
+    """
+    found = np.zeros(ranks.shape, np.uint64)
+    ranks, width = ranks.copy(), ranks.shape[1]
+    offsets = 256 * np.arange(width)
+    dtype = next(column.blocks()).dtype
+    for shift in range(8 * dtype.itemsize - 8, -1, -8):
+        known = found[:1] if not found.any() else found  # at first, all ranks need one count
+        counts = np.zeros((len(known), width * 256), np.int64)
+        for block in column.blocks():
+            bits = _sortable(block[:, part])
+            rest = bits >> np.array(shift, bits.dtype)
+            place = (rest & np.array(255, bits.dtype)).astype(np.int64) + offsets
+            begins = rest // 256 if dtype.itemsize > 1 else np.zeros_like(rest)
+            for start, own in zip(known.astype(bits.dtype), counts, strict=True):
+                own += np.bincount(place[begins == start], minlength=width * 256)
+        ends = counts.reshape(len(known), width, 256).cumsum(2)
+        ends = np.broadcast_to(ends, (len(ranks), width, 256))
+        byte = (ends > ranks[:, :, None]).argmax(2)
+        before = np.take_along_axis(ends, np.maximum(byte - 1, 0)[:, :, None], 2)[:, :, 0]
+        ranks -= np.where(byte > 0, before, 0)
+        found = (found << np.uint64(8)) | byte.astype(np.uint64)
+    return _unsorted(found, dtype)
+
+
+def _sortable(values: Array) -> Array:
+    """Return unsigned integers in the order of the values, with NaNs at the end."""
+    size = values.dtype.itemsize
+    found: Array = np.ascontiguousarray(values).view(f"u{size}")
+    sign = np.array(1 << (8 * size - 1), found.dtype)
+    if values.dtype.kind == "f":
+        found = np.where(found & sign, ~found, found | sign)
+        found[np.isnan(values)] = np.iinfo(found.dtype).max
+    elif values.dtype.kind == "i":
+        found = found ^ sign
+    return found
+
+
+def _unsorted(bits: Array, dtype: Any) -> Array:
+    """Return the values of ``_sortable`` integers, given as uint64."""
+    found = bits.astype(f"u{dtype.itemsize}")
+    sign = np.array(1 << (8 * dtype.itemsize - 1), found.dtype)
+    if dtype.kind == "f":
+        found = np.where(found & sign, found ^ sign, ~found)
+    elif dtype.kind == "i":
+        found = found ^ sign
+    return found.view(dtype)

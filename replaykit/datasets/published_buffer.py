@@ -392,7 +392,10 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
         return self._mapped().episode_table
 
     def statistics(
-        self, keys: Sequence[Any] | None = None, quantiles: Sequence[float] = ()
+        self,
+        keys: Sequence[Any] | None = None,
+        quantiles: Sequence[float] = (),
+        channels: Mapping[Any, int] | None = None,
     ) -> TensorDict:
         """Return statistics of columns over all rows of the chosen episodes.
 
@@ -403,21 +406,25 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
         Args:
             keys: the columns; None for all columns of real numbers.
             quantiles: Q numbers from 0 to 1.
+            channels: for keys of images, the dimension of a row that numbers the channels, such as
+                0 for ``[C, H, W]``. The pixels of a channel then have common statistics, of shape
+                ``[C, 1, 1]``.
 
         Returns:
             A TensorDict with an entry for each column. ``mean`` and ``std`` are float64, ``min``
             and ``max`` have the dtype of the column, and ``nan`` is the count of NaNs, which the
-            others leave out. ``quantiles`` is float64 ``[Q, *F]``, interpolated linearly as in
-            ``numpy.quantile``.
+            others leave out. ``quantiles`` is float64 ``[Q, *F]``, interpolated linearly. All are
+            as in ``numpy.nanmean`` and the like. So infinite values make ``mean`` infinite or NaN,
+            and ``std`` NaN.
 
         Raises:
             KeyError: a key is not stored.
-            ValueError: a quantile is outside [0, 1].
+            ValueError: a quantile is outside [0, 1], or a dimension of ``channels`` does not exist.
             TypeError: a column of ``keys`` is complex.
 
-        Cost: one pass over each column, in blocks of 8 MiB. Quantiles take a second pass over
-        columns of bytes. For other columns they take a pass for each 128 MiB of float64 values,
-        which are sorted in memory.
+        Cost: one pass over each column, in blocks of 8 MiB. Quantiles take another pass for each
+        byte of a number, with counts of at most 128 MiB, for up to 32,768 / Q numbers of a row at
+        a time.
 
         Example:
             >>> import tempfile
@@ -433,7 +440,7 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
             >>> found["action", "mean"].shape, found["action", "quantiles"].shape
             (torch.Size([2]), torch.Size([1, 2]))
         """
-        return column_statistics(self._mapped(), keys, quantiles)
+        return column_statistics(self._mapped(), keys, quantiles, channels or {})
 
     # -- mapping ------------------------------------------------------------------------------
 
