@@ -207,7 +207,9 @@ from replaykit.transforms.neighbours import (
     WindowLast,
 )
 from replaykit.transforms.normalization import (
+    Normalize,
     RunningNorm,
+    Unnormalize,
 )
 from replaykit.transforms.return_to_go import (
     ReturnToGo,
@@ -315,6 +317,7 @@ __all__ = [
     "MostSampled",
     "NStep",
     "NStepWriting",
+    "Normalize",
     "OfflineToOnlineReplayBuffer",
     "Oldest",
     "ParameterScheduler",
@@ -378,6 +381,7 @@ __all__ = [
     "Transform",
     "Transition",
     "Uniform",
+    "Unnormalize",
     "VD4RLExperienceReplay",
     "VectorSteps",
     "WindowLast",

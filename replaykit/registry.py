@@ -150,6 +150,8 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("RewardShift", "transform", "transforms.value_transforms"),
     Entry("RewardMap", "transform", "transforms.value_transforms"),
     Entry("RunningNorm", "transform", "transforms.normalization"),
+    Entry("Normalize", "transform", "transforms.normalization"),
+    Entry("Unnormalize", "transform", "transforms.normalization"),
     Entry("ImageScale", "transform", "transforms.value_transforms"),
     Entry("Cast", "transform", "transforms.value_transforms"),
     Entry("SelectTransform", "transform", "transforms.value_transforms"),

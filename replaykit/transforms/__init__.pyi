@@ -28,7 +28,9 @@ from replaykit.transforms.neighbours import (
     WindowLast,
 )
 from replaykit.transforms.normalization import (
+    Normalize,
     RunningNorm,
+    Unnormalize,
 )
 from replaykit.transforms.return_to_go import (
     ReturnToGo,
@@ -72,6 +74,7 @@ __all__ = [
     "KeepRaw",
     "NStep",
     "NStepWriting",
+    "Normalize",
     "PreviousStep",
     "RenameTransform",
     "ReturnToGo",
@@ -88,6 +91,7 @@ __all__ = [
     "Tag",
     "TrajectoryTransform",
     "Transform",
+    "Unnormalize",
     "WindowLast",
     "Windows",
 ]

@@ -1,9 +1,10 @@
-"""Normalize columns by statistics that follow the data."""
+"""Normalize columns by given statistics, or by statistics that follow the data."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import torch
 from replaykit.declared import Positive, Rule, decode_state, read_value
 from replaykit.keywords import one_of
 from replaykit.storages import Storage
-from replaykit.structure import Path
+from replaykit.structure import Path, build
 from replaykit.ted import format_key
 from replaykit.transforms.batch_values import (
     ValueTransform,
@@ -22,10 +23,13 @@ from replaykit.transforms.batch_values import (
     real_rows,
     require_tensor,
 )
+from replaykit.transforms.transform import Compose
 
-__all__ = ["RunningNorm"]
+__all__ = ["Normalize", "RunningNorm", "Unnormalize"]
 
 KINDS = ("running", "window", "ema")
+
+MODES = ("mean_std", "min_max", "quantiles")
 
 _EPS = 1e-8
 """Summand of a variance, so that a constant column can be divided by its deviation."""
@@ -87,7 +91,58 @@ class _NormState:
     moments: list[Moments | None]
 
 
-class RunningNorm(ValueTransform):
+_Scale = tuple[torch.Tensor, torch.Tensor]
+"""The numbers to subtract from a column, and the divisors of the result; float64 ``[*F]``."""
+
+
+class _Scaling(ValueTransform):
+    """A transform that subtracts numbers from columns and divides them by others.
+
+    Attributes:
+        keys: the keys of the columns.
+        with_next: True to change the same keys under ``next``, too.
+        clip: limits of results, ``[-clip, clip]``; None for no limit.
+    """
+
+    keys: list[Path]
+    with_next: bool
+    clip: float | None = None
+
+    @abstractmethod
+    def scales(self) -> list[_Scale | None]:
+        """Return the numbers for each key; None if the column is to stay as it is."""
+
+    def forward(self, data: Any) -> Any:
+        """Return the batch with normalized columns; ``data`` does not change."""
+        return self._changed(data, self.keys, self._normalized)
+
+    def restore(self, data: Any, keys: Sequence[Path]) -> Any:
+        """Return the batch with the columns as they were before ``forward``."""
+        return self._changed(data, keys, lambda old, shift, scale: old * scale + shift)
+
+    def _normalized(
+        self, old: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
+        new = (old - shift) / scale
+        return new if self.clip is None else new.clamp(-self.clip, self.clip)
+
+    def _changed(self, data: Any, keys: Sequence[Path], change: Callable[..., Any]) -> Any:
+        values: dict[Path, torch.Tensor] = {}
+        scales = dict(zip(self.keys, self.scales(), strict=True))
+        for key in keys:
+            for path in (key, ("next", *key)) if self.with_next else (key,):
+                old, found = _numbers(require_tensor(data, path), path), scales[key]
+                if found is not None:
+                    dtype = old.dtype if old.is_floating_point() else torch.get_default_dtype()
+                    new = change(old.double(), *(one.to(old.device) for one in found)).to(dtype)
+                    values[path] = keep_padding(real_rows(data), new, old)
+        made = data.copy()
+        for path, value in values.items():
+            made.set(path, value)
+        return made
+
+
+class RunningNorm(_Scaling):
     """A transform that subtracts the mean from columns and divides them by their deviation.
 
     Each number of a row has separate statistics, in float64. Reads do not change stored rows.
@@ -98,8 +153,9 @@ class RunningNorm(ValueTransform):
         keys: a list of keys of columns.
         kind: "running" counts all rows equally. "window" counts only the latest ``size`` rows.
             "ema" lowers the weight of a row by the factor ``1 - rate`` with each row after it.
-        update_on: "write" counts each row once, when its write has succeeded. "sample" counts the
-            rows of each batch that is read, also of ``rb[...]``.
+        update_on: "write" counts each row once, when its write has succeeded, with the values that
+            the transforms before this one give it. "sample" counts the rows of each batch that is
+            read, also of ``rb[...]``.
         size: number of rows of a window.
         rate: a number between 0 and 1.
         clip: limits results to ``[-clip, clip]``; None for no limit.
@@ -112,7 +168,8 @@ class RunningNorm(ValueTransform):
     Raises:
         TypeError: ``keys`` is not a list of keys, or a column is bool or complex.
         ValueError: ``kind`` or ``update_on`` is unknown, or a number is out of range. On write or
-            read, loaded statistics have another shape.
+            read, loaded statistics have another shape. A buffer raises it if an earlier transform
+            makes the columns from several rows, and ``update_on`` is "write".
         KeyError: on write or read, a key is absent.
 
     Cost: two passes over the columns for a read, and two for an update. A window also copies its
@@ -159,14 +216,7 @@ class RunningNorm(ValueTransform):
         self.center, self.with_next, self.frozen = bool(center), bool(with_next), False
         self.ordered = update_on == "sample"
         self._moments: list[Moments | None] = [None] * len(self.keys)
-        self._set_hooks()
-
-    def _set_hooks(self) -> None:
-        # Written rows by thread, from the check to the commit of a write.
-        self._given: dict[int, list[torch.Tensor]] = {}
         self._lock = threading.Lock()
-        if self.update_on == "write":
-            self.check_rows, self.written = self._check_rows, self._count_written
 
     def moments(self, key: Any) -> Moments | None:
         """Return weight, mean and deviation of a column; None before the first row.
@@ -219,51 +269,30 @@ class RunningNorm(ValueTransform):
 
     # -- writes ---------------------------------------------------------------------------------
 
-    def _check_rows(self, storage: Storage, rows: Any) -> None:
-        """Remember the rows of a write, before it."""
-        given = []
-        for key in self.keys:
-            if isinstance(rows, list):
-                value = torch.stack([require_tensor(row, key) for row in rows])
-            elif key in rows.leaves:
-                value = rows.leaves[key].flatten(0, storage.ndim - 1)
-            else:
-                raise KeyError(f"no key {format_key(key)} in the written rows")
-            given.append(_numbers(value, key).detach().double())
-        self._check_shapes(given)
-        self._given[threading.get_ident()] = given
+    def listener(self, before: Compose) -> _Counting | None:
+        """Return the object that counts written rows, as the transforms before return them.
 
-    def _count_written(self, storage: Storage) -> None:
-        """Count the rows of the write that has succeeded."""
-        given = self._given.pop(threading.get_ident(), None)
-        if given is not None and not self.frozen:
-            self._count(given)
+        Raises:
+            ValueError: a transform before this one makes the columns from several rows.
+        """
+        return _Counting(self, before) if self.update_on == "write" else None
 
     # -- reads ----------------------------------------------------------------------------------
+
+    def scales(self) -> list[_Scale | None]:
+        """Return mean and deviation of each column; None before the first row."""
+        return [
+            None
+            if one is None
+            else (one.mean if self.center else torch.zeros_like(one.mean), one.std)
+            for one in self._moments
+        ]
 
     def forward(self, data: Any) -> Any:
         """Return the batch with normalized columns; ``data`` does not change."""
         if self.update_on == "sample":
             self.update(data)
-        values: dict[Path, torch.Tensor] = {}
-        for key, found in zip(self.keys, self._moments, strict=True):
-            for path in (key, ("next", *key)) if self.with_next else (key,):
-                old = _numbers(require_tensor(data, path), path)
-                if found is not None:
-                    new = self._normalized(old, found)
-                    values[path] = keep_padding(real_rows(data), new, old)
-        made = data.copy()
-        for path, value in values.items():
-            made.set(path, value)
-        return made
-
-    def _normalized(self, old: torch.Tensor, found: Moments) -> torch.Tensor:
-        dtype = old.dtype if old.is_floating_point() else torch.get_default_dtype()
-        new = old.double()
-        if self.center:
-            new = new - found.mean.to(old.device)
-        new = new / found.std.to(old.device)
-        return (new if self.clip is None else new.clamp(-self.clip, self.clip)).to(dtype)
+        return super().forward(data)
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -288,16 +317,229 @@ class RunningNorm(ValueTransform):
         self._moments, self.frozen = list(state.moments), state.frozen
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_given", "_lock", "check_rows", "written")
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._set_hooks()
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         keys = ", ".join(map(format_key, self.keys))
         return f"RunningNorm([{keys}], {self.kind!r}, update_on={self.update_on!r})"
+
+
+class _Counting:
+    """Counts the rows of successful writes for a ``RunningNorm``.
+
+    Rows are counted as samples will have them, after the transforms before the ``RunningNorm``.
+    """
+
+    def __init__(self, norm: RunningNorm, before: Compose) -> None:
+        self._norm, self._before = norm, Compose()
+        for entry in before.entries:
+            one = entry.transform
+            changed: frozenset[Path] = one.changes if entry.reads_around else frozenset()
+            if not set(norm.keys).isdisjoint(changed):
+                raise ValueError(
+                    f"expected {norm!r} before {one!r}, which makes its columns from several rows; "
+                    "or use update_on='sample'"
+                )
+            apart = isinstance(one, _Scaling) and set(one.keys).isdisjoint(norm.keys)
+            if not entry.reads_around and not apart:
+                self._before.append(one, invert=entry.invert)
+        # Written rows by thread, from the check to the commit of a write.
+        self._given: dict[int, list[torch.Tensor]] = {}
+
+    def check_rows(self, storage: Storage, rows: Any) -> None:
+        """Remember the rows of a write, before it."""
+        norm, dims = self._norm, storage.ndim
+        if isinstance(rows, list):
+            data: Any = torch.stack(rows)
+        else:
+            leaf = next(iter(rows.leaves.values()))
+            data = build(rows.root, rows.leaves, rows.batch, leaf.device)
+        if len(self._before):
+            data = self._before.forward(data.copy())
+        given = []
+        for key in norm.keys:
+            value = require_tensor(data, key).flatten(0, dims - 1)
+            given.append(_numbers(value, key).detach().double())
+        norm._check_shapes(given)
+        self._given[threading.get_ident()] = given
+
+    def written(self, storage: Storage) -> None:
+        """Count the rows of the write that has succeeded."""
+        given = self._given.pop(threading.get_ident(), None)
+        if given is not None and not self._norm.frozen:
+            self._norm._count(given)
+
+
+@dataclass(frozen=True)
+class _ScaleState:
+    shift: list[_Moment]
+    scale: list[_Moment]
+
+
+class Normalize(_Scaling):
+    """A transform that normalizes columns by the statistics of a data set.
+
+    Reads do not change stored rows. Windows and images are normalized, too: statistics are
+    broadcast to their shape. A number that is the same in all rows becomes 0. Padding rows keep
+    their values. Checkpoints contain the numbers. ``Unnormalize`` is the inverse.
+
+    Args:
+        statistics: the result of ``data.statistics()``, or a mapping of the same form.
+        modes: the mode of each key. "mean_std": subtract the mean and divide by the deviation.
+            "min_max": map minimum and maximum to -1 and 1. "quantiles": map the first and the last
+            quantile to -1 and 1.
+        with_next: also normalize the same keys under ``next``, by the same statistics.
+
+    Raises:
+        TypeError: ``modes`` is not a mapping; on read, a column is bool or complex.
+        ValueError: a mode is unknown, or a statistic is infinite or NaN.
+        KeyError: there are no such statistics of a key; on read, a key is absent.
+
+    Cost: two passes over the columns for a read.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import Normalize, Unnormalize
+        >>> statistics = {"action": {"min": torch.tensor([0.0, 2.0]),
+        ...                          "max": torch.tensor([4.0, 2.0])}}
+        >>> norm = Normalize(statistics, {"action": "min_max"})
+        >>> batch = norm(TensorDict({"action": torch.tensor([[1.0, 2.0], [4.0, 2.0]])}, [2]))
+        >>> batch["action"]
+        tensor([[-0.5000,  0.0000],
+                [ 1.0000,  0.0000]])
+        >>> Unnormalize(norm)(batch)["action"]
+        tensor([[1., 2.],
+                [4., 2.]])
+    """
+
+    ordered = False
+
+    def __init__(
+        self, statistics: Any, modes: Mapping[Any, str], *, with_next: bool = False
+    ) -> None:
+        if not isinstance(modes, Mapping):
+            raise TypeError(f"modes: expected a mapping of keys to modes, got {modes!r}")
+        self.keys, self.with_next = as_keys(list(modes)), bool(with_next)
+        self.modes = dict(zip(self.keys, modes.values(), strict=True))
+        self._scales = [_scale_of(statistics, key, mode) for key, mode in self.modes.items()]
+
+    def scales(self) -> list[_Scale | None]:
+        """Return, for each key, the number that becomes 0 and its distance to the one for 1."""
+        return list(self._scales)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers."""
+        return {
+            "shift": [shift for shift, _ in self._scales],
+            "scale": [scale for _, scale in self._scales],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load numbers.
+
+        Raises:
+            ValueError: they belong to other keys or shapes.
+        """
+        state = decode_state(_ScaleState, state_dict, "the state of a Normalize")
+        own = [shift.shape for shift, _ in self._scales]
+        for found in (state.shift, state.scale):
+            if [one.shape for one in found] != own:
+                raise ValueError(
+                    f"expected the numbers of columns {[list(shape) for shape in own]}, got "
+                    f"{[list(one.shape) for one in found]}"
+                )
+        self._scales = list(zip(state.shift, state.scale, strict=True))
+
+    def __repr__(self) -> str:
+        modes = ", ".join(f"{format_key(key)}: {mode!r}" for key, mode in self.modes.items())
+        return f"Normalize({{{modes}}})"
+
+
+def _scale_of(statistics: Any, key: Path, mode: str) -> _Scale:
+    """Return the numbers for a mode, from the statistics of a key."""
+    one_of(f"key {format_key(key)}: mode", mode, MODES)
+    found = dict(statistics.items())
+    for part in key:
+        found = dict(found.get(part, {}).items())
+
+    def read(name: str) -> torch.Tensor:
+        if name not in found:
+            raise KeyError(f"key {format_key(key)}: expected statistics with {name!r}, got none")
+        numbers = torch.as_tensor(found[name]).double()
+        wrong = numbers[~numbers.isfinite()]
+        if len(wrong):
+            raise ValueError(f"key {format_key(key)}: expected a finite {name!r}, got {wrong[0]:g}")
+        return numbers
+
+    if mode == "mean_std":
+        shift, scale = read("mean"), read("std")
+    else:
+        low, high = ("min", "max") if mode == "min_max" else ("quantiles", "quantiles")
+        least, most = read(low), read(high)
+        if mode == "quantiles":
+            least, most = least[0], most[-1]
+        shift, scale = (least + most) / 2, (most - least) / 2
+    if mode == "mean_std" and "min" in found and "max" in found:
+        # Rounding may give a constant column a deviation, and move its mean.
+        same = read("min") == read("max")
+        shift, scale = torch.where(same, read("min"), shift), scale.masked_fill(same, 0.0)
+    return shift, scale.masked_fill(scale <= 0, 1.0)
+
+
+class Unnormalize(ValueTransform):
+    """A transform that undoes a ``Normalize`` or ``RunningNorm``, for example of actions.
+
+    Args:
+        norm: the transform to undo. Its statistics are used as they are at the call.
+        keys: a list of its keys; None for all.
+
+    Raises:
+        TypeError: ``norm`` is another transform.
+        ValueError: a key is not a key of ``norm``.
+        KeyError: on read, a key is absent.
+
+    Values that a ``RunningNorm`` has clipped are not restored. Checkpoints contain the statistics.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import RunningNorm, Unnormalize
+        >>> norm = RunningNorm(["x"])
+        >>> norm.update(TensorDict({"x": torch.tensor([1.0, 3.0])}, [2]))
+        >>> Unnormalize(norm)(TensorDict({"x": torch.tensor([0.0, 1.0])}, [2]))["x"]
+        tensor([2., 3.])
+    """
+
+    ordered = False
+
+    def __init__(self, norm: Normalize | RunningNorm, keys: Sequence[Any] | None = None) -> None:
+        if not isinstance(norm, _Scaling):
+            raise TypeError(f"expected a Normalize or RunningNorm, got {norm!r}")
+        self.norm = norm
+        self.keys = norm.keys if keys is None else as_keys(keys)
+        for key in self.keys:
+            if key not in norm.keys:
+                raise ValueError(f"expected keys of {norm!r}, got {format_key(key)}")
+
+    def forward(self, data: Any) -> Any:
+        """Return the batch with the original columns; ``data`` does not change."""
+        return self.norm.restore(data, self.keys)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the statistics."""
+        return self.norm.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load statistics into the transform to undo, as its ``load_state_dict`` does."""
+        self.norm.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"Unnormalize({self.norm!r})"
 
 
 def _numbers(value: torch.Tensor, key: Path) -> torch.Tensor:

@@ -177,13 +177,15 @@ class Compose(Transform):
         """Transforms that check writes: those with ``check_rows`` and ``written``.
 
         A buffer calls ``check_rows``, which may raise, before every write and ``written`` after it.
+        A transform whose ``listener`` takes the chain before it returns another object for this.
         """
-        names = ("check_rows", "written")
-        return [
-            entry.transform
-            for entry in self.entries
-            if all(callable(getattr(entry.transform, name, None)) for name in names)
-        ]
+        names, found = ("check_rows", "written"), []
+        for position, entry in enumerate(self.entries):
+            listener = getattr(entry.transform, "listener", None)
+            one = listener(self[:position]) if callable(listener) else entry.transform
+            if all(callable(getattr(one, name, None)) for name in names):
+                found.append(one)
+        return found
 
     @property
     def ordered(self) -> bool:  # type: ignore[override]

@@ -12,7 +12,20 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import Compose, LazyTensorStorage, ListStorage, ReplayBuffer, RunningNorm
+from replaykit import (
+    Compose,
+    LazyTensorStorage,
+    ListStorage,
+    Normalize,
+    NStep,
+    RenameTransform,
+    ReplayBuffer,
+    RewardScale,
+    RunningNorm,
+    StackFrames,
+    Unnormalize,
+    Windows,
+)
 from replaykit.errors import SchemaError
 
 SIZES = [1, 4, 1, 30, 7]
@@ -224,3 +237,111 @@ def test_invalid_batches_are_refused(data: Any, error: type[Exception]) -> None:
             RunningNorm(["x"], update_on=update_on)(data)
     with pytest.raises(ValueError, match="not in list"):
         RunningNorm(["x"]).moments("y")
+
+
+REWARD = ("next", "reward")
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+def test_written_rows_are_counted_as_the_transforms_before_return_them(storage: Any) -> None:
+    norm = RunningNorm(["y", REWARD])
+    chain = Compose(RewardScale(3.0), RenameTransform(["x"], ["y"]), norm)
+    rb = ReplayBuffer(storage=storage(20), transform=chain, batch_size=7)
+    rb.extend(rows(parts()[3][:7]))
+    for key in ("y", REWARD):
+        found = rb[:][key].double()
+        np.testing.assert_allclose(found.mean(0), 0, atol=1e-6)
+        np.testing.assert_allclose(found.std(0, correction=0)[..., :2], 1, rtol=1e-5)
+    assert rb.storage[:][0]["x"][0] > 1e5
+
+
+def test_columns_made_of_several_rows_are_not_counted_on_write() -> None:
+    for before, keys in ((StackFrames(["x"], 2), ["x"]), (NStep(2, 0.9), [REWARD])):
+        with pytest.raises(ValueError, match="which makes its columns from several rows"):
+            buffer(Compose(before, RunningNorm(keys)))  # type: ignore[arg-type]
+        buffer(Compose(before, RunningNorm(keys, update_on="sample")))  # type: ignore[arg-type]
+    norm = RunningNorm(["x"])
+    rb = buffer(Compose(NStep(2, 0.9), norm))  # type: ignore[arg-type]
+    rb.extend(rows(np.ones((2, 3))).set(("next", "done"), torch.zeros(2, 1).bool()))
+    assert norm.moments("x").weight == 2  # type: ignore[union-attr]
+
+
+def statistics_of(values: np.ndarray[Any, Any], axis: Any = 0) -> dict[str, Any]:
+    model = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
+    found = {name: fn(values, axis, keepdims=axis != 0) for name, fn in model.items()}
+    found["quantiles"] = np.quantile(values, [0.1, 0.5, 0.9], axis, keepdims=axis != 0)
+    if axis != 0:
+        found = {name: one.squeeze(-4) for name, one in found.items()}
+    return {name: torch.from_numpy(np.asarray(one)) for name, one in found.items()}
+
+
+@pytest.mark.parametrize("mode", ["mean_std", "min_max", "quantiles"])
+def test_columns_are_normalized_by_statistics_and_restored(mode: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(40, 3)) * [1, 1e-3, 0] + [2, 900, 0.1]
+    image = random.integers(0, 256, (40, 2, 4, 4)).astype(np.uint8)
+    statistics = {"x": statistics_of(x), "image": statistics_of(image, (0, 2, 3))}
+    modes = {"x": mode, "image": mode}
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(50),
+        transform=Compose(Windows({"x": [-1, 0]}), Normalize(statistics, modes)),
+    )
+    done = torch.zeros(40, 1, dtype=torch.bool)
+    data = TensorDict({"x": torch.from_numpy(x), "image": torch.from_numpy(image)}, [40])
+    rb.extend(data.set(("next", "done"), done))
+    for key, values in (("x", x), ("image", image.astype(float))):
+        low, high = {
+            "mean_std": lambda s: (s["mean"] - s["std"], s["mean"] + s["std"]),
+            "min_max": lambda s: (s["min"], s["max"]),
+            "quantiles": lambda s: (s["quantiles"][0], s["quantiles"][-1]),
+        }[mode](statistics[key])
+        low, high = np.asarray(low, float), np.asarray(high, float)
+        width = np.where(high - low > 1e-9, (high - low) / 2, 1)
+        wanted = (values - (low + high) / 2) / width
+        if key == "x":
+            wanted = np.stack([wanted[np.maximum(np.arange(40) - 1, 0)], wanted], 1)
+        found = rb[:]
+        np.testing.assert_allclose(found[key].numpy(), wanted, rtol=1e-6, atol=1e-6)
+        assert key != "x" or not found["x"][..., 2].any()  # the constant
+    restored = Unnormalize(rb.transform[1])(rb[:])
+    np.testing.assert_allclose(restored["x"][:, 1], x, rtol=1e-12)
+    np.testing.assert_allclose(restored["image"], image, atol=1e-4)
+    rb.dumps(tmp_path)
+    other = {key: {name: one + 1 for name, one in s.items()} for key, s in statistics.items()}
+    again = Compose(Windows({"x": [-1, 0]}), Unnormalize(Normalize(other, modes)))
+    loaded = ReplayBuffer(storage=LazyTensorStorage(50), transform=again)
+    loaded.loads(tmp_path)
+    assert loaded.transform[1].norm.state_dict()["shift"][0].equal(rb.transform[1].scales()[0][0])
+    with pytest.raises(ValueError, match="the numbers of columns"):
+        Normalize({"x": statistics["x"]}, {"x": mode}).load_state_dict(rb.transform[1].state_dict())
+
+
+def test_one_inverse_fits_all_normalizing_transforms() -> None:
+    norm = RunningNorm(["x"], center=False, with_next=True)
+    norm.update(rows(parts(3.0)[3]))
+    data = rows(parts(3.0)[4])
+    restored = Unnormalize(norm, ["x"])(norm(data))
+    for key in ("x", ("next", "x")):
+        torch.testing.assert_close(restored[key], data[key])
+    with pytest.raises(ValueError, match="expected keys of RunningNorm"):
+        Unnormalize(norm, ["y"])
+    with pytest.raises(TypeError, match="a Normalize or RunningNorm"):
+        Unnormalize(Compose(norm))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("statistics", "modes", "error", "text"),
+    [
+        ({}, {"x": "mean_std"}, KeyError, "'x': expected statistics with 'mean'"),
+        ({"x": {"min": 0.0}}, {"x": "min_max"}, KeyError, "'max'"),
+        ({"x": {"mean": math.nan, "std": 1.0}}, {"x": "mean_std"}, ValueError, "finite 'mean'"),
+        ({"x": {"min": 0.0, "max": math.inf}}, {"x": "min_max"}, ValueError, "'x'.*got inf"),
+        ({"x": {}}, {"x": "log"}, ValueError, "mode: expected one of"),
+        ({"x": {}}, ["x"], TypeError, "a mapping of keys"),
+    ],
+)
+def test_unusable_statistics_are_refused(
+    statistics: Any, modes: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        Normalize(statistics, modes)
