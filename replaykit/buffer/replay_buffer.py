@@ -19,6 +19,7 @@ from replaykit.buffer import (
     draw,
     edit,
     priorities,
+    resizing,
     state,
     stream_rows,
     tags,
@@ -796,6 +797,44 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
                     [4, 5]]), 0)
         """
         return self._observed(stream_rows.drain_rows(self, skip))
+
+    def resize(self, n: int) -> int:
+        """Change the capacity to ``n`` rows; return the number of rows that were evicted.
+
+        If rows do not fit, the oldest ones are evicted. A TensorDictMaxValueWriter evicts those of
+        lowest rank, and an EpisodeWriter whole episodes, in the order of its ``evict``. Rows that
+        stay keep their row ids, episodes, tags, priorities, returns and counts of draws. They may
+        move to other slots. A row that keeps its slot keeps its generation, and no earlier index
+        with its generation names another row. Other buffers over the storage follow.
+
+        Args:
+            n: capacity, as ``max_size`` of the storage. With lanes, it counts the rows of all
+                lanes, and is rounded up to whole time steps.
+
+        Raises:
+            ValueError: ``n`` is below 1, or too small for the rate limiter, or too large for the
+                sampler's ``max_capacity``.
+            BufferFull: the streams of a LaneWriter, or the protected episodes of an EpisodeWriter,
+                do not fit.
+            RuntimeError: the storage has ``recover=True`` or ``shared=True``, whose files have a
+                fixed size, or is a data set.
+            MemoryError, OSError: there is no room for the rows.
+
+        After an error nothing has changed.
+
+        Cost: a copy of all rows. During the call, old and new rows take memory.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
+            >>> _ = rb.extend(torch.arange(6))
+            >>> rb.resize(3), rb[:]
+            (1, tensor([3, 4, 5]))
+            >>> rb.resize(5), rb.extend(torch.arange(6, 9)), rb[:]
+            (0, tensor([3, 4, 0]), tensor([8, 4, 5, 6, 7]))
+        """
+        return resizing.resize_rows(self, n)
 
     def mark_update(self, index: Any) -> None:
         """Give rows the sampler's default priority. No effect without priorities.

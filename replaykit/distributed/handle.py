@@ -239,6 +239,7 @@ RESTARTING = frozenset(
         "load",
         "load_state_dict",
         "loads",
+        "resize",
         "set_rng",
         "set_sampler",
         "set_storage",

@@ -65,6 +65,7 @@ REFUSED: dict[str, str] = {
     "service_backend": "its rows are in Ray actors; the constructor has backend=",
     "remove_oldest": _STREAMS,
     "reopen": _STREAMS,
+    "resize": "the capacity of shards is fixed; load a checkpoint into shards of another capacity",
     "set_": _EDITS,
     "set_at_": _EDITS,
     "set_sampler": _PARTS,

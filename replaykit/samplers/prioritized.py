@@ -305,13 +305,7 @@ class PrioritizedSampler(Sampler):
         Raises:
             ValueError: ``max_capacity`` is below the storage's ``max_size``; nothing has changed.
         """
-        # With lanes the storage has rounded its size up to whole time steps.
-        lanes, most = storage.lanes.numel(), self.max_capacity
-        if most is not None and -(-most // lanes) * lanes < storage.max_size:
-            raise ValueError(
-                f"expected max_capacity of at least the storage's max_size of {storage.max_size}, "
-                f"got {self.max_capacity}; leave it out to have it follow the storage"
-            )
+        self.check_capacity(storage, storage.max_size)
         self._attached, self._chosen = weakref.ref(storage), None
         self._table.column = None
         self._table.restart()
@@ -319,6 +313,15 @@ class PrioritizedSampler(Sampler):
             self._table.follow(storage)
         if storage.recovery is not None:
             storage.recovery.adopt_sampler(self)
+
+    def check_capacity(self, storage: Storage, rows: int) -> None:
+        # With lanes the storage has rounded its size up to whole time steps.
+        lanes, most = storage.lanes.numel(), self.max_capacity
+        if most is not None and -(-most // lanes) * lanes < rows:
+            raise ValueError(
+                f"expected max_capacity of at least the storage's max_size of {rows}, got "
+                f"{self.max_capacity}; leave it out to have it follow the storage"
+            )
 
     def about_to_write(self) -> None:
         self._table.read()

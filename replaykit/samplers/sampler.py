@@ -250,6 +250,9 @@ class Sampler(Uncompiled, ABC):
     def attach(self, storage: Storage) -> None:
         """Attach the sampler to its storage, which may hold rows already."""
 
+    def check_capacity(self, storage: Storage, rows: int) -> None:
+        """Raise ValueError if the sampler cannot draw from a storage of ``rows`` rows."""
+
     def rejoin(self, storage: Storage) -> None:
         """Attach a copied sampler to the copy of its storage.
 

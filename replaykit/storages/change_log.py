@@ -30,7 +30,7 @@ class ChangeKind(enum.Enum):
     CUT = "cut"
     """Streams are cut after their newest rows, or such cuts are removed."""
     MOVE = "move"
-    """Any row may be at another slot, as after a load."""
+    """Any row may be at another slot, as after a load, or in a storage of another capacity."""
     REMOVE = "remove"
     """Rows are gone, and rows of the last slots have moved to their slots."""
 

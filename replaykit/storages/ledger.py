@@ -407,6 +407,36 @@ class Ledger:
             generations.numpy()[target] += 1
             generations[self.length : top] += 1
 
+    @torch.inference_mode(False)
+    def resize(self, slots: int, rows: torch.Tensor | None) -> None:
+        """Change the number of slots; rows keep their row ids.
+
+        A row that keeps its slot keeps its generation. No earlier pair of another slot and a
+        generation names a row that has moved.
+
+        Args:
+            rows: as for ``restore``.
+        """
+        before, old = self.length, self._all_generations()
+        rows = arange(before) if rows is None else rows
+        row_id, length = self.positions(rows), len(rows)
+        by_age = self.next_position - length
+        generations = torch.full((max(len(old), length),), -1, device="cpu")
+        generations[: len(old)] = old
+        other = torch.ones(len(generations), dtype=torch.bool, device="cpu")
+        other[:length] = rows != arange(length)  # slots of another row, or of no row
+        generations[other & (generations >= 0)] += 1
+        generations[:length].clamp_(min=0)
+        if by_age or other[:length].any() or self.generation_table is not None:
+            self._generations = generations
+        self._positions = None if torch.equal(row_id, arange(length) + by_age) else row_id
+        self.by_stream = self.by_stream and self._positions is not None
+        self.slots = self.log.rows = slots
+        self.length, self.cursor = length, length % slots
+        self._moved_at = self.next_position
+        self.changes += 1
+        self.log.move()
+
     def clear(self) -> None:
         """Forget all rows, and increase the generation of every slot that was written."""
         if self.next_position:
@@ -435,7 +465,8 @@ class Ledger:
             "slots": self.slots,
             "positions": positions if positions is None else positions[: self.length],
             "by_stream": self.by_stream,
-            "generations": generations,
+            # A larger ledger before ``resize`` may have left more.
+            "generations": generations if generations is None else generations[: self.slots],
         }
 
     @staticmethod

@@ -296,6 +296,12 @@ class ListStorage(Storage):
         """Release all objects."""
         self._items.clear()
 
+    def resize(self, max_size: int, rows: torch.Tensor | None) -> None:
+        if rows is not None:
+            self._items = [self._items[row] for row in rows.tolist()]
+        self.max_size = max_size
+        self.ledger.resize(max_size, rows)
+
     # -- state --------------------------------------------------------------------------------
 
     def content(self) -> Content:

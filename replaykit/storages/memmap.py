@@ -216,6 +216,26 @@ class LazyMemmapStorage(LazyTensorStorage):
         return grow_in_files(self._made_in / OVERFLOW)
 
     @contextlib.contextmanager
+    def _replacing_memory(self) -> Iterator[None]:
+        columns, folder, private = self.require(), self._made_in, self._private
+        names = []
+        if folder is not None and private is None:
+            rows = columns.rows if isinstance(columns, DedupColumns) else columns
+            plan = RowFiles.of(folder, rows.schema, rows.slots, rows.lanes)
+            names = [file.relative_to(folder) for file in plan.files.values()]
+            names += [FilePath(OVERFLOW)] if (folder / OVERFLOW).exists() else []
+        with _set_aside(folder, names) if folder and names else contextlib.nullcontext():
+            try:
+                yield
+            except BaseException:
+                if self._private is not None and self._private != private:
+                    _remove(*self._private)
+                self._made_in, self._private = folder, private
+                raise
+        if private is not None:
+            _remove(*private)
+
+    @contextlib.contextmanager
     def _folder(self) -> Iterator[FilePath]:
         if self.scratch_dir is not None:
             made = [self.scratch_dir, *self.scratch_dir.parents]
@@ -543,3 +563,26 @@ class _InFiles:
 def _remove(folder: FilePath, creator: int) -> None:
     if os.getpid() == creator:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _set_aside(folder: FilePath, names: list[FilePath]) -> Iterator[None]:
+    """Move files of a folder aside, so that new ones get their names.
+
+    Open mappings stay valid. The files are removed at the end, or moved back after an error.
+    """
+    aside = FilePath(tempfile.mkdtemp(prefix="%replaced-", dir=folder))
+    try:
+        for name in names:
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(folder / name, aside / name)
+        yield
+    except BaseException:
+        for name in names:
+            if (aside / name).exists():
+                if (folder / name).is_dir():
+                    shutil.rmtree(folder / name)
+                os.replace(aside / name, folder / name)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -162,6 +163,40 @@ class RestorableStorage(ColumnStorage):
             return lambda: self._forget_columns(slots, size)
         content = replace(self.content().copied(), ledger=self.ledger)
         return lambda: self.load_content(content, self.check_content(content), None)
+
+    def resize(self, max_size: int, rows: torch.Tensor | None) -> None:
+        """Copy the rows that stay into columns of another capacity; see ``Storage.resize``."""
+        if self.recovery is not None:
+            raise RuntimeError(
+                "expected a storage without recover=True or shared=True, whose files and mappings "
+                f"have a fixed size, got {self!r}"
+            )
+        ledger, before = self.ledger, self.max_size
+        if self._columns is None:
+            self.max_size = max_size
+            ledger.resize(max_size, None)
+            return
+        self.indexes.index_pending()
+        old, content = Ledger.saved(ledger.state()), replace(self.content(), ledger=ledger)
+        group, indexes = content.single_group(), self.indexes.state()
+        indexes_kept = self.episodes_of_subset(content, indexes, old, rows)
+        self.max_size = max_size
+        try:
+            with self._replacing_memory():
+                first = Rows(group.schema.root, group.leaves, torch.Size([0, *self.lanes]))
+                columns = self._allocate(group.schema, self.lanes, first)
+                _fill(columns, group.leaves, content.rows, rows, ledger, group.packed)
+        except BaseException:
+            self.max_size = before
+            raise
+        ledger.resize(columns.slots, rows)
+        self._columns = columns
+        self._adopt(columns)
+        self.indexes.restore(indexes_kept, old, rows, restarted=False)
+
+    def _replacing_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which columns are allocated that replace the present ones."""
+        return contextlib.nullcontext()
 
     def _forget_columns(self, slots: int, size: int) -> None:
         """Return to the state before the first write, for ``slots`` slots, ``size`` rows."""

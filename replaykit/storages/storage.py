@@ -281,6 +281,17 @@ class Storage(SavedRows, Uncompiled, ABC):
         for slot, item in enumerate(picked):
             self.set(slot, item)
 
+    def resize(self, max_size: int, rows: torch.Tensor | None) -> None:
+        """Change the capacity, and move ``rows`` to slots ``0, 1, ...``; the caller holds the lock.
+
+        Args:
+            rows: old slots of the rows that stay, oldest first; None if all rows keep their slots.
+
+        Raises:
+            RuntimeError: the capacity of this storage is fixed. Nothing has changed then.
+        """
+        raise RuntimeError(f"expected a storage whose capacity can change, got {self!r}")
+
     def undo_content(self) -> Callable[[], None]:
         """Return a function that undoes the next ``load_content``.
 

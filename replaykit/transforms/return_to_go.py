@@ -222,6 +222,10 @@ class ReturnToGo(Transform):
             storage.put(element, {self.key: returns, _VALID: valid})
         self._seen[storage] = ledger.place_in_log
 
+    def resized(self, storage: Storage) -> None:
+        """Keep the returns of stored rows, which have moved in a storage of another capacity."""
+        self._seen.pop(storage, None)
+
     def _before_boundaries(
         self,
         storage: ColumnStorage,

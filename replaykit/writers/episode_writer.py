@@ -386,6 +386,33 @@ class EpisodeWriter(Writer):
         drawn = torch.rand(count, dtype=torch.float64, generator=generator, device=device)
         return np.asarray(drawn.cpu().numpy())
 
+    def kept_rows(self, slots: int) -> torch.Tensor | None:
+        storage = self._columns
+        length = storage.ledger.length
+        if length <= slots:
+            return super().kept_rows(slots)
+        index, gone, left = stream_index(storage, "resize()"), [], length
+        for key, size in self._in_order(index, {}):
+            gone.append(key)
+            left -= size
+            if left <= slots:
+                break
+        else:
+            raise BufferFull(
+                f"expected protected episodes of at most {slots} rows, got {left}; the capacity is "
+                f"{storage.ledger.slots}"
+            )
+        lanes = index.lanes_with(np.array(gone, index.key_dtype))
+        order = storage.ledger.write_order()
+        return order[torch.from_numpy(~np.isin(stream_numbers(storage)[order.numpy()], lanes))]
+
+    def resize(self, max_size: int) -> torch.Tensor | None:
+        storage = self._columns
+        before = storage.episodes.stream_count if storage.initialized else 0
+        kept = super().resize(max_size)
+        self.evicted += before - storage.episodes.stream_count if before else 0
+        return kept
+
     def empty(self, empty_write_count: bool = True) -> None:
         super().empty(empty_write_count)
         self.evicted = 0

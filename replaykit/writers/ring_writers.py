@@ -354,6 +354,11 @@ class LaneWriter(Writer):
                 f"{fresh} of them new, which take {needed}"
             )
 
+    def kept_rows(self, slots: int) -> torch.Tensor | None:
+        if self._columns.initialized:
+            self._check_room(self._columns.episodes, 0, slots)
+        return super().kept_rows(slots)
+
     # -- state --------------------------------------------------------------------------------
 
     def keeps_all(self, capacity: int, state: dict[str, Any]) -> bool:

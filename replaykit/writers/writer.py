@@ -119,6 +119,31 @@ class Writer(Uncompiled, ABC):
         """
         return ledger_of(state).keeps_slots(capacity)
 
+    def kept_rows(self, slots: int) -> torch.Tensor | None:
+        """Return the slots of the rows that stay if the storage gets ``slots`` slots.
+
+        They are in order of age; None if all rows stay in their slots. The caller holds the lock.
+
+        Raises:
+            BufferFull: rows that must be kept do not fit.
+        """
+        ledger = self.storage.ledger
+        if ledger.length <= slots and (ledger.keeps_slots(slots) or ledger.by_stream):
+            return None
+        return self.survivors(slots, self.state_dict())
+
+    def resize(self, max_size: int) -> torch.Tensor | None:
+        """Change the capacity of the storage; return the result of ``kept_rows``.
+
+        Raises:
+            BufferFull, RuntimeError, MemoryError, OSError: as ``ReplayBuffer.resize`` does. Nothing
+                has changed then.
+        """
+        storage = self.storage
+        kept = self.kept_rows(-(-max_size // storage.lanes.numel()))
+        storage.resize(max_size, kept)
+        return kept
+
     # -- writing ------------------------------------------------------------------------------
 
     def register_storage(self, storage: Storage) -> None:
