@@ -147,6 +147,17 @@ def check_transforms_of(sampler: Sampler, chain: Compose) -> None:
         )
 
 
+def check_chain(chain: Compose, storage: Storage, writer: Writer) -> None:
+    """Raise ValueError if a transform cannot work with the storage and the writer.
+
+    A transform with the method ``check_parts(storage, writer)`` decides this itself.
+    """
+    for entry in chain.entries:
+        check = getattr(entry.transform, "check_parts", None)
+        if callable(check):
+            check(storage, writer)
+
+
 def check_mappable(storage: Storage) -> None:
     """Raise ValueError with the reason if a storage cannot leave rows in files."""
     kind = type(storage).__name__

@@ -11,6 +11,7 @@ from typing_extensions import TypeVar
 
 from replaykit.buffer.component_checks import (
     check_anchors,
+    check_chain,
     check_consuming,
     check_not_ahead,
     check_order,
@@ -192,6 +193,7 @@ def check_uses(
     chain = chain_of_draws(buffer, storage, chain)
     check_order(sampler, writer, buffer._batch_size)
     check_consuming(sampler, storage, writer, unit, chain, prefetch=depth, shared=buffer._shared)
+    check_chain(chain, storage, writer)
 
 
 def claim_parts(buffer: ReplayBuffer, *parts: Sampler | Writer) -> None:
@@ -362,5 +364,6 @@ def insert_into_chain(
     with buffer._locked():
         chain = buffer._chain.copy()
         chain.insert(len(chain) if index is None else index, transform, invert=invert)
+        check_chain(chain, buffer._storage, buffer._writer)
         set_chain(buffer, chain)
         rewind(buffer)

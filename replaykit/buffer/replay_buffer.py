@@ -1531,8 +1531,10 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
     def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
         """End the open episodes, although no flag marks their end.
 
-        Rows that are written next belong to new episodes, which begin in the middle. Before the
-        cut, the buffer stores the rows that transforms hold back, as ``flush`` does, in all lanes.
+        The next rows of these streams belong to new episodes, which begin in the middle. If the
+        newest row of a stream has ended its episode, the next row follows a reset as usual. Before
+        the cut, the buffer stores the rows that transforms hold back, as ``flush`` does, in all
+        lanes.
 
         Args:
             lane: number of a lane, or several numbers; None for all lanes. With ``lane_key``, a

@@ -400,11 +400,6 @@ class TrajectoryFolder:
     def _feed(self, names: dict[str, _Entry], sizes: dict[str, _Kept]) -> None:
         """Store the rows of unread chunks; add their ages and sizes to ``sizes``."""
         self._lane_key = getattr(self._buffer.storage, "lane_key", None)
-        if self._lane_key is not None and _holds_rows(self._buffer):
-            raise ValueError(
-                "expected a transform that keeps the streams of lane_key= apart, got an "
-                "NStep(when='write'), which sums over rows of all; use when='read'"
-            )
         fresh = self._unread(names)
         if self._has_gap(fresh):
             # A listing may miss a file that appears meanwhile and show a later one of its stream.

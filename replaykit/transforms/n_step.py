@@ -84,8 +84,8 @@ class NStepWriting(Transform):
     ``when="read"`` if you sample slices. Do not replace rows by ``rb[i] = rows``, because those
     rows also pass through this transform.
 
-    Sums follow the order of writes. If the streams of a storage with ``lane_key`` are written in
-    turn, use ``when="read"``, which keeps them apart.
+    Sums follow the order of writes. A buffer refuses this transform for a storage with
+    ``lane_key``, whose streams may be written in turn. Use ``when="read"`` there.
 
     Args:
         n: largest number of steps.
@@ -131,6 +131,15 @@ class NStepWriting(Transform):
         self.one_step_key = one_step_key(self.reward_key)
         self.time_dim = time_dim
         self._held: Any = None
+
+    def check_parts(self, storage: Any, writer: Any) -> None:
+        """Raise ValueError if rows of several streams may be written in turn."""
+        lane_key = getattr(storage, "lane_key", None)
+        if lane_key is not None:
+            raise ValueError(
+                "NStep(when='write') sums in the order of writes, and expected a storage without "
+                f"lane_key, got {format_key(lane_key)}; when='read' keeps its streams apart"
+            )
 
     def forward(self, data: Any) -> Any:
         """Return a batch unchanged, because stored rewards are already sums."""

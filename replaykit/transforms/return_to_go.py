@@ -79,6 +79,7 @@ class ReturnToGo(Transform):
         KeyError: on write, rewards, a ``boundary`` other than the default one, or the key of
             ``value`` is absent.
         RuntimeError: on write, the storage has no episode index.
+        ValueError: when a buffer is made, its rows are those of a data set without returns.
 
     Cost: a check of each written row. When an episode of n rows ends, its returns take O(n log n).
     Episodes that end in the same write are computed together.
@@ -168,6 +169,16 @@ class ReturnToGo(Transform):
         shape = (*data.batch_size, 1)
         data.set(_VALID, torch.zeros(shape, dtype=torch.bool, device=reward.device))
         return data
+
+    def check_parts(self, storage: Storage, writer: Any) -> None:
+        """Raise ValueError if no row gets returns, because the rows are those of a data set."""
+        schema = storage.schema
+        if writer.kind == "immutable" and schema is not None and self.key not in schema.leaves:
+            raise ValueError(
+                f"ReturnToGo adds {format_key(self.key)} when rows are written, and expected a "
+                f"buffer that can be written to, got {type(writer).__name__}; "
+                "prefill_replay_buffer copies a data set into a buffer"
+            )
 
     def check_rows(self, storage: Storage, rows: Any) -> None:
         """Raise an error if new rows cannot get returns.

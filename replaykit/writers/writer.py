@@ -214,7 +214,8 @@ class Writer(Uncompiled, ABC):
         """Cut streams: end their open episodes without a flag.
 
         The next rows belong to another episode, which is treated as if its first rows were not
-        stored. No window, n-step sum, stack of frames or relabelling crosses the cut.
+        stored. A stream whose newest row ended its episode does not change. No window, n-step sum,
+        stack of frames or relabelling crosses the cut.
 
         Args:
             lane: the number of a lane, or several numbers; None for all lanes. In a storage with

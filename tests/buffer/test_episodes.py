@@ -377,6 +377,12 @@ def test_cut_begins_an_episode_in_the_middle() -> None:
     assert buffer.episodes.lengths.tolist() == [6, 3, 3]
     assert buffer.episodes.reasons.tolist() == [0, 3, 0]
     assert buffer.episodes.heads.tolist() == [1, 1, 2]
+    done = torch.tensor([[False, True], [False, False]]).unsqueeze(-1)
+    buffer.empty()
+    buffer.extend(TensorDict({"next": {"done": done}}, [2, 2]))
+    buffer.cut()  # only lane 1 has an open episode
+    buffer.extend(data)
+    assert buffer.episodes.heads.tolist() == [2, 1, 2, 2]
 
 
 def test_a_million_episodes_need_no_object_each() -> None:

@@ -641,6 +641,16 @@ def test_no_sum_on_the_way_in_goes_over_a_cut() -> None:
     assert buffer.episodes.lengths.tolist() == [5, 1]
 
 
+def test_sums_on_the_way_in_are_refused_for_interleaved_streams() -> None:
+    storage, nstep = LazyTensorStorage(20, lane_key="env"), NStep(3, when="write")
+    with pytest.raises(ValueError, match="storage without lane_key, got 'env'; when='read'"):
+        ReplayBuffer(storage=storage, transform=nstep)
+    rb = ReplayBuffer(storage=LazyTensorStorage(20, lane_key="env"))
+    with pytest.raises(ValueError, match="without lane_key"):
+        rb.append_transform(nstep)
+    assert not len(rb.transform)
+
+
 def test_empty_forgets_held_back_rows() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(20), transform=NStep(3, 1.0, when="write"))
     buffer.extend(open_rows(range(5)))
@@ -816,15 +826,11 @@ def test_list_storage_stores_held_back_rows_at_a_restart(tmp_path: Path) -> None
     assert rewards == [3, 6, 9, 7, 4, 303]
 
 
-@pytest.mark.parametrize("how", ["lanes", "streams"])
-def test_rows_held_back_at_a_restart_stay_in_their_lane(how: str, tmp_path: Path) -> None:
+def test_rows_held_back_at_a_restart_stay_in_their_lane(tmp_path: Path) -> None:
     """Of two lanes one has ended with the newest stored row, the other goes on."""
 
     def make() -> ReplayBuffer:
-        if how == "lanes":
-            storage = LazyTensorStorage(40, ndim=2)
-        else:
-            storage = LazyTensorStorage(40, lane_key="env")
+        storage = LazyTensorStorage(40, ndim=2)
         return ReplayBuffer(storage=storage, transform=NStep(3, 1.0, when="write"))
 
     def rows(first: int, count: int) -> TensorDict:
@@ -832,10 +838,7 @@ def test_rows_held_back_at_a_restart_stay_in_their_lane(how: str, tmp_path: Path
         reward[1] += 100
         done = torch.zeros(2, count, 1, dtype=torch.bool)
         done[0] = reward[0][:, None] == 2
-        env = torch.arange(2)[:, None].expand(2, count)
-        made = TensorDict({"env": env, "next": {"reward": reward, "done": done}}, [2, count])
-        # One stream alone where they lie in one storage: n-step sums on the way in are of lanes.
-        return made if how == "lanes" else made[1]
+        return TensorDict({"next": {"reward": reward, "done": done}}, [2, count])
 
     saved, buffer = make(), make()
     saved.extend(rows(0, 5))
@@ -844,11 +847,7 @@ def test_rows_held_back_at_a_restart_stay_in_their_lane(how: str, tmp_path: Path
     buffer.extend(rows(5, 4))
     buffer.flush()
     found = buffer[:]["next", "reward"]
-    other = [303.0, 306, 309, 207, 104, 318, 321, 215, 108]
-    lengths = [5, 4]
-    if how == "lanes":
-        assert found[0].flatten().tolist() == [3, 3, 2, 7, 4, 18, 21, 15, 8]
-        found = found[1]
-        lengths = [1, 1, 1, 2, 4, 5, 4]  # rows carry the flags of the last one in their sum
-    assert found.flatten().tolist() == other
-    assert buffer.episodes.lengths.tolist() == lengths
+    assert found[0].flatten().tolist() == [3, 3, 2, 7, 4, 18, 21, 15, 8]
+    assert found[1].flatten().tolist() == [303, 306, 309, 207, 104, 318, 321, 215, 108]
+    # Rows carry the flags of the last one in their sum.
+    assert buffer.episodes.lengths.tolist() == [1, 1, 1, 2, 4, 5, 4]

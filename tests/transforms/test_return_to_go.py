@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import (
+    ImmutableDatasetWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -327,6 +328,16 @@ def test_open_episodes_end_with_a_cut_and_hold_the_default() -> None:
     rb = buffer_of(ReturnToGo(1.0, default=DEFAULT))
     rb.extend(rows)
     assert returns_of(rb) == [DEFAULT, DEFAULT, 2.0, 1.0]
+
+
+def test_a_data_set_without_returns_is_refused() -> None:
+    rows, made = rows_of([1, 1], [False, True]), {"writer": ImmutableDatasetWriter()}
+    with pytest.raises(ValueError, match="adds 'episode_return' when rows are written"):
+        ReplayBuffer(storage=TensorStorage(rows), transform=ReturnToGo(1.0), **made)
+    rb = buffer_of(ReturnToGo(1.0))
+    rb.extend(rows)
+    again = ReplayBuffer(storage=TensorStorage(rb.storage[:]), transform=ReturnToGo(1.0), **made)
+    assert returns_of(again) == [2.0, 1.0]
 
 
 def test_returns_are_summed_once_per_episode(monkeypatch: pytest.MonkeyPatch) -> None:
