@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import h5py
-import numpy as np
 import pytest
-import torch
 
-from replaykit.datasets import RobosetExperienceReplay
-from replaykit.datasets.engine.conversion import ensure_dataset
-from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publishing import Published
-from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from tests.datasets.trials import ROBOSET_REPO, convert, served, write_source
 from tests.support import LoopbackHub
 
 # -- the hub --------------------------------------------------------------------------------------
@@ -92,162 +83,6 @@ def sample() -> Path:
     return SAMPLE
 
 
-def write(path: Path, *trials: dict[str, Any]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with RoboHiveWriter(path, float_dtype=None) as writer:
-        for trial in trials:
-            writer.add_trial(**trial)
-    return path
-
-
-@pytest.fixture(name="write")
-def _write() -> Callable[..., Any]:
-    return write
-
-
-def convert(target: Path, *files: Path, **options: Any) -> Published:
-    return ensure_dataset(
-        target, get_sources=lambda: Sources.local(files), layout=ROBOHIVE, **options
-    )
-
-
-@pytest.fixture(name="convert")
-def _convert() -> Callable[..., Any]:
-    return convert
-
-
-def quietly(target: Path, *files: Path, **options: Any) -> Published:
-    """Converts files of which it is known that something is left out."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return convert(target, *files, **options)
-
-
-@pytest.fixture(name="quietly")
-def _quietly() -> Callable[..., Any]:
-    return quietly
-
-
-# -- rows against their files ---------------------------------------------------------------------
-
-
-def read_rows(files: list[Path], leaves: list[str]) -> dict[tuple[str, ...], np.ndarray]:
-    """The rows of trials, one at a time, straight from the alignment table of the layout."""
-    rows: dict[tuple[str, ...], list[Any]] = {}
-
-    def put(value: Any, *key: str) -> None:
-        rows.setdefault(key, []).append(value)
-
-    for seed, path in enumerate(sorted(files, key=str)):
-        with h5py.File(path) as file:
-            numbers = sorted(int(re.fullmatch(r"Trial(\d+)", name)[1]) for name in file)
-            for number in numbers:
-                trial = {leaf: file[f"Trial{number}/{leaf}"][...] for leaf in leaves}
-                records = len(trial["actions"])
-                tailed = bool(np.isnan(trial["actions"][records - 1]).all())
-                for t in range(records - 1):
-                    last = t == records - 2
-                    done = bool(trial["done"][t + 1])
-                    put(trial["observations"][t], "observation")
-                    put(trial["actions"][t], "action")
-                    put(trial["time"][t], "time")
-                    put(trial["observations"][t + 1], "next", "observation")
-                    put([trial["rewards"][t + 1]], "next", "reward")
-                    put([done], "next", "terminated")
-                    put([last and not (done and tailed)], "next", "truncated")
-                    put([last or done], "next", "done")
-                    put(seed, "seed")
-                    put(number, "episode")
-                    for flag in ("done", "terminated", "truncated"):
-                        put([False], flag)
-                    for leaf in leaves:
-                        if leaf.startswith("env_infos/"):
-                            key = leaf.split("/")[1:]
-                            put(trial[leaf][t], "info", *key)
-                            put(trial[leaf][t + 1], "next", "info", *key)
-    return {key: np.stack([np.asarray(value) for value in found]) for key, found in rows.items()}
-
-
-@pytest.fixture(name="read_rows")
-def _read_rows() -> Callable[..., Any]:
-    return read_rows
-
-
-def leaf_paths(path: Path) -> list[str]:
-    found: list[str] = []
-    with h5py.File(path) as file:
-        group = file[next(iter(file))]
-        group.visititems(lambda n, o: found.append(n) if isinstance(o, h5py.Dataset) else None)
-    return found
-
-
-@pytest.fixture(name="leaf_paths")
-def _leaf_paths() -> Callable[..., Any]:
-    return leaf_paths
-
-
-def assert_equal(found: Published, expected: dict[tuple[str, ...], np.ndarray]) -> None:
-    """Same keys, and for each the same shape, dtype and bytes."""
-    assert found.columns.keys() == expected.keys()
-    for key, column in found.columns.items():
-        ours, theirs = column.numpy(), expected[key]
-        assert ours.shape == theirs.shape, key
-        assert ours.dtype == theirs.dtype, key
-        assert ours.tobytes() == theirs.tobytes(), key
-
-
-@pytest.fixture(name="assert_equal")
-def _assert_equal() -> Callable[..., Any]:
-    return assert_equal
-
-
-def assert_ted(found: Published) -> None:
-    """The invariants T1 to T9 of a table of transitions."""
-    data = found.tensordict()
-    done, terminated, truncated = (
-        data["next", name].squeeze(-1) for name in ("done", "terminated", "truncated")
-    )
-    assert torch.equal(done, terminated | truncated)
-    for name in ("done", "terminated", "truncated"):
-        assert data[name].shape == (found.rows, 1)
-        assert not data[name].any()
-    assert ("reward",) not in found.columns
-    ids = torch.stack([data["seed"], data["episode"]], 1)
-    starts, lengths = found.episodes["start"], found.episodes["length"]
-    assert starts.tolist() == [0, *np.cumsum(lengths.numpy())[:-1]]
-    assert int(lengths.sum()) == found.rows
-    assert done.nonzero().flatten().tolist() == (starts + lengths - 1).tolist()
-    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-        rows = slice(start, start + length)
-        assert len(ids[rows].unique(dim=0)) == 1
-        assert torch.equal(data["next", "observation"][rows][:-1], data["observation"][rows][1:])
-    assert len(ids.unique(dim=0)) == len(starts)
-    assert data["next"].batch_size == data.batch_size
-    if ("info", "time") in found.columns:
-        assert data["info"].batch_size == data.batch_size
-        assert data["next", "info"].batch_size == data.batch_size
-
-
-@pytest.fixture(name="assert_ted")
-def _assert_ted() -> Callable[..., Any]:
-    return assert_ted
-
-
-# -- a published data set -------------------------------------------------------------------------
-
-
-def write_source(path: Path, records: int = 5, seed: int = 0) -> Path:
-    with RoboHiveWriter(path) as writer:
-        writer.add_trial(**make_trial(records, seed=seed))
-        writer.add_trial(**make_trial(3, seed=seed + 50, terminated=True))
-    return path
-
-
-@pytest.fixture(name="write_source")
-def _write_source() -> Callable[..., Any]:
-    return write_source
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return write_source(tmp_path / "a.h5")
@@ -260,50 +95,7 @@ def target(tmp_path: Path, source: Path) -> Path:
     return tmp_path / "root" / "data"
 
 
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
-
-@pytest.fixture(name="names")
-def _names() -> Callable[..., Any]:
-    return names
-
-
-def never() -> Sources:
-    raise AssertionError("the sources were asked for")
-
-
-@pytest.fixture(name="never")
-def _never() -> Callable[..., Any]:
-    return never
-
-
 # -- RoboSet --------------------------------------------------------------------------------------
-
-
-ROBOSET_REPO = "jdvakil/RoboSet_Sim"
-ROBOSET_ID = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
-
-
-def write_file(path: Path, *lengths: int, seed: int = 0, **options: Any) -> Path:
-    with RoboHiveWriter(path) as writer:
-        for number, records in enumerate(lengths):
-            writer.add_trial(**make_trial(records, seed=seed + number, **options))
-    return path
-
-
-@pytest.fixture(name="write_file")
-def _write_file() -> Callable[..., Any]:
-    return write_file
-
-
-def served(folder: Path, *files: Path, dataset_id: str = ROBOSET_ID) -> dict[str, Path]:
-    return {f"{dataset_id}/seed{i}/x_trace.h5": path for i, path in enumerate(files)}
-
-
-@pytest.fixture(name="served")
-def _served() -> Callable[..., Any]:
-    return served
 
 
 @pytest.fixture
@@ -349,7 +141,7 @@ def serve(tmp_path: Path, monkeypatch: Any) -> Iterator[Any]:
     hubs = []
 
     def start(*files: Path, **more: Path | bytes) -> Serving:
-        hub = LoopbackHub({ROBOSET_REPO: {**served(tmp_path, *files), **more}})
+        hub = LoopbackHub({ROBOSET_REPO: {**served(*files), **more}})
         hub.__enter__()
         hubs.append(hub)
         return Serving(hub, tmp_path, monkeypatch)
@@ -358,12 +150,3 @@ def serve(tmp_path: Path, monkeypatch: Any) -> Iterator[Any]:
     huggingface_hub.close_session()
     for hub in hubs:
         hub.__exit__(None, None, None)
-
-
-def construct(root: Path, **options: Any) -> RobosetExperienceReplay:
-    return RobosetExperienceReplay(ROBOSET_ID, **{"batch_size": 4, "root": root, **options})
-
-
-@pytest.fixture(name="construct")
-def _construct() -> Callable[..., Any]:
-    return construct

@@ -47,13 +47,16 @@ def growth(small: Path, large: Path, work: Path, layout: str, block_bytes: int) 
     return 1024 * int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def content(root: Path) -> dict[str, object]:
-    """All that a data set is, but for what its manifest says of how it was made."""
+def content(root: Path, *, in_blocks: bool = False) -> dict[str, object]:
+    """All that a data set is, but for when and by what it was made.
+
+    ``in_blocks``: the last digits of statistics do not count, which depend on the size of blocks.
+    """
     found: dict[str, object] = {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in root.rglob("*")
         if path.is_file() and path.name != "manifest.json"
     }
     manifest = json.loads((root / "manifest.json").read_text())
-    found["counts"] = [manifest["rows"], manifest["episodes"], manifest["report"]]
-    return found
+    left_out = {"made", "crc32", *(("arrays", "options") if in_blocks else ())}
+    return {**found, "manifest": {k: v for k, v in manifest.items() if k not in left_out}}

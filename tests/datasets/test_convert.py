@@ -12,18 +12,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
-from replaykit.datasets.families.robohive import ROBOHIVE
+from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.publishing import verify_published
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive_files import make_trial
+from tests.datasets.mutated.corpora import CORPORA
+from tests.datasets.mutated.running import check
+from tests.datasets.trials import assert_ted, convert, quietly, write
 
-SAMPLE_SHA256 = "cb7a813a94d88c8e1b0b3a769c810bee8008fc96801d26ce0bfc5fd72bdafe1d"
-
-
-# -- the sample ----------------------------------------------------------------------------------
-
-
+ROBOSET = CORPORA["roboset"]
 NAN_LEAVES = [
     "env_infos/proprio_dict",
     "env_infos/state/act",
@@ -34,93 +31,65 @@ NAN_LEAVES = [
 
 @pytest.mark.pitfall("DS1")
 @pytest.mark.pitfall("DS2")
-def test_every_value_of_the_sample_is_the_source_value(
-    sample, tmp_path, convert, read_rows, leaf_paths, assert_equal, assert_ted
-):
-    with pytest.warns(UserWarning, match="left out") as caught:
-        found = convert(tmp_path / "data", sample)
-    assert len(caught) == 1
-    assert all(leaf in str(caught[0].message) for leaf in NAN_LEAVES)
-    assert [entry["key"] for entry in found.manifest.report["left_out"]] == NAN_LEAVES
-    assert found.manifest.report["warnings"] == []
-    assert found.manifest.report["files"] == [{"file": sample.name, "reward": ["dense"]}]
-    leaves = [leaf for leaf in leaf_paths(sample) if leaf not in NAN_LEAVES]
-    assert len(leaves) == 32
-    assert_equal(found, read_rows([sample], leaves))
-    assert_ted(found)
-
-
-def test_figures_of_the_sample(sample, tmp_path, quietly):
-    found = quietly(tmp_path / "data", sample)
-    columns = found.columns
-    assert (found.rows, len(found.episodes)) == (500, 10)
-    assert columns["observation",].shape == (500, 63)
-    assert columns["action",].shape == (500, 9)
-    assert not columns["action",].isnan().any()
-    assert float(columns["next", "reward"].sum()) == pytest.approx(-416.28576943, abs=1e-8)
-    assert float(found.episodes["return"].sum()) == pytest.approx(-416.28576943, abs=1e-8)
-    assert not (columns["next", "reward"] == -0.8709224161685798).any()
-    assert columns["next", "terminated"].sum() == 0
-    assert columns["next", "truncated"].sum() == 10
-    assert columns["next", "done"].sum() == 10
-    assert columns["time",][1] - columns["time",][0] == pytest.approx(0.08)
-    assert found.groups() == [f"Trial{k}" for k in range(10)]
-    assert found.episodes["truncated"].all()
-    assert not found.episodes["terminated"].any()
-
-
-@pytest.mark.pitfall("DS2")
-def test_two_files_keep_their_episodes_apart(
-    sample, tmp_path, convert, read_rows, leaf_paths, assert_equal, assert_ted
-):
+@pytest.mark.parametrize("copies", [1, 2])
+def test_every_value_of_the_sample_is_that_of_h5py(sample, tmp_path, copies):
     """N6: the same trial names in two files are twenty episodes, in order of the paths."""
-    files = [tmp_path / "seed0" / "trace.h5", tmp_path / "seed1" / "trace.h5"]
+    files = [tmp_path / f"seed{k}" / "trace.h5" for k in range(copies)]
     for file in files:
         file.parent.mkdir()
         shutil.copy(sample, file)
-    with pytest.warns(UserWarning, match="10 episodes with the observations"):
+    with pytest.warns(UserWarning, match="left out") as caught:
         found = convert(tmp_path / "data", *reversed(files))
-    leaves = [leaf for leaf in leaf_paths(sample) if leaf not in NAN_LEAVES]
-    assert_equal(found, read_rows(files, leaves))
+    (said,) = [str(each.message) for each in caught]
+    assert all(leaf in said for leaf in NAN_LEAVES)
+    assert ("10 episodes with the observations" in said) is (copies == 2)
+    check(ROBOSET, files, found)
     assert_ted(found)
-    assert found.episodes["source_seed"].tolist() == [0] * 10 + [1] * 10
-    assert found.manifest.report["duplicates"][0] == {
-        "episode": ["seed1/trace.h5", "Trial0"],
-        "same_as": ["seed0/trace.h5", "Trial0"],
-    }
-    assert found.manifest.source["files"] == [
-        {"name": f"seed{k}/trace.h5", "size": sample.stat().st_size, "sha256": SAMPLE_SHA256}
-        for k in range(2)
-    ]
+    report = found.manifest.report
+    assert [entry["key"] for entry in report["left_out"]] == NAN_LEAVES
+    assert report["warnings"] == []
+    assert [entry["reward"] for entry in report["files"]] == [["dense"]] * copies
+    seeds = [-1] if copies == 1 else [0, 1]  # of the folders that the names of files keep
+    assert found.episodes["source_seed"].tolist() == [seed for seed in seeds for _ in range(10)]
+    assert report["duplicates"][:1] == [
+        {"episode": ["seed1/trace.h5", "Trial0"], "same_as": ["seed0/trace.h5", "Trial0"]}
+    ] * (copies - 1)
+    # The figures of the file.
+    columns, total = found.columns, -416.28576943 * copies
+    assert (found.rows, len(found.episodes)) == (500 * copies, 10 * copies)
+    assert (columns["observation",].shape[1], columns["action",].shape[1]) == (63, 9)
+    assert not columns["action",].isnan().any()
+    assert float(columns["next", "reward"].sum()) == pytest.approx(total, abs=1e-7)
+    assert float(found.episodes["return"].sum()) == pytest.approx(total, abs=1e-7)
+    assert not (columns["next", "reward"] == -0.8709224161685798).any()
+    assert not columns["next", "terminated"].any()
+    assert columns["next", "truncated"].sum() == 10 * copies
+    assert columns["time",][1] - columns["time",][0] == pytest.approx(0.08)
+    assert found.groups() == [f"Trial{k}" for k in range(10)] * copies
 
 
-# -- files in the same layout --------------------------------------------------------------------
-
-
-def test_every_value_of_written_trials(
-    tmp_path, convert, write, read_rows, leaf_paths, assert_equal, assert_ted
-):
+def test_every_value_of_written_trials(tmp_path):
     """Early termination, time limits, two records, and a file without a closing record."""
-    files = [
-        write(tmp_path / "b.h5", make_trial(6, seed=1), make_trial(3, seed=2, terminated=True)),
-        write(tmp_path / "a.h5", make_trial(2, seed=3, terminated=True), make_trial(9, seed=4)),
-    ]
     untailed = make_trial(5, seed=5) | {"tail": False}
     untailed["actions"] = np.concatenate([untailed["actions"], [[0.5, 0.25]]])
-    files.append(write(tmp_path / "c.h5", untailed))
-    found = convert(tmp_path / "data", *files)
-    assert_equal(found, read_rows(files, leaf_paths(files[0])))
+    files = [
+        write(tmp_path / "a.h5", make_trial(2, seed=3, terminated=True), make_trial(9, seed=4)),
+        write(tmp_path / "b.h5", make_trial(6, seed=1), make_trial(3, seed=2, terminated=True)),
+        write(tmp_path / "c.h5", untailed),
+    ]
+    found = convert(tmp_path / "data", files[1], files[0], files[2])
+    check(ROBOSET, files, found)
     assert_ted(found)
-    assert found.episodes["length"].tolist() == [1, 8, 5, 2, 4]
-    assert found.episodes["seed"].tolist() == [0, 0, 1, 1, 2]
-    assert found.episodes["terminated"].tolist() == [True, False, False, True, False]
-    assert found.episodes["truncated"].tolist() == [False, True, True, False, True]
-    returns = [301.0, sum(range(401, 409)), 515.0, 403.0, 2010.0]
-    assert found.episodes["return"].tolist() == returns
+    table = found.episodes
+    assert table["length"].tolist() == [1, 8, 5, 2, 4]
+    assert table["seed"].tolist() == [0, 0, 1, 1, 2]
+    assert table["terminated"].tolist() == [True, False, False, True, False]
+    assert table["truncated"].tolist() == [False, True, True, False, True]
+    assert table["return"].tolist() == [301.0, sum(range(401, 409)), 515.0, 403.0, 2010.0]
 
 
 @pytest.mark.pitfall("DS8")
-def test_action_is_the_one_that_led_to_the_next_observation(tmp_path, convert, write):
+def test_action_is_the_one_that_led_to_the_next_observation(tmp_path):
     found = convert(
         tmp_path / "data", write(tmp_path / "a.h5", make_trial(30), make_trial(4, seed=1))
     )
@@ -128,17 +97,8 @@ def test_action_is_the_one_that_led_to_the_next_observation(tmp_path, convert, w
     assert torch.equal(moved, found.columns["next", "observation"][:, :2])
 
 
-def test_last_next_observation_is_the_final_one(tmp_path, convert, write):
-    """N2, N32: neither zeros nor the first observation of the next episode."""
-    trials = [make_trial(4, seed=1), make_trial(5, seed=2)]
-    found = convert(tmp_path / "data", write(tmp_path / "a.h5", *trials))
-    for trial, row in zip(trials, (2, 6), strict=True):
-        final = torch.from_numpy(trial["observations"][-1])
-        assert torch.equal(found.columns["next", "observation"][row], final)
-
-
 @pytest.mark.pitfall("DS9")
-def test_trials_come_in_natural_order(tmp_path, convert, write):
+def test_trials_come_in_natural_order(tmp_path):
     path = write(tmp_path / "a.h5", *(make_trial(3, seed=k) for k in range(12)))
     with h5py.File(path) as file:
         assert list(file)[2] == "Trial10"
@@ -149,119 +109,75 @@ def test_trials_come_in_natural_order(tmp_path, convert, write):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_dtypes_are_kept(tmp_path, dtype, quietly, write, read_rows, leaf_paths, assert_equal):
+def test_dtypes_shapes_and_names_are_kept(tmp_path, dtype):
     trial = make_trial(5, infos=False)
     for name in ("observations", "actions", "rewards", "time"):
         trial[name] = trial[name].astype(dtype)
+    image = np.random.default_rng(0).integers(0, 256, (5, 24, 42, 3), np.uint8)
     trial["env_infos"] = {
         "small": np.arange(5, dtype=np.int8),
         "wide": np.arange(5, dtype=np.int64) << 40,
-        "pixels": np.arange(5 * 12, dtype=np.uint8).reshape(5, 2, 2, 3),
         "depth": np.arange(5, dtype=np.uint16),
         "wave": np.arange(5) * 1j,
         "big_endian": np.arange(5, dtype=">i4"),
         "flag": np.array([True, False, True, True, False]),
         "nothing": np.zeros((5, 0), np.float32),
+        "visual_dict": {"rgb:left_cam:240x424:2d": image, "d:left 50%": image[..., 0]},
     }
     path = write(tmp_path / "a.h5", trial)
     found = quietly(tmp_path / "data", path)
-    expected = read_rows([path], leaf_paths(path))
-    for key in (("info", "big_endian"), ("next", "info", "big_endian")):
-        expected[key] = expected[key].astype("=i4")
-    assert_equal(found, expected)
+    check(ROBOSET, path, found)
+    assert found.manifest.report["left_out"] == []
     reported = {note["text"].split()[0] for note in found.manifest.report["warnings"]}
     floats = {"observations", "actions", "rewards", "time"} if dtype == np.float16 else set()
     assert {name for name in reported if name != "neither"} == floats | {"env_infos/small"}
-
-
-def test_images_and_keys_with_colons(tmp_path, convert, write, read_rows, leaf_paths, assert_equal):
-    trial = make_trial(4)
-    image = np.random.default_rng(0).integers(0, 256, (4, 24, 42, 3), np.uint8)
-    trial["env_infos"]["visual_dict"] = {
-        "rgb:left_cam:240x424:2d": image,
-        "d:left 50%": image[..., 0],
-    }
-    path = write(tmp_path / "a.h5", trial)
-    found = convert(tmp_path / "data", path)
-    assert_equal(found, read_rows([path], leaf_paths(path)))
     loaded = TensorDict.load_memmap(tmp_path / "data")
     key = ("next", "info", "visual_dict", "rgb:left_cam:240x424:2d")
     assert torch.equal(loaded[key], torch.from_numpy(image[1:]))
 
 
-def test_result_is_readable_by_tensordict(tmp_path, convert, write):
+@pytest.mark.pitfall("DS11")
+def test_result_is_readable_by_tensordict(tmp_path):
     found = convert(
         tmp_path / "data", write(tmp_path / "a.h5", make_trial(5), make_trial(3, seed=1))
     )
-    loaded = TensorDict.load_memmap(tmp_path / "data")
+    data, loaded = found.tensordict(), TensorDict.load_memmap(tmp_path / "data")
     assert loaded.batch_size == found.batch_size == (6,)
     assert set(loaded.keys(True, True)) == {k if len(k) > 1 else k[0] for k in found.columns}
     for key, column in found.columns.items():
         assert torch.equal(loaded[key], column), key
         assert loaded[key].dtype == column.dtype
-    assert (found.tensordict() == loaded).all()
+    for key in ("info", "next", ("next", "info"), ("info", "obs_dict")):
+        assert data[key].batch_size == (6,)
+    assert data[1:3]["info", "obs_dict", "rest"].shape == (2, 3)
+    assert (data == loaded).all()
     table = TensorDict.load_memmap(tmp_path / "data" / "episodes")
     assert torch.equal(table["start"], found.episodes["start"])
 
 
-@pytest.mark.pitfall("DS11")
-def test_nested_tensordicts_have_the_batch_size_of_the_root(tmp_path, convert, write):
-    found = convert(tmp_path / "data", write(tmp_path / "a.h5", make_trial(5)))
-    data = found.tensordict()
-    for key in ("info", "next", ("next", "info"), ("info", "obs_dict")):
-        assert data[key].batch_size == (4,)
-    assert data[1:3]["info", "obs_dict", "rest"].shape == (2, 3)
-
-
 @pytest.mark.parametrize("block_bytes", [1, 64, 1000, 4096, 1 << 30])
 @pytest.mark.parametrize("chunks", [None, (7,), (1,)])
-def test_block_size_does_not_change_the_result(
-    tmp_path, block_bytes, chunks, quietly, read_rows, leaf_paths, assert_equal
-):
+def test_block_size_does_not_change_the_result(tmp_path, block_bytes, chunks):
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
         for name, trial in {"Trial0": make_trial(23, seed=1), "Trial1": make_trial(9)}.items():
+            infos = trial.pop("env_infos")
             trial["actions"] = np.vstack([trial["actions"], [[np.nan] * 2]])
-            flat = {k: v for k, v in trial.items() if k != "env_infos"}
-            flat |= {
-                f"env_infos/obs_dict/{k}": v for k, v in trial["env_infos"]["obs_dict"].items()
-            }
-            flat |= {
-                "env_infos/rwd_dense": trial["rewards"],
-                "env_infos/nan": np.full(len(trial["time"]), np.nan),
-            }
-            for key, value in flat.items():
+            trial |= {f"env_infos/obs_dict/{k}": v for k, v in infos["obs_dict"].items()}
+            trial["env_infos/rwd_dense"] = trial["rewards"]
+            trial["env_infos/nan"] = np.full(len(trial["time"]), np.nan)
+            for key, value in trial.items():
                 size = None if chunks is None else (min(*chunks, len(value)), *value.shape[1:])
                 file.create_dataset(f"{name}/{key}", data=value, chunks=size)
     found = quietly(tmp_path / "data", path, options=ConvertOptions(block_bytes=block_bytes))
-    leaves = [leaf for leaf in leaf_paths(path) if leaf != "env_infos/nan"]
-    assert_equal(found, read_rows([path], leaves))
+    check(ROBOSET, path, found)
     assert [entry["key"] for entry in found.manifest.report["left_out"]] == ["env_infos/nan"]
 
 
-def test_converting_twice_gives_the_same_bytes(tmp_path, convert, write):
-    """V62: arrays byte for byte, manifest but for time and host, in whatever order files come."""
-    files = [
-        write(tmp_path / name, make_trial(5, seed=k)) for k, name in enumerate(("a.h5", "b.h5"))
-    ]
-    first = convert(tmp_path / "one", *files)
-    second = convert(tmp_path / "two", *reversed(files))
-    assert first.manifest.content_id() == second.manifest.content_id()
-    names = [name for name, _, _ in first.manifest.files()]
-    assert len(names) > 20
-    for name in names:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
-def test_manifest_describes_the_files(tmp_path, write):
+def test_manifest_describes_the_files(tmp_path):
     path = write(tmp_path / "seed7" / "a.h5", make_trial(5))
     sources = Sources.local([path], origin={"kind": "hub", "commit": "c" * 40})
-    ensure_dataset(
-        tmp_path / "data",
-        get_sources=lambda: sources,
-        layout=ROBOHIVE,
-        identity={"dataset_id": "x"},
-    )
+    convert(tmp_path / "data", get_sources=lambda: sources, identity={"dataset_id": "x"})
     manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
     assert (manifest["format"], manifest["format_version"]) == ("replaykit-dataset", 1)
     assert manifest["converter"] == {"name": "robohive-trials", "version": 1}

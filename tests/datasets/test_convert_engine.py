@@ -14,9 +14,10 @@ from replaykit.datasets.publishing import open_published
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive_files import make_trial
+from tests.datasets.trials import convert, write
 
 
-def test_progress_bar_is_shown_on_request_only(tmp_path, capfd, convert, write):
+def test_progress_bar_is_shown_on_request_only(tmp_path, capfd):
     path = write(tmp_path / "a.h5", make_trial(4))
     convert(tmp_path / "quiet", path)
     assert capfd.readouterr().err == ""
@@ -24,7 +25,7 @@ def test_progress_bar_is_shown_on_request_only(tmp_path, capfd, convert, write):
     assert "converting: 100%" in capfd.readouterr().err
 
 
-def test_source_that_changes_meanwhile_is_refused(tmp_path, monkeypatch, convert, write):
+def test_source_that_changes_meanwhile_is_refused(tmp_path, monkeypatch):
     path = write(tmp_path / "a.h5", make_trial(4))
     original = RowWriter.finish
 
@@ -39,7 +40,7 @@ def test_source_that_changes_meanwhile_is_refused(tmp_path, monkeypatch, convert
     assert not (tmp_path / "data").exists()
 
 
-def test_stored_value_that_differs_is_found(tmp_path, monkeypatch, convert, write):
+def test_stored_value_that_differs_is_found(tmp_path, monkeypatch):
     """V60: rows are read back; here the disk returns another byte."""
     path = write(tmp_path / "a.h5", make_trial(4))
     real, into = os.pread, os.preadv
@@ -56,7 +57,7 @@ def test_stored_value_that_differs_is_found(tmp_path, monkeypatch, convert, writ
     assert not (tmp_path / "data").exists()
 
 
-def test_opening_needs_no_h5py_and_no_source(tmp_path, monkeypatch, convert, write):
+def test_opening_needs_no_h5py_and_no_source(tmp_path, monkeypatch):
     path = write(tmp_path / "a.h5", make_trial(4))
     convert(tmp_path / "data", path)
     path.unlink()

@@ -16,12 +16,13 @@ from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import verify_published
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from tests.datasets.mutated.corpora import CORPORA
+from tests.datasets.mutated.running import check
+from tests.datasets.trials import assert_ted, convert, with_repeated_infos, write
 
 
 @pytest.mark.parametrize("block_bytes", [1, 100, 1 << 24])
-def test_one_value_for_a_whole_trial_is_that_of_all_its_rows(
-    tmp_path, block_bytes, convert, write, assert_ted
-):
+def test_one_value_for_a_whole_trial_is_that_of_all_its_rows(tmp_path, block_bytes):
     """a.3, V11: the writer stores a scalar of a trial as an array of length 1."""
 
     def infos(seed: int, records: int) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def test_one_value_for_a_whole_trial_is_that_of_all_its_rows(
 
 
 @pytest.mark.parametrize("width", [3, 20_000])
-def test_leaf_that_is_nan_only_at_first_is_kept(tmp_path, width, convert, write):
+def test_leaf_that_is_nan_only_at_first_is_kept(tmp_path, width):
     """Also one that is too large to be read in one go for this question."""
     trial = make_trial(5, infos=False)
     late, never = np.full((5, width), np.nan), np.full((5, width), np.nan)
@@ -82,7 +83,7 @@ def test_leaf_that_is_nan_only_at_first_is_kept(tmp_path, width, convert, write)
 
 
 @pytest.mark.pitfall("DS10")
-def test_leaves_that_not_all_trials_share_are_left_out_with_one_warning(tmp_path, convert, write):
+def test_leaves_that_not_all_trials_share_are_left_out_with_one_warning(tmp_path):
     """N8, N36, N38: the schema is that of all trials of all files, and says what it lacks."""
 
     def infos(**leaves: Any) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def test_leaves_that_not_all_trials_share_are_left_out_with_one_warning(tmp_path
     assert found.columns["info", "half"][-3:].tolist() == [0.0, 1.0, 2.0]
 
 
-def test_unknown_arrays_are_left_out_and_listed(tmp_path, convert, write):
+def test_unknown_arrays_are_left_out_and_listed(tmp_path):
     trial = make_trial(4, infos=False) | {"extra": {"config": {"solved": 1.0}, "user": np.ones(4)}}
     with pytest.warns(UserWarning, match="config/solved.*user"):
         found = convert(tmp_path / "data", write(tmp_path / "a.h5", trial))
@@ -132,7 +133,7 @@ def test_unknown_arrays_are_left_out_and_listed(tmp_path, convert, write):
     assert len(found.columns) == 13
 
 
-def test_trial_of_one_record_is_skipped_and_listed(tmp_path, convert, write, assert_ted):
+def test_trial_of_one_record_is_skipped_and_listed(tmp_path):
     trials = [make_trial(4), make_trial(1, seed=1), make_trial(3, seed=2)]
     del trials[1]["env_infos"]["rwd_sparse"]  # of a trial that gives no row nothing is required
     with pytest.warns(UserWarning, match=r"skipped: a.h5: Trial1: it has 1 record,"):
@@ -142,7 +143,7 @@ def test_trial_of_one_record_is_skipped_and_listed(tmp_path, convert, write, ass
     assert_ted(found)
 
 
-def test_root_members_other_than_trials_are_listed(tmp_path, convert):
+def test_root_members_other_than_trials_are_listed(tmp_path):
     path = tmp_path / "a.h5"
     with RoboHiveWriter(path) as writer:
         writer.add_trial(**make_trial(3))
@@ -154,7 +155,7 @@ def test_root_members_other_than_trials_are_listed(tmp_path, convert):
     assert found.rows == 2
 
 
-def test_trial_that_is_a_link_is_called_one(tmp_path, convert, write):
+def test_trial_that_is_a_link_is_called_one(tmp_path):
     path = write(tmp_path / "a.h5", make_trial(3))
     with h5py.File(path, "a") as file:
         file["Trial1"] = h5py.SoftLink("/Trial0")
@@ -162,7 +163,7 @@ def test_trial_that_is_a_link_is_called_one(tmp_path, convert, write):
         assert convert(tmp_path / "data", path).rows == 2
 
 
-def test_warning_points_to_the_line_of_the_caller(tmp_path, write):
+def test_warning_points_to_the_line_of_the_caller(tmp_path):
     """Not into the package, however deep in it the conversion was called."""
     path = write(tmp_path / "a.h5", make_trial(3), make_trial(1, seed=1))
 
@@ -183,20 +184,14 @@ def test_warning_points_to_the_line_of_the_caller(tmp_path, write):
     assert (caught[0].filename, caught[0].lineno) == (__file__, line + 5)
 
 
-def test_infos_logged_by_reference_are_dropped_everywhere(
-    tmp_path, convert, write, read_rows, assert_equal
-):
+def test_infos_logged_by_reference_are_dropped_everywhere(tmp_path):
     """a.5: every obs_dict leaf constant while the observation changes."""
-    aliased = make_trial(5, seed=1)
-    for name, values in aliased["env_infos"]["obs_dict"].items():
-        aliased["env_infos"]["obs_dict"][name] = np.broadcast_to(values[-1:], values.shape)
-    path = write(tmp_path / "a.h5", make_trial(4), aliased)
+    path = write(tmp_path / "a.h5", make_trial(4), with_repeated_infos(make_trial(5, seed=1)))
     with pytest.warns(UserWarning, match="logged by reference") as caught:
         found = convert(tmp_path / "data", path)
     assert len(caught) == 1
     assert not [key for key in found.columns if "info" in key]
-    required = ["observations", "actions", "rewards", "done", "time"]
-    assert_equal(found, read_rows([path], required))
+    check(CORPORA["roboset"], path, found)
     assert not [path for path in (tmp_path / "data").rglob("*") if "info" in path.name]
     left_out = found.manifest.report["left_out"]
     assert len(left_out) == 9
@@ -206,7 +201,7 @@ def test_infos_logged_by_reference_are_dropped_everywhere(
     )
 
 
-def test_values_that_are_odd_are_counted_in_the_manifest(tmp_path, convert, write):
+def test_values_that_are_odd_are_counted_in_the_manifest(tmp_path):
     trials = [make_trial(4, seed=k) for k in range(3)]
     trials[1]["time"] = np.array([0.0, 1.0, 1.0, 0.5])
     trials[2]["time"] = np.array([0.0, -1.0, 2.0, 3.0])

@@ -14,6 +14,7 @@ from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import SourceFile, Sources
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive_files import make_trial
+from tests.datasets.trials import convert, write
 
 
 def edited(change: Callable[[dict[str, Any]], Any], records: int = 5) -> dict[str, Any]:
@@ -85,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str, str]] = {
 @pytest.mark.pitfall("DS10")
 @pytest.mark.pitfall("DS13")
 @pytest.mark.parametrize("fault", REFUSED)
-def test_trial_that_breaks_a_rule_is_named_and_nothing_is_left(tmp_path, fault, convert, write):
+def test_trial_that_breaks_a_rule_is_named_and_nothing_is_left(tmp_path, fault):
     change, key, rule = REFUSED[fault]
     good = write(tmp_path / "a.h5", make_trial(5), make_trial(4, seed=1))
     bad = write(tmp_path / "b.h5", make_trial(4, seed=2), edited(change))
@@ -98,7 +99,7 @@ def test_trial_that_breaks_a_rule_is_named_and_nothing_is_left(tmp_path, fault, 
     assert sorted(p.name for p in tmp_path.iterdir()) == [".data.lock", "a.h5", "b.h5"]
 
 
-def test_group_in_place_of_an_array_is_named(tmp_path, convert, write):
+def test_group_in_place_of_an_array_is_named(tmp_path):
     path = write(tmp_path / "a.h5", make_trial(4, infos=False))
     with h5py.File(path, "a") as file:
         del file["Trial0/rewards"]
@@ -107,7 +108,7 @@ def test_group_in_place_of_an_array_is_named(tmp_path, convert, write):
         convert(tmp_path / "data", path)
 
 
-def test_required_array_in_another_file_is_not_followed(tmp_path, convert, write):
+def test_required_array_in_another_file_is_not_followed(tmp_path):
     other = write(tmp_path / "b.h5", make_trial(4, infos=False))
     path = write(tmp_path / "a.h5", make_trial(4, infos=False))
     with h5py.File(path, "a") as file:
@@ -117,7 +118,7 @@ def test_required_array_in_another_file_is_not_followed(tmp_path, convert, write
         convert(tmp_path / "data", path)
 
 
-def test_file_of_another_layout_is_refused_with_its_root_keys(tmp_path, convert):
+def test_file_of_another_layout_is_refused_with_its_root_keys(tmp_path):
     path = tmp_path / "d4rl.h5"
     with h5py.File(path, "w") as file:
         file["observations"] = np.zeros((4, 2))
@@ -126,7 +127,7 @@ def test_file_of_another_layout_is_refused_with_its_root_keys(tmp_path, convert)
         convert(tmp_path / "data", path)
 
 
-def test_no_source_file_and_no_row_are_refused(tmp_path, convert, write):
+def test_no_source_file_and_no_row_are_refused(tmp_path):
     with pytest.raises(CorpusError, match="V05"):
         convert(tmp_path / "data")
     path = write(tmp_path / "a.h5", make_trial(1), make_trial(1))
@@ -135,14 +136,14 @@ def test_no_source_file_and_no_row_are_refused(tmp_path, convert, write):
     assert str(path) in str(caught.value)
 
 
-def test_file_of_another_size_than_expected_is_refused(tmp_path, write):
+def test_file_of_another_size_than_expected_is_refused(tmp_path):
     path = write(tmp_path / "a.h5", make_trial(3))
     sources = Sources((SourceFile(path, "a.h5", 12, "0" * 64),))
     with pytest.raises(CorpusError, match=r"expected 12; fetch it again \[V02\]"):
         ensure_dataset(tmp_path / "data", get_sources=lambda: sources, layout=ROBOHIVE)
 
 
-def test_compressed_paths_error_gives_advice(tmp_path, convert, write):
+def test_compressed_paths_error_gives_advice(tmp_path):
     """a.3: observations are empty; their order is not in the file, so nobody can rebuild them."""
     trial = make_trial(4)
     trial["observations"] = np.zeros((0,))

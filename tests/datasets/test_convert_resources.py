@@ -18,12 +18,14 @@ from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from tests.datasets.converted import growth, needs_proc
+from tests.datasets.mutated import corpora
+from tests.datasets.trials import convert, write
 from tests.limits import limited
 
 
 @pytest.mark.pitfall("DS15")
 @needs_proc
-def test_peak_memory_does_not_grow_with_the_corpus(tmp_path, write):
+def test_peak_memory_does_not_grow_with_the_corpus(tmp_path):
     """64 MB of source, 128 MB of columns, 8 MB of slack: blocks of 1 MiB and the episode list."""
     write(tmp_path / "small.h5", make_trial(50))
     with RoboHiveWriter(tmp_path / "large.h5") as writer:
@@ -42,7 +44,7 @@ def test_peak_memory_does_not_grow_with_the_corpus(tmp_path, write):
 
 
 @needs_proc
-def test_peak_memory_does_not_grow_with_the_length_of_an_episode(tmp_path, write):
+def test_peak_memory_does_not_grow_with_the_length_of_an_episode(tmp_path):
     """One trial of two million records, of 13 bytes each: ids and flags alone are 38 MB."""
     records = 2_000_000
     write(tmp_path / "small.h5", make_trial(50))
@@ -67,7 +69,7 @@ def test_peak_memory_does_not_grow_with_the_length_of_an_episode(tmp_path, write
 
 
 @pytest.mark.parametrize("limit", [50, 1000, 2000, 3000])
-def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch, limit, convert, write):
+def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch, limit):
     """A limit on the file size stands for the full disk.
 
     The columns of the 49 rows need up to 2352 bytes, the manifest more. With the check in advance
@@ -88,7 +90,7 @@ def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch, lim
         assert [p.name for p in target.parent.iterdir()] == [".data.lock"]
 
 
-def test_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch, convert, write):
+def test_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
     path = write(tmp_path / "a.h5", make_trial(5))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=100))
@@ -100,12 +102,14 @@ def test_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch, co
 
 @pytest.mark.pitfall("DS15")
 @pytest.mark.parametrize(("tries", "times"), [(3, 10), pytest.param(12, 4, marks=pytest.mark.long)])
-def test_conversion_keeps_up_with_plain_reading(tmp_path, tries, times, write, leaf_paths):
+def test_conversion_keeps_up_with_plain_reading(tmp_path, tries, times):
     """N14: 20 times slower was seen. Compressed files, as RoboSet's are, take less than ten times
     here, where a busy machine must not fail the test, and less than four in the long run of it;
     the best of several tries counts. What a conversion takes is measured by the benchmark."""
     path = write(tmp_path / "a.h5", *(make_trial(200, seed=k, widths=(60, 9)) for k in range(12)))
-    leaves, plain, converted = leaf_paths(path), [], []
+    with h5py.File(path) as file:
+        leaves = [name for name, _ in corpora.leaves(file["Trial0"])]
+    plain, converted = [], []
     sources = Sources.local([path])
     for _ in range(tries):
         begin = time.perf_counter()

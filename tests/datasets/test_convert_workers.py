@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from replaykit.datasets import Policies, convert
@@ -19,17 +16,8 @@ from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import verify_published
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive_files import make_trial
-
-
-def content(root: Path) -> dict[str, bytes]:
-    found = {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in root.rglob("*")
-        if path.is_file()
-    }
-    manifest = json.loads(found.pop("manifest.json"))
-    del manifest["made"], manifest["crc32"]
-    return {**found, "manifest": json.dumps(manifest).encode()}
+from tests.datasets.converted import content
+from tests.datasets.trials import with_nan_action, with_repeated_infos, write
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +30,7 @@ def method() -> Iterator[Callable[[str], None]]:
 
 
 @pytest.fixture
-def files(tmp_path, write):
+def files(tmp_path):
     """Five files of different sizes; one has odd times, one a trial without a row."""
     trials = [[make_trial(20 + 7 * k, seed=10 * k + j) for j in range(k + 1)] for k in range(5)]
     trials[1][0]["time"][3] = 0.0
@@ -72,9 +60,8 @@ def test_result_does_not_depend_on_the_number_of_workers(tmp_path, files, worker
     verify_published(tmp_path / "several")
 
 
-def test_skipped_episodes_are_the_same_for_workers(tmp_path, write):
-    bad = make_trial(6, seed=1)
-    bad["actions"][2] = np.nan
+def test_skipped_episodes_are_the_same_for_workers(tmp_path):
+    bad = with_nan_action(make_trial(6, seed=1))
     paths = [
         write(tmp_path / f"{k}.h5", make_trial(5, seed=k), bad, make_trial(4, seed=9 + k))
         for k in range(3)
@@ -88,10 +75,8 @@ def test_skipped_episodes_are_the_same_for_workers(tmp_path, write):
     assert content(tmp_path / "one") == content(tmp_path / "several")
 
 
-def test_error_of_a_worker_is_the_error(tmp_path, files, write):
-    bad = make_trial(6)
-    bad["actions"][2] = np.nan
-    path = write(tmp_path / "z.h5", bad)
+def test_error_of_a_worker_is_the_error(tmp_path, files):
+    path = write(tmp_path / "z.h5", with_nan_action(make_trial(6)))
     before = multiprocessing.active_children()
     with pytest.raises(CorpusError, match=r"z\.h5: Trial0/actions, record 2: .*V20"):
         convert([*files, path], ROBOHIVE, tmp_path / "data", workers=2)
@@ -99,11 +84,9 @@ def test_error_of_a_worker_is_the_error(tmp_path, files, write):
     assert multiprocessing.active_children() == before
 
 
-def test_field_that_a_worker_finds_unusable_is_left_out_everywhere(tmp_path, write):
-    aliased = make_trial(5, seed=1)
-    for name, values in aliased["env_infos"]["obs_dict"].items():
-        aliased["env_infos"]["obs_dict"][name] = np.broadcast_to(values[-1:], values.shape)
-    paths = [write(tmp_path / "a.h5", make_trial(4)), write(tmp_path / "b.h5", aliased)]
+def test_field_that_a_worker_finds_unusable_is_left_out_everywhere(tmp_path):
+    trials = make_trial(4), with_repeated_infos(make_trial(5, seed=1))
+    paths = [write(tmp_path / f"{k}.h5", trial) for k, trial in enumerate(trials)]
     with pytest.warns(UserWarning, match="logged by reference"):
         data = convert(paths, ROBOHIVE, tmp_path / "data", workers=2)
     assert not [key for key in data.published.columns if "info" in key]

@@ -25,6 +25,7 @@ from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.families import D4RL
 from replaykit.datasets.transfers import Retry
 from replaykit.errors import DownloadError
+from tests.datasets.trials import convert, write_source
 from tests.support import Fault
 
 REPO, FILES = "other/data", {"a.bin": b"1"}
@@ -126,9 +127,7 @@ def test_a_commit_that_is_there_needs_no_request(hub: Any, tmp_path: Path, pushe
     assert [r.route for r in hub.requests if r.route] == ["revision", "tree"]
 
 
-def test_moved_branch_keeps_earlier_pulls(
-    hub: Any, tmp_path: Path, pushed: Path, convert: Any, write_source: Any
-) -> None:
+def test_moved_branch_keeps_earlier_pulls(hub: Any, tmp_path: Path, pushed: Path) -> None:
     root, old = tmp_path / "pulled", hub.head(STEPS)
     before = pull(STEPS, root=root)
     other = tmp_path / "root" / "other"

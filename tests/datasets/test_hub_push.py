@@ -12,6 +12,7 @@ import yaml
 from replaykit.datasets import pull, push
 from replaykit.datasets.hub_sharing import FORMAT_TAG
 from replaykit.errors import UploadError
+from tests.datasets.trials import convert, write_source
 from tests.support import Fault
 
 REPO, FILES = "other/data", {"a.bin": b"1"}
@@ -111,7 +112,7 @@ def test_a_malformed_repository_is_refused(hub: Any, target: Path, repo_id: str)
 
 
 def test_a_second_push_replaces_the_first_and_leaves_other_files(
-    hub: Any, target: Path, tmp_path: Path, convert: Any, write_source: Any
+    hub: Any, target: Path, tmp_path: Path
 ) -> None:
     send(target)
     first = hub.head("me/steps")

@@ -17,6 +17,7 @@ from replaykit.datasets.publishing import verify_published
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive_files import make_trial
 from tests.datasets.arms import arm_layout
+from tests.datasets.trials import quietly, write_file, write_source
 
 ARM = arm_layout(
     "arm",
@@ -169,7 +170,7 @@ def test_policy_entries_accept_left_out_and_partial_columns(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("key", ["observation", "action", ("next", "reward"), "time", "info"])
-def test_excluded_column_changes_no_other_column(tmp_path, write_source, key):
+def test_excluded_column_changes_no_other_column(tmp_path, key):
     """Layouts look at values that are not stored: the last action says how a trial was closed."""
     path = write_source(tmp_path / "a.h5")
     whole = convert(path, ROBOHIVE, tmp_path / "whole")
@@ -297,7 +298,7 @@ def test_optional_keys_that_are_missing(tmp_path):
     assert data[:]["present", "info", "late"].tolist() == [False] * 4 + [True] * 3
 
 
-def test_statistics_are_those_of_the_columns(tmp_path, quietly):
+def test_statistics_are_those_of_the_columns(tmp_path):
     trials = [make_trial(40 + k, seed=k) for k in range(3)]
     for k, trial in enumerate(trials):
         records = 40 + k
@@ -391,10 +392,10 @@ def test_folder_is_searched_and_an_empty_one_is_refused(tmp_path):
     assert data.episode_table["length"].tolist() == [2, 3]
 
 
-def test_files_that_cannot_be_opened_are_skipped_by_name(tmp_path, write):
+def test_files_that_cannot_be_opened_are_skipped_by_name(tmp_path):
     """C10: not HDF5, cut short, of another layout, not to be read."""
     (tmp_path / "in").mkdir()
-    good = [write(tmp_path / f"in/{k}.h5", make_trial(4, seed=k)) for k in (0, 5)]
+    good = [write_file(tmp_path / f"in/{k}.h5", 4, seed=k) for k in (0, 5)]
     (tmp_path / "in/1.h5").write_text("<html>no such file</html>")
     (tmp_path / "in/2.h5").write_bytes(good[0].read_bytes()[:2000])
     with h5py.File(tmp_path / "in/3.h5", "w") as file:
@@ -439,7 +440,7 @@ def test_two_fields_of_one_column_are_refused():
         replace(ARM, fields=(twice[-1], *twice[:-1]))
 
 
-def test_rules_are_in_the_manifest(tmp_path, quietly, write_source):
+def test_rules_are_in_the_manifest(tmp_path):
     found = quietly(tmp_path / "data", write_source(tmp_path / "a.h5"))
     rules = found.manifest.report["rules"]
     assert rules["alignment"] == {

@@ -18,9 +18,10 @@ from replaykit.datasets.dataset_manifest import Manifest
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import open_published, remove_published, verify_published
+from tests.datasets.trials import convert, names, never, write_source
 
 
-def test_nothing_at_the_path_is_file_not_found(tmp_path, names):
+def test_nothing_at_the_path_is_file_not_found(tmp_path):
     for call in (open_published, verify_published, remove_published):
         with pytest.raises(FileNotFoundError, match="absent"):
             call(tmp_path / "absent")
@@ -28,7 +29,7 @@ def test_nothing_at_the_path_is_file_not_found(tmp_path, names):
 
 
 @pytest.mark.pitfall("DS3")
-def test_directory_without_a_manifest_is_no_data_set(tmp_path, source, convert, names):
+def test_directory_without_a_manifest_is_no_data_set(tmp_path, source):
     """N7, N33: that a directory exists says nothing; its columns alone do not load either."""
     target = tmp_path / "data"
     target.mkdir()
@@ -44,7 +45,7 @@ def test_directory_without_a_manifest_is_no_data_set(tmp_path, source, convert, 
     assert names(target.parent) == [".data.lock", "a.h5", "data"]
 
 
-def test_file_in_the_place_of_the_data_set_is_named(tmp_path, source, convert):
+def test_file_in_the_place_of_the_data_set_is_named(tmp_path, source):
     (tmp_path / "data").write_text("mine")
     with pytest.raises(RuntimeError, match=r"data is not a complete data set: .*not a directory"):
         convert(tmp_path / "data", source)
@@ -112,9 +113,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.pitfall("DS3")
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_data_set_is_refused_and_replaced_only_by_force(
-    target, source, kind, convert, never
-):
+def test_damaged_data_set_is_refused_and_replaced_only_by_force(target, source, kind):
     """P4: never opened, never overwritten silently."""
     damage, said = DAMAGE[kind]
     damage(target)
@@ -146,7 +145,7 @@ def test_changed_bytes_are_found_by_verification(target):
     verify_published(target)
 
 
-def test_data_set_of_another_identity_is_reported(target, source, convert):
+def test_data_set_of_another_identity_is_reported(target, source):
     """P8: neither served nor overwritten."""
     with pytest.raises(RuntimeError, match=r"whose dataset_id is None, but 'x' was asked for"):
         convert(target, source, identity={"dataset_id": "x"})
@@ -159,7 +158,7 @@ def test_data_set_of_another_identity_is_reported(target, source, convert):
         convert(target, source)
 
 
-def test_link_to_a_data_set_is_followed(tmp_path, target, source, convert, write_source):
+def test_link_to_a_data_set_is_followed(tmp_path, target, source):
     link = tmp_path / "link"
     link.symlink_to(target)
     assert open_published(link).rows == 6
@@ -221,9 +220,7 @@ def swap_at_first_parse(monkeypatch, swap):
     monkeypatch.setattr(Manifest, "parse", parse)
 
 
-def test_columns_are_of_the_data_set_that_the_manifest_is_of(
-    target, source, monkeypatch, convert, write_source
-):
+def test_columns_are_of_the_data_set_that_the_manifest_is_of(target, source, monkeypatch):
     """A new version that is swapped in between manifest and columns is not mixed in."""
     write_source(source, 5, seed=1)
     monkeypatch.setattr(publishing, "remove_tree", lambda path: None)
@@ -234,15 +231,13 @@ def test_columns_are_of_the_data_set_that_the_manifest_is_of(
     assert open_published(target).columns["next", "reward"][0] == 101.0
 
 
-def test_opening_is_repeated_when_the_old_version_vanishes_meanwhile(
-    target, source, monkeypatch, convert, write_source
-):
+def test_opening_is_repeated_when_the_old_version_vanishes_meanwhile(target, source, monkeypatch):
     write_source(source, 5, seed=1)
     swap_at_first_parse(monkeypatch, lambda: convert(target, source, force=True))
     assert open_published(target).columns["next", "reward"][0] == 101.0
 
 
-def test_removal_takes_only_the_data_set(target, source, names):
+def test_removal_takes_only_the_data_set(target, source):
     found = open_published(target)
     (target.parent / "data_split").mkdir()
     remove_published(target)

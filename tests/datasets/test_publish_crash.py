@@ -10,12 +10,11 @@ from tensordict import TensorDict
 
 from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.filesystem import siblings
+from tests.datasets.trials import convert, names
 
 
 @pytest.mark.pitfall("DS3")
-def test_interrupt_at_any_write_leaves_nothing_that_loads(
-    tmp_path, source, monkeypatch, convert, names
-):
+def test_interrupt_at_any_write_leaves_nothing_that_loads(tmp_path, source, monkeypatch):
     """N7: the interrupt comes with the k-th write, for every k."""
     real = os.pwrite
     state = {"count": 0, "stop": 0}
@@ -43,7 +42,7 @@ def test_interrupt_at_any_write_leaves_nothing_that_loads(
     verify_published(target)
 
 
-def test_half_built_directory_does_not_load(tmp_path, source, monkeypatch, convert):
+def test_half_built_directory_does_not_load(tmp_path, source, monkeypatch):
     """Not even the private directory can be taken for a table."""
     seen = []
 

@@ -18,6 +18,7 @@ from replaykit.datasets.publishing import open_published, remove_published, veri
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.filesystem import private_path
+from tests.datasets.trials import convert, names, never, write_source
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -27,9 +28,7 @@ def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-def test_forced_replacement_keeps_columns_mapped_by_readers(
-    target, source, swap, convert, write_source, names
-):
+def test_forced_replacement_keeps_columns_mapped_by_readers(target, source, swap):
     """P6."""
     old = open_published(target)
     write_source(source, 9, seed=2)
@@ -39,9 +38,7 @@ def test_forced_replacement_keeps_columns_mapped_by_readers(
     assert names(target.parent) == [".data.lock", "data"]
 
 
-def test_old_version_is_renamed_durably_before_its_files_are_removed(
-    target, source, monkeypatch, convert, write_source, names
-):
+def test_old_version_is_renamed_durably_before_its_files_are_removed(target, source, monkeypatch):
     """Otherwise a loss of power could leave a part of it, which `recover` would restore."""
     listings: list[list[str]] = []
     removed = []
@@ -75,9 +72,7 @@ def test_old_version_is_renamed_durably_before_its_files_are_removed(
     "fault", [CorpusError("bad file"), OSError(errno.EIO, "network"), KeyboardInterrupt()]
 )
 @pytest.mark.parametrize("when", ["sources", "finish", "put"])
-def test_force_that_fails_keeps_the_old_version(
-    target, source, swap, monkeypatch, fault, when, names
-):
+def test_force_that_fails_keeps_the_old_version(target, source, swap, monkeypatch, fault, when):
     def fail(*_: Any) -> Any:
         raise fault
 
@@ -97,7 +92,7 @@ def test_force_that_fails_keeps_the_old_version(
     assert names(target.parent) == [".data.lock", "data"]
 
 
-def test_second_rename_that_fails_is_taken_back(target, source, monkeypatch, convert, names):
+def test_second_rename_that_fails_is_taken_back(target, source, monkeypatch):
     monkeypatch.setattr(publishing, "exchange", lambda *_: False)
     real = os.rename
 
@@ -114,7 +109,7 @@ def test_second_rename_that_fails_is_taken_back(target, source, monkeypatch, con
     assert names(target.parent) == [".data.lock", "data"]
 
 
-def test_version_that_was_being_replaced_is_restored_on_opening(target, source, names, never):
+def test_version_that_was_being_replaced_is_restored_on_opening(target, source):
     """What dying between the two renames leaves."""
     retired = private_path(target, "old")
     target.rename(retired)
@@ -166,7 +161,7 @@ def _others(kind: str, target: Path, tmp_path: Path) -> Path:
     "kind",
     ["file", "beside", "deep", "hidden", "link", "link to a directory", "checkpoint"],
 )
-def test_foreign_files_are_never_replaced(kind, tmp_path, source, convert, names):
+def test_foreign_files_are_never_replaced(kind, tmp_path, source):
     """D10: force replaces data sets, whole or damaged, and nothing of the user's."""
     target = tmp_path / "data"
     other = _others(kind, target, tmp_path)
@@ -178,9 +173,7 @@ def test_foreign_files_are_never_replaced(kind, tmp_path, source, convert, names
     assert set(names(tmp_path)) - set(before) <= {".data.lock"}
 
 
-def test_user_file_in_a_data_set_prevents_replacement_and_removal(
-    target, source, convert, write_source
-):
+def test_user_file_in_a_data_set_prevents_replacement_and_removal(target, source):
     note = target / "episodes" / "notes.txt"
     note.write_text("mine")
     write_source(source, 9, seed=2)
@@ -195,9 +188,7 @@ def test_user_file_in_a_data_set_prevents_replacement_and_removal(
     assert not target.exists()
 
 
-def test_file_added_during_conversion_prevents_replacement(
-    target, source, swap, convert, write_source, monkeypatch
-):
+def test_file_added_during_conversion_prevents_replacement(target, source, swap, monkeypatch):
     write_source(source, 9, seed=2)
     put = publishing._put
 

@@ -14,9 +14,10 @@ from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import open_published
 from replaykit.datasets.transfers import target_lock
 from replaykit.filesystem import private_path, siblings
+from tests.datasets.trials import convert, names, never
 
 
-def test_stale_directories_are_removed_and_others_left_alone(tmp_path, source, convert):
+def test_stale_directories_are_removed_and_others_left_alone(tmp_path, source):
     """P7: only what was made for this very target."""
     root = tmp_path / "root"
     target = root / "data"
@@ -48,9 +49,7 @@ ensure_dataset(target, get_sources=lambda: Sources.local([source]), layout=ROBOH
 
 
 @pytest.mark.parametrize("opening", ["open", "ensure"])
-def test_next_opening_removes_leftovers_of_killed_replacement(
-    target, source, run_python, opening, names, never
-):
+def test_next_opening_removes_leftovers_of_killed_replacement(target, source, run_python, opening):
     """P7: there may never be another replacement that would clear it away."""
     done = run_python(KILLED, source, target, check=False)
     assert done.returncode == 9

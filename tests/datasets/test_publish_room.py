@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from replaykit.filesystem import reserve
+from tests.datasets.trials import convert, names
 
 
 def test_reserved_file_has_its_size_and_no_room_is_named(tmp_path, monkeypatch):
@@ -32,9 +33,7 @@ def test_reserved_file_has_its_size_and_no_room_is_named(tmp_path, monkeypatch):
     assert path.stat().st_size == 300_000
 
 
-def test_quota_met_while_writing_is_the_same_sentence(
-    tmp_path, source, monkeypatch, convert, names
-):
+def test_quota_met_while_writing_is_the_same_sentence(tmp_path, source, monkeypatch):
     def full(*_: Any) -> int:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 

@@ -13,6 +13,7 @@ from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.transfers import target_lock
+from tests.datasets.trials import convert, names
 from tests.prepared import python
 
 
@@ -84,9 +85,7 @@ def test_processes_that_ask_at_once_share_one_conversion(tmp_path, source):
     assert done.stderr.count("is being prepared by another process; waiting for it") == 3
 
 
-def test_waiting_for_the_lock_can_be_interrupted_and_its_failure_passes_on(
-    tmp_path, source, convert
-):
+def test_waiting_for_the_lock_can_be_interrupted_and_its_failure_passes_on(tmp_path, source):
     """When the holder fails, the next in line converts."""
     target = tmp_path / "root" / "data"
     entered, leave = threading.Event(), threading.Event()
@@ -115,7 +114,7 @@ def test_waiting_for_the_lock_can_be_interrupted_and_its_failure_passes_on(
     assert errors == ["the network is gone"]
 
 
-def test_lock_excludes_and_names_its_target(tmp_path, names):
+def test_lock_excludes_and_names_its_target(tmp_path):
     with target_lock(tmp_path / "new" / "data"):
         assert names(tmp_path / "new") == [".data.lock"]
 

@@ -15,10 +15,11 @@ from replaykit.datasets import push
 from replaykit.datasets.column_files import EPISODE_DIRECTORY, GROUP_FILE
 from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.inspection import opened, validate
+from tests.datasets.trials import convert
 
 
 @pytest.fixture
-def data(tmp_path: Path, source: Path, convert: Callable[..., object]) -> Iterator[Path]:
+def data(tmp_path: Path, source: Path) -> Iterator[Path]:
     """A data set; waiting for a pipe is an error."""
     convert(tmp_path / "data", source)
 

@@ -1,77 +1,20 @@
-"""RoboSet as a user meets it: the constructor, its members, the list of its data sets."""
+"""RoboSet as a user meets it: the constructor, the list of its data sets, and their rows."""
 
 from __future__ import annotations
 
-import inspect
 import sys
 
 import numpy as np
 import pytest
 import torch
 
-from replaykit import TensorStorage
-from replaykit.datasets import BaseDatasetExperienceReplay, RobosetExperienceReplay
-
-ID = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
-
-
-def test_constructor_has_the_arguments_and_defaults_that_users_know():
-    parameters = inspect.signature(RobosetExperienceReplay.__init__).parameters
-    keyword, positional = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    empty = inspect.Parameter.empty
-    expected = [
-        ("self", positional, empty),
-        ("dataset_id", positional, empty),
-        ("batch_size", positional, empty),
-        ("root", keyword, None),
-        ("download", keyword, True),
-        ("sampler", keyword, None),
-        ("writer", keyword, None),
-        ("collate_fn", keyword, None),
-        ("pin_memory", keyword, False),
-        ("prefetch", keyword, None),
-        ("transform", keyword, None),
-        ("split_trajs", keyword, False),
-        ("split", keyword, None),
-        ("episodes", keyword, None),
-        ("source", keyword, None),
-        ("policies", keyword, None),
-        ("layout", keyword, None),
-        ("workers", keyword, 1),
-        ("env_kwargs", inspect.Parameter.VAR_KEYWORD, empty),
-    ]
-    assert [(p.name, p.kind, p.default) for p in parameters.values()] == expected
-
-
-MEMBERS = """
-    add append_transform as_remote batch_size data_path data_path_root delete dump dumps empty
-    extend initialized insert_transform load loads next preprocess read_all_in_order
-    register_load_hook register_save_hook sample sampler save set_ set_at_ set_sampler set_storage
-    set_writer storage transform update_ write_all write_count writer available_datasets
-"""
-
-
-@pytest.mark.parametrize("name", sorted(set(MEMBERS.split())))
-def test_every_documented_member_is_there(name):
-    assert hasattr(RobosetExperienceReplay, name)
-
-
-def test_preprocess_has_the_arguments_and_defaults_that_users_know():
-    parameters = list(inspect.signature(RobosetExperienceReplay.preprocess).parameters.values())
-    assert [(p.name, p.default) for p in parameters[2:4]] == [("dim", 0), ("num_workers", None)]
-    assert {p.name: p.default for p in parameters[4:]} == {
-        "chunksize": None,
-        "num_chunks": None,
-        "pool": None,
-        "generator": None,
-        "max_tasks_per_child": None,
-        "worker_threads": 1,
-        "index_with_generator": False,
-        "pbar": False,
-        "mp_start_method": None,
-        "num_frames": None,
-        "dest": inspect.Parameter.empty,
-    }
+from replaykit import ImmutableDatasetWriter, LazyMemmapStorage, ReplayBuffer, TensorStorage
+from replaykit.datasets import RobosetExperienceReplay
+from replaykit.transforms import ExcludeTransform
+from tests.datasets.mutated.corpora import CORPORA
+from tests.datasets.mutated.running import check
+from tests.datasets.trials import ROBOSET_ID as ID
+from tests.datasets.trials import assert_ted, construct
 
 
 def test_there_are_twenty_data_sets_in_their_groups():
@@ -90,16 +33,9 @@ def test_there_are_twenty_data_sets_in_their_groups():
     }
 
 
-def test_unknown_id_is_refused_with_the_list(root):
-    with pytest.raises(ValueError, match=r"DAPG\(human\)/pen_v2d-v1.*got 'nope'"):
-        RobosetExperienceReplay("nope", batch_size=4, root=root)
-
-
 @pytest.mark.pitfall("DS14")
 @pytest.mark.parametrize("keyword", ["sampeler", "storage"])
-def test_unknown_keyword_is_refused_before_anything_is_fetched(
-    serve, small, root, keyword, construct
-):
+def test_unknown_keyword_is_refused_before_anything_is_fetched(serve, small, root, keyword):
     serving = serve(*small)
     with pytest.raises(TypeError, match=keyword):
         construct(root, **{keyword: None})
@@ -115,64 +51,21 @@ def test_unknown_keyword_is_refused_before_anything_is_fetched(
         ("prefetch", -1, ValueError),
         ("sampler", 3, TypeError),
         ("transform", 3, RuntimeError),
-        ("download", "maybe", ValueError),
         ("generator", 7, TypeError),
+        # What is equal to False is not False: it must not be taken for leave to use the network.
+        *[
+            ("download", value, ValueError)
+            for value in (0, 1, 0.0, np.int64(0), "True", "FORCE", None, [], torch.zeros(()))
+        ],
     ],
 )
 def test_bad_argument_is_refused_before_anything_is_fetched(
-    serve, small, root, option, value, error, construct
+    serve, small, root, option, value, error
 ):
     serving = serve(*small)
     with pytest.raises(error):
         construct(root, **{option: value})
     assert serving.requests == 0
-
-
-@pytest.mark.parametrize(
-    "value", [0, 1, 0.0, np.int64(0), "True", "FORCE", None, [], torch.zeros(())]
-)
-def test_download_is_a_bool_or_the_word_force(serve, small, root, value, construct):
-    """What is equal to False is not False: it must not be taken for leave to use the network."""
-    serving = serve(*small)
-    with pytest.raises(ValueError, match='True, False or "force", got'):
-        construct(root, download=value)
-    assert serving.requests == 0
-
-
-def test_download_takes_the_bools_of_numpy(serve, small, root, construct):
-    serving = serve(*small)
-    with pytest.raises(FileNotFoundError, match="download=True"):
-        construct(root, download=np.False_)
-    assert serving.requests == 0
-    assert construct(root, download=np.True_).download is True
-
-
-@pytest.mark.pitfall("DS14")
-def test_generator_makes_batches_repeat(serve, small, root, construct):
-    serve(*small)
-
-    def draws() -> list[list[int]]:
-        data = construct(root, generator=torch.Generator().manual_seed(3))
-        return [data.sample()["index"].tolist() for _ in range(4)]
-
-    assert draws() == draws()
-
-
-def test_custom_corpus_class_needs_four_lines(tmp_path, small):
-    from replaykit.datasets.families.robohive import ROBOHIVE
-    from replaykit.datasets.sources import Sources
-
-    class Mine(BaseDatasetExperienceReplay):
-        available_datasets = ["all"]  # noqa: RUF012
-        corpus = "mine"
-        layout = ROBOHIVE
-
-        def sources(self):
-            return Sources.local(small)
-
-    data = Mine("all", 4, root=tmp_path / "mine")
-    assert isinstance(data.storage, TensorStorage)
-    assert len(data) == 17
 
 
 def test_default_root_is_in_the_users_cache(monkeypatch, tmp_path):
@@ -183,9 +76,7 @@ def test_default_root_is_in_the_users_cache(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("module", ["h5py", "huggingface_hub"])
-def test_missing_library_is_named_at_construction_only(
-    serve, small, root, monkeypatch, module, construct
-):
+def test_missing_library_is_named_at_construction_only(serve, small, root, monkeypatch, module):
     serve(*small)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=module):
@@ -193,11 +84,90 @@ def test_missing_library_is_named_at_construction_only(
     assert not (root / ID).exists()
 
 
-def test_published_data_set_needs_neither_h5py_nor_the_client(
-    serve, small, root, monkeypatch, construct
-):
+def test_published_data_set_needs_neither_h5py_nor_the_client(serve, small, root, monkeypatch):
     serve(*small)
     construct(root)
     for module in ("h5py", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, module, None)
     assert len(construct(root)) == 17
+
+
+def test_download_takes_the_bools_of_numpy(serve, small, root):
+    serving = serve(*small)
+    with pytest.raises(FileNotFoundError, match="download=True"):
+        construct(root, download=np.False_)
+    assert serving.requests == 0
+    assert construct(root, download=np.True_).download is True
+
+
+@pytest.mark.pitfall("DS2")
+@pytest.mark.pitfall("BD2")
+def test_every_value_of_written_files_is_that_of_h5py(serve, small, root):
+    """Trials of the same number in different files stay apart."""
+    serve(*small)
+    data = construct(root)
+    assert isinstance(data.storage, TensorStorage)
+    check(CORPORA["roboset"], small, data.published)
+    assert_ted(data.published)
+    assert (data[:] == data.published.tensordict()).all()
+    assert data["next", "terminated"].flatten().nonzero().flatten().tolist() == [9, 16]
+
+
+def test_documented_example_runs_with_only_the_imports_changed(serve, small, root):
+    serve(*small)
+    torch.manual_seed(0)
+    d = RobosetExperienceReplay(
+        ID, batch_size=32, root=root, transform=ExcludeTransform("info", ("next", "info"))
+    )
+    for batch in d:  # noqa: B007 - as users write it
+        break
+    flags = {"done": 1, "terminated": 1, "truncated": 1}
+    widths = {
+        "action": 2,
+        "observation": 5,
+        **flags,
+        "episode": 0,
+        "index": 0,
+        "seed": 0,
+        "time": 0,
+    }
+    widths |= {("next", key): n for key, n in {**flags, "observation": 5, "reward": 1}.items()}
+    assert {key: tuple(batch[key].shape) for key in batch.keys(True, True)} == {
+        key: (32, n) if n else (32,) for key, n in widths.items()
+    }
+    assert batch["action"].dtype == batch["observation"].dtype == torch.float64
+    assert batch["index"].dtype == batch["seed"].dtype == batch["episode"].dtype == torch.int64
+
+
+@pytest.mark.pitfall("DS17")
+def test_buffer_is_immutable_and_edits_of_its_rows_never_reach_the_disk(serve, small, root):
+    serve(*small)
+    data = construct(root)
+    row, before = data[0], data["action"].clone()
+    for write in (lambda: data.add(row), lambda: data.extend(row.unsqueeze(0)), data.empty):
+        with pytest.raises(RuntimeError, match="This dataset doesn't allow writing"):
+            write()
+    assert data.write_count == 0
+    data.set_("action", torch.zeros_like(before))
+    data[:2] = data[2:4].clone()
+    data.update_({("next", "reward"): torch.ones(17, 1, dtype=torch.float64)})
+    data.set_at_("action", torch.ones(2, dtype=torch.float64), 3)
+    assert data["action"].sum(1).nonzero().flatten().tolist() == [3]
+    second = construct(root, download=False)
+    assert second["action"].equal(before)
+    assert not second["next", "reward"].equal(data["next", "reward"])
+
+
+@pytest.mark.pitfall("DS14")
+def test_a_saved_data_set_continues_with_the_batches_of_its_generator(serve, small, root, tmp_path):
+    serve(*small)
+    data, again = (construct(root, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    data.dumps(tmp_path / "saved")
+    other = ReplayBuffer(
+        storage=LazyMemmapStorage(17), writer=ImmutableDatasetWriter(), batch_size=4
+    )
+    other.loads(tmp_path / "saved")
+    for _ in range(5):
+        batch = data.sample()
+        for found in (again.sample(), other.sample()):
+            assert all(batch[key].equal(found[key]) for key in batch.keys(True, True))

@@ -1,27 +1,29 @@
-"""RoboSet from the hub to the disk: downloads, files that are refused, copies made anew."""
+"""RoboSet from the Hub to the disk: fetched once, refused by name, replaced whole."""
 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import h5py
-import numpy as np
 import pytest
 import torch
 
-from replaykit.datasets import Policies, RobosetExperienceReplay
+from replaykit.datasets import Policies
 from replaykit.errors import CorpusError, DownloadError
+from tests.datasets.trials import ROBOSET_ID as ID
+from tests.datasets.trials import ROBOSET_REPO as REPO
+from tests.datasets.trials import construct, served, write_file
+from tests.prepared import python
 from tests.support import Fault, lfs_pointer
-
-REPO = "jdvakil/RoboSet_Sim"
-ID = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
 
 
 @pytest.mark.pitfall("IF9")
-def test_second_construction_makes_no_request(serve, small, root, construct):
+def test_second_construction_makes_no_request(serve, small, root):
     serving = serve(*small)
     construct(root)
     asked = serving.requests
@@ -30,9 +32,7 @@ def test_second_construction_makes_no_request(serve, small, root, construct):
 
 
 @pytest.mark.pitfall("DS5")
-def test_files_outside_the_directory_of_the_id_are_ignored(
-    serve, small, root, tmp_path, construct, write_file
-):
+def test_files_outside_the_directory_of_the_id_are_ignored(serve, small, root, tmp_path):
     other = write_file(tmp_path / "other.h5", 9, seed=77)
     serve(
         *small,
@@ -41,18 +41,8 @@ def test_files_outside_the_directory_of_the_id_are_ignored(
     assert len(construct(root)) == 17
 
 
-@pytest.mark.pitfall("IF9")
-def test_absent_data_set_without_download_touches_no_network(serve, small, root, construct):
-    serving = serve(*small)
-    with pytest.raises(FileNotFoundError, match="download=True"):
-        construct(root, download=False)
-    assert serving.requests == 0
-
-
 @pytest.mark.pitfall("DS12")
-def test_room_for_the_columns_is_looked_at_before_the_download(
-    serve, small, root, construct, monkeypatch
-):
+def test_room_for_the_columns_is_looked_at_before_the_download(serve, small, root, monkeypatch):
     serving = serve(*small)
     total = sum(path.stat().st_size for path in small)
 
@@ -75,24 +65,6 @@ def test_room_for_the_columns_is_looked_at_before_the_download(
     assert len(construct(root)) == 17
 
 
-@pytest.mark.pitfall("DS12")
-def test_wrong_bytes_of_the_right_length_are_refused(serve, small, root, construct):
-    serving = serve(*small)
-    wrong = bytes(reversed(small[1].read_bytes()))
-    serving.hub.faults.append(Fault(path="*seed1*", method="GET", body=wrong))
-    with pytest.raises(DownloadError, match=r"seed1/x_trace\.h5"):
-        construct(root)
-    assert not (root / ID).exists()
-
-
-def test_lfs_pointer_in_the_repository_is_called_one(serve, small, root, construct):
-    pointer = lfs_pointer(small[0].read_bytes())
-    serve(small[0], **{f"{ID}/seed1/pointer.h5": pointer})
-    with pytest.raises(CorpusError, match=r"pointer\.h5.*(?i:git lfs)"):
-        construct(root)
-    assert not (root / ID).exists()
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -100,9 +72,10 @@ def test_lfs_pointer_in_the_repository_is_called_one(serve, small, root, constru
         (b"", "empty"),
         (b"\x80\x04\x95 not hdf5", "pickle"),
         (b"just some bytes that mean nothing at all", "HDF5"),
+        (lfs_pointer(b"abc"), "(?i:git lfs)"),
     ],
 )
-def test_non_h5_file_error_names_real_format(serve, small, root, content, words, construct):
+def test_non_h5_file_error_names_real_format(serve, small, root, content, words):
     serve(small[0], **{f"{ID}/seed1/odd.h5": content})
     with pytest.raises(CorpusError, match=rf"(?s)odd\.h5.*{words}") as caught:
         construct(root)
@@ -111,34 +84,24 @@ def test_non_h5_file_error_names_real_format(serve, small, root, content, words,
     assert not (root / ID).exists()
 
 
-def test_h5_file_of_another_layout_is_named_with_its_keys(serve, root, tmp_path, construct):
-    path = tmp_path / "other.h5"
-    with h5py.File(path, "w") as file:
-        file["data/demo_0/actions"] = np.zeros((3, 2))
-    serve(path)
-    with pytest.raises(CorpusError, match=r"x_trace\.h5.*data"):
-        construct(root)
-
-
 @pytest.mark.pitfall("DS4")
 @pytest.mark.parametrize("failure", ["server", "file"])
 def test_force_keeps_the_old_copy_until_the_new_one_is_complete(
-    serve, small, root, tmp_path, failure, construct, write_file, served
+    serve, small, root, tmp_path, failure
 ):
     serving = serve(*small)
     old = construct(root)
     before = old[:].clone()
     if failure == "server":
         new = write_file(tmp_path / "n.h5", 8)
-        serving.hub.commit(REPO, served(tmp_path, new))
+        serving.hub.commit(REPO, served(new))
         wrong = bytes(reversed(new.read_bytes()))
         serving.hub.faults.append(Fault(path="*x_trace.h5", method="GET", body=wrong))
         expected: type[Exception] = DownloadError
     else:
         serving.hub.commit(
             REPO,
-            served(tmp_path, write_file(tmp_path / "n.h5", 8), *small)
-            | {f"{ID}/seed9/bad.h5": b"no"},
+            served(write_file(tmp_path / "n.h5", 8), *small) | {f"{ID}/seed9/bad.h5": b"no"},
         )
         expected = CorpusError
     with pytest.raises(expected):
@@ -148,12 +111,10 @@ def test_force_keeps_the_old_copy_until_the_new_one_is_complete(
     assert (old[:] == before).all()
 
 
-def test_forced_download_takes_current_hub_files(
-    serve, small, root, tmp_path, construct, write_file, served
-):
+def test_forced_download_takes_current_hub_files(serve, small, root, tmp_path):
     serving = serve(*small)
     old = construct(root)
-    serving.hub.commit(REPO, served(tmp_path, write_file(tmp_path / "new.h5", 8)))
+    serving.hub.commit(REPO, served(write_file(tmp_path / "new.h5", 8)))
     assert len(construct(root)) == 17  # pinned until it is forced
     new = construct(root, download="force")
     # The commit replaced the first file: 7 rows in place of 10, beside the 7 of the second.
@@ -163,7 +124,7 @@ def test_forced_download_takes_current_hub_files(
 
 
 @pytest.mark.pitfall("DS3")
-def test_foreign_directory_is_neither_opened_nor_overwritten(serve, small, root, construct):
+def test_foreign_directory_is_neither_opened_nor_overwritten(serve, small, root):
     serve(*small)
     folder = root / ID
     folder.mkdir(parents=True)
@@ -178,22 +139,7 @@ def test_foreign_directory_is_neither_opened_nor_overwritten(serve, small, root,
     assert len(construct(root, download="force")) == 17
 
 
-@pytest.mark.pitfall("DS18")
-def test_two_data_sets_share_one_root(
-    serve, small, root, tmp_path, monkeypatch, construct, write_file
-):
-    other_id = "DAPG(human)/door_v2d-v1"
-    other = write_file(tmp_path / "d.h5", 5)
-    serve(*small, **{f"{other_id}/seed0/d.h5": other})
-    first = construct(root)
-    second = RobosetExperienceReplay(other_id, batch_size=2, root=root)
-    assert (len(first), len(second)) == (17, 4)
-    assert second.data_path == root / other_id
-
-
-def test_cache_that_may_only_be_read_is_used_all_the_same(
-    serve, small, root, monkeypatch, construct
-):
+def test_cache_that_may_only_be_read_is_used_all_the_same(serve, small, root, monkeypatch):
     serve(*small)
     construct(root)
     shutil.rmtree(root)
@@ -203,3 +149,133 @@ def test_cache_that_may_only_be_read_is_used_all_the_same(
 
     monkeypatch.setattr("pathlib.Path.write_text", refuse)
     assert len(construct(root)) == 17
+
+
+# -- other processes, and clients without a network ---------------------------------------------
+
+
+CHILD = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from replaykit.datasets import RobosetExperienceReplay
+data = RobosetExperienceReplay({id!r}, batch_size=4, root={root!r})
+print(len(data), float(data["next", "reward"].sum()))
+"""
+
+
+def child(serving: Any, root: Path, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*python(), "-c", CHILD.format(id=ID, root=str(root))],
+        env={**os.environ, **serving.env, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# Says when it is ready, begins when it is told, and notes every conversion, which takes a while.
+TOGETHER = """
+import sys, time
+from pathlib import Path
+from replaykit.datasets import dataset_passes
+from replaykit.datasets.engine import conversion as convert
+for module, name in ((convert, "_convert"), (dataset_passes, "_split")):
+    def slowly(*arguments, real=getattr(module, name), name=name):
+        with Path({log!r}).open("a") as file:
+            file.write(name + "\\n")
+        time.sleep(1)
+        return real(*arguments)
+    setattr(module, name, slowly)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.pitfall("DS12")
+@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.long), True])
+def test_two_processes_that_ask_at_once_share_one_conversion(serve, small, root, tmp_path, split):
+    """One downloads and converts, the other waits and opens: both have the same files."""
+    serving = serve(*small)
+    log = tmp_path / "log"
+    program = TOGETHER.format(log=str(log)) + CHILD.format(id=ID, root=str(root))
+    if split:
+        program = program.replace("batch_size=4", "batch_size=4, split_trajs=True")
+    program += "print(data.storage.published.manifest.made, data.data_path.stat().st_ino)"
+    children = [
+        subprocess.Popen(
+            [*python(), "-c", program],
+            env={**os.environ, **serving.env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    assert [process.stdout.readline() for process in children] == ["ready\n"] * 2
+    for process in children:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    outputs = [process.communicate(timeout=120) for process in children]
+    assert [process.returncode for process in children] == [0, 0], outputs
+    assert outputs[0][0] == outputs[1][0]
+    assert log.read_text().split() == ["_convert", "_split"][: 1 + split]
+    bodies = [r for r in serving.hub.requests if r.method == "GET" and "x_trace" in r.path]
+    assert len(bodies) == len(small)
+
+
+def rows_offline(serving: Any, root: Path) -> int:
+    asked = serving.requests
+    process = child(serving, root, HF_HUB_OFFLINE="1")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert serving.requests == asked
+    return int(output.split()[0])
+
+
+@pytest.mark.parametrize("other_root", [False, True])
+def test_offline_client_uses_its_cache_and_the_remembered_listing(serve, small, root, other_root):
+    """D7: the cache is complete, wherever the rows go."""
+    serving = serve(*small)
+    construct(root)
+    shutil.rmtree(root)
+    assert rows_offline(serving, root.with_name("elsewhere") if other_root else root) == 17
+
+
+def test_offline_client_uses_the_last_commit_that_is_complete(serve, small, root, tmp_path):
+    """A download that fails does not make the client forget what it has."""
+    serving = serve(*small)
+    construct(root)
+    new = write_file(tmp_path / "new.h5", 8)
+    serving.hub.commit(REPO, served(new))
+    wrong = bytes(reversed(new.read_bytes()))
+    serving.hub.faults.append(Fault(path="*seed0*", method="GET", body=wrong))
+    with pytest.raises(DownloadError):
+        construct(root, download="force")
+    shutil.rmtree(root)
+    assert rows_offline(serving, root) == 17
+    serving.hub.faults.clear()
+    assert len(construct(root, download="force")) == 14
+    shutil.rmtree(root)
+    assert rows_offline(serving, root) == 14
+
+
+def test_damaged_cached_listing_is_ignored(serve, small, root):
+    serving = serve(*small)
+    construct(root)
+    shutil.rmtree(root)
+    (memory,) = serving.cache.rglob("replaykit/*.json")
+    memory.write_text(memory.read_text()[:-20])
+    process = child(serving, root, HF_HUB_OFFLINE="1")
+    _, errors = process.communicate(timeout=120)
+    assert "offline mode forbids every request" in errors
+
+
+def test_offline_client_without_a_cache_names_missing_files(serve, small, root):
+    serving = serve(*small)
+    process = child(serving, root, HF_HUB_OFFLINE="1")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "FileNotFoundError" in errors
+    assert "HF_HUB_OFFLINE" in errors
+    assert serving.requests == 0

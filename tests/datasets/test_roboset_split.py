@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from replaykit.datasets import RobosetExperienceReplay
-
-REPO = "jdvakil/RoboSet_Sim"
-ID = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
+from tests.datasets.trials import ROBOSET_ID as ID
+from tests.datasets.trials import ROBOSET_REPO as REPO
+from tests.datasets.trials import construct, served, write_file
 
 
 @pytest.mark.pitfall("DS6")
 @pytest.mark.parametrize("order", [(True, False), (False, True)])
-def test_split_and_flat_hold_the_same_rows_in_either_order(serve, small, root, order, construct):
+def test_split_and_flat_hold_the_same_rows_in_either_order(serve, small, root, order):
     serving = serve(*small)
     found = {order[0]: construct(root, split_trajs=order[0])}
     asked = serving.requests
@@ -39,7 +39,7 @@ def test_split_and_flat_hold_the_same_rows_in_either_order(serve, small, root, o
     assert found[True].sample(3).batch_size == torch.Size([3, 5])
 
 
-def test_split_batch_carries_its_index_over_the_steps(serve, small, root, construct):
+def test_split_batch_carries_its_index_over_the_steps(serve, small, root):
     serve(*small)
     data = construct(root, split_trajs=True)
     batch, info = data.sample(6, return_info=True)
@@ -75,7 +75,7 @@ def wrong(serve, small, root, request):
 
 @pytest.mark.parametrize("wrong", ["id", "version"], indirect=True)
 @pytest.mark.parametrize("download", [True, False])
-def test_folder_of_another_identity_is_reported_not_served(root, wrong, download, construct):
+def test_folder_of_another_identity_is_reported_not_served(root, wrong, download):
     """P8: for the flat form, for both together, and for the split form alone."""
     for split in (False, True):
         with pytest.raises(RuntimeError, match=rf"{wrong}.*force"):
@@ -87,7 +87,7 @@ def test_folder_of_another_identity_is_reported_not_served(root, wrong, download
 
 
 @pytest.mark.parametrize("download", [True, False])
-def test_one_form_in_the_place_of_the_other_is_reported(serve, small, root, download, construct):
+def test_one_form_in_the_place_of_the_other_is_reported(serve, small, root, download):
     serve(*small)
     construct(root, split_trajs=True)
     flat, split = root / ID, root / f"{ID}_split"
@@ -101,17 +101,7 @@ def test_one_form_in_the_place_of_the_other_is_reported(serve, small, root, down
         construct(root, download=download, split_trajs=True)
 
 
-@pytest.mark.parametrize("download", [True, False])
-def test_split_form_of_another_data_set_is_reported(serve, small, root, download, construct):
-    serve(*small, **{f"{OTHER}/seed0/d.h5": small[0]})
-    construct(root)
-    other = RobosetExperienceReplay(OTHER, 4, root=root, split_trajs=True)
-    other.data_path.rename(root / f"{ID}_split")
-    with pytest.raises(RuntimeError, match="whose dataset_id is 'DAPG"):
-        construct(root, download=download, split_trajs=True)
-
-
-def test_delete_removes_only_the_copy_in_use(serve, small, root, construct):
+def test_delete_removes_only_the_copy_in_use(serve, small, root):
     serve(*small)
     split = construct(root, split_trajs=True)
     flat = construct(root)
@@ -127,7 +117,7 @@ def test_delete_removes_only_the_copy_in_use(serve, small, root, construct):
     assert len(split.sample()) == len(flat.sample()) == 4  # what is open stays readable
 
 
-def test_split_alone_is_enough_once_it_is_there(serve, small, root, construct):
+def test_split_alone_is_enough_once_it_is_there(serve, small, root):
     serving = serve(*small)
     construct(root, split_trajs=True)
     construct(root).delete()
@@ -137,11 +127,9 @@ def test_split_alone_is_enough_once_it_is_there(serve, small, root, construct):
     assert serving.requests == asked
 
 
-def test_split_form_follows_refetched_flat_form(
-    serve, small, root, tmp_path, construct, write_file, served
-):
+def test_split_form_follows_refetched_flat_form(serve, small, root, tmp_path):
     serving = serve(*small)
     construct(root, split_trajs=True)
-    serving.hub.commit(REPO, served(tmp_path, write_file(tmp_path / "new.h5", 8, 3)))
+    serving.hub.commit(REPO, served(write_file(tmp_path / "new.h5", 8, 3)))
     construct(root, download="force")
     assert construct(root, split_trajs=True)[:].batch_size == torch.Size([2 + 2, 7])

@@ -16,12 +16,13 @@ from replaykit.datasets import open as open_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.published_buffer import chosen_episodes
 from replaykit.testing.robohive_files import make_trial
+from tests.datasets.trials import write
 
 ID = "DAPG(human)/pen_v2d-v1"
 
 
 @pytest.fixture
-def data(tmp_path, write):
+def data(tmp_path):
     """Episodes of 3, 5, 2 and 4 rows in two files."""
     trials = [make_trial(n + 1, seed=k, terminated=k % 2 == 0) for k, n in enumerate((3, 5, 2, 4))]
     files = [write(tmp_path / "a.h5", *trials[:2]), write(tmp_path / "b.h5", *trials[2:])]

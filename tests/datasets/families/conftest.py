@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from replaykit.datasets import CorpusExperienceReplay, Layout, convert
 
@@ -121,29 +120,3 @@ def quietly(tmp_path: Path) -> Callable[..., CorpusExperienceReplay]:
             return convert(files, layout, tmp_path / target, **options)
 
     return run
-
-
-@pytest.fixture
-def check_ted() -> Callable[[CorpusExperienceReplay], None]:
-    """The invariants of a table of transitions, but for rows that are marked as unrecorded."""
-
-    def check(data: CorpusExperienceReplay) -> None:
-        rows, table = data[:], data.episode_table
-        done, terminated, truncated = (
-            rows["next", name].squeeze(-1) for name in ("done", "terminated", "truncated")
-        )
-        assert torch.equal(done, terminated | truncated)
-        assert not any(rows[name].any() for name in ("done", "terminated", "truncated"))
-        starts, lengths = table["start"], table["length"]
-        assert starts.tolist() == [0, *np.cumsum(lengths.numpy())[:-1]]
-        assert done.nonzero().flatten().tolist() == (starts + lengths - 1).tolist()
-        ids = torch.stack([rows["seed"], rows["episode"]], 1)
-        assert len(ids.unique(dim=0)) == len(starts)
-        observation, following = rows["observation"], rows["next", "observation"]
-        inside = ~done[:-1]
-        if isinstance(observation, torch.Tensor):
-            assert torch.equal(following[:-1][inside], observation[1:][inside])
-        else:
-            assert (following[:-1][inside] == observation[1:][inside]).all()
-
-    return check

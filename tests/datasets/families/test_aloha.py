@@ -13,6 +13,7 @@ from PIL import Image
 
 from replaykit.datasets.families.aloha import ALOHA, AlohaLayout
 from replaykit.errors import CorpusError
+from tests.datasets.trials import assert_ted
 
 
 def write(root: Path, number: int, steps: int, *, compress: bool = False) -> dict[str, Any]:
@@ -52,9 +53,7 @@ def write(root: Path, number: int, steps: int, *, compress: bool = False) -> dic
 
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("shift", [0, -1])
-def test_every_row_of_files_in_natural_order(
-    tmp_path, expected, quietly, check_ted, compress, shift
-):
+def test_every_row_of_files_in_natural_order(tmp_path, expected, quietly, compress, shift):
     folder = tmp_path / "files"
     folder.mkdir()
     files = {number: write(folder, number, 4 + number % 3, compress=compress) for number in (10, 9)}
@@ -88,7 +87,7 @@ def test_every_row_of_files_in_natural_order(
             )
     data = quietly(folder, AlohaLayout(action_shift=shift))
     expected.check(data)
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["episode"].tolist() == [9, 10]
     said = data.published.manifest.report["files"]
     assert [entry["file"] for entry in said] == ["episode_9.hdf5", "episode_10.hdf5"]

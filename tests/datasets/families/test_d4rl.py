@@ -17,6 +17,7 @@ from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.families.d4rl import D4RL, D4RLLayout
 from replaykit.errors import CorpusError
 from tests.datasets.converted import growth, needs_proc
+from tests.datasets.trials import assert_ted
 
 # -- the samples ----------------------------------------------------------------------------------
 
@@ -32,96 +33,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", ["hopper_medium-v2", "hopper_medium_replay-v1"])
-def test_releases_with_next_observations(shared, expected, quietly, check_ted, name):
-    path = shared(f"d4rl/{name}.hdf5")
-    source = read(path)
-    count, episode = len(source["actions"]), 0
-    for t in range(count):
-        terminated = source["terminals"].reshape(-1)[t] != 0
-        truncated = source["timeouts"].reshape(-1)[t] != 0
-        last = terminated or truncated or t == count - 1
-        infos = {
-            f"info__{key.split('/')[1]}": source[key][t]
-            for key in source
-            if key.startswith("infos/")
-            # One repeated row in v1: not recorded.
-            and not (name.endswith("v1") and key.split("/")[1] in ("qpos", "qvel"))
-        }
-        expected.row(
-            observation=source["observations"][t],
-            action=source["actions"][t],
-            next__observation=source["next_observations"][t],
-            next__reward=source["rewards"].reshape(-1)[t : t + 1],
-            last=last,
-            terminated=terminated,
-            truncated=last and not terminated,
-            seed=0,
-            episode=episode,
-            **infos,
-        )
-        episode += last
-    data = quietly(path, D4RL)
-    expected.check(data)
-    check_ted(data)
-    assert len(data) == count
-    if name.endswith("v2"):
-        assert data[:]["next", "reward"].sum().item() == pytest.approx(2877.9146, abs=1e-3)
-        assert data[:]["next", "done"].nonzero()[:, 0].tolist() == [469, 910]
-    else:
-        assert data[:]["next", "reward"].sum().item() == pytest.approx(48.2459452)
-        left_out = {e["key"]: e["why"] for e in data.published.manifest.report["left_out"]}
-        assert "not recorded" in left_out["infos/qpos"]
-        assert "not recorded" in left_out["infos/qvel"]
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "sum_"), [("hopper_medium", 524, 1720.0251), ("door-human-v1", 598, 750.57117)]
-)
-def test_releases_without_next_observations(shared, expected, quietly, check_ted, name, rows, sum_):
-    """A step into an unknown state is kept where the episode terminated, and dropped elsewhere."""
-    path = shared(f"d4rl/{name}.hdf5")
-    source = read(path)
-    count, episode, start = len(source["actions"]), 0, 0
-    has_unrecorded = bool(source["terminals"].any())
-    dropped = 0.0
-    while start < count:
-        stop = start
-        while not (source["terminals"][stop] or source["timeouts"][stop] or stop == count - 1):
-            stop += 1
-        terminated = bool(source["terminals"][stop])
-        for t in range(start, stop + terminated):
-            at_end = t == stop
-            last = t == stop - (not terminated)
-            expected.row(
-                observation=source["observations"][t],
-                action=source["actions"][t],
-                next__observation=source["observations"][t if at_end else t + 1],
-                next__reward=source["rewards"][t : t + 1],
-                last=last,
-                terminated=last and terminated,
-                truncated=last and not terminated,
-                seed=0,
-                episode=episode,
-                **({"next__observed": np.array([not at_end])} if has_unrecorded else {}),
-                **{
-                    f"info__{key.split('/')[1]}": source[key][t]
-                    for key in source
-                    if key.startswith("infos/")
-                },
-            )
-        dropped += 0.0 if terminated else float(source["rewards"][stop])
-        start, episode = stop + 1, episode + 1
-    data = quietly(path, D4RL)
-    expected.check(data)
-    check_ted(data)
-    assert len(data) == rows
-    assert data[:]["next", "reward"].sum().item() == pytest.approx(sum_ - dropped, abs=1e-3)
-
-
-def test_late_simulator_state_of_antmaze_is_the_state_arrived_at(
-    shared, expected, quietly, check_ted
-):
+def test_late_simulator_state_of_antmaze_is_the_state_arrived_at(shared, expected, quietly):
     path = shared("d4rl/antmaze-umaze-v0.hdf5")
     source = read(path)
     count, episode = len(source["actions"]), 0
@@ -145,7 +57,7 @@ def test_late_simulator_state_of_antmaze_is_the_state_arrived_at(
         episode += last
     data = quietly(path, D4RL)
     expected.check(data)
-    check_ted(data)
+    assert_ted(data.published)
     assert len(data) == 1402
 
 
@@ -182,14 +94,14 @@ def write(path: Path, values: dict[str, Any]) -> Path:
     return path
 
 
-def test_flags_of_floats_and_rewards_of_two_ranks(tmp_path, quietly, check_ted):
+def test_flags_of_floats_and_rewards_of_two_ranks(tmp_path, quietly):
     """N17, N37: replay-v1 has float64 flags, and rewards of rank 2."""
     values = arrays(4, 3)
     values["terminals"] = np.array([[0.0]] * 6 + [[1.0]])
     values["timeouts"] = values["timeouts"].astype(np.float64)
     values["rewards"] = values["rewards"][:, None].astype(np.float64)
     data = quietly(write(tmp_path / "a.hdf5", values), D4RL)
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["length"].tolist() == [4, 3]
     assert data[:]["next", "reward"].shape == (7, 1)
     assert data[:]["next", "terminated"].flatten().tolist() == [False] * 6 + [True]
@@ -199,20 +111,20 @@ def test_flags_of_floats_and_rewards_of_two_ranks(tmp_path, quietly, check_ted):
     ]
 
 
-def test_end_of_the_file_without_a_flag_is_a_truncation(tmp_path, quietly, check_ted):
+def test_end_of_the_file_without_a_flag_is_a_truncation(tmp_path, quietly):
     values = arrays(4, 3)
     values["timeouts"][-1] = False
     data = quietly(write(tmp_path / "a.hdf5", values), D4RL)
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["length"].tolist() == [4, 3]
     assert data.episode_table["truncated"].tolist() == [True, True]
 
 
-def test_file_without_timeouts_is_cut_by_terminals(tmp_path, quietly, check_ted):
+def test_file_without_timeouts_is_cut_by_terminals(tmp_path, quietly):
     values = {**arrays(4, 3), "timeouts": None}
     values["terminals"] = np.arange(7) == 3
     data = quietly(write(tmp_path / "a.hdf5", values), D4RL)
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["length"].tolist() == [4, 3]
     assert data.episode_table["terminated"].tolist() == [True, False]
 
@@ -280,7 +192,7 @@ def test_next_observation_of_another_episode_is_refused(tmp_path, quietly):
         quietly(path, D4RL)
 
 
-def test_bad_episodes_are_skipped_together_and_named(tmp_path, quietly, check_ted):
+def test_bad_episodes_are_skipped_together_and_named(tmp_path, quietly):
     values = arrays(4, 3, 5, 2)
     values["actions"][5, 1] = np.nan
     values["observations"][9, 0] = np.inf
@@ -289,7 +201,7 @@ def test_bad_episodes_are_skipped_together_and_named(tmp_path, quietly, check_te
     with pytest.raises(CorpusError, match=r"a\.hdf5: actions, record 5: .*NaN.*V20"):
         quietly(path, D4RL)
     data = quietly(path, D4RL, policies=Policies(on_invalid="skip"))
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["length"].tolist() == [4, 2]
     assert data.episode_table["episode"].tolist() == [0, 3]
     at = [0, 1, 2, 3, 12, 13]
@@ -427,7 +339,7 @@ def test_held_goal_ends_no_episode(
     assert [(note["rule"], note["first"]) for note in notes] == [("V39", f"a.hdf5: {flags}")]
 
 
-def test_time_outs_some_steps_before_the_reset(tmp_path, expected, quietly, check_ted):
+def test_time_outs_some_steps_before_the_reset(tmp_path, expected, quietly):
     """AntMaze v0: an episode goes on from the flag to the reset."""
     lengths, count = (7, 6, 5), 18
     values = arrays(*lengths)
@@ -448,7 +360,7 @@ def test_time_outs_some_steps_before_the_reset(tmp_path, expected, quietly, chec
         )
     data = quietly(write(tmp_path / "a.hdf5", as_antmaze(values)), D4RL)
     expected.check(data)
-    check_ted(data)
+    assert_ted(data.published)
     (note,) = data.published.manifest.report["warnings"]
     assert (note["rule"], note["first"]) == ("V39", "a.hdf5: timeouts, record 4")
     assert note["text"].startswith("3 of 3 ends are flagged where the environment was not reset")

@@ -16,6 +16,7 @@ from replaykit.datasets.families.d4rl import D4RL
 from replaykit.errors import CorpusError
 from replaykit.inspection import guess_layout
 from tests.datasets.families.test_d4rl import arrays, write
+from tests.datasets.trials import assert_ted
 
 CUTS = (0, 3, 7, 8, 9, 10, 11, 12, 13, 14, 18, 20)
 """Eleven parts, of several lengths; episodes end elsewhere."""
@@ -48,13 +49,13 @@ def cut(
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("whole", [None, "copied", "mapped"])
 @pytest.mark.parametrize("lacking", [(), ("next_observations",)])
-def test_parts_are_the_whole(tmp_path, quietly, check_ted, first, whole, lacking):
+def test_parts_are_the_whole(tmp_path, quietly, first, whole, lacking):
     """In the order of their numbers; episodes go on from one to the next."""
     values = {name: value for name, value in arrays(5, 8, 7).items() if name not in lacking}
     values["infos/goal"] = np.arange(40.0).reshape(20, 2)
     path = cut(tmp_path / "cut.hdf5", values, first, whole)
     data = quietly(path, D4RL)
-    check_ted(data)
+    assert_ted(data.published)
     plain = quietly(write(tmp_path / "plain.hdf5", values), D4RL, target="plain")
     columns = plain.published.columns
     assert data.published.columns.keys() == columns.keys()

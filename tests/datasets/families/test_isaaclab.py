@@ -12,6 +12,7 @@ import pytest
 from replaykit.datasets import Policies
 from replaykit.datasets.families.isaaclab import ISAACLAB
 from replaykit.errors import CorpusError
+from tests.datasets.trials import assert_ted
 
 ARM, CUBE = "articulation/robot/joint_position", "rigid_object/cube/root_pose"
 
@@ -48,7 +49,7 @@ def write(
 
 
 @pytest.mark.parametrize("success", [True, False, None])
-def test_every_row_matches_recorded_history(tmp_path, expected, quietly, check_ted, success):
+def test_every_row_matches_recorded_history(tmp_path, expected, quietly, success):
     demos = {"demo_7": (4, success), "demo_12": (3, False)}
     path, histories = write(tmp_path / "a.hdf5", demos)
     for name, (steps, solved) in demos.items():
@@ -79,16 +80,16 @@ def test_every_row_matches_recorded_history(tmp_path, expected, quietly, check_t
             )
     data = quietly(path, ISAACLAB)
     expected.check(data)
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["length"].tolist() == [4 if success else 3, 2]
     assert data.episode_table["success"].tolist() == [-1 if success is None else success, 0]
     assert data.published.manifest.report["left_out"] == []
 
 
-def test_solved_demonstration_without_its_last_row_ends_truncated(tmp_path, quietly, check_ted):
+def test_solved_demonstration_without_its_last_row_ends_truncated(tmp_path, quietly):
     path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, True)})
     data = quietly(path, ISAACLAB, policies=Policies(unrecorded="drop"))
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["length"].tolist() == [3]
     assert data.episode_table["truncated"].tolist() == [True]
     assert data.episode_table["terminated"].tolist() == [False]

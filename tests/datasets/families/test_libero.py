@@ -12,6 +12,7 @@ import pytest
 from replaykit.datasets.families.libero import LIBERO
 from replaykit.datasets.families.robomimic import ROBOMIMIC
 from replaykit.errors import CorpusError
+from tests.datasets.trials import assert_ted
 
 
 def write(path: Path, *lengths: int, **attributes: Any) -> tuple[Path, list[dict[str, np.ndarray]]]:
@@ -40,7 +41,7 @@ def write(path: Path, *lengths: int, **attributes: Any) -> tuple[Path, list[dict
     return path, histories
 
 
-def test_every_row_matches_recorded_history(tmp_path, expected, quietly, check_ted):
+def test_every_row_matches_recorded_history(tmp_path, expected, quietly):
     """N30: what a row starts from was recorded with the row before."""
     path, histories = write(tmp_path / "a.hdf5", 6, 4)
     for episode, history in enumerate(histories):
@@ -64,7 +65,7 @@ def test_every_row_matches_recorded_history(tmp_path, expected, quietly, check_t
             )
     data = quietly(path, LIBERO)
     expected.check(data)
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["length"].tolist() == [5, 3]
     said = data.published.manifest.report["files"][0]
     assert said["macros_image_convention"] == "opengl"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +12,7 @@ import pytest
 
 from replaykit.datasets.families.maniskill import MANISKILL
 from replaykit.errors import CorpusError
-
-
-@pytest.mark.parametrize("with_json", [True, False])
-def test_every_row_of_the_sample(shared, tmp_path, expected, quietly, check_ted, with_json):
-    origin = shared("maniskill/rlboilerplate_trajectory.h5")
-    path = tmp_path / origin.name
-    shutil.copy(origin, path)
-    if with_json:
-        shutil.copy(origin.with_suffix(".json"), path.with_suffix(".json"))
-    with h5py.File(path) as file:
-        for episode in range(2):
-            group = file[f"traj_{episode}"]
-            states = {
-                f"{kind}__{name}": node[...]
-                for kind in ("actors", "articulations")
-                for name, node in group["env_states"][kind].items()
-            }
-            for t in range(50):
-                expected.row(
-                    observation=group["obs"][t],
-                    next__observation=group["obs"][t + 1],
-                    action=group["actions"][t],
-                    next__reward=group["rewards"][t : t + 1],
-                    next__success=group["success"][t : t + 1],
-                    last=t == 49,
-                    terminated=group["terminated"][t],
-                    truncated=group["truncated"][t],
-                    seed=0,
-                    episode=episode,
-                    **{f"state__{name}": values[t] for name, values in states.items()},
-                    **{f"next__state__{name}": v[t + 1] for name, v in states.items()},
-                )
-    data = quietly(path, MANISKILL)
-    expected.check(data)
-    check_ted(data)
-    assert data.episode_table["truncated"].tolist() == [True, True]
-    assert data.episode_table["source_seed"].tolist() == [0 if with_json else -1] * 2
-    assert data.episode_table["success"].tolist() == [0 if with_json else -1] * 2
-    said = data.published.manifest.report["files"]
-    assert (said[0]["env_id"] == "PickCube-v1") if with_json else said == []
+from tests.datasets.trials import assert_ted
 
 
 def trajectory(steps: int, *, seed: int = 0, **more: Any) -> dict[str, Any]:
@@ -82,10 +42,10 @@ def describe(path: Path, *episodes: dict[str, Any]) -> None:
     path.with_suffix(".json").write_text(json.dumps({"episodes": episodes}))
 
 
-def test_nested_observations_depth_and_success_in_the_middle(tmp_path, quietly, check_ted):
+def test_nested_observations_depth_and_success_in_the_middle(tmp_path, quietly):
     values = trajectory(6)
     data = quietly(write(tmp_path / "a.h5", {"traj_0": values}), MANISKILL)
-    check_ted(data)
+    assert_ted(data.published)
     rows = data[:]
     depth = values["obs/sensor_data/cam/depth"]
     assert (
@@ -134,12 +94,12 @@ def test_invalid_json_is_an_error(tmp_path, quietly):
         quietly(path, MANISKILL)
 
 
-def test_states_stand_for_observations_that_were_not_recorded(tmp_path, quietly, check_ted):
+def test_states_stand_for_observations_that_were_not_recorded(tmp_path, quietly):
     lacking = {"obs/agent/qpos": None, "obs/sensor_data/cam/depth": None}
     values = trajectory(4, **lacking)
     path = write(tmp_path / "a.h5", {"traj_0": values})
     data = quietly(path, MANISKILL)
-    check_ted(data)
+    assert_ted(data.published)
     cube = values["env_states/actors/cube"]
     np.testing.assert_array_equal(data[:]["observation", "actors", "cube"], cube[:-1])
     values["env_states/actors/cube"] = None

@@ -15,36 +15,10 @@ from PIL import Image
 from replaykit.datasets import Policies
 from replaykit.datasets.families.minari import MINARI
 from replaykit.errors import CorpusError
+from tests.datasets.trials import assert_ted
 
 
-def test_every_row_of_the_cartpole_sample(shared, expected, quietly, check_ted):
-    """N15: the arrays are the data, not a template of it."""
-    path = shared("minari_generated/cartpole/random-v0/data/main_data.hdf5")
-    with h5py.File(path) as file:
-        for episode in range(5):
-            group = file[f"episode_{episode}"]
-            steps = len(group["rewards"])
-            for t in range(steps):
-                expected.row(
-                    observation=group["observations"][t],
-                    next__observation=group["observations"][t + 1],
-                    action=group["actions"][t],
-                    next__reward=group["rewards"][t : t + 1],
-                    last=t == steps - 1,
-                    terminated=group["terminations"][t],
-                    truncated=group["truncations"][t],
-                    seed=0,
-                    episode=episode,
-                )
-    data = quietly(path, MINARI)
-    expected.check(data)
-    check_ted(data)
-    assert data[:]["next", "reward"].sum().item() == 117
-    assert data.episode_table["source_seed"].tolist() == [100, 101, 102, 103, 104]
-    assert data.published.manifest.report["files"][0]["dataset_id"] == "cartpole/random-v0"
-
-
-def test_every_row_of_the_sample_of_nested_spaces(shared, expected, quietly, check_ted):
+def test_every_row_of_the_sample_of_nested_spaces(shared, expected, quietly):
     """N16: Dict and Tuple spaces, JPEG images, text, Dict actions and nested infos."""
     path = shared("minari_generated/dictenv/random-v0/data/main_data.hdf5")
 
@@ -84,7 +58,7 @@ def test_every_row_of_the_sample_of_nested_spaces(shared, expected, quietly, che
     expected.rows.update(rows)
     data = quietly(path, MINARI)
     expected.check(data)
-    check_ted(data)
+    assert_ted(data.published)
     assert data[:]["observation", "img"].shape == (21, 36, 36, 3)
     assert data.episode_table["return"].tolist() == [28.0] * 3
 
@@ -136,10 +110,10 @@ def write(root: Path, *episodes: dict[str, Any], **metadata: Any) -> Path:
     return root / "main_data.hdf5"
 
 
-def test_more_than_ten_episodes_are_in_natural_order(tmp_path, quietly, check_ted):
+def test_more_than_ten_episodes_are_in_natural_order(tmp_path, quietly):
     episodes = [episode(2 + k % 3, seed=k, terminated=k % 2 == 0) for k in range(12)]
     data = quietly(write(tmp_path / "a", *episodes), MINARI)
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["episode"].tolist() == list(range(12))
     assert data.episode_table["terminated"].tolist() == [True, False] * 6
     rewards = np.concatenate([values["rewards"] for values in episodes])

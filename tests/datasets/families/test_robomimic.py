@@ -12,65 +12,7 @@ import pytest
 from replaykit.datasets import Policies
 from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE, RobosuiteLayout
 from replaykit.errors import CorpusError
-
-
-def test_every_row_of_the_sample(shared, expected, quietly, check_ted):
-    path = shared("robomimic/robomimic_ph_lift_low_dim.hdf5")
-    with h5py.File(path) as file:
-        for episode in range(2):
-            demo = file[f"data/demo_{episode}"]
-            steps = len(demo["actions"])
-            for t in range(steps):
-                last = t == steps - 1
-                expected.row(
-                    action=demo["actions"][t],
-                    state=demo["states"][t],
-                    next__reward=demo["rewards"][t : t + 1],
-                    next__success=demo["dones"][t : t + 1] != 0,
-                    last=last,
-                    terminated=last,
-                    truncated=False,
-                    seed=0,
-                    episode=episode,
-                    **{f"observation__{key}": demo["obs"][key][t] for key in demo["obs"]},
-                    **{f"next__observation__{k}": demo["next_obs"][k][t] for k in demo["obs"]},
-                )
-    data = quietly(path, ROBOMIMIC)
-    expected.check(data)
-    check_ted(data)
-    assert len(data) == 117
-    assert data.episode_table["length"].tolist() == [59, 58]
-    assert data[:]["next", "success"].nonzero()[:, 0].tolist() == [*range(54, 59), *range(112, 117)]
-    report = data.published.manifest.report
-    assert report["splits"]["train"] == [1]
-    assert report["splits"]["valid"] == [0]
-    assert len(report["splits"]) == 8
-    said = next(note for note in report["warnings"] if "'train'" in note["text"])
-    assert said["count"] == 179
-
-
-def test_every_row_of_the_raw_sample(shared, expected, quietly, check_ted):
-    path = shared("robosuite/panda_lift.hdf5")
-    with h5py.File(path) as file:
-        demo = {name: node[...] for name, node in file["data/demo_1"].items()}
-        env_info = file["data"].attrs["env_info"]
-    for t in range(411):
-        expected.row(
-            observation__state=demo["states"][t],
-            next__observation__state=demo["states"][t + 1],
-            action=demo["actions"][t],
-            info__joint_torques=demo["joint_torques"][t],
-            last=t == 410,
-            terminated=False,
-            truncated=t == 410,
-            seed=0,
-            episode=1,
-        )
-    data = quietly(path, ROBOSUITE)
-    expected.check(data)
-    check_ted(data)
-    assert data.published.manifest.report["files"][0]["env_info"] == env_info
-
+from tests.datasets.trials import assert_ted
 
 # -- files with the traps of the family -----------------------------------------------------------
 
@@ -113,11 +55,11 @@ def write(path: Path, demos: dict[str, dict[str, Any]], **masks: list[str]) -> P
     return path
 
 
-def test_held_success_ends_no_episode(tmp_path, quietly, check_ted):
+def test_held_success_ends_no_episode(tmp_path, quietly):
     """N31: dones are 1 on trailing rows, and never in a demonstration that failed."""
     path = write(tmp_path / "a.hdf5", {"demo_0": demo(6, success=3), "demo_1": demo(4, seed=1)})
     data = quietly(path, ROBOMIMIC)
-    check_ted(data)
+    assert_ted(data.published)
     table = data.episode_table
     assert table["length"].tolist() == [6, 4]
     assert table["terminated"].tolist() == [True, False]
@@ -141,11 +83,11 @@ def test_images_are_stored_as_they_are(tmp_path, quietly):
     np.testing.assert_array_equal(rows["next", "observation", "image"], values["next_obs/image"])
 
 
-def test_missing_next_observations_drop_rows_without_a_known_outcome(tmp_path, quietly, check_ted):
+def test_missing_next_observations_drop_rows_without_a_known_outcome(tmp_path, quietly):
     lacking = {"next_obs/position": None, "next_obs/image": None}
     one, two = demo(4, success=1, **lacking), demo(5, seed=1, **lacking)
     data = quietly(write(tmp_path / "a.hdf5", {"demo_0": one, "demo_1": two}), ROBOMIMIC)
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["length"].tolist() == [4, 4]
     assert data[:]["next", "observed"].flatten().tolist() == [True] * 3 + [False] + [True] * 4
     assert data.episode_table["terminated"].tolist() == [True, False]

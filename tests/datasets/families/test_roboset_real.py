@@ -13,6 +13,7 @@ from replaykit.datasets import Policies, RobosetExperienceReplay
 from replaykit.datasets.families import ROBOHIVE, ROBOSET_REAL
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from tests.datasets.trials import assert_ted
 
 
 def trial(frames: int, *, seed: int = 0, flat: bool = False, **more: Any) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def write(path: Path, *trials: dict[str, Any]) -> Path:
     return path
 
 
-def test_every_row_matches_recorded_trial(tmp_path, expected, quietly, check_ted):
+def test_every_row_matches_recorded_trial(tmp_path, expected, quietly):
     trials = [trial(5), trial(4, seed=1, flat=True)]
     for episode, values in enumerate(trials):
         frames = len(values["data/time"])
@@ -73,7 +74,7 @@ def test_every_row_matches_recorded_trial(tmp_path, expected, quietly, check_ted
             )
     data = quietly(write(tmp_path / "a.h5", *trials), ROBOSET_REAL)
     expected.check(data)
-    check_ted(data)
+    assert_ted(data.published)
 
 
 def test_copies_are_reported(tmp_path, quietly):
@@ -100,7 +101,7 @@ def test_copies_are_reported(tmp_path, quietly):
 
 
 @pytest.mark.parametrize("name", ["qp_arm", "ctrl_arm"])
-def test_trials_with_holes_are_named_and_can_be_left_out(tmp_path, quietly, check_ted, name):
+def test_trials_with_holes_are_named_and_can_be_left_out(tmp_path, quietly, name):
     """N28: rows that contain NaN are never deleted one by one."""
     bad = trial(5, seed=1)
     bad[f"data/{name}"][2, 3] = np.nan
@@ -108,7 +109,7 @@ def test_trials_with_holes_are_named_and_can_be_left_out(tmp_path, quietly, chec
     with pytest.raises(CorpusError, match=r"Trial1/data/.*, record 2: .*NaN"):
         quietly(path, ROBOSET_REAL)
     data = quietly(path, ROBOSET_REAL, policies=Policies(on_invalid="skip"))
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["episode"].tolist() == [0, 2]
 
 

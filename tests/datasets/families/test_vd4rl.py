@@ -14,6 +14,7 @@ from replaykit.datasets.converting import local_sources
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.families.vd4rl import VD4RL
 from replaykit.errors import CorpusError
+from tests.datasets.trials import assert_ted
 
 
 def records(*lengths: int, terminated: tuple[int, ...] = (), seed: int = 0) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def expect(expected: Any, values: dict[str, Any], lengths: tuple[int, ...], cuts
     [(), (6,), (3,), (1,), (5,), (6, 9), (2, 4), (3, 8, 12), tuple(range(1, 15))],
     ids=str,
 )
-def test_every_row_wherever_the_shards_are_cut(tmp_path, expected, quietly, check_ted, cuts):
+def test_every_row_wherever_the_shards_are_cut(tmp_path, expected, quietly, cuts):
     """N20: the action of a record led to its observation; shards may be cut inside an episode."""
     lengths = (6, 5, 4)
     values = records(*lengths, terminated=(1,))
@@ -90,7 +91,7 @@ def test_every_row_wherever_the_shards_are_cut(tmp_path, expected, quietly, chec
     data = quietly(tmp_path / "files", VD4RL)
     expect(expected, values, lengths, cuts)
     expected.check(data)
-    check_ted(data)
+    assert_ted(data.published)
     assert len(data) == sum(lengths) - len(lengths)
     assert data.episode_table["terminated"].tolist() == [False, True, False]
     assert data.episode_table["truncated"].tolist() == [True, False, True]
@@ -119,26 +120,26 @@ def test_every_block_size_and_every_worker_gives_the_same(tmp_path, block_bytes)
     assert plain.episodes["seed"].tolist() == [0, 1, 2, 3]
 
 
-def test_shards_are_in_the_order_of_their_numbers(tmp_path, quietly, check_ted):
+def test_shards_are_in_the_order_of_their_numbers(tmp_path, quietly):
     """2.hdf5 comes before 10.hdf5; in the order of bytes, episodes would be mixed."""
     lengths = (4,) * 12
     values = records(*lengths)
     write(tmp_path / "files", values, *range(3, 36, 3))
     data = quietly(tmp_path / "files", VD4RL)
-    check_ted(data)
+    assert_ted(data.published)
     inside = values["step_type"] != 2
     np.testing.assert_array_equal(data[:]["observation"], values["observation"][inside])
     np.testing.assert_array_equal(data[:]["action"], values["action"][values["step_type"] != 0])
 
 
-def test_types_of_any_number_and_rewards_of_two_ranks(tmp_path, quietly, check_ted):
+def test_types_of_any_number_and_rewards_of_two_ranks(tmp_path, quietly):
     values = records(4, 3, terminated=(0,))
     values["step_type"] = values["step_type"].astype(np.float64) + 1e-4
     values["reward"] = values["reward"][:, None].astype(np.float64)
     values["discount"] = values["discount"][:, None]
     write(tmp_path / "files", values, 5)
     data = quietly(tmp_path / "files", VD4RL)
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["length"].tolist() == [3, 2]
     np.testing.assert_array_equal(data[:]["next", "reward"], values["reward"][[1, 2, 3, 5, 6]])
 
@@ -162,14 +163,14 @@ def test_shard_that_continues_after_an_end_is_named_with_its_record(tmp_path, qu
         quietly([one, two], VD4RL)
 
 
-def test_values_that_break_a_rule_are_named_with_shard_and_record(tmp_path, quietly, check_ted):
+def test_values_that_break_a_rule_are_named_with_shard_and_record(tmp_path, quietly):
     values = records(4, 6, 5)
     values["action"][7, 0] = np.nan
     write(tmp_path / "files", values, 5)
     with pytest.raises(CorpusError, match=r"2\.hdf5: action, record 2: .*NaN.*V20"):
         quietly(tmp_path / "files", VD4RL)
     data = quietly(tmp_path / "files", VD4RL, policies=Policies(on_invalid="skip"))
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["length"].tolist() == [3, 4]
     (skipped,) = data.published.manifest.report["skipped"]
     assert (skipped["file"], skipped["name"]) == ("1.hdf5", "[4:10]")
@@ -180,13 +181,13 @@ def test_values_that_break_a_rule_are_named_with_shard_and_record(tmp_path, quie
     assert len(quietly(tmp_path / "more", VD4RL, "other")) == 5
 
 
-def test_episode_that_breaks_off_ends_truncated_and_is_reported(tmp_path, quietly, check_ted):
+def test_episode_that_breaks_off_ends_truncated_and_is_reported(tmp_path, quietly):
     """The first because another one begins, the last because the shards end."""
     values = records(4, 5)
     values["step_type"][3] = values["step_type"][-1] = 1
     write(tmp_path / "files", values)
     data = quietly(tmp_path / "files", VD4RL)
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["length"].tolist() == [3, 4]
     assert data.episode_table["truncated"].tolist() == [True, True]
     (note,) = data.published.manifest.report["warnings"]
@@ -237,18 +238,18 @@ def test_shard_of_another_shape_is_named(tmp_path, quietly):
         quietly(tmp_path / "files", VD4RL)
 
 
-def test_shards_without_records(tmp_path, quietly, check_ted):
+def test_shards_without_records(tmp_path, quietly):
     values = records(6, 4)
     write(tmp_path / "files", values, 4, 4, 6)
     data = quietly(tmp_path / "files", VD4RL)
-    check_ted(data)
+    assert_ted(data.published)
     assert data.episode_table["length"].tolist() == [5, 3]
     write(tmp_path / "none", {name: value[:0] for name, value in values.items()})
     with pytest.raises(CorpusError, match=r"1\.hdf5: .*the source is empty.*V38"):
         quietly(tmp_path / "none", VD4RL, "other")
 
 
-def test_unreadable_shard_is_skipped_with_rows_that_continue_it(tmp_path, quietly, check_ted):
+def test_unreadable_shard_is_skipped_with_rows_that_continue_it(tmp_path, quietly):
     """C10: and is named, as is what is lost with it; the shard before ends where it breaks off."""
     values = records(6, 6, 6, 6)
     paths = write(tmp_path / "files", values, 3, 9, 15, 18)
@@ -256,7 +257,7 @@ def test_unreadable_shard_is_skipped_with_rows_that_continue_it(tmp_path, quietl
     with pytest.raises(CorpusError, match=r"2\.hdf5: cannot be read"):
         quietly(tmp_path / "files", VD4RL)
     data = quietly(tmp_path / "files", VD4RL, policies=Policies(on_invalid="skip"))
-    check_ted(data)
+    assert_ted(data.published)
     skipped = {e["file"]: e["why"] for e in data.published.manifest.report["skipped"]}
     assert "2.hdf5: cannot be read" in skipped["2.hdf5"]
     assert "begins in 2.hdf5, which is skipped" in skipped["3.hdf5"]

@@ -11,17 +11,18 @@ import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import h5py
 import numpy as np
+import torch
 
 from replaykit.datasets.converting import local_sources
 from replaykit.datasets.engine import h5, h5_values
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.publishing import Published
-from tests.datasets.mutated.corpora import CORPORA, Corpus, numbers_of
+from tests.datasets.mutated.corpora import CORPORA, Corpus, Key, Rows, numbers_of
 from tests.datasets.mutated.mutating import mutate
 
 TIMEOUT_S = 20.0
@@ -66,44 +67,51 @@ def attempt(name: str, good: Path, work: Path, seed: int) -> str:
                 shutil.rmtree(made) if made.is_dir() else made.unlink()
 
 
-def check(corpus: Corpus, path: Path, published: Published) -> None:
-    """Compares a data set with what h5py reads of its file, all of it, bit for bit."""
-    report = published.manifest.report
-    names = published.groups()
-    with h5py.File(path) as file:
-        rows = corpus.rows(file, names)
-        if not names[0].startswith(("[", "/")):
-            told = {*names, *(entry["name"] for entry in report["skipped"])}
-            root = file["data"] if names[0].startswith("data/") else file
-            lost = {f"{root.name}/{member}".strip("/") for member in root} - told
-            if lost:
-                raise Fault(f"{lost} is neither converted nor reported")
-            numbers = published.episodes["episode"].tolist()
-            if numbers != numbers_of(names):
-                raise Fault(f"episodes {names} are numbered {numbers}")
-        columns = dict(published.columns)
-        for flag in ("done", "terminated", "truncated"):
-            if columns.pop((flag,)).any():
-                raise Fault(f"{flag} is set at the root")
-        seed, episode = columns.pop(("seed",)), columns.pop(("episode",))
-        if seed.any() or len(episode) != rows.count:
-            raise Fault(f"{len(episode)} rows, expected {rows.count}")
-        if published.episodes["start"].tolist() != rows.starts:
-            raise Fault(f"episodes do not start at rows {rows.starts}")
-        left_out = {entry["key"] for entry in report["left_out"]}
-        for key, source in rows.source.items():
-            if key not in columns and source not in left_out:
-                raise Fault(f"{key} is neither converted nor reported")
-        for key, column in columns.items():
-            ours = column.numpy()
-            if key not in rows.pieces:
-                raise Fault(f"{key} is no column of the file")
-            theirs = rows.column(key)
-            if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-                said = f"{ours.shape} {ours.dtype}, expected {theirs.shape} {theirs.dtype}"
-                raise Fault(f"{key} is {said}")
-            if ours.tobytes() != np.ascontiguousarray(theirs).tobytes():
-                raise Fault(f"{key} differs")
+def check(corpus: Corpus, paths: Path | Sequence[Path], published: Published) -> None:
+    """Compares a data set with what h5py reads of its files, all of it, bit for bit."""
+    report, table, stop = published.manifest.report, published.episodes, 0
+    for seed, path in enumerate([paths] if isinstance(paths, Path) else paths):
+        mine = (table["seed"] == seed).tolist()
+        names = [name for name, is_mine in zip(published.groups(), mine, strict=True) if is_mine]
+        numbers, starts = (table[key][mine].tolist() for key in ("episode", "start"))
+        with h5py.File(path) as file:
+            rows = corpus.rows(file, names)
+            start, stop = stop, stop + rows.count
+            if not names[0].startswith(("[", "/")):
+                told = {*names, *(entry["name"] for entry in report["skipped"])}
+                root = file["data"] if names[0].startswith("data/") else file
+                lost = {f"{root.name}/{member}".strip("/") for member in root} - told
+                if lost:
+                    raise Fault(f"{lost} is neither converted nor reported")
+                if numbers != numbers_of(names):
+                    raise Fault(f"episodes {names} are numbered {numbers}")
+            if starts != [start + at for at in rows.starts]:
+                raise Fault(f"episodes of {path} start at rows {starts}")
+            columns = {key: column[start:stop] for key, column in published.columns.items()}
+            _compare(columns, rows, seed, {entry["key"] for entry in report["left_out"]})
+    if published.rows != stop:
+        raise Fault(f"{published.rows} rows, expected {stop}")
+
+
+def _compare(columns: dict[Key, torch.Tensor], rows: Rows, seed: int, left_out: set[str]) -> None:
+    for flag in ("done", "terminated", "truncated"):
+        if columns.pop((flag,)).any():
+            raise Fault(f"{flag} is set at the root")
+    if (columns.pop(("seed",)) != seed).any() or len(columns.pop(("episode",))) != rows.count:
+        raise Fault(f"rows are not the {rows.count} of file {seed}")
+    for key, source in rows.source.items():
+        if key not in columns and source not in left_out:
+            raise Fault(f"{key} is neither converted nor reported")
+    for key, column in columns.items():
+        ours = column.numpy()
+        if key not in rows.pieces:
+            raise Fault(f"{key} is no column of the file")
+        theirs = rows.column(key)
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            said = f"{ours.shape} {ours.dtype}, expected {theirs.shape} {theirs.dtype}"
+            raise Fault(f"{key} is {said}")
+        if ours.tobytes() != np.ascontiguousarray(theirs).tobytes():
+            raise Fault(f"{key} differs")
 
 
 def survey(
