@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from tests.datasets.door import FILES
 from tests.datasets.trials import ROBOSET_REPO, convert, served, write_source
 from tests.support import LoopbackHub
 
@@ -61,8 +63,9 @@ class CountingHub(LoopbackHub):
 def hub(
     request: pytest.FixtureRequest, point_client_at: Callable[[LoopbackHub], None]
 ) -> Iterator[CountingHub]:
-    """A hub that serves the ``FILES`` of the test's module as its ``REPO``."""
-    with CountingHub({request.module.REPO: request.module.FILES}) as hub:
+    """A hub that serves the ``FILES`` of the test's module, or those of `door`, as its ``REPO``."""
+    files = getattr(request.module, "FILES", FILES)
+    with CountingHub({request.module.REPO: files}) as hub:
         point_client_at(hub)
         yield hub
 
@@ -93,6 +96,20 @@ def target(tmp_path: Path, source: Path) -> Path:
     """A published data set of six rows, alone in its directory."""
     convert(tmp_path / "root" / "data", source)
     return tmp_path / "root" / "data"
+
+
+@pytest.fixture
+def no_pipe_is_waited_for() -> Iterator[None]:
+    """Makes waiting for a pipe an error."""
+
+    def waiting(*_: object) -> None:
+        raise TimeoutError("a pipe was opened")
+
+    before = signal.signal(signal.SIGALRM, waiting)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 # -- RoboSet --------------------------------------------------------------------------------------

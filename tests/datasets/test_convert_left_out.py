@@ -125,14 +125,6 @@ def test_leaves_that_not_all_trials_share_are_left_out_with_one_warning(tmp_path
     assert found.columns["info", "half"][-3:].tolist() == [0.0, 1.0, 2.0]
 
 
-def test_unknown_arrays_are_left_out_and_listed(tmp_path):
-    trial = make_trial(4, infos=False) | {"extra": {"config": {"solved": 1.0}, "user": np.ones(4)}}
-    with pytest.warns(UserWarning, match="config/solved.*user"):
-        found = convert(tmp_path / "data", write(tmp_path / "a.h5", trial))
-    assert "info" not in {key[0] for key in found.columns}
-    assert len(found.columns) == 13
-
-
 def test_trial_of_one_record_is_skipped_and_listed(tmp_path):
     trials = [make_trial(4), make_trial(1, seed=1), make_trial(3, seed=2)]
     del trials[1]["env_infos"]["rwd_sparse"]  # of a trial that gives no row nothing is required

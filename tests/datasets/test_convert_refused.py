@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 
@@ -97,34 +96,6 @@ def test_trial_that_breaks_a_rule_is_named_and_nothing_is_left(tmp_path, fault):
     assert message.startswith(f"{bad}: Trial1/{key}")
     assert message.endswith(f"[{rule}]")
     assert sorted(p.name for p in tmp_path.iterdir()) == [".data.lock", "a.h5", "b.h5"]
-
-
-def test_group_in_place_of_an_array_is_named(tmp_path):
-    path = write(tmp_path / "a.h5", make_trial(4, infos=False))
-    with h5py.File(path, "a") as file:
-        del file["Trial0/rewards"]
-        file["Trial0/rewards/dense"] = np.zeros(4)
-    with pytest.raises(CorpusError, match=r"Trial0/rewards: .*is a group"):
-        convert(tmp_path / "data", path)
-
-
-def test_required_array_in_another_file_is_not_followed(tmp_path):
-    other = write(tmp_path / "b.h5", make_trial(4, infos=False))
-    path = write(tmp_path / "a.h5", make_trial(4, infos=False))
-    with h5py.File(path, "a") as file:
-        del file["Trial0/observations"]
-        file["Trial0/observations"] = h5py.ExternalLink(other.name, "/Trial0/observations")
-    with pytest.raises(CorpusError, match=r"Trial0/observations: .*link out of this file \[V10\]"):
-        convert(tmp_path / "data", path)
-
-
-def test_file_of_another_layout_is_refused_with_its_root_keys(tmp_path):
-    path = tmp_path / "d4rl.h5"
-    with h5py.File(path, "w") as file:
-        file["observations"] = np.zeros((4, 2))
-        file["actions"] = np.zeros((4, 2))
-    with pytest.raises(CorpusError, match=r"robohive-trials.*'actions', 'observations'.*V04"):
-        convert(tmp_path / "data", path)
 
 
 def test_no_source_file_and_no_row_are_refused(tmp_path):

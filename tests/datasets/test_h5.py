@@ -6,7 +6,6 @@ import pickle
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import h5py
@@ -136,15 +135,15 @@ def test_missing_h5py_is_an_import_error_with_advice(tmp_path, monkeypatch):
 def test_importing_the_modules_imports_neither_h5py_nor_the_hub():
     names = [
         "engine.h5", "engine.layout", "families.robohive", "sources", "engine.scan",
-        "engine.conversion", "publishing", "dataset_passes",
+        "engine.conversion", "publishing", "dataset_passes", "hub_files", "http_files",
     ]  # fmt: skip
     code = (
         "import sys\n"
         + "".join(f"import replaykit.datasets.{name}\n" for name in names)
-        + "print([m for m in ('h5py', 'huggingface_hub', 'filelock') if m in sys.modules])"
+        + "print({'h5py', 'huggingface_hub', 'httpx', 'filelock'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "set()"
 
 
 def test_dataset_blocks_equal_h5py_reads(tmp_path):
@@ -255,16 +254,3 @@ def test_links_at_the_root_are_called_links(tmp_path):
         "Trial0": False, "Trial1": True, "Trial2": True, "notes": False,
     }  # fmt: skip
     assert [name for name, m in members.items() if m.is_group] == ["Trial0"]
-
-
-def test_archive_is_recognized_by_content_not_by_name(tmp_path):
-    path = tmp_path / "a.h5"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("seed0.h5", b"x")
-    with pytest.raises(CorpusError, match="zip archive; unpack it"), open_h5(path):
-        pass
-    good = tmp_path / "trace.bin"
-    with RoboHiveWriter(good) as writer:
-        writer.add_trial(**make_trial(3))
-    with open_h5(good) as file:
-        assert [member.name for member in file.members()] == ["Trial0"]

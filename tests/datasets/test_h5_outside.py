@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,21 +122,13 @@ FORGED = ("forged address", "forged address and pipe")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder with what a crafted file would like to read; waiting for a pipe is an error."""
+def folder(tmp_path: Path, no_pipe_is_waited_for: None) -> Path:
+    """A folder with what a crafted file would like to read."""
     (tmp_path / "secret.bin").write_bytes(np.full(16, SECRET).tobytes())
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["secret"] = np.full(5, SECRET)
     os.mkfifo(tmp_path / "pipe")
-
-    def waiting(*_: object) -> None:
-        raise TimeoutError("a pipe was opened")
-
-    before = signal.signal(signal.SIGALRM, waiting)
-    signal.alarm(60)
-    yield tmp_path
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    return tmp_path
 
 
 def _write(folder: Path, name: str, key: str) -> Path:

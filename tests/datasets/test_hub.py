@@ -14,43 +14,32 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from replaykit.datasets.hub_files import HubListing, Progress, Retry, fetch, list_files
+from replaykit.datasets.hub_files import HubListing, Progress, Retry, fetch
 from replaykit.errors import DownloadError
+from tests.datasets.door import (
+    DATA,
+    DOOR,
+    NOTES,
+    OTHERS,
+    QUICK,
+    REPO,
+    A,
+    B,
+    C,
+    contents,
+    listing_of,
+)
 from tests.support import Fault, lfs_pointer
 
-REPO = "me/data"
-DOOR = "DAPG(expert)/door_v2d-v1"
-A, B, C = (f"{DOOR}/seed{seed}/door_v2d-v1_trace.h5" for seed in (0, 10, 2))
-DATA = {A: bytes(range(256)) * 37, B: b"second " * 999, C: b"third " * 777}
-OTHERS = {
-    f"{DOOR}_extra/seed0/x.h5": b"sibling",
-    f"{DOOR}.h5": b"beside",
-    f"{DOOR}/README.md": b"words",
-    f"{DOOR}/seed0/notes.txt": b"kept by git itself, not by LFS\n" * 9,
-    "DAPG(human)/door_v2d-v1/seed0/x.h5": b"other",
-    "nested/DAPG(expert)/door_v2d-v1/x.h5": b"deeper",
-}
-NOTES = f"{DOOR}/seed0/notes.txt"
-FILES = {**DATA, **OTHERS}
-QUICK = Retry(attempts=3, first_wait_s=0.01, stall_s=20)
 # The client reads blocks of 10 MiB: a body cut beyond the first is continued by a range.
 BLOCK = 10 << 20
 BIG = f"{DOOR}/big.h5"
 BIG_DATA = hashlib.sha256(b"seed").digest() * (11 * (1 << 20) // 32)
 
 
-def listing_of(directory: str = DOOR, **options: Any) -> HubListing:
-    options = {"suffix": ".h5", "retry": QUICK, **options}
-    return list_files(REPO, directory=directory, **options)
-
-
 def only(listing: HubListing, path: str) -> HubListing:
     files = tuple(file for file in listing.files if file.path == path)
     return HubListing(listing.repo_id, listing.commit, listing.endpoint, files)
-
-
-def contents(paths: list[Path]) -> list[bytes]:
-    return [path.read_bytes() for path in paths]
 
 
 def cached(tmp_path: Path, pattern: str = "**/*") -> list[Path]:

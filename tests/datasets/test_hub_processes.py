@@ -110,15 +110,6 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
         time.sleep(0.01)
 
 
-def test_importing_the_layer_imports_no_client() -> None:
-    code = (
-        "import sys; import replaykit.datasets.hub_files, replaykit.datasets.http_files\n"
-        "print(sorted({'huggingface_hub', 'httpx', 'httpx2', 'h5py'} & set(sys.modules)))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.stdout.strip() == "[]", run.stderr
-
-
 def test_offline_process_uses_complete_cache_and_names_missing_files(world: World) -> None:
     listing = world.listing()
     paths = fetch(listing)

@@ -80,14 +80,17 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         time.sleep(0.02)
 
 
-def test_names_that_need_quoting_survive(hub: Any, tmp_path: Path) -> None:
+def test_names_that_need_quoting_survive_and_progress_is_reported(hub: Any, tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.hdf5", "w") as file:
         file["observations"], file["actions"] = np.eye(4), np.zeros((4, 1))
         file["rewards"], file["terminals"] = np.ones(4), np.arange(4) == 3
         file["infos/rgb:left cam:é%20"] = np.arange(4.0)
     data = replaykit.datasets.convert(tmp_path / "a.hdf5", D4RL, tmp_path / "data")
     push(tmp_path / "data", STEPS, license="mit", token="any")
-    found = pull(STEPS, root=tmp_path / "pulled")
+    told: list[Any] = []
+    found = pull(STEPS, root=tmp_path / "pulled", progress=told.append)
+    assert told[-1].files_done == told[-1].files_total
+    assert told[-1].bytes_done == told[-1].bytes_total > 0
     assert contents(found.published.path) == contents(tmp_path / "data")
     assert ("info", "rgb:left cam:é%20") in found.published.columns
     assert torch.equal(found[:]["info", "rgb:left cam:é%20"], torch.arange(4.0).double())
@@ -137,16 +140,6 @@ def test_moved_branch_keeps_earlier_pulls(hub: Any, tmp_path: Path, pushed: Path
     assert (len(before), len(after)) == (6, 10)
     assert len(pull(STEPS, root=root, revision=old)) == 6
     assert contents(after.published.path) == contents(other)
-
-
-def test_files_of_an_older_commit_are_not_fetched_again(
-    hub: Any, tmp_path: Path, pushed: Path
-) -> None:
-    pull(STEPS, root=tmp_path / "pulled")
-    hub.commit(STEPS, {"notes.txt": b"more"})
-    hub.clear_log()
-    pull(STEPS, root=tmp_path / "pulled")
-    assert column_gets(hub) == []
 
 
 def test_offline_the_last_commit_of_a_branch_is_opened(
@@ -210,15 +203,6 @@ def test_unverified_download_is_never_opened(
     hub.clear_log()
     assert contents(pull(STEPS, root=root).published.path) == contents(pushed)
     assert len(column_gets(hub)) < len(list(pushed.rglob("*.memmap")))
-
-
-def test_a_body_that_is_cut_once_and_a_server_that_ignores_ranges(
-    hub: Any, tmp_path: Path, pushed: Path
-) -> None:
-    hub.faults.append(Fault(path="*.memmap", method="GET", cut_after=5, times=3))
-    hub.faults.append(Fault(path="*.memmap", method="GET", ignore_range=True))
-    found = pull(STEPS, root=tmp_path / "pulled").published
-    assert contents(found.path) == contents(pushed)
 
 
 def damage(name: str, pushed: Path) -> tuple[dict[str, bytes | None], str]:
@@ -296,13 +280,6 @@ def test_waiting_process_completes_pull_of_killed_process(
         for key, value in ours.items()
     }
     assert [entry.name for entry in Path(path).parent.iterdir() if "tmp-" in entry.name] == []
-
-
-def test_pull_reports_progress(tmp_path: Path, pushed: Path) -> None:
-    told = []
-    pull(STEPS, root=tmp_path / "pulled", progress=told.append)
-    assert told[-1].files_done == told[-1].files_total
-    assert told[-1].bytes_done == told[-1].bytes_total > 0
 
 
 def test_a_malformed_repository_is_refused(hub: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from replaykit import (
     ImmutableDatasetWriter,
     LazyTensorStorage,
     ReplayBuffer,
+    SamplerWithoutReplacement,
     SliceSampler,
     TensorStorage,
 )
@@ -23,7 +25,7 @@ from replaykit.datasets import CorpusExperienceReplay
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.published_buffer import MappedStorage
-from replaykit.datasets.publishing import open_published
+from replaykit.datasets.publishing import open_directory, open_published
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from tests.prepared import python
@@ -96,7 +98,7 @@ def _sum(buffer: ReplayBuffer, results: object) -> None:
     results.put((len(buffer), float(buffer["time"].sum()), buffer.sample().batch_size))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", [pytest.param("fork", marks=pytest.mark.long), "spawn"])
 def test_a_read_only_buffer_can_be_handed_to_another_process(tmp_path, method):
     storage = publish(tmp_path / "data")
     buffer = ReplayBuffer(storage=storage, writer=ImmutableDatasetWriter(), batch_size=2)
@@ -192,3 +194,29 @@ def test_edits_of_scattered_episodes_are_seen_and_saved(tmp_path):
     again.loads(tmp_path / "saved")
     assert (again[:] == data[:]).all()
     assert not (open_published(tmp_path / "some").columns[("action",)] == 9.0).any()
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_workers_read_a_data_set_where_it_lies(method: str, target: Path, fingerprint: Any) -> None:
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"needs {method}")
+    storage = MappedStorage(open_directory(target))
+    rb = ReplayBuffer(
+        storage=storage,
+        writer=ImmutableDatasetWriter(),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=2,
+    )
+    here = list(rb.dataloader(seed=4))
+    loader = rb.dataloader(workers=1, multiprocessing_context=method, seed=4)
+    there = list(loader)
+    for left, right in zip(here, there, strict=True):
+        assert fingerprint(left) == fingerprint(right)
+    assert sorted(torch.cat([batch["index"] for batch in there]).tolist()) == list(range(len(rb)))
+    rb.set_at_("action", rb["action"][:1] + 1, torch.tensor([0]))
+    with pytest.raises(RuntimeError, match="a MappedStorage would be copied"):
+        rb.dataloader(workers=1, multiprocessing_context="spawn")
+    assert not multiprocessing.active_children()

@@ -298,15 +298,6 @@ def nothing_left(folder: Path) -> bool:
     return {path.name for path in folder.iterdir()} <= {".out.lock"}
 
 
-def test_dest_that_is_not_empty_is_refused(data, tmp_path):
-    (tmp_path / "mine").write_text("keep")
-    with pytest.raises(FileExistsError, match="neither"):
-        data.preprocess(double, num_workers=0, dest=tmp_path)
-    with pytest.raises(FileExistsError):
-        data.preprocess(double, num_workers=0, dest=tmp_path / "mine")
-    assert (tmp_path / "mine").read_text() == "keep"
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_row_of_another_layout_is_refused_by_number_and_nothing_is_left(data, tmp_path, workers):
     def odd(row: TensorDict) -> TensorDict:

@@ -68,6 +68,7 @@ def test_old_version_is_renamed_durably_before_its_files_are_removed(target, sou
 
 
 @pytest.mark.pitfall("DS4")
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     "fault", [CorpusError("bad file"), OSError(errno.EIO, "network"), KeyboardInterrupt()]
 )

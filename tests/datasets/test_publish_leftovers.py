@@ -1,20 +1,69 @@
-"""What a conversion that was killed left beside a data set is removed, nothing else."""
+"""A conversion that ends at any point leaves no data set, and what it leaves is removed."""
 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import time
 from typing import Any
 
 import pytest
+from tensordict import TensorDict
 
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publishing import open_published
+from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.datasets.transfers import target_lock
-from replaykit.filesystem import private_path, siblings
+from replaykit.filesystem import private_path, reserve, siblings
 from tests.datasets.trials import convert, names, never
+
+
+@pytest.mark.pitfall("DS3")
+def test_interrupt_at_any_write_leaves_nothing_that_loads(tmp_path, source, monkeypatch):
+    """N7: the interrupt comes with the k-th write, for every k."""
+    real = os.pwrite
+    state = {"count": 0, "stop": 0}
+
+    def counting(*args: Any) -> int:
+        state["count"] += 1
+        if state["count"] == state["stop"]:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr("os.pwrite", counting)
+    convert(tmp_path / "whole", source)
+    writes = state["count"]
+    assert writes > 30
+    target = tmp_path / "root" / "data"
+    for stop in [*range(1, writes, 5), writes]:
+        state.update(count=0, stop=stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(target, source)
+        assert names(target.parent) == [".data.lock"]
+        with pytest.raises(FileNotFoundError):
+            TensorDict.load_memmap(target)
+    state.update(stop=0)
+    assert convert(target, source).rows == 6
+    verify_published(target)
+
+
+def test_half_built_directory_does_not_load(tmp_path, source, monkeypatch):
+    """Not even the private directory can be taken for a table."""
+    seen = []
+
+    def look(self: Any) -> None:
+        (private,) = siblings(tmp_path / "data", "tmp")
+        with pytest.raises(FileNotFoundError):
+            TensorDict.load_memmap(private)
+        with pytest.raises(RuntimeError, match="no manifest"):
+            open_published(private)
+        seen.append(private)
+
+    monkeypatch.setattr("replaykit.datasets.engine.row_writer.RowWriter.finish", look)
+    convert(tmp_path / "data", source)
+    assert len(seen) == 1
+    assert not seen[0].exists()
 
 
 def test_stale_directories_are_removed_and_others_left_alone(tmp_path, source):
@@ -82,3 +131,36 @@ def test_leftovers_on_a_disk_that_may_only_be_read_are_no_hindrance(target, monk
     private_path(target, "tmp").mkdir()
     monkeypatch.setattr("filelock.FileLock.acquire", refuse)
     assert open_published(target).rows == 6
+
+
+def test_reserved_file_has_its_size_and_no_room_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    path.touch()
+    reserve(path, 100_000)
+    assert path.stat().st_size == 100_000
+    assert path.stat().st_blocks * 512 >= 100_000
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(OSError, match=r"200,000 bytes are needed for .*x, .* are free there"):
+        reserve(path, 200_000)
+
+    def unsupported(*_: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr("os.posix_fallocate", unsupported)
+    reserve(path, 300_000)
+    assert path.stat().st_size == 300_000
+
+
+def test_quota_met_while_writing_is_the_same_sentence(tmp_path, source, monkeypatch):
+    def full(*_: Any) -> int:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr("os.pwrite", full)
+    with pytest.raises(OSError, match=r"bytes are needed for .*memmap") as caught:
+        convert(tmp_path / "root" / "data", source)
+    assert caught.value.errno == errno.EDQUOT
+    assert names(tmp_path / "root") == [".data.lock"]

@@ -89,13 +89,6 @@ def test_episode_is_the_number_in_the_name_where_that_is_unambiguous(names, numb
     assert found.strangers == []
 
 
-def test_members_other_than_trials_are_reported(tmp_path):
-    members = [H5Member("log", False), group("Trial0"), group("Trial1", "observations")]
-    found = ROBOHIVE.episodes.select(members, HERE, ROBOHIVE.name)
-    assert [episode.group for episode in found.episodes] == ["Trial0"]
-    assert [name for name, _ in found.strangers] == ["log", "Trial1"]
-
-
 @pytest.mark.parametrize(
     "members", [[], [H5Member("actions", False)], [group("data", "demo_0", "demo_1")]]
 )
@@ -180,29 +173,6 @@ def test_untailed_trial_is_noted_quietly():
     assert list(tailed) == []
 
 
-@pytest.mark.parametrize("record", [0, 1, 2])
-def test_done_before_the_last_record_is_an_error(record):
-    done = [int(t >= record) for t in range(4)]
-    with pytest.raises(CorpusError, match=rf"Trial3/done, record {record}: .*\[V53\]"):
-        flags_of(ends(*done), {"actions": NAN_ROW}, RuleFindings())
-
-
-def test_partly_nan_last_action_is_an_error():
-    action = np.array([[np.nan, 0.0]])
-    with pytest.raises(CorpusError, match=r"Trial3/actions, record 3: .*partly NaN \[V50\]"):
-        flags_of(ends(0, 0, 0, 0), {"actions": action}, RuleFindings())
-
-
-@pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8, np.float64])
-def test_done_of_any_number_type_becomes_bool(tmp_path, dtype):
-    trial = make_trial(4, infos=False, terminated=True)
-    trial["done"] = trial["done"].astype(dtype).reshape(4, 1)
-    trial["rewards"] = trial["rewards"].reshape(4, 1)
-    found = convert(tmp_path, {"Trial0": trial})
-    assert found.columns["next", "terminated"].tolist() == [[False], [False], [True]]
-    assert found.columns["next", "reward"].tolist() == [[1.0], [2.0], [3.0]]
-
-
 def test_rewards_of_both_ranks_are_one_column(tmp_path):
     """N37: [T] and [T, 1] never meet in a broadcast."""
     second = make_trial(3, seed=1, infos=False)
@@ -271,14 +241,6 @@ def test_one_leaf_of_the_next_state_among_right_ones_is_refused(late, memory):
         ROBOHIVE.examine(window(arrays, dict(memory)))
 
 
-def test_leaf_of_the_next_state_in_a_file_is_refused(tmp_path):
-    trial = make_trial(6, seed=1)
-    rest = trial["env_infos"]["obs_dict"]["rest"]
-    trial["env_infos"]["obs_dict"]["rest"] = np.roll(rest, -1, axis=0)
-    with pytest.raises(CorpusError, match=r"a\.h5: Trial1/env_infos/obs_dict/rest: .*V51"):
-        convert(tmp_path, {"Trial0": make_trial(6), "Trial1": trial})
-
-
 def test_one_equal_number_is_no_evidence_for_the_next_state():
     """Two records with a leaf that happens to be the observation after them: not refused."""
     arrays = arrays_of(make_trial(2))
@@ -324,13 +286,6 @@ def test_rewards_of_two_kinds_in_one_file_are_an_error(tmp_path):
     second["rewards"] = second["env_infos"]["rwd_sparse"]
     with pytest.raises(CorpusError, match=r"\['sparse'\] here and \['dense'\].*\[V52\]"):
         convert(tmp_path, {"Trial0": make_trial(4), "Trial1": second})
-
-
-def test_rewards_that_are_neither_are_an_error():
-    arrays = arrays_of(make_trial(4))
-    arrays["rewards"] = arrays["rewards"] * 2
-    with pytest.raises(CorpusError, match=r"Trial3/rewards: .*none of \['dense', 'sparse'\]"):
-        ROBOHIVE.examine(window(arrays))
 
 
 def test_rewards_that_cannot_be_compared_are_noted():

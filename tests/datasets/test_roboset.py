@@ -84,14 +84,6 @@ def test_missing_library_is_named_at_construction_only(serve, small, root, monke
     assert not (root / ID).exists()
 
 
-def test_published_data_set_needs_neither_h5py_nor_the_client(serve, small, root, monkeypatch):
-    serve(*small)
-    construct(root)
-    for module in ("h5py", "huggingface_hub"):
-        monkeypatch.setitem(sys.modules, module, None)
-    assert len(construct(root)) == 17
-
-
 def test_download_takes_the_bools_of_numpy(serve, small, root):
     serving = serve(*small)
     with pytest.raises(FileNotFoundError, match="download=True"):

@@ -1,13 +1,85 @@
-"""Statistics of columns: exact in what can be said, whatever the size of the numbers."""
+"""Statistics of columns: against NumPy over all rows, whatever the size of the numbers."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from replaykit.datasets import CorpusExperienceReplay, column_statistics
+from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.engine.statistics import Statistics
+from tests.datasets.test_split import flat
+
+LEVELS = [0.0, 0.1, 0.5, 0.77, 1.0]
+LENGTHS = (3, 5, 2, 40)
+
+
+def open_rows(path: Path, padded: bool, **choice: Any) -> CorpusExperienceReplay:
+    path.mkdir(exist_ok=True)
+    published = flat(path / "flat", *LENGTHS)
+    if padded:
+        published = ensure_split(path / "flat", path / "split")
+    return CorpusExperienceReplay(published, **choice)
+
+
+@pytest.mark.parametrize("choice", [{}, {"episodes": [0, 3]}, {"split": "1:3"}])
+@pytest.mark.parametrize("padded", [False, True])
+def test_statistics_are_exact_for_each_number_of_a_row(
+    tmp_path: Path, monkeypatch: Any, padded: bool, choice: Any
+) -> None:
+    monkeypatch.setattr(column_statistics, "_BLOCK", 600)  # several blocks of some rows
+    monkeypatch.setattr(column_statistics, "_SORTED", 1000)
+    rows = open_rows(tmp_path / "one", False, **choice)[:]
+    data = open_rows(tmp_path / "other", padded, **choice)
+    found = data.statistics(quantiles=LEVELS)
+    checked = 0
+    for key in rows.keys(True, True):
+        column = rows[key].numpy()
+        if key not in found.keys(True) or not column.size:
+            continue
+        checked += 1
+        values, one = column.astype(np.float64), found[key]
+        assert one["min"].dtype is one["max"].dtype is rows[key].dtype
+        np.testing.assert_array_equal(one["min"].numpy(), column.min(0))
+        np.testing.assert_array_equal(one["max"].numpy(), column.max(0))
+        np.testing.assert_allclose(one["mean"].numpy(), values.mean(0), atol=1e-14)
+        np.testing.assert_allclose(one["std"].numpy(), values.std(0), atol=1e-14)
+        np.testing.assert_allclose(one["quantiles"].numpy(), np.quantile(values, LEVELS, 0))
+        assert not one["nan"].any()
+    assert checked > 10
+    if not padded:
+        assert {np.dtype(bool), np.dtype(np.uint8)} <= {
+            rows[k].numpy().dtype for k in rows.keys(True, True)
+        }
+
+
+def test_nans_are_counted_and_edits_are_seen(tmp_path: Path) -> None:
+    data = open_rows(tmp_path, False)
+    data[0:2] = data[0:2].set("action", torch.full_like(data[0:2]["action"], torch.nan))
+    column = data[:]["action"].numpy()
+    one = data.statistics(["action"], quantiles=[0.3])["action"]
+    assert (one["nan"] == 2).all()
+    for name, expected in {
+        "mean": np.nanmean(column, 0),
+        "std": np.nanstd(column, 0),
+        "min": np.nanmin(column, 0),
+        "max": np.nanmax(column, 0),
+        "quantiles": np.nanquantile(column, [0.3], 0),
+    }.items():
+        np.testing.assert_allclose(one[name].numpy(), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_invalid_requests_are_refused(tmp_path: Path) -> None:
+    data = open_rows(tmp_path, False)
+    with pytest.raises(KeyError, match="nothing_of_it"):
+        data.statistics(["nothing_of_it"])
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        data.statistics(["action"], quantiles=[1.1])
 
 
 def of(*blocks: np.ndarray) -> dict[str, object]:
@@ -29,14 +101,6 @@ def test_mean_is_exact_when_the_sum_overflows(signs):
 def test_infinities_leave_no_mean():
     assert of(np.array([1.0, math.inf]))["mean"] is None
     assert of(np.array([-math.inf, math.inf]), np.ones(3))["mean"] is None
-
-
-def test_numbers_of_usual_size_are_counted_as_before():
-    draw = np.random.default_rng(3)
-    blocks = [draw.normal(3, 2, 1000), draw.normal(-1, 1, 77)]
-    every, found = np.concatenate(blocks), of(*blocks)
-    assert found["mean"] == pytest.approx(every.mean(), rel=1e-12)
-    assert found["std"] == pytest.approx(every.std(), rel=1e-12)
 
 
 def test_nan_of_complex_numbers_are_counted():

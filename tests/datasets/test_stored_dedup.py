@@ -69,6 +69,9 @@ def test_deduplicated_rows_equal_full_rows(tmp_path, both):
     manifest = once.published.manifest
     for array in (*manifest.arrays, *manifest.finals):
         assert array.facts == statistics[array.key]
+    for data, version in zip(both, (1, 2), strict=True):
+        said = json.loads((data.published.path / "manifest.json").read_text())
+        assert said["format_version"] == version
 
 
 @pytest.mark.parametrize("episodes", [[0], slice(1, None), [0, -1]])
@@ -161,12 +164,6 @@ def test_damaged_data_set_is_refused(tmp_path, fault):
         manifest.write_text(json.dumps({**said, "format_version": 3}))
     with pytest.raises(RuntimeError, match="is not a complete data set"):
         open_dataset(tmp_path / "data")
-
-
-def test_only_deduplicated_data_sets_use_format_version_2(tmp_path, both):
-    for data, version in zip(both, (1, 2), strict=True):
-        said = json.loads((data.published.path / "manifest.json").read_text())
-        assert said["format_version"] == version
 
 
 def test_validate_inspect_push_and_pull_support_deduplication(tmp_path, both, point_client_at):

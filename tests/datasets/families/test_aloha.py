@@ -98,13 +98,6 @@ def test_other_shifts_are_refused():
         AlohaLayout(action_shift=1)
 
 
-def test_file_without_an_episode_is_named(tmp_path, quietly):
-    with h5py.File(tmp_path / "a.hdf5", "w") as file:
-        file["actions"] = np.zeros((3, 14))
-    with pytest.raises(CorpusError, match=r"a\.hdf5: .*the root has no 'action', .*V04"):
-        quietly(tmp_path / "a.hdf5", ALOHA)
-
-
 def test_image_that_is_cut_short_is_named(tmp_path, quietly):
     write(tmp_path, 0, 4, compress=True)
     path = tmp_path / "episode_0.hdf5"

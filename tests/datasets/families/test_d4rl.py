@@ -94,73 +94,6 @@ def write(path: Path, values: dict[str, Any]) -> Path:
     return path
 
 
-def test_flags_of_floats_and_rewards_of_two_ranks(tmp_path, quietly):
-    """N17, N37: replay-v1 has float64 flags, and rewards of rank 2."""
-    values = arrays(4, 3)
-    values["terminals"] = np.array([[0.0]] * 6 + [[1.0]])
-    values["timeouts"] = values["timeouts"].astype(np.float64)
-    values["rewards"] = values["rewards"][:, None].astype(np.float64)
-    data = quietly(write(tmp_path / "a.hdf5", values), D4RL)
-    assert_ted(data.published)
-    assert data.episode_table["length"].tolist() == [4, 3]
-    assert data[:]["next", "reward"].shape == (7, 1)
-    assert data[:]["next", "terminated"].flatten().tolist() == [False] * 6 + [True]
-    # Both were recorded, and both stay.
-    assert data[:]["next", "truncated"].flatten().tolist() == [False] * 3 + [True] + [False] * 2 + [
-        True
-    ]
-
-
-def test_end_of_the_file_without_a_flag_is_a_truncation(tmp_path, quietly):
-    values = arrays(4, 3)
-    values["timeouts"][-1] = False
-    data = quietly(write(tmp_path / "a.hdf5", values), D4RL)
-    assert_ted(data.published)
-    assert data.episode_table["length"].tolist() == [4, 3]
-    assert data.episode_table["truncated"].tolist() == [True, True]
-
-
-def test_file_without_timeouts_is_cut_by_terminals(tmp_path, quietly):
-    values = {**arrays(4, 3), "timeouts": None}
-    values["terminals"] = np.arange(7) == 3
-    data = quietly(write(tmp_path / "a.hdf5", values), D4RL)
-    assert_ted(data.published)
-    assert data.episode_table["length"].tolist() == [4, 3]
-    assert data.episode_table["terminated"].tolist() == [True, False]
-
-
-@pytest.mark.parametrize("lengths", [(5,), (4, 3), (1, 5, 1, 2, 1), (1,)])
-@pytest.mark.parametrize("block_bytes", [1, 40, 1 << 24])
-def test_every_block_size_gives_the_same_rows(tmp_path, lengths, block_bytes):
-    values = {**arrays(*lengths), "next_observations": None}
-    ends = values["timeouts"].copy()
-    values["terminals"] = ends & (np.arange(len(ends)) % 2 == 0)
-    values["timeouts"] = ends & ~values["terminals"]
-    path = write(tmp_path / "a.hdf5", values)
-    rows = []
-    for start, stop in zip(np.cumsum([0, *lengths]), np.cumsum(lengths), strict=False):
-        if values["terminals"][stop - 1]:
-            rows += [(t, min(t + 1, stop - 1)) for t in range(start, stop)]
-        else:
-            rows += [(t, t + 1) for t in range(start, stop - 1)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        found = ensure_dataset(
-            tmp_path / "data",
-            get_sources=lambda: local_sources(path),
-            layout=D4RL,
-            options=ConvertOptions(block_bytes=block_bytes),
-        )
-    at, then = (list(part) for part in zip(*rows, strict=True))
-    observations = values["observations"]
-    np.testing.assert_array_equal(found.columns["observation",], observations[at])
-    np.testing.assert_array_equal(found.columns["next", "observation"], observations[then])
-    np.testing.assert_array_equal(found.columns["next", "reward"][:, 0], values["rewards"][at])
-    np.testing.assert_array_equal(found.columns["action",], values["actions"][at])
-    returns = found.columns["next", "reward"][:, 0].split(found.episodes["length"].tolist())
-    assert found.episodes["return"].tolist() == [part.sum().item() for part in returns]
-
-
 @pytest.mark.parametrize(
     ("unrecorded", "kept"), [("terminated", [4, 2]), ("drop", [3, 2]), ("keep", [4, 3])]
 )
@@ -181,15 +114,6 @@ def test_last_steps_into_unknown_states(tmp_path, quietly, unrecorded, kept):
     assert unknown == ([3] if unrecorded == "terminated" else [3, 6])
     assert (rows["next", "observation"][unknown] == rows["observation"][unknown]).all()
     assert data.episode_table["terminated"].tolist() == [True, False]
-
-
-def test_next_observation_of_another_episode_is_refused(tmp_path, quietly):
-    """N32, V22: rows of interleaved environments, or an end without a flag."""
-    values = arrays(4, 3)
-    values["timeouts"] = np.arange(7) == 6
-    path = write(tmp_path / "a.hdf5", values)
-    with pytest.raises(CorpusError, match=r"a\.hdf5: next\.observation, record 3: .*V22"):
-        quietly(path, D4RL)
 
 
 def test_bad_episodes_are_skipped_together_and_named(tmp_path, quietly):

@@ -181,12 +181,6 @@ def test_alignment_that_nothing_confirms_is_reported(tmp_path, quietly):
     assert "without obs/actions nothing confirms" in notes[0]["text"]
 
 
-def test_file_without_a_demonstration_is_empty(tmp_path, quietly):
-    path, _ = write(tmp_path / "a.hdf5", {})
-    with pytest.raises(CorpusError, match=r"the source is empty.*V38"):
-        quietly(path, ISAACLAB)
-
-
 def test_missing_first_state_is_named(tmp_path, quietly):
     path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, True)})
     with h5py.File(path, "a") as file:

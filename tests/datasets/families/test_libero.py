@@ -115,20 +115,3 @@ def test_any_single_sign_distinguishes_libero_from_robomimic(tmp_path, quietly, 
     np.testing.assert_array_equal(rows["observation", "ee_pos"], history["state"][1:4, :3])
     np.testing.assert_array_equal(rows["next", "observation", "ee_pos"], history["state"][2:5, :3])
     np.testing.assert_array_equal(rows["action"], history["action"][1:])
-
-
-def test_demonstration_of_one_step_gives_no_row(tmp_path, quietly):
-    path, _ = write(tmp_path / "a.hdf5", 1, 3)
-    data = quietly(path, LIBERO)
-    assert data.published.groups() == ["data/demo_1"]
-    skipped = data.published.manifest.report["skipped"]
-    why = "it has 1 record, so it gives no row [V37]"
-    assert skipped == [{"file": "a.hdf5", "name": "data/demo_0", "why": why}]
-
-
-def test_done_before_the_end_is_an_error(tmp_path, quietly):
-    path, _ = write(tmp_path / "a.hdf5", 4)
-    with h5py.File(path, "a") as file:
-        file["data/demo_0/dones"][1] = 1
-    with pytest.raises(CorpusError, match=r"data/demo_0/dones, record 1: .*V31"):
-        quietly(path, LIBERO)

@@ -59,20 +59,6 @@ def test_nested_observations_depth_and_success_in_the_middle(tmp_path, quietly):
     assert rows["next", "success"].flatten().tolist() == [t == 3 for t in range(6)]
 
 
-def test_trajectories_are_in_natural_order_with_seeds_of_the_json(tmp_path, quietly):
-    path = write(tmp_path / "a.h5", {f"traj_{k}": trajectory(k + 2, seed=k) for k in (10, 9, 0)})
-    said = [
-        {"episode_id": k, "elapsed_steps": k + 2, "episode_seed": 7, "success": k == 9}
-        for k in (0, 9, 10)
-    ]
-    describe(path, *said)
-    data = quietly(path, MANISKILL)
-    assert data.episode_table["episode"].tolist() == [0, 9, 10]
-    assert data.episode_table["length"].tolist() == [2, 11, 12]
-    assert data.episode_table["source_seed"].tolist() == [7, 7, 7]
-    assert data.episode_table["success"].tolist() == [0, 1, 0]
-
-
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -105,18 +91,3 @@ def test_states_stand_for_observations_that_were_not_recorded(tmp_path, quietly)
     values["env_states/actors/cube"] = None
     with pytest.raises(CorpusError, match=r"traj_0: there are neither observations.*V12"):
         quietly(write(tmp_path / "b.h5", {"traj_0": values}), MANISKILL, "other")
-
-
-def test_observations_without_the_final_one_are_named(tmp_path, quietly):
-    values = trajectory(4)
-    values["obs/agent/qpos"] = values["obs/agent/qpos"][:-1]
-    path = write(tmp_path / "a.h5", {"traj_0": values})
-    with pytest.raises(CorpusError, match=r"traj_0/obs/agent/qpos: has 4 records.*5 are expected"):
-        quietly(path, MANISKILL)
-
-
-def test_end_in_the_middle_is_an_error(tmp_path, quietly):
-    values = trajectory(4, terminated=np.array([False, True, False, False]))
-    path = write(tmp_path / "a.h5", {"traj_0": values})
-    with pytest.raises(CorpusError, match=r"traj_0/terminated, record 1: .*before the last.*V31"):
-        quietly(path, MANISKILL)

@@ -110,16 +110,6 @@ def write(root: Path, *episodes: dict[str, Any], **metadata: Any) -> Path:
     return root / "main_data.hdf5"
 
 
-def test_more_than_ten_episodes_are_in_natural_order(tmp_path, quietly):
-    episodes = [episode(2 + k % 3, seed=k, terminated=k % 2 == 0) for k in range(12)]
-    data = quietly(write(tmp_path / "a", *episodes), MINARI)
-    assert_ted(data.published)
-    assert data.episode_table["episode"].tolist() == list(range(12))
-    assert data.episode_table["terminated"].tolist() == [True, False] * 6
-    rewards = np.concatenate([values["rewards"] for values in episodes])
-    np.testing.assert_array_equal(data[:]["next", "reward"][:, 0], rewards)
-
-
 @pytest.mark.parametrize("form", ["vlen", "rows"])
 def test_jpeg_of_either_form_becomes_its_pixels(tmp_path, quietly, form):
     """Frames that compress to one length are stored as rows of bytes, others by length."""
@@ -169,16 +159,6 @@ def test_broken_image_is_named(tmp_path, quietly):
     path = write(tmp_path / "a", episode(3, observations=stored), **image_space(jpeg=True))
     with pytest.raises(CorpusError, match=r"main_data\.hdf5: episode_0/observations, record 0"):
         quietly(path, MINARI)
-
-
-def test_infos_of_text_are_left_out_and_reported(tmp_path, quietly):
-    values = episode(
-        3, **{"infos/note": np.array([b"a", b"bb", b"c", b"d"]), "infos/x": np.arange(4)}
-    )
-    data = quietly(write(tmp_path / "a", values), MINARI)
-    np.testing.assert_array_equal(data[:]["next", "info", "x"], [1, 2, 3])
-    left_out = {e["key"]: e["why"] for e in data.published.manifest.report["left_out"]}
-    assert "text" in left_out["infos/note"]
 
 
 @pytest.mark.parametrize(

@@ -113,17 +113,6 @@ def test_trials_with_holes_are_named_and_can_be_left_out(tmp_path, quietly, name
     assert data.episode_table["episode"].tolist() == [0, 2]
 
 
-def test_trial_that_cannot_be_read_is_skipped_by_name(tmp_path, quietly):
-    broken = trial(5, seed=1)
-    broken["data/qp_arm"] = broken["data/qp_arm"][:-2]
-    path = write(tmp_path / "a.h5", trial(4), broken)
-    data = quietly(path, ROBOSET_REAL, policies=Policies(on_invalid="skip"))
-    assert data.episode_table["episode"].tolist() == [0]
-    (skipped,) = data.published.manifest.report["skipped"]
-    assert skipped["name"] == "Trial1"
-    assert "Trial1/data/qp_arm: has 3 records" in skipped["why"]
-
-
 def test_camera_that_a_trial_lacks_is_never_made_of_zeros_silently(tmp_path, quietly):
     path = write(tmp_path / "a.h5", trial(4), trial(4, seed=1, **{"data/rgb_left": None}))
     with pytest.raises(CorpusError, match=r"Trial1/data/rgb_left: the key is missing"):

@@ -132,18 +132,6 @@ def test_shards_are_in_the_order_of_their_numbers(tmp_path, quietly):
     np.testing.assert_array_equal(data[:]["action"], values["action"][values["step_type"] != 0])
 
 
-def test_types_of_any_number_and_rewards_of_two_ranks(tmp_path, quietly):
-    values = records(4, 3, terminated=(0,))
-    values["step_type"] = values["step_type"].astype(np.float64) + 1e-4
-    values["reward"] = values["reward"][:, None].astype(np.float64)
-    values["discount"] = values["discount"][:, None]
-    write(tmp_path / "files", values, 5)
-    data = quietly(tmp_path / "files", VD4RL)
-    assert_ted(data.published)
-    assert data.episode_table["length"].tolist() == [3, 2]
-    np.testing.assert_array_equal(data[:]["next", "reward"], values["reward"][[1, 2, 3, 5, 6]])
-
-
 def test_missing_shard_is_named(tmp_path, quietly):
     first, middle, last = write(tmp_path / "files", records(9), 3, 6)
     middle.unlink()
@@ -265,9 +253,3 @@ def test_unreadable_shard_is_skipped_with_rows_that_continue_it(tmp_path, quietl
     assert (table["seed"].tolist(), table["length"].tolist()) == ([0, 4], [2, 5])
     np.testing.assert_array_equal(data[:]["action"][:2], values["action"][1:3])
     np.testing.assert_array_equal(data[:]["action"][2:], values["action"][19:])
-
-
-def test_archive_of_the_64px_folders_is_called_one(tmp_path, quietly):
-    np.savez(tmp_path / "a.npz", image=np.zeros(3))
-    with pytest.raises(CorpusError, match=r"a\.npz: not an HDF5 file but a zip archive.*V01"):
-        quietly(tmp_path / "a.npz", VD4RL)
