@@ -25,6 +25,7 @@ from replaykit import (
     TensorDictRoundRobinWriter,
     TensorStorage,
 )
+from tests.buffer.building import buffer_of, check_whole, in_threads, rows, storage_of, unchanged
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
@@ -72,9 +73,7 @@ class Noting(Sampler):
 @pytest.mark.pitfall("WR12")
 @pytest.mark.parametrize("new", KINDS)
 @pytest.mark.parametrize("old", ["list", "tensor"])
-def test_rows_written_after_set_storage_go_to_the_new_one(
-    old: str, new: str, buffer_of: Any, storage_of: Any, rows: Any, check_whole: Any
-):
+def test_rows_written_after_set_storage_go_to_the_new_one(old: str, new: str):
     """WR12, D8: the writer stayed with the old storage, and the new one was empty for ever."""
     buffer = buffer_of(old, 10, filled=4, seed=0)
     first = buffer.storage
@@ -89,9 +88,7 @@ def test_rows_written_after_set_storage_go_to_the_new_one(
     assert len(first) == 4
 
 
-def test_the_next_write_continues_after_the_new_storages_newest_row(
-    buffer_of: Any, storage_of: Any, rows: Any
-):
+def test_the_next_write_continues_after_the_new_storages_newest_row():
     other = buffer_of("tensor", 5, filled=5)
     other.extend(rows(2, 5))
     buffer = buffer_of("tensor", 3)
@@ -101,7 +98,7 @@ def test_the_next_write_continues_after_the_new_storages_newest_row(
     assert other.extend(rows(1, 9)).tolist() == [4]
 
 
-def test_set_storage_resets_the_collate_function(buffer_of: Any):
+def test_set_storage_resets_the_collate_function():
     buffer = ReplayBuffer(storage=ListStorage(5), collate_fn=len)
     buffer.extend([1, 2])
     assert buffer.sample(4) == 4
@@ -115,7 +112,7 @@ def test_set_storage_resets_the_collate_function(buffer_of: Any):
         buffer.set_storage(ListStorage(5), collate_fn=3)
 
 
-def test_set_storage_keeps_the_generator(buffer_of: Any, storage_of: Any, rows: Any):
+def test_set_storage_keeps_the_generator():
     reference = buffer_of("tensor", 50, filled=50, seed=3)
     expected = [reference.sample(5)["index"].tolist() for _ in range(3)]
     buffer = buffer_of("tensor", 10, filled=10, seed=3)
@@ -125,9 +122,7 @@ def test_set_storage_keeps_the_generator(buffer_of: Any, storage_of: Any, rows: 
 
 
 @pytest.mark.parametrize("prefetch", [None, 3])
-def test_set_storage_begins_a_new_pass(
-    prefetch: int | None, buffer_of: Any, storage_of: Any, rows: Any
-):
+def test_set_storage_begins_a_new_pass(prefetch: int | None):
     buffer = buffer_of("tensor", 10, filled=10, sampler="ordered", batch_size=4, prefetch=prefetch)
     buffer.sample()
     storage = storage_of("tensor", 10)
@@ -156,9 +151,7 @@ def test_the_default_time_dimension_follows_the_storage():
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_a_storage_that_does_not_go_with_the_writer_is_refused(
-    prefetch: int | None, unchanged: Any
-):
+def test_a_storage_that_does_not_go_with_the_writer_is_refused(prefetch: int | None):
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(5),
         writer=TensorDictMaxValueWriter("r"),
@@ -175,7 +168,7 @@ def test_a_storage_that_does_not_go_with_the_writer_is_refused(
     assert len(storage) == 5
 
 
-def test_a_storage_that_the_sampler_refuses_is_not_taken(unchanged: Any, rows: Any):
+def test_a_storage_that_the_sampler_refuses_is_not_taken():
     sampler = Noting(reject=99)
     buffer = ReplayBuffer(storage=LazyTensorStorage(5), sampler=sampler)
     buffer.extend(rows(3))
@@ -187,7 +180,7 @@ def test_a_storage_that_the_sampler_refuses_is_not_taken(unchanged: Any, rows: A
     assert len(buffer) == 4
 
 
-def test_two_buffers_may_exchange_their_storages_at_the_same_time(rows: Any, in_threads: Any):
+def test_two_buffers_may_exchange_their_storages_at_the_same_time():
     one, two = LazyTensorStorage(10), LazyTensorStorage(10)
     buffers = [ReplayBuffer(storage=one), ReplayBuffer(storage=two)]
 
@@ -205,7 +198,7 @@ def test_two_buffers_may_exchange_their_storages_at_the_same_time(rows: Any, in_
 
 
 @pytest.mark.parametrize("prefetch", [None, 3])
-def test_a_new_sampler_sees_the_stored_rows_at_once(prefetch: int | None, buffer_of: Any):
+def test_a_new_sampler_sees_the_stored_rows_at_once(prefetch: int | None):
     buffer = buffer_of(filled=7, batch_size=3, seed=0, prefetch=prefetch)
     buffer.sample()
     old = buffer.sampler
@@ -213,7 +206,7 @@ def test_a_new_sampler_sees_the_stored_rows_at_once(prefetch: int | None, buffer
     assert [batch["id"].tolist() for batch in buffer] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-def test_new_sampler_gets_row_events_and_the_buffers_generator(buffer_of: Any, rows: Any):
+def test_new_sampler_gets_row_events_and_the_buffers_generator():
     buffer = buffer_of(filled=4, seed=9)
     sampler = Noting()
     buffer.set_sampler(sampler)
@@ -226,7 +219,7 @@ def test_new_sampler_gets_row_events_and_the_buffers_generator(buffer_of: Any, r
 
 
 @pytest.mark.parametrize("prefetch", [None, 3])
-def test_sampler_that_is_set_again_continues_its_pass(prefetch: int | None, buffer_of: Any):
+def test_sampler_that_is_set_again_continues_its_pass(prefetch: int | None):
     buffer = buffer_of(filled=10, sampler="without", batch_size=3, prefetch=prefetch)
     seen = buffer.sample()["id"].tolist()
     sampler = buffer.set_sampler(RandomSampler())
@@ -238,9 +231,7 @@ def test_sampler_that_is_set_again_continues_its_pass(prefetch: int | None, buff
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_a_sampler_that_cannot_work_is_refused(
-    prefetch: int | None, buffer_of: Any, unchanged: Any
-):
+def test_a_sampler_that_cannot_work_is_refused(prefetch: int | None):
     buffer = buffer_of(max_size=10, filled=10, sampler="ordered")
     buffer.sample(4)
     sampler = buffer.sampler
@@ -255,7 +246,7 @@ def test_a_sampler_that_cannot_work_is_refused(
 # -- set_writer -----------------------------------------------------------------------------------
 
 
-def test_new_writer_continues_at_the_cursor_of_the_storage(buffer_of: Any, rows: Any):
+def test_new_writer_continues_at_the_cursor_of_the_storage():
     buffer = buffer_of(max_size=5, filled=4)
     old = buffer.writer
     assert buffer.set_writer(RoundRobinWriter(track_generations=True)) is old
@@ -265,7 +256,7 @@ def test_new_writer_continues_at_the_cursor_of_the_storage(buffer_of: Any, rows:
     assert buffer.writer.generations_of(torch.arange(5)).tolist() == [1, 1, 0, 0, 0]
 
 
-def test_a_writer_that_does_not_go_with_the_storage_is_refused(unchanged: Any):
+def test_a_writer_that_does_not_go_with_the_storage_is_refused():
     buffer = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
     buffer.extend(TensorDict({"r": torch.zeros(2, 2)}, [2, 2]))
     writer = buffer.writer
@@ -285,7 +276,7 @@ def test_a_new_writer_writes_in_the_layout_of_the_buffer():
 
 
 @pytest.mark.parametrize("prefetch", [2, 4])
-def test_changing_writer_or_generator_loses_no_row_of_a_pass(prefetch: int, buffer_of: Any):
+def test_changing_writer_or_generator_loses_no_row_of_a_pass(prefetch: int):
     for change in (
         lambda b: b.set_writer(RoundRobinWriter()),
         lambda b: b.set_rng(torch.Generator()),
@@ -348,9 +339,7 @@ def test_an_inverted_transform_works_on_writing():
 
 @pytest.mark.pitfall("WR15")
 @pytest.mark.parametrize("kind", KINDS)
-def test_buffers_over_one_storage_write_as_one_writer(
-    kind: str, storage_of: Any, rows: Any, check_whole: Any
-):
+def test_buffers_over_one_storage_write_as_one_writer(kind: str):
     """WR15, E9: a cursor per writer made two buffers overwrite each other."""
     storage = storage_of(kind, 7)
     one = ReplayBuffer(storage=storage, writer=RoundRobinWriter(track_generations=True))
@@ -370,7 +359,7 @@ def test_buffers_over_one_storage_write_as_one_writer(
     assert one.writer.generations_of(slots).tolist() == [(18 - s) // 7 for s in range(7)]
 
 
-def test_write_notifies_samplers_of_all_buffers_over_the_storage(rows: Any):
+def test_write_notifies_samplers_of_all_buffers_over_the_storage():
     storage = LazyTensorStorage(10)
     writer, sampler = ReplayBuffer(storage=storage), Noting()
     listening = ReplayBuffer(storage=storage, sampler=sampler)
@@ -391,7 +380,7 @@ def test_write_notifies_samplers_of_all_buffers_over_the_storage(rows: Any):
     assert sampler.told == []
 
 
-def test_a_storage_does_not_keep_its_listeners_alive(rows: Any):
+def test_a_storage_does_not_keep_its_listeners_alive():
     storage = LazyTensorStorage(10)
     writer = ReplayBuffer(storage=storage)
     listening = ReplayBuffer(storage=storage)
@@ -405,7 +394,7 @@ def test_a_storage_does_not_keep_its_listeners_alive(rows: Any):
 
 @pytest.mark.pitfall("RD8")
 @pytest.mark.parametrize("kind", KINDS)
-def test_copying_rows_from_buffer_to_buffer_keeps_each_once(kind: str, buffer_of: Any, rows: Any):
+def test_copying_rows_from_buffer_to_buffer_keeps_each_once(kind: str):
     """RD8: "copying" by sampling with replacement lost a third of the rows."""
     source = buffer_of(kind, 100, filled=100)
     source.extend(rows(30, 100))
@@ -418,7 +407,7 @@ def test_copying_rows_from_buffer_to_buffer_keeps_each_once(kind: str, buffer_of
         assert sorted(copy["id"].tolist()) == list(range(30, 130))
 
 
-def test_a_wrapped_tensor_is_a_storage_like_others(rows: Any):
+def test_a_wrapped_tensor_is_a_storage_like_others():
     buffer = ReplayBuffer(storage=LazyTensorStorage(3))
     buffer.set_storage(TensorStorage(rows(4)))
     assert buffer.add(rows(1, 9)[0]) == 0

@@ -17,6 +17,7 @@ from replaykit import (
     ReplayBuffer,
     RoundRobinWriter,
 )
+from tests.buffer.building import in_threads, unchanged
 
 DEVICES = [
     "cpu",
@@ -264,7 +265,7 @@ def test_keys_with_a_dot_are_keys():
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def test_buffers_that_cannot_be_patched_raise_the_reason(unchanged: Any):
+def test_buffers_that_cannot_be_patched_raise_the_reason():
     one = {"index": torch.tensor([0]), "generation": zeros(1), "patch": {"x": torch.ones(1)}}
     for buffer, match in [
         (ReplayBuffer(storage=LazyTensorStorage(5)), "track_generations"),
@@ -304,7 +305,7 @@ BAD: list[Any] = [
 
 @pytest.mark.parametrize(("error", "changed", "match"), BAD)
 def test_everything_is_checked_before_the_first_write(
-    error: type, changed: dict[str, Any], match: str, unchanged: Any
+    error: type, changed: dict[str, Any], match: str
 ):
     buffer = tracked()
     call = {
@@ -330,7 +331,7 @@ def test_arguments_are_keywords_only():
 
 
 @pytest.mark.pitfall("TH2")
-def test_concurrent_patches_and_writes_never_mix_in_one_record(in_threads: Any):
+def test_concurrent_patches_and_writes_never_mix_in_one_record():
     """A patch goes to the record that was sampled, or nowhere."""
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(8), writer=RoundRobinWriter(track_generations=True)

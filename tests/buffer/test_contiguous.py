@@ -11,6 +11,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorc
 
 from replaykit import LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
 from replaykit.structure import contiguous
+from tests.buffer.building import buffer_of, check_whole, rows, same
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
@@ -36,9 +37,7 @@ def _pair(buffer_of: Any, kind: str, **options: Any) -> tuple[ReplayBuffer, Repl
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prefetch", [None, 2])
 @pytest.mark.parametrize("transform", [None, "keep", "slice", "lock"])
-def test_batches_in_one_piece_hold_the_same_rows(
-    kind: str, prefetch: Any, transform: Any, buffer_of: Any, rows: Any, same: Any, check_whole: Any
-) -> None:
+def test_batches_in_one_piece_hold_the_same_rows(kind: str, prefetch: Any, transform: Any) -> None:
     def apply(data: TensorDict) -> TensorDict:
         if transform == "slice":
             data["sliced"] = data["observation"][:, ::2]
@@ -62,9 +61,7 @@ def test_batches_in_one_piece_hold_the_same_rows(
 
 
 @pytest.mark.parametrize("kind", ["tensor", "memmap"])
-def test_batches_of_lanes_in_one_piece_hold_the_same_rows(
-    kind: str, buffer_of: Any, same: Any
-) -> None:
+def test_batches_of_lanes_in_one_piece_hold_the_same_rows(kind: str) -> None:
     default, pieces = _pair(buffer_of, kind, max_size=12, ndim=2)
     ids = torch.arange(24).view(3, 8)
     for buffer in (default, pieces):
@@ -79,7 +76,7 @@ def test_batches_of_lanes_in_one_piece_hold_the_same_rows(
         assert torch.equal(b["id"] // 8, lanes)
 
 
-def test_batches_have_the_keys_of_the_rows_in_their_order(rows: Any, buffer_of: Any) -> None:
+def test_batches_have_the_keys_of_the_rows_in_their_order() -> None:
     content = rows(9)
     for kind in ("tensor", "memmap"):
         for pieces in (True, False):
@@ -111,9 +108,7 @@ class _Point:
     ids=["tensor", "pytree", "tensorclass", "columns"],
 )
 @pytest.mark.parametrize("storage", [lambda data: LazyTensorStorage(5), TensorStorage])
-def test_batches_of_tensors_and_pytrees_are_contiguous(
-    content: Any, storage: Any, same: Any
-) -> None:
+def test_batches_of_tensors_and_pytrees_are_contiguous(content: Any, storage: Any) -> None:
     batches = []
     for pieces in (False, True):
         generator = torch.Generator().manual_seed(1)

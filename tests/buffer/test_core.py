@@ -26,6 +26,7 @@ from replaykit import (
     TensorStorage,
     Transition,
 )
+from tests.buffer.building import buffer_of, rows, same
 
 CONSTRUCTOR = {
     "storage": None,
@@ -256,7 +257,7 @@ def test_arguments_without_effect_are_accepted():
 
 
 @pytest.mark.parametrize("kind", ["list", "lazy_stack", "tensor", "memmap"])
-def test_stats_are_plain_numbers(kind: str, buffer_of: Any, rows: Any):
+def test_stats_are_plain_numbers(kind: str):
     buffer = buffer_of(kind, 8, filled=6)
     expected = {
         "size": 6,
@@ -281,7 +282,7 @@ def test_stats_count_elements_where_there_are_lanes():
     assert (stats["size"], stats["write_count"], stats["capacity"]) == (12, 12, 102)
 
 
-def test_stats_count_prefetched_batches(buffer_of: Any):
+def test_stats_count_prefetched_batches():
     buffer = buffer_of(filled=10, batch_size=2, prefetch=3)
     assert buffer.stats()["prefetch_queue_size"] == 0
     buffer.sample()
@@ -290,7 +291,7 @@ def test_stats_count_prefetched_batches(buffer_of: Any):
     assert buffer.stats()["prefetch_queue_size"] == 0
 
 
-def test_repr_names_every_component(buffer_of: Any):
+def test_repr_names_every_component():
     buffer = buffer_of(filled=3, batch_size=2, sampler="without", transform=torch.neg)
     text = repr(buffer)
     for part in ("LazyTensorStorage", "len=3", "SamplerWithoutReplacement", "RoundRobinWriter"):
@@ -300,7 +301,7 @@ def test_repr_names_every_component(buffer_of: Any):
     assert repr(TensorDictReplayBuffer()).startswith("TensorDictReplayBuffer(")
 
 
-def test_the_tensordict_buffer_is_the_same_under_another_name(same: Any, rows: Any):
+def test_the_tensordict_buffer_is_the_same_under_another_name():
     plain, named = (
         cls(
             storage=LazyTensorStorage(10),

@@ -27,6 +27,7 @@ from replaykit import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
+from tests.buffer.building import same
 from tests.buffer.workers import WORKER_MARKS
 
 pytestmark = WORKER_MARKS
@@ -176,7 +177,7 @@ def test_a_stream_without_steps_has_no_end() -> None:
 # -- batches --------------------------------------------------------------------------------------
 
 
-def test_batch_of_a_worker_equals_the_one_of_the_main_process(same: Any) -> None:
+def test_batch_of_a_worker_equals_the_one_of_the_main_process() -> None:
     """With what transforms draw, marks, generations and all."""
     for sampler in (None, prioritized(), STREAMS["slices"]()):
         rb = filled(
@@ -217,7 +218,7 @@ def test_lists_of_objects_are_read_by_forked_workers() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_loader_advances_no_generator_of_the_buffer_or_torch(workers: int, same: Any) -> None:
+def test_loader_advances_no_generator_of_the_buffer_or_torch(workers: int) -> None:
     for sampler in (RandomSampler, SamplerWithoutReplacement, prioritized):
         one, other = (
             filled(sampler(), generator=torch.Generator().manual_seed(3)) for _ in range(2)
@@ -236,7 +237,7 @@ def test_loader_advances_no_generator_of_the_buffer_or_torch(workers: int, same:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["pass", "stream"])
-def test_iteration_continues_from_its_saved_state(kind: str, workers: int, same: Any) -> None:
+def test_iteration_continues_from_its_saved_state(kind: str, workers: int) -> None:
     """At every batch, with what transforms draw; the epoch after it is the next one."""
     passes = kind == "pass"
     rb = filled(

@@ -15,6 +15,7 @@ from replaykit import (
     RoundRobinWriter,
     SamplerWithoutReplacement,
 )
+from tests.buffer.building import in_threads
 
 
 def test_components_may_be_instances_or_factories():
@@ -122,7 +123,7 @@ def test_a_failing_factory_leaves_the_buffer_uninitialised_and_is_tried_again(na
 
 
 @pytest.mark.pitfall("TH3")
-def test_threads_that_use_a_delayed_buffer_first_share_its_components(in_threads: Any):
+def test_threads_that_use_a_delayed_buffer_first_share_its_components():
     """TH3: two first uses at once made two storages, and the rows of one were lost."""
     for _ in range(20):
         made: list[int] = []

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
+from tests.buffer.building import buffer_of, check_whole, rows, same, unchanged, wrapped
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
@@ -26,7 +27,7 @@ IDS = [7, 8, 9, 3, 4, 5, 6]
 
 @pytest.mark.pitfall("WR14")
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_in_place_edits_add_no_column(kind: str, unchanged: Any, wrapped: Any):
+def test_in_place_edits_add_no_column(kind: str):
     """WR14, E7: only a write of all rows adds one, which later writes fill: test_added_columns."""
     buffer = wrapped(kind)
     value = torch.zeros(7)
@@ -42,7 +43,7 @@ def test_in_place_edits_add_no_column(kind: str, unchanged: Any, wrapped: Any):
 @pytest.mark.pitfall("WR3")
 @pytest.mark.pitfall("WR4")
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_edits_that_do_not_fit_change_nothing(kind: str, buffer_of: Any, rows: Any, unchanged: Any):
+def test_edits_that_do_not_fit_change_nothing(kind: str):
     """WR3, WR4, E7: no cast, no broadcast, no write beyond the stored rows."""
     buffer = buffer_of(kind, 20)
     buffer.extend(rows(7))
@@ -71,7 +72,7 @@ def test_edits_that_do_not_fit_change_nothing(kind: str, buffer_of: Any, rows: A
         unchanged(buffer, error, write)
 
 
-def test_lists_have_no_columns_to_edit(buffer_of: Any, unchanged: Any, rows: Any):
+def test_lists_have_no_columns_to_edit():
     buffer = buffer_of("list", 20, filled=3)
     for write in (
         lambda: buffer.set_("id", torch.arange(3)),
@@ -83,7 +84,7 @@ def test_lists_have_no_columns_to_edit(buffer_of: Any, unchanged: Any, rows: Any
     unchanged(buffer, ValueError, lambda: buffer.__setitem__([0, 1], rows(1)))
 
 
-def test_an_uninitialised_buffer_has_nothing_to_edit(buffer_of: Any, rows: Any, unchanged: Any):
+def test_an_uninitialised_buffer_has_nothing_to_edit():
     buffer = buffer_of("tensor")
     for write in (
         lambda: buffer.set_("id", torch.arange(0)),
@@ -104,9 +105,7 @@ def test_an_uninitialised_buffer_has_nothing_to_edit(buffer_of: Any, rows: Any, 
 )
 @settings(max_examples=40, deadline=None)
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_edits_in_any_sequence_equal_edits_of_plain_tensors(
-    kind: str, changes: list[Any], rows: Any, same: Any, wrapped: Any
-):
+def test_edits_in_any_sequence_equal_edits_of_plain_tensors(kind: str, changes: list[Any]):
     """Rows named twice in one edit take the last value."""
     buffer = wrapped(kind)
     model = {"id": buffer["id"].clone(), "reward": buffer["next", "reward"].clone()}
@@ -139,7 +138,7 @@ def test_edits_in_any_sequence_equal_edits_of_plain_tensors(
 
 
 @pytest.mark.parametrize("index", [4, slice(1, 3), torch.tensor([5, 0]), torch.arange(7) == 2])
-def test_some_rows_of_a_column_are_replaced(index: Any, wrapped: Any):
+def test_some_rows_of_a_column_are_replaced(index: Any):
     buffer = wrapped("tensor")
     expected = buffer["id"].clone()
     value = expected[index] + 70
@@ -148,7 +147,7 @@ def test_some_rows_of_a_column_are_replaced(index: Any, wrapped: Any):
     assert torch.equal(buffer["id"], expected)
 
 
-def test_flags_may_be_given_without_their_last_dimension(buffer_of: Any):
+def test_flags_may_be_given_without_their_last_dimension():
     buffer = buffer_of("tensor", filled=4)
     done = torch.tensor([True, False, True, False])
     assert torch.equal(buffer.set_(("next", "done"), done)["next", "done"], done[:, None])
@@ -157,7 +156,7 @@ def test_flags_may_be_given_without_their_last_dimension(buffer_of: Any):
     assert buffer["next", "done"].squeeze(-1).tolist() == [False, False, True, False]
 
 
-def test_columns_can_be_exchanged_with_clone(buffer_of: Any):
+def test_columns_can_be_exchanged_with_clone():
     buffer = ReplayBuffer(storage=LazyTensorStorage(4))
     buffer.extend(TensorDict({"a": torch.arange(4), "b": torch.arange(4) * 10}, [4]))
     buffer.update_({"a": buffer["b"], "b": buffer["a"]}, clone=True)
@@ -165,7 +164,7 @@ def test_columns_can_be_exchanged_with_clone(buffer_of: Any):
     assert buffer["b"].tolist() == [0, 1, 2, 3]
 
 
-def test_keys_to_update_restrict_the_written_columns(buffer_of: Any, rows: Any):
+def test_keys_to_update_restrict_the_written_columns():
     buffer = buffer_of("tensor", filled=3)
     new = rows(3, 40)
     buffer.update_(new, keys_to_update=["id", "absent", ("next", "done")])
@@ -182,9 +181,7 @@ def test_keys_to_update_restrict_the_written_columns(buffer_of: Any, rows: Any):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_rows_are_written_in_physical_order(
-    kind: str, rows: Any, check_whole: Any, wrapped: Any
-):
+def test_all_rows_are_written_in_physical_order(kind: str):
     buffer = wrapped(kind)
     buffer.write_all(rows(2, 20))
     assert check_whole(buffer[:]) == [20, 21, *IDS[2:]]
@@ -222,7 +219,7 @@ def test_inverse_transforms_apply_to_rows_and_not_to_columns():
 # -- lanes ----------------------------------------------------------------------------------------
 
 
-def test_columns_with_lanes_are_edited_in_the_layout_that_was_written(unchanged: Any):
+def test_columns_with_lanes_are_edited_in_the_layout_that_was_written():
     data = torch.arange(10).view(2, 5)
     buffer = ReplayBuffer(storage=LazyTensorStorage(10, ndim=2))
     buffer.extend(TensorDict({"x": data}, [2, 5]))

@@ -19,6 +19,7 @@ from replaykit import (
     SamplerWithoutReplacement,
     SliceSamplerWithoutReplacement,
 )
+from tests.buffer.building import same
 
 ROWS = 20
 
@@ -59,7 +60,7 @@ def filled(sampler: Any, seed: int = 0, **options: Any) -> Any:
     ],
     ids=["random", "without", "prioritized", "slices"],
 )
-def test_unread_draw_is_delivered_next(sampler: Any, prefetch: int | None, same: Any) -> None:
+def test_unread_draw_is_delivered_next(sampler: Any, prefetch: int | None) -> None:
     """The batches are those of a buffer whose reads never failed."""
     failing, plain = filled(sampler(), prefetch=prefetch), filled(sampler())
     failed = 0
@@ -81,7 +82,7 @@ def test_unread_draw_is_delivered_next(sampler: Any, prefetch: int | None, same:
 
 @pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement])
 def test_failed_read_of_a_small_batch_loses_no_draw(
-    sampler: Any, monkeypatch: pytest.MonkeyPatch, same: Any
+    sampler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Callers read such batches at once, when they draw ahead."""
     begin, calls = LazyTensorStorage.begin_held, itertools.count()

@@ -22,6 +22,7 @@ from replaykit import (
     StepCount,
     TensorStorage,
 )
+from tests.buffer.building import buffer_of, check_whole, rows, same, unchanged, wrapped
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
@@ -67,7 +68,7 @@ IDS = [7, 8, 9, 3, 4, 5, 6]
 @pytest.mark.pitfall("RD11")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", INDICES)
-def test_indexing_equals_indexing_all_rows(kind: str, name: str, check_whole: Any, wrapped: Any):
+def test_indexing_equals_indexing_all_rows(kind: str, name: str):
     """RD11: ``rb[i] == rb[:][i]`` for every kind of index."""
     buffer = wrapped(kind)
     index = INDICES[name]
@@ -99,15 +100,13 @@ def test_indexing_equals_indexing_all_rows(kind: str, name: str, check_whole: An
         (("id", "deeper"), KeyError),
     ],
 )
-def test_an_index_beyond_the_stored_rows_is_refused(
-    kind: str, index: Any, error: type, buffer_of: Any, rows: Any, unchanged: Any
-):
+def test_an_index_beyond_the_stored_rows_is_refused(kind: str, index: Any, error: type):
     buffer = buffer_of(kind, 20)
     buffer.extend(rows(7))
     unchanged(buffer, error, lambda: buffer[index])
 
 
-def test_indexing_an_empty_buffer_raises_an_error(buffer_of: Any):
+def test_indexing_an_empty_buffer_raises_an_error():
     for kind in KINDS:
         with pytest.raises(RuntimeError, match="nothing is stored"):
             buffer_of(kind)[:]
@@ -117,7 +116,7 @@ def test_indexing_an_empty_buffer_raises_an_error(buffer_of: Any):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index", [slice(2, 2), [], torch.zeros(0, dtype=torch.int64)])
-def test_empty_index_gives_an_empty_batch(kind: str, index: Any, buffer_of: Any, rows: Any):
+def test_empty_index_gives_an_empty_batch(kind: str, index: Any):
     buffer = buffer_of(kind)
     buffer.extend(rows(3))
     found = buffer[index]
@@ -125,7 +124,7 @@ def test_empty_index_gives_an_empty_batch(kind: str, index: Any, buffer_of: Any,
     assert set(found.keys(True, True)) == set(buffer[:].keys(True, True))
 
 
-def test_list_storage_refuses_a_two_dimensional_index(buffer_of: Any, rows: Any):
+def test_list_storage_refuses_a_two_dimensional_index():
     buffer = buffer_of("list")
     buffer.extend(rows(3))
     with pytest.raises(IndexError, match=r"one dimension for a list, got shape \[1, 2\]"):
@@ -133,7 +132,7 @@ def test_list_storage_refuses_a_two_dimensional_index(buffer_of: Any, rows: Any)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_key_reads_a_column(kind: str, wrapped: Any):
+def test_a_key_reads_a_column(kind: str):
     buffer = wrapped(kind)
     assert buffer["id"].tolist() == IDS
     assert buffer["next", "reward"].squeeze(-1).tolist() == [i * 0.5 for i in IDS]
@@ -142,7 +141,7 @@ def test_a_key_reads_a_column(kind: str, wrapped: Any):
     assert buffer["id"].tolist() == [i + 1 for i in IDS]
 
 
-def test_columns_of_tensorclasses_and_pytrees(buffer_of: Any):
+def test_columns_of_tensorclasses_and_pytrees():
     points = ReplayBuffer(storage=TensorStorage(Point(x=torch.arange(3), batch_size=[3])))
     assert points["x"].tolist() == [0, 1, 2]
     tree = ReplayBuffer(storage=TensorStorage({"a": torch.arange(3), "b": {"c": torch.ones(3)}}))
@@ -154,7 +153,7 @@ def test_columns_of_tensorclasses_and_pytrees(buffer_of: Any):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_read_in_physical_order(kind: str, check_whole: Any, wrapped: Any):
+def test_rows_are_read_in_physical_order(kind: str):
     buffer = wrapped(kind)
     assert check_whole(buffer.read_all_in_order()) == IDS
     assert check_whole(buffer.read_all_in_order(end=3)) == IDS[:3]
@@ -168,7 +167,7 @@ def test_a_collate_function_makes_batches_but_not_single_rows():
     assert (buffer[1], buffer[np.int64(1)], buffer[torch.tensor(1)]) == ("b", "b", "b")
 
 
-def test_slices_of_tensor_storages_are_views_without_transforms(buffer_of: Any):
+def test_slices_of_tensor_storages_are_views_without_transforms():
     buffer = buffer_of("tensor", filled=4)
     assert buffer[1:3]["id"].data_ptr() == buffer["id"][1:].data_ptr()
     buffer.append_transform(lambda td: td)
@@ -178,9 +177,7 @@ def test_slices_of_tensor_storages_are_views_without_transforms(buffer_of: Any):
 @pytest.mark.pitfall("WR13")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index", [2, slice(1, 4), [0, 2], ..., "id"])
-def test_a_transform_that_works_in_place_does_not_edit_the_rows(
-    kind: str, index: Any, same: Any, wrapped: Any
-):
+def test_a_transform_that_works_in_place_does_not_edit_the_rows(kind: str, index: Any):
     """WR13, E6: reads that are views let a user's transform edit the stored rows."""
 
     def in_place(data: Any) -> Any:
@@ -201,9 +198,7 @@ def test_a_transform_that_works_in_place_does_not_edit_the_rows(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", sorted(set(INDICES) - {"empty", "none", "tensor"}))
-def test_rows_are_replaced_where_they_lie(
-    kind: str, name: str, rows: Any, check_whole: Any, wrapped: Any
-):
+def test_rows_are_replaced_where_they_lie(kind: str, name: str):
     buffer = wrapped(kind, writer=RoundRobinWriter(track_generations=True))
     handles = buffer.writer.generations_of(torch.arange(7))
     index = INDICES[name]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from replaykit import LazyTensorStorage, ReplayBuffer, Transform
+from tests.buffer.building import buffer_of, rows, same
 
 
 class Tracing(Transform):
@@ -33,7 +34,7 @@ def test_inverse_transforms_run_last_to_first_and_see_a_batch():
     assert first.seen == second.seen == [(2,), (1,), (1,)]
 
 
-def test_a_transform_may_swallow_or_multiply_rows(rows: Any):
+def test_a_transform_may_swallow_or_multiply_rows():
     class Every(Transform):
         def __init__(self, times: int) -> None:
             self.times = times
@@ -60,7 +61,7 @@ def test_a_transform_may_swallow_or_multiply_rows(rows: Any):
     assert swallowed[:].tolist() == [0, 1, 2]
 
 
-def test_an_inverse_transform_that_raises_changes_nothing(buffer_of: Any, rows: Any, same: Any):
+def test_an_inverse_transform_that_raises_changes_nothing():
     buffer = buffer_of(filled=3)
     before = buffer.state_dict()
 

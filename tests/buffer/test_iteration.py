@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from replaykit import SamplerWithoutReplacement
+from tests.buffer.building import buffer_of, rows, same, snapshot
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_can_sample_predicts_success_of_sample(
-    kind: str, prefetch: int | None, buffer_of: Any, rows: Any, snapshot: Any, same: Any
-):
+def test_can_sample_predicts_success_of_sample(kind: str, prefetch: int | None):
     for sampler, enough in (("random", 1), ("without", 1), ("drop_last", 3)):
         buffer = buffer_of(kind, sampler=sampler, batch_size=3, prefetch=prefetch, seed=1)
         for stored in range(5):
@@ -35,7 +32,7 @@ def test_can_sample_predicts_success_of_sample(
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("count", [8, 10])
-def test_iteration_is_one_pass(prefetch: int | None, drop_last: bool, count: int, buffer_of: Any):
+def test_iteration_is_one_pass(prefetch: int | None, drop_last: bool, count: int):
     """RD13: the last batch is shorter, not topped up with other rows; or left out."""
     sampler = SamplerWithoutReplacement(drop_last=drop_last)
     buffer = buffer_of(filled=count, sampler=sampler, batch_size=4, prefetch=prefetch)
@@ -50,7 +47,7 @@ def test_iteration_is_one_pass(prefetch: int | None, drop_last: bool, count: int
 
 
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
-def test_iteration_after_a_break_continues_the_pass(prefetch: int | None, buffer_of: Any):
+def test_iteration_after_a_break_continues_the_pass(prefetch: int | None):
     buffer = buffer_of(filled=10, sampler="without", batch_size=3, prefetch=prefetch)
     seen = []
     for batch in buffer:
@@ -64,7 +61,7 @@ def test_iteration_after_a_break_continues_the_pass(prefetch: int | None, buffer
 
 
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
-def test_next_gives_none_at_the_end_and_starts_over(prefetch: int | None, buffer_of: Any):
+def test_next_gives_none_at_the_end_and_starts_over(prefetch: int | None):
     buffer = buffer_of(filled=5, sampler="ordered", batch_size=2, prefetch=prefetch)
     for _ in range(3):
         ids = [buffer.next()["id"].tolist() for _ in range(3)]
@@ -72,7 +69,7 @@ def test_next_gives_none_at_the_end_and_starts_over(prefetch: int | None, buffer
         assert buffer.next() is None
 
 
-def test_iteration_with_replacement_does_not_end(buffer_of: Any):
+def test_iteration_with_replacement_does_not_end():
     buffer = buffer_of(filled=2, batch_size=2)
     for count, _ in enumerate(buffer):
         if count == 20:
@@ -80,14 +77,14 @@ def test_iteration_with_replacement_does_not_end(buffer_of: Any):
     assert all(buffer.next() is not None for _ in range(20))
 
 
-def test_iteration_needs_a_batch_size(buffer_of: Any):
+def test_iteration_needs_a_batch_size():
     buffer = buffer_of(filled=2)
     for call in (lambda: iter(buffer), buffer.next):
         with pytest.raises(RuntimeError, match="batch_size"):
             call()
 
 
-def test_an_error_does_not_end_an_iteration(buffer_of: Any, rows: Any):
+def test_an_error_does_not_end_an_iteration():
     buffer = buffer_of(sampler="ordered", batch_size=2)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="empty storage"):
@@ -98,9 +95,7 @@ def test_an_error_does_not_end_an_iteration(buffer_of: Any, rows: Any):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_added_rows_restart_a_pass_but_overwritten_rows_do_not(
-    kind: str, buffer_of: Any, rows: Any
-):
+def test_added_rows_restart_a_pass_but_overwritten_rows_do_not(kind: str):
     buffer = buffer_of(kind, 8, filled=6, sampler="ordered")
     assert buffer.sample(4)["index"].tolist() == [0, 1, 2, 3]
     buffer.extend(rows(1, 6))

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import RoundRobinWriter, Sampler, SampleUnit, Storage
+from tests.buffer.building import buffer_of, unchanged
 
 
 class Twice(SampleUnit):
@@ -36,7 +37,7 @@ class Known(Sampler):
 
 @pytest.mark.pitfall("BD9")
 @pytest.mark.parametrize("form", ["tensor", "tuple", "list"])
-def test_custom_sampler_may_return_a_tuple_or_a_list(form: str, buffer_of: Any):
+def test_custom_sampler_may_return_a_tuple_or_a_list(form: str):
     """BD9: what users see is always a tensor ``[B]``."""
     index = torch.tensor([3, 1, 1])
     drawn = {"tensor": index, "tuple": (index,), "list": [3, 1, 1]}[form]
@@ -51,7 +52,7 @@ def test_custom_sampler_may_return_a_tuple_or_a_list(form: str, buffer_of: Any):
 
 
 @pytest.mark.parametrize("form", ["tensor", "tuple"])
-def test_custom_sampler_draws_coordinates_of_rows_with_lanes(form: str, buffer_of: Any):
+def test_custom_sampler_draws_coordinates_of_rows_with_lanes(form: str):
     time, lane = torch.tensor([2, 0, 1]), torch.tensor([0, 1, 1])
     drawn = (time, lane) if form == "tuple" else torch.stack((time, lane), -1)
     buffer = buffer_of("tensor", 10, ndim=2, sampler=Known(drawn))
@@ -61,7 +62,7 @@ def test_custom_sampler_draws_coordinates_of_rows_with_lanes(form: str, buffer_o
     assert batch["x"].tolist() == [2, 3, 4]
 
 
-def test_info_may_have_nested_keys_and_never_replaces_the_index(buffer_of: Any):
+def test_info_may_have_nested_keys_and_never_replaces_the_index():
     sampler = Known(torch.tensor([2]))
     sampler.info = {"index": torch.tensor([0]), ("next", "truncated"): torch.tensor([[True]])}
     buffer = buffer_of(filled=5, sampler=sampler)
@@ -70,15 +71,13 @@ def test_info_may_have_nested_keys_and_never_replaces_the_index(buffer_of: Any):
     assert data["next", "truncated"].tolist() == [[True]]
 
 
-def test_a_sampler_that_draws_rows_that_are_not_stored_gets_an_index_error(
-    buffer_of: Any, unchanged: Any
-):
+def test_a_sampler_that_draws_rows_that_are_not_stored_gets_an_index_error():
     buffer = buffer_of(filled=5, sampler=Known(torch.tensor([5])))
     unchanged(buffer, IndexError, lambda: buffer.sample(1), "5")
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_sample_unit_expands_the_drawn_index(prefetch: int | None, buffer_of: Any):
+def test_sample_unit_expands_the_drawn_index(prefetch: int | None):
     sampler = Known(torch.tensor([3, 4]), weight=torch.tensor([0.5, 1.0]))
     buffer = buffer_of(
         filled=5,
@@ -114,7 +113,7 @@ class Halves(Sampler):
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_custom_sampler_defines_the_end_of_a_pass(prefetch: Any, buffer_of: Any):
+def test_custom_sampler_defines_the_end_of_a_pass(prefetch: Any):
     failing = [True]
 
     def once(data: Any) -> Any:

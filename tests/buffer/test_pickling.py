@@ -24,6 +24,7 @@ from replaykit import (
 )
 from replaykit.storages.tensor_bytes import by_value, from_value
 from tests import effort
+from tests.buffer.building import buffer_of, check_whole, rows, same, storage_of, unchanged
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 COPIES = {
@@ -57,7 +58,7 @@ def used(buffer_of: Any, rows: Any, kind: str, **options: Any) -> ReplayBuffer:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prefetch", [None, 2])
 def test_copy_continues_like_the_original_with_a_separate_generator(
-    how: str, kind: str, prefetch: int | None, buffer_of: Any, rows: Any, same: Any
+    how: str, kind: str, prefetch: int | None
 ):
     """CK11: locks, threads and memory-mapped files do not stand in the way."""
     buffer = used(buffer_of, rows, kind, prefetch=prefetch)
@@ -74,9 +75,7 @@ def test_copy_continues_like_the_original_with_a_separate_generator(
 @pytest.mark.pitfall("CK13")
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_shares_nothing_with_the_original(
-    how: str, kind: str, buffer_of: Any, rows: Any, same: Any
-):
+def test_a_copy_shares_nothing_with_the_original(how: str, kind: str):
     """CK13: whichever of the two goes first, and whatever either of them does."""
     buffer = used(buffer_of, rows, kind)
     copied = COPIES[how](buffer)
@@ -98,9 +97,7 @@ def test_a_copy_shares_nothing_with_the_original(
 
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_copies_of_buffers_over_one_storage_share_one_storage(
-    how: str, kind: str, storage_of: Any, rows: Any
-):
+def test_copies_of_buffers_over_one_storage_share_one_storage(how: str, kind: str):
     storage = storage_of(kind, 8)
     pair = [ReplayBuffer(storage=storage), ReplayBuffer(storage=storage)]
     pair[0].extend(rows(3))
@@ -112,7 +109,7 @@ def test_copies_of_buffers_over_one_storage_share_one_storage(
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_states_before_the_first_row_are_copied_too(how: str, buffer_of: Any, rows: Any):
+def test_states_before_the_first_row_are_copied_too(how: str):
     delayed = ReplayBuffer(storage=ListStorage, delayed_init=True, generator=torch.Generator())
     copied = COPIES[how](delayed)
     assert not copied.initialized
@@ -128,7 +125,7 @@ def test_states_before_the_first_row_are_copied_too(how: str, buffer_of: Any, ro
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_copies_keep_every_kind_of_writer(how: str, rows: Any):
+def test_copies_keep_every_kind_of_writer(how: str):
     largest = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("r"))
     largest.extend(TensorDict({"r": torch.tensor([5.0, 1.0, 3.0])}, [3]))
     copied = COPIES[how](largest)
@@ -142,7 +139,7 @@ def test_copies_keep_every_kind_of_writer(how: str, rows: Any):
 
 
 @pytest.mark.pitfall("TH2")
-def test_a_buffer_can_be_copied_while_it_is_written(buffer_of: Any, rows: Any, check_whole: Any):
+def test_a_buffer_can_be_copied_while_it_is_written():
     """TH2: no row is copied half."""
     buffer = buffer_of("tensor", 50)
     end = time.monotonic() + effort.seconds(1.0)
@@ -184,16 +181,14 @@ def start(buffer: ReplayBuffer) -> Any:
 
 @pytest.mark.pitfall("TH1")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_writable_buffer_is_not_handed_to_a_spawned_process(
-    kind: str, buffer_of: Any, unchanged: Any
-):
+def test_a_writable_buffer_is_not_handed_to_a_spawned_process(kind: str):
     """TH1: rows written by two processes were lost in silence; here it is an error at once."""
     buffer = buffer_of(kind, filled=5)
     unchanged(buffer, RuntimeError, lambda: start(buffer), "spawned process.*dumps")
     assert pickle.loads(pickle.dumps(buffer))["id"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_list_is_not_handed_to_a_spawned_process(rows: Any):
+def test_a_list_is_not_handed_to_a_spawned_process():
     buffer = ReplayBuffer(storage=ListStorage(5))
     buffer.extend(rows(3))
     buffer.set_writer(ImmutableDatasetWriter())
@@ -202,7 +197,7 @@ def test_a_list_is_not_handed_to_a_spawned_process(rows: Any):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "memmap"])
-def test_a_read_only_buffer_can_be_handed_to_a_spawned_process(kind: str, buffer_of: Any):
+def test_a_read_only_buffer_can_be_handed_to_a_spawned_process(kind: str):
     buffer = buffer_of(kind, filled=5, batch_size=2, prefetch=2)
     buffer.set_writer(ImmutableDatasetWriter())
     buffer.sample()

@@ -17,6 +17,7 @@ from replaykit import (
     RoundRobinWriter,
     SamplerWithoutReplacement,
 )
+from tests.buffer.building import CountingSampler, buffer_of, eventually, rows, same, storage_of
 
 # -- the same batches -----------------------------------------------------------------------------
 
@@ -31,7 +32,7 @@ from replaykit import (
 )
 @settings(max_examples=60, deadline=None)
 def test_prefetch_does_not_change_the_batches(
-    prefetch: int, count: int, batch_size: int, sampler: str, kind: str, buffer_of: Any, same: Any
+    prefetch: int, count: int, batch_size: int, sampler: str, kind: str
 ):
     """RD2, G5: draws are made in the order in which they are asked for."""
     batch_size = min(batch_size, count)
@@ -57,14 +58,14 @@ def test_prefetch_does_not_change_the_batches(
 @pytest.mark.pitfall("RD2")
 @pytest.mark.parametrize("prefetch", range(9))
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 10, 11])
-def test_a_pass_has_every_row_once(prefetch: int, batch_size: int, buffer_of: Any):
+def test_a_pass_has_every_row_once(prefetch: int, batch_size: int):
     """RD2: rows were lost or repeated, for depths 0..8 and sizes that do not divide."""
     buffer = buffer_of(filled=10, sampler="without", batch_size=batch_size, prefetch=prefetch)
     for _ in range(4):
         assert sorted(i for batch in buffer for i in batch["id"].tolist()) == list(range(10))
 
 
-def test_slow_batches_are_delivered_in_order(buffer_of: Any):
+def test_slow_batches_are_delivered_in_order():
     def slow_at_first(data: Any) -> Any:
         time.sleep(0.03 if int(data["id"][0]) % 4 == 0 else 0)
         return data
@@ -77,12 +78,10 @@ def test_slow_batches_are_delivered_in_order(buffer_of: Any):
 
 @pytest.mark.pitfall("RD2")
 @pytest.mark.parametrize("prefetch", [1, 4, 8])
-def test_draws_never_reach_past_the_end_of_a_pass(
-    prefetch: int, buffer_of: Any, eventually: Any, counting_sampler: Any
-):
+def test_draws_never_reach_past_the_end_of_a_pass(prefetch: int):
     """RD2: 10 rows in batches of 4 are three draws, however deep the queue is."""
     for _ in range(10):
-        sampler = counting_sampler()
+        sampler = CountingSampler()
         buffer = buffer_of(filled=10, sampler=sampler, batch_size=4, prefetch=prefetch)
         for delivered in (1, 2):
             buffer.sample()
@@ -95,10 +94,8 @@ def test_draws_never_reach_past_the_end_of_a_pass(
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_the_queue_is_filled_up_and_no_further(
-    prefetch: int, buffer_of: Any, eventually: Any, counting_sampler: Any
-):
-    sampler = counting_sampler()
+def test_the_queue_is_filled_up_and_no_further(prefetch: int):
+    sampler = CountingSampler()
     buffer = buffer_of(max_size=90, filled=90, sampler=sampler, batch_size=1, prefetch=prefetch)
     for number in range(1, 10):
         buffer.sample()
@@ -110,7 +107,7 @@ def test_the_queue_is_filled_up_and_no_further(
 
 @pytest.mark.pitfall("RD1")
 @pytest.mark.parametrize("sampler", ["random", "without"])
-def test_another_batch_size_is_served_directly(sampler: str, buffer_of: Any):
+def test_another_batch_size_is_served_directly(sampler: str):
     """RD1, E12: a queued batch of the wrong size was returned."""
     buffer = buffer_of(max_size=100, filled=100, sampler=sampler, batch_size=3, prefetch=3, seed=0)
     seen: list[int] = []
@@ -124,7 +121,7 @@ def test_another_batch_size_is_served_directly(sampler: str, buffer_of: Any):
         assert sorted(seen) == list(range(100))
 
 
-def test_batches_may_predate_writes_by_no_more_than_the_depth(buffer_of: Any):
+def test_batches_may_predate_writes_by_no_more_than_the_depth():
     depth = 3
     buffer = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=4, prefetch=depth)
     oldest = 0
@@ -149,7 +146,7 @@ def test_a_delayed_buffer_prefetches_too():
 
 
 @pytest.mark.parametrize("prefetch", [1, 4])
-def test_a_transform_that_is_added_applies_to_the_next_batch(prefetch: int, buffer_of: Any):
+def test_a_transform_that_is_added_applies_to_the_next_batch(prefetch: int):
     """Batches that were prepared are made anew, from the same draws."""
 
     def in_place(data: Any) -> Any:
@@ -169,7 +166,7 @@ def test_a_transform_that_is_added_applies_to_the_next_batch(prefetch: int, buff
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.01])
-def test_draws_kept_for_later_keep_their_order_through_saves(wait: float, buffer_of: Any):
+def test_draws_kept_for_later_keep_their_order_through_saves(wait: float):
     """What is left of the kept draws comes after those that the queue has taken from them."""
     seen: list[int] = []
     buffer = buffer_of(max_size=40, filled=40, sampler="ordered", batch_size=2, prefetch=4)
@@ -184,7 +181,7 @@ def test_draws_kept_for_later_keep_their_order_through_saves(wait: float, buffer
     assert seen == list(range(28))
 
 
-def test_draw_that_is_made_again_has_the_current_generations(buffer_of: Any, rows: Any):
+def test_draw_that_is_made_again_has_the_current_generations():
     buffer = buffer_of(
         "tensor",
         4,
@@ -203,7 +200,7 @@ def test_draw_that_is_made_again_has_the_current_generations(buffer_of: Any, row
     assert batch["index_generation"].tolist() == [1, 1]
 
 
-def test_draws_are_dropped_with_their_rows(storage_of: Any, rows: Any):
+def test_draws_are_dropped_with_their_rows():
     storage = storage_of("tensor", 8)
     one = ReplayBuffer(
         storage=storage, sampler=SamplerWithoutReplacement(), batch_size=2, prefetch=2
@@ -220,9 +217,7 @@ def test_draws_are_dropped_with_their_rows(storage_of: Any, rows: Any):
 
 
 @pytest.mark.parametrize("prefetch", [1, 4])
-def test_outdated_prefetched_batches_are_dropped(
-    prefetch: int, buffer_of: Any, storage_of: Any, rows: Any
-):
+def test_outdated_prefetched_batches_are_dropped(prefetch: int):
     buffer = buffer_of(filled=8, sampler="ordered", batch_size=2, prefetch=prefetch)
     buffer.sample()
     buffer.empty()

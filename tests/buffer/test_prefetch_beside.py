@@ -26,6 +26,7 @@ from replaykit import (
     native,
 )
 from replaykit.buffer.draw import reads_now
+from tests.buffer.building import same
 
 ROWS, WIDE, BATCH = 120, 3000, 64
 
@@ -74,7 +75,7 @@ def whole(batch: Any) -> bool:
     ],
 )
 def test_prefetch_does_not_change_the_batches(
-    sampler: Callable[[], Sampler], options: dict[str, Any], same: Any
+    sampler: Callable[[], Sampler], options: dict[str, Any]
 ) -> None:
     direct, ahead = (made(sampler, n, **options) for n in (None, 2))
     for _ in range(12):
@@ -110,7 +111,7 @@ def emptied(rb: ReplayBuffer, step: int) -> None:
 
 @pytest.mark.parametrize("change", [overwritten, assigned, written_through_a_view, put, emptied])
 def test_changes_wait_until_pending_reads_end(
-    change: Callable[[ReplayBuffer, int], None], monkeypatch: pytest.MonkeyPatch, same: Any
+    change: Callable[[ReplayBuffer, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The batches are those of draws that threads have made, of the rows before the change."""
     runs: list[list[Any]] = []
@@ -162,7 +163,7 @@ def test_concurrent_writes_leave_sampled_rows_whole() -> None:
     rb.shutdown()
 
 
-def test_copies_and_saves_while_rows_are_read(tmp_path: Path, same: Any) -> None:
+def test_copies_and_saves_while_rows_are_read(tmp_path: Path) -> None:
     rb = made()
     rb.sample()
     other = made(prefetch=2)

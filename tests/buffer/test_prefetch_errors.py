@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from replaykit import LazyTensorStorage, RandomSampler, ReplayBuffer
+from tests.buffer.building import CountingSampler, buffer_of, rows
 
 pytestmark = pytest.mark.usefixtures("by_threads")
 
@@ -28,7 +29,7 @@ class FailsAt:
 
 @pytest.mark.pitfall("TH9")
 @pytest.mark.parametrize("prefetch", [None, 1, 2, 5])
-def test_transform_error_is_raised_in_place_of_its_batch(prefetch: int | None, buffer_of: Any):
+def test_transform_error_is_raised_in_place_of_its_batch(prefetch: int | None):
     """TH9, G1: no exception is lost, none comes early, and no row of the pass is lost by it."""
     for _ in range(5):
         failing = FailsAt(4, 2)
@@ -49,9 +50,7 @@ def test_transform_error_is_raised_in_place_of_its_batch(prefetch: int | None, b
 
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
 @pytest.mark.parametrize("sampler", ["random", "without", "prioritized"])
-def test_failed_batch_is_delivered_unchanged_afterwards(
-    sampler: str, prefetch: int | None, buffer_of: Any
-):
+def test_failed_batch_is_delivered_unchanged_afterwards(sampler: str, prefetch: int | None):
     """G1: a call that raises leaves the random state as it was; also with another batch size."""
     # Draws of another size take turns with those made ahead: in what order is chance.
     sizes = (3, 3, 5, 3, 5, 5, 2, 3) if prefetch is None else (3,) * 12
@@ -81,7 +80,7 @@ def test_failed_batch_is_delivered_unchanged_afterwards(
     assert failures >= len(sizes) // (1 + (prefetch or 0))
 
 
-def test_refused_transform_output_loses_no_row(buffer_of: Any):
+def test_refused_transform_output_loses_no_row():
     buffer = buffer_of(
         filled=6, sampler="ordered", batch_size=2, transform=lambda data: data[:1].clone()
     )
@@ -94,11 +93,9 @@ def test_refused_transform_output_loses_no_row(buffer_of: Any):
 
 @pytest.mark.pitfall("TH9")
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_draw_error_is_raised_in_place_of_its_batch(
-    prefetch: int, buffer_of: Any, counting_sampler: Any
-):
+def test_draw_error_is_raised_in_place_of_its_batch(prefetch: int):
     """TH9: as without prefetch, the draw after it is the next one."""
-    buffer = buffer_of(filled=10, sampler=counting_sampler(3, 4), batch_size=2, prefetch=prefetch)
+    buffer = buffer_of(filled=10, sampler=CountingSampler(3, 4), batch_size=2, prefetch=prefetch)
     ids: list[Any] = []
     for _ in range(7):
         try:
@@ -109,7 +106,7 @@ def test_draw_error_is_raised_in_place_of_its_batch(
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_an_empty_buffer_works_as_soon_as_there_are_rows(prefetch: int, buffer_of: Any, rows: Any):
+def test_an_empty_buffer_works_as_soon_as_there_are_rows(prefetch: int):
     for _ in range(30):
         buffer = buffer_of(sampler="ordered", batch_size=2, prefetch=prefetch)
         for _ in range(2):
@@ -119,7 +116,7 @@ def test_an_empty_buffer_works_as_soon_as_there_are_rows(prefetch: int, buffer_o
         assert [batch["id"].tolist() for batch in buffer] == [[0, 1], [2]]
 
 
-def test_an_error_at_the_end_of_a_pass_does_not_stop_the_next(buffer_of: Any):
+def test_an_error_at_the_end_of_a_pass_does_not_stop_the_next():
     attempts = 0
 
     def failing(data: Any) -> Any:

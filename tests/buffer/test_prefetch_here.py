@@ -24,6 +24,7 @@ from replaykit import (
 )
 from replaykit.buffer.draw import reads_now
 from replaykit.storages.row_kernels import NativeRows
+from tests.buffer.building import same
 
 ROWS = 50
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
@@ -54,7 +55,7 @@ def threads_of_it() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("depth", [1, 3])
-def test_prefetch_does_not_change_the_batches(depth: int, sampler: str, same: Any) -> None:
+def test_prefetch_does_not_change_the_batches(depth: int, sampler: str) -> None:
     direct, ahead = (made(SAMPLERS[sampler](), n) for n in (None, depth))
     before = threads_of_it()
     for _ in range(30):
@@ -63,7 +64,7 @@ def test_prefetch_does_not_change_the_batches(depth: int, sampler: str, same: An
     assert set(threads_of_it()) <= set(before)
 
 
-def test_iterations_end_with_their_passes(same: Any) -> None:
+def test_iterations_end_with_their_passes() -> None:
     direct, ahead = (made(SamplerWithoutReplacement(), n) for n in (None, 2))
     for _ in range(3):
         pairs = list(zip(direct, ahead, strict=True))
@@ -73,7 +74,7 @@ def test_iterations_end_with_their_passes(same: Any) -> None:
 
 
 def test_learning_loop_gets_the_same_batches_as_with_threads(
-    monkeypatch: pytest.MonkeyPatch, same: Any
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runs: list[list[Any]] = []
     for threads in (False, True):
@@ -95,9 +96,7 @@ def test_learning_loop_gets_the_same_batches_as_with_threads(
         same(*pair)
 
 
-def test_failed_draw_raises_at_its_batch_which_comes_again(
-    monkeypatch: pytest.MonkeyPatch, same: Any
-) -> None:
+def test_failed_draw_raises_at_its_batch_which_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     direct, ahead = (made(RandomSampler(), n) for n in (None, 2))
     sample, calls = RandomSampler.sample, iter(range(100))
 
@@ -117,9 +116,7 @@ def test_failed_draw_raises_at_its_batch_which_comes_again(
     ahead.shutdown()
 
 
-def test_interrupt_is_raised_by_the_running_call(
-    monkeypatch: pytest.MonkeyPatch, same: Any
-) -> None:
+def test_interrupt_is_raised_by_the_running_call(monkeypatch: pytest.MonkeyPatch) -> None:
     direct, ahead = (made(RandomSampler(), n) for n in (None, 2))
     sample, calls = RandomSampler.sample, iter(range(100))
 

@@ -25,6 +25,7 @@ from replaykit import (
 )
 from replaykit.buffer import prefetch as ahead
 from replaykit.samplers import Sampler
+from tests.buffer.building import same
 
 pytestmark = pytest.mark.usefixtures("by_threads")
 
@@ -109,7 +110,7 @@ WORK: dict[str, tuple[Callable[[], Sampler], Callable[[ReplayBuffer, Any, int], 
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("depth", [1, 3])
 def test_thread_timing_does_not_change_the_batches(
-    depth: int, work: str, monkeypatch: pytest.MonkeyPatch, same: Any
+    depth: int, work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = []
     for seed in (0, 1):
@@ -128,9 +129,7 @@ def test_thread_timing_does_not_change_the_batches(
         same(*pair)
 
 
-def test_scheduler_steps_apply_to_later_draws_in_order(
-    monkeypatch: pytest.MonkeyPatch, same: Any
-) -> None:
+def test_scheduler_steps_apply_to_later_draws_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a buffer without prefetch that steps one batch late."""
     slowed(monkeypatch, 3)
     late, direct = (made(PrioritizedSampler(ROWS, 0.7, 0.1), depth) for depth in (1, None))
@@ -149,7 +148,7 @@ def test_scheduler_steps_apply_to_later_draws_in_order(
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_writes_to_ensemble_members_affect_later_draws(
-    nested: bool, monkeypatch: pytest.MonkeyPatch, same: Any
+    nested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = []
     for seed in (0, 1):
@@ -174,7 +173,7 @@ def test_writes_to_ensemble_members_affect_later_draws(
         same(*pair)
 
 
-def test_writes_do_not_wait_for_threads(monkeypatch: pytest.MonkeyPatch, same: Any) -> None:
+def test_writes_do_not_wait_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write reads the batches that are drawn and not read; each has the rows as of its draw."""
     may, make = threading.Event(), ahead._make
     monkeypatch.setattr(ahead, "_make", lambda *given: (may.wait(20), make(*given)))

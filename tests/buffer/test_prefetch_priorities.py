@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, PrioritizedSampler, PrioritizedSliceSampler, ReplayBuffer
+from tests.buffer.building import eventually, same
 
 pytestmark = pytest.mark.usefixtures("by_threads")
 
@@ -46,9 +47,7 @@ def all_drawn(rb: ReplayBuffer, depth: int, eventually: Any) -> None:
 
 @pytest.mark.parametrize("sampler", ["rows", "slices"])
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_priority_update_affects_later_draws(
-    sampler: str, depth: int, eventually: Any, same: Any
-) -> None:
+def test_priority_update_affects_later_draws(sampler: str, depth: int) -> None:
     """Bit for bit the batches of a buffer without prefetch that learns ``depth`` batches late."""
     ahead, direct = filled(sampler, depth), filled(sampler, None)
     late: list[Any] = []
@@ -67,9 +66,7 @@ def test_priority_update_affects_later_draws(
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_rows_written_since_the_draw_keep_the_priorities_they_came_with(
-    depth: int, eventually: Any
-) -> None:
+def test_rows_written_since_the_draw_keep_the_priorities_they_came_with(depth: int) -> None:
     """A batch prepared before the write is the old one, and what is learned of it is dropped."""
     rb = filled("rows", depth)
     rb.sample()
@@ -89,7 +86,7 @@ def test_rows_written_since_the_draw_keep_the_priorities_they_came_with(
 
 
 @pytest.mark.parametrize("how", ["sample", "iteration"])
-def test_sample_and_iteration_take_from_one_queue(how: str, same: Any) -> None:
+def test_sample_and_iteration_take_from_one_queue(how: str) -> None:
     ahead, direct = filled("rows", 3), filled("rows", None)
     iteration = iter(ahead)
     for number in range(8):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from replaykit import ReplayBuffer
+from tests.buffer.building import buffer_of, eventually, in_threads, rows
 
 pytestmark = pytest.mark.usefixtures("by_threads")
 
@@ -19,7 +20,7 @@ def _workers() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("replaykit-prefetch")]
 
 
-def test_shutdown_joins_the_threads(buffer_of: Any, rows: Any):
+def test_shutdown_joins_the_threads():
     started = set(_workers())
     buffer = buffer_of(filled=8, batch_size=2, prefetch=3)
     buffer.sample()
@@ -45,7 +46,7 @@ def test_shutdown_joins_the_threads(buffer_of: Any, rows: Any):
         direct.sample(1)
 
 
-def test_shutdown_wakes_waiting_consumers(buffer_of: Any, in_threads: Any):
+def test_shutdown_wakes_waiting_consumers():
     for _ in range(10):
         buffer = buffer_of(filled=4, sampler="without", batch_size=4, prefetch=2)
 
@@ -58,7 +59,7 @@ def test_shutdown_wakes_waiting_consumers(buffer_of: Any, in_threads: Any):
 
 
 @pytest.mark.pitfall("TH9")
-def test_threads_end_with_the_buffer(buffer_of: Any, eventually: Any):
+def test_threads_end_with_the_buffer():
     """TH9: a buffer that nobody holds any more leaves no thread behind."""
     started = set(_workers())
     buffer = buffer_of(filled=8, batch_size=2, prefetch=3)

@@ -20,6 +20,7 @@ from replaykit import (
     SamplerWithoutReplacement,
 )
 from tests import effort
+from tests.buffer.building import buffer_of, in_threads, rows
 
 pytestmark = pytest.mark.usefixtures("by_threads")
 
@@ -73,7 +74,7 @@ for turn in range(3):
 
 @pytest.mark.pitfall("TH8")
 @pytest.mark.parametrize("kind", ["list", "tensor", "memmap"])
-def test_writers_continue_while_batches_are_prepared(kind: str, buffer_of: Any, rows: Any):
+def test_writers_continue_while_batches_are_prepared(kind: str):
     """TH8: workers that transform hold no lock: rows come in although all of them are busy."""
     busy, go = threading.Semaphore(0), threading.Event()
 
@@ -98,7 +99,7 @@ def test_writers_continue_while_batches_are_prepared(kind: str, buffer_of: Any, 
 
 
 @pytest.mark.pitfall("TH8")
-def test_batches_are_made_in_parallel(buffer_of: Any):
+def test_batches_are_made_in_parallel():
     together = threading.Barrier(4)  # three threads and the caller
 
     def transform(data: Any) -> Any:
@@ -112,7 +113,7 @@ def test_batches_are_made_in_parallel(buffer_of: Any):
 
 @pytest.mark.parametrize("count", [4, 10])
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_consumers_share_the_passes(count: int, prefetch: int, buffer_of: Any, in_threads: Any):
+def test_consumers_share_the_passes(count: int, prefetch: int):
     """Every row comes equally often; passes of one batch (count 4) end with every draw."""
     per_pass = -(-count // 4)
     buffer = buffer_of(filled=count, sampler="without", batch_size=4, prefetch=prefetch)
@@ -128,9 +129,7 @@ def test_consumers_share_the_passes(count: int, prefetch: int, buffer_of: Any, i
 
 
 @pytest.mark.parametrize("kind", ["list", "tensor"])
-def test_consumers_of_short_passes_never_hang(
-    kind: str, buffer_of: Any, in_threads: Any, rows: Any
-):
+def test_consumers_of_short_passes_never_hang(kind: str):
     """Consumers of short passes, while everything that gives up prepared batches goes on."""
     buffer = buffer_of(kind, filled=6, sampler="without", batch_size=3, prefetch=2)
     end = time.monotonic() + effort.seconds(3)

@@ -12,6 +12,13 @@ from tensordict import TensorClass, TensorDict
 
 from replaykit import LazyTensorStorage, RandomSampler, ReplayBuffer, TensorDictMaxValueWriter
 from tests import effort
+from tests.buffer.building import (
+    PrioritisedSampler,
+    priorities,
+    prioritised,
+    rows,
+    unchanged,
+)
 
 
 class Step(TensorClass):
@@ -33,7 +40,7 @@ def data(*td_errors: float, key: Any = "td_error") -> TensorDict:
 @pytest.mark.pitfall("IF3")
 @pytest.mark.pitfall("PR9")
 @pytest.mark.parametrize("kind", ["tensor", "list", "lazy_stack"])
-def test_written_rows_get_their_given_priorities(kind: str, prioritised: Any, priorities: Any):
+def test_written_rows_get_their_given_priorities(kind: str):
     """PR9, IF3, E3: each row's priority is set once, from ``extend``, ``add`` and lists."""
     buffer = prioritised(kind)
     buffer.extend(data(1.0, 2.0, 3.0))
@@ -47,7 +54,7 @@ def test_written_rows_get_their_given_priorities(kind: str, prioritised: Any, pr
 
 
 @pytest.mark.pitfall("PR9")
-def test_rows_without_priorities_get_the_default(prioritised: Any, priorities: Any):
+def test_rows_without_priorities_get_the_default():
     """PR9: also where the caller asks to ignore what the data carries."""
     buffer = prioritised()
     buffer.extend(data(3.0, 4.0).exclude("td_error"))
@@ -63,7 +70,7 @@ def test_rows_without_priorities_get_the_default(prioritised: Any, priorities: A
     assert priorities(listed) == {0: 1.0, 1: 1.0}
 
 
-def test_the_key_of_priorities_can_be_nested(prioritised: Any, priorities: Any):
+def test_the_key_of_priorities_can_be_nested():
     buffer = prioritised(priority_key=("next", "p"))
     buffer.extend(data(3.0, 4.0, key=("next", "p")).set("td_error", torch.tensor([8.0, 9.0])))
     assert priorities(buffer) == {0: 3.0, 1: 4.0}
@@ -73,11 +80,9 @@ def test_the_key_of_priorities_can_be_nested(prioritised: Any, priorities: Any):
     ("reduction", "expected"),
     [("max", 4.0), ("min", 1.0), ("mean", 2.25), ("median", 2.0), ("sum", 9.0)],
 )
-def test_priorities_of_several_dimensions_are_reduced(
-    reduction: str, expected: float, prioritised_sampler: Any, prioritised: Any, priorities: Any
-):
+def test_priorities_of_several_dimensions_are_reduced(reduction: str, expected: float):
     values = torch.tensor([1.0, 2.0, 2.0, 4.0])
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=prioritised_sampler(reduction))
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritisedSampler(reduction))
     rows = TensorDict({"x": torch.zeros(2), "td_error": torch.stack([values, values * 2])}, [2])
     buffer.extend(rows)
     buffer.add(rows[0])
@@ -87,7 +92,7 @@ def test_priorities_of_several_dimensions_are_reduced(
     assert priorities(column) == {0: 2.0, 1: 3.0}
 
 
-def test_priorities_of_whole_trajectories_are_reduced(prioritised: Any, priorities: Any):
+def test_priorities_of_whole_trajectories_are_reduced():
     buffer = prioritised()
     buffer.extend(TensorDict({"td_error": torch.tensor([[1.0, 5.0], [2.0, 3.0]])}, [2, 2]))
     assert priorities(buffer) == {0: 5.0, 1: 3.0}
@@ -98,7 +103,7 @@ def test_priorities_of_whole_trajectories_are_reduced(prioritised: Any, prioriti
     assert priorities(ragged) == {0: 2.0, 1: 4.0}
 
 
-def test_tensorclasses_carry_priorities_too(prioritised: Any, priorities: Any):
+def test_tensorclasses_carry_priorities_too():
     buffer = prioritised()
     buffer.extend(Step(x=torch.zeros(2), td_error=torch.tensor([2.0, 3.0]), batch_size=[2]))
     assert priorities(buffer) == {0: 2.0, 1: 3.0}
@@ -106,11 +111,9 @@ def test_tensorclasses_carry_priorities_too(prioritised: Any, priorities: Any):
 
 @pytest.mark.parametrize("dim_extend", [None, 0])
 @pytest.mark.parametrize("how", ["extend", "add", "list"])
-def test_every_cell_of_rows_with_lanes_has_a_separate_priority(
-    how: str, dim_extend: Any, prioritised_sampler: Any, priorities: Any
-):
+def test_every_cell_of_rows_with_lanes_has_a_separate_priority(how: str, dim_extend: Any):
     buffer = ReplayBuffer(
-        storage=LazyTensorStorage(12, ndim=2), sampler=prioritised_sampler(), dim_extend=dim_extend
+        storage=LazyTensorStorage(12, ndim=2), sampler=PrioritisedSampler(), dim_extend=dim_extend
     )
     errors = torch.arange(6.0).view(2, 3)  # two lanes, three steps
     layout = errors if dim_extend is None else errors.T
@@ -133,9 +136,7 @@ def test_every_cell_of_rows_with_lanes_has_a_separate_priority(
 @pytest.mark.parametrize("how", ["extend", "add", "list"])
 @pytest.mark.parametrize("kind", ["tensor", "list"])
 @pytest.mark.parametrize("wrong", [float("nan"), -1.0, float("inf"), float("-inf")])
-def test_a_bad_priority_is_found_before_anything_is_stored(
-    how: str, kind: str, wrong: float, unchanged: Any, prioritised: Any, priorities: Any
-):
+def test_a_bad_priority_is_found_before_anything_is_stored(how: str, kind: str, wrong: float):
     """PR10, PR2: rows, counters and priorities are as before, wherever the bad value is."""
     buffer = prioritised(kind)
     buffer.extend(data(1.0, 2.0))
@@ -157,9 +158,7 @@ def test_a_bad_priority_is_found_before_anything_is_stored(
 
 
 @pytest.mark.pitfall("PR10")
-def test_priorities_of_the_wrong_shape_are_found_before_anything_is_stored(
-    unchanged: Any, prioritised_sampler: Any, prioritised: Any
-):
+def test_priorities_of_the_wrong_shape_are_found_before_anything_is_stored():
     """PR10: none per row, or none per cell."""
     empty = prioritised()
     empty.extend(data(1.0))
@@ -168,25 +167,23 @@ def test_priorities_of_the_wrong_shape_are_found_before_anything_is_stored(
         ValueError,
         lambda: empty.extend(TensorDict({"x": torch.zeros(2), "td_error": torch.ones(2, 0)}, [2])),
     )
-    lanes = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), sampler=prioritised_sampler())
+    lanes = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), sampler=PrioritisedSampler())
     lanes.extend(TensorDict({"td_error": torch.ones(2, 3)}, [2, 3]))
     bad = TensorDict({"td_error": torch.ones(2, 3)}, [2, 3])
     bad["td_error"][1, 2] = -1
     unchanged(lanes, ValueError, lambda: lanes.extend(bad))
 
 
-def test_a_batch_longer_than_the_buffer_leaves_the_priorities_of_its_last_rows(
-    prioritised_sampler: Any, priorities: Any
-):
-    buffer = ReplayBuffer(storage=LazyTensorStorage(3), sampler=prioritised_sampler())
+def test_a_batch_longer_than_the_buffer_leaves_the_priorities_of_its_last_rows():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3), sampler=PrioritisedSampler())
     buffer.extend(data(*map(float, range(1, 9))))
     assert priorities(buffer) == {0: 7.0, 1: 8.0, 2: 6.0}
 
 
-def test_refused_rows_get_no_priority(prioritised_sampler: Any, priorities: Any):
+def test_refused_rows_get_no_priority():
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(3),
-        sampler=prioritised_sampler(),
+        sampler=PrioritisedSampler(),
         writer=TensorDictMaxValueWriter("x"),
     )
     buffer.extend(TensorDict({"x": torch.tensor([1.0, 5.0, 2.0, 3.0, 0.0])}, [5]))
@@ -197,15 +194,13 @@ def test_refused_rows_get_no_priority(prioritised_sampler: Any, priorities: Any)
 
 
 @pytest.mark.pitfall("PR12")
-def test_new_sampler_gives_stored_rows_the_default_priority(
-    buffer_of: Any, rows: Any, prioritised_sampler: Any, prioritised: Any, priorities: Any
-):
+def test_new_sampler_gives_stored_rows_the_default_priority():
     """PR12: over a filled storage, by constructor, ``set_sampler`` and ``set_storage``."""
     storage = LazyTensorStorage(10)
     ReplayBuffer(storage=storage).extend(rows(4))
-    built = ReplayBuffer(storage=storage, sampler=prioritised_sampler())
+    built = ReplayBuffer(storage=storage, sampler=PrioritisedSampler())
     changed = ReplayBuffer(storage=storage)
-    changed.set_sampler(prioritised_sampler())
+    changed.set_sampler(PrioritisedSampler())
     moved = prioritised()
     moved.extend(data(5.0, 6.0, 7.0, 8.0, 9.0))
     moved.set_storage(storage)
@@ -215,12 +210,10 @@ def test_new_sampler_gives_stored_rows_the_default_priority(
 
 
 @pytest.mark.pitfall("WR15")
-def test_rows_written_by_another_buffer_get_the_default(
-    rows: Any, prioritised_sampler: Any, priorities: Any
-):
+def test_rows_written_by_another_buffer_get_the_default():
     """WR15, 7.10: every buffer over a storage knows of all rows."""
     storage = LazyTensorStorage(10)
-    one, two = (ReplayBuffer(storage=storage, sampler=prioritised_sampler()) for _ in range(2))
+    one, two = (ReplayBuffer(storage=storage, sampler=PrioritisedSampler()) for _ in range(2))
     one.extend(rows(2).set("td_error", torch.tensor([5.0, 6.0])))
     two.extend(rows(1, 2).set("td_error", torch.tensor([7.0])))
     assert priorities(one) == {0: 5.0, 1: 6.0, 2: 1.0}
@@ -230,7 +223,7 @@ def test_rows_written_by_another_buffer_get_the_default(
 
 
 @pytest.mark.pitfall("CK15")
-def test_priorities_are_saved_and_copied(tmp_path: Any, prioritised: Any, priorities: Any):
+def test_priorities_are_saved_and_copied(tmp_path: Any):
     """CK15: nothing resets them on the way back."""
     buffer = prioritised()
     buffer.extend(data(1.0, 2.0, 3.0))
@@ -243,9 +236,9 @@ def test_priorities_are_saved_and_copied(tmp_path: Any, prioritised: Any, priori
 
 
 @pytest.mark.pitfall("TH4")
-def test_no_sample_sees_new_rows_with_old_priorities(prioritised_sampler: Any):
+def test_no_sample_sees_new_rows_with_old_priorities():
     """TH4: rows and priorities change together: row value and priority hold one number."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4), sampler=prioritised_sampler())
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), sampler=PrioritisedSampler())
 
     def write(number: int) -> None:
         value = torch.full((4,), float(number))

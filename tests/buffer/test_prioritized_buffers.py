@@ -22,6 +22,7 @@ from replaykit import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from tests.buffer.building import in_threads, same, snapshot
 
 NAMED = [PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer]
 
@@ -150,9 +151,7 @@ def test_updates_for_overwritten_rows_leave_default_priorities() -> None:
 
 @pytest.mark.pitfall("PR10")
 @pytest.mark.parametrize("wrong", [1e39, float("nan"), -1.0])
-def test_priorities_in_the_data_are_checked_before_rows_are_stored(
-    wrong: float, snapshot: Any, same: Any
-) -> None:
+def test_priorities_in_the_data_are_checked_before_rows_are_stored(wrong: float) -> None:
     """PR10: also those that are finite as they come and infinite as they would be kept."""
     buffer = make(alpha=0.5)
     buffer.extend(rows(3).set("td_error", torch.ones(3, dtype=torch.float64)))
@@ -211,7 +210,7 @@ def test_objects_have_priorities_too() -> None:
 @pytest.mark.parametrize("prefetch", [None, 3])
 @pytest.mark.parametrize("stratified", [False, True])
 def test_loaded_buffer_continues_with_the_same_batches(
-    prefetch: int | None, stratified: bool, tmp_path: Path, same: Any
+    prefetch: int | None, stratified: bool, tmp_path: Path
 ) -> None:
     """PR5, C10: bit for bit, with rows and priorities that change between the batches."""
 
@@ -244,7 +243,7 @@ def test_loaded_buffer_continues_with_the_same_batches(
 
 
 @pytest.mark.pitfall("TH4")
-def test_no_reader_sees_a_new_row_with_its_predecessors_priority(in_threads: Any) -> None:
+def test_no_reader_sees_a_new_row_with_its_predecessors_priority() -> None:
     """TH4: rows of even rounds have priority 1 and of odd ones 0: those are never drawn."""
     buffer = make(size=8, eps=0.0, alpha=1.0)
     done = threading.Event()
@@ -274,7 +273,7 @@ def test_no_reader_sees_a_new_row_with_its_predecessors_priority(in_threads: Any
     assert rounds[0] == 399
 
 
-def test_updates_draws_and_exponents_from_several_threads(in_threads: Any) -> None:
+def test_updates_draws_and_exponents_from_several_threads() -> None:
     """The trees stay those of the priorities, also where the sampler itself is used."""
     buffer = make(size=64, batch_size=16)
     buffer.extend(rows(64))

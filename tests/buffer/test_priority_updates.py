@@ -16,10 +16,11 @@ from replaykit import (
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
 )
+from tests.buffer.building import PrioritisedSampler, buffer_of, priorities, prioritised, unchanged
 
 
 @pytest.fixture
-def filled(prioritised: Any) -> Callable[..., ReplayBuffer]:
+def filled() -> Callable[..., ReplayBuffer]:
     """``filled(count=6, **options)``: a buffer whose sampler has been told nothing yet."""
 
     def make(count: int = 6, **options: Any) -> ReplayBuffer:
@@ -32,7 +33,7 @@ def filled(prioritised: Any) -> Callable[..., ReplayBuffer]:
 
 
 @pytest.mark.pitfall("PR6")
-def test_samples_carry_generations_and_stale_updates_are_dropped(priorities: Any, filled: Any):
+def test_samples_carry_generations_and_stale_updates_are_dropped(filled: Any):
     """PR6, D3, E4: priorities written back to a slot that was overwritten went to the new row."""
     buffer = filled(10)
     batch = buffer.sample(30)
@@ -54,7 +55,7 @@ def test_samples_carry_generations_and_stale_updates_are_dropped(priorities: Any
 
 
 @pytest.mark.parametrize("how", ["update_priority", "update_tensordict_priority"])
-def test_learners_give_priorities_back_with_the_sample(how: str, priorities: Any, filled: Any):
+def test_learners_give_priorities_back_with_the_sample(how: str, filled: Any):
     buffer = filled(priority_key=("next", "p"))
     batch = buffer.sample(3)
     batch["next", "p"] = torch.tensor([[[2.0, 3.0]], [[2.0, 3.0]], [[2.0, 3.0]]])
@@ -65,7 +66,7 @@ def test_learners_give_priorities_back_with_the_sample(how: str, priorities: Any
 
 
 @pytest.mark.pitfall("PR15")
-def test_a_missing_priority_key_is_an_error(unchanged: Any, filled: Any):
+def test_a_missing_priority_key_is_an_error(filled: Any):
     """PR15, E11: it reset the rows to the default priority."""
     buffer = filled()
     batch = buffer.sample(3)
@@ -77,9 +78,7 @@ def test_a_missing_priority_key_is_an_error(unchanged: Any, filled: Any):
 
 @pytest.mark.pitfall("PR2")
 @pytest.mark.parametrize("wrong", [float("nan"), -0.5, float("inf")])
-def test_a_bad_priority_in_a_sample_is_refused(
-    wrong: float, unchanged: Any, priorities: Any, filled: Any
-):
+def test_a_bad_priority_in_a_sample_is_refused(wrong: float, filled: Any):
     """PR2: nothing has changed."""
     buffer = filled()
     batch = buffer.sample(3).set("td_error", torch.tensor([1.0, 1.0, wrong]))
@@ -88,14 +87,12 @@ def test_a_bad_priority_in_a_sample_is_refused(
 
 
 @pytest.mark.parametrize("stack_dim", [None, 0, 1])
-def test_samples_of_trajectories_give_one_priority_each(
-    stack_dim: int | None, prioritised_sampler: Any, priorities: Any
-):
+def test_samples_of_trajectories_give_one_priority_each(stack_dim: int | None):
     """What is known of a trajectory is repeated over its steps; its priority is reduced."""
     storage = (
         LazyTensorStorage(5) if stack_dim is None else LazyStackStorage(5, stack_dim=stack_dim)
     )
-    buffer = ReplayBuffer(storage=storage, sampler=prioritised_sampler())
+    buffer = ReplayBuffer(storage=storage, sampler=PrioritisedSampler())
     buffer.extend(TensorDict({"x": torch.arange(12).view(4, 3)}, [4, 3]))
     batch, info = buffer.sample(20, return_info=True)
     batch["td_error"] = batch["x"] + 1.0
@@ -106,7 +103,7 @@ def test_samples_of_trajectories_give_one_priority_each(
     }
 
 
-def test_a_single_row_can_be_given_back(priorities: Any, filled: Any):
+def test_a_single_row_can_be_given_back(filled: Any):
     buffer = filled()
     batch = buffer.sample(3).set("td_error", torch.tensor([4.0, 5.0, 6.0]))
     buffer.update_tensordict_priority(batch[2])
@@ -115,11 +112,9 @@ def test_a_single_row_can_be_given_back(priorities: Any, filled: Any):
 
 @pytest.mark.parametrize("lanes", [(2,), (2, 3)])
 @pytest.mark.parametrize("shape", ["written", "flat", "column"])
-def test_priorities_may_have_the_layout_of_the_written_data(
-    lanes: Any, shape: str, prioritised_sampler: Any, priorities: Any
-):
+def test_priorities_may_have_the_layout_of_the_written_data(lanes: Any, shape: str):
     ndim = len(lanes) + 1
-    buffer = ReplayBuffer(storage=LazyTensorStorage(100, ndim=ndim), sampler=prioritised_sampler())
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100, ndim=ndim), sampler=PrioritisedSampler())
     content = torch.arange(torch.Size([*lanes, 4]).numel()).view(*lanes, 4)
     index = buffer.extend(TensorDict({"x": content}, content.shape))
     time_major = content.transpose(0, ndim - 1).reshape(-1).double()
@@ -135,7 +130,7 @@ def test_priorities_may_have_the_layout_of_the_written_data(
         assert buffer.storage[torch.tensor([list(cell)])]["x"].item() == value
 
 
-def test_a_single_slot_can_be_given_a_priority(priorities: Any, filled: Any):
+def test_a_single_slot_can_be_given_a_priority(filled: Any):
     buffer = filled()
     buffer.update_priority(3, 8.0)
     buffer.update_priority(torch.tensor([4]), torch.tensor([[9.0]]))
@@ -144,7 +139,7 @@ def test_a_single_slot_can_be_given_a_priority(priorities: Any, filled: Any):
 
 
 @pytest.mark.pitfall("PR11")
-def test_without_priorities_updates_warn_or_do_nothing(buffer_of: Any, unchanged: Any):
+def test_without_priorities_updates_warn_or_do_nothing():
     """PR11: a learner that always gives priorities back needs no special case."""
     buffer = buffer_of(filled=5)
     with pytest.warns(UserWarning, match="RandomSampler has no priorities"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from replaykit import ReplayBuffer, RoundRobinWriter
+from tests.buffer.building import buffer_of, rows
 
 
 def _exercise(buffer: ReplayBuffer, rows: Any) -> None:
@@ -30,9 +31,7 @@ def _exercise(buffer: ReplayBuffer, rows: Any) -> None:
 @pytest.mark.pitfall("RD14")
 @pytest.mark.parametrize("sampler", ["random", "without", "ordered", "prioritized", "stratified"])
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_no_global_generator_is_read_or_advanced(
-    sampler: str, prefetch: int | None, buffer_of: Any, rows: Any
-):
+def test_no_global_generator_is_read_or_advanced(sampler: str, prefetch: int | None):
     """G5, PR5, RD14: with a generator, NumPy's, Python's and torch's own stay where they were."""
     buffer = buffer_of(
         sampler=sampler,
@@ -51,7 +50,7 @@ def test_no_global_generator_is_read_or_advanced(
 @pytest.mark.pitfall("RD14")
 @pytest.mark.parametrize("sampler", ["random", "without", "prioritized", "stratified"])
 @pytest.mark.parametrize("prefetch", [None, 3])
-def test_a_generator_fixes_every_draw(sampler: str, prefetch: int | None, buffer_of: Any):
+def test_a_generator_fixes_every_draw(sampler: str, prefetch: int | None):
     """RD14: the same seed and calls give the same rows, whatever the global generator does."""
     drawn = []
     for seed in (1, 1, 2):
@@ -64,7 +63,7 @@ def test_a_generator_fixes_every_draw(sampler: str, prefetch: int | None, buffer
 
 
 @pytest.mark.pitfall("PR5")
-def test_draws_without_a_generator_follow_the_seed_of_torch(buffer_of: Any):
+def test_draws_without_a_generator_follow_the_seed_of_torch():
     """PR5: ``torch.manual_seed`` reproduces, ``numpy.random.seed`` does not matter."""
     drawn = []
     for seed in (5, 5, 6):
@@ -75,7 +74,7 @@ def test_draws_without_a_generator_follow_the_seed_of_torch(buffer_of: Any):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_set_rng_gives_the_sampler_another_generator(buffer_of: Any):
+def test_set_rng_gives_the_sampler_another_generator():
     buffer = buffer_of(max_size=50, filled=50, seed=1)
     expected = [buffer.sample(8)["index"].tolist() for _ in range(3)]
     buffer.set_rng(torch.Generator().manual_seed(1))

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ListStorage, ReplayBuffer, StepCount
+from tests.buffer.building import buffer_of, rows
 
 
 def test_transforms_run_in_order_after_collation_and_before_the_info():
@@ -39,7 +40,7 @@ def test_transforms_run_in_order_after_collation_and_before_the_info():
     assert not batch.is_locked
 
 
-def test_transforms_run_without_the_lock(buffer_of: Any, rows: Any):
+def test_transforms_run_without_the_lock():
     """Threads write while a transform works."""
     done = threading.Event()
 
@@ -58,7 +59,7 @@ def test_transforms_run_without_the_lock(buffer_of: Any, rows: Any):
 @pytest.mark.parametrize(
     "change", [lambda td: td[:2], lambda td: torch.cat([td, td]), lambda td: td.sum(dim=0)]
 )
-def test_a_transform_that_changes_the_number_of_rows_needs_return_info(change: Any, buffer_of: Any):
+def test_a_transform_that_changes_the_number_of_rows_needs_return_info(change: Any):
     buffer = buffer_of(filled=4, batch_size=3, transform=change)
     for call in (buffer.sample, buffer.next, lambda: next(iter(buffer))):
         with pytest.raises(RuntimeError, match="return_info"):
@@ -69,7 +70,7 @@ def test_a_transform_that_changes_the_number_of_rows_needs_return_info(change: A
     assert info["index"].shape == (3,)
 
 
-def test_transform_may_return_a_tensor_instead_of_the_batch(buffer_of: Any):
+def test_transform_may_return_a_tensor_instead_of_the_batch():
     buffer = buffer_of(filled=4, transform=lambda td: td["id"])
     data, info = buffer.sample(3, return_info=True)
     assert torch.equal(data, info["index"])

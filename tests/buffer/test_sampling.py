@@ -18,6 +18,7 @@ from replaykit import (
     SamplerWithoutReplacement,
     TensorStorage,
 )
+from tests.buffer.building import buffer_of, check_whole, rows, same
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
@@ -36,9 +37,7 @@ class Point(TensorClass):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampler", ["random", "without", "ordered", "prioritized"])
 @pytest.mark.parametrize("track", [False, True])
-def test_a_batch_has_its_rows_their_index_and_no_more(
-    kind: str, sampler: str, track: bool, buffer_of: Any, rows: Any, check_whole: Any
-):
+def test_a_batch_has_its_rows_their_index_and_no_more(kind: str, sampler: str, track: bool):
     """BD9, RD4, D1: ``index`` is ``[B]`` in data and info, and says where each row lies."""
     writer = RoundRobinWriter(track_generations=track)
     buffer = buffer_of(kind, 8, sampler=sampler, writer=writer)
@@ -63,7 +62,7 @@ def test_a_batch_has_its_rows_their_index_and_no_more(
 
 @pytest.mark.pitfall("BD9")
 @pytest.mark.parametrize("sampler", ["random", "without", "ordered", "prioritized"])
-def test_an_index_has_a_coordinate_per_dimension_of_the_storage(sampler: str, buffer_of: Any):
+def test_an_index_has_a_coordinate_per_dimension_of_the_storage(sampler: str):
     """BD9: ``[B, ndim]``, never a tuple."""
     buffer = buffer_of("tensor", 24, ndim=3, sampler=sampler)
     data = torch.arange(24).view(2, 3, 4)
@@ -77,7 +76,7 @@ def test_an_index_has_a_coordinate_per_dimension_of_the_storage(sampler: str, bu
 
 @pytest.mark.pitfall("BD6")
 @pytest.mark.parametrize("kind", KINDS)
-def test_flags_come_back_with_a_trailing_dimension(kind: str, buffer_of: Any, rows: Any):
+def test_flags_come_back_with_a_trailing_dimension(kind: str):
     """BD6, D5: ``[N]`` and ``[N, 1]`` are mixed across writes, at the root and under ``next``."""
     buffer = buffer_of(kind)
     for shape in ((2, 1), (2,), (2, 1)):
@@ -112,7 +111,7 @@ def test_content_without_tensordict_is_sampled_without_info():
 
 
 @pytest.mark.pitfall("IF7")
-def test_info_can_be_left_out_of_the_data(buffer_of: Any):
+def test_info_can_be_left_out_of_the_data():
     """IF7: ``include_info=False`` is deprecated; ``True`` is the default."""
     buffer = buffer_of(filled=4)
     with pytest.warns(DeprecationWarning, match="include_info"):
@@ -126,7 +125,7 @@ def test_info_can_be_left_out_of_the_data(buffer_of: Any):
 
 @pytest.mark.pitfall("RD1")
 @pytest.mark.parametrize("constructor", [None, 3])
-def test_the_batch_size_of_the_call_wins(constructor: int | None, buffer_of: Any):
+def test_the_batch_size_of_the_call_wins(constructor: int | None):
     """E23: without a warning."""
     buffer = buffer_of(filled=10, batch_size=constructor)
     with warnings.catch_warnings():
@@ -143,7 +142,7 @@ def test_the_batch_size_of_the_call_wins(constructor: int | None, buffer_of: Any
             buffer.sample(bad)
 
 
-def test_rows_that_are_trajectories_repeat_their_index(buffer_of: Any):
+def test_rows_that_are_trajectories_repeat_their_index():
     data = TensorDict({"x": torch.arange(24).view(4, 3, 2)}, [4, 3, 2])
     for kind in ("list", "tensor"):
         buffer = buffer_of(kind, writer=RoundRobinWriter(track_generations=True))
@@ -208,7 +207,7 @@ def _scribble(data: Any) -> None:
 )
 @pytest.mark.parametrize("prefetch", [None, 2])
 def test_editing_a_batch_never_changes_the_buffer(
-    kind: str, collate: str | None, prefetch: int | None, buffer_of: Any, same: Any
+    kind: str, collate: str | None, prefetch: int | None
 ):
     """G3: whatever the storage, and where a ``collate_fn`` hands the rows out as they are."""
     collate_fn = {None: None, "list": lambda rows: list(rows), "stack": torch.stack}[collate]
@@ -238,7 +237,7 @@ def test_tensors_inside_other_objects_are_copied_for_a_collate_function():
     assert (row["b"][0].item(), row["b"][1]) == (0.0, (torch.zeros(1), "text"))
 
 
-def test_two_batches_share_no_memory(buffer_of: Any):
+def test_two_batches_share_no_memory():
     buffer = buffer_of("tensor", filled=6, sampler="ordered", batch_size=6)
     first, second = buffer.sample(), buffer.sample()
     first["observation"].fill_(113)
@@ -251,7 +250,7 @@ def test_two_batches_share_no_memory(buffer_of: Any):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_uniform_draws_reach_every_row_equally_often(kind: str, buffer_of: Any, rows: Any):
+def test_uniform_draws_reach_every_row_equally_often(kind: str):
     """Chi-square at fixed seeds, over a ring that has wrapped."""
     buffer = buffer_of(kind, 10, seed=7)
     buffer.extend(rows(13))
@@ -260,7 +259,7 @@ def test_uniform_draws_reach_every_row_equally_often(kind: str, buffer_of: Any, 
     assert 1 < statistic < 27.9  # 9 degrees of freedom: 99.9 % below, and not exactly even
 
 
-def test_pin_memory_pins_batches_only_with_an_accelerator(buffer_of: Any):
+def test_pin_memory_pins_batches_only_with_an_accelerator():
     buffer = buffer_of(filled=4, pin_memory=True)
     assert buffer.sample(3)["observation"].is_pinned() is torch.cuda.is_available()
 
@@ -268,7 +267,7 @@ def test_pin_memory_pins_batches_only_with_an_accelerator(buffer_of: Any):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", ["tensor", "list", "tensorclass", "pytree"])
-def test_a_batch_is_pinned_where_there_is_an_accelerator(kind: str, rows: Any):
+def test_a_batch_is_pinned_where_there_is_an_accelerator(kind: str):
     content = {
         "tensor": rows(4),
         "list": rows(4),
@@ -288,7 +287,7 @@ def test_a_batch_is_pinned_where_there_is_an_accelerator(kind: str, rows: Any):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("sampler", ["random", "without"])
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_a_batch_lives_on_the_device_of_the_storage(sampler: str, prefetch: Any, rows: Any):
+def test_a_batch_lives_on_the_device_of_the_storage(sampler: str, prefetch: Any):
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(20, device="cuda"),
         sampler=SamplerWithoutReplacement() if sampler == "without" else None,

@@ -26,6 +26,7 @@ from replaykit import (
 from replaykit.checkpoint import FORMAT_VERSION
 from replaykit.errors import CheckpointError
 from replaykit.storages.content import from_plain
+from tests.buffer.building import buffer_of, check_whole, rows, same, unchanged
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
@@ -42,9 +43,6 @@ def test_loaded_buffer_gives_the_same_next_batches(
     sampler: str,
     prefetch: int | None,
     loads_prefetch: int | None,
-    buffer_of: Any,
-    same: Any,
-    rows: Any,
     tmp_path: Path,
 ):
     """CK15, C10: with a generator, mid-epoch, with and without prefetch on either side."""
@@ -82,7 +80,7 @@ def test_loaded_buffer_gives_the_same_next_batches(
 @pytest.mark.parametrize("other_size", [False, True])
 @pytest.mark.parametrize("other_capacity", [False, True])
 def test_no_row_of_a_pass_is_lost_or_repeated_by_a_restart(
-    prefetch: int | None, other_size: bool, other_capacity: bool, buffer_of: Any, tmp_path: Path
+    prefetch: int | None, other_size: bool, other_capacity: bool, tmp_path: Path
 ):
     """RD3: saved at every batch of a pass; also where batches have another size afterwards."""
     for stop in range(4):
@@ -104,7 +102,7 @@ def test_no_row_of_a_pass_is_lost_or_repeated_by_a_restart(
 
 
 @pytest.mark.pitfall("RD3")
-def test_undelivered_draws_return_to_the_sampler_as_anchors(buffer_of: Any, tmp_path: Path):
+def test_undelivered_draws_return_to_the_sampler_as_anchors(tmp_path: Path):
     """Where a sample unit expands them, batches of another size are drawn from the anchors."""
 
     class Pairs(replaykit.SampleUnit):
@@ -121,7 +119,7 @@ def test_undelivered_draws_return_to_the_sampler_as_anchors(buffer_of: Any, tmp_
         assert loaded.sample()["id"].tolist() == expected
 
 
-def test_load_creates_a_missing_generator(buffer_of: Any, tmp_path: Path):
+def test_load_creates_a_missing_generator(tmp_path: Path):
     buffer = buffer_of(filled=9, seed=5)
     buffer.dumps(tmp_path / "seeded")
     loaded = buffer_of()
@@ -139,7 +137,7 @@ def test_load_creates_a_missing_generator(buffer_of: Any, tmp_path: Path):
 
 
 @pytest.mark.pitfall("IF1")
-def test_buffers_of_equal_components_load_each_other(rows: Any, tmp_path: Path):
+def test_buffers_of_equal_components_load_each_other(tmp_path: Path):
     """8.1: the name of the class does not matter, nor which of the ring writers it has."""
     named = TensorDictReplayBuffer(
         storage=LazyTensorStorage(5), writer=TensorDictRoundRobinWriter(), batch_size=2
@@ -157,9 +155,7 @@ def test_buffers_of_equal_components_load_each_other(rows: Any, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["list", "lazy_stack", "tensor", "memmap", "lanes"])
-def test_hooks_map_copies_in_the_order_they_came(
-    kind: str, buffer_of: Any, rows: Any, same: Any, tmp_path: Path
-):
+def test_hooks_map_copies_in_the_order_they_came(kind: str, tmp_path: Path):
     seen: list[Any] = []
 
     def make() -> ReplayBuffer:
@@ -218,9 +214,7 @@ def test_hooks_map_copies_in_the_order_they_came(
         buffer.register_save_hook("hook")
 
 
-def test_a_hook_that_drops_rows_needs_the_hook_that_undoes_it(
-    buffer_of: Any, unchanged: Any, tmp_path: Path
-):
+def test_a_hook_that_drops_rows_needs_the_hook_that_undoes_it(tmp_path: Path):
     buffer = buffer_of(filled=6)
     buffer.register_save_hook(lambda data: data[::2])
     buffer.dumps(tmp_path)
@@ -237,9 +231,7 @@ def test_a_hook_that_drops_rows_needs_the_hook_that_undoes_it(
 @pytest.mark.pitfall("CK6")
 @pytest.mark.pitfall("CK16")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loaded_buffer_does_not_use_the_checkpoint(
-    kind: str, buffer_of: Any, rows: Any, check_whole: Any, tmp_path: Path
-):
+def test_a_loaded_buffer_does_not_use_the_checkpoint(kind: str, tmp_path: Path):
     """CK6, CK16, C11: deleting it, replacing it and writing on change nothing on either side."""
     path = tmp_path / "saved"
     buffer = buffer_of(kind, filled=10)
@@ -264,9 +256,7 @@ def test_a_loaded_buffer_does_not_use_the_checkpoint(
 
 @pytest.mark.pitfall("CK14")
 @pytest.mark.parametrize("where", [".", "below", ".."])
-def test_training_does_not_change_a_checkpoint_near_scratch_files(
-    where: str, rows: Any, buffer_of: Any, check_whole: Any, tmp_path: Path
-):
+def test_training_does_not_change_a_checkpoint_near_scratch_files(where: str, tmp_path: Path):
     """CK14: training goes on in the scratch files, wherever the checkpoint lies."""
     scratch = tmp_path / "parent" / "scratch"
     buffer = ReplayBuffer(storage=LazyMemmapStorage(6, scratch_dir=scratch))
@@ -281,9 +271,7 @@ def test_training_does_not_change_a_checkpoint_near_scratch_files(
 
 @pytest.mark.pitfall("CK8")
 @pytest.mark.parametrize("kind", ["list", "tensor", "memmap"])
-def test_the_size_on_disk_does_not_depend_on_the_capacity(
-    kind: str, buffer_of: Any, rows: Any, tmp_path: Path
-):
+def test_the_size_on_disk_does_not_depend_on_the_capacity(kind: str, tmp_path: Path):
     """CK8, C2: ten rows take kilobytes, of a million slots too."""
     sizes = []
     for capacity in (10, 10**6):
@@ -295,7 +283,7 @@ def test_the_size_on_disk_does_not_depend_on_the_capacity(
 
 
 @pytest.mark.pitfall("CK10")
-def test_manifest_describes_the_saved_buffer(buffer_of: Any, rows: Any, tmp_path: Path):
+def test_manifest_describes_the_saved_buffer(tmp_path: Path):
     """CK10, C4: format, version, components, schema, counters, files with size and checksum."""
     buffer = buffer_of("tensor", 8, sampler="without", batch_size=3, seed=0)
     buffer.extend(rows(11))
@@ -347,7 +335,7 @@ def test_the_documented_example_runs(tmp_path: Path):
     assert torch.equal(rb["obs"], rb_load["obs"])
 
 
-def test_a_wrapped_tensor_takes_rows_of_its_size(buffer_of: Any, rows: Any, tmp_path: Path):
+def test_a_wrapped_tensor_takes_rows_of_its_size(tmp_path: Path):
     buffer_of("list", 6, filled=4).dumps(tmp_path / "four")
     data = rows(6, 50)
     wrapped = ReplayBuffer(storage=TensorStorage(data))
@@ -356,7 +344,7 @@ def test_a_wrapped_tensor_takes_rows_of_its_size(buffer_of: Any, rows: Any, tmp_
     assert data["id"].tolist() == [0, 1, 2, 3, 54, 55]
 
 
-def test_load_without_a_checkpoint_changes_nothing(buffer_of: Any, unchanged: Any, tmp_path: Path):
+def test_load_without_a_checkpoint_changes_nothing(tmp_path: Path):
     buffer = buffer_of(filled=3)
     unchanged(buffer, FileNotFoundError, lambda: buffer.loads(tmp_path / "none"), "none")
     unchanged(buffer, FileNotFoundError, lambda: buffer.loads(tmp_path), "no checkpoint")
@@ -370,7 +358,7 @@ def test_load_without_a_checkpoint_changes_nothing(buffer_of: Any, unchanged: An
 
 
 @pytest.mark.parametrize("kind", ["list", "lazy_stack"])
-def test_rows_with_text_are_saved(kind: str, buffer_of: Any, tmp_path: Path):
+def test_rows_with_text_are_saved(kind: str, tmp_path: Path):
     """What a list storage holds and JSON can say, it saves: an instruction beside the pixels."""
     buffer = buffer_of(kind)
     batch = TensorDict(

@@ -20,6 +20,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
 )
+from tests.buffer.building import buffer_of, check_whole, rows
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
@@ -121,9 +122,7 @@ def go_on(buffer: ReplayBuffer, model: Slots, rows: Any, check_whole: Any) -> No
 @pytest.mark.pitfall("CK9")
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("source", KINDS)
-def test_every_storage_gives_its_rows_to_every_other(
-    source: str, state: str, buffer_of: Any, rows: Any, check_whole: Any, tmp_path: Path
-):
+def test_every_storage_gives_its_rows_to_every_other(source: str, state: str, tmp_path: Path):
     """CK11, CK9, C7, C8: same capacity, same places, handles and cursor; parents are made."""
     buffer = buffer_of(source, writer=RoundRobinWriter(track_generations=True))
     model = bring_to(state, buffer, rows)
@@ -158,9 +157,6 @@ def test_every_combination_can_be_saved_and_loaded(
     sampler: str,
     writer: str,
     state: str,
-    buffer_of: Any,
-    rows: Any,
-    check_whole: Any,
     tmp_path: Path,
 ):
     """CK11: empty and filled, for every storage, sampler and writer."""
@@ -217,9 +213,6 @@ def test_rows_go_into_any_capacity_in_write_order(
     source: str,
     target: str,
     used: bool,
-    buffer_of: Any,
-    rows: Any,
-    check_whole: Any,
     tmp_path_factory: Any,
 ):
     """CK9, C7: rows, cursor, generations and the rest of the pass, against a plain model."""
@@ -270,7 +263,7 @@ def test_rows_go_into_any_capacity_in_write_order(
         go_on(loaded, moved, rows, check_whole)
 
 
-def test_smaller_buffer_keeps_the_newest_rows_and_warns(buffer_of: Any, rows: Any, tmp_path: Path):
+def test_smaller_buffer_keeps_the_newest_rows_and_warns(tmp_path: Path):
     buffer = buffer_of("tensor", 10, filled=10)
     buffer.extend(rows(3, 10))
     buffer.dumps(tmp_path)

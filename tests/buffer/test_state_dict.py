@@ -17,6 +17,7 @@ from replaykit import (
     RoundRobinWriter,
     TensorDictMaxValueWriter,
 )
+from tests.buffer.building import buffer_of, check_whole, rows, same, unchanged
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 ENTRIES = {
@@ -97,7 +98,7 @@ def used(buffer_of: Any, rows: Any, kind: str, **options: Any) -> ReplayBuffer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_has_the_documented_entries(kind: str, buffer_of: Any, rows: Any):
+def test_a_state_has_the_documented_entries(kind: str):
     state = used(buffer_of, rows, kind).state_dict()
     assert set(state) == ENTRIES
     assert (state["_batch_size"], state["_consume_after_n_samples"]) == (2, None)
@@ -108,9 +109,7 @@ def test_a_state_has_the_documented_entries(kind: str, buffer_of: Any, rows: Any
 @pytest.mark.pitfall("CK5")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_later_changes_do_not_reach_a_state_nor_the_other_way(
-    kind: str, prefetch: int | None, buffer_of: Any, rows: Any, same: Any
-):
+def test_later_changes_do_not_reach_a_state_nor_the_other_way(kind: str, prefetch: int | None):
     """CK5, D9: states that alias live memory change under the user's hands."""
     buffer = used(buffer_of, rows, kind, prefetch=prefetch)
     state = buffer.state_dict()
@@ -141,9 +140,7 @@ def test_later_changes_do_not_reach_a_state_nor_the_other_way(
 
 @pytest.mark.parametrize("source", KINDS)
 @pytest.mark.parametrize("target", KINDS)
-def test_loaded_state_continues_like_the_original(
-    source: str, target: str, buffer_of: Any, rows: Any, check_whole: Any
-):
+def test_loaded_state_continues_like_the_original(source: str, target: str):
     buffer = used(buffer_of, rows, source)
     state = buffer.state_dict()
     other = fresh(buffer_of, target)
@@ -159,9 +156,7 @@ def test_loaded_state_continues_like_the_original(
 
 @pytest.mark.parametrize("state", ["uninitialised", "emptied"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_without_rows_can_be_taken_and_loaded(
-    kind: str, state: str, buffer_of: Any, rows: Any
-):
+def test_states_without_rows_can_be_taken_and_loaded(kind: str, state: str):
     buffer = buffer_of(kind, 8, filled=3 if state == "emptied" else 0)
     if state == "emptied":
         buffer.empty()
@@ -174,7 +169,7 @@ def test_states_without_rows_can_be_taken_and_loaded(
 @pytest.mark.pitfall("CK9")
 @pytest.mark.parametrize("capacity", [3, 8, 12])
 @pytest.mark.filterwarnings("ignore:.*left out")
-def test_a_state_goes_into_another_capacity(capacity: int, buffer_of: Any, rows: Any):
+def test_a_state_goes_into_another_capacity(capacity: int):
     """CK9, C7: as from a checkpoint."""
     buffer = used(buffer_of, rows, "tensor")
     other = fresh(buffer_of, "tensor", capacity)
@@ -182,14 +177,14 @@ def test_a_state_goes_into_another_capacity(capacity: int, buffer_of: Any, rows:
     assert other["id"].tolist() == (PHYSICAL if capacity == 8 else OLDEST_FIRST[-capacity:])
 
 
-def test_smaller_capacity_warns_once(buffer_of: Any, rows: Any):
+def test_smaller_capacity_warns_once():
     buffer = buffer_of("tensor", 8, filled=8)
     with pytest.warns(UserWarning, match="5 rows") as caught:
         buffer_of("tensor", 3).load_state_dict(buffer.state_dict())
     assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_a_state_survives_torch_save(buffer_of: Any, rows: Any):
+def test_a_state_survives_torch_save():
     buffer = used(buffer_of, rows, "tensor")
     file = io.BytesIO()
     torch.save(buffer.state_dict(), file)
@@ -247,9 +242,7 @@ BAD = [
 
 @pytest.mark.pitfall("CK2")
 @pytest.mark.parametrize("apply", BAD, ids=lambda apply: apply.__name__)
-def test_a_state_that_does_not_fit_changes_nothing(
-    apply: Any, buffer_of: Any, rows: Any, unchanged: Any
-):
+def test_a_state_that_does_not_fit_changes_nothing(apply: Any):
     """CK2, G1: everything is checked first."""
     state = used(buffer_of, rows, "tensor").state_dict()
     apply(state)
@@ -258,7 +251,7 @@ def test_a_state_that_does_not_fit_changes_nothing(
 
 
 @pytest.mark.parametrize("entry", sorted(ENTRIES - {"_batch_size", "_consume_after_n_samples"}))
-def test_a_missing_entry_is_named(entry: str, buffer_of: Any, rows: Any, unchanged: Any):
+def test_a_missing_entry_is_named(entry: str):
     state = used(buffer_of, rows, "tensor").state_dict()
     del state[entry]
     buffer = used(buffer_of, rows, "tensor")

@@ -26,6 +26,7 @@ from replaykit import (
     Storage,
     TensorDictMaxValueWriter,
 )
+from tests.buffer.building import buffer_of, rows, unchanged
 
 
 class Scale:
@@ -119,8 +120,6 @@ def test_a_part_that_refuses_its_state_leaves_everything_as_it_was(
     part: str,
     initialised: bool,
     how: str,
-    rows: Any,
-    unchanged: Any,
     tmp_path: Path,
     monkeypatch: Any,
 ):
@@ -163,9 +162,7 @@ def test_a_part_that_refuses_its_state_leaves_everything_as_it_was(
 
 
 @pytest.mark.pitfall("CK10")
-def test_other_components_or_rows_are_refused_before_anything_changes(
-    buffer_of: Any, rows: Any, unchanged: Any, tmp_path: Path
-):
+def test_other_components_or_rows_are_refused_before_anything_changes(tmp_path: Path):
     """CK10, C6: another kind of writer, other keys, shapes or dtypes."""
     buffer_of("tensor", filled=6, sampler="without").dumps(tmp_path)
     good = {"sampler": "without", "filled": 3, "seed": 0}

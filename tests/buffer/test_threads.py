@@ -23,6 +23,7 @@ from replaykit import (
     TensorDictRoundRobinWriter,
 )
 from tests import effort
+from tests.buffer.building import in_threads
 
 STORAGES = {
     "list": ListStorage,
@@ -59,9 +60,7 @@ def mixed(data: TensorDict) -> list[int]:
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("prefetch", [None, 3])
 @pytest.mark.parametrize("way", ["extend", "add", "edit"])
-def test_a_row_is_never_seen_half_written(
-    kind: str, prefetch: int | None, way: str, in_threads: Any
-):
+def test_a_row_is_never_seen_half_written(kind: str, prefetch: int | None, way: str):
     """TH2: torn reads, by ``sample``, ``rb[...]`` through a transform, and iteration."""
     buffer = ReplayBuffer(
         storage=STORAGES[kind](16),
@@ -96,7 +95,7 @@ def test_a_row_is_never_seen_half_written(
 
 
 @pytest.mark.pitfall("TH2")
-def test_reads_of_rows_see_whole_batches(in_threads: Any):
+def test_reads_of_rows_see_whole_batches():
     """An ``extend`` is there as a whole or not at all: here every batch fills the buffer."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     buffer.extend(numbered(8, 0))
@@ -122,7 +121,7 @@ def test_reads_of_rows_see_whole_batches(in_threads: Any):
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("prefetch", [None, 2])
 def test_any_mix_of_calls_from_eight_threads_leaves_a_whole_buffer(
-    kind: str, prefetch: int | None, in_threads: Any, tmp_path: Any
+    kind: str, prefetch: int | None, tmp_path: Any
 ):
     """TH3: also setters, ``empty`` and saving; errors are the documented ones only."""
     _random_mix(kind, prefetch, effort.seconds(1.5), in_threads, tmp_path)
@@ -133,9 +132,7 @@ def test_any_mix_of_calls_from_eight_threads_leaves_a_whole_buffer(
 @pytest.mark.pitfall("TH3")
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_any_mix_of_calls_for_half_a_minute(
-    kind: str, prefetch: int | None, in_threads: Any, tmp_path: Any
-):
+def test_any_mix_of_calls_for_half_a_minute(kind: str, prefetch: int | None, tmp_path: Any):
     """TH3: the same for 30 s."""
     _random_mix(kind, prefetch, 30.0, in_threads, tmp_path)
 
@@ -262,7 +259,7 @@ def _random_mix(
 
 
 @pytest.mark.pitfall("TH3")
-def test_writers_lose_no_row(in_threads: Any):
+def test_writers_lose_no_row():
     """Eight threads write distinct ids into a buffer that has room for all of them."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(4000))
 
@@ -282,7 +279,7 @@ def test_writers_lose_no_row(in_threads: Any):
 
 @pytest.mark.pitfall("TH3")
 @pytest.mark.parametrize("kind", STORAGES)
-def test_threads_share_one_pass(kind: str, in_threads: Any):
+def test_threads_share_one_pass(kind: str):
     buffer = ReplayBuffer(
         storage=STORAGES[kind](60), sampler=SamplerWithoutReplacement(), batch_size=4
     )
@@ -298,7 +295,7 @@ def test_threads_share_one_pass(kind: str, in_threads: Any):
 
 
 @pytest.mark.pitfall("TH3")
-def test_next_can_be_called_from_many_threads(in_threads: Any):
+def test_next_can_be_called_from_many_threads():
     """TH3: one generator shared by threads raises "generator already executing"."""
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(60),
@@ -316,7 +313,7 @@ def test_next_can_be_called_from_many_threads(in_threads: Any):
 
 
 @pytest.mark.pitfall("TH3")
-def test_the_first_write_of_two_threads_fixes_one_schema(in_threads: Any):
+def test_the_first_write_of_two_threads_fixes_one_schema():
     for _ in range(30):
         buffer = ReplayBuffer(storage=LazyTensorStorage(10))
         refused: list[str] = []
@@ -336,7 +333,7 @@ def test_the_first_write_of_two_threads_fixes_one_schema(in_threads: Any):
 
 
 @pytest.mark.pitfall("TH2")
-def test_reads_during_set_storage_use_one_storage(in_threads: Any):
+def test_reads_during_set_storage_use_one_storage():
     """Rows read from a list are stacked as a list's, whatever storage has come meanwhile."""
     listed, tensors = ListStorage(8), LazyTensorStorage(8)
     buffer = ReplayBuffer(storage=listed)

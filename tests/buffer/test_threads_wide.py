@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from tests import effort
+from tests.buffer.building import in_threads
 
 STORAGES = {"tensor": LazyTensorStorage, "memmap": LazyMemmapStorage}
 SLOTS = 37
@@ -20,9 +20,7 @@ SLOTS = 37
 @pytest.mark.pitfall("TH2")
 @pytest.mark.parametrize("kind", ["tensor", "memmap"])
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_concurrent_reads_never_mix_leaves_of_two_rows(
-    kind: str, contiguous: bool, in_threads: Any
-):
+def test_concurrent_reads_never_mix_leaves_of_two_rows(kind: str, contiguous: bool):
     """Two threads write round the end of the ring, three read, with threads of the core's own.
 
     Small leaves go with their record and wide ones alone, from the caller's memory, and without

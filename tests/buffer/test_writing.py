@@ -19,6 +19,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
     TensorStorage,
 )
+from tests.buffer.building import buffer_of, check_whole, rows, same, unchanged
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
@@ -68,9 +69,7 @@ OPERATIONS = st.lists(
 @pytest.mark.parametrize("kind", KINDS)
 @given(operations=OPERATIONS, slots=st.integers(1, 8))
 @settings(max_examples=40, deadline=None)
-def test_any_sequence_of_writes_equals_a_ring_model(
-    kind: str, operations: list[Any], slots: int, buffer_of: Any, rows: Any, check_whole: Any
-):
+def test_any_sequence_of_writes_equals_a_ring_model(kind: str, operations: list[Any], slots: int):
     """WR6: batches of k * M + r rows are as if written one by one, with their generations."""
     buffer = buffer_of(kind, slots, writer=RoundRobinWriter(track_generations=True))
     ring, number = Ring(slots), 0
@@ -95,7 +94,7 @@ def test_any_sequence_of_writes_equals_a_ring_model(
 
 @pytest.mark.pitfall("WR5")
 @pytest.mark.parametrize("kind", KINDS)
-def test_writing_no_rows_changes_nothing(kind: str, buffer_of: Any, rows: Any, same: Any):
+def test_writing_no_rows_changes_nothing(kind: str):
     """WR5, E5: an empty batch is no write, before and after the first one."""
     buffer = buffer_of(kind)
     for nothing in (rows(0), []):
@@ -118,9 +117,7 @@ def test_writing_no_rows_changes_nothing(kind: str, buffer_of: Any, rows: Any, s
 @pytest.mark.pitfall("WR4")
 @pytest.mark.parametrize("kind", ["tensor", "memmap"])
 @pytest.mark.parametrize("way", ["add", "extend", "setitem", "list"])
-def test_data_that_does_not_fit_is_refused_whole(
-    kind: str, way: str, buffer_of: Any, rows: Any, unchanged: Any
-):
+def test_data_that_does_not_fit_is_refused_whole(kind: str, way: str):
     """WR1-WR4, D2: missing and unknown keys, dtypes and shapes are named; nothing is stored."""
     buffer = buffer_of(kind, filled=7, seed=0, sampler="without")
     buffer.sample(2)
@@ -151,9 +148,7 @@ def test_data_that_does_not_fit_is_refused_whole(
 @pytest.mark.pitfall("WR16")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("locked", [False, True])
-def test_the_callers_data_is_not_touched_nor_kept(
-    kind: str, locked: bool, buffer_of: Any, rows: Any, same: Any, check_whole: Any
-):
+def test_the_callers_data_is_not_touched_nor_kept(kind: str, locked: bool):
     """WR16, G2: no key is added, removed or changed, and later edits do not reach the rows."""
     buffer = buffer_of(kind, 20, writer=RoundRobinWriter(track_generations=True))
     data = rows(5)
@@ -182,9 +177,7 @@ def test_the_callers_data_is_not_touched_nor_kept(
 
 @pytest.mark.pitfall("PR11")
 @pytest.mark.parametrize("sampler", ["random", "without"])
-def test_sampler_without_priorities_ignores_priorities_in_the_data(
-    sampler: str, buffer_of: Any, rows: Any
-):
+def test_sampler_without_priorities_ignores_priorities_in_the_data(sampler: str):
     """PR11: no warning, on 100 extends with ``td_error`` and a sampler without priorities."""
     buffer = buffer_of(max_size=50, sampler=sampler)
     with warnings.catch_warnings():
@@ -195,7 +188,7 @@ def test_sampler_without_priorities_ignores_priorities_in_the_data(
     assert buffer.write_count == 301
 
 
-def test_priority_column_is_stored_only_if_the_first_write_has_it(buffer_of: Any, rows: Any):
+def test_priority_column_is_stored_only_if_the_first_write_has_it():
     """E2: later rows may carry priorities without being refused as a new key."""
     without = buffer_of()
     without.extend(rows(2))
@@ -216,7 +209,7 @@ def test_priority_column_is_stored_only_if_the_first_write_has_it(buffer_of: Any
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reserved_keys_are_not_stored(kind: str, buffer_of: Any, rows: Any):
+def test_reserved_keys_are_not_stored(kind: str):
     """E1: a sample may be written back as it is."""
     buffer = buffer_of(kind, filled=3, writer=RoundRobinWriter(track_generations=True))
     buffer.extend(buffer.sample(2))
@@ -224,7 +217,7 @@ def test_reserved_keys_are_not_stored(kind: str, buffer_of: Any, rows: Any):
     assert len(buffer) == 5
 
 
-def test_write_at_other_slots_leaves_the_cursor(buffer_of: Any, rows: Any, check_whole: Any):
+def test_write_at_other_slots_leaves_the_cursor():
     buffer = buffer_of(filled=6, writer=RoundRobinWriter(track_generations=True))
     assert buffer.writer.write_at(torch.tensor([1, 6]), rows(2, 40)).tolist() == [1, 6]
     assert check_whole(buffer[:]) == [0, 40, 2, 3, 4, 5, 41]
@@ -238,9 +231,7 @@ def test_write_at_other_slots_leaves_the_cursor(buffer_of: Any, rows: Any, check
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_empty_forgets_rows_and_keeps_keys(
-    kind: str, prefetch: int | None, buffer_of: Any, rows: Any, check_whole: Any
-):
+def test_empty_forgets_rows_and_keeps_keys(kind: str, prefetch: int | None):
     buffer = buffer_of(
         kind,
         4,
@@ -267,7 +258,7 @@ def test_empty_forgets_rows_and_keeps_keys(
     assert buffer.stats()["prefetch_queue_size"] == 0
 
 
-def test_an_immutable_buffer_refuses_every_write(unchanged: Any, rows: Any):
+def test_an_immutable_buffer_refuses_every_write():
     buffer = ReplayBuffer(storage=TensorStorage(rows(4)), writer=ImmutableDatasetWriter())
     for write in (
         lambda: buffer.extend(rows(1)),

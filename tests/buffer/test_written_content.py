@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorClass, TensorDict
 
 from replaykit import LazyTensorStorage, ListStorage, ReplayBuffer
+from tests.buffer.building import buffer_of, same
 
 
 class Agent(TensorClass):
@@ -29,7 +30,7 @@ class Agent(TensorClass):
 @pytest.mark.parametrize("lanes", [(2,), (2, 3)])
 @pytest.mark.parametrize("dim_extend", [None, 0])
 def test_rows_with_lanes_are_stored_at_their_returned_index(
-    lanes: tuple[int, ...], dim_extend: int | None, rows: Any
+    lanes: tuple[int, ...], dim_extend: int | None
 ):
     """WR8, WR9, E18, E10: the index names time and lane of the element it was returned for."""
     ndim, cells = len(lanes) + 1, torch.Size(lanes).numel()
@@ -82,9 +83,7 @@ def test_time_may_be_another_dimension_of_rows_without_lanes():
 )
 @pytest.mark.filterwarnings("ignore:Using `add:UserWarning")  # each row is a trajectory
 @pytest.mark.parametrize("kind", ["list", "tensor", "memmap"])
-def test_extend_stores_the_same_rows_as_repeated_add(
-    kind: str, content: Any, buffer_of: Any, same: Any
-):
+def test_extend_stores_the_same_rows_as_repeated_add(kind: str, content: Any):
     """WR7: the same data through ``add`` and ``extend`` was stored differently."""
     at_once, one_by_one, listed = (buffer_of(kind) for _ in range(3))
     at_once.extend(content)
