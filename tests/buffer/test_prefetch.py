@@ -1,23 +1,90 @@
-"""Batches made ahead: the same ones, in the same order, whatever changes meanwhile."""
+"""Batches drawn ahead: the same ones in the same order, by whichever threads they are read."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import os
+import pickle
+import threading
 import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from replaykit import (
+    LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedSampler,
+    RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
+    Sampler,
     SamplerWithoutReplacement,
+    Sequence,
+    native,
 )
+from replaykit.buffer.draw import reads_now
+from replaykit.storages.row_kernels import NativeRows
 from tests.buffer.building import CountingSampler, buffer_of, eventually, rows, same, storage_of
+
+ROWS = 120
+
+
+@pytest.fixture(params=["caller", "core", "threads"])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who reads: the caller small batches, the core larger ones, or threads of Python."""
+    if request.param == "threads":
+        monkeypatch.setattr("replaykit.buffer.draw.reads_now", lambda buffer: False)
+    return request.param
+
+
+def numbered(mode: str, first: int, count: int = ROWS, shape: tuple[int, ...] = ()) -> TensorDict:
+    """Rows of which every value says which they are; those for the core are wide."""
+    number = torch.arange(first, first + count).view(count, *(1 for _ in shape))
+    number = number.expand(count, *shape)
+    wide = number[..., None].expand(*number.shape, 3000 if mode == "core" else 2)
+    done = (number % 10 == 9)[..., None]
+    columns = {"id": number.clone(), "wide": wide.float(), "next": {"done": done}}
+    return TensorDict(columns, number.shape)
+
+
+def made(
+    mode: str,
+    sampler: Callable[[], Sampler] = RandomSampler,
+    prefetch: int | None = 2,
+    *,
+    ndim: int = 1,
+    **options: Any,
+) -> ReplayBuffer:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(ROWS * ndim, ndim=ndim),
+        sampler=sampler(),
+        batch_size=64 if mode == "core" else 8,
+        prefetch=prefetch,
+        generator=torch.Generator().manual_seed(2),
+        **options,
+    )
+    rb.extend(numbered(mode, 0, shape=() if ndim == 1 else (2,)))
+    return rb
+
+
+def is_whole(batch: Any) -> bool:
+    """Return whether each row is one that was written."""
+    return bool((batch["wide"] == batch["id"][..., None]).all())
+
+
+def prefetch_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("replaykit-prefetch")}
+
 
 # -- the same batches -----------------------------------------------------------------------------
 
@@ -53,6 +120,193 @@ def test_prefetch_does_not_change_the_batches(
         same(getattr(direct, how)(), getattr(ahead, how)())
         assert ahead.sampler.ran_out is direct.sampler.ran_out
     ahead.shutdown()
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(
+    ("sampler", "options"),
+    [
+        (RandomSampler, {}),
+        (RandomSampler, {"contiguous": True}),
+        (RandomSampler, {"ndim": 2}),
+        (SamplerWithoutReplacement, {}),
+        (lambda: SamplerWithoutReplacement(drop_last=True), {}),
+        (lambda: PrioritizedSampler(ROWS, 0.7, 0.5), {}),
+    ],
+)
+def test_batches_do_not_depend_on_who_reads_them(
+    mode: str, depth: int, sampler: Callable[[], Sampler], options: dict[str, Any]
+) -> None:
+    direct, ahead = (made(mode, sampler, n, **options) for n in (None, depth))
+    before = prefetch_threads()
+    for _ in range(20):
+        batch = ahead.sample()
+        same(direct.sample(), batch)
+        assert is_whole(batch)
+        assert direct.sampler.ran_out == ahead.sampler.ran_out
+    assert (prefetch_threads() <= before) is (mode != "threads")
+    ahead.shutdown()
+
+
+def overwrite(rb: ReplayBuffer, rows: TensorDict, batch: Any) -> None:
+    rb.extend(rows)
+
+
+def assign(rb: ReplayBuffer, rows: TensorDict, batch: Any) -> None:
+    rb[torch.arange(ROWS)] = rows
+
+
+def write_through_a_view(rb: ReplayBuffer, rows: TensorDict, batch: Any) -> None:
+    view = rb[:]
+    view["id"].add_(ROWS)
+    view["wide"].add_(ROWS)
+
+
+def put(rb: ReplayBuffer, rows: TensorDict, batch: Any) -> None:
+    for key in ("id", "wide"):
+        rb.set_(key, rows[key])
+
+
+def empty(rb: ReplayBuffer, rows: TensorDict, batch: Any) -> None:
+    rb.empty()
+    rb.extend(rows)
+
+
+def learn(rb: ReplayBuffer, rows: TensorDict, batch: Any) -> None:
+    rb.update_tensordict_priority(batch.clone().set("td_error", batch["id"] * 7.0 % 11))
+    rb.extend(rows[:4])
+    rb[torch.arange(3)] = rows[4:7]
+
+
+@pytest.mark.parametrize("change", [overwrite, assign, write_through_a_view, put, empty, learn])
+@pytest.mark.parametrize("reader", ["caller", "core"])
+def test_changes_wait_until_pending_reads_end(
+    reader: str, change: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batches are those of draws that threads have made, of the rows before the change."""
+    sampler = RandomSampler
+    if change is learn:
+        sampler = lambda: PrioritizedSampler(ROWS, 0.7, 0.5)  # noqa: E731
+    runs: list[list[Any]] = []
+    for threads in (False, True):
+        with monkeypatch.context() as patch:
+            if threads:
+                patch.setattr("replaykit.buffer.draw.reads_now", lambda buffer: False)
+            rb, found = made(reader, sampler), []
+            assert threads or reads_now(rb)
+            for step in range(8):
+                found.append(rb.sample())
+                change(rb, numbered(reader, ROWS * (step + 1)), found[-1])
+                assert is_whole(found[-1])
+            rb.shutdown()
+        runs.append(found)
+    for pair in zip(*runs, strict=True):
+        same(*pair)
+
+
+def test_concurrent_writes_leave_sampled_rows_whole(mode: str) -> None:
+    rb, stop = made(mode, prefetch=3), threading.Event()
+
+    def write() -> None:
+        turn = 0
+        while not stop.is_set():
+            rb.extend(numbered(mode, ROWS * turn, 40))
+            turn += 1
+
+    writers = [threading.Thread(target=write) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    try:
+        for _ in range(60):
+            assert is_whole(rb.sample())
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join(20)
+    rb.shutdown()
+
+
+def test_copies_and_saves_while_rows_are_read(mode: str, tmp_path: Path) -> None:
+    rb, other = made(mode), made(mode)
+    rb.sample()
+    others = [pickle.loads(pickle.dumps(rb)), copy.deepcopy(rb), other]
+    rb.dumps(tmp_path / "saved")
+    other.loads(tmp_path / "saved")
+    for _ in range(4):
+        batch = rb.sample()
+        for one in others:
+            same(batch, one.sample())
+    for one in (rb, *others):
+        one.shutdown()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.parametrize("reader", ["caller", "core"])
+def test_forked_process_continues_with_the_prefetched_draws(reader: str) -> None:
+    direct, ahead = (made(reader, prefetch=n) for n in (None, 3))
+    for rb in (direct, ahead):
+        rb.sample()
+
+    def agree() -> bool:
+        for _ in range(6):
+            batch = ahead.sample()
+            if not is_whole(batch) or not bool((direct.sample()["index"] == batch["index"]).all()):
+                return False
+        ahead.extend(numbered(reader, ROWS))  # nobody reads any more, or they are read here
+        return is_whole(ahead.sample())
+
+    if not (child := os.fork()):
+        try:
+            torch.set_num_threads(1)  # the others are not here
+            os._exit(0 if agree() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert agree()
+    ahead.shutdown()
+
+
+@pytest.mark.parametrize("reader", ["caller", "core"])
+def test_batches_that_are_dropped_take_their_memory_with_them(reader: str) -> None:
+    for _ in range(5):
+        rb = made(reader, prefetch=3)
+        rb.sample()
+        queue, storage = weakref.ref(rb), weakref.ref(rb.storage)
+        del rb
+        gc.collect()
+        assert queue() is None
+        assert storage() is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"collate_fn": lambda rows: rows},
+        {"transform": lambda rows: rows},
+        {"sample_unit": Sequence(length=2)},
+    ],
+)
+def test_slow_batches_are_left_to_threads(options: dict[str, Any]) -> None:
+    rb = made("caller", RandomSampler, **options)
+    assert not reads_now(rb)
+    rb.sample()
+    rb.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["mapped", "torch"])
+def test_large_batches_are_left_to_threads(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped = kind == "mapped"
+    if not mapped:
+        monkeypatch.setattr(NativeRows, "over", classmethod(lambda cls, columns: None))
+    storage = LazyMemmapStorage(4, scratch_dir=tmp_path) if mapped else LazyTensorStorage(4)
+    rb = ReplayBuffer(storage=storage, batch_size=3, prefetch=1)
+    rb.extend(torch.zeros(4, 40_000))
+    assert not reads_now(rb)
+    assert rb.sample().shape == (3, 40_000)
+    rb.shutdown()
 
 
 @pytest.mark.pitfall("RD2")
@@ -230,3 +484,62 @@ def test_outdated_prefetched_batches_are_dropped(prefetch: int):
     assert buffer.sample()["id"].tolist() == [30, 31]
     buffer.load_state_dict(buffer.state_dict())
     assert buffer.sample()["id"].tolist() == [32]
+
+
+# -- the core's own arguments ---------------------------------------------------------------------
+
+
+def _begun(reads: Any, at: list[int], to: torch.Tensor, kept: Any = None, **other: Any) -> Any:
+    column = other.pop("column", COLUMN)
+    table = native.Table([column.data_ptr()], [8], [8], len(column))
+    index = torch.tensor(at, dtype=torch.int64)
+    addresses = [to.data_ptr()] * other.pop("sides", 1)
+    limit = other.pop("limit", len(column))
+    return reads.begin(
+        table, index.data_ptr(), len(index), limit, addresses, [8] * len(addresses), 1, kept
+    )
+
+
+COLUMN = torch.arange(10)
+
+
+class Kept:
+    """Something that can be watched."""
+
+
+def test_wait_ends_a_gather_and_releases_its_memory() -> None:
+    reads, to, kept = native.core.Reads(), torch.zeros(4, dtype=torch.int64), Kept()
+    watched = weakref.ref(kept)
+    begun = _begun(reads, [9, 0, 3, 3], to, kept)
+    del kept
+    assert watched() is not None
+    reads.wait()
+    begun.wait()
+    begun.wait()
+    assert begun.over
+    assert watched() is None
+    assert to.tolist() == [9, 0, 3, 3]
+    empty = _begun(reads, [], to)
+    assert empty.over
+    empty.wait()
+    reads.wait()
+
+
+@pytest.mark.parametrize(
+    ("at", "options", "error", "said"),
+    [
+        ([10], {}, IndexError, r"expected rows in \[0, 10\), got 10"),
+        ([-1], {}, IndexError, r"got -1"),
+        ([5], {"limit": 5}, IndexError, r"expected rows in \[0, 5\), got 5"),
+        ([5], {"limit": 11}, ValueError, "expected at most 10 rows, got 11"),
+        ([5], {"sides": 2}, ValueError, "an address and a stride for each of 1 fields"),
+    ],
+)
+def test_invalid_gathers_are_refused_before_they_begin(
+    at: list[int], options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    reads, to = native.core.Reads(), torch.full((4,), -1)
+    with pytest.raises(error, match=said):
+        _begun(reads, at, to, **options)
+    reads.wait()
+    assert to.tolist() == [-1] * 4

@@ -1,4 +1,4 @@
-"""Which draws made ahead know of a write follows from the program, not from how threads run."""
+"""Draws made ahead know of a write or a priority as the program says, not as threads run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from replaykit import (
 )
 from replaykit.buffer import prefetch as ahead
 from replaykit.samplers import Sampler
-from tests.buffer.building import same
+from tests.buffer.building import eventually, same
 
 pytestmark = pytest.mark.usefixtures("by_threads")
 
@@ -238,3 +238,53 @@ def test_writes_after_shutdown_need_no_threads() -> None:
     rb.shutdown()
     rb.extend(rows(ROWS))
     assert len(rb) == ROWS
+
+
+# -- priorities ------------------------------------------------------------------------------------
+
+
+def learned(batch: Any) -> torch.Tensor:
+    """Priorities that follow from the rows alone."""
+    return (batch["id"] * 7 % 11).float() + 0.1
+
+
+@pytest.mark.parametrize("work", ["learned rows", "learned slices"])
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_priority_update_affects_later_draws(work: str, depth: int) -> None:
+    """Bit for bit the batches of a buffer without prefetch that learns ``depth`` batches late."""
+    ahead, direct = (made(WORK[work][0](), n) for n in (depth, None))
+    late: list[Any] = []
+    for _ in range(12):
+        batch = ahead.sample()
+        ahead.update_tensordict_priority(batch.set("td_error", learned(batch)))
+        late.append(batch.exclude("td_error"))
+    ahead.shutdown()
+    waiting: list[Any] = []
+    for expected in late:
+        found = direct.sample()
+        same(expected, found)
+        waiting.append(found.set("td_error", learned(found)))
+        if len(waiting) > depth:
+            direct.update_tensordict_priority(waiting.pop(0))
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_rows_written_since_the_draw_keep_the_priorities_they_came_with(depth: int) -> None:
+    """A batch prepared before the write is the old one, and what is learned of it is dropped."""
+    rb = made(PrioritizedSampler(ROWS, 0.7, 0.5), depth)
+    rb.sample()
+    queue = rb._prefetcher
+    assert queue is not None
+    assert eventually(lambda: len(queue.pending()) == depth)
+    number = torch.arange(ROWS) + 1000
+    rb.extend(TensorDict({"id": number, "next": {"done": number[:, None] < 0}}, [ROWS]))
+    assert isinstance(rb.sampler, PrioritizedSampler)
+    dropped = rb.sampler.dropped_updates
+    for turn in range(depth):
+        old = rb.sample()
+        assert (old["id"] < ROWS).all()
+        rb.update_tensordict_priority(old.set("td_error", torch.full((8,), 1e6)))
+        assert rb.sampler.dropped_updates == dropped + 8 * (turn + 1)
+    new = rb.sample()
+    assert (new["id"] >= 1000).all()
+    assert (new["priority_weight"] == 1).all()  # all alike, as they came

@@ -1,0 +1,535 @@
+"""Draws, reads and transforms that fail: errors come in place of their batch, and lose no row."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    ConsumingSampler,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    Sampler,
+    SamplerWithoutReplacement,
+    SampleUnit,
+    SliceSamplerWithoutReplacement,
+)
+from tests.buffer.building import CountingSampler, buffer_of, rows, same
+
+# -- transforms and draws --------------------------------------------------------------------------
+
+
+class FailsAt:
+    """A transform that fails at a row, as often as it is told to."""
+
+    def __init__(self, row: int, times: int) -> None:
+        self.row, self.times = row, times
+
+    def __call__(self, data: Any) -> Any:
+        if self.row in data["id"].tolist() and self.times:
+            self.times -= 1
+            raise ArithmeticError(f"row {self.row}")
+        return data
+
+
+@pytest.mark.usefixtures("by_threads")
+@pytest.mark.pitfall("TH9")
+@pytest.mark.parametrize("prefetch", [None, 1, 2, 5])
+def test_transform_error_is_raised_in_place_of_its_batch(prefetch: int | None):
+    """TH9, G1: no exception is lost, none comes early, and no row of the pass is lost by it."""
+    for _ in range(5):
+        failing = FailsAt(4, 2)
+        buffer = buffer_of(
+            filled=10, sampler="ordered", batch_size=2, prefetch=prefetch, transform=failing
+        )
+        for turn in range(2):
+            assert buffer.sample()["id"].tolist() == [0, 1]
+            assert buffer.sample()["id"].tolist() == [2, 3]
+            for _ in range(2 * (1 - turn)):
+                with pytest.raises(ArithmeticError, match="row 4"):
+                    buffer.sample()
+                assert not buffer.sampler.ran_out
+            for start in (4, 6, 8):
+                assert buffer.sample()["id"].tolist() == [start, start + 1]
+            assert buffer.sampler.ran_out
+
+
+@pytest.mark.usefixtures("by_threads")
+@pytest.mark.parametrize("prefetch", [None, 1, 3])
+@pytest.mark.parametrize("sampler", ["random", "without", "prioritized"])
+def test_failed_batch_is_delivered_unchanged_afterwards(sampler: str, prefetch: int | None):
+    """G1: a call that raises leaves the random state as it was; also with another batch size."""
+    # Draws of another size take turns with those made ahead: in what order is chance.
+    sizes = (3, 3, 5, 3, 5, 5, 2, 3) if prefetch is None else (3,) * 12
+    make = {"filled": 30, "sampler": sampler, "batch_size": 3, "prefetch": prefetch}
+    other = buffer_of(**make, seed=4)
+    expected = [other.sample(size)["id"].tolist() for size in sizes]
+    seen: set[tuple[int, ...]] = set()
+    failures = 0
+
+    def failing(data: Any) -> Any:
+        ids = tuple(data["id"].tolist())
+        if ids not in seen:
+            seen.add(ids)
+            raise ArithmeticError("the first time")
+        return data
+
+    one = buffer_of(**make, seed=4, transform=failing)
+    for size, ids in zip(sizes, expected, strict=True):
+        while True:
+            try:
+                batch = one.sample(size)
+            except ArithmeticError:
+                failures += 1
+                continue
+            break
+        assert batch["id"].tolist() == ids
+    assert failures >= len(sizes) // (1 + (prefetch or 0))
+
+
+@pytest.mark.usefixtures("by_threads")
+def test_refused_transform_output_loses_no_row():
+    buffer = buffer_of(
+        filled=6, sampler="ordered", batch_size=2, transform=lambda data: data[:1].clone()
+    )
+    with pytest.raises(RuntimeError, match="return_info=True"):
+        buffer.sample()
+    data, info = buffer.sample(return_info=True)
+    assert info["index"].tolist() == [0, 1]
+    assert data["id"].tolist() == [0]
+
+
+@pytest.mark.usefixtures("by_threads")
+@pytest.mark.pitfall("TH9")
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_draw_error_is_raised_in_place_of_its_batch(prefetch: int):
+    """TH9: as without prefetch, the draw after it is the next one."""
+    buffer = buffer_of(filled=10, sampler=CountingSampler(3, 4), batch_size=2, prefetch=prefetch)
+    ids: list[Any] = []
+    for _ in range(7):
+        try:
+            ids.append(buffer.sample()["id"].tolist())
+        except ArithmeticError as error:
+            ids.append(str(error))
+    assert ids == [[0, 1], [2, 3], "draw 3", "draw 4", [4, 5], [6, 7], [8, 9]]
+
+
+@pytest.mark.usefixtures("by_threads")
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_an_empty_buffer_works_as_soon_as_there_are_rows(prefetch: int):
+    for _ in range(30):
+        buffer = buffer_of(sampler="ordered", batch_size=2, prefetch=prefetch)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="empty storage"):
+                buffer.sample()
+        buffer.extend(rows(3))
+        assert [batch["id"].tolist() for batch in buffer] == [[0, 1], [2]]
+
+
+@pytest.mark.usefixtures("by_threads")
+def test_an_error_at_the_end_of_a_pass_does_not_stop_the_next():
+    attempts = 0
+
+    def failing(data: Any) -> Any:
+        """Fails twice of three times; the next pass may be prepared before this one is over."""
+        nonlocal attempts
+        if 9 in data["id"].tolist():
+            attempts += 1
+            if attempts % 3:
+                raise ArithmeticError("row 9")
+        return data
+
+    buffer = buffer_of(filled=10, sampler="ordered", batch_size=4, prefetch=4, transform=failing)
+    for _ in range(5):
+        assert buffer.sample()["id"].tolist() == [0, 1, 2, 3]
+        assert buffer.sample()["id"].tolist() == [4, 5, 6, 7]
+        for _ in range(2):
+            with pytest.raises(ArithmeticError, match="row 9"):
+                buffer.sample()
+        assert buffer.sample()["id"].tolist() == [8, 9]
+
+
+@pytest.mark.usefixtures("by_threads")
+def test_calls_between_leave_the_error_of_a_failed_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(8), batch_size=2, prefetch=2, transform=lambda rows: rows
+    )
+    rb.extend(torch.arange(8))
+    sample, calls = RandomSampler.sample, itertools.count()
+
+    def fails(self: Any, storage: Any, size: int) -> Any:
+        if next(calls) == 1:
+            raise ValueError("not this time")
+        return sample(self, storage, size)
+
+    monkeypatch.setattr(RandomSampler, "sample", fails)
+    assert len(rb.sample()) == 2
+    assert rb[0] == 0  # reads what is drawn, as a write does
+    with pytest.raises(ValueError, match="not this time"):
+        rb.sample()
+    assert len(rb.sample()) == 2
+    rb.shutdown()
+
+
+@pytest.mark.parametrize(("call", "error"), [(3, ValueError), (5, KeyboardInterrupt)])
+def test_draw_that_the_caller_fails_to_make_comes_again(
+    call: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error is raised where its batch would come, an interrupt by the call that draws ahead."""
+    direct, ahead = (
+        buffer_of(max_size=50, filled=50, batch_size=8, prefetch=depth, seed=2)
+        for depth in (None, 2)
+    )
+    sample, calls = RandomSampler.sample, itertools.count()
+
+    def fails(self: Any, storage: Any, size: int) -> Any:
+        if next(calls) == call:
+            raise error("not this time")
+        return sample(self, storage, size)
+
+    expected = [direct.sample() for _ in range(8)]
+    monkeypatch.setattr(RandomSampler, "sample", fails)
+    found = [ahead.sample() for _ in range(3)]
+    with pytest.raises(error):
+        ahead.sample()
+    ahead.extend(rows(0))
+    found += [ahead.sample() for _ in range(5)]
+    for pair in zip(expected, found, strict=True):
+        same(*pair)
+    ahead.shutdown()
+
+
+# -- reads -----------------------------------------------------------------------------------------
+
+
+ROWS = 20
+
+
+class Failing(LazyTensorStorage):
+    """Fails to read as often as it is told to."""
+
+    fails = 0
+
+    def read(self, index: torch.Tensor, **options: Any) -> Any:
+        if self.fails:
+            self.fails -= 1
+            raise OSError("the disk is gone")
+        return super().read(index, **options)
+
+
+def filled(sampler: Any, seed: int = 0, **options: Any) -> Any:
+    rb = ReplayBuffer(
+        storage=Failing(ROWS),
+        sampler=sampler,
+        batch_size=4,
+        generator=torch.Generator().manual_seed(seed),
+        **options,
+    )
+    number = torch.arange(ROWS)
+    rb.extend(TensorDict({"id": number, "episode": number // 5}, [ROWS]))
+    return rb
+
+
+@pytest.mark.parametrize("prefetch", [None, 1, 3])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler,
+        SamplerWithoutReplacement,
+        lambda: PrioritizedSampler(alpha=0.7, beta=0.5),
+        lambda: SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode"),
+    ],
+    ids=["random", "without", "prioritized", "slices"],
+)
+def test_unread_draw_is_delivered_next(sampler: Any, prefetch: int | None) -> None:
+    """The batches are those of a buffer whose reads never failed."""
+    failing, plain = filled(sampler(), prefetch=prefetch), filled(sampler())
+    failed = 0
+    for turn in range(16):
+        failing.storage.fails += turn % 3
+        for _ in range(20):
+            try:
+                batch = failing.sample()
+            except OSError:
+                failed += 1
+            else:
+                break
+        same(plain.sample(), batch)
+    failing.shutdown()
+    # Of 15; errors of batches that are drawn ahead are raised later.
+    assert failed + failing.storage.fails >= 15 - (prefetch or 0)
+    assert failed >= 8
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement])
+def test_failed_read_of_a_small_batch_loses_no_draw(
+    sampler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Callers read such batches at once, when they draw ahead."""
+    begin, calls = LazyTensorStorage.begin_held, itertools.count()
+
+    def fails(storage: Any, *given: Any) -> Any:
+        if next(calls) % 3 == 1:
+            raise OSError("the disk is gone")
+        return begin(storage, *given)
+
+    monkeypatch.setattr(LazyTensorStorage, "begin_held", fails)
+    made = [
+        ReplayBuffer(
+            storage=LazyTensorStorage(ROWS),
+            sampler=sampler(),
+            batch_size=4,
+            prefetch=depth,
+            generator=torch.Generator().manual_seed(3),
+        )
+        for depth in (2, None)
+    ]
+    for rb in made:
+        rb.extend(TensorDict({"id": torch.arange(ROWS)}, [ROWS]))
+    failing, plain = made
+    failed = 0
+    for _ in range(16):
+        while True:
+            try:
+                batch = failing.sample()
+                break
+            except OSError:
+                failed += 1
+        same(plain.sample(), batch)
+    assert failed >= 4
+    failing.shutdown()
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_records_that_were_not_read_are_not_used_up(uses: int) -> None:
+    rb = filled(ConsumingSampler(uses))
+    for _ in range(3):
+        rb.storage.fails = 1
+        with pytest.raises(OSError, match="disk"):
+            rb.sample()
+    assert len(rb) == ROWS
+    found = torch.cat([batch["id"] for batch in rb])
+    assert torch.bincount(found).tolist() == [uses] * ROWS
+
+
+def test_other_batch_size_after_a_failed_read_repeats_the_draw() -> None:
+    """With the same numbers; rows of a pass go back to it."""
+    failing, plain = filled(RandomSampler()), filled(RandomSampler())
+    failing.storage.fails = 1
+    with pytest.raises(OSError, match="disk"):
+        failing.sample(7)
+    assert failing.sample(7)["id"].equal(plain.sample(7)["id"])
+    rb = filled(SamplerWithoutReplacement())
+    rb.storage.fails = 1
+    with pytest.raises(OSError, match="disk"):
+        rb.sample(7)
+    found = torch.cat([batch["id"] for batch in rb])
+    assert sorted(found.tolist()) == list(range(ROWS))
+
+
+def test_members_of_an_ensemble_lose_no_rows() -> None:
+    members = [filled(SamplerWithoutReplacement()), filled(ConsumingSampler())]
+    ensemble = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=8)
+    found: list[list[int]] = [[], []]
+    for turn in range(5):
+        for member in members:
+            member.storage.fails = 1
+            with pytest.raises(OSError, match="disk"):
+                ensemble.sample()
+        for mine, ids in zip(found, ensemble.sample()["id"].tolist(), strict=True):
+            mine += ids
+        assert len(members[1]) == ROWS - 4 * (turn + 1)
+    assert [sorted(mine) for mine in found] == [list(range(ROWS))] * 2
+
+
+# -- draws that are undone -------------------------------------------------------------------------
+
+
+def _in_order(rows: int, **options: Any) -> ReplayBuffer:
+    sampler = SamplerWithoutReplacement(shuffle=False)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(rows), sampler=sampler, **options)
+    buffer.extend(torch.arange(rows))
+    return buffer
+
+
+def _rest_of_pass(buffer: ReplayBuffer, size: int) -> list[int]:
+    found: list[int] = []
+    while True:
+        found += buffer.sample(size).tolist()
+        if buffer.sampler.ran_out:
+            return found
+
+
+def test_failed_batch_of_an_ensemble_loses_no_row() -> None:
+    def fail(rows: Any) -> Any:
+        if broken and rows.numel() == 6:
+            raise RuntimeError("boom")
+        return rows
+
+    def member(first: int) -> ReplayBuffer:
+        sampler = SamplerWithoutReplacement(shuffle=False)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler)
+        buffer.extend(TensorDict({"x": torch.arange(first, first + 12)}, [12]))
+        return buffer
+
+    ensemble = ReplayBufferEnsemble(
+        member(0),
+        member(100),
+        sample_from_all=True,
+        batch_size=4,
+        prefetch=2,
+        transform=fail,
+    )
+    broken = True
+    found = ensemble.sample()["x"].flatten().tolist()
+    with pytest.raises(RuntimeError, match="boom"):
+        ensemble.sample(6)
+    broken = False
+    for _ in range(5):
+        found += ensemble.sample()["x"].flatten().tolist()
+    assert sorted(found) == [*range(12), *range(100, 112)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_batches_that_fail_in_two_threads_lose_no_row(prefetch: int) -> None:
+    buffer = _in_order(12, batch_size=2, prefetch=prefetch)
+    go = {3: threading.Event(), 4: threading.Event()}
+    reached = {3: threading.Event(), 4: threading.Event()}
+
+    def fail(rows: torch.Tensor) -> torch.Tensor:
+        if len(rows) in go:
+            reached[len(rows)].set()
+            go[len(rows)].wait(20)
+            raise RuntimeError("boom")
+        return rows
+
+    def draw(size: int) -> None:
+        with pytest.raises(RuntimeError, match="boom"):
+            buffer.sample(size)
+
+    buffer.append_transform(fail)
+    threads = [threading.Thread(target=draw, args=(size,)) for size in (3, 4)]
+    for size, thread in zip((3, 4), threads, strict=True):
+        thread.start()
+        assert reached[size].wait(20)
+    for size, thread in zip((3, 4), threads, strict=True):
+        go[size].set()
+        thread.join()
+    buffer.state_dict()
+    assert sorted(_rest_of_pass(buffer, 2)) == list(range(12))
+
+
+class _Once:
+    """Draws every row once. It has no ``state_dict``, so only ``put_back`` undoes its draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = list(range(12))
+
+    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
+        taken, self.left = self.left[:batch_size], self.left[batch_size:]
+        return torch.tensor(taken), {}
+
+    def put_back(self, drawn: list[torch.Tensor], storage: Any) -> None:
+        self.left = [row for part in drawn for row in part.tolist()] + self.left
+
+
+class _OnceAlone(_Once, Sampler):
+    pass
+
+
+class _OnceDerived(_Once, RandomSampler):
+    pass
+
+
+@pytest.mark.parametrize("kind", [_OnceAlone, _OnceDerived])
+def test_sampler_without_token_gets_its_rows_back(kind: Any) -> None:
+    def fail(rows: torch.Tensor) -> torch.Tensor:
+        if len(rows) == 4:
+            raise RuntimeError("boom")
+        return rows
+
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(12), sampler=kind(), batch_size=2, prefetch=2, transform=fail
+    )
+    buffer.extend(torch.arange(12))
+    with pytest.raises(RuntimeError, match="boom"):
+        buffer.sample(4)
+    assert buffer.sampler.left == list(range(12))
+    assert buffer.sample().tolist() == [0, 1]
+    buffer.state_dict()
+    assert buffer.sampler.left == list(range(2, 12))
+
+
+class _InTurn(Sampler):
+    """Draws rows in turn, at a temperature that the user sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature, self.at = 1.0, 0
+        self.order = torch.arange(12)
+
+    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
+        at = torch.arange(self.at, self.at + batch_size) % len(storage)
+        self.at += batch_size
+        return self.order[at], {}
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"temperature": self.temperature, "at": self.at, "order": [self.order.clone()]}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.temperature, self.at = state_dict["temperature"], state_dict["at"]
+        self.order = state_dict["order"][0]
+
+
+def test_save_keeps_the_values_that_the_user_has_set(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(12), sampler=_InTurn(), batch_size=2, prefetch=2
+    )
+    buffer.extend(torch.arange(12))
+    assert buffer.sample().tolist() == [0, 1]
+    buffer.dumps(tmp_path / "undone")
+    assert buffer.sampler.at == 2
+    assert buffer.sample().tolist() == [2, 3]
+    buffer.sampler.temperature = 0.5
+    buffer.dumps(tmp_path / "kept")
+    assert buffer.sampler.temperature == 0.5
+
+
+def test_failed_batch_of_another_size_is_not_ready() -> None:
+    def fail(rows: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("boom")
+
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(12),
+        sampler=SamplerWithoutReplacement(drop_last=True),
+        batch_size=2,
+        transform=fail,
+    )
+    buffer.extend(torch.arange(4))
+    with pytest.raises(RuntimeError, match="boom"):
+        buffer.sample()
+    assert buffer.can_sample()
+    assert not buffer.can_sample(10)
+
+
+class _Refused(SampleUnit):
+    def expand(self, index: Any, info: Any, storage: Any) -> Any:
+        raise RuntimeError("no")
+
+
+def test_refused_draw_does_not_end_the_pass() -> None:
+    buffer = _in_order(4, sample_unit=_Refused())
+    with pytest.raises(RuntimeError, match="no"):
+        buffer.sample(4)
+    assert not buffer.sampler.ran_out
