@@ -238,26 +238,6 @@ def test_rows_prepared_before_the_added_column_hold_zeros(kind: str, tmp_path: P
     assert buffer["advantage"].flatten().tolist() == [1, 1, 1, 1, 0, 0, 0]
 
 
-@pytest.mark.parametrize("kind", ["tensor", "memmap"])
-def test_rows_with_lanes_get_added_columns(kind: str, tmp_path: Path):
-    storage = {"tensor": LazyTensorStorage, "memmap": LazyMemmapStorage}[kind](24, ndim=2)
-    buffer = _buffer(storage)
-    buffer.extend(_rows(0, 9, 2))
-    rows = buffer[:].clone()
-    rows["id"] = torch.arange(18).view(2, 9)
-    rows["wide"] = rows["id"][..., None] * torch.ones(200, dtype=torch.float64)
-    rows["advantage"] = _advantage(rows)
-    buffer[:] = rows
-    buffer["later"] = rows["id"] * 2
-    batch = buffer.sample(50)
-    assert _is_consistent(batch)
-    assert torch.equal(batch["later"], batch["id"] * 2)
-    assert torch.equal(buffer[1]["later"], torch.arange(9, 18) * 2)
-    buffer.extend(_rows(40, 2, 2))
-    assert torch.equal(buffer["later"][:, :9], rows["id"] * 2)
-    assert not buffer["later"][:, 9:].any()
-
-
 ONCE: dict[str, Callable[[], Any]] = {
     "ring": lambda: LazyTensorStorage(CAPACITY, dedup_next=True, on_mismatch="dense"),
     "files": lambda: LazyMemmapStorage(CAPACITY, dedup_next=True, on_mismatch="dense"),

@@ -318,22 +318,6 @@ def test_a_chain_given_by_the_caller_is_not_changed():
     assert (len(chain), len(buffer.transform)) == (1, 2)
 
 
-def test_an_inverted_transform_works_on_writing():
-    """The documented example: the inverse edits the caller's data in place."""
-    rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
-    data = TensorDict({"a": torch.zeros(10)}, [10])
-
-    def t(data: TensorDict) -> TensorDict:
-        data += 1
-        return data
-
-    rb.append_transform(t, invert=True)
-    rb.extend(data)
-    assert (data == 1).all()
-    assert (rb[:] == 1).all()
-    assert (rb.sample()["a"] == 1).all()
-
-
 # -- two buffers over one storage -----------------------------------------------------------------
 
 

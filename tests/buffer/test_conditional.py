@@ -61,26 +61,6 @@ def zeros(count: int) -> torch.Tensor:
 # -- the rules ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
-def test_only_records_that_are_still_there_are_patched(storage: Any):
-    buffer = tracked(storage(5))
-    batch = buffer.sample(40)
-    buffer.extend(content(2, 50))  # displaces slots 0 and 1
-    result = buffer.update_if_present(
-        index=batch["index"],
-        generation=batch["index_generation"],
-        patch={"x": batch["x"] + 100, ("next", "y"): torch.ones(40, 2)},
-    )
-    assert torch.equal(result.updated, batch["index"] >= 2)
-    assert (result.version_rejected, result.version_rejected_count) == (None, 0)
-    assert result.updated_count + result.stale_count == 40
-    assert result.stale_count == int((batch["index"] < 2).sum())
-    seen = set(batch["index"].tolist())
-    assert buffer["x"].tolist() == [50, 51] + [100 + s if s in seen else s for s in (2, 3, 4)]
-    assert buffer["next", "y"].tolist() == [[float(s > 1 and s in seen)] * 2 for s in range(5)]
-    assert result.batch_size == (40,)
-
-
 def test_a_patch_keeps_the_identity_of_a_record():
     buffer = tracked()
     for number in range(3):
@@ -109,50 +89,6 @@ def test_slots_without_a_record_are_stale(empty: bool):
     result = buffer.update_if_present(index=index, generation=generation, patch=patch)
     assert result.stale_count == len(index)
     assert 9.0 not in buffer["x"].tolist()
-
-
-@pytest.mark.parametrize("require_newer", [False, True])
-def test_versions_decide_among_live_records(require_newer: bool):
-    buffer = tracked()
-    buffer.set_("v", torch.tensor([[1], [2], [3], [4], [5]]))
-    buffer.extend(content(1, 50))  # slot 0 is stale
-    result = buffer.update_if_present(
-        index=torch.arange(5),
-        generation=zeros(5),
-        patch={"x": torch.full((5,), 7.0)},
-        version_key="v",
-        version=3,
-        require_newer=require_newer,
-    )
-    updated = [False, True, not require_newer, False, False]
-    assert result.updated.tolist() == updated
-    assert result.version_rejected.tolist() == [False, *[not u for u in updated[1:]]]
-    assert result.updated_count + result.version_rejected_count + result.stale_count == 5
-    assert buffer["v"].flatten().tolist() == [10, 3, 3, 4, 5]
-    assert buffer["x"].tolist() == [50, 7, 2 if require_newer else 7, 3, 4]
-
-
-def test_highest_version_wins_among_patches_of_one_record():
-    buffer = tracked()
-    result = buffer.update_if_present(
-        index=torch.tensor([1, 1, 2, 1, 2]),
-        generation=zeros(5),
-        patch={"x": torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])},
-        version_key="v",
-        version=torch.tensor([12, 15, 11, 15, 9]),
-    )
-    assert result.updated.tolist() == [False, False, True, True, False]
-    assert result.version_rejected.tolist() == [True, True, False, False, True]
-    assert buffer["x"][1:3].tolist() == pytest.approx([0.4, 0.3])
-    assert buffer["v"].flatten().tolist() == [10, 15, 11, 10, 10]
-    plain = tracked()
-    result = plain.update_if_present(
-        index=torch.tensor([1, 1, 1]),
-        generation=torch.tensor([0, 0, 1]),
-        patch={"x": torch.tensor([0.1, 0.2, 0.3])},
-    )
-    assert result.updated.tolist() == [True, True, False]
-    assert float(plain["x"][1]) == pytest.approx(0.2)
 
 
 ENTRIES = st.lists(

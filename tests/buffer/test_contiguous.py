@@ -26,7 +26,7 @@ def _tensors(data: Any) -> list[torch.Tensor]:
     return list(data.values(True, True))
 
 
-def _pair(buffer_of: Any, kind: str, **options: Any) -> tuple[ReplayBuffer, ReplayBuffer]:
+def _pair(kind: str, **options: Any) -> tuple[ReplayBuffer, ReplayBuffer]:
     """Two buffers that draw the same rows, of which the second gives them in one piece."""
     return (
         buffer_of(kind, seed=3, batch_size=6, **options),
@@ -45,7 +45,7 @@ def test_batches_in_one_piece_hold_the_same_rows(kind: str, prefetch: Any, trans
         return data.lock_() if transform == "lock" else data
 
     options = {"prefetch": prefetch} | ({"transform": apply} if transform else {})
-    default, pieces = _pair(buffer_of, kind, **options)
+    default, pieces = _pair(kind, **options)
     for buffer in (default, pieces):
         buffer.extend(rows(14))
     for _ in range(4):
@@ -62,7 +62,7 @@ def test_batches_in_one_piece_hold_the_same_rows(kind: str, prefetch: Any, trans
 
 @pytest.mark.parametrize("kind", ["tensor", "memmap"])
 def test_batches_of_lanes_in_one_piece_hold_the_same_rows(kind: str) -> None:
-    default, pieces = _pair(buffer_of, kind, max_size=12, ndim=2)
+    default, pieces = _pair(kind, max_size=12, ndim=2)
     ids = torch.arange(24).view(3, 8)
     for buffer in (default, pieces):
         buffer.extend(

@@ -38,7 +38,7 @@ def plus_one(data: Any) -> Any:
     return data.set("id", data["id"] + 1)
 
 
-def used(buffer_of: Any, rows: Any, kind: str, **options: Any) -> ReplayBuffer:
+def used(kind: str, **options: Any) -> ReplayBuffer:
     buffer = buffer_of(
         kind,
         8,
@@ -53,31 +53,12 @@ def used(buffer_of: Any, rows: Any, kind: str, **options: Any) -> ReplayBuffer:
     return buffer
 
 
-@pytest.mark.pitfall("CK11")
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_copy_continues_like_the_original_with_a_separate_generator(
-    how: str, kind: str, prefetch: int | None
-):
-    """CK11: locks, threads and memory-mapped files do not stand in the way."""
-    buffer = used(buffer_of, rows, kind, prefetch=prefetch)
-    copied = COPIES[how](buffer)
-    before = copied.state_dict()
-    expected = [buffer.sample() for _ in range(7)]
-    if prefetch is None:
-        same(before, copied.state_dict())
-    for batch in expected:
-        same(batch, copied.sample())
-    assert copied.sampler.generator is not buffer.sampler.generator
-
-
 @pytest.mark.pitfall("CK13")
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_shares_nothing_with_the_original(how: str, kind: str):
     """CK13: whichever of the two goes first, and whatever either of them does."""
-    buffer = used(buffer_of, rows, kind)
+    buffer = used(kind)
     copied = COPIES[how](buffer)
     taken = copied.state_dict()
     buffer.extend(rows(5, 40))

@@ -135,7 +135,7 @@ def test_prefetch_does_not_change_the_batches(
         (lambda: PrioritizedSampler(ROWS, 0.7, 0.5), {}),
     ],
 )
-def test_batches_do_not_depend_on_who_reads_them(
+def test_batches_do_not_depend_on_their_reader(
     mode: str, depth: int, sampler: Callable[[], Sampler], options: dict[str, Any]
 ) -> None:
     direct, ahead = (made(mode, sampler, n, **options) for n in (None, depth))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from tensordict import TensorClass, TensorDict
 
 from replaykit import LazyTensorStorage, RandomSampler, ReplayBuffer, TensorDictMaxValueWriter
-from tests import effort
 from tests.buffer.building import (
     PrioritisedSampler,
     priorities,
@@ -74,22 +71,6 @@ def test_the_key_of_priorities_can_be_nested():
     buffer = prioritised(priority_key=("next", "p"))
     buffer.extend(data(3.0, 4.0, key=("next", "p")).set("td_error", torch.tensor([8.0, 9.0])))
     assert priorities(buffer) == {0: 3.0, 1: 4.0}
-
-
-@pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [("max", 4.0), ("min", 1.0), ("mean", 2.25), ("median", 2.0), ("sum", 9.0)],
-)
-def test_priorities_of_several_dimensions_are_reduced(reduction: str, expected: float):
-    values = torch.tensor([1.0, 2.0, 2.0, 4.0])
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritisedSampler(reduction))
-    rows = TensorDict({"x": torch.zeros(2), "td_error": torch.stack([values, values * 2])}, [2])
-    buffer.extend(rows)
-    buffer.add(rows[0])
-    assert priorities(buffer) == {0: expected, 1: 2 * expected, 2: expected}
-    column = prioritised()
-    column.extend(TensorDict({"td_error": torch.tensor([[2.0], [3.0]])}, [2]))
-    assert priorities(column) == {0: 2.0, 1: 3.0}
 
 
 def test_priorities_of_whole_trajectories_are_reduced():
@@ -220,50 +201,6 @@ def test_rows_written_by_another_buffer_get_the_default():
     assert priorities(two) == {0: 1.0, 1: 1.0, 2: 7.0}
     two.writer.write_at(torch.tensor([0]), rows(1).set("td_error", torch.zeros(1)))
     assert priorities(one) == {0: 1.0, 1: 6.0, 2: 1.0}
-
-
-@pytest.mark.pitfall("CK15")
-def test_priorities_are_saved_and_copied(tmp_path: Any):
-    """CK15: nothing resets them on the way back."""
-    buffer = prioritised()
-    buffer.extend(data(1.0, 2.0, 3.0))
-    buffer.dumps(tmp_path)
-    loaded, taken = prioritised(), prioritised()
-    loaded.loads(tmp_path)
-    taken.load_state_dict(buffer.state_dict())
-    for other in (loaded, taken):
-        assert priorities(other) == {0: 1.0, 1: 2.0, 2: 3.0}
-
-
-@pytest.mark.pitfall("TH4")
-def test_no_sample_sees_new_rows_with_old_priorities():
-    """TH4: rows and priorities change together: row value and priority hold one number."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4), sampler=PrioritisedSampler())
-
-    def write(number: int) -> None:
-        value = torch.full((4,), float(number))
-        buffer.extend(TensorDict({"x": value, "td_error": value}, [4]))
-
-    write(1)
-    end, number = time.monotonic() + effort.seconds(1.0), 1
-    wrong: list[Any] = []
-
-    def read() -> None:
-        while time.monotonic() < end:
-            batch = buffer.sample(4)
-            if not torch.equal(batch["x"], batch["priority_weight"]):
-                wrong.append(batch["x"].tolist())
-
-    threads = [threading.Thread(target=read) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    while time.monotonic() < end:
-        number += 1
-        write(number)
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert number > 50
 
 
 def test_the_base_sampler_has_no_priorities():

@@ -137,18 +137,6 @@ def test_learner_loop_keeps_priorities_equal_to_a_model(how: str) -> None:
         assert raw(buffer) == expected[: len(buffer)].tolist()
 
 
-@pytest.mark.pitfall("PR6")
-def test_updates_for_overwritten_rows_leave_default_priorities() -> None:
-    """PR6: sampled, overwritten, given back: all priorities are still the default."""
-    buffer = make()
-    buffer.extend(rows(10))
-    batch = buffer.sample()
-    buffer.extend(rows(10, 10))
-    buffer.update_tensordict_priority(batch.set("td_error", torch.full((4,), 9.0)))
-    assert raw(buffer) == [1.0] * 10
-    assert buffer.sampler.dropped_updates == 4
-
-
 @pytest.mark.pitfall("PR10")
 @pytest.mark.parametrize("wrong", [1e39, float("nan"), -1.0])
 def test_priorities_in_the_data_are_checked_before_rows_are_stored(wrong: float) -> None:
@@ -204,42 +192,6 @@ def test_objects_have_priorities_too() -> None:
 
 
 # -- going on -------------------------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("PR5")
-@pytest.mark.parametrize("prefetch", [None, 3])
-@pytest.mark.parametrize("stratified", [False, True])
-def test_loaded_buffer_continues_with_the_same_batches(
-    prefetch: int | None, stratified: bool, tmp_path: Path
-) -> None:
-    """PR5, C10: bit for bit, with rows and priorities that change between the batches."""
-
-    def step(buffer: Any, number: int) -> Any:
-        if number % 4 == 0:
-            buffer.extend(rows(5, 5 * number))
-        batch = buffer.sample()
-        if number % 3 == 0:
-            buffer.update_tensordict_priority(
-                batch.clone().set("td_error", batch["x"].float() % 5 + number)
-            )
-        return batch
-
-    buffer = make(size=30, prefetch=prefetch, stratified=stratified)
-    buffer.extend(rows(26))
-    for number in range(7):
-        step(buffer, number)
-    buffer.dumps(tmp_path)
-    loaded = make(size=30, prefetch=prefetch, stratified=stratified, seed=5)
-    loaded.loads(tmp_path)
-    if prefetch is None:
-        for number in range(7, 30):
-            same(step(buffer, number), step(loaded, number))
-        same(buffer.sampler.state_dict(), loaded.sampler.state_dict())
-    else:  # how far ahead threads have drawn when rows change is chance
-        for _ in range(12):
-            same(buffer.sample(), loaded.sample())
-    buffer.shutdown()
-    loaded.shutdown()
 
 
 @pytest.mark.pitfall("TH4")

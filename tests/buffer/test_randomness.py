@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from replaykit import ReplayBuffer, RoundRobinWriter
 from tests.buffer.building import buffer_of, rows
 
 
-def _exercise(buffer: ReplayBuffer, rows: Any) -> None:
+def _exercise(buffer: ReplayBuffer) -> None:
     for start in range(0, 30, 6):
         buffer.extend(rows(6, start))
         buffer.sample(4)
@@ -41,7 +40,7 @@ def test_no_global_generator_is_read_or_advanced(sampler: str, prefetch: int | N
         writer=RoundRobinWriter(track_generations=True),
     )
     before = (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate())  # noqa: NPY002
-    _exercise(buffer, rows)
+    _exercise(buffer)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1]  # noqa: NPY002
     assert random.getstate() == before[2]

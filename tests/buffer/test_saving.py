@@ -34,73 +34,6 @@ KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 # -- going on as before ---------------------------------------------------------------------------
 
 
-@pytest.mark.pitfall("CK15")
-@pytest.mark.pitfall("RD3")
-@pytest.mark.parametrize("sampler", ["random", "without", "ordered", "drop_last", "prioritized"])
-@pytest.mark.parametrize("prefetch", [None, 1, 3])
-@pytest.mark.parametrize("loads_prefetch", [None, 2])
-def test_loaded_buffer_gives_the_same_next_batches(
-    sampler: str,
-    prefetch: int | None,
-    loads_prefetch: int | None,
-    tmp_path: Path,
-):
-    """CK15, C10: with a generator, mid-epoch, with and without prefetch on either side."""
-
-    def make(depth: int | None, seed: int) -> ReplayBuffer:
-        return buffer_of(
-            "tensor",
-            sampler=sampler,
-            batch_size=3,
-            prefetch=depth,
-            seed=seed,
-            writer=RoundRobinWriter(track_generations=True),
-        )
-
-    for stop in range(5):
-        buffer, loaded = make(prefetch, 3), make(loads_prefetch, 4)
-        buffer.extend(rows(14))
-        loaded.extend(rows(5, 70))
-        for _ in range(stop):
-            buffer.sample()
-        if stop:
-            loaded.sample()
-        buffer.dumps(tmp_path / "saved")
-        loaded.loads(tmp_path / "saved")
-        generations = loaded.storage.ledger.generations(torch.arange(10))
-        for _ in range(9):
-            expected, batch = buffer.sample(), loaded.sample()
-            # The loaded buffer was used before: its handles never name what they named then.
-            assert torch.equal(batch["index_generation"], generations[batch["index"]])
-            same(expected.exclude("index_generation"), batch.exclude("index_generation"))
-
-
-@pytest.mark.pitfall("RD3")
-@pytest.mark.parametrize("prefetch", [None, 1, 4])
-@pytest.mark.parametrize("other_size", [False, True])
-@pytest.mark.parametrize("other_capacity", [False, True])
-def test_no_row_of_a_pass_is_lost_or_repeated_by_a_restart(
-    prefetch: int | None, other_size: bool, other_capacity: bool, tmp_path: Path
-):
-    """RD3: saved at every batch of a pass; also where batches have another size afterwards."""
-    for stop in range(4):
-        buffer = buffer_of(
-            max_size=10, filled=10, sampler="without", batch_size=3, prefetch=prefetch
-        )
-        seen = [i for _ in range(stop) for i in buffer.sample()["id"].tolist()]
-        buffer.dumps(tmp_path / "saved")
-        loaded = buffer_of(
-            max_size=15 if other_capacity else 10,
-            sampler="without",
-            batch_size=4 if other_size else 3,
-            prefetch=prefetch,
-        )
-        loaded.loads(tmp_path / "saved")
-        for batch in loaded:
-            seen += batch["id"].tolist()
-        assert sorted(seen) == list(range(10))
-
-
 @pytest.mark.pitfall("RD3")
 def test_undelivered_draws_return_to_the_sampler_as_anchors(tmp_path: Path):
     """Where a sample unit expands them, batches of another size are drawn from the anchors."""
@@ -309,30 +242,6 @@ def test_manifest_describes_the_saved_buffer(tmp_path: Path):
         assert set(record) == {"size", "crc32"}
     named = {"manifest.json", ".lock", *manifest["files"]}
     assert set(os.listdir(tmp_path)) <= named
-
-
-def test_the_documented_example_runs(tmp_path: Path):
-    """As the documentation of the save format has it, with the sampler that is there."""
-    size = 1_000_000
-    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(size), sampler=replaykit.RandomSampler())
-    for _ in range(100):
-        td = TensorDict(
-            {
-                "obs": torch.randn(100, 3, 4),
-                "next": {"obs": torch.randn(100, 3, 4)},
-                "td_error": torch.rand(100),
-            },
-            [100],
-        )
-        rb.extend(td)
-        sample = rb.sample(32)
-        rb.update_tensordict_priority(sample)
-    rb.dumps(tmp_path)
-    storage = LazyMemmapStorage(size)
-    rb_load = TensorDictReplayBuffer(storage=storage, sampler=replaykit.RandomSampler())
-    rb_load.loads(str(tmp_path))
-    assert len(rb) == len(rb_load) == 10_000
-    assert torch.equal(rb["obs"], rb_load["obs"])
 
 
 def test_a_wrapped_tensor_takes_rows_of_its_size(tmp_path: Path):

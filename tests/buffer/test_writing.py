@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import (
@@ -22,74 +19,6 @@ from replaykit import (
 from tests.buffer.building import buffer_of, check_whole, rows, same, unchanged
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
-
-
-class Ring:
-    """What a ring of rows is, in plain Python."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.ids: list[int] = []
-        self.generations = [-1] * slots
-        self.cursor = self.written = 0
-
-    def write(self, ids: list[int]) -> list[int]:
-        index = []
-        for number in ids:
-            slot = self.cursor
-            if slot == len(self.ids):
-                self.ids.append(number)
-            else:
-                self.ids[slot] = number
-            self.generations[slot] += 1
-            self.cursor = (slot + 1) % self.slots
-            self.written += 1
-            index.append(slot)
-        return index
-
-    def empty(self, count_too: bool) -> None:
-        self.ids = []
-        self.cursor = 0
-        self.generations = [g + (g >= 0) for g in self.generations]
-        self.written = 0 if count_too else self.written
-
-
-OPERATIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("extend"), st.integers(0, 17)),
-        st.tuples(st.just("add"), st.just(1)),
-        st.tuples(st.just("list"), st.integers(1, 4)),
-        st.tuples(st.just("empty"), st.booleans()),
-    ),
-    max_size=12,
-)
-
-
-@pytest.mark.pitfall("WR6")
-@pytest.mark.parametrize("kind", KINDS)
-@given(operations=OPERATIONS, slots=st.integers(1, 8))
-@settings(max_examples=40, deadline=None)
-def test_any_sequence_of_writes_equals_a_ring_model(kind: str, operations: list[Any], slots: int):
-    """WR6: batches of k * M + r rows are as if written one by one, with their generations."""
-    buffer = buffer_of(kind, slots, writer=RoundRobinWriter(track_generations=True))
-    ring, number = Ring(slots), 0
-    for name, argument in operations:
-        if name == "empty":
-            buffer.empty(argument)
-            ring.empty(argument)
-        else:
-            data = rows(argument, number)
-            expected = ring.write(list(range(number, number + argument)))
-            number += argument
-            if name == "add":
-                assert buffer.add(data[0]) == expected[0]
-            else:
-                index = buffer.extend(list(data.unbind(0)) if name == "list" else data)
-                assert (index.tolist(), index.dtype) == (expected, torch.int64)
-        assert (len(buffer), buffer.write_count) == (len(ring.ids), ring.written)
-        assert buffer.writer.generations_of(torch.arange(slots)).tolist() == ring.generations
-        if ring.ids:
-            assert check_whole(buffer[:]) == ring.ids
 
 
 @pytest.mark.pitfall("WR5")

@@ -58,15 +58,6 @@ def test_rows_with_lanes_are_stored_at_their_returned_index(
     assert [written[tuple(i)] for i in batch["index"].tolist()] == batch["x"].tolist()
 
 
-@pytest.mark.pitfall("IF4")
-def test_time_may_be_another_dimension_of_rows_without_lanes():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), dim_extend=1)
-    assert buffer.extend(torch.arange(6).view(2, 3)).tolist() == [0, 1, 2]
-    assert buffer[:].tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert buffer.add(torch.tensor([7, 8])) == 3
-    assert buffer[3].tolist() == [7, 8]
-
-
 # -- kinds of content -----------------------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ def test_success_and_splits_of_the_robomimic_sample(shared, quietly):
 
 
 @pytest.mark.parametrize("with_json", [True, False])
-def test_descriptions_beside_or_in_samples_are_in_the_report(shared, quietly, tmp_path, with_json):
+def test_descriptions_of_samples_are_in_the_report(shared, quietly, tmp_path, with_json):
     path = shared("robosuite/panda_lift.hdf5")
     with h5py.File(path) as file:
         env_info = file["data"].attrs["env_info"]
