@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
+from replaykit import TensorStorage
 from replaykit.datasets import CorpusExperienceReplay, column_statistics
 from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.engine.statistics import Statistics
@@ -33,7 +35,7 @@ def test_statistics_are_exact_for_each_number_of_a_row(
     tmp_path: Path, monkeypatch: Any, padded: bool, choice: Any
 ) -> None:
     monkeypatch.setattr(column_statistics, "_BLOCK", 600)  # several blocks of some rows
-    monkeypatch.setattr(column_statistics, "_SORTED", 1000)
+    monkeypatch.setattr(column_statistics, "_COUNTS", 60_000)
     rows = open_rows(tmp_path / "one", False, **choice)[:]
     data = open_rows(tmp_path / "other", padded, **choice)
     found = data.statistics(quantiles=LEVELS)
@@ -80,6 +82,63 @@ def test_invalid_requests_are_refused(tmp_path: Path) -> None:
         data.statistics(["nothing_of_it"])
     with pytest.raises(ValueError, match="from 0 to 1"):
         data.statistics(["action"], quantiles=[1.1])
+
+
+def odd_columns() -> dict[str, torch.Tensor]:
+    """Columns of many dtypes, some with numbers that are not finite."""
+    random = np.random.default_rng(0)
+    spread = torch.from_numpy(random.normal(size=(301, 4)) * [1, 1e4, 1e-6, 0] + [0, 3, 1e3, 7])
+    holes = spread.clone()
+    holes[::7, 0], holes[:, 1], holes[5, 2], holes[::2, 3] = torch.nan, -torch.nan, torch.inf, 0.0
+    ends = spread.clone()
+    ends[4, 0], ends[9, 0], ends[:200, 1], ends[3, 2] = torch.inf, -torch.inf, -torch.inf, -0.0
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    made = {
+        f"{name} {dtype}": values.to(dtype)
+        for dtype in floats
+        for name, values in (("spread", spread), ("holes", holes), ("ends", ends))
+    }
+    for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+        limits = torch.iinfo(dtype)
+        numbers = random.integers(limits.min, limits.max, (301, 3), endpoint=True)
+        made[str(dtype)] = torch.from_numpy(numbers).to(dtype)
+    made["bool"] = spread > 0
+    made["image"] = torch.from_numpy(random.integers(0, 256, (301, 3, 4, 5), dtype=np.uint8))
+    made["depth"] = torch.from_numpy(random.normal(size=(301, 4, 5, 2)).astype(np.float32))
+    return made
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy's model
+@pytest.mark.parametrize("block", [900, 8 << 20])
+def test_odd_columns_have_the_statistics_of_numpy(monkeypatch: Any, block: int) -> None:
+    monkeypatch.setattr(column_statistics, "_BLOCK", block)
+    monkeypatch.setattr(column_statistics, "_COUNTS", 40 * block)
+    columns = odd_columns()
+    storage = TensorStorage(TensorDict(columns, [301]))
+    channels = {"image": 0, "depth": -1}
+    found = column_statistics.column_statistics(storage, None, LEVELS, channels)
+    for key, column in columns.items():
+        values, shape = column.double().numpy(), found[key, "mean"].shape
+        if key in channels:
+            values = np.moveaxis(values, (-1, 1)[1 + channels[key]], -1).reshape(-1, shape.numel())
+        for name, tolerance, model in (
+            ("min", 0, np.nanmin(values, 0)),
+            ("max", 0, np.nanmax(values, 0)),
+            ("mean", 1e-12, np.nanmean(values, 0)),
+            ("std", 1e-7, np.nanstd(values, 0)),
+            ("quantiles", 1e-15, np.nanquantile(values, LEVELS, 0)),
+        ):
+            one, wanted = (
+                found[key, name].double().numpy(),
+                model.reshape(*model.shape[:-1], *shape),
+            )
+            if name == "quantiles":  # NumPy also has NaN where a neighbour is infinite
+                assert np.isinf(values).any() or (np.isnan(one) == np.isnan(wanted)).all()
+                wanted = np.where(np.isnan(wanted), one, wanted)
+            np.testing.assert_allclose(one, wanted, tolerance, err_msg=f"{key} {name}")
+        assert found[key, "nan"].sum() == np.isnan(values).sum()
+    with pytest.raises(ValueError, match=r"a dimension of rows \[3, 4, 5\] for 'image', got 3"):
+        column_statistics.column_statistics(storage, None, [], {"image": 3})
 
 
 def of(*blocks: np.ndarray) -> dict[str, object]:
