@@ -17,19 +17,22 @@ from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset,
 from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.engine.layout import Layout, rules_digest
 from replaykit.datasets.engine.policies import Policies
+from replaykit.datasets.engine.table_sources import TableLayout
+from replaykit.datasets.engine.trajectory_tables import TrajectoryLayout, content_of
 from replaykit.datasets.http_files import WebFile
 from replaykit.datasets.published_buffer import CorpusExperienceReplay
 from replaykit.datasets.remote_sources import WebFiles
 from replaykit.datasets.sources import (
     SUFFIXES,
     Sources,
-    h5_below,
+    files_below,
     names_of,
     require_plain,
     room_needed_at,
     sha256_of,
 )
 from replaykit.errors import CorpusError
+from replaykit.feeds.trajectory_sources import TrajectorySource
 
 __all__ = [
     "Files",
@@ -55,8 +58,8 @@ Files = (
 
 
 def convert(
-    files: Files,
-    layout: Layout,
+    files: Files | TrajectorySource,
+    layout: Layout | TableLayout | None,
     dest: str | Path,
     *,
     policies: Policies | None = None,
@@ -64,7 +67,7 @@ def convert(
     force: bool = False,
     progress: bool | None = None,
 ) -> CorpusExperienceReplay:
-    """Convert H5 files into a data set of transitions, and open it.
+    """Convert files or trajectories into a data set of transitions, and open it.
 
     The call scans all files before it writes the first row. The result appears at ``dest``
     completely or not at all. An existing data set at ``dest`` is opened unchanged if it has these
@@ -79,9 +82,10 @@ def convert(
             paths or ``file://`` URLs. ``http://`` and ``https://`` URLs are fetched as in
             `download`. Links to files are followed, also inside a directory. Links to directories
             inside a directory are not followed. A mapping gives the SHA-256 of each file, or None.
-            Rows are ordered by the paths of their files.
+            Rows are ordered by the paths of their files. Or a `TrajectorySource`, whose rows are
+            read twice.
         layout: the layout of the files; see `Layout`. The ``repr`` of its parts must show their
-            values, as for dataclasses.
+            values, as for dataclasses. None for a `TrajectorySource`.
         dest: directory of the data set.
         policies: the treatment of unusual keys, dtypes and episodes.
         workers: number of processes. Each process converts one file after another. The result does
@@ -127,18 +131,23 @@ def convert(
         (tensor([2, 1]), tensor([ True, False,  True]))
     """
     options = ConvertOptions(policies=Policies() if policies is None else policies, workers=workers)
-    sources = local_sources(
-        files,
-        natural=layout.natural_files,
-        threads=workers,
-        checked=options.policies.on_invalid != "skip",
-        target=room_needed_at(Path(dest), may_shrink=options.policies.may_shrink, force=force),
-    )
-    identity: dict[str, Any] = {
-        "files": digest_of(sources, layout),
-        "policies": options.policies.to_json(),
-        "rules": rules_digest(layout),
-    }
+    identity: dict[str, Any] = {"policies": options.policies.to_json()}
+    if isinstance(files, TrajectorySource):
+        layout = TrajectoryLayout(source=files)
+        sources = Sources((), {"kind": "trajectories", "source": type(files).__name__})
+        identity["files"] = content_of(files)
+    elif layout is None:
+        raise TypeError(f"expected a layout for {files!r:.80}, got None")
+    else:
+        sources = local_sources(
+            files,
+            natural=layout.natural_files,
+            suffixes=layout.suffixes,
+            threads=workers,
+            checked=isinstance(layout, Layout) and options.policies.on_invalid != "skip",
+            target=room_needed_at(Path(dest), may_shrink=options.policies.may_shrink, force=force),
+        )
+        identity |= {"files": digest_of(sources, layout), "rules": rules_digest(layout)}
     published = ensure_dataset(
         dest,
         get_sources=lambda: sources,
@@ -173,6 +182,7 @@ def local_sources(
     files: Files,
     *,
     natural: bool = False,
+    suffixes: Sequence[str] = SUFFIXES,
     threads: int = 1,
     checked: bool = True,
     target: Path | None = None,
@@ -182,6 +192,7 @@ def local_sources(
     Args:
         files: the files; see `Files`.
         natural: True to order numbers in file names by value, so that 9 comes before 10.
+        suffixes: the suffixes by which folders are searched; empty for all files.
         threads: count of files that are read in parallel.
         checked: True to raise an error for files that are not HDF5.
         target: the directory of the columns. Its free space is checked before a download.
@@ -194,7 +205,8 @@ def local_sources(
     web = _web_files(files)
     if web:
         return WebFiles(web, natural).sources(target)
-    sources = Sources.local(_paths(files), natural=natural, threads=threads, checked=checked)
+    paths = _paths(files, suffixes)
+    sources = Sources.local(paths, natural=natural, threads=threads, checked=checked)
     if isinstance(files, Mapping):
         wanted = {os.path.abspath(_path(name)): sha256 for name, sha256 in files.items()}
         for file in sources.files:
@@ -232,7 +244,7 @@ def local_paths(files: Files) -> list[Path]:
     return sorted(_paths(files), key=lambda path: natural_key(str(path)))
 
 
-def digest_of(sources: Sources, layout: Layout) -> str:
+def digest_of(sources: Sources, layout: Layout | TableLayout) -> str:
     """Return a digest of source files and of the files that describe them."""
     digest = hashlib.sha256()
     for file in sources.files:
@@ -243,7 +255,7 @@ def digest_of(sources: Sources, layout: Layout) -> str:
     return digest.hexdigest()
 
 
-def known_digest(files: Files, layout: Layout, path: Path) -> str | None:
+def known_digest(files: Files, layout: Layout | TableLayout, path: Path) -> str | None:
     """Return the digest of source files from the manifest, without reading them.
 
     The result is ``None`` if there is no data set. It is also ``None`` if the name, size or
@@ -261,7 +273,7 @@ def known_digest(files: Files, layout: Layout, path: Path) -> str | None:
     web = _web_files(files)
     if web:
         return _listing(web)
-    stamps = stamps_of(names_of(_paths(files)), layout)
+    stamps = stamps_of(names_of(_paths(files, layout.suffixes)), layout)
     said = path / MANIFEST_NAME
     if not said.is_file():  # reading a pipe would wait for a writer
         return None
@@ -281,7 +293,7 @@ def _listing(files: Sequence[WebFile]) -> str:
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
-def _paths(files: Files) -> list[Path]:
+def _paths(files: Files, suffixes: Sequence[str] = SUFFIXES) -> list[Path]:
     paths: list[Path] = []
     for path in map(_path, _given(files)):
         if not path.exists():
@@ -290,9 +302,9 @@ def _paths(files: Files) -> list[Path]:
         if not path.is_dir():
             paths.append(path)
             continue
-        found = h5_below(path)
+        found = files_below(path, suffixes)
         if not found:
-            raise FileNotFoundError(f"{path}: no file below it ends in {', '.join(SUFFIXES)}")
+            raise FileNotFoundError(f"{path}: no file below it ends in {', '.join(suffixes)}")
         paths.extend(found)
     return paths
 

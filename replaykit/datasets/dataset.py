@@ -29,6 +29,7 @@ from replaykit.datasets.engine.conversion import (
 )
 from replaykit.datasets.engine.layout import Layout, rules_digest
 from replaykit.datasets.engine.policies import Policies, meant
+from replaykit.datasets.engine.table_sources import TableLayout
 from replaykit.datasets.published_buffer import (
     CorpusExperienceReplay,
     Episodes,
@@ -131,19 +132,24 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
         episodes: Episodes | None = None,
         source: Files | None = None,
         policies: Policies | None = None,
-        layout: Layout | None = None,
+        layout: Layout | TableLayout | None = None,
         workers: int = 1,
         **env_kwargs: Any,
     ) -> None:
         self._check_id(dataset_id, is_own=source is not None)
         _check_keywords(type(self), env_kwargs)
-        for name, given, kind in (("policies", policies, Policies), ("layout", layout, Layout)):
-            if not isinstance(given, (kind, NoneType)):
-                raise TypeError(f"expected {name} as {kind.__name__} or None, got {given!r:.80}")
+        for name, given, kinds in (
+            ("policies", policies, (Policies,)),
+            ("layout", layout, (Layout, TableLayout)),
+        ):
+            if not isinstance(given, (*kinds, NoneType)):
+                raise TypeError(
+                    f"expected {name} as {kinds[0].__name__} or None, got {given!r:.80}"
+                )
         self._options = ConvertOptions(policies=policies or Policies(), workers=workers)
         self.dataset_id = dataset_id
         self.source = source
-        self._rules: Layout = self.layout if layout is None else layout
+        self._rules: Layout | TableLayout = self.layout if layout is None else layout
         self.root = _default_root(self.corpus) if root is None else Path(root)
         self.split_trajs = split_trajs
         self.download = _download(download)
@@ -247,8 +253,10 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
             self._own = local_sources(
                 self.source,
                 natural=self._rules.natural_files,
+                suffixes=self._rules.suffixes,
                 threads=self._options.workers,
-                checked=self._options.policies.on_invalid != "skip",
+                checked=isinstance(self._rules, Layout)
+                and self._options.policies.on_invalid != "skip",
                 target=self._room(),
             )
         return self._own

@@ -24,6 +24,7 @@ __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_NAME",
     "Array",
+    "AttachedFile",
     "GroupFile",
     "Manifest",
     "crc32_of_file",
@@ -100,11 +101,13 @@ def _applied(matrix: tuple[int, ...], vector: int) -> int:
 
 MANIFEST_NAME: Final = "manifest.json"
 FORMAT: Final = "replaykit-dataset"
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 
 _CHECKSUM: Final = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\n\Z')
 _WITHOUT_FINALS: Final = 1
 """Format version of data sets that store all columns."""
+_WITHOUT_ATTACHED: Final = 2
+_VERSIONS: Final = (_WITHOUT_FINALS, _WITHOUT_ATTACHED, FORMAT_VERSION)
 
 
 def _is_inside(file: str) -> bool:
@@ -171,6 +174,15 @@ class GroupFile:
     crc32: _Crc32
 
 
+@dataclass(frozen=True)
+class AttachedFile:
+    """A file with encoded images, to which a column of the data set refers."""
+
+    file: _File
+    nbytes: Count
+    crc32: _Crc32
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The description of a published data set.
@@ -192,6 +204,7 @@ class Manifest:
         finals: for some columns under ``next``, the values of the last row of each episode, ``[E,
             ...]``. All other values of these columns repeat the following row, so they are not
             stored.
+        attached: files with encoded images, to which columns refer.
         made: time and version of the conversion, and the time stamps of the source files. Only
             these entries differ between two conversions of the same files.
     """
@@ -209,6 +222,7 @@ class Manifest:
     episode_arrays: tuple[Array, ...]
     group_file: GroupFile
     finals: tuple[Array, ...] = ()
+    attached: tuple[AttachedFile, ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch[:1] != (self.rows,):
@@ -224,18 +238,21 @@ class Manifest:
     def format_version(self) -> int:
         """The format version.
 
-        A data set with finals has a newer format version. A reader without support for finals would
-        miss columns, so it must refuse the data set.
+        A data set with finals has a newer format version, and one with attached files a still newer
+        one. A reader without support for finals would miss columns, and one without support for
+        attached files would deliver references, so it must refuse the data set.
         """
-        return FORMAT_VERSION if self.finals else _WITHOUT_FINALS
+        if self.attached:
+            return FORMAT_VERSION
+        return _WITHOUT_ATTACHED if self.finals else _WITHOUT_FINALS
 
     def files(self) -> Iterable[tuple[str, int, int]]:
         """Yield path, size and CRC-32 of each file except the manifest."""
         for array in (*self.arrays, *self.episode_arrays, *self.finals):
             if array.file is not None:
                 yield array.file, array.nbytes, array.crc32
-        group = self.group_file
-        yield group.file, group.nbytes, group.crc32
+        for file in (self.group_file, *self.attached):
+            yield file.file, file.nbytes, file.crc32
 
     def content_id(self) -> str:
         """Return a digest of the manifest without ``made``.
@@ -260,13 +277,14 @@ class Manifest:
         """
         found = _CHECKSUM.search(text)
         if found is None:
-            return set(json.loads(text)) <= {*self._json(), "finals"}
+            return set(json.loads(text)) <= {*self._json(), "finals", "attached"}
         return zlib.crc32(text[: found.start()]) == int(found[1], 16)
 
     def _json(self) -> dict[str, Any]:
         found = encode_state(self)
-        if not self.finals:
-            del found["finals"]
+        for name in ("finals", "attached"):
+            if not found[name]:
+                del found[name]
         return {"format": FORMAT, "format_version": self.format_version, **found}
 
     @classmethod
@@ -283,7 +301,7 @@ class Manifest:
             raise ValueError(f"is not JSON ({error})") from error
         if not isinstance(entry, dict) or entry.get("format") != FORMAT:
             raise ValueError("is not the manifest of a replaykit data set")
-        if entry.get("format_version") not in (_WITHOUT_FINALS, FORMAT_VERSION):
+        if entry.get("format_version") not in _VERSIONS:
             raise ValueError(
                 f"has format version {entry.get('format_version')!r:.20}, this version of "
                 f"replaykit reads {FORMAT_VERSION}"

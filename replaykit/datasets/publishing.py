@@ -32,6 +32,7 @@ from replaykit.filesystem import (
 from replaykit.ted import Key
 
 __all__ = [
+    "ATTACHED",
     "FORCE",
     "HELD_BACK",
     "META",
@@ -56,6 +57,8 @@ UNFINISHED_NAME: Final = "unfinished"
 
 _NAMES: Final = frozenset({META, HELD_BACK, UNFINISHED_NAME, MANIFEST_NAME, GROUP_FILE})
 _COLUMN: Final = ".memmap"
+ATTACHED: Final = ".attached"
+"""The suffix of attached files. No other program writes files with this suffix."""
 
 
 def check_own(path: Path) -> None:
@@ -91,7 +94,9 @@ def check_own(path: Path) -> None:
         )
     for folder, folders, files in os.walk(path, onerror=_raise):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        others = [name for name in files if not (name in _NAMES or name.endswith(_COLUMN))]
+        others = [
+            name for name in files if not (name in _NAMES or name.endswith((_COLUMN, ATTACHED)))
+        ]
         for name in (*links, *others):
             found = os.path.relpath(os.path.join(folder, name), path)
             raise RuntimeError(
@@ -248,8 +253,8 @@ def _open_at(directory: int, path: Path) -> Published:
     _check_folders(directory, manifest)
     columns = {array.key: _map(directory, path, array) for array in manifest.arrays}
     episodes = {array.key[0]: _map(directory, path, array) for array in manifest.episode_arrays}
-    group = manifest.group_file
-    os.close(_open_sized(directory, group.file, group.nbytes))
+    for file in (manifest.group_file, *manifest.attached):
+        os.close(_open_sized(directory, file.file, file.nbytes))
     table = TensorDict(episodes, batch_size=[manifest.episodes])
     finals = {array.key: _map(directory, path, array) for array in manifest.finals}
     for key in finals:

@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +24,8 @@ __all__ = [
     "Remote",
     "SourceFile",
     "Sources",
+    "files_below",
     "free_bytes",
-    "h5_below",
     "names_of",
     "require_plain",
     "require_room_for_columns",
@@ -170,8 +170,8 @@ def require_plain(path: Path) -> None:
         )
 
 
-def h5_below(folder: Path) -> list[Path]:
-    """Return the H5 files below a folder, by their suffixes.
+def files_below(folder: Path, suffixes: Sequence[str] = SUFFIXES) -> list[Path]:
+    """Return the files below a folder with one of these suffixes; all files without suffixes.
 
     Links to files are followed, because folders of downloads often consist of links. Links to
     folders are not followed, because they may form cycles.
@@ -179,7 +179,7 @@ def h5_below(folder: Path) -> list[Path]:
     Raises:
         ValueError: a path with such a suffix is a pipe, a device or a socket.
     """
-    found = [each for each in folder.rglob("*") if each.suffix in SUFFIXES]
+    found = [each for each in folder.rglob("*") if not suffixes or each.suffix in suffixes]
     for each in found:
         require_plain(each)
     return [each for each in found if each.is_file()]

@@ -21,7 +21,7 @@ from replaykit.datasets.dataset_manifest import MANIFEST_NAME, crc32_of_file
 from replaykit.datasets.engine.conversion_report import duplicates
 from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.publishing import Published, open_published
-from replaykit.datasets.sources import h5_below, require_plain
+from replaykit.datasets.sources import files_below, require_plain
 from replaykit.errors import CheckpointError
 from replaykit.storages.tensor_bytes import differing
 from replaykit.ted import Key
@@ -99,7 +99,7 @@ def h5_files(path: Path) -> list[Path]:
     require_plain(path)
     if path.is_file():
         return [path]
-    return sorted(h5_below(path), key=lambda each: natural_key(str(each)))
+    return sorted(files_below(path), key=lambda each: natural_key(str(each)))
 
 
 @contextmanager

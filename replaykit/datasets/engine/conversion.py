@@ -37,6 +37,8 @@ from replaykit.datasets.engine.plan import Plan, column_specs
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.engine.resuming import Excluded, Unfinished, conversion_digest
 from replaykit.datasets.engine.scan import scan
+from replaykit.datasets.engine.table_conversion import convert_table
+from replaykit.datasets.engine.table_sources import TableLayout
 from replaykit.datasets.engine.write_files import (
     WrittenFile,
     condense,
@@ -96,7 +98,7 @@ def ensure_dataset(
     target: str | Path,
     *,
     get_sources: Callable[[], Sources],
-    layout: Layout,
+    layout: Layout | TableLayout,
     force: bool = False,
     progress: bool | None = None,
     identity: Mapping[str, Any] | None = None,
@@ -159,7 +161,8 @@ def ensure_dataset(
     found: list[Sources] = []
 
     def build(directory: Path) -> Manifest:
-        manifest, text = _convert(directory, found[-1], layout, options, named, progress)
+        convert = _convert if isinstance(layout, Layout) else _convert_table
+        manifest, text = convert(directory, found[-1], layout, options, named, progress)
         if text is not None:
             warning_texts.append(text)
         return manifest
@@ -193,7 +196,9 @@ def _check_apart(target: str | Path, sources: Sources) -> None:
             )
 
 
-def full_identity(layout: Layout, identity: Mapping[str, Any] | None) -> dict[str, Any]:
+def full_identity(
+    layout: Layout | TableLayout, identity: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Return the identity as the manifest stores it, with the layout and its version."""
     return {
         **({} if identity is None else identity),
@@ -279,14 +284,14 @@ def _convert(
             episode = plan.episodes[position]
             excluded[episode.file, episode.group, episode.base] = why
         made = _Made(plan, columns, written, found)
-    if stamps_of(((file.path, file.name) for file in sources.files), layout) != before:
-        raise CorpusError("a source file changed while it was converted; convert it again [V02]")
+    _check_unchanged(sources, layout, before)
     first = Location(sources.files[0].path, sources.files[0].name)
     policies = options.policies
     if "drop" in (policies.constant, policies.duplicate) or policies.repeated == "once":
         unfinished.forget()  # columns are removed below
     removed = condense(directory, plan, columns, options.policies, notes, first)
-    finals = store_once(directory, plan, columns) if options.policies.repeated == "once" else {}
+    lasts = plan.episodes.column("start") + plan.episodes.column("rows") - 1
+    finals = store_once(directory, lasts, columns) if options.policies.repeated == "once" else {}
     names = plan.episodes.names()
     episode_arrays, group_file = write_episode_table(directory, written.table, names)
     report = {
@@ -320,6 +325,40 @@ def _convert(
         made={**provenance(), "source_stamps": before},
     )
     return manifest, text
+
+
+def _convert_table(
+    directory: Path,
+    sources: Sources,
+    layout: TableLayout,
+    options: ConvertOptions,
+    identity: Mapping[str, Any],
+    progress: bool | None,
+) -> tuple[Manifest, str | None]:
+    """Do as `_convert` for a table, which is not continued after an interruption."""
+    if layout.has_files:
+        sources.check()
+    before = stamps_of(((file.path, file.name) for file in sources.files), layout)
+    found = convert_table(
+        directory,
+        sources,
+        layout,
+        options.policies,
+        identity,
+        {"source_stamps": before},
+        options.to_json(),
+        block_bytes=options.block_bytes,
+        progress=progress,
+    )
+    _check_unchanged(sources, layout, before)
+    return found
+
+
+def _check_unchanged(
+    sources: Sources, layout: Layout | TableLayout, before: Mapping[str, list[int]]
+) -> None:
+    if stamps_of(((file.path, file.name) for file in sources.files), layout) != before:
+        raise CorpusError("a source file changed while it was converted; convert it again [V02]")
 
 
 def _columns(
@@ -408,7 +447,9 @@ def _arrays(
     )
 
 
-def stamps_of(files: Iterable[tuple[Path, str]], layout: Layout) -> dict[str, list[int]]:
+def stamps_of(
+    files: Iterable[tuple[Path, str]], layout: Layout | TableLayout
+) -> dict[str, list[int]]:
     """Return size and modification time of files and their descriptions, by name.
 
     If all stamps are equal, the files count as unchanged. No file is read.

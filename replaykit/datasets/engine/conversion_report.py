@@ -15,7 +15,15 @@ from replaykit.datasets.engine.locations import WHOLE_FILE, RuleFinding, RuleFin
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.sources import Sources
 
-__all__ = ["duplicates", "lines_of", "make_report", "skipped_lines", "summary", "warn_caller"]
+__all__ = [
+    "duplicates",
+    "lines_of",
+    "make_report",
+    "record_of",
+    "skipped_lines",
+    "summary",
+    "warn_caller",
+]
 
 _PACKAGE: Final = __name__.partition(".")[0]
 _MOST_NAMES: Final = 3
@@ -85,18 +93,19 @@ def make_report(
             {"episode": episode(later), "same_as": episode(first)}
             for later, first in (duplicates(digests) if plan.detects_copies else ())
         ],
-        "warnings": [_record(note) for note in notes],
+        "warnings": [record_of(note) for note in notes],
     }
 
 
-def _record(note: RuleFinding) -> dict[str, Any]:
+def record_of(note: RuleFinding) -> dict[str, Any]:
+    """Return a finding as JSON values, for a report."""
     found = {"rule": note.rule, "text": note.text, "count": note.count, "first": note.first}
     return {**found, "name": note.name} if note.name else found
 
 
 def summary(report: Mapping[str, Any], notes: RuleFindings) -> str | None:
     """Return one text with all findings, or ``None`` if there are none."""
-    heard = [_record(note) for note in notes if not note.quiet]
+    heard = [record_of(note) for note in notes if not note.quiet]
     return ". ".join(lines_of({**report, "warnings": heard, "removed": []})) or None
 
 

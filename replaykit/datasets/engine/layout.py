@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy.typing as npt
 
@@ -16,6 +16,7 @@ from replaykit.datasets.engine.episode_finders import Finder
 from replaykit.datasets.engine.fields import ALIGNMENTS, Alignment, Decoder, Field
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.locations import Location, RuleFindings
+from replaykit.datasets.sources import SUFFIXES
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
 __all__ = [
@@ -246,6 +247,7 @@ class Layout:
     copies: Literal["keep", "drop"] = "keep"
     joined: bool = False
     chunks: str = ""
+    suffixes: ClassVar[tuple[str, ...]] = SUFFIXES
 
     def __post_init__(self) -> None:
         """Check that every field can take a dataset, and that no keys conflict.
@@ -461,7 +463,7 @@ class Layout:
         return -1
 
 
-def rules_digest(layout: Layout) -> str:
+def rules_digest(layout: object) -> str:
     """Return a digest of the attributes of a layout.
 
     The digest also changes if the attributes change without a new ``version``.

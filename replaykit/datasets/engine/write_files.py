@@ -462,7 +462,7 @@ _NEVER: Final = frozenset((*DEFAULT_DONE_KEYS, "reward"))
 
 
 def store_once(
-    directory: Path, plan: Plan, columns: dict[Key, ColumnOutput]
+    directory: Path, lasts: npt.NDArray[np.int64], columns: dict[Key, ColumnOutput]
 ) -> dict[Key, ColumnOutput]:
     """Replace columns that repeat the following row by the last values of episodes.
 
@@ -470,7 +470,7 @@ def store_once(
 
     Args:
         directory: the directory of the unfinished data set.
-        plan: the plan of its rows.
+        lasts: the last row of each episode, ``[E]``.
         columns: the complete columns. Replaced columns are deleted from this mapping.
 
     Returns:
@@ -481,7 +481,6 @@ def store_once(
     Raises:
         OSError: no space is left, or a file cannot be read.
     """
-    lasts = plan.episodes.column("start") + plan.episodes.column("rows") - 1
     found = {
         key: column
         for key, column in columns.items()

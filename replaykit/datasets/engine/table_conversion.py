@@ -1,0 +1,462 @@
+"""Conversion of table sources: read blocks, check values, write columns and the episode table."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from replaykit.datasets.column_files import (
+    ColumnOutput,
+    ColumnSpec,
+    create_columns,
+    synced_early,
+    torch_dtype,
+    write_episode_table,
+)
+from replaykit.datasets.dataset_manifest import AttachedFile, Manifest, crc32_of_file, provenance
+from replaykit.datasets.engine.conversion_report import duplicates, record_of, summary
+from replaykit.datasets.engine.locations import Location, RuleFindings
+from replaykit.datasets.engine.policies import Judge, Policies
+from replaykit.datasets.engine.statistics import Statistics
+from replaykit.datasets.engine.table_sources import (
+    Array,
+    SourceColumn,
+    TableLayout,
+    TableSource,
+)
+from replaykit.datasets.engine.write_files import store_once
+from replaykit.datasets.publishing import ATTACHED, hold_back
+from replaykit.datasets.sources import Sources
+from replaykit.datasets.transfers import progress_bar
+from replaykit.errors import CorpusError
+from replaykit.filesystem import remove_tree, require_room
+from replaykit.ted import DEFAULT_DONE_KEYS, TERMINATED, TRUNCATED, Key, format_key
+
+__all__ = ["convert_table"]
+
+_REWARD: Final[Key] = ("next", "reward")
+_FLAGS: Final = tuple(key for name in DEFAULT_DONE_KEYS for key in ((name,), ("next", name)))
+_IDS: Final[tuple[Key, ...]] = (("episode",), ("seed",))
+_FLAG_ROWS: Final = 1 << 20
+_UNUSED: Final = ("missing", "extra", "constant", "all_nan", "duplicate", "unrecorded")
+"""Policies about arrays that episodes share or lack, which tables do not have."""
+
+
+def convert_table(
+    directory: Path,
+    sources: Sources,
+    layout: TableLayout,
+    policies: Policies,
+    identity: Mapping[str, Any],
+    made: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    block_bytes: int,
+    progress: bool | None,
+) -> tuple[Manifest, str | None]:
+    """Fill a directory with the columns of a table; return manifest and warning.
+
+    Raises:
+        CorpusError: a rule is broken. The message names file, episode and rule.
+        ValueError: a policy names a key or dtype that the source lacks, or does not apply.
+        OSError: a file cannot be read, or no space is left.
+    """
+    for name in _UNUSED:
+        if getattr(policies, name) != getattr(Policies(), name):
+            raise ValueError(
+                f"expected the default of the policy {name!r} for the layout {layout.name!r}, "
+                f"which it does not apply to, got {getattr(policies, name)!r}"
+            )
+    notes = RuleFindings()
+    judge = Judge(policies.on_invalid, notes)
+    source = layout.open(sources, policies, judge)
+    policies.check_met(
+        [(column.key, None if column.frames else column.dtype) for column in source.columns],
+        (*_FLAGS, *_IDS),
+    )
+    ends = (TERMINATED, TRUNCATED)
+    wanted = [c for c in source.columns if c.key in ends or policies.keeps(c.key)]
+    choice = layout.copies if policies.copies == "layout" else policies.copies
+    while True:
+        kept = source.episodes.lengths > 0
+        kept[list(judge.bad)] = False
+        if not kept.any():
+            where = source.location(0) if len(kept) else Location(Path(layout.name), layout.name)
+            raise where.error("no episode has rows that can be converted", "V38")
+        for path in directory.iterdir():
+            remove_tree(path)
+        known = len(judge.bad)
+        writer = _Writer(directory, source, wanted, kept, policies, judge)
+        writer.write(block_bytes, progress)
+        if len(judge.bad) == known:
+            writer.find_copies(choice)
+        if len(judge.bad) == known:
+            break
+    return writer.finish(sources, layout, identity, made, options)
+
+
+class _Digests:
+    """The SHA-256 of one column in each episode, of rows that arrive in blocks."""
+
+    def __init__(self, lasts: npt.NDArray[np.int64]) -> None:
+        self._stops, self._at = lasts + 1, 0
+        self._hash = hashlib.sha256()
+        self.found: list[bytes] = []
+
+    def add(self, values: Array) -> None:
+        row = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
+        start, stop = self._at, self._at + len(values)
+        while start < stop:
+            end = int(self._stops[len(self.found)])
+            self._hash.update(row[start - self._at : min(end, stop) - self._at].data)
+            if end <= stop:
+                self.found.append(self._hash.digest())
+                self._hash = hashlib.sha256()
+            start = min(end, stop)
+        self._at = stop
+
+
+class _Writer:
+    """The columns of the kept episodes, while blocks arrive."""
+
+    def __init__(
+        self,
+        directory: Path,
+        source: TableSource,
+        wanted: Sequence[SourceColumn],
+        kept: npt.NDArray[np.bool_],
+        policies: Policies,
+        judge: Judge,
+    ) -> None:
+        self.directory, self.source, self.policies, self.judge = directory, source, policies, judge
+        self.positions = np.flatnonzero(kept)
+        self._kept = kept
+        self._lengths = source.episodes.lengths[kept]
+        self._stops = self._lengths.cumsum()
+        self._starts = self._stops - self._lengths
+        self.rows = int(self._stops[-1])
+        self._wanted = {column.key: column for column in wanted}
+        self._dtypes = {
+            column.key: column.dtype if column.frames else policies.stored_dtype(column.dtype)
+            for column in wanted
+        }
+        self._ends = {key: np.zeros(len(self.positions), bool) for key in (TERMINATED, TRUNCATED)}
+        self._returns = np.full(len(self.positions), np.nan)
+        self._statistics = {column.key: Statistics() for column in wanted if not column.frames}
+        self._digests = {
+            column.key: _Digests(self._stops - 1)
+            for column in wanted
+            if column.key[0] in ("observation", "action") and not column.frames
+        }
+        self.columns = self._create()
+
+    @property
+    def detects_copies(self) -> bool:
+        """True if the digests cover observations."""
+        return any(key[0] == "observation" for key in self._digests)
+
+    def _create(self) -> dict[Key, ColumnOutput]:
+        specs = [
+            ColumnSpec(key, column.shape, torch_dtype(self._dtypes[key]))
+            for key, column in self._wanted.items()
+            if key not in self._ends
+        ]
+        specs += [ColumnSpec(key, (1,), torch.bool) for key in _FLAGS]
+        specs += [ColumnSpec(key, (), torch.int64) for key in _IDS]
+        keys = {spec.key for spec in specs}
+        for key in keys:
+            above = next((key[:size] for size in range(1, len(key)) if key[:size] in keys), None)
+            if above is not None or sum(spec.key == key for spec in specs) > 1:
+                raise self._error(0, f"two columns have the key {format_key(above or key)}", "V10")
+        return create_columns(self.directory, specs, (self.rows,))
+
+    def _error(self, number: int, what: str, rule: str, key: Key = ()) -> CorpusError:
+        return self._where(number, key).error(what, rule)
+
+    def _where(self, number: int, key: Key = (), row: int | None = None) -> Location:
+        """Return the location of an episode, a column and a row of the data set."""
+        record = None if row is None else row - int(self._starts[number])
+        name = self._wanted[key].source if key else None
+        return self.source.location(int(self.positions[number])).at(key=name, record=record)
+
+    # -- blocks -----------------------------------------------------------------------------------
+
+    def write(self, block_bytes: int, progress: bool | None) -> None:
+        """Write all blocks of the source, then flags and ids."""
+        at = dict.fromkeys(self._wanted, 0)
+        total = sum(column.nbytes for column in self.columns.values())
+        with (
+            progress_bar("converting", total, progress) as advance,
+            synced_early(self.columns),
+        ):
+            for block in self.source.blocks(self._kept, list(self._wanted), block_bytes):
+                for key, values in block.items():
+                    self._write(key, values, at[key])
+                    at[key] += len(values)
+                    advance(values.nbytes)
+            for key, count in at.items():
+                if count != self.rows:
+                    raise self._error(
+                        len(self.positions) - 1,
+                        f"has {count} rows, expected {self.rows}",
+                        "V34",
+                        key,
+                    )
+            self._write_flags()
+
+    def _write(self, key: Key, values: Array, start: int) -> None:
+        column = self._wanted[key]
+        stop = start + len(values)
+        if stop > self.rows or values.shape[1:] != column.shape or values.dtype != column.dtype:
+            raise self._error(
+                self._episode(min(start, self.rows - 1)),
+                f"is {values.dtype} {list(values.shape[1:])} up to row {stop}, expected "
+                f"{column.dtype} {list(column.shape)} up to row {self.rows}",
+                "V11",
+                key,
+            )
+        if key in self._ends:
+            self._take_ends(key, values.reshape(-1).astype(bool), start)
+            return
+        dtype = self._dtypes[key]
+        stored = values
+        if dtype != values.dtype:
+            with np.errstate(over="ignore"):
+                stored = values.astype(dtype)
+        if not column.frames:
+            self._measure(key, values, stored, start)
+        if key in self._digests:
+            self._digests[key].add(stored)
+        low, high = np.searchsorted(self._starts, (start, stop))
+        firsts = (self._starts[low:high] - start).tolist()
+        self.columns[key].write(start, stored, verify=sorted({0, *firsts, len(values) - 1}))
+
+    def _episode(self, row: int) -> int:
+        return int(np.searchsorted(self._stops, row, "right"))
+
+    def _measure(self, key: Key, values: Array, stored: Array, start: int) -> None:
+        """Add a block to the statistics, and report its numbers that are not finite."""
+        of = Statistics()
+        of.add(stored)
+        self._statistics[key].merge(of)
+        if key == _REWARD and values.size == len(values):
+            rows = values.reshape(-1).astype(np.float64)
+            low, high = self._episode(start), self._episode(start + len(values) - 1) + 1
+            cuts = np.maximum(self._starts[low:high] - start, 0)
+            sums = np.add.reduceat(rows, cuts) if len(rows) else rows
+            known = np.nan_to_num(self._returns[low:high])
+            self._returns[low:high] = np.where(np.isnan(self._returns[low:high]), 0, known) + sums
+        role = key[1] if key[0] == "next" and len(key) > 1 else key[0]
+        is_whole = of.nan == 0 and np.isfinite([of.least, of.largest]).all() if of.count else False
+        if stored.dtype.kind not in "fc" or is_whole:
+            return
+        flat, before = stored.reshape(len(stored), -1), values.reshape(len(values), -1)
+        overflowed = (np.isinf(flat) & np.isfinite(before)).any(1)
+        if overflowed.any():
+            self._fail_rows(overflowed, start, key, f"overflows {stored.dtype}", "V10")
+        if role in ("action", "observation", "reward"):
+            rule = "V20" if role == "action" else "V21"
+            self._fail_rows(~np.isfinite(flat).all(1), start, key, "is not finite", rule)
+
+    def _fail_rows(
+        self, wrong: npt.NDArray[np.bool_], start: int, key: Key, what: str, rule: str
+    ) -> None:
+        rows = np.flatnonzero(wrong) + start
+        numbers, firsts = np.unique(np.searchsorted(self._stops, rows, "right"), return_index=True)
+        for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True):
+            where = self._where(number, key, int(rows[first]))
+            self.judge.fail(int(self.positions[number]), where, what, rule)
+
+    def _take_ends(self, key: Key, values: npt.NDArray[np.bool_], start: int) -> None:
+        low, high = np.searchsorted(self._stops - 1, (start, start + len(values)))
+        lasts = self._stops[low:high] - 1 - start
+        self._ends[key][low:high] = values[lasts]
+        early = values.copy()
+        early[lasts] = False
+        if early.any():
+            self._fail_rows(early, start, key, "is set before the end of the episode", "V31")
+
+    def _write_flags(self) -> None:
+        # An episode that no flag ends is cut, which is a truncation.
+        self._ends[TRUNCATED] |= ~self._ends[TERMINATED]
+        of = self.source.episodes
+        for start in range(0, self.rows, _FLAG_ROWS):
+            stop = min(start + _FLAG_ROWS, self.rows)
+            rows = np.searchsorted(self._stops, np.arange(start, stop), "right")
+            low, high = np.searchsorted(self._stops - 1, (start, stop))
+            lasts = self._stops[low:high] - 1 - start
+            done = np.zeros((stop - start, 1), bool)
+            for name in ("terminated", "truncated"):
+                flag = np.zeros_like(done)
+                flag[lasts, 0] = self._ends["next", name][low:high]
+                self.columns["next", name].write(start, flag)
+                done |= flag
+            self.columns["next", "done"].write(start, done)
+            for (name,), ids in zip(_IDS, (of.numbers, of.files), strict=True):
+                self.columns[name,].write(start, ids[self.positions][rows])
+        for name in DEFAULT_DONE_KEYS:
+            self.columns[name,].finish()
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _digest(self) -> npt.NDArray[np.uint8]:
+        """Return the digest of observations and actions of each episode, uint8 ``[E, 16]``."""
+        each = zip(*(digests.found for digests in self._digests.values()), strict=True)
+        found = b"".join(hashlib.sha256(b"".join(parts)).digest()[:16] for parts in each)
+        return np.frombuffer(found, np.uint8).reshape(-1, 16)
+
+    def find_copies(self, choice: str) -> None:
+        """Leave out or refuse episodes that repeat an earlier one (V36)."""
+        if choice == "keep":
+            return
+        if not self.detects_copies:
+            if self.policies.copies != "layout":
+                raise ValueError(
+                    f"copies={choice!r}: copies of episodes cannot be recognized if all "
+                    'observations are left out; keep observations, or pass copies="keep"'
+                )
+            return
+        for later, first in duplicates(self._digest()):
+            what = f"it has the observations and actions of {self._where(first).brief}"
+            if choice == "error":
+                raise self._error(later, what, "V36")
+            self.judge.bad[int(self.positions[later])] = f"{what} [V36]"
+
+    def finish(
+        self,
+        sources: Sources,
+        layout: TableLayout,
+        identity: Mapping[str, Any],
+        made: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> tuple[Manifest, str | None]:
+        """Write the episode table and attached files; return manifest and warning."""
+        hold_back(self.directory)
+        lasts = self._stops - 1
+        finals = {}
+        if self.policies.repeated == "once":
+            finals = store_once(self.directory, lasts, self.columns)
+        of, at = self.source.episodes, self.positions
+        table: dict[str, Array] = {
+            "start": self._starts,
+            "length": self._lengths,
+            "seed": of.files[at],
+            "episode": of.numbers[at],
+            "source_seed": np.full(len(at), -1),
+            "success": of.success[at],
+            "terminated": self._ends[TERMINATED],
+            "truncated": self._ends[TRUNCATED],
+            "return": self._returns,
+        }
+        copies = []
+        if self.detects_copies:
+            table["digest"] = self._digest()
+            copies = [[self._named(each) for each in pair] for pair in duplicates(table["digest"])]
+        names = (of.names[position] for position in at)
+        episode_arrays, group_file = write_episode_table(self.directory, table, names)
+        notes = self.judge.notes
+        report = {
+            "left_out": [dict(entry) for entry in self.source.left_out],
+            "skipped": list(self._skipped()),
+            "numbering": [],
+            "files": [],
+            "duplicates": [{"episode": a, "same_as": b} for a, b in copies],
+            "warnings": [record_of(note) for note in notes],
+            "removed": [],
+            "splits": self._splits(),
+            "about": dict(self.source.facts),
+        }
+        text = summary(report, notes)
+        if text is not None and self.policies.strict:
+            raise CorpusError(f"{self._where(0).file}: refused, since policies are strict: {text}")
+        manifest = Manifest(
+            rows=self.rows,
+            batch=(self.rows,),
+            episodes=len(at),
+            arrays=tuple(self._described(self.columns)),
+            finals=tuple(self._described(finals)),
+            attached=tuple(attach(self.directory, self.source.attached)),
+            episode_arrays=episode_arrays,
+            group_file=group_file,
+            converter={"name": layout.name, "version": layout.version},
+            identity=dict(identity),
+            source={
+                "origin": dict(sources.origin),
+                "files": [
+                    {"name": file.name, "size": file.size, "sha256": file.sha256}
+                    for file in sources.files
+                ],
+            },
+            report=report,
+            options=dict(options),
+            made={**provenance(), **made},
+        )
+        return manifest, text
+
+    def _described(self, columns: Mapping[Key, ColumnOutput]) -> Iterator[Any]:
+        for key, output in columns.items():
+            facts: dict[str, Any] = {}
+            column = self._wanted.get(key)
+            if column is not None and key not in self._ends:
+                facts = {"source": column.source}
+                if column.frames:
+                    facts["frames"] = dict(column.frames)
+                else:
+                    facts["statistics"] = self._statistics[key].to_json()
+                if self._dtypes[key] != column.dtype:
+                    facts["source_dtype"] = column.dtype.name
+            yield output.describe(self.directory, facts)
+
+    def _named(self, number: int) -> list[str]:
+        position = int(self.positions[number])
+        return [self.source.location(position).name, self.source.episodes.names[position]]
+
+    def _skipped(self) -> Iterator[dict[str, str]]:
+        names, lengths = self.source.episodes.names, self.source.episodes.lengths
+        for position in np.flatnonzero(~self._kept).tolist():
+            why = self.judge.bad.get(position)
+            if why is None and lengths[position] == 0:
+                why = "it has no rows [V37]"
+            file = self.source.location(position).name
+            yield {"file": file, "name": names[position], "why": str(why)}
+
+    def _splits(self) -> dict[str, list[int]]:
+        at = {int(position): number for number, position in enumerate(self.positions)}
+        return {
+            name: [at[each] for each in positions if each in at]
+            for name, positions in self.source.splits.items()
+        }
+
+
+def attach(directory: Path, files: Mapping[str, Path]) -> Iterator[AttachedFile]:
+    """Put files into a data set, as hard links where possible, and describe them.
+
+    Yields one entry for each file. Cost: each file is read once for its checksum. Files on another
+    disk are copied.
+
+    Raises:
+        OSError: a file cannot be read, or the disk has too little room for copies.
+    """
+    for name, path in files.items():
+        target = directory / f"{name}{ATTACHED}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        real = Path(os.path.realpath(path))
+        size = real.stat().st_size
+        try:
+            os.link(real, target)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOSPC):
+                raise
+            require_room(directory, size, size)
+            shutil.copyfile(real, target)
+        relative = target.relative_to(directory).as_posix()
+        yield AttachedFile(relative, size, crc32_of_file(target))

@@ -1,0 +1,143 @@
+"""The interface of sources that hold flat columns of records, and the ends of episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.datasets.engine.locations import Location
+from replaykit.datasets.engine.policies import Judge, Policies
+from replaykit.datasets.sources import Sources
+from replaykit.ted import Key
+
+__all__ = ["SourceColumn", "SourceEpisodes", "TableLayout", "TableSource"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class SourceColumn:
+    """A column that a source can fill.
+
+    Attributes:
+        key: the key of the column in TED. The keys ``("next", "terminated")`` and ``("next",
+            "truncated")`` are the ends of episodes. The writer makes all other flags, ``episode``
+            and ``seed``.
+        shape: the shape of one entry.
+        dtype: the dtype in the source.
+        source: the name in the source, for messages and the manifest.
+        frames: for a column of references to images in attached files, the way to decode them; see
+            `EncodedFrames`. References are neither measured nor compared.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    source: str
+    frames: Mapping[str, Any] | None = None
+
+
+@dataclass
+class SourceEpisodes:
+    """The episodes of a source, one entry for each of E episodes.
+
+    Attributes:
+        lengths: the count of rows, int64 ``[E]``.
+        numbers: the number of the episode in its file, int64 ``[E]``. With ``files``, it must be
+            unique.
+        names: the name of each episode.
+        files: the position of the source file, int64 ``[E]``; zeros by default.
+        success: 1, 0, or -1 if it is not known, int8 ``[E]``; -1 by default.
+    """
+
+    lengths: npt.NDArray[np.int64]
+    numbers: npt.NDArray[np.int64]
+    names: Sequence[str]
+    files: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    success: npt.NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, np.int8))
+
+    def __post_init__(self) -> None:
+        if not len(self.files):
+            self.files = np.zeros(len(self.lengths), np.int64)
+        if not len(self.success):
+            self.success = np.full(len(self.lengths), -1, np.int8)
+
+
+class TableSource(Protocol):
+    """Columns of records in order, and the episodes that they belong to.
+
+    A source checks the rules of its format when it is opened. It passes bad episodes to the
+    `Judge`, by their positions in ``episodes``. While ``blocks`` reads values, it may find more.
+
+    Attributes:
+        columns: all columns that the source can fill.
+        episodes: the episodes in the order of the source.
+        left_out: data that does not become a column: entries with ``key`` and ``why``.
+        attached: files to keep in the data set, by their name in it.
+        facts: facts about the source for the manifest, as JSON values.
+        splits: positions of episodes by the name of a split.
+    """
+
+    columns: Sequence[SourceColumn]
+    episodes: SourceEpisodes
+    left_out: Sequence[Mapping[str, str]]
+    attached: Mapping[str, Path]
+    facts: Mapping[str, Any]
+    splits: Mapping[str, Sequence[int]]
+
+    def location(self, position: int) -> Location:
+        """Return the location of an episode."""
+
+    def blocks(
+        self, kept: npt.NDArray[np.bool_], keys: Sequence[Key], block_bytes: int
+    ) -> Iterator[Mapping[Key, Array]]:
+        """Yield the rows of episodes in order, in blocks of some of the columns.
+
+        Each block holds the next rows of one or more columns, as ``[n, *shape]`` in the dtype of
+        the column. Columns need not advance together, and blocks may span episodes.
+
+        Args:
+            kept: the episodes to read, bool ``[E]``.
+            keys: the columns to read.
+            block_bytes: the size of a block of one column, as a goal.
+
+        Raises:
+            CorpusError: a file cannot be read, or breaks a rule. The message names file and rule.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableLayout:
+    """The declaration of files that hold flat columns, for `convert`.
+
+    Attributes:
+        name: the name of the layout in messages and manifests.
+        version: the version of the rules, which increases with every change.
+        suffixes: the suffixes of the files to read in a folder; empty for all files.
+        natural_files: True to order numbers in the names of files by their value.
+        copies: the treatment of episodes with equal observations and actions; see `Policies`.
+    """
+
+    name: str
+    version: int
+    suffixes: tuple[str, ...] = ()
+    natural_files: bool = True
+    copies: Literal["keep", "drop"] = "keep"
+    has_files: ClassVar[bool] = True
+
+    def open(self, sources: Sources, policies: Policies, judge: Judge) -> TableSource:
+        """Return the source that reads some files.
+
+        Raises:
+            CorpusError: the files do not have this layout. The message names file and rule.
+        """
+        raise NotImplementedError
+
+    def described_by(self, path: Path) -> tuple[Path, ...]:
+        """Return no path, because all files of a table are source files."""
+        return ()
