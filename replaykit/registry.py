@@ -208,6 +208,7 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("VD4RLExperienceReplay", "family", "datasets.families.vd4rl"),
     Entry("IsaacLabExperienceReplay", "family", "datasets.families.isaaclab"),
     Entry("AlohaExperienceReplay", "family", "datasets.families.aloha"),
+    Entry("LeRobotExperienceReplay", "family", "datasets.families.lerobot"),
     Entry("ROBOHIVE", "layout", "datasets.families.robohive"),
     Entry("ROBOSET_REAL", "layout", "datasets.families.roboset"),
     Entry("D4RL", "layout", "datasets.families.d4rl"),
@@ -219,6 +220,8 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("MANISKILL", "layout", "datasets.families.maniskill"),
     Entry("VD4RL", "layout", "datasets.families.vd4rl"),
     Entry("ALOHA", "layout", "datasets.families.aloha"),
+    Entry("LEROBOT", "table layout", "datasets.families.lerobot"),
+    Entry("LeRobotLayout", "layout class", "datasets.families.lerobot"),
     Entry("RoboHiveLayout", "layout class", "datasets.families.robohive"),
     Entry("D4RLLayout", "layout class", "datasets.families.d4rl"),
     Entry("RobosuiteLayout", "layout class", "datasets.families.robomimic"),
@@ -273,6 +276,7 @@ _BY_NAME: Final = {entry.name: entry for entry in ENTRIES}
 _EXPORTED_BY: Final = {
     "conversion": ("replaykit.datasets",),
     "layout": ("replaykit.datasets.families",),
+    "table layout": ("replaykit.datasets.families",),
     "layout class": ("replaykit.datasets.families",),
     "adapter": ("replaykit.adapters",),
 }

@@ -169,6 +169,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
             batch_size=batch_size,
             **env_kwargs,
         )
+        self._decode_frames()
 
     @classmethod
     def _check_id(cls, dataset_id: str, *, is_own: bool = False) -> None:

@@ -18,6 +18,7 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import SamplerT
 from replaykit.datasets.column_statistics import column_statistics
 from replaykit.datasets.dataset_passes import preprocess_rows
+from replaykit.datasets.encoded_frames import EncodedFrames
 from replaykit.datasets.publishing import Published, open_directory, open_published
 from replaykit.schema import Schema, split_leaves
 from replaykit.storages import Storage, TensorStorage
@@ -30,7 +31,14 @@ from replaykit.structure import Path as KeyPath
 from replaykit.ted import format_key
 from replaykit.writers import ImmutableDatasetWriter, Writer
 
-__all__ = ["CorpusExperienceReplay", "Episodes", "MappedStorage", "chosen_episodes", "rows_of"]
+__all__ = [
+    "CorpusExperienceReplay",
+    "Episodes",
+    "MappedStorage",
+    "chosen_episodes",
+    "encoded_frames",
+    "rows_of",
+]
 
 _PERCENT: Final = r"(?:([0-9]+(?:\.[0-9]+)?)%)?"
 _FRACTION: Final = re.compile(rf"(?=.*%){_PERCENT}:{_PERCENT}(?:@([0-9]{{1,9}}))?")
@@ -125,6 +133,18 @@ def _mask(positions: torch.Tensor, count: int, name: str) -> torch.Tensor:
     mask = torch.zeros(count, dtype=torch.bool)
     mask[positions] = True
     return mask
+
+
+def encoded_frames(published: Published) -> EncodedFrames | None:
+    """Return the transform that decodes the images of a data set; None if none are encoded."""
+    manifest = published.manifest
+    frames = {
+        array.key: array.facts["frames"]
+        for array in (*manifest.arrays, *manifest.finals)
+        if "frames" in array.facts
+    }
+    paths = [published.path / file.file for file in manifest.attached]
+    return EncodedFrames(frames, paths) if frames else None
 
 
 def rows_of(published: Published, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -366,6 +386,15 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
             return MappedStorage(published, chosen_episodes(published, split, episodes))
 
         super().__init__(storage=mapped, sampler=sampler, batch_size=batch_size, **kwargs)
+        self._decode_frames()
+
+    def _decode_frames(self) -> None:
+        """Decode images that the data set keeps encoded, before values are transformed."""
+        frames = encoded_frames(self.published)
+        if frames is not None:
+            entries = enumerate(self._chain.entries, 1)
+            at = max((at for at, each in entries if each.is_before_values), default=0)
+            self.insert_transform(at, frames)
 
     @property
     def published(self) -> Published:

@@ -114,7 +114,7 @@ class HubFiles:
     Attributes:
         repo_id: ``owner/name``.
         directory: the directory of the files.
-        suffix: the end of the file names.
+        suffix: the end of the file names, or all their possible ends.
         ``beside``: the endings of the names of further files, which describe the files and are
             fetched with them.
         natural: True to order numbers in file names by value, so that 9 comes before 10.
@@ -122,7 +122,7 @@ class HubFiles:
 
     repo_id: str
     directory: str
-    suffix: str
+    suffix: str | tuple[str, ...]
     beside: tuple[str, ...] = ()
     natural: bool = False
 
@@ -173,15 +173,20 @@ class HubFiles:
 
     @property
     def _kind(self) -> str:
-        return "".join((self.suffix, *self.beside))
+        return "".join((*self._suffixes, *self.beside))
+
+    @property
+    def _suffixes(self) -> tuple[str, ...]:
+        return (self.suffix,) if isinstance(self.suffix, str) else self.suffix
 
     def _listing(self) -> HubListing:
         known = _recall(self.repo_id, self.directory, self._kind) if is_offline() else None
         if known is not None:
             return known
-        suffix = "" if self.beside else self.suffix
+        ends = (*self._suffixes, *self.beside)
+        suffix = ends[0] if len(ends) == 1 else ""
         listing = list_files(self.repo_id, directory=self.directory, suffix=suffix)
-        wanted = [f for f in listing.files if f.path.endswith((self.suffix, *self.beside))]
+        wanted = [f for f in listing.files if f.path.endswith(ends)]
         return replace(listing, files=tuple(wanted))
 
 

@@ -70,6 +70,11 @@ class _Entry:
         stage = None if invert else getattr(transform, "stage", None)
         self.rank = _STAGES.get(stage) if isinstance(stage, str) else None
 
+    @property
+    def is_before_values(self) -> bool:
+        """True if the transform reads stored values, or other rows."""
+        return self.rank is not None and self.rank < _STAGES["value"]
+
     def apply(self, data: Any, *, reading: bool) -> Any:
         if reading != self.invert:
             return self.transform(data) if callable(self.transform) else self._forward(data)

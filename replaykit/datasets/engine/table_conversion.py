@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +24,7 @@ from replaykit.datasets.column_files import (
     write_episode_table,
 )
 from replaykit.datasets.dataset_manifest import AttachedFile, Manifest, crc32_of_file, provenance
+from replaykit.datasets.encoded_frames import REFERENCE_WIDTH
 from replaykit.datasets.engine.conversion_report import duplicates, record_of, summary
 from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.policies import Judge, Policies
@@ -38,7 +40,7 @@ from replaykit.datasets.publishing import ATTACHED, hold_back
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.transfers import progress_bar
 from replaykit.errors import CorpusError
-from replaykit.filesystem import remove_tree, require_room
+from replaykit.filesystem import disk_errors, remove_tree, require_room
 from replaykit.ted import DEFAULT_DONE_KEYS, TERMINATED, TRUNCATED, Key, format_key
 
 __all__ = ["convert_table"]
@@ -158,6 +160,11 @@ class _Writer:
             if column.key[0] in ("observation", "action") and not column.frames
         }
         self.columns = self._create()
+        images = [c.key for c in wanted if c.frames and c.frames["kind"] == "image"]
+        self._images = {
+            key: _ImageFile(directory, key, len(source.attached) + at)
+            for at, key in enumerate(images, 1)
+        }
 
     @property
     def detects_copies(self) -> bool:
@@ -166,7 +173,9 @@ class _Writer:
 
     def _create(self) -> dict[Key, ColumnOutput]:
         specs = [
-            ColumnSpec(key, column.shape, torch_dtype(self._dtypes[key]))
+            ColumnSpec(key, (REFERENCE_WIDTH,), torch.int64)
+            if column.frames
+            else ColumnSpec(key, column.shape, torch_dtype(self._dtypes[key]))
             for key, column in self._wanted.items()
             if key not in self._ends
         ]
@@ -232,6 +241,8 @@ class _Writer:
         if dtype != values.dtype:
             with np.errstate(over="ignore"):
                 stored = values.astype(dtype)
+        if key in self._images:
+            stored = self._images[key].append(values)
         if not column.frames:
             self._measure(key, values, stored, start)
         if key in self._digests:
@@ -384,7 +395,10 @@ class _Writer:
             episodes=len(at),
             arrays=tuple(self._described(self.columns)),
             finals=tuple(self._described(finals)),
-            attached=tuple(attach(self.directory, self.source.attached)),
+            attached=(
+                *attach(self.directory, self.source.attached),
+                *(images.describe() for images in self._images.values()),
+            ),
             episode_arrays=episode_arrays,
             group_file=group_file,
             converter={"name": layout.name, "version": layout.version},
@@ -435,6 +449,34 @@ class _Writer:
             name: [at[each] for each in positions if each in at]
             for name, positions in self.source.splits.items()
         }
+
+
+class _ImageFile:
+    """The encoded images of a column, one after the other in an attached file."""
+
+    def __init__(self, directory: Path, key: Key, number: int) -> None:
+        self._directory, self._number = directory, number
+        self._path = directory / "images" / f"{'.'.join(key)}{ATTACHED}"
+        self._path.parent.mkdir(exist_ok=True)
+        self._path.write_bytes(b"")
+        self._size = self._crc32 = 0
+
+    def append(self, values: Array) -> npt.NDArray[np.int64]:
+        """Append images, and return the references to them, int64 ``[n, 3]``."""
+        block = b"".join(values)
+        sizes = np.fromiter(map(len, values), np.int64, len(values))
+        references = np.full((len(values), REFERENCE_WIDTH), self._number, np.int64)
+        references[:, 1], references[:, 2] = self._size + sizes.cumsum() - sizes, sizes
+        with disk_errors(self._path, self._size + len(block)), self._path.open("ab") as file:
+            file.write(block)
+        self._crc32 = zlib.crc32(block, self._crc32)
+        self._size += len(block)
+        return references
+
+    def describe(self) -> AttachedFile:
+        """Return the manifest's entry of the file."""
+        name = self._path.relative_to(self._directory).as_posix()
+        return AttachedFile(name, self._size, self._crc32)
 
 
 def attach(directory: Path, files: Mapping[str, Path]) -> Iterator[AttachedFile]:

@@ -31,8 +31,10 @@ class SourceColumn:
         shape: the shape of one entry.
         dtype: the dtype in the source.
         source: the name in the source, for messages and the manifest.
-        frames: for a column of references to images in attached files, the way to decode them; see
-            `EncodedFrames`. References are neither measured nor compared.
+        frames: for a column of images that stay encoded, their ``kind`` and ``shape``; see
+            `EncodedFrames`. Values of the kind ``"video"`` are references to attached files.
+            Values of the kind ``"image"`` are ``bytes`` in an array of objects, which the writer
+            puts into one file. Neither are measured or compared.
     """
 
     key: Key

@@ -1,0 +1,315 @@
+"""Images that stay encoded in files of a data set, and are decoded when rows are read."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from replaykit.datasets.engine.fields import image_module
+from replaykit.errors import CorpusError
+from replaykit.ted import Key, format_key
+from replaykit.transforms import Transform
+
+__all__ = ["EncodedFrames", "FrameFiles", "VideoIndex", "encode_jpeg", "video_index"]
+
+REFERENCE_WIDTH: Final = 3
+"""Numbers of a reference: the number of the file, then the presentation time and 0 of a frame, or
+the offset and the size of an image. Files count from 1, so that zeros refer to no frame."""
+_MOST_OPEN: Final = 16
+_QUALITY: Final = 95
+
+Array = npt.NDArray[Any]
+
+
+def video_module() -> Any:
+    """Return the module ``av`` (PyAV), which has its own FFmpeg.
+
+    Raises:
+        ImportError: PyAV is not installed.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError(
+            "reading videos needs PyAV: `pip install 'replaykit[lerobot]'`"
+        ) from error
+    return av
+
+
+@contextmanager
+def _video_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (video_module().FFmpegError, IndexError, ValueError) as error:
+        if isinstance(error, (FileNotFoundError, CorpusError)):
+            raise
+        raise CorpusError(f"{path}: is not a video that can be decoded ({error}) [V03]") from error
+
+
+@dataclass(frozen=True)
+class VideoIndex:
+    """The frames of a video in the order of presentation.
+
+    Attributes:
+        times: the presentation times in units of the stream, int64 ``[n]``.
+        seconds: the same times in seconds, float64 ``[n]``.
+        height, width: the size of a frame.
+    """
+
+    times: npt.NDArray[np.int64]
+    seconds: npt.NDArray[np.float64]
+    height: int
+    width: int
+
+    def nearest(self, seconds: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Return the times of the nearest frames, and their distances in seconds."""
+        after = np.searchsorted(self.seconds, seconds).clip(1, max(1, len(self.seconds) - 1))
+        after = np.minimum(after, len(self.seconds) - 1)
+        before = np.maximum(after - 1, 0)
+        is_before = seconds - self.seconds[before] <= self.seconds[after] - seconds
+        found = np.where(is_before, before, after)
+        return self.times[found], self.seconds[found] - seconds
+
+
+def video_index(path: Path) -> VideoIndex:
+    """Return the frames of a video, without decoding them. Cost: the file is read once.
+
+    Raises:
+        CorpusError: the file is not a video, or has no frames (rule V03).
+        ImportError: PyAV is not installed.
+    """
+    with _video_errors(str(path)), video_module().open(str(path)) as container:
+        stream = container.streams.video[0]
+        found = [each.pts for each in container.demux(stream) if each.pts is not None]
+        if not found:
+            raise ValueError("it has no frames")
+        times = np.sort(np.array(found, np.int64))
+        return VideoIndex(times, times * float(stream.time_base), stream.height, stream.width)
+
+
+class _Video:
+    """An open video, which continues decoding instead of seeking where that is shorter."""
+
+    def __init__(self, path: str, threads: int) -> None:
+        self._path = path
+        with _video_errors(path):
+            self._container = video_module().open(path)
+            self._stream = self._container.streams.video[0]
+            # One thread leaves no threads that a forked process would miss.
+            self._stream.codec_context.thread_count = threads
+            entries = self._stream.index_entries
+            self._keys = sorted(each.timestamp for each in entries if each.is_keyframe)
+            self._frames = self._container.decode(self._stream)
+        self._last: Any = None
+
+    def read(self, times: Sequence[int], out: Array) -> None:
+        """Decode the frames at ascending presentation times into ``out [n, H, W, C]``."""
+        form = "rgb24" if out.shape[-1] == 3 else "gray"
+        with _video_errors(self._path):
+            for time, pixels in zip(times, out, strict=True):
+                found = self._frame(time).to_ndarray(format=form)
+                if found.shape[:2] != pixels.shape[:2]:
+                    raise ValueError(
+                        f"its frames are {list(found.shape)}, expected {list(pixels.shape)}"
+                    )
+                pixels[...] = found.reshape(pixels.shape)
+
+    def _frame(self, time: int) -> Any:
+        at = None if self._last is None else self._last.pts
+        if at == time:
+            return self._last
+        keys = self._keys
+        if at is None or time < at or bisect_right(keys, time) != bisect_right(keys, at):
+            self._seek(time)
+            at = self._last.pts
+        # A keyframe may be decoded before frames that are shown earlier.
+        before = bisect_right(keys, time) - 1
+        while self._last.pts > time and before > 0:
+            before -= 1
+            self._seek(keys[before])
+        while self._last.pts < time:
+            self._last = next(self._frames)
+        if self._last.pts != time:
+            raise ValueError(f"it has no frame at {time}")
+        return self._last
+
+    def _seek(self, time: int) -> None:
+        self._container.seek(time, stream=self._stream)
+        self._frames = self._container.decode(self._stream)
+        self._last = next(self._frames)
+
+
+class FrameFiles:
+    """Files with encoded frames, of which each process keeps some open.
+
+    Args:
+        paths: the files, to which references refer by number, from 1 on.
+        most_open: the number of open videos that a process keeps.
+        threads: the number of threads that decode one video; 0 for the number of processors.
+
+    Several threads may read at once. A forked or spawned process opens the files again.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], *, most_open: int = _MOST_OPEN, threads: int = 1
+    ) -> None:
+        self.paths = [str(path) for path in paths]
+        self._most, self._threads = most_open, threads
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._open: OrderedDict[int, _Video] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"paths": self.paths, "_most": self._most, "_threads": self._threads}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def read_videos(self, references: Array, out: Array) -> None:
+        """Decode frames ``[n, 3]`` into ``out [n, H, W, C]``. References must be sorted."""
+        files, starts = np.unique(references[:, 0], return_index=True)
+        for file, start, stop in zip(files, starts, [*starts[1:], len(references)], strict=True):
+            with self._video(int(file) - 1) as video:
+                video.read(references[start:stop, 1].tolist(), out[start:stop])
+
+    @contextmanager
+    def _video(self, file: int) -> Iterator[_Video]:
+        """Take a video out of the cache, so that no other thread uses it."""
+        if self._process != os.getpid():
+            # The parent's decoders are kept, because ending them here may wait for its threads.
+            self._parents = self._open
+            self._begin()
+        with self._lock:
+            video = self._open.pop(file, None)
+        video = _Video(self.paths[file], self._threads) if video is None else video
+        yield video
+        with self._lock:
+            self._open[file] = video
+            while len(self._open) > self._most:
+                self._open.popitem(last=False)
+
+    def read_images(self, references: Array, out: Array) -> None:
+        """Decode images ``[n, 3]`` into ``out [n, H, W, C]``. References must be sorted."""
+        files, starts = np.unique(references[:, 0], return_index=True)
+        for file, start, stop in zip(files, starts, [*starts[1:], len(references)], strict=True):
+            path = self.paths[int(file) - 1]
+            with open(path, "rb") as stored:
+                for at in range(start, stop):
+                    _, offset, size = references[at].tolist()
+                    encoded = os.pread(stored.fileno(), size, offset)
+                    decode_image(encoded, out[at], f"{path}, byte {offset}")
+
+
+def decode_image(encoded: bytes, out: Array, where: str) -> None:
+    """Decode a JPEG or PNG into ``out [H, W, C]``.
+
+    Raises:
+        CorpusError: the bytes are no such image (V03), or it has another size (V10).
+        ImportError: Pillow is not installed.
+    """
+    Image = image_module()
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            pixels = np.asarray(image)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise CorpusError(
+            f"{where}: is not an image that can be decoded ({error}) [V03]"
+        ) from error
+    if pixels.ndim == 2:
+        pixels = pixels[:, :, None]
+    if pixels.shape != out.shape or pixels.dtype != np.uint8:
+        raise CorpusError(
+            f"{where}: is an image {pixels.dtype} {list(pixels.shape)}, expected uint8 "
+            f"{list(out.shape)} [V10]"
+        )
+    out[...] = pixels
+
+
+def encode_jpeg(pixels: Array) -> bytes:
+    """Return pixels ``uint8 [H, W, C]`` as a JPEG, which loses details.
+
+    Raises:
+        ImportError: Pillow is not installed.
+    """
+    data = io.BytesIO()
+    of = pixels[:, :, 0] if pixels.shape[-1] == 1 else pixels
+    image_module().fromarray(of).save(data, "JPEG", quality=_QUALITY)
+    return data.getvalue()
+
+
+class EncodedFrames(Transform):
+    """A transform that replaces references by the frames that they refer to.
+
+    A data set with encoded frames adds this transform to its buffer. References are int64 ``[*B,
+    3]``, and become pixels, uint8 ``[*B, H, W, C]``. Frames that occur several times in a batch are
+    decoded once.
+
+    Args:
+        frames: for each key, the ``kind``, ``"video"`` or ``"image"``, and the ``shape`` of a
+            frame.
+        paths: the files, to which references refer by number, from 1 on.
+
+    Raises:
+        CorpusError: a file cannot be decoded. The message names it.
+        ImportError: PyAV or Pillow is not installed.
+
+    Cost: each frame of a video needs all frames since the keyframe before it. Each process keeps at
+    most 16 videos open.
+    """
+
+    def __init__(self, frames: Mapping[Key, Mapping[str, Any]], paths: Sequence[Path]) -> None:
+        self.frames = dict(frames)
+        self._files = FrameFiles(paths)
+
+    def forward(self, data: Any) -> Any:
+        """Replace the references of a batch by pixels."""
+        for key, facts in self.frames.items():
+            references = data.get(key, None)
+            if references is not None and references.dtype == torch.int64:
+                data.set(key, self.decode(references, facts, key))
+        return data
+
+    def decode(self, references: torch.Tensor, facts: Mapping[str, Any], key: Key) -> torch.Tensor:
+        """Return the pixels of references ``[*B, 3]``, as ``[*B, H, W, C]``."""
+        if references.shape[-1:] != (REFERENCE_WIDTH,):
+            raise ValueError(
+                f"key {format_key(key)}: expected references [..., {REFERENCE_WIDTH}], got "
+                f"{list(references.shape)}"
+            )
+        flat = references.reshape(-1, REFERENCE_WIDTH).cpu().numpy()
+        shape = tuple(facts["shape"])
+        order = np.lexsort(flat.T[::-1])
+        ordered = flat[order]
+        is_new = np.ones(len(flat), bool)
+        is_new[1:] = (ordered[1:] != ordered[:-1]).any(1)
+        wanted = ordered[is_new]
+        found = torch.empty((len(wanted), *shape), dtype=torch.uint8)
+        none = int(np.searchsorted(wanted[:, 0], 1))  # padding, which becomes black
+        found[:none] = 0
+        reader: Callable[[Array, Array], None] = self._files.read_images
+        if facts["kind"] == "video":
+            reader = self._files.read_videos
+        reader(wanted[none:], found[none:].numpy())
+        if is_new.all() and (order[1:] > order[:-1]).all():
+            frames = found
+        else:
+            at = np.empty(len(flat), np.int64)
+            at[order] = is_new.cumsum() - 1
+            frames = found[torch.from_numpy(at)]
+        return frames.reshape(*references.shape[:-1], *shape).to(references.device)

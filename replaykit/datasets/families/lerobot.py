@@ -1,0 +1,467 @@
+"""The LeRobot family: frames in Parquet files, and images in videos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.buffer.components import SamplerT
+from replaykit.datasets.dataset import BaseDatasetExperienceReplay
+from replaykit.datasets.encoded_frames import (
+    REFERENCE_WIDTH,
+    FrameFiles,
+    VideoIndex,
+    decode_image,
+    encode_jpeg,
+    video_index,
+)
+from replaykit.datasets.engine.layout import ALWAYS
+from replaykit.datasets.engine.locations import Location
+from replaykit.datasets.engine.policies import Judge, Policies
+from replaykit.datasets.engine.table_sources import (
+    Array,
+    SourceColumn,
+    SourceEpisodes,
+    TableLayout,
+    TableSource,
+)
+from replaykit.datasets.families.lerobot_checks import (
+    FrameChecks,
+    Moments,
+    differing_stats,
+    drift_limit,
+)
+from replaykit.datasets.families.lerobot_files import (
+    INDEX,
+    INFO,
+    Feature,
+    LeRobotSet,
+    arrow,
+    file_errors,
+    read_set,
+    values_of,
+)
+from replaykit.datasets.remote_sources import HubFiles
+from replaykit.datasets.sources import Sources
+from replaykit.errors import CorpusError
+from replaykit.keywords import one_of
+from replaykit.ted import TERMINATED, TRUNCATED, Key
+
+__all__ = ["LEROBOT", "LeRobotExperienceReplay", "LeRobotLayout"]
+
+Video = Literal["lazy", "pixels", "jpeg"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeRobotLayout(TableLayout):
+    """The layout of LeRobot's data sets, versions 2.0, 2.1 and 3.0.
+
+    Each frame becomes a row. A name such as ``observation.images.top`` becomes the key
+    ``("observation", "images", "top")``. Frames have no next observation, because the one after
+    the last frame was not recorded. ``next.reward`` has the key ``("next", "reward")``. An episode
+    is terminated if ``next.done`` or ``next.terminated`` is set in its last frame, and otherwise
+    truncated.
+
+    Args:
+        video: ``"lazy"`` keeps videos and images as they are, and decodes frames when rows are
+            read. ``"pixels"`` stores all pixels. ``"jpeg"`` stores each frame as a JPEG, which
+            loses details, and decodes it when rows are read.
+
+    Example:
+        >>> from replaykit.datasets.families import LeRobotLayout
+        >>> LeRobotLayout(video="pixels").video
+        'pixels'
+        >>> LeRobotLayout(video="mp4")
+        Traceback (most recent call last):
+        ValueError: expected video as one of ('lazy', 'pixels', 'jpeg'), got 'mp4'
+    """
+
+    name: str = "lerobot"
+    version: int = 1
+    suffixes: tuple[str, ...] = (".parquet", ".json", ".jsonl", ".mp4")
+    video: Video = "lazy"
+
+    def __post_init__(self) -> None:
+        one_of("video", self.video, ("lazy", "pixels", "jpeg"))
+
+    def open(self, sources: Sources, policies: Policies, judge: Judge) -> TableSource:
+        return LeRobotFrames(read_set(sources), self.video, policies, judge)
+
+
+LEROBOT: Final = LeRobotLayout()
+
+
+class LeRobotFrames:
+    """The frames of a data set, which are checked while they are read."""
+
+    def __init__(self, of: LeRobotSet, video: Video, policies: Policies, judge: Judge) -> None:
+        self._set, self._video, self._judge = of, video, judge
+        self.left_out = list(of.left_out)
+        self.episodes = SourceEpisodes(
+            of.lengths, of.numbers, [f"episode_{number}" for number in of.numbers.tolist()]
+        )
+        self.columns: list[SourceColumn] = []
+        self._features: dict[Key, Feature] = {}
+        for feature in of.features:
+            if feature.key in ALWAYS and feature.key not in (TERMINATED, TRUNCATED):
+                why = "every data set has a column of this key"
+                self.left_out.append({"key": feature.name, "why": why})
+                continue
+            self.columns.append(self._column(feature))
+            self._features[feature.key] = feature
+        videos = [each for each in of.features if each.dtype == "video"]
+        self._videos = [each for each in videos if policies.keeps(each.key)]
+        self.splits = self._find_splits()
+        tasks = [of.task_names[number] for number in sorted(of.task_names)]
+        numbers = sorted(of.task_names)
+        self.facts = {
+            "version": of.version,
+            "fps": of.fps,
+            "robot_type": of.info.get("robot_type"),
+            "tasks": dict(zip(map(str, numbers), tasks, strict=True)),
+        }
+        self._report_totals()
+        self.attached: dict[str, Path] = {}
+        self._find_videos()
+        self._joined: dict[str, list[Moments]] = {}
+
+    def _column(self, feature: Feature) -> SourceColumn:
+        if feature.is_encoded and self._video != "pixels":
+            kind = "video" if feature.dtype == "video" and self._video == "lazy" else "image"
+            frames = {"kind": kind, "shape": list(feature.shape)}
+            dtype: np.dtype[Any] = np.dtype(np.int64 if kind == "video" else object)
+            shape = (REFERENCE_WIDTH,) if kind == "video" else ()
+            return SourceColumn(feature.key, shape, dtype, feature.name, frames)
+        dtype = np.dtype(np.uint8 if feature.is_encoded else feature.dtype)
+        shape = feature.shape
+        if feature.key in (TERMINATED, TRUNCATED):
+            shape = (1,)
+        return SourceColumn(feature.key, shape, dtype, feature.name)
+
+    def _find_splits(self) -> dict[str, list[int]]:
+        """Return the positions of the episodes of each split, such as ``"0:100"``."""
+        found = {}
+        for name, said in (self._set.info.get("splits") or {}).items():
+            first, _, stop = str(said).partition(":")
+            if not (first.isdecimal() and stop.isdecimal()):
+                self._judge.notes.add("V15", f"the split {name} is {said!r:.40}", self._home)
+                continue
+            is_in = (self._set.numbers >= int(first)) & (self._set.numbers < int(stop))
+            found[name] = np.flatnonzero(is_in).tolist()
+        return found
+
+    @property
+    def _home(self) -> Location:
+        return Location(self._set.path(INFO), INFO)
+
+    def _report_totals(self) -> None:
+        of = self._set
+        for name, count in (
+            ("total_episodes", len(of.numbers)),
+            ("total_frames", int(of.lengths.sum())),
+            ("total_tasks", len(of.task_names)),
+        ):
+            said = of.info.get(name, count)
+            if said != count:
+                what = f"{name} is {said!r:.20}, the metadata of the episodes gives {count}"
+                self._judge.notes.add("V15", what, self._home, name=name)
+
+    def location(self, position: int) -> Location:
+        """Return the location of an episode in its Parquet file."""
+        name = self._set.data[position]
+        return Location(self._set.path(name), name, self.episodes.names[position])
+
+    # -- videos -----------------------------------------------------------------------------------
+
+    def _find_videos(self) -> None:
+        """Check that all files exist, and number the videos that the data set keeps."""
+        of, paths = self._set, self._set.paths
+        kept: set[str] = set()
+        for position, name in enumerate(of.data):
+            names = [(name, "V71")]
+            names += [(of.videos[each.name].files[position], "V73") for each in self._videos]
+            missing = next((pair for pair in names if pair[0] not in paths), None)
+            if missing is not None:
+                what = f"{missing[0]} is missing, to which the metadata points"
+                self._judge.condemn(position, self.location(position).error(what, missing[1]))
+            else:
+                kept.update(name for name, rule in names if rule == "V73")
+        self._files = {name: at for at, name in enumerate(sorted(kept), 1)}
+        if self._video == "lazy":
+            self.attached = {name: paths[name] for name in self._files}
+        self._reader = FrameFiles([paths[name] for name in self._files], most_open=4, threads=0)
+        self._index = lru_cache(4)(video_index)
+
+    def _references(self, feature: Feature, position: int, timestamps: Array) -> Array:
+        """Return the references to the frames of an episode, int64 ``[T, 3]`` (V73)."""
+        of = self._set
+        files = of.videos[feature.name]
+        name, length = files.files[position], int(of.lengths[position])
+        where = Location(of.path(name), name, self.episodes.names[position])
+        found = self._index(of.path(name))
+        if (found.height, found.width) != feature.shape[:2]:
+            what = f"its frames are {found.height} x {found.width}, expected {feature.shape[:2]}"
+            raise where.error(what, "V10")
+        self._check_count(found, feature, position, where)
+        seconds = files.starts[position] + timestamps.astype(np.float64)
+        times, drift = found.nearest(seconds)
+        wrong = ~(np.abs(drift) <= drift_limit(seconds))
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            what = (
+                f"its frame nearest to {seconds[at]:.6f} s, the time of frame {at} of {length}, "
+                f"is {drift[at]:+.6f} s off"
+            )
+            raise where.error(what, "V73")
+        references = np.zeros((length, REFERENCE_WIDTH), np.int64)
+        references[:, 0], references[:, 1] = self._files[name], times
+        return references
+
+    def _check_count(
+        self, found: VideoIndex, feature: Feature, position: int, where: Location
+    ) -> None:
+        of = self._set
+        files = of.videos[feature.name]
+        if files.stops is None:
+            expected = int(of.lengths[position])
+        else:
+            name = files.files[position]
+            expected = int(sum(
+                length for own, length in zip(files.files, of.lengths.tolist(), strict=True)
+                if own == name
+            ))  # fmt: skip
+            seconds = float(files.stops[position] - files.starts[position])
+            drift = seconds - int(of.lengths[position]) / of.fps
+            if abs(drift) > 0.5 / of.fps:
+                what = (
+                    f"from_timestamp and to_timestamp of {feature.name} are {seconds:.6f} s apart, "
+                    f"{drift:+.6f} s from length / fps"
+                )
+                raise where.error(what, "V73")
+        if len(found.times) != expected:
+            what = f"it has {len(found.times)} frames, expected {expected}"
+            raise where.error(what, "V73")
+
+    # -- blocks -----------------------------------------------------------------------------------
+
+    def blocks(
+        self, kept: npt.NDArray[np.bool_], keys: Sequence[Key], block_bytes: int
+    ) -> Iterator[Mapping[Key, Array]]:
+        wanted = [self._features[key] for key in keys]
+        known = len(self._judge.bad)
+        self._joined = {}
+        files: dict[str, list[int]] = {}
+        for position in np.flatnonzero(kept).tolist():
+            files.setdefault(self._set.data[position], []).append(position)
+        everywhere: dict[str, list[int]] = {}
+        for position, name in enumerate(self._set.data):
+            everywhere.setdefault(name, []).append(position)
+        for name, positions in files.items():
+            for block in self._blocks(name, everywhere[name], positions, wanted, block_bytes):
+                # After a bad episode the writer begins again, so that no more rows are needed.
+                if len(self._judge.bad) == known:
+                    yield block
+        if kept.all():
+            self._check_totals()
+
+    def _blocks(
+        self,
+        name: str,
+        positions: Sequence[int],
+        kept: Sequence[int],
+        wanted: Sequence[Feature],
+        block_bytes: int,
+    ) -> Iterator[Mapping[Key, Array]]:
+        """Yield the rows of the kept episodes of one Parquet file."""
+        of, path = self._set, self._set.path(name)
+        columns = [each for each in of.features if each.dtype != "video" and
+                   (each in wanted or each.name in INDEX)]  # fmt: skip
+        with file_errors(path, "V10"):
+            table = arrow().read_table(path, columns=[each.name for each in columns])
+            missing = {each.name for each in columns} - set(table.column_names)
+            if missing:
+                raise CorpusError(f"{path}: lacks the columns {sorted(missing)} [V12]")
+            values = {
+                each.name: values_of(table[each.name], each)
+                for each in columns
+                if not each.is_encoded
+            }
+        checks = FrameChecks(of, self._judge, self.location, name, positions, values)
+        at = [checks.positions.index(each) for each in kept if each in set(checks.positions)]
+        if len(at) < len(kept):
+            return
+        starts, lengths = checks.starts[at], of.lengths[list(kept)]
+        self._check_stats(list(kept), values, starts, lengths)
+        is_whole = len(at) and int(lengths.sum()) == len(table)
+        order = slice(None)
+        if not is_whole or not np.array_equal(starts, lengths.cumsum() - lengths):
+            order = np.concatenate(
+                [
+                    np.arange(first, first + count)
+                    for first, count in zip(starts, lengths, strict=True)
+                ]
+            )
+        yield {
+            each.key: _stored(values[each.name][order], each)
+            for each in wanted
+            if not each.is_encoded
+        }
+        for feature in wanted:
+            if feature.is_encoded:
+                for position, first in zip(kept, starts.tolist(), strict=True):
+                    rows = slice(first, first + int(of.lengths[position]))
+                    times = values["timestamp"][rows]
+                    column = None if feature.dtype == "video" else table[feature.name]
+                    try:
+                        yield from self._frames(feature, position, times, column, rows, block_bytes)
+                    except CorpusError as error:
+                        self._judge.condemn(position, error)
+
+    def _frames(
+        self,
+        feature: Feature,
+        position: int,
+        times: Array,
+        column: Any,
+        rows: slice,
+        block_bytes: int,
+    ) -> Iterator[Mapping[Key, Array]]:
+        """Yield the images of an episode: references, encoded images, or pixels."""
+        step = max(1, block_bytes // max(1, int(np.prod(feature.shape))))
+        is_video = column is None
+        if is_video:
+            references = self._references(feature, position, times)
+            if self._video == "lazy":
+                yield {feature.key: references}
+                return
+        where = self.location(position)
+        for start in range(0, len(times), step):
+            count = min(step, len(times) - start)
+            if is_video:
+                pixels = np.empty((count, *feature.shape), np.uint8)
+                self._reader.read_videos(references[start : start + count], pixels)
+            else:
+                part = column.slice(rows.start + start, count)
+                encoded = [_image_bytes(each, where, feature) for each in part.to_pylist()]
+                if self._video == "lazy":
+                    yield {feature.key: _objects(encoded)}
+                    continue
+                pixels = np.empty((count, *feature.shape), np.uint8)
+                for at, each in enumerate(encoded):
+                    decode_image(each, pixels[at], f"{where}/{feature.name}, record {start + at}")
+            if self._video == "pixels":
+                yield {feature.key: pixels}
+            else:
+                yield {feature.key: _objects([encode_jpeg(each) for each in pixels])}
+
+    # -- statistics -------------------------------------------------------------------------------
+
+    def _check_stats(
+        self, positions: list[int], values: Mapping[str, Array], starts: Array, lengths: Array
+    ) -> None:
+        """Report statistics that are not those of the frames (V74)."""
+        of = self._set
+        has_own = any(of.stats[position] for position in positions)
+        if not (has_own or of.total_stats) or not lengths.all():
+            return
+        for feature in of.features:
+            found = values.get(feature.name)
+            if found is None or found.dtype.kind not in "fiu":
+                continue
+            moments = Moments.of(found, starts, lengths)
+            self._joined.setdefault(feature.name, []).append(moments)
+            for at, position in enumerate(positions):
+                said = (of.stats[position] or {}).get(feature.name)
+                if isinstance(said, Mapping):
+                    what = differing_stats(said, moments.entry(at), feature)
+                    if what:
+                        where = self.location(position)
+                        self._judge.notes.add("V74", what, where, name=feature.name)
+
+    def _check_totals(self) -> None:
+        """Compare the statistics of the whole data set with its frames (V74)."""
+        of = self._set
+        for feature in of.features:
+            parts = self._joined.get(feature.name, [])
+            said = (of.total_stats or {}).get(feature.name)
+            if isinstance(said, Mapping) and sum(map(_count, parts)) == of.lengths.sum():
+                what = differing_stats(said, joined(parts), feature)
+                if what:
+                    where = Location(of.path("meta/stats.json"), "meta/stats.json")
+                    self._judge.notes.add("V74", what, where, name=feature.name)
+
+
+def _count(part: Moments) -> int:
+    return int(part.counts.sum())
+
+
+def joined(parts: Sequence[Moments]) -> dict[str, Any]:
+    """Return the statistics of all episodes of several files together."""
+    names = ("least", "largest", "mean", "std", "counts")
+    return Moments(
+        *(np.concatenate([getattr(one, name) for one in parts]) for name in names)
+    ).joined()
+
+
+def _stored(values: Array, feature: Feature) -> Array:
+    is_end = feature.key in (TERMINATED, TRUNCATED)
+    return values.reshape(len(values), 1) if is_end else values
+
+
+def _objects(values: Sequence[bytes]) -> Array:
+    found = np.empty(len(values), object)
+    found[:] = values
+    return found
+
+
+def _image_bytes(entry: Any, where: Location, feature: Feature) -> bytes:
+    """Return the bytes of an image, which a Parquet file holds with its former path."""
+    found = entry.get("bytes") if isinstance(entry, Mapping) else entry
+    if not isinstance(found, bytes):
+        raise where.at(key=feature.name).error("the Parquet file holds no bytes of an image", "V03")
+    return found
+
+
+class LeRobotExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
+    """Frames of LeRobot's data sets.
+
+    Ids are those of Hub repositories, such as ``lerobot/pusht``. For local data sets, ``source`` is
+    the folder. See `LeRobotLayout` for keys, ends of episodes and videos.
+
+    See BaseDatasetExperienceReplay for arguments, errors and methods. Source:
+    https://huggingface.co/lerobot; each data set has a separate licence.
+
+    Example:
+        >>> from replaykit.datasets import LeRobotExperienceReplay
+        >>> LeRobotExperienceReplay("lerobot/pusht", 32, download=False, root="no-such-folder")
+        Traceback (most recent call last):
+        FileNotFoundError: the data set 'lerobot/pusht' is not in ...
+    """
+
+    any_id = True
+    corpus = "lerobot"
+    layout = LEROBOT
+    owner: ClassVar[str] = "lerobot"
+
+    @property
+    def tasks(self) -> list[str]:
+        """The texts of the tasks, by ``task_index``; empty for numbers without a task."""
+        said = self.published.manifest.report["about"]["tasks"]
+        most = max(map(int, said), default=-1)
+        return [said.get(str(number), "") for number in range(most + 1)]
+
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Return the location of a data set's files."""
+        if len(dataset_id.split("/")) != 2:
+            raise FileNotFoundError(
+                f"{dataset_id!r} names no repository: expected owner/name, or a local folder with "
+                "source="
+            )
+        return HubFiles(dataset_id, "", cls.layout.suffixes, natural=True)

@@ -1,0 +1,257 @@
+"""The rules of LeRobot's data sets, checked on the frames of one Parquet file at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.datasets.engine.locations import Location
+from replaykit.datasets.engine.policies import Judge
+from replaykit.datasets.families.lerobot_files import Feature, LeRobotSet
+
+__all__ = ["TOLERANCE", "FrameChecks", "Moments", "differing_stats", "drift_limit"]
+
+TOLERANCE: Final = 1e-4
+"""Seconds by which a timestamp may differ from its frame, as in LeRobot."""
+
+Array = npt.NDArray[Any]
+
+
+def drift_limit(seconds: Array) -> Array:
+    """Return the allowed differences of float32 timestamps, in seconds."""
+    return TOLERANCE + np.spacing(np.abs(seconds).astype(np.float32)).astype(np.float64)
+
+
+class FrameChecks:
+    """The frames of one file, and the episodes that the metadata places in it.
+
+    Attributes:
+        starts: the first frame of each episode in the file, int64 ``[e]``.
+        positions: the positions of the episodes whose frames can be used.
+    """
+
+    def __init__(
+        self,
+        of: LeRobotSet,
+        judge: Judge,
+        locate: Callable[[int], Location],
+        name: str,
+        positions: Sequence[int],
+        index: Mapping[str, Array],
+    ) -> None:
+        self._set, self._judge, self._locate, self._index = of, judge, locate, index
+        self._path = of.path(name)
+        self._find(name, list(positions))
+        if not self.positions:
+            return
+        lengths = of.lengths[self.positions]
+        ends = lengths.cumsum()
+        self._rows = np.repeat(self.starts - (ends - lengths), lengths) + np.arange(ends[-1])
+        self._at = np.repeat(np.arange(len(lengths)), lengths)
+        self._frame = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        self._check_counters()
+        self._check_times()
+        self._check_tasks()
+
+    def _find(self, name: str, positions: list[int]) -> None:
+        """Find the runs of frames of one episode, and compare them with the metadata."""
+        of = self._set
+        numbers = self._index["episode_index"]
+        cuts = np.flatnonzero(np.diff(numbers)) + 1
+        firsts = np.concatenate([[0], cuts]) if len(numbers) else cuts
+        stops = np.append(cuts, len(numbers)) if len(numbers) else cuts
+        runs: dict[int, tuple[int, int]] = {}
+        apart = set()
+        for number, first, stop in zip(
+            numbers[firsts].tolist(), firsts.tolist(), stops.tolist(), strict=True
+        ):
+            if number in runs:
+                apart.add(number)
+            runs[number] = (first, stop)
+        starts = []
+        self.positions: list[int] = []
+        for position in positions:
+            number, length = int(of.numbers[position]), int(of.lengths[position])
+            run = runs.pop(number, None)
+            if number in apart:
+                self._fail(position, f"its frames lie apart in {name}", "V71")
+            elif run is None:
+                found = np.unique(numbers)[:3].tolist()
+                what = f"{name} has none of its frames, but frames of the episodes {found}"
+                self._fail(position, what, "V71")
+            elif run[1] - run[0] != length:
+                what = f"the metadata gives it {length} frames, {name} has {run[1] - run[0]}"
+                self._fail(position, what, "V70")
+            else:
+                self.positions.append(position)
+                starts.append(run[0])
+        if runs:
+            number = next(iter(runs))
+            what = (
+                f"{name} holds frames of episode {number}, which the metadata does not place in it"
+            )
+            for position in self.positions or positions[:1]:
+                self._fail(position, what, "V71")
+            self.positions, starts = [], []
+        self.starts = np.array(starts, np.int64)
+
+    def _fail(self, position: int, what: str, rule: str, record: int | None = None) -> None:
+        where = self._locate(position).at(record=record)
+        self._judge.condemn(position, where.error(what, rule))
+
+    def _fail_frames(
+        self, wrong: npt.NDArray[np.bool_], what: Callable[[int], str], rule: str
+    ) -> None:
+        """Report the first wrong frame of each episode."""
+        if not wrong.any():
+            return
+        at = np.flatnonzero(wrong)
+        for episode, first in zip(*np.unique(self._at[at], return_index=True), strict=True):
+            row = int(at[first])
+            self._fail(self.positions[int(episode)], what(row), rule, int(self._frame[row]))
+
+    def _check_counters(self) -> None:
+        firsts = self._set.firsts[self.positions]
+        for name, expected in (
+            ("frame_index", self._frame),
+            ("index", firsts[self._at] + self._frame),
+        ):
+            found = self._index[name][self._rows]
+            self._fail_frames(
+                found != expected,
+                lambda row, found=found, expected=expected, name=name: (  # type: ignore[misc]
+                    f"{name} is {int(found[row])}, expected {int(expected[row])}"
+                ),
+                "V71",
+            )
+
+    def _check_times(self) -> None:
+        expected = self._frame / self._set.fps
+        found = self._index["timestamp"][self._rows].astype(np.float64)
+        drift = found - expected
+        wrong = ~(np.abs(drift) <= drift_limit(expected))
+        self._fail_frames(
+            wrong,
+            lambda row: (
+                f"the timestamp {found[row]:.6f} s is {drift[row]:+.6f} s from frame_index / fps, "
+                f"{expected[row]:.6f} s"
+            ),
+            "V72",
+        )
+
+    def _check_tasks(self) -> None:
+        of, tasks = self._set, self._index["task_index"][self._rows]
+        known = np.array(sorted(of.task_names), np.int64)
+        wrong = ~np.isin(tasks, known)
+        self._fail_frames(
+            wrong, lambda row: f"task_index is {int(tasks[row])}, which is not a known task", "V75"
+        )
+        pairs = np.unique(np.stack([self._at, tasks], 1), axis=0)
+        own: dict[int, set[str]] = {}
+        for episode, task in pairs.tolist():
+            own.setdefault(episode, set()).add(of.task_names.get(task, ""))
+        for episode, texts in own.items():
+            position = self.positions[episode]
+            said = of.tasks[position]
+            if said is not None and set(said) != texts and "" not in texts:
+                what = f"the metadata lists the tasks {said}, its frames have {sorted(texts)}"
+                self._fail(position, what, "V75")
+
+
+@dataclass
+class Moments:
+    """Statistics of each episode in a file, ``[e, *shape]`` each, by name."""
+
+    least: Array
+    largest: Array
+    mean: Array
+    std: Array
+    counts: Array
+
+    @classmethod
+    def of(cls, values: Array, starts: Array, lengths: Array) -> Moments:
+        """Return the statistics of runs of rows, of which none is empty.
+
+        Cost: five passes over the values.
+        """
+        stops = starts + lengths
+        if len(starts) == 1:
+            parts = values[int(starts[0]) : int(stops[0])]
+            mean = parts.mean(0, dtype=np.float64)
+            square = np.square(parts - mean).mean(0)
+            each = (parts.min(0), parts.max(0), mean, np.sqrt(square))
+            return cls(*(np.asarray(one)[None] for one in each), lengths)
+        parts = np.concatenate([values[a:b] for a, b in zip(starts, stops, strict=True)])
+        cuts = lengths.cumsum() - lengths
+        wide = lengths.reshape(-1, *[1] * (values.ndim - 1))
+        mean = np.add.reduceat(parts, cuts, 0, dtype=np.float64) / wide
+        apart = parts - np.repeat(mean, lengths, 0)
+        return cls(
+            np.minimum.reduceat(parts, cuts, 0),
+            np.maximum.reduceat(parts, cuts, 0),
+            mean,
+            np.sqrt(np.add.reduceat(np.square(apart), cuts, 0) / wide),
+            lengths,
+        )
+
+    def entry(self, at: int) -> dict[str, Any]:
+        """Return the statistics of one episode."""
+        return {
+            "min": self.least[at],
+            "max": self.largest[at],
+            "mean": self.mean[at],
+            "std": self.std[at],
+            "count": np.array([self.counts[at]]),
+        }
+
+    def joined(self) -> dict[str, Any]:
+        """Return the statistics of all episodes together."""
+        total = self.counts.sum()
+        wide = self.counts.reshape(-1, *[1] * (self.mean.ndim - 1))
+        mean = (self.mean * wide).sum(0) / total
+        square = (np.square(self.std) * wide + np.square(self.mean - mean) * wide).sum(0) / total
+        return {
+            "min": self.least.min(0),
+            "max": self.largest.max(0),
+            "mean": mean,
+            "std": np.sqrt(square),
+            "count": np.array([total]),
+        }
+
+
+def differing_stats(said: Mapping[str, Any], real: Mapping[str, Any], feature: Feature) -> str:
+    """Return how stated statistics of a feature differ from its data; empty if they agree.
+
+    LeRobot computes means and deviations in float32, so they may differ in the last digits.
+    """
+    numbers = {name: np.asarray(real[name], np.float64).reshape(-1) for name in real}
+    scale = np.maximum(np.abs(numbers["min"]), np.abs(numbers["max"]))
+    spread = numbers["max"] - numbers["min"]
+    limits = {
+        "min": 1e-6 * scale,
+        "max": 1e-6 * scale,
+        "mean": 1e-4 * spread + 1e-5 * scale,
+        "std": 1e-3 * spread + 1e-3 * scale,
+        "count": np.zeros(1),
+    }
+    for name, limit in limits.items():
+        if said.get(name) is None:
+            continue
+        try:
+            found = np.asarray(said[name], np.float64).reshape(-1)
+        except (TypeError, ValueError):
+            return f"{name} of {feature.name} is {said[name]!r:.40}"
+        if found.shape != numbers[name].shape:
+            return f"{name} of {feature.name} has {found.size} numbers"
+        wrong = ~(np.abs(found - numbers[name]) <= limit + 1e-12)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            return (
+                f"{name} of {feature.name} is stated as {found[at]:.6g}, its frames have "
+                f"{numbers[name][at]:.6g}"
+            )
+    return ""

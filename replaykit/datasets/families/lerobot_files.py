@@ -1,0 +1,462 @@
+"""The metadata and the Parquet files of LeRobot's data sets, versions 2.0, 2.1 and 3.0."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.datasets.sources import Sources
+from replaykit.errors import CorpusError
+from replaykit.ted import TERMINATED, TRUNCATED, Key
+
+__all__ = [
+    "INDEX",
+    "INFO",
+    "Feature",
+    "LeRobotSet",
+    "VideoFiles",
+    "arrow",
+    "file_errors",
+    "read_set",
+    "values_of",
+]
+
+INFO: Final = "meta/info.json"
+INDEX: Final = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+"""The columns that LeRobot adds to the features of the user."""
+_V2: Final = ("v2.0", "v2.1")
+_V3: Final = "v3.0"
+_ENCODED: Final = ("video", "image")
+_ENDS: Final = {
+    "next.done": TERMINATED,
+    "next.terminated": TERMINATED,
+    "next.truncated": TRUNCATED,
+}
+
+Array = npt.NDArray[Any]
+
+
+def arrow() -> Any:
+    """Return ``pyarrow.parquet``.
+
+    Raises:
+        ImportError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(
+            "reading Parquet files needs pyarrow: `pip install 'replaykit[lerobot]'`"
+        ) from error
+    return pyarrow.parquet
+
+
+@contextmanager
+def file_errors(path: Path | str, rule: str = "V04") -> Iterator[None]:
+    """Turn errors of the content of a file into one that names the file and a rule."""
+    try:
+        yield
+    except CorpusError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as error:
+        # pyarrow's errors are ValueErrors, KeyErrors, or OSErrors without a number.
+        what = f"lacks {error}" if isinstance(error, KeyError) else f"cannot be read ({error})"
+        raise CorpusError(f"{path}: {what} [{rule}]") from error
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise CorpusError(f"{path}: cannot be read ({error}) [V03]") from error
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of the frames.
+
+    Attributes:
+        name: its name in LeRobot's files.
+        key: the key of its column.
+        dtype: the dtype that the metadata states, such as ``"float32"`` or ``"video"``.
+        shape: the shape of one value. Images are ``(H, W, C)``.
+    """
+
+    name: str
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_encoded(self) -> bool:
+        """True for images and videos."""
+        return self.dtype in _ENCODED
+
+
+@dataclass
+class VideoFiles:
+    """The part of a video file that belongs to each episode, ``[E]``.
+
+    Attributes:
+        files: the names of the files.
+        starts, stops: the first and the last time in seconds. Version 2 has no ``stops``.
+    """
+
+    files: list[str]
+    starts: npt.NDArray[np.float64]
+    stops: npt.NDArray[np.float64] | None = None
+
+
+@dataclass
+class LeRobotSet:
+    """What the metadata of a data set states, one entry for each of E episodes.
+
+    Attributes:
+        paths: the paths of all files by their names in the data set.
+        info: the content of ``meta/info.json``.
+        numbers, lengths: number and count of frames, int64 ``[E]``.
+        data: the name of the Parquet file.
+        firsts: the ``index`` of the first frame, int64 ``[E]``.
+        tasks: the texts of the tasks, or None if the metadata does not list them.
+        videos: the video files by feature.
+        stats: statistics by feature, or None.
+        total_stats: statistics of all frames by feature, or None.
+        task_names: the texts of all tasks by number.
+        origins: the metadata file that describes the episode.
+    """
+
+    paths: Mapping[str, Path]
+    info: Mapping[str, Any]
+    features: Sequence[Feature]
+    numbers: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    data: list[str]
+    firsts: npt.NDArray[np.int64]
+    tasks: list[list[str] | None]
+    videos: dict[str, VideoFiles]
+    stats: list[Mapping[str, Any] | None]
+    task_names: dict[int, str]
+    origins: list[str]
+    total_stats: Mapping[str, Any] | None = None
+    left_out: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def version(self) -> str:
+        return str(self.info["codebase_version"])
+
+    @property
+    def fps(self) -> float:
+        return float(self.info["fps"])
+
+    def path(self, name: str) -> Path:
+        """Return the path of a file, which may be missing."""
+        return self.paths.get(name, self.paths[INFO].parent.parent / name)
+
+
+def read_set(sources: Sources) -> LeRobotSet:
+    """Read the metadata of a data set.
+
+    Raises:
+        CorpusError: a metadata file is missing or malformed. The message names file and rule.
+        ImportError: pyarrow is not installed.
+    """
+    found = {file.name: file.path for file in sources.files}
+    home = next((name for name in found if name == INFO or name.endswith(f"/{INFO}")), None)
+    if home is None:
+        first = sources.files[0].path if sources.files else "no file"
+        raise CorpusError(f"{first}: no {INFO} describes a LeRobot data set [V04]")
+    # A folder above the data set is accepted if it holds nothing else.
+    base = home.removesuffix(INFO)
+    paths = {name.removeprefix(base): path for name, path in found.items()}
+    info = _json(paths, INFO)
+    with file_errors(paths[INFO]):
+        version, fps = info["codebase_version"], float(info["fps"])
+        if version not in (*_V2, _V3):
+            raise ValueError(f"version {version!r}, expected one of {[*_V2, _V3]}")
+        if not 0 < fps < float("inf"):
+            raise ValueError(f"{fps} frames per second")
+        features, left_out = _features(info["features"])
+    if version == _V3:
+        made = _read_v3(paths, info, features)
+    else:
+        made = _read_v2(paths, info, features)
+    made.left_out.extend(left_out)
+    _check_numbers(made)
+    return made
+
+
+def _check_numbers(made: LeRobotSet) -> None:
+    names, counts = np.unique(made.numbers, return_counts=True)
+    if (counts > 1).any():
+        raise CorpusError(
+            f"{made.path(made.origins[0])}: two episodes have the number "
+            f"{int(names[counts > 1][0])} [V33]"
+        )
+    if len(made.lengths) and (made.lengths.min() < 0 or made.numbers.min() < 0):
+        raise CorpusError(f"{made.path(made.origins[0])}: a length or number is negative [V15]")
+
+
+def _json(paths: Mapping[str, Path], name: str) -> dict[str, Any]:
+    if name not in paths:
+        raise CorpusError(f"{paths[INFO].parent.parent / name}: is missing [V05]")
+    with file_errors(paths[name]):
+        found = json.loads(paths[name].read_text("utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"{type(found).__name__}, expected an object")
+    return found
+
+
+def _lines(paths: Mapping[str, Path], name: str) -> list[dict[str, Any]]:
+    if name not in paths:
+        raise CorpusError(f"{paths[INFO].parent.parent / name}: is missing [V05]")
+    with file_errors(paths[name]):
+        text = paths[name].read_text("utf-8")
+        found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        if not all(isinstance(each, dict) for each in found):
+            raise ValueError("a line is not an object")
+    return found
+
+
+def _whole(value: Any) -> int:
+    """Return a whole number; JSON's true and 1.5 are none."""
+    if isinstance(value, bool) or int(value) != value:
+        raise ValueError(f"{value!r}, expected a whole number")
+    return int(value)
+
+
+def _features(said: Mapping[str, Any]) -> tuple[list[Feature], list[dict[str, str]]]:
+    """Return the features that become columns, and those that do not."""
+    found, left_out = [], []
+    missing = [name for name in INDEX if name not in said]
+    if missing:
+        raise ValueError(f"features without {missing}")
+    for name, facts in said.items():
+        dtype, shape = str(facts["dtype"]), tuple(_whole(size) for size in facts["shape"])
+        if dtype in _ENCODED:
+            names = facts.get("names") or ()
+            if len(shape) != 3:
+                raise ValueError(f"the feature {name!r} has the shape {shape}, expected (H, W, C)")
+            if names and str(names[0]).startswith("channel"):
+                shape = (*shape[1:], shape[0])
+        elif dtype in ("string", "language"):
+            left_out.append({"key": name, "why": f"values of the dtype {dtype} are not stored"})
+            continue
+        else:
+            np.dtype(dtype)
+        if any(size < 0 for size in shape):
+            raise ValueError(f"the feature {name!r} has the shape {shape}")
+        shape = () if name in INDEX and shape == (1,) else shape
+        found.append(Feature(name, _key_of(name, said), dtype, shape))
+    return found, left_out
+
+
+def _key_of(name: str, names: Mapping[str, Any]) -> Key:
+    if name in _ENDS and not (name == "next.done" and "next.terminated" in names):
+        return _ENDS[name]
+    parts = name.split(".")
+    above = (".".join(parts[:size]) for size in range(1, len(parts)))
+    if any(each in names for each in above) or not all(parts) or name == "next.done":
+        return (name,)
+    return tuple(parts)
+
+
+def _read_v2(
+    paths: Mapping[str, Path], info: Mapping[str, Any], features: Sequence[Feature]
+) -> LeRobotSet:
+    name = "meta/episodes.jsonl"
+    entries = _lines(paths, name)
+    with file_errors(paths[name]):
+        entries.sort(key=lambda entry: _whole(entry["episode_index"]))
+        numbers = np.array([_whole(entry["episode_index"]) for entry in entries], np.int64)
+        lengths = np.array([_whole(entry["length"]) for entry in entries], np.int64)
+        tasks = [None if entry.get("tasks") is None else list(map(str, entry["tasks"]))
+                 for entry in entries]  # fmt: skip
+    with file_errors(paths[INFO]):
+        chunks = numbers // _whole(info["chunks_size"])
+        places = [{"episode_chunk": int(chunk), "episode_index": int(number)}
+                  for chunk, number in zip(chunks, numbers, strict=True)]  # fmt: skip
+        data = [info["data_path"].format(**place) for place in places]
+        videos = {
+            feature.name: VideoFiles(
+                [info["video_path"].format(video_key=feature.name, **place) for place in places],
+                np.zeros(len(entries)),
+            )
+            for feature in features
+            if feature.dtype == "video"
+        }
+    stats: list[Mapping[str, Any] | None] = [None] * len(entries)
+    name = "meta/episodes_stats.jsonl"
+    if name in paths:
+        said = _lines(paths, name)
+        with file_errors(paths[name]):
+            known = {_whole(entry["episode_index"]): entry["stats"] for entry in said}
+            stats = [known.get(int(number)) for number in numbers]
+    return LeRobotSet(
+        paths, info, features, numbers, lengths, data, lengths.cumsum() - lengths, tasks, videos,
+        stats, _task_names(_lines(paths, "meta/tasks.jsonl"), paths["meta/tasks.jsonl"]),
+        ["meta/episodes.jsonl"] * len(entries), _totals(paths),
+    )  # fmt: skip
+
+
+def _totals(paths: Mapping[str, Path]) -> Mapping[str, Any] | None:
+    return _json(paths, "meta/stats.json") if "meta/stats.json" in paths else None
+
+
+def _task_names(entries: Sequence[Mapping[str, Any]], path: Path) -> dict[int, str]:
+    with file_errors(path):
+        found = {_whole(entry["task_index"]): str(entry["task"]) for entry in entries}
+    if len(found) < len(entries):
+        raise CorpusError(f"{path}: two tasks have the same number [V75]")
+    return found
+
+
+def _read_v3(
+    paths: Mapping[str, Path], info: Mapping[str, Any], features: Sequence[Feature]
+) -> LeRobotSet:
+    path = paths.get("meta/tasks.parquet")
+    if path is None:
+        raise CorpusError(f"{paths[INFO].parent / 'tasks.parquet'}: is missing [V05]")
+    with file_errors(path):
+        table = arrow().read_table(path)
+        text = next(name for name in table.column_names if name != "task_index")
+        entries = [
+            {"task_index": number, "task": task}
+            for number, task in zip(
+                table["task_index"].to_pylist(), table[text].to_pylist(), strict=True
+            )
+        ]
+    task_names = _task_names(entries, path)
+    names = sorted(name for name in paths if name.startswith("meta/episodes/"))
+    if not names:
+        raise CorpusError(f"{paths[INFO].parent / 'episodes'}: holds no Parquet file [V05]")
+    parts = [_EpisodeFile(name, paths[name], info, features) for name in names]
+    made = LeRobotSet(
+        paths, info, features,
+        np.concatenate([part.numbers for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+        [name for part in parts for name in part.data],
+        np.concatenate([part.firsts for part in parts]),
+        [each for part in parts for each in part.tasks],
+        {}, [each for part in parts for each in part.stats], task_names,
+        [part.name for part in parts for _ in part.data], _totals(paths),
+    )  # fmt: skip
+    for feature in features:
+        if feature.dtype == "video":
+            each = [part.videos[feature.name] for part in parts]
+            made.videos[feature.name] = VideoFiles(
+                [name for one in each for name in one.files],
+                np.concatenate([one.starts for one in each]),
+                np.concatenate([one.stops for one in each if one.stops is not None]),
+            )
+    for part in parts:
+        at = part.stops != part.firsts + part.lengths
+        if at.any():
+            bad = int(np.argmax(at))
+            raise CorpusError(
+                f"{part.path}: episode {int(part.numbers[bad])} has the length "
+                f"{int(part.lengths[bad])}, but dataset_from_index {int(part.firsts[bad])} and "
+                f"dataset_to_index {int(part.stops[bad])} [V70]"
+            )
+    return made
+
+
+class _EpisodeFile:
+    """The episodes that one file of ``meta/episodes`` describes."""
+
+    def __init__(
+        self, name: str, path: Path, info: Mapping[str, Any], features: Sequence[Feature]
+    ) -> None:
+        self.name, self.path = name, path
+        with file_errors(path):
+            table = arrow().read_table(path)
+            self._table = table
+
+            self.numbers, self.lengths = self._whole("episode_index"), self._whole("length")
+            self.firsts = self._whole("dataset_from_index")
+            self.stops = self._whole("dataset_to_index")
+            self.tasks = table["tasks"].to_pylist()
+            self.data = self._names(info["data_path"], "data")
+            self.videos = {
+                feature.name: VideoFiles(
+                    self._names(info["video_path"], f"videos/{feature.name}", feature.name),
+                    self._seconds(f"videos/{feature.name}/from_timestamp"),
+                    self._seconds(f"videos/{feature.name}/to_timestamp"),
+                )
+                for feature in features
+                if feature.dtype == "video"
+            }
+            self.stats = self._stats()
+
+    def _whole(self, name: str) -> npt.NDArray[np.int64]:
+        column = self._table[name].combine_chunks()
+        if column.null_count or not str(column.type).startswith(("int", "uint")):
+            raise ValueError(f"{name!r} is {column.type} with {column.null_count} nulls")
+        return column.to_numpy(zero_copy_only=False).astype(np.int64)
+
+    def _seconds(self, name: str) -> npt.NDArray[np.float64]:
+        found = self._table[name].to_numpy().astype(np.float64)
+        if not np.isfinite(found).all():
+            raise ValueError(f"{name!r} is not finite")
+        return found
+
+    def _names(self, pattern: str, prefix: str, video_key: str = "") -> list[str]:
+        chunks, files = (self._whole(f"{prefix}/{part}_index") for part in ("chunk", "file"))
+        return [
+            pattern.format(video_key=video_key, chunk_index=chunk, file_index=file)
+            for chunk, file in zip(chunks.tolist(), files.tolist(), strict=True)
+        ]
+
+    def _stats(self) -> list[Mapping[str, Any] | None]:
+        found: list[dict[str, Any]] = [{} for _ in self.numbers]
+        for name in self._table.column_names:
+            kind, _, rest = name.partition("/")
+            feature, _, of = rest.rpartition("/")
+            if kind == "stats":
+                for entry, value in zip(found, self._table[name].to_pylist(), strict=True):
+                    entry.setdefault(feature, {})[of] = value
+        return [entry or None for entry in found]
+
+
+def values_of(column: Any, feature: Feature) -> Array:
+    """Return a column of a table as ``[n, *shape]`` in the dtype that the metadata states.
+
+    Raises:
+        ValueError: the column has nulls, another dtype, or values of other shapes.
+    """
+    array = column.combine_chunks() if hasattr(column, "combine_chunks") else column
+    if hasattr(array, "chunks"):  # no chunks at all, or more than fit one array
+        import pyarrow
+
+        array = pyarrow.concat_arrays(array.chunks) if array.num_chunks else None
+    if array is None:
+        return np.empty((0, *feature.shape), feature.dtype)
+    count = len(array)
+    array = getattr(array, "storage", array)
+    sizes = [count]
+    while True:
+        if array.null_count:
+            raise ValueError(f"{feature.name!r} has {array.null_count} nulls")
+        kind = str(array.type)
+        if not kind.startswith(("list", "large_list", "fixed_size_list")):
+            break
+        flat = array.flatten()
+        if kind.startswith("fixed_size_list"):
+            width = array.type.list_size
+        else:
+            lengths = np.unique(np.diff(array.offsets.to_numpy()))
+            width = int(lengths[0]) if len(lengths) else 0
+            if len(lengths) > 1:
+                raise ValueError(f"{feature.name!r} has values of {lengths[:3].tolist()} numbers")
+        sizes.append(width)
+        array = flat
+    values = array.to_numpy(zero_copy_only=False)
+    if values.dtype != np.dtype(feature.dtype):
+        raise ValueError(f"{feature.name!r} is {values.dtype}, expected {feature.dtype}")
+    shape = tuple(sizes[1:])
+    if shape != feature.shape and not (feature.shape in ((), (1,)) and shape in ((), (1,))):
+        raise ValueError(f"{feature.name!r} has the shape {shape}, expected {feature.shape}")
+    return np.asarray(values).reshape(count, *feature.shape)
