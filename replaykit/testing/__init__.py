@@ -1,4 +1,4 @@
-"""Test support for users: a writer of RoboHive files.
+"""Test support for users: writers of RoboHive files and of LeRobot data sets.
 
 Example:
     >>> from replaykit.testing import RoboHiveWriter, make_trial
@@ -8,6 +8,7 @@ Example:
 
 from __future__ import annotations
 
+from replaykit.testing.lerobot_files import make_lerobot
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
-__all__ = ["RoboHiveWriter", "make_trial"]
+__all__ = ["RoboHiveWriter", "make_lerobot", "make_trial"]

@@ -109,6 +109,8 @@ class LeRobotFrames:
         self.columns: list[SourceColumn] = []
         self._features: dict[Key, Feature] = {}
         for feature in of.features:
+            if feature.name == "index":  # batches have the slot of a row under this key
+                continue
             if feature.key in ALWAYS and feature.key not in (TERMINATED, TRUNCATED):
                 why = "every data set has a column of this key"
                 self.left_out.append({"key": feature.name, "why": why})
