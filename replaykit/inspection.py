@@ -7,6 +7,7 @@ prints nothing.
 
 from replaykit.tools.facts import EpisodeFacts, Facts, Finding, KeyFacts, LayoutGuess, Spread
 from replaykit.tools.layouts import guess_layout, known_layouts, layout_named
+from replaykit.tools.tables import repair
 from replaykit.tools.validation import kind_of, opened, validate
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "known_layouts",
     "layout_named",
     "opened",
+    "repair",
     "validate",
 ]

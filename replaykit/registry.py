@@ -221,6 +221,8 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("VD4RL", "layout", "datasets.families.vd4rl"),
     Entry("ALOHA", "layout", "datasets.families.aloha"),
     Entry("LEROBOT", "table layout", "datasets.families.lerobot"),
+    Entry("LEROBOT_PIXELS", "table layout", "datasets.families.lerobot"),
+    Entry("LEROBOT_JPEG", "table layout", "datasets.families.lerobot"),
     Entry("LeRobotLayout", "layout class", "datasets.families.lerobot"),
     Entry("RoboHiveLayout", "layout class", "datasets.families.robohive"),
     Entry("D4RLLayout", "layout class", "datasets.families.d4rl"),

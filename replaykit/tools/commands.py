@@ -307,9 +307,10 @@ def convert(
     workers: int,
     force: bool,
 ) -> None:
-    """Convert H5 files into a data set of transitions, completely or not at all.
+    """Convert H5 files or a LeRobot data set into a data set of transitions.
 
-    FILES are H5 files, folders of H5 files, or https:// URLs. Without --layout, the command uses
+    The data set is made completely or not at all. FILES are H5 files, folders of H5 files, the
+    folder of a LeRobot data set, or https:// URLs. Without --layout, the command uses
     the layout that fits, and prints the reasons.
 
     \b
@@ -317,6 +318,7 @@ def convert(
       replaykit convert demo.hdf5 --layout robomimic --to data/lift
       replaykit convert episodes/ --to data/aloha --cast float64=float32 --workers 4
       replaykit convert https://example.org/hopper.hdf5 --layout d4rl --to data/hopper
+      replaykit convert pusht/ --layout lerobot-pixels --to data/pusht
       replaykit convert run.h5 --layout my_layouts.py:ARM --to data/arm --on-invalid skip
     """
     from replaykit.datasets import convert as converted
@@ -345,15 +347,25 @@ def convert(
 
 def _guessed(output: Output, files: list[str]) -> Any:
     from replaykit.datasets.converting import paths_of
-    from replaykit.tools.layouts import TIE, guess_layout, known_layouts
+    from replaykit.tools.facts import LayoutGuess
+    from replaykit.tools.layouts import (
+        TIE,
+        guess_layout,
+        known_layouts,
+        table_layout_of,
+        table_layouts,
+    )
 
+    table = table_layout_of(Path(files[0])) if len(files) == 1 else None
+    if table is not None:
+        return LayoutGuess(table.name, (f"{files[0]} has its files",))
     found = paths_of(files)
     guess = guess_layout(found)
     if guess.layout is None:
         raise ValueError(
             f"no layout fits {found[0]}: give one with --layout (one of "
-            f"{', '.join(known_layouts())}, or a custom one); replaykit inspect {found[0]} "
-            "gives the reason for each of them"
+            f"{', '.join([*known_layouts(), *table_layouts()])}, or a custom one); replaykit "
+            f"inspect {found[0]} gives the reason for each of them"
         )
     if not output.as_json:
         tied = [reason for reason in guess.reasons[3:] if reason.startswith(TIE)]
@@ -436,7 +448,8 @@ def inspect(
 ) -> None:
     """Show keys, shapes, dtypes, statistics, episodes and warnings of the data at PATH.
 
-    PATH is a data set, a checkpoint, a buffer's folder, an H5 file or a folder of H5 files.
+    PATH is a data set, a checkpoint, a buffer's folder, a LeRobot data set, an H5 file or a folder
+    of H5 files.
 
     \b
     Examples:
@@ -522,9 +535,9 @@ def _print_episodes(output: Output, episodes: Any, most: int) -> None:
 def validate(output: Output, path: Path) -> int:
     """Verify all checksums, and check that the files agree. Errors give exit code 1.
 
-    PATH is a data set, a checkpoint, or a buffer's folder. Of a data set, the command checks sizes,
-    checksums, ids, returns, and the episode table against the flags. It also checks that each row's
-    next observation is the observation of the next row. Of a checkpoint, it checks every file of
+    PATH is a data set, a LeRobot data set, a checkpoint, or a buffer's folder. Of a data set, the
+    command checks sizes, checksums, ids, returns, and the episode table against the flags. It also
+    checks that each row's next observation is the observation of the next row. Of a checkpoint, it checks every file of
     every version. Of a buffer made with recover=True, it checks the files and the committed state.
 
     \b
@@ -550,3 +563,30 @@ def validate(output: Output, path: Path) -> int:
     verdict = (f"{len(wrong)} wrong", "bold red") if wrong else ("all right", "bold green")
     output.line(f"{path}: ", verdict)
     return 1 if wrong else 0
+
+
+@_command
+@click.argument("path", type=PATH)
+def repair(output: Output, path: Path) -> None:
+    """Correct the metadata of the LeRobot data set at PATH where it follows from the frames.
+
+    Lengths, offsets, totals and statistics are computed again. Frames and videos never change. The
+    folder meta is replaced in one step. If any other fault remains, nothing is changed.
+
+    \b
+    Examples:
+      replaykit repair pusht/
+    """
+    from replaykit.tools.tables import repair as repaired
+
+    output.when_interrupted = "nothing was changed"
+    with output.warnings(), output.working("reading"):
+        changes = repaired(path)
+    if output.as_json:
+        output.document({"path": str(path), "changes": changes})
+        return
+    for text in changes:
+        output.line(text)
+    output.line(
+        f"{path}: ", (f"{len(changes)} changes" if changes else "nothing to repair", "bold green")
+    )

@@ -20,11 +20,19 @@ from replaykit.datasets.engine.locations import RuleFindings
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.engine.policies import Policies, meant
 from replaykit.datasets.engine.scan import scan
-from replaykit.datasets.sources import SourceFile, Sources
+from replaykit.datasets.engine.table_sources import TableLayout
+from replaykit.datasets.sources import SourceFile, Sources, names_of
 from replaykit.errors import CorpusError
 from replaykit.tools.facts import LayoutGuess, counted
 
-__all__ = ["guess_layout", "known_layouts", "layout_named", "unread_sources"]
+__all__ = [
+    "guess_layout",
+    "known_layouts",
+    "layout_named",
+    "table_layout_of",
+    "table_layouts",
+    "unread_sources",
+]
 
 _OTHER: Final = ("[V04]", "[V12]", "[V10]")
 """Rules that files of another layout break.
@@ -49,7 +57,20 @@ def known_layouts() -> dict[str, Layout]:
     return {layout.name: layout for layout in sorted(found, key=lambda layout: layout.name)}
 
 
-def layout_named(name: str) -> Layout:
+def table_layouts() -> dict[str, TableLayout]:
+    """Return the package's layouts of tables, by name."""
+    found: list[TableLayout] = [registry.load(each) for each in registry.of_kind("table layout")]
+    return {layout.name: layout for layout in found}
+
+
+def table_layout_of(path: Path) -> TableLayout | None:
+    """Return the layout of a folder that holds a table; None for other data."""
+    if not path.is_dir():
+        return None
+    return next((each for each in table_layouts().values() if each.recognizes(path)), None)
+
+
+def layout_named(name: str) -> Layout | TableLayout:
     """Return a layout of the package, or a custom one.
 
     Args:
@@ -67,7 +88,7 @@ def layout_named(name: str) -> Layout:
         >>> layout_named("replaykit.datasets.families:ALOHA").name
         'aloha'
     """
-    known = known_layouts()
+    known: dict[str, Layout | TableLayout] = {**known_layouts(), **table_layouts()}
     if name in known:
         return known[name]
     module, _, attribute = name.rpartition(":")
@@ -83,7 +104,7 @@ def layout_named(name: str) -> Layout:
     except (Exception, SystemExit) as error:  # the module may raise anything
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise ImportError(f"{module} cannot be loaded: {why}") from error
-    if not isinstance(found, Layout):
+    if not isinstance(found, (Layout, TableLayout)):
         raise ValueError(f"expected {name} to be a replaykit.datasets.Layout, got {found!r:.80}")
     return found
 
@@ -190,10 +211,7 @@ def unread_sources(paths: Sequence[Path], *, natural: bool = False) -> Sources:
     Raises:
         FileNotFoundError: a file does not exist.
     """
-    files = []
-    for path in paths:
-        name = str(path) if len(paths) > 1 else path.name
-        files.append(SourceFile(path, name, path.stat().st_size, ""))
+    files = [SourceFile(path, name, path.stat().st_size, "") for path, name in names_of(paths)]
     return Sources(tuple(files), {"kind": "local"}, natural)
 
 

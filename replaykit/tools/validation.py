@@ -26,6 +26,7 @@ from replaykit.errors import CheckpointError
 from replaykit.storages.tensor_bytes import differing
 from replaykit.ted import Key
 from replaykit.tools.facts import Facts, Finding, Table, counted
+from replaykit.tools.layouts import table_layout_of
 from replaykit.tools.source_facts import corpus_facts, h5_facts
 from replaykit.tools.stored_facts import (
     checkpoint_facts,
@@ -34,6 +35,7 @@ from replaykit.tools.stored_facts import (
     recording_facts,
     scratch_facts,
 )
+from replaykit.tools.tables import table_facts, table_findings
 
 __all__ = ["MOST_BYTES", "h5_files", "kind_of", "opened", "ted_findings", "validate"]
 
@@ -70,11 +72,13 @@ def kind_of(path: Path) -> str:
         return "recording"
     if is_scratch(path):
         return "buffer"
+    if table_layout_of(path) is not None:
+        return "table"
     if h5_files(path):
         return "H5 folder"
     raise ValueError(
-        f"expected a converted data set, a checkpoint, a recording, a buffer's directory, or H5 "
-        f"files, got {path}, which holds none of them"
+        f"expected a data set, a checkpoint, a recording, a buffer's directory, or H5 files, got "
+        f"{path}, which holds none of them"
     )
 
 
@@ -110,7 +114,7 @@ def opened(
 
     Args:
         path: a converted data set, a checkpoint, a recording, the directory of a memory-mapped
-            buffer, an H5 file, or a folder of H5 files.
+            buffer, a LeRobot data set, an H5 file, or a folder of H5 files.
         layout: the name of the layout of H5 files. ``None`` guesses the layout.
         most_bytes: number of bytes of each key that are read for statistics, from rows at even
             intervals. ``None`` reads all rows. Stored statistics are returned without reading rows.
@@ -144,6 +148,8 @@ def opened(
             yield recording_facts(path, most_bytes)
         elif kind == "buffer":
             yield scratch_facts(path, most_bytes)
+        elif kind == "table":
+            yield table_facts(path, stack)
         else:
             yield h5_facts(path, h5_files(path), layout, most_bytes, stack)
 
@@ -418,7 +424,7 @@ _META_NAME: Final = "meta.json"
 
 
 def validate(path: Path, advance: Advance | None = None) -> list[Finding]:
-    """Check a converted data set, a checkpoint, a recording, or a buffer on disk.
+    """Check a data set, a checkpoint, a recording, or a buffer on disk.
 
     Args:
         path: the directory.
@@ -458,6 +464,8 @@ def validate(path: Path, advance: Advance | None = None) -> list[Finding]:
         return _recording(path, report)
     if kind == "buffer":
         return _buffer(path, report)
+    if kind == "table":
+        return table_findings(path, report)
     raise ValueError(
         f"{path} was not converted yet: convert checks every value, and inspect shows the "
         "warnings of a conversion"

@@ -140,6 +140,19 @@ class TableLayout:
         """
         raise NotImplementedError
 
+    def recognizes(self, folder: Path) -> bool:
+        """Return whether a folder has this layout, from the names of files in it."""
+        return False
+
+    def repair(self, folder: Path) -> list[str]:
+        """Correct what can be derived from the records; return the changes.
+
+        Raises:
+            CorpusError: a fault cannot be derived, so nothing was changed.
+            ValueError: files of this layout are not repaired.
+        """
+        raise ValueError(f"{folder}: files of the layout {self.name!r} are not repaired")
+
     def described_by(self, path: Path) -> tuple[Path, ...]:
         """Return no path, because all files of a table are source files."""
         return ()

@@ -22,7 +22,7 @@ from replaykit.datasets.encoded_frames import (
     video_index,
 )
 from replaykit.datasets.engine.layout import ALWAYS
-from replaykit.datasets.engine.locations import Location
+from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.table_sources import (
     Array,
@@ -34,7 +34,6 @@ from replaykit.datasets.engine.table_sources import (
 from replaykit.datasets.families.lerobot_checks import (
     FrameChecks,
     Moments,
-    differing_stats,
     drift_limit,
 )
 from replaykit.datasets.families.lerobot_files import (
@@ -47,13 +46,15 @@ from replaykit.datasets.families.lerobot_files import (
     read_set,
     values_of,
 )
+from replaykit.datasets.families.lerobot_repair import Repair
 from replaykit.datasets.remote_sources import HubFiles
-from replaykit.datasets.sources import Sources
+from replaykit.datasets.sources import SourceFile, Sources, files_below
 from replaykit.errors import CorpusError
+from replaykit.filesystem import private_path, remove_tree
 from replaykit.keywords import one_of
 from replaykit.ted import TERMINATED, TRUNCATED, Key
 
-__all__ = ["LEROBOT", "LeRobotExperienceReplay", "LeRobotLayout"]
+__all__ = ["LEROBOT", "LEROBOT_JPEG", "LEROBOT_PIXELS", "LeRobotExperienceReplay", "LeRobotLayout"]
 
 Video = Literal["lazy", "pixels", "jpeg"]
 
@@ -93,8 +94,45 @@ class LeRobotLayout(TableLayout):
     def open(self, sources: Sources, policies: Policies, judge: Judge) -> TableSource:
         return LeRobotFrames(read_set(sources), self.video, policies, judge)
 
+    def recognizes(self, folder: Path) -> bool:
+        return (folder / INFO).is_file()
+
+    def repair(self, folder: Path) -> list[str]:
+        repair = Repair(folder)
+        if not repair.changes:
+            return []
+        meta = private_path(folder / "meta", "tmp")
+        try:
+            repair.write(meta)
+            _check_repaired(folder, meta)
+            repair.publish(meta)
+        except BaseException:
+            remove_tree(meta)
+            raise
+        return repair.changes
+
+
+def _check_repaired(folder: Path, meta: Path) -> None:
+    """Check that the data set breaks no rule with the corrected metadata."""
+    paths = {
+        path.relative_to(folder).as_posix(): path
+        for path in files_below(folder, LEROBOT.suffixes)
+        if folder / "meta" not in path.parents and meta not in path.parents
+    }
+    paths |= {f"meta/{path.relative_to(meta).as_posix()}": path for path in files_below(meta, ())}
+    files = (SourceFile(path, name, path.stat().st_size, "") for name, path in paths.items())
+    judge = Judge("error", RuleFindings())
+    source = LEROBOT.open(Sources(tuple(files)), Policies(), judge)
+    kept = np.ones(len(source.episodes.lengths), bool)
+    for _ in source.blocks(kept, [column.key for column in source.columns], 1 << 24):
+        pass
+    for note in judge.notes:
+        raise CorpusError(f"{folder}: {note.first}: {note.text} [{note.rule}]")
+
 
 LEROBOT: Final = LeRobotLayout()
+LEROBOT_PIXELS: Final = LeRobotLayout(name="lerobot-pixels", video="pixels")
+LEROBOT_JPEG: Final = LeRobotLayout(name="lerobot-jpeg", video="jpeg")
 
 
 class LeRobotFrames:
@@ -285,7 +323,9 @@ class LeRobotFrames:
         columns = [each for each in of.features if each.dtype != "video" and
                    (each in wanted or each.name in INDEX)]  # fmt: skip
         with file_errors(path, "V10"):
-            table = arrow().read_table(path, columns=[each.name for each in columns])
+            # A table of one file needs no data set of Arrow, which takes longer to make.
+            with arrow().ParquetFile(path) as file:
+                table = file.read([each.name for each in columns])
             missing = {each.name for each in columns} - set(table.column_names)
             if missing:
                 raise CorpusError(f"{path}: lacks the columns {sorted(missing)} [V12]")
@@ -378,13 +418,11 @@ class LeRobotFrames:
                 continue
             moments = Moments.of(found, starts, lengths)
             self._joined.setdefault(feature.name, []).append(moments)
-            for at, position in enumerate(positions):
-                said = (of.stats[position] or {}).get(feature.name)
-                if isinstance(said, Mapping):
-                    what = differing_stats(said, moments.entry(at), feature)
-                    if what:
-                        where = self.location(position)
-                        self._judge.notes.add("V74", what, where, name=feature.name)
+            entries = [(of.stats[position] or {}).get(feature.name) for position in positions]
+            said = [each if isinstance(each, Mapping) else None for each in entries]
+            for at, what in moments.differing(said, feature).items():
+                where = self.location(positions[at])
+                self._judge.notes.add("V74", what, where, name=feature.name)
 
     def _check_totals(self) -> None:
         """Compare the statistics of the whole data set with its frames (V74)."""
@@ -392,23 +430,12 @@ class LeRobotFrames:
         for feature in of.features:
             parts = self._joined.get(feature.name, [])
             said = (of.total_stats or {}).get(feature.name)
-            if isinstance(said, Mapping) and sum(map(_count, parts)) == of.lengths.sum():
-                what = differing_stats(said, joined(parts), feature)
-                if what:
+            if isinstance(said, Mapping) and parts:
+                whole = Moments.together(parts)
+                if int(whole.counts[0]) == of.lengths.sum():
                     where = Location(of.path("meta/stats.json"), "meta/stats.json")
-                    self._judge.notes.add("V74", what, where, name=feature.name)
-
-
-def _count(part: Moments) -> int:
-    return int(part.counts.sum())
-
-
-def joined(parts: Sequence[Moments]) -> dict[str, Any]:
-    """Return the statistics of all episodes of several files together."""
-    names = ("least", "largest", "mean", "std", "counts")
-    return Moments(
-        *(np.concatenate([getattr(one, name) for one in parts]) for name in names)
-    ).joined()
+                    for what in whole.differing([said], feature).values():
+                        self._judge.notes.add("V74", what, where, name=feature.name)
 
 
 def _stored(values: Array, feature: Feature) -> Array:

@@ -13,7 +13,7 @@ from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.engine.policies import Judge
 from replaykit.datasets.families.lerobot_files import Feature, LeRobotSet
 
-__all__ = ["TOLERANCE", "FrameChecks", "Moments", "differing_stats", "drift_limit"]
+__all__ = ["TOLERANCE", "FrameChecks", "Moments", "drift_limit"]
 
 TOLERANCE: Final = 1e-4
 """Seconds by which a timestamp may differ from its frame, as in LeRobot."""
@@ -198,60 +198,68 @@ class Moments:
             lengths,
         )
 
-    def entry(self, at: int) -> dict[str, Any]:
-        """Return the statistics of one episode."""
-        return {
-            "min": self.least[at],
-            "max": self.largest[at],
-            "mean": self.mean[at],
-            "std": self.std[at],
-            "count": np.array([self.counts[at]]),
-        }
+    @classmethod
+    def together(cls, parts: Sequence[Moments]) -> Moments:
+        """Return the statistics of the episodes of several files, as those of one episode."""
+        names = ("least", "largest", "mean", "std", "counts")
+        each = (np.concatenate([getattr(one, name) for one in parts]) for name in names)
+        return cls(*each).joined()
 
-    def joined(self) -> dict[str, Any]:
-        """Return the statistics of all episodes together."""
+    def joined(self) -> Moments:
+        """Return the statistics of all episodes together, as those of one."""
         total = self.counts.sum()
         wide = self.counts.reshape(-1, *[1] * (self.mean.ndim - 1))
         mean = (self.mean * wide).sum(0) / total
         square = (np.square(self.std) * wide + np.square(self.mean - mean) * wide).sum(0) / total
-        return {
-            "min": self.least.min(0),
-            "max": self.largest.max(0),
-            "mean": mean,
-            "std": np.sqrt(square),
-            "count": np.array([total]),
-        }
+        found = (self.least.min(0), self.largest.max(0), mean, np.sqrt(square))
+        return Moments(*(np.asarray(each)[None] for each in found), total[None])
+
+    def differing(
+        self, said: Sequence[Mapping[str, Any] | None], feature: Feature
+    ) -> dict[int, str]:
+        """Return how stated statistics of a feature differ from its frames, by episode.
+
+        LeRobot computes means and deviations in float32, so they may differ in the last digits.
+        """
+        shape = (len(self.counts), -1)
+        least, largest, mean, std = (
+            values.reshape(shape).astype(np.float64)
+            for values in (self.least, self.largest, self.mean, self.std)
+        )
+        scale, spread = np.maximum(np.abs(least), np.abs(largest)), largest - least
+        found: dict[int, str] = {}
+        for name, real, limit in (
+            ("min", least, 1e-6 * scale),
+            ("max", largest, 1e-6 * scale),
+            ("mean", mean, 1e-4 * spread + 1e-5 * scale),
+            ("std", std, 1e-3 * spread + 1e-3 * scale),
+            ("count", self.counts.reshape(shape).astype(np.float64), np.zeros((1, 1))),
+        ):
+            wrong, stated = _apart(said, name, real, limit)
+            for at in np.flatnonzero(wrong.any(1)).tolist():
+                number = int(np.argmax(wrong[at]))
+                value = "malformed" if stated is None else f"stated as {stated[at, number]:.6g}"
+                found.setdefault(
+                    at,
+                    f"{name} of {feature.name} is {value}, its frames have {real[at, number]:.6g}",
+                )
+        return found
 
 
-def differing_stats(said: Mapping[str, Any], real: Mapping[str, Any], feature: Feature) -> str:
-    """Return how stated statistics of a feature differ from its data; empty if they agree.
-
-    LeRobot computes means and deviations in float32, so they may differ in the last digits.
-    """
-    numbers = {name: np.asarray(real[name], np.float64).reshape(-1) for name in real}
-    scale = np.maximum(np.abs(numbers["min"]), np.abs(numbers["max"]))
-    spread = numbers["max"] - numbers["min"]
-    limits = {
-        "min": 1e-6 * scale,
-        "max": 1e-6 * scale,
-        "mean": 1e-4 * spread + 1e-5 * scale,
-        "std": 1e-3 * spread + 1e-3 * scale,
-        "count": np.zeros(1),
-    }
-    for name, limit in limits.items():
-        if said.get(name) is None:
-            continue
-        try:
-            found = np.asarray(said[name], np.float64).reshape(-1)
-        except (TypeError, ValueError):
-            return f"{name} of {feature.name} is {said[name]!r:.40}"
-        if found.shape != numbers[name].shape:
-            return f"{name} of {feature.name} has {found.size} numbers"
-        wrong = ~(np.abs(found - numbers[name]) <= limit + 1e-12)
-        if wrong.any():
-            at = int(np.argmax(wrong))
-            return (
-                f"{name} of {feature.name} is stated as {found[at]:.6g}, its frames have "
-                f"{numbers[name][at]:.6g}"
-            )
-    return ""
+def _apart(
+    said: Sequence[Mapping[str, Any] | None], name: str, real: Array, limit: Array
+) -> tuple[npt.NDArray[np.bool_], Array | None]:
+    """Return which stated numbers differ from the real ones, and the stated ones ``[e, n]``."""
+    values = [None if each is None else each.get(name) for each in said]
+    known = [at for at, value in enumerate(values) if value is not None]
+    stated = real.copy()
+    try:
+        rows = np.array([values[at] for at in known], np.float64)
+        stated[known] = rows.reshape(len(known), -1)
+    except (TypeError, ValueError):
+        if len(said) == 1:
+            return np.ones_like(real, bool), None
+        each = [_apart([one], name, real[[at]], np.broadcast_to(limit, real.shape)[[at]])
+                for at, one in enumerate(said)]  # fmt: skip
+        return np.concatenate([wrong for wrong, _ in each]), None
+    return ~(np.abs(stated - real) <= limit + 1e-12), stated

@@ -19,10 +19,12 @@ from replaykit.ted import TERMINATED, TRUNCATED, Key
 __all__ = [
     "INDEX",
     "INFO",
+    "V3",
     "Feature",
     "LeRobotSet",
     "VideoFiles",
     "arrow",
+    "features_of",
     "file_errors",
     "read_set",
     "values_of",
@@ -32,7 +34,7 @@ INFO: Final = "meta/info.json"
 INDEX: Final = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """The columns that LeRobot adds to the features of the user."""
 _V2: Final = ("v2.0", "v2.1")
-_V3: Final = "v3.0"
+V3: Final = "v3.0"
 _ENCODED: Final = ("video", "image")
 _ENDS: Final = {
     "next.done": TERMINATED,
@@ -175,12 +177,12 @@ def read_set(sources: Sources) -> LeRobotSet:
     info = _json(paths, INFO)
     with file_errors(paths[INFO]):
         version, fps = info["codebase_version"], float(info["fps"])
-        if version not in (*_V2, _V3):
-            raise ValueError(f"version {version!r}, expected one of {[*_V2, _V3]}")
+        if version not in (*_V2, V3):
+            raise ValueError(f"version {version!r}, expected one of {[*_V2, V3]}")
         if not 0 < fps < float("inf"):
             raise ValueError(f"{fps} frames per second")
-        features, left_out = _features(info["features"])
-    if version == _V3:
+        features, left_out = features_of(info["features"])
+    if version == V3:
         made = _read_v3(paths, info, features)
     else:
         made = _read_v2(paths, info, features)
@@ -228,7 +230,7 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def _features(said: Mapping[str, Any]) -> tuple[list[Feature], list[dict[str, str]]]:
+def features_of(said: Mapping[str, Any]) -> tuple[list[Feature], list[dict[str, str]]]:
     """Return the features that become columns, and those that do not."""
     found, left_out = [], []
     missing = [name for name in INDEX if name not in said]
@@ -372,7 +374,7 @@ class _EpisodeFile:
     ) -> None:
         self.name, self.path = name, path
         with file_errors(path):
-            table = arrow().read_table(path)
+            table = arrow().ParquetFile(path).read()
             self._table = table
 
             self.numbers, self.lengths = self._whole("episode_index"), self._whole("length")
