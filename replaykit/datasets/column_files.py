@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,16 +21,24 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from replaykit.datasets.dataset_manifest import Array, GroupFile, joined_crc32
+from replaykit.datasets.dataset_manifest import (
+    Array,
+    AttachedFile,
+    GroupFile,
+    crc32_of_file,
+    joined_crc32,
+)
 from replaykit.filesystem import EarlySync, disk_errors, require_room, reserve_opened
 from replaykit.native import crc32
 from replaykit.ted import Key, format_key
 
 __all__ = [
+    "ATTACHED",
     "EPISODE_DIRECTORY",
     "EPISODE_FIELDS",
     "ColumnOutput",
     "ColumnSpec",
+    "attach_files",
     "create_columns",
     "read_groups",
     "synced_early",
@@ -468,3 +477,32 @@ def write_episode_table(
 def read_groups(path: Path) -> list[str]:
     """Return the group names in the order of the episodes. Cost: O(E)."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+ATTACHED: Final = ".attached"
+"""The suffix of attached files. No other program writes files with this suffix."""
+
+
+def attach_files(directory: Path, files: Mapping[str, Path]) -> Iterator[AttachedFile]:
+    """Put files into a data set, as hard links where possible, and describe them.
+
+    Yields one entry for each file. Cost: each file is read once for its checksum. Files on another
+    disk are copied.
+
+    Raises:
+        OSError: a file cannot be read, or the disk has too little room for copies.
+    """
+    for name, path in files.items():
+        target = directory / f"{name}{ATTACHED}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        real = Path(os.path.realpath(path))
+        size = real.stat().st_size
+        try:
+            os.link(real, target)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOSPC):
+                raise
+            require_room(directory, size, size)
+            shutil.copyfile(real, target)
+        relative = target.relative_to(directory).as_posix()
+        yield AttachedFile(relative, size, crc32_of_file(target))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ def column_statistics(
     keys: Sequence[Any] | None,
     quantiles: Sequence[float],
     channels: Mapping[Any, int],
+    without: Collection[Path] = (),
 ) -> TensorDict:
     """Return statistics of columns, as ``CorpusExperienceReplay.statistics`` describes.
 
@@ -43,7 +44,8 @@ def column_statistics(
     if not ((levels >= 0) & (levels <= 1)).all():
         raise ValueError(f"expected quantiles as numbers from 0 to 1, got {list(quantiles)}")
     leaves = storage.require().schema.leaves
-    paths = list(leaves) if keys is None else [unravel(key) for key in keys]
+    every = [path for path in leaves if path not in without]
+    paths = every if keys is None else [unravel(key) for key in keys]
     dims = {unravel(key): dim for key, dim in channels.items()}
     for path in [*paths, *dims]:
         if path not in leaves:

@@ -20,8 +20,10 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import is_tensordict
 from replaykit.datasets.column_files import (
+    ATTACHED,
     ColumnOutput,
     ColumnSpec,
+    attach_files,
     create_columns,
     synced_early,
     write_episode_table,
@@ -159,6 +161,15 @@ def _split(
         ),
         episode_arrays=episode_arrays,
         group_file=group_file,
+        attached=tuple(
+            attach_files(
+                directory,
+                {
+                    file.file.removesuffix(ATTACHED): flat.path / file.file
+                    for file in manifest.attached
+                },
+            )
+        ),
         converter=_CONVERTER,
         identity={**manifest.identity, **SPLIT_FORM},
         source={**manifest.source, "flat": manifest.content_id()},

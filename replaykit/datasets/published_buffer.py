@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from multiprocessing.pool import Pool
 from pathlib import Path
 from pathlib import Path as FilePath
@@ -135,8 +136,15 @@ def _mask(positions: torch.Tensor, count: int, name: str) -> torch.Tensor:
     return mask
 
 
-def encoded_frames(published: Published) -> EncodedFrames | None:
+def _decoded(frames: EncodedFrames, fn: Callable[[Any], Any], row: Any) -> Any:
+    return fn(frames(row))
+
+
+def encoded_frames(storage: Any) -> EncodedFrames | None:
     """Return the transform that decodes the images of a data set; None if none are encoded."""
+    published = getattr(storage, "published", None)
+    if published is None:
+        return None
     manifest = published.manifest
     frames = {
         array.key: array.facts["frames"]
@@ -390,7 +398,7 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
 
     def _decode_frames(self) -> None:
         """Decode images that the data set keeps encoded, before values are transformed."""
-        frames = encoded_frames(self.published)
+        frames = encoded_frames(self.storage)
         if frames is not None:
             entries = enumerate(self._chain.entries, 1)
             at = max((at for at, each in entries if each.is_before_values), default=0)
@@ -433,7 +441,8 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
         transforms do not apply.
 
         Args:
-            keys: the columns; None for all columns of real numbers.
+            keys: the columns; None for all columns of real numbers, without images that stay
+                encoded.
             quantiles: Q numbers from 0 to 1.
             channels: for keys of images, the dimension of a row that numbers the channels, such as
                 0 for ``[C, H, W]``. The pixels of a channel then have common statistics, of shape
@@ -469,7 +478,12 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
             >>> found["action", "mean"].shape, found["action", "quantiles"].shape
             (torch.Size([2]), torch.Size([1, 2]))
         """
-        return column_statistics(self._mapped(), keys, quantiles, channels or {})
+        return column_statistics(self._mapped(), keys, quantiles, channels or {}, self._encoded())
+
+    def _encoded(self) -> Mapping[KeyPath, Any]:
+        """Return the columns of images that stay encoded."""
+        frames = encoded_frames(self.storage)
+        return {} if frames is None else frames.frames
 
     # -- mapping ------------------------------------------------------------------------------
 
@@ -533,9 +547,10 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
         change. New workers always end with this process, even if it is killed. A worker copies the
         source in blocks of 1 MiB, or of one row if a row is larger.
         """
+        frames = encoded_frames(self.storage)
         return preprocess_rows(
             self.storage,
-            fn,
+            fn if frames is None else partial(_decoded, frames, fn),
             dest=dest,
             dim=dim,
             num_workers=num_workers,

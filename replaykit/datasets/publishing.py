@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from replaykit.datasets.column_files import GROUP_FILE, read_groups
+from replaykit.datasets.column_files import ATTACHED, GROUP_FILE, read_groups
 from replaykit.datasets.dataset_manifest import MANIFEST_NAME, Array, Manifest, crc32_of_file
 from replaykit.datasets.transfers import target_lock
 from replaykit.filesystem import (
@@ -32,7 +32,6 @@ from replaykit.filesystem import (
 from replaykit.ted import Key
 
 __all__ = [
-    "ATTACHED",
     "FORCE",
     "HELD_BACK",
     "META",
@@ -57,8 +56,6 @@ UNFINISHED_NAME: Final = "unfinished"
 
 _NAMES: Final = frozenset({META, HELD_BACK, UNFINISHED_NAME, MANIFEST_NAME, GROUP_FILE})
 _COLUMN: Final = ".memmap"
-ATTACHED: Final = ".attached"
-"""The suffix of attached files. No other program writes files with this suffix."""
 
 
 def check_own(path: Path) -> None:

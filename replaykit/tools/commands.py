@@ -537,8 +537,9 @@ def validate(output: Output, path: Path) -> int:
 
     PATH is a data set, a LeRobot data set, a checkpoint, or a buffer's folder. Of a data set, the
     command checks sizes, checksums, ids, returns, and the episode table against the flags. It also
-    checks that each row's next observation is the observation of the next row. Of a checkpoint, it checks every file of
-    every version. Of a buffer made with recover=True, it checks the files and the committed state.
+    checks that each row's next observation is the observation of the next row. Of a checkpoint, it
+    checks every file of every version. Of a buffer made with recover=True, it checks the files and
+    the committed state.
 
     \b
     Examples:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
-import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,14 +13,16 @@ import numpy.typing as npt
 import torch
 
 from replaykit.datasets.column_files import (
+    ATTACHED,
     ColumnOutput,
     ColumnSpec,
+    attach_files,
     create_columns,
     synced_early,
     torch_dtype,
     write_episode_table,
 )
-from replaykit.datasets.dataset_manifest import AttachedFile, Manifest, crc32_of_file, provenance
+from replaykit.datasets.dataset_manifest import AttachedFile, Manifest, provenance
 from replaykit.datasets.encoded_frames import REFERENCE_WIDTH
 from replaykit.datasets.engine.conversion_report import duplicates, record_of, summary
 from replaykit.datasets.engine.locations import Location, RuleFindings
@@ -36,11 +35,11 @@ from replaykit.datasets.engine.table_sources import (
     TableSource,
 )
 from replaykit.datasets.engine.write_files import store_once
-from replaykit.datasets.publishing import ATTACHED, hold_back
+from replaykit.datasets.publishing import hold_back
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.transfers import progress_bar
 from replaykit.errors import CorpusError
-from replaykit.filesystem import disk_errors, remove_tree, require_room
+from replaykit.filesystem import disk_errors, remove_tree
 from replaykit.ted import DEFAULT_DONE_KEYS, TERMINATED, TRUNCATED, Key, format_key
 
 __all__ = ["convert_table"]
@@ -396,7 +395,7 @@ class _Writer:
             arrays=tuple(self._described(self.columns)),
             finals=tuple(self._described(finals)),
             attached=(
-                *attach(self.directory, self.source.attached),
+                *attach_files(self.directory, self.source.attached),
                 *(images.describe() for images in self._images.values()),
             ),
             episode_arrays=episode_arrays,
@@ -477,28 +476,3 @@ class _ImageFile:
         """Return the manifest's entry of the file."""
         name = self._path.relative_to(self._directory).as_posix()
         return AttachedFile(name, self._size, self._crc32)
-
-
-def attach(directory: Path, files: Mapping[str, Path]) -> Iterator[AttachedFile]:
-    """Put files into a data set, as hard links where possible, and describe them.
-
-    Yields one entry for each file. Cost: each file is read once for its checksum. Files on another
-    disk are copied.
-
-    Raises:
-        OSError: a file cannot be read, or the disk has too little room for copies.
-    """
-    for name, path in files.items():
-        target = directory / f"{name}{ATTACHED}"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        real = Path(os.path.realpath(path))
-        size = real.stat().st_size
-        try:
-            os.link(real, target)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOSPC):
-                raise
-            require_room(directory, size, size)
-            shutil.copyfile(real, target)
-        relative = target.relative_to(directory).as_posix()
-        yield AttachedFile(relative, size, crc32_of_file(target))
