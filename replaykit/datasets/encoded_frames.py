@@ -114,6 +114,11 @@ class _Video:
             self._frames = self._container.decode(self._stream)
         self._last: Any = None
 
+    def __del__(self) -> None:
+        # Containers are in reference cycles, so their files would stay open for long.
+        if hasattr(self, "_container"):
+            self._container.close()
+
     def read(self, times: Sequence[int], out: Array) -> None:
         """Decode the frames at ascending presentation times into ``out [n, H, W, C]``."""
         form = "rgb24" if out.shape[-1] == 3 else "gray"
@@ -199,10 +204,18 @@ class FrameFiles:
             video = self._open.pop(file, None)
         video = _Video(self.paths[file], self._threads) if video is None else video
         yield video
+        self._replace(file, video)  # closes the videos that it returns
+
+    def _replace(self, file: int, video: _Video) -> list[_Video]:
+        """Put a video into the cache, and return those that it no longer holds."""
+        removed = []
         with self._lock:
+            if file in self._open:
+                removed.append(self._open.pop(file))
             self._open[file] = video
             while len(self._open) > self._most:
-                self._open.popitem(last=False)
+                removed.append(self._open.popitem(last=False)[1])
+        return removed
 
     def read_images(self, references: Array, out: Array) -> None:
         """Decode images ``[n, 3]`` into ``out [n, H, W, C]``. References must be sorted."""

@@ -140,7 +140,7 @@ class _Writer:
     ) -> None:
         self.directory, self.source, self.policies, self.judge = directory, source, policies, judge
         self.positions = np.flatnonzero(kept)
-        self._kept = kept
+        self._kept, self._known = kept, len(judge.bad)
         self._lengths = source.episodes.lengths[kept]
         self._stops = self._lengths.cumsum()
         self._starts = self._stops - self._lengths
@@ -211,6 +211,8 @@ class _Writer:
                     self._write(key, values, at[key])
                     at[key] += len(values)
                     advance(values.nbytes)
+            if len(self.judge.bad) > self._known:
+                return  # other rows will be written without these episodes
             for key, count in at.items():
                 if count != self.rows:
                     raise self._error(

@@ -18,6 +18,9 @@ __all__ = ["TOLERANCE", "FrameChecks", "Moments", "drift_limit"]
 TOLERANCE: Final = 1e-4
 """Seconds by which a timestamp may differ from its frame, as in LeRobot."""
 
+_QUIET: Final = np.errstate(invalid="ignore", over="ignore")
+"""Infinite numbers are compared as they are, because other rules refuse them."""
+
 Array = npt.NDArray[Any]
 
 
@@ -173,6 +176,7 @@ class Moments:
     counts: Array
 
     @classmethod
+    @_QUIET
     def of(cls, values: Array, starts: Array, lengths: Array) -> Moments:
         """Return the statistics of runs of rows, of which none is empty.
 
@@ -205,6 +209,7 @@ class Moments:
         each = (np.concatenate([getattr(one, name) for one in parts]) for name in names)
         return cls(*each).joined()
 
+    @_QUIET
     def joined(self) -> Moments:
         """Return the statistics of all episodes together, as those of one."""
         total = self.counts.sum()
@@ -214,6 +219,7 @@ class Moments:
         found = (self.least.min(0), self.largest.max(0), mean, np.sqrt(square))
         return Moments(*(np.asarray(each)[None] for each in found), total[None])
 
+    @_QUIET
     def differing(
         self, said: Sequence[Mapping[str, Any] | None], feature: Feature
     ) -> dict[int, str]:

@@ -1,0 +1,413 @@
+"""LeRobot's data sets: each item is that of the files, and files that are wrong are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+av = pytest.importorskip("av", reason="needs the extra lerobot")
+pytest.importorskip("pyarrow", reason="needs the extra lerobot")
+
+from replaykit import ImageScale, LeRobotExperienceReplay, SliceSampler  # noqa: E402
+from replaykit.datasets import Policies, convert, load_dataset  # noqa: E402
+from replaykit.datasets import open as open_dataset  # noqa: E402
+from replaykit.datasets.families import (  # noqa: E402
+    LEROBOT,
+    LEROBOT_JPEG,
+    LEROBOT_PIXELS,
+    LeRobotLayout,
+)
+from replaykit.errors import CorpusError  # noqa: E402
+from replaykit.inspection import opened, repair, validate  # noqa: E402
+from replaykit.testing import make_lerobot  # noqa: E402
+from replaykit.testing.lerobot_files import write_video  # noqa: E402
+from tests.datasets.families.conftest import SHARED  # noqa: E402
+from tests.datasets.families.lerobot_reader import (  # noqa: E402
+    EPISODES,
+    edit_json,
+    edit_table,
+    frames_of,
+    items_of,
+    mutate,
+)
+from tests.support import LoopbackHub  # noqa: E402
+
+VERSIONS = ("v2.1", "v3.0")
+LENGTHS = [5, 7, 1, 6]
+TOP = ("observation", "images", "top")
+REAL = SHARED / "lerobot_v21_unitree_g1"
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def sound(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set without faults, with a reward, ends and two cameras."""
+    folder: Path = tmp_path_factory.mktemp("sound") / "set"
+    total = sum(LENGTHS)
+    ends = np.cumsum(LENGTHS) - 1
+    more = {
+        "next.reward": np.arange(total, dtype=np.float32),
+        "next.done": np.isin(np.arange(total), ends[::2]),
+        "observation.force.left": np.ones((total, 2, 3), np.float64),
+    }
+    make_lerobot(folder, LENGTHS, version=request.param, cameras=["top", "wrist"], more=more)
+    return folder
+
+
+@pytest.fixture
+def copied(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "copy"))
+
+
+def check_items(data: Any, items: dict[str, np.ndarray], *, exact: bool = True) -> None:
+    """Compare all rows with items by LeRobot's names."""
+    rows = data[:]
+    assert len(data) == len(items["index"])
+    for name, expected in items.items():
+        if name in ("index", "next.done"):
+            continue
+        found = rows[tuple(name.split("."))].numpy()
+        found = found.reshape(expected.shape)
+        if exact or "images" not in name:
+            assert np.array_equal(found, expected.astype(found.dtype)), name
+        else:
+            assert np.abs(found.astype(int) - expected).mean() < 8, name
+
+
+@pytest.mark.parametrize("layout", [LEROBOT, LEROBOT_PIXELS, LEROBOT_JPEG], ids=lambda x: x.video)
+def test_each_item_is_that_of_the_files(sound: Path, layout: LeRobotLayout, tmp_path: Path) -> None:
+    data = convert(sound, layout, tmp_path / "data")
+    items = items_of(sound)
+    check_items(data, items, exact=layout.video != "jpeg")
+    rows, ends = data[:]["next"], np.cumsum(LENGTHS) - 1
+    assert np.flatnonzero(rows["terminated"].numpy()).tolist() == ends[::2].tolist()
+    assert np.flatnonzero(rows["truncated"].numpy()).tolist() == ends[1::2].tolist()
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(data[order][TOP], data[:][TOP][order])
+    assert all(found.ok for found in validate(tmp_path / "data"))
+    shutil.rmtree(sound.parent / "gone", ignore_errors=True)
+    assert ("observation", "images", "top") in data.storage.require().schema.leaves
+    keys = set(data.statistics().keys(True))
+    assert (TOP in keys) == (layout.video == "pixels")
+
+
+def test_a_data_set_stays_whole_without_its_source(copied: Path, tmp_path: Path) -> None:
+    convert(copied, LEROBOT, tmp_path / "data")
+    items = items_of(copied)
+    shutil.rmtree(copied)
+    check_items(open_dataset(tmp_path / "data"), items)
+    file = next((tmp_path / "data").rglob("*.attached"))
+    file.unlink()
+    with pytest.raises(RuntimeError, match=f"{file.name} is missing"):
+        open_dataset(tmp_path / "data")
+
+
+def test_every_class_and_loader_decodes(sound: Path, tmp_path: Path) -> None:
+    items = items_of(sound)["observation.images.top"]
+    data = LeRobotExperienceReplay(
+        "me/set",
+        4,
+        source=sound,
+        root=tmp_path,
+        sampler=SliceSampler(slice_len=2),
+        transform=ImageScale(0, 1, keys=[TOP]),
+        prefetch=2,
+    )
+    assert data.tasks == ["push the block", "pull the block"]
+    for batch in (data.sample(), *data.dataloader(workers=2, steps=4, seed=1)):
+        expected = items[batch["index"].numpy()] / np.float32(255)
+        assert np.allclose(batch[TOP].numpy(), expected, atol=1e-6)
+    split = LeRobotExperienceReplay("me/set", 2, source=sound, root=tmp_path, split_trajs=True)
+    rows = split[:]
+    assert np.array_equal(rows[TOP][rows["mask"]].numpy(), items)
+    assert not rows[TOP][~rows["mask"]].any()
+    stored = split.preprocess(lambda row: row.select(TOP), num_workers=0, dest=tmp_path / "made")
+    assert torch.equal(stored[:][TOP], rows[TOP])
+
+
+def test_threads_share_a_bounded_number_of_videos(tmp_path: Path) -> None:
+    make_lerobot(tmp_path / "set", [2] * 20, version="v2.1")
+    data = convert(tmp_path / "set", LEROBOT, tmp_path / "data")
+    expected = data[:][TOP]
+    orders = [torch.randperm(40, generator=torch.Generator().manual_seed(n)) for n in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        for order, batch in zip(orders, pool.map(data.__getitem__, orders), strict=True):
+            assert torch.equal(batch[TOP], expected[order])
+    links = (os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
+             if os.path.islink(f"/proc/self/fd/{name}"))  # fmt: skip
+    assert sum(str(tmp_path) in link and ".attached" in link for link in links) <= 16
+
+
+def test_images_of_parquet_files_stay_as_they_are(tmp_path: Path) -> None:
+    import io
+
+    import pyarrow
+    import pyarrow.parquet as parquet
+    from PIL import Image
+
+    folder, key = tmp_path / "set", "observation.images.hand"
+    make_lerobot(folder, [3, 2], cameras=[])
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 8, 6, 3), np.uint8)
+    path = next((folder / "data").rglob("*.parquet"))
+    encoded = []
+    for each in pixels:
+        file = io.BytesIO()
+        Image.fromarray(each).save(file, "PNG")
+        encoded.append({"bytes": file.getvalue(), "path": "x.png"})
+    parquet.write_table(parquet.read_table(path).append_column(key, pyarrow.array(encoded)), path)
+    facts = {"dtype": "image", "shape": [8, 6, 3], "names": ["height", "width", "channels"]}
+    edit_json(folder / "meta/info.json", lambda info: info["features"].update({key: facts}))
+    for layout in (LEROBOT, LEROBOT_PIXELS):
+        data = convert(folder, layout, tmp_path / layout.name)
+        assert np.array_equal(data[:][tuple(key.split("."))].numpy(), pixels)
+        assert all(found.ok for found in validate(tmp_path / layout.name))
+    encoded[3]["bytes"] = encoded[3]["bytes"][:50]
+    edit_table(path, lambda rows: [row.update({key: new}) for row, new in
+                                   zip(rows, encoded, strict=True)] and None)  # fmt: skip
+    with pytest.raises(CorpusError, match=r"episode_1.*record 0.*V03"):
+        convert(folder, LEROBOT_PIXELS, tmp_path / "bad")
+
+
+@pytest.mark.parametrize("layout", [LEROBOT, LEROBOT_PIXELS], ids=lambda x: x.video)
+def test_real_data_set(layout: LeRobotLayout, tmp_path: Path) -> None:
+    if not REAL.is_dir():
+        pytest.skip(f"sample folder {REAL} not present")
+    with pytest.raises(CorpusError, match=r"episode_000000\.parquet is missing.*\[V71\]"):
+        convert(REAL, layout, tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+    policies = Policies(on_invalid="skip")
+    with pytest.warns(UserWarning, match=r"97, first .*episode_000003.mp4 is missing.*\[V73\]"):
+        data = convert(REAL, layout, tmp_path / "data", policies=policies)
+    assert data.episode_table["episode"].tolist() == [1, 2]
+    if layout is LEROBOT:
+        check_items(data, items_of(REAL, episodes=(1, 2)))
+    else:
+        name = "videos/chunk-000/observation.images.cam_high/episode_000002.mp4"
+        _, pixels = frames_of(REAL / name)
+        rows = data.published.columns["observation", "images", "cam_high"][393:]
+        assert np.array_equal(rows.numpy(), pixels)
+
+
+def test_hub(sound: Path, tmp_path: Path, point_client_at: Any) -> None:
+    files = {path.relative_to(sound).as_posix(): path for path in sound.rglob("*")
+             if path.is_file()}  # fmt: skip
+    files["README.md"] = sound / "meta/info.json"
+    with LoopbackHub({"me/set": files}) as hub:
+        point_client_at(hub)
+        data = load_dataset("lerobot:me/set", 4, root=tmp_path / "data")
+        check_items(data, items_of(sound))
+        assert "README.md" not in str(data.published.manifest.source)
+    with pytest.raises(FileNotFoundError, match="names no repository"):
+        load_dataset("lerobot:set", 4, root=tmp_path)
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+Fault = Callable[[Path], object]
+
+
+def of_frames(name: str, value: Any, row: int = 1, file: int = -1) -> Fault:
+    """Return a fault that sets a value in a row of a Parquet file."""
+
+    def change(folder: Path) -> None:
+        path = sorted((folder / "data").rglob("*.parquet"))[file]
+        edit_table(path, lambda rows: rows[row].update({name: value}))
+
+    return change
+
+
+def of_episode(key: str, value: Any, old: str | None = None) -> Fault:
+    """Return a fault that sets an entry in the metadata of the second episode."""
+
+    def change(folder: Path) -> None:
+        if (folder / EPISODES).exists():
+            edit_table(folder / EPISODES, lambda rows: rows[1].update({key: value}))
+        else:
+            path = folder / "meta/episodes.jsonl"
+            edit_json(path, lambda entries: entries[1].update({old or key: value}))
+
+    return change
+
+
+def of_info(change: Callable[[Any], Any]) -> Fault:
+    return lambda folder: edit_json(folder / "meta/info.json", change)
+
+
+def of_video(change: Callable[[Path], Any]) -> Fault:
+    return lambda folder: change(sorted((folder / "videos").rglob("*.mp4"))[0])
+
+
+def drop_rows(folder: Path) -> None:
+    path = sorted((folder / "data").rglob("*.parquet"))[0]
+    edit_table(path, lambda rows: rows.pop())
+
+
+def drop_column(folder: Path) -> None:
+    import pyarrow.parquet as parquet
+
+    path = sorted((folder / "data").rglob("*.parquet"))[0]
+    parquet.write_table(parquet.read_table(path).drop(["action"]), path)
+
+
+def longer_video(path: Path) -> None:
+    write_video(path, len(frames_of(path)[0]) + 1, 10, 0)
+
+
+def slower_video(path: Path) -> None:
+    write_video(path, len(frames_of(path)[0]), 9, 0)
+
+
+FAULTS: dict[str, tuple[Fault, str, str]] = {
+    "length": (of_episode("length", 8), "V70", "8"),
+    "missing row": (drop_rows, "V70", "parquet"),
+    "missing data": (
+        lambda folder: sorted((folder / "data").rglob("*.parquet"))[0].unlink(), "V71", "missing"
+    ),
+    "frame_index": (of_frames("frame_index", 9), "V71", "frame_index is 9, expected"),
+    "index": (of_frames("index", 99), "V71", "index is 99, expected"),
+    "episode_index": (of_frames("episode_index", 77), "V71|V70", "77|metadata gives|lie apart"),
+    "timestamp": (of_frames("timestamp", 0.25), "V72", r"is [+-]0\.\d{6} s from"),
+    "NaN timestamp": (of_frames("timestamp", float("nan")), "V72", "nan"),
+    "task_index": (of_frames("task_index", 5), "V75", "task_index is 5"),
+    "another task": (of_episode("tasks", ["sleep"]), "V75", "sleep"),
+    "missing video": (of_video(Path.unlink), "V73", "mp4"),
+    "longer video": (of_video(longer_video), "V73", "frames, expected"),
+    "slower video": (of_video(slower_video), "V73", "s off"),
+    "no video": (of_video(lambda path: path.write_bytes(b"video")), "V03", "mp4"),
+    "NaN action": (of_frames("action", [1.0, float("nan")]), "V20", "action, record"),
+    "infinite state": (
+        of_frames("observation.state", [float("inf")] * 3), "V21", "observation.state, record"
+    ),
+    "early end": (of_frames("next.done", True, 0, 0), "V31", "next.done, record 0"),
+    "missing column": (drop_column, "V12", "action"),
+    "dtype": (
+        of_info(lambda info: info["features"]["action"].update(dtype="float64")), "V10", "float64"
+    ),
+    "shape": (
+        of_info(lambda info: info["features"]["action"].update(shape=[3])), "V10", r"\(2,\)"
+    ),
+    "video shape": (
+        of_info(lambda info: info["features"]["observation.images.top"].update(shape=[9, 9, 3])),
+        "V10", "32 x 48",
+    ),
+    "fps": (of_info(lambda info: info.update(fps=0)), "V04", "frames per second"),
+    "version": (of_info(lambda info: info.update(codebase_version="v9")), "V04", "v9"),
+    "no tasks": (
+        lambda folder: next((folder / "meta").glob("tasks.*")).unlink(), "V05", "tasks"
+    ),
+}  # fmt: skip
+"""Name of a fault: how it is made, its rule, and a part of the message."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_refused_with_file_and_rule(name: str, copied: Path, tmp_path: Path) -> None:
+    fault, rule, text = FAULTS[name]
+    fault(copied)
+    with pytest.raises(CorpusError, match=rf"(?s)({text}).*\[({rule})\]") as caught:
+        convert(copied, LEROBOT, tmp_path / "data")
+    assert str(copied) in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir() if "lock" not in path.name) == ["copy"]
+    if rule not in ("V20", "V21", "V31"):  # values that a conversion checks
+        assert not all(found.ok for found in validate(copied))
+    if rule in ("V20", "V21", "V31", "V72", "V73", "V75"):  # the fault of one episode
+        with pytest.warns(UserWarning, match=rf"skipped: .*\[{rule}\]"):
+            data = convert(copied, LEROBOT, tmp_path / "data", policies=Policies(on_invalid="skip"))
+        lengths = data.episode_table["length"].tolist()
+        assert 0 < len(lengths) < len(LENGTHS)
+        assert all(found.ok for found in validate(tmp_path / "data"))
+
+
+def test_wrong_statistics_are_reported(copied: Path, tmp_path: Path) -> None:
+    wrong = {**json.loads((copied / "meta/stats.json").read_text())["action"], "mean": [7.0, 7.0]}
+    edit_json(copied / "meta/stats.json", lambda stats: stats.update(action=wrong))
+    with pytest.warns(UserWarning, match=r"mean of action is stated as 7, .*\[V74\]"):
+        convert(copied, LEROBOT, tmp_path / "data")
+    with pytest.raises(CorpusError, match=r"strict.*\[V74\]"):
+        convert(copied, LEROBOT, tmp_path / "strict", policies=Policies(strict=True))
+
+
+def wrong_statistics(folder: Path) -> None:
+    if (folder / EPISODES).exists():
+        edit_table(folder / EPISODES, lambda rows: rows[0].update({"stats/action/std": [5.0, 5.0]}))
+    else:
+        path = folder / "meta/episodes_stats.jsonl"
+        edit_json(path, lambda entries: entries[0]["stats"]["action"].update(std=[5.0, 5.0]))
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [of_episode("length", 9)],
+        [of_info(lambda info: info.update(total_frames=1, total_episodes=9))],
+        [wrong_statistics],
+        [of_episode("dataset_to_index", 3, "length"), wrong_statistics],
+    ],
+)
+def test_repair_derives_metadata(faults: list[Fault], copied: Path, sound: Path) -> None:
+    for fault in faults:
+        fault(copied)
+    assert not all(found.ok for found in validate(copied))
+    assert repair(copied)
+    assert all(found.ok for found in validate(copied))
+    assert repair(copied) == []
+    for path in sound.rglob("*"):
+        if path.is_file() and "meta" not in path.parts:
+            assert (copied / path.relative_to(sound)).read_bytes() == path.read_bytes()
+    expected, found = items_of(sound), items_of(copied)
+    assert all(np.array_equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", ["timestamp", "missing video", "longer video", "no video"])
+def test_repair_changes_nothing_if_a_fault_remains(name: str, copied: Path) -> None:
+    of_info(lambda info: info.update(total_frames=1))(copied)
+    FAULTS[name][0](copied)
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    with pytest.raises(CorpusError, match=FAULTS[name][1]):
+        repair(copied)
+    assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+
+
+def test_facts_of_a_folder(sound: Path) -> None:
+    with opened(sound) as (facts, _):
+        assert (facts.kind, facts.rows) == ("table", sum(LENGTHS))
+        assert facts.episodes is not None
+        assert facts.episodes.lengths.tolist() == LENGTHS
+        assert facts.about["images"] == "observation.images.top, observation.images.wrist"
+        assert "push the block" in facts.about["tasks"]
+
+
+# -- mutated sets ---------------------------------------------------------------------------------
+
+
+MUTATIONS = [
+    pytest.param(seed, marks=[pytest.mark.long] if seed >= 24 else []) for seed in range(500)
+]
+
+
+@pytest.mark.parametrize("seed", MUTATIONS)
+def test_mutated_sets_are_refused_or_right(seed: int, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    more = {"next.reward": np.ones(9, np.float32)}
+    make_lerobot(folder, [4, 3, 2], version=VERSIONS[seed % 2], more=more)
+    what = mutate(folder, seed)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            data = convert(folder, LEROBOT, tmp_path / "data")
+            rows = data[:]
+    except (CorpusError, FileNotFoundError) as error:
+        assert re.search(r"\[V\d\d\]", str(error)), (what, error)
+        assert str(tmp_path) in str(error), (what, error)
+        return
+    check_items(data, items_of(folder))
+    assert torch.isfinite(rows["observation", "state"]).all(), what
