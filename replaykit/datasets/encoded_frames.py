@@ -109,9 +109,11 @@ class _Video:
             self._stream = self._container.streams.video[0]
             # One thread leaves no threads that a forked process would miss.
             self._stream.codec_context.thread_count = threads
+            # Without this, decoders replace damaged parts by those of frames that they have seen.
+            self._stream.codec_context.options = {"err_detect": "explode"}
             entries = self._stream.index_entries
             self._keys = sorted(each.timestamp for each in entries if each.is_keyframe)
-            self._frames = self._container.decode(self._stream)
+        self._frames = self._decoded()
         self._last: Any = None
 
     def __del__(self) -> None:
@@ -132,28 +134,47 @@ class _Video:
                 pixels[...] = found.reshape(pixels.shape)
 
     def _frame(self, time: int) -> Any:
-        at = None if self._last is None else self._last.pts
-        if at == time:
-            return self._last
-        keys = self._keys
-        if at is None or time < at or bisect_right(keys, time) != bisect_right(keys, at):
+        """Return the frame of a presentation time."""
+        at = bisect_right(self._keys, time) - 1
+        last = None if self._last is None else self._last.pts
+        goes_on = last is not None and last <= time and bisect_right(self._keys, last) - 1 == at
+        if not goes_on:
             self._seek(time)
-            at = self._last.pts
-        # A keyframe may be decoded before frames that are shown earlier.
-        before = bisect_right(keys, time) - 1
-        while self._last.pts > time and before > 0:
-            before -= 1
-            self._seek(keys[before])
-        while self._last.pts < time:
-            self._last = next(self._frames)
+        try:
+            return self._next(time)
+        except (video_module().FFmpegError, ValueError, StopIteration):
+            # Frames that are shown before the keyframe may need others, from before it.
+            keys = [0, 0, *self._keys]
+            self._seek(keys[max(0, at)], strict_from=keys[max(0, at + 1)])
+            return self._next(time)
+
+    def _decoded(self, strict_from: int | None = None) -> Iterator[Any]:
+        """Yield frames. Errors in packets that are shown before ``strict_from`` are ignored."""
+        for packet in self._container.demux(self._stream):
+            try:
+                frames = packet.decode()
+            except video_module().FFmpegError:
+                if strict_from is None or packet.pts is None or packet.pts >= strict_from:
+                    raise
+                continue
+            yield from frames
+
+    def _next(self, time: int) -> Any:
+        """Decode up to the frame of a presentation time, unless that is the last one."""
+        while self._last is None or self._last.pts < time:
+            self._last = next(self._frames, None)
+            if self._last is None:
+                raise ValueError(f"it has no frame at {time}")
         if self._last.pts != time:
             raise ValueError(f"it has no frame at {time}")
+        if self._last.is_corrupt:
+            raise ValueError(f"its frame at {time} is corrupt")
         return self._last
 
-    def _seek(self, time: int) -> None:
+    def _seek(self, time: int, strict_from: int | None = None) -> None:
         self._container.seek(time, stream=self._stream)
-        self._frames = self._container.decode(self._stream)
-        self._last = next(self._frames)
+        self._frames = self._decoded(strict_from)
+        self._last = None
 
 
 class FrameFiles:
