@@ -13,6 +13,7 @@ import numpy.typing as npt
 __all__ = ["make_lerobot"]
 
 _SIZE: Final = (32, 48)
+_INDEX: Final = "__index_level_0__"
 _TASKS: Final = ("push the block", "pull the block")
 
 Array = npt.NDArray[Any]
@@ -167,10 +168,16 @@ def _write_v3(
     import pyarrow.parquet
 
     fps = info["fps"]
-    pyarrow.parquet.write_table(
-        pyarrow.table({"task_index": range(len(_TASKS)), "__index_level_0__": _TASKS}),
-        folder / "meta/tasks.parquet",
-    )
+    tasks = pyarrow.table({"task_index": range(len(_TASKS)), _INDEX: _TASKS})
+    said = {"index_columns": [_INDEX], "column_indexes": [], "columns": []}
+    said["columns"] = [
+        {"name": None if name == _INDEX else name, "field_name": name, "pandas_type": kind,
+         "numpy_type": numpy, "metadata": None}
+        for name, kind, numpy in (("task_index", "int64", "int64"), (_INDEX, "unicode", "object"))
+    ]  # fmt: skip
+    # With this note, pandas and so LeRobot take the texts as the index of the table.
+    tasks = tasks.replace_schema_metadata({"pandas": json.dumps(said)})
+    pyarrow.parquet.write_table(tasks, folder / "meta/tasks.parquet")
     entries: list[dict[str, Any]] = []
     first = 0
     for file, start in enumerate(range(0, len(lengths), per_file)):

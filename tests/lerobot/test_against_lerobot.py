@@ -1,0 +1,194 @@
+"""Each item equals that of LeRobot's own class; run by ``make test-lerobot``.
+
+The wheels of torchvision need CUDA, so a stand-in has the one transform that LeRobot calls. Frames
+of LeRobot are decoded by PyAV here, because its decoders need torchvision or torchcodec.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet
+import pytest
+import torch
+
+if importlib.util.find_spec("lerobot") is None:
+    pytest.skip("needs the package lerobot: make test-lerobot", allow_module_level=True)
+
+from replaykit.datasets import convert
+from replaykit.datasets.families import LEROBOT, LEROBOT_PIXELS
+from replaykit.inspection import repair, validate
+from replaykit.testing import make_lerobot
+from tests.datasets.families.conftest import SHARED
+from tests.datasets.families.lerobot_reader import frames_of
+
+REAL = SHARED / "lerobot_v21_unitree_g1"
+TOLERANCE_S = 1e-4
+
+
+class ToTensor:
+    """The transform of this name, for images of bytes."""
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255
+
+
+@pytest.fixture(scope="module")
+def lerobot() -> Any:
+    """The module of LeRobot's class, with frames decoded by PyAV."""
+    importlib.import_module("datasets")  # looks for torchvision itself
+    torchvision, transforms = types.ModuleType("torchvision"), types.ModuleType("transforms")
+    vars(transforms).update(ToTensor=ToTensor, Compose=lambda each: each[0])
+    vars(torchvision).update(transforms=transforms)
+    sys.modules["torchvision"], sys.modules["torchvision.transforms"] = torchvision, transforms
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        from lerobot.datasets import lerobot_dataset
+
+        patch.setattr(lerobot_dataset, "decode_video_frames", decoded)
+        yield lerobot_dataset
+
+
+def decoded(path: Any, timestamps: Any, tolerance_s: float, *_: Any) -> torch.Tensor:
+    """Return the frames nearest to timestamps, float32 ``[n, C, H, W]``."""
+    seconds, pixels = frames_of(Path(path))
+    apart = np.abs(seconds[:, None] - np.asarray(timestamps))
+    assert (apart.min(0) < tolerance_s).all()
+    found = torch.from_numpy(pixels[apart.argmin(0)])
+    return found.permute(0, 3, 1, 2).float() / 255
+
+
+def record(lerobot: Any, folder: Path, *, use_videos: bool = True) -> None:
+    """Let LeRobot record three episodes of a camera, with a reward and two tasks."""
+    features = {
+        "observation.state": {"dtype": "float32", "shape": (3,), "names": None},
+        "observation.images.top": {
+            "dtype": "video" if use_videos else "image",
+            "shape": (64, 96, 3),
+            "names": ["height", "width", "channels"],
+        },
+        "action": {"dtype": "float32", "shape": (2,), "names": None},
+        "next.reward": {"dtype": "float32", "shape": (1,), "names": None},
+        "next.done": {"dtype": "bool", "shape": (1,), "names": None},
+    }
+    data = lerobot.LeRobotDataset.create(
+        "me/made", 10, features, root=folder, use_videos=use_videos, vcodec="h264"
+    )
+    random = np.random.default_rng(0)
+    ramp = np.add.outer(np.arange(64), np.arange(96))
+    for length in (6, 3, 8):
+        for at in range(length):
+            pixels = np.stack([ramp + 20 * at, ramp * 2, ramp + 70], -1) % 256
+            data.add_frame({
+                "observation.state": random.normal(size=3).astype(np.float32),
+                "observation.images.top": pixels.astype(np.uint8),
+                "action": random.normal(size=2).astype(np.float32),
+                "next.reward": np.array([at], np.float32),
+                "next.done": np.array([at == length - 1]),
+                "task": "push" if length > 3 else "pull",
+            })  # fmt: skip
+        data.save_episode()
+    data.finalize()
+
+
+def check_items(data: Any, theirs: Any, info: dict[str, Any], step: int = 1) -> None:
+    """Compare each item of a data set with that of LeRobot's class."""
+    assert len(data) == len(theirs)
+    names = [name for name in info["features"] if name not in ("index", "next.done")]
+    for at in range(0, len(theirs), step):
+        row, item = data[at], theirs[at]
+        for name in names:
+            found, expected = row[tuple(name.split("."))], item[name]
+            if info["features"][name]["dtype"] in ("video", "image"):
+                found = found.permute(2, 0, 1).float() / 255
+            assert found.dtype == expected.dtype, name
+            assert torch.equal(found.reshape(expected.shape), expected), (at, name)
+        if "next.done" in info["features"]:
+            assert bool(row["next", "terminated"]) == bool(item["next.done"])
+        assert (
+            data.published.manifest.report["about"]["tasks"][str(int(row["task_index"]))]
+            == (item["task"])
+        )
+
+
+@pytest.mark.parametrize("layout", [LEROBOT, LEROBOT_PIXELS], ids=lambda layout: layout.video)
+@pytest.mark.parametrize("kind", ["videos", "images", "ours"])
+def test_items_of_recorded_sets(lerobot: Any, kind: str, layout: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    if kind == "ours":
+        make_lerobot(folder, [5, 7, 6], cameras=["top", "wrist"])
+    else:
+        record(lerobot, folder, use_videos=kind == "videos")
+    assert [found.text for found in validate(folder) if not found.ok] == []
+    data = convert(folder, layout, tmp_path / "data")
+    theirs = lerobot.LeRobotDataset("me/made", root=folder)
+    check_items(data, theirs, json.loads((folder / "meta/info.json").read_text()))
+
+
+def test_repaired_sets_open_in_lerobot(lerobot: Any, tmp_path: Path) -> None:
+    record(lerobot, tmp_path / "set")
+    info = tmp_path / "set/meta/info.json"
+    said = json.loads(info.read_text())
+    info.write_text(json.dumps({**said, "total_frames": 3, "total_episodes": 1}))
+    assert repair(tmp_path / "set")
+    theirs = lerobot.LeRobotDataset("me/made", root=tmp_path / "set")
+    assert (theirs.num_frames, theirs.num_episodes) == (17, 3)
+    check_items(convert(tmp_path / "set", LEROBOT, tmp_path / "data"), theirs, said)
+
+
+def test_converted_real_set(lerobot: Any, tmp_path: Path) -> None:
+    """LeRobot's converter makes version 3.0 of the real set, whose episodes must be the same."""
+    if not REAL.is_dir():
+        pytest.skip(f"sample folder {REAL} not present")
+    from lerobot.datasets.v30 import convert_dataset_v21_to_v30 as converter
+
+    # A whole set of the two episodes that have a video, with numbers from 0 on.
+    old = tmp_path / "me/old"
+    (old / "meta").mkdir(parents=True)
+    for number in (1, 2):
+        for kind in ("data/chunk-000", "videos/chunk-000/observation.images.cam_high"):
+            (old / kind).mkdir(parents=True, exist_ok=True)
+            path = next((REAL / kind).glob(f"*{number}.*"))
+            new = old / kind / path.name.replace(f"{number}.", f"{number - 1}.")
+            shutil.copy(path, new)
+            if new.suffix == ".parquet":
+                columns = parquet.read_table(new)
+                first = 0 if number == 1 else 393
+                for name, values in (
+                    ("episode_index", np.full(len(columns), number - 1)),
+                    ("index", first + np.arange(len(columns))),
+                ):
+                    at = columns.column_names.index(name)
+                    columns = columns.set_column(at, name, pyarrow.array(values))
+                parquet.write_table(columns, new)
+    for name in ("episodes.jsonl", "episodes_stats.jsonl"):
+        lines = (REAL / "meta" / name).read_text().splitlines()[1:3]
+        entries = [{**json.loads(line), "episode_index": at} for at, line in enumerate(lines)]
+        (old / "meta" / name).write_text("\n".join(map(json.dumps, entries)))
+    shutil.copy(REAL / "meta/tasks.jsonl", old / "meta")
+    said = json.loads((REAL / "meta/info.json").read_text())
+    said.update(total_episodes=2, total_frames=736, total_videos=2, splits={"train": "0:2"})
+    (old / "meta/info.json").write_text(json.dumps(said))
+    with pytest.warns(UserWarning, match="V74"):  # of the numbers that were changed
+        first_version = convert(old, LEROBOT, tmp_path / "v21")
+    rows = first_version[torch.arange(0, 736, 9)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("snapshot_download", "HfApi"):
+            patch.setattr(converter, name, lambda *_, **__: None, raising=False)
+        converter.convert_dataset("me/old", root=tmp_path, push_to_hub=False)
+    theirs = lerobot.LeRobotDataset("me/old", root=old)
+    with pytest.warns(UserWarning, match="V74"):
+        data = convert(old, LEROBOT, tmp_path / "v30")
+    said = json.loads((old / "meta/info.json").read_text())
+    assert said["codebase_version"] == "v3.0"
+    assert (rows.exclude("seed") == data[torch.arange(0, 736, 9)].exclude("seed")).all()
+    check_items(data, theirs, said, step=53)
