@@ -102,18 +102,19 @@ def video_index(path: Path) -> VideoIndex:
 class _Video:
     """An open video, which continues decoding instead of seeking where that is shorter."""
 
-    def __init__(self, path: str, threads: int) -> None:
+    def __init__(self, path: str) -> None:
         self._path = path
         with _video_errors(path):
             self._container = video_module().open(path)
             self._stream = self._container.streams.video[0]
-            # One thread leaves no threads that a forked process would miss.
-            self._stream.codec_context.thread_count = threads
+            # A forked process lacks the threads of a decoder, and would wait for them for ever
+            # when it frees the decoder.
+            self._stream.codec_context.thread_count = 1
             # Without this, decoders replace damaged parts by those of frames that they have seen.
             self._stream.codec_context.options = {"err_detect": "explode"}
             entries = self._stream.index_entries
             self._keys = sorted(each.timestamp for each in entries if each.is_keyframe)
-        self._frames = self._decoded()
+        self._frames = _decoded(self._container, self._stream)
         self._last: Any = None
 
     def __del__(self) -> None:
@@ -126,7 +127,7 @@ class _Video:
         form = "rgb24" if out.shape[-1] == 3 else "gray"
         with _video_errors(self._path):
             for time, pixels in zip(times, out, strict=True):
-                found = self._frame(time).to_ndarray(format=form)
+                found = self._frame(time).to_ndarray(format=form, threads=1)
                 if found.shape[:2] != pixels.shape[:2]:
                     raise ValueError(
                         f"its frames are {list(found.shape)}, expected {list(pixels.shape)}"
@@ -148,17 +149,6 @@ class _Video:
             self._seek(keys[max(0, at)], strict_from=keys[max(0, at + 1)])
             return self._next(time)
 
-    def _decoded(self, strict_from: int | None = None) -> Iterator[Any]:
-        """Yield frames. Errors in packets that are shown before ``strict_from`` are ignored."""
-        for packet in self._container.demux(self._stream):
-            try:
-                frames = packet.decode()
-            except video_module().FFmpegError:
-                if strict_from is None or packet.pts is None or packet.pts >= strict_from:
-                    raise
-                continue
-            yield from frames
-
     def _next(self, time: int) -> Any:
         """Decode up to the frame of a presentation time, unless that is the last one."""
         while self._last is None or self._last.pts < time:
@@ -173,8 +163,20 @@ class _Video:
 
     def _seek(self, time: int, strict_from: int | None = None) -> None:
         self._container.seek(time, stream=self._stream)
-        self._frames = self._decoded(strict_from)
+        self._frames = _decoded(self._container, self._stream, strict_from)
         self._last = None
+
+
+def _decoded(container: Any, stream: Any, strict_from: int | None = None) -> Iterator[Any]:
+    """Yield frames. Errors in packets that are shown before ``strict_from`` are ignored."""
+    for packet in container.demux(stream):
+        try:
+            frames = packet.decode()
+        except video_module().FFmpegError:
+            if strict_from is None or packet.pts is None or packet.pts >= strict_from:
+                raise
+            continue
+        yield from frames
 
 
 class FrameFiles:
@@ -183,16 +185,13 @@ class FrameFiles:
     Args:
         paths: the files, to which references refer by number, from 1 on.
         most_open: the number of open videos that a process keeps.
-        threads: the number of threads that decode one video; 0 for the number of processors.
 
     Several threads may read at once. A forked or spawned process opens the files again.
     """
 
-    def __init__(
-        self, paths: Sequence[Path], *, most_open: int = _MOST_OPEN, threads: int = 1
-    ) -> None:
+    def __init__(self, paths: Sequence[Path], *, most_open: int = _MOST_OPEN) -> None:
         self.paths = [str(path) for path in paths]
-        self._most, self._threads = most_open, threads
+        self._most = most_open
         self._begin()
 
     def _begin(self) -> None:
@@ -201,7 +200,7 @@ class FrameFiles:
         self._open: OrderedDict[int, _Video] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"paths": self.paths, "_most": self._most, "_threads": self._threads}
+        return {"paths": self.paths, "_most": self._most}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
@@ -223,7 +222,7 @@ class FrameFiles:
             self._begin()
         with self._lock:
             video = self._open.pop(file, None)
-        video = _Video(self.paths[file], self._threads) if video is None else video
+        video = _Video(self.paths[file]) if video is None else video
         yield video
         self._replace(file, video)  # closes the videos that it returns
 

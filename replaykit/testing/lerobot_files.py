@@ -242,9 +242,11 @@ def write_video(path: Path, count: int, fps: int, seed: int, codec: str = "libx2
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream(codec, rate=fps, options={"g": "4"})
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.codec_context.thread_count = 1  # a forked process would wait for more threads
         for at in range(count):
             shade = 2 * ramp + 37 * at + 11 * seed
             pixels = np.stack([shade, shade + 60, shade * 2], -1) % 256
             frame = av.VideoFrame.from_ndarray(pixels.astype(np.uint8), format="rgb24")
+            frame = frame.reformat(format="yuv420p", threads=1)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))

@@ -235,7 +235,7 @@ class LeRobotFrames:
         self._files = {name: at for at, name in enumerate(sorted(kept), 1)}
         if self._video == "lazy":
             self.attached = {name: paths[name] for name in self._files}
-        self._reader = FrameFiles([paths[name] for name in self._files], most_open=4, threads=0)
+        self._reader = FrameFiles([paths[name] for name in self._files], most_open=4)
         self._index = lru_cache(4)(video_index)
 
     def _references(self, feature: Feature, position: int, timestamps: Array) -> Array:
@@ -409,8 +409,7 @@ class LeRobotFrames:
     ) -> None:
         """Report statistics that are not those of the frames (V74)."""
         of = self._set
-        has_own = any(of.stats[position] for position in positions)
-        if not (has_own or of.total_stats) or not lengths.all():
+        if not (of.stats or of.total_stats) or not lengths.all():
             return
         for feature in of.features:
             found = values.get(feature.name)
@@ -418,8 +417,12 @@ class LeRobotFrames:
                 continue
             moments = Moments.of(found, starts, lengths)
             self._joined.setdefault(feature.name, []).append(moments)
-            entries = [(of.stats[position] or {}).get(feature.name) for position in positions]
-            said = [each if isinstance(each, Mapping) else None for each in entries]
+            said = {
+                name: values[positions]
+                if isinstance(values, np.ndarray)
+                else [values[position] for position in positions]
+                for name, values in of.stats.get(feature.name, {}).items()
+            }
             for at, what in moments.differing(said, feature).items():
                 where = self.location(positions[at])
                 self._judge.notes.add("V74", what, where, name=feature.name)
@@ -434,7 +437,9 @@ class LeRobotFrames:
                 whole = Moments.together(parts)
                 if int(whole.counts[0]) == of.lengths.sum():
                     where = Location(of.path("meta/stats.json"), "meta/stats.json")
-                    for what in whole.differing([said], feature).values():
+                    for what in whole.differing(
+                        {name: [value] for name, value in said.items()}, feature
+                    ).values():
                         self._judge.notes.add("V74", what, where, name=feature.name)
 
 

@@ -153,7 +153,10 @@ class FrameChecks:
         self._fail_frames(
             wrong, lambda row: f"task_index is {int(tasks[row])}, which is not a known task", "V75"
         )
-        pairs = np.unique(np.stack([self._at, tasks], 1), axis=0)
+        # Most episodes have one task, so that few frames begin another pair.
+        begins = np.ones(len(tasks), bool)
+        begins[1:] = (self._at[1:] != self._at[:-1]) | (tasks[1:] != tasks[:-1])
+        pairs = np.stack([self._at[begins], tasks[begins]], 1)
         own: dict[int, set[str]] = {}
         for episode, task in pairs.tolist():
             own.setdefault(episode, set()).add(of.task_names.get(task, ""))
@@ -220,10 +223,12 @@ class Moments:
         return Moments(*(np.asarray(each)[None] for each in found), total[None])
 
     @_QUIET
-    def differing(
-        self, said: Sequence[Mapping[str, Any] | None], feature: Feature
-    ) -> dict[int, str]:
+    def differing(self, said: Mapping[str, Sequence[Any]], feature: Feature) -> dict[int, str]:
         """Return how stated statistics of a feature differ from its frames, by episode.
+
+        Args:
+            said: for each statistic, the stated value of each episode, or None.
+            feature: the feature.
 
         LeRobot computes means and deviations in float32, so they may differ in the last digits.
         """
@@ -241,7 +246,9 @@ class Moments:
             ("std", std, 1e-3 * spread + 1e-3 * scale),
             ("count", self.counts.reshape(shape).astype(np.float64), np.zeros((1, 1))),
         ):
-            wrong, stated = _apart(said, name, real, limit)
+            if name not in said:
+                continue
+            wrong, stated = _apart(said[name], real, limit)
             for at in np.flatnonzero(wrong.any(1)).tolist():
                 number = int(np.argmax(wrong[at]))
                 value = "malformed" if stated is None else f"stated as {stated[at, number]:.6g}"
@@ -253,19 +260,21 @@ class Moments:
 
 
 def _apart(
-    said: Sequence[Mapping[str, Any] | None], name: str, real: Array, limit: Array
+    said: Sequence[Any], real: Array, limit: Array
 ) -> tuple[npt.NDArray[np.bool_], Array | None]:
     """Return which stated numbers differ from the real ones, and the stated ones ``[e, n]``."""
-    values = [None if each is None else each.get(name) for each in said]
-    known = [at for at, value in enumerate(values) if value is not None]
     stated = real.copy()
     try:
-        rows = np.array([values[at] for at in known], np.float64)
-        stated[known] = rows.reshape(len(known), -1)
+        if isinstance(said, np.ndarray):
+            stated[:] = said.reshape(len(said), -1)
+        else:
+            known = [at for at, value in enumerate(said) if value is not None]
+            rows = np.array([said[at] for at in known], np.float64)
+            stated[known] = rows.reshape(len(known), -1)
     except (TypeError, ValueError):
         if len(said) == 1:
             return np.ones_like(real, bool), None
-        each = [_apart([one], name, real[[at]], np.broadcast_to(limit, real.shape)[[at]])
-                for at, one in enumerate(said)]  # fmt: skip
+        limits = np.broadcast_to(limit, real.shape)
+        each = [_apart([one], real[[at]], limits[[at]]) for at, one in enumerate(said)]
         return np.concatenate([wrong for wrong, _ in each]), None
     return ~(np.abs(stated - real) <= limit + 1e-12), stated

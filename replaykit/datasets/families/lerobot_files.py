@@ -125,7 +125,7 @@ class LeRobotSet:
         firsts: the ``index`` of the first frame, int64 ``[E]``.
         tasks: the texts of the tasks, or None if the metadata does not list them.
         videos: the video files by feature.
-        stats: statistics by feature, or None.
+        stats: for each feature and statistic, the value of each episode, or None.
         total_stats: statistics of all frames by feature, or None.
         task_names: the texts of all tasks by number.
         origins: the metadata file that describes the episode.
@@ -140,7 +140,7 @@ class LeRobotSet:
     firsts: npt.NDArray[np.int64]
     tasks: list[list[str] | None]
     videos: dict[str, VideoFiles]
-    stats: list[Mapping[str, Any] | None]
+    stats: Mapping[str, Mapping[str, Any]]
     task_names: dict[int, str]
     origins: list[str]
     total_stats: Mapping[str, Any] | None = None
@@ -290,13 +290,17 @@ def _read_v2(
             for feature in features
             if feature.dtype == "video"
         }
-    stats: list[Mapping[str, Any] | None] = [None] * len(entries)
+    stats: dict[str, dict[str, list[Any]]] = {}
     name = "meta/episodes_stats.jsonl"
     if name in paths:
         said = _lines(paths, name)
         with file_errors(paths[name]):
             known = {_whole(entry["episode_index"]): entry["stats"] for entry in said}
-            stats = [known.get(int(number)) for number in numbers]
+            for at, number in enumerate(numbers.tolist()):
+                for feature, values in known.get(number, {}).items():
+                    own = stats.setdefault(feature, {})
+                    for of, value in values.items():
+                        own.setdefault(of, [None] * len(entries))[at] = value
     return LeRobotSet(
         paths, info, features, numbers, lengths, data, lengths.cumsum() - lengths, tasks, videos,
         stats, _task_names(_lines(paths, "meta/tasks.jsonl"), paths["meta/tasks.jsonl"]),
@@ -343,7 +347,8 @@ def _read_v3(
         [name for part in parts for name in part.data],
         np.concatenate([part.firsts for part in parts]),
         [each for part in parts for each in part.tasks],
-        {}, [each for part in parts for each in part.stats], task_names,
+        {}, _together([part.stats for part in parts], [len(part.data) for part in parts]),
+        task_names,
         [part.name for part in parts for _ in part.data], _totals(paths),
     )  # fmt: skip
     for feature in features:
@@ -412,15 +417,39 @@ class _EpisodeFile:
             for chunk, file in zip(chunks.tolist(), files.tolist(), strict=True)
         ]
 
-    def _stats(self) -> list[Mapping[str, Any] | None]:
-        found: list[dict[str, Any]] = [{} for _ in self.numbers]
+    def _stats(self) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
         for name in self._table.column_names:
             kind, _, rest = name.partition("/")
             feature, _, of = rest.rpartition("/")
             if kind == "stats":
-                for entry, value in zip(found, self._table[name].to_pylist(), strict=True):
-                    entry.setdefault(feature, {})[of] = value
-        return [entry or None for entry in found]
+                found.setdefault(feature, {})[of] = _rows_of(self._table[name].combine_chunks())
+        return found
+
+
+def _rows_of(column: Any) -> Any:
+    """Return a column of lists as ``[n, width]``, or as lists of several lengths."""
+    if str(column.type) in ("list<element: double>", "list<item: double>") and len(column):
+        widths = np.diff(column.offsets.to_numpy())
+        if not column.null_count and (widths == widths[0]).all():
+            return column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)
+    return column.to_pylist()
+
+
+def _together(
+    parts: Sequence[Mapping[str, Mapping[str, Any]]], counts: Sequence[int]
+) -> Mapping[str, Mapping[str, Any]]:
+    """Return the statistics of several files, which may lack some, as those of one."""
+    if len(parts) == 1:
+        return parts[0]
+    found: dict[str, dict[str, Any]] = {}
+    for feature, of in {(name, of) for part in parts for name in part for of in part[name]}:
+        values: list[Any] = []
+        for part, count in zip(parts, counts, strict=True):
+            own = part.get(feature, {}).get(of)
+            values.extend([None] * count if own is None else own)
+        found.setdefault(feature, {})[of] = values
+    return found
 
 
 def values_of(column: Any, feature: Feature) -> Array:

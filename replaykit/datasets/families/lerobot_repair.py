@@ -147,7 +147,7 @@ class Repair:
             entry, moments = said.get(feature.name), real.get(feature.name)
             if not isinstance(entry, dict) or moments is None:
                 continue
-            if not moments.differing([entry], feature):
+            if not moments.differing({name: [value] for name, value in entry.items()}, feature):
                 continue
             of = f"episode {number}: " if number is not None else ""
             self.changes.append(f"{file}: {of}statistics of {feature.name} are those of its frames")

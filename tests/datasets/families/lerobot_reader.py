@@ -19,9 +19,10 @@ EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 def frames_of(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return the times in seconds and the pixels of a video."""
     with av.open(str(path)) as container:
+        container.streams.video[0].codec_context.thread_count = 1  # processes may be forked later
         found = list(container.decode(video=0))
     times = np.array([float(frame.pts * frame.time_base) for frame in found])
-    return times, np.stack([frame.to_ndarray(format="rgb24") for frame in found])
+    return times, np.stack([frame.to_ndarray(format="rgb24", threads=1) for frame in found])
 
 
 def items_of(folder: Path, episodes: Any = None) -> dict[str, np.ndarray]:

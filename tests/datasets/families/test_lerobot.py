@@ -22,6 +22,7 @@ pytest.importorskip("pyarrow", reason="needs the extra lerobot")
 from replaykit import ImageScale, LeRobotExperienceReplay, SliceSampler  # noqa: E402
 from replaykit.datasets import Policies, convert, load_dataset  # noqa: E402
 from replaykit.datasets import open as open_dataset  # noqa: E402
+from replaykit.datasets.encoded_frames import FrameFiles, video_index  # noqa: E402
 from replaykit.datasets.families import (  # noqa: E402
     LEROBOT,
     LEROBOT_JPEG,
@@ -176,6 +177,36 @@ def test_images_of_parquet_files_stay_as_they_are(tmp_path: Path) -> None:
                                    zip(rows, encoded, strict=True)] and None)  # fmt: skip
     with pytest.raises(CorpusError, match=r"episode_1.*record 0.*V03"):
         convert(folder, LEROBOT_PIXELS, tmp_path / "bad")
+
+
+CODECS = {
+    "libx264": {"x264-params": "open-gop=1:bframes=3:keyint=8"},
+    "mpeg4": {"g": "12", "bf": "2"},
+    "libvpx-vp9": {"g": "16"},
+}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_frames_of_any_codec_are_exact_in_any_order(codec: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=25, options=CODECS[codec])
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        stream.codec_context.thread_count = 1
+        for at in range(40):
+            pixels = np.full((32, 48, 3), 6 * at, np.uint8)
+            pixels[at % 32] = 255
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            container.mux(stream.encode(frame.reformat(format="yuv420p", threads=1)))
+        container.mux(stream.encode(None))
+    _, expected = frames_of(path)
+    times, files = video_index(path).times, FrameFiles([path])
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        wanted = np.sort(rng.choice(40, rng.integers(1, 6), replace=False))
+        found = np.empty((len(wanted), 32, 48, 3), np.uint8)
+        files.read_videos(np.stack([np.ones_like(wanted), times[wanted], 0 * wanted], 1), found)
+        assert np.array_equal(found, expected[wanted])
 
 
 @pytest.mark.parametrize("layout", [LEROBOT, LEROBOT_PIXELS], ids=lambda x: x.video)
