@@ -8,6 +8,9 @@ BENCH_STAMP := $(VENV)/.installed-bench
 DOCS_STAMP := $(VENV)/.installed-docs
 NEWEST := .venv-newest
 NEWEST_STAMP := $(NEWEST)/.installed
+LEROBOT := .venv-lerobot
+LEROBOT_STAMP := $(LEROBOT)/.installed
+LEROBOT_PIP := $(LEROBOT)/bin/python -m pip --disable-pip-version-check --quiet
 NEWEST_PIP := $(NEWEST)/bin/python -m pip --disable-pip-version-check --quiet
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 # One more than the number of processors, because tests wait for disks and other processes during a
@@ -33,7 +36,7 @@ CORE := tests/storages tests/samplers tests/writers tests/transforms tests/traje
     state_dict torchrl_ways writing written_content) \
   --ignore=tests/storages/test_native_threads.py --ignore=tests/storages/test_memmap_removal.py
 
-.PHONY: demo docs docs-links examples wheel test test-newest test-programs test-long lint format bench clean
+.PHONY: demo docs docs-links examples wheel test test-lerobot test-newest test-programs test-long lint format bench clean
 
 demo: $(STAMP)
 	$(PY) examples/demo.py $(if $(DATA),--data "$(DATA)")
@@ -57,6 +60,12 @@ test-newest: $(NEWEST_STAMP)
 	@$(NEWEST_PIP) install --upgrade --no-deps tensordict
 	@$(NEWEST)/bin/python -c 'import tensordict; print("tensordict", tensordict.__version__)'
 	$(NEWEST)/bin/python -m pytest $(PARALLEL) -m "not long and not programs" $(SLOWEST) $(CORE)
+
+# Every item of LeRobot's data sets, compared with LeRobot's own class. Its package is installed
+# without its dependencies, which exclude the versions of constraints.txt; the list has those that
+# its data sets import.
+test-lerobot: $(LEROBOT_STAMP)
+	$(LEROBOT)/bin/python -m pytest -W default tests/lerobot
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
@@ -115,6 +124,16 @@ $(NEWEST_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*
 	@$(NEWEST_PIP) install -c constraints.txt -e '.[test,examples,ray,cli]'
 	@touch $@
 
+$(LEROBOT_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) \
+                  replaykit/_version.py $(wildcard replaykit/*/__init__.py)
+	@echo "Setting up $(LEROBOT) (a few minutes the first time) ..."
+	@test -x $(LEROBOT)/bin/python || $(PYTHON) -m venv $(LEROBOT)
+	@$(LEROBOT_PIP) install -c constraints.txt -e '.[test,lerobot]'
+	@$(LEROBOT_PIP) install accelerate deepdiff dill httpx jsonlines multiprocess 'numpy<2.4' \
+	  pandas xxhash
+	@$(LEROBOT_PIP) install --no-deps datasets==4.8.5 lerobot==0.4.4
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(NEWEST) build dist demo-output example-output \
+	rm -rf $(VENV) $(NEWEST) $(LEROBOT) build dist demo-output example-output \
 	  docs/_build docs/benchmarks docs/datasets docs/figures docs/reference .pytest_cache .mypy_cache .ruff_cache .hypothesis
