@@ -648,7 +648,10 @@ def undo_draws(buffer: ReplayBuffer, draws: list[Draw], storage: Storage) -> Non
     elif left or without_token:
         if left:
             buffer._draws_made += 1  # no token of a draw under way knows of the returned rows
-        put_back([*left, *reversed(without_token)], sampler, storage)
+        # After a removal other rows are in the slots, and a new pass begins.
+        removed = storage.ledger.log.removed
+        undone = [draw for draw in (*left, *reversed(without_token)) if draw.removed == removed]
+        put_back(undone, sampler, storage)
     show(sampler, shown)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -147,9 +146,14 @@ class Candidates:
             return self.size(member)
         return int(self._sources[member].stored(unit, rows))
 
-    def ready(self, member: int, rows: int) -> bool:
-        """Return whether a member can return ``rows`` rows now."""
+    def ready(self, member: int, rows: int, parts: int = 1) -> bool:
+        """Return whether a member can return ``rows`` rows now.
+
+        A member whose draws use rows up needs them for each of the ``parts`` that it may get.
+        """
         answer, source = self._answers.get(member), self._sources[member]
+        if not source.remote and source.sampler.consumes:
+            rows *= parts
         if answer is None:
             return source.remote or bool(source.ready(rows))
         return answer.ready
@@ -266,7 +270,8 @@ class SamplerEnsemble(Sampler):
 
     def alone(self) -> SamplerEnsemble:
         """Return a copy without members. ``follow`` sets them."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        other.__setstate__(self.__getstate__())
         other.weights = self.weights.copy()
         other.follow(())
         return other
@@ -394,7 +399,8 @@ class SamplerEnsemble(Sampler):
         weights = self.weights.at(members, rows)
         possible = list(range(len(self))) if weights is None else np.nonzero(weights)[0].tolist()
         if self._unready == "skip":
-            ready = [member for member in possible if members.ready(member, rows)]
+            most = self.num_buffer_sampled  # parts that one member may get
+            ready = [member for member in possible if members.ready(member, rows, most)]
             if len(ready) < len(possible):
                 left = np.zeros(len(self))
                 left[ready] = 1.0 if weights is None else weights[ready]
@@ -415,7 +421,8 @@ class SamplerEnsemble(Sampler):
                 _, possible = self._chances(rows, members)
         except NotEnoughData:
             return False
-        return all(members.ready(member, rows) for member in possible)
+        most = 1 if self._sample_from_all else parts
+        return all(members.ready(member, rows, most) for member in possible)
 
     def mark_ended(self, ended: set[int], possible: frozenset[int]) -> bool:
         """Record members whose pass has ended; return whether the ensemble's pass ends.

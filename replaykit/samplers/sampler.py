@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
+from typing_extensions import Self
 
 from replaykit._compat import Uncompiled
 from replaykit.checkpoint import Checkpoint, MappedRows, ReadLater, save_checkpoint
@@ -413,6 +414,10 @@ class Sampler(Uncompiled, ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+    def __copy__(self) -> Self:
+        """Return a copy whose draws and updates do not change this sampler."""
+        return copy.deepcopy(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return by_value({**self.__dict__, "generator": None, "_owner": None})

@@ -52,6 +52,18 @@ def test_a_member_with_too_few_left_is_not_ready() -> None:
     assert [len(one) for one in members] == [0, 1]
 
 
+@pytest.mark.parametrize("unready", ["raise", "skip"])
+def test_a_member_is_ready_with_rows_for_every_part_that_it_may_get(unready: str) -> None:
+    for seed in range(20):
+        members = [member(0, 3), member(100, 8)]
+        generator = torch.Generator().manual_seed(seed)
+        ensemble = ReplayBufferEnsemble(
+            *members, batch_size=4, unready=unready, generator=generator
+        )
+        while ensemble.can_sample():
+            ensemble.sample()
+
+
 def test_sampler_ensemble_works_without_buffers() -> None:
     rows = member(0, 3)
     storages = StorageEnsemble(rows.storage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -220,7 +221,12 @@ def test_priorities_of_episodes_are_recovered_and_copied(tmp_path: Path) -> None
     rb.update_priority(torch.tensor([1, 5]), torch.tensor([4.0, 2.0]))
     del rb
     rb = opened()
-    assert rb.sampler.stored_priorities(rb.storage).tolist() == [4.0] * 4 + [2.0] * 5
+    expected = [4.0] * 4 + [2.0] * 5
+    assert rb.sampler.stored_priorities(rb.storage).tolist() == expected
+    other = copy.copy(rb.sampler)
+    other.update_priority(torch.tensor([0]), 9.0, storage=rb.storage)
+    assert other.stored_priorities(rb.storage).tolist() == [9.0] * 4 + [2.0] * 5
+    assert rb.sampler.stored_priorities(rb.storage).tolist() == expected
 
 
 @pytest.mark.parametrize("unit", ["step", "slice"])

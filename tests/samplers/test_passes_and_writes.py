@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from replaykit import (
+    LaneWriter,
     LazyTensorStorage,
     NStep,
     PreviousStep,
@@ -29,7 +30,7 @@ from replaykit import (
     StalenessAwareSampler,
 )
 from replaykit.episodes import Needs
-from replaykit.transforms import HistoryTransform
+from replaykit.transforms import HistoryTransform, Transform
 
 CAPACITY = 24
 
@@ -381,3 +382,36 @@ def test_loader_counts_and_draws_exactly_the_drawable_rows() -> None:
         numbers = [t for batch in batches for t in batch["t"].tolist()]
         assert sorted(numbers) == truth.eligible(Needs(past=2))
         rb.extend(truth.write([False] * (more + 1)))
+
+
+class _Fails(Transform):
+    fails = False
+
+    def forward(self, data: Any) -> Any:
+        if self.fails:
+            raise OSError("fails")
+        return data
+
+
+@pytest.mark.parametrize("sampler", [SamplerWithoutReplacement, SliceSamplerWithoutReplacement])
+def test_a_failed_draw_does_not_return_to_a_pass_after_a_removal(sampler: Any) -> None:
+    slices = sampler is SliceSamplerWithoutReplacement
+    storage = LazyTensorStorage(60, lane_key="env")
+    other = ReplayBuffer(storage=storage, writer=LaneWriter(12, range(4)))
+    transform = _Fails()
+    rb = ReplayBuffer(
+        storage=storage, sampler=sampler(slice_len=1) if slices else sampler(),
+        transform=transform, batch_size=4,
+    )  # fmt: skip
+    for t in range(8):
+        n, done = torch.arange(4 * t, 4 * t + 4), torch.ones(4, dtype=torch.bool)
+        other.extend(TensorDict({"env": torch.arange(4), "n": n, "next": {"done": done}}, [4]))
+    transform.fails = True
+    with pytest.raises(OSError, match="fails"):
+        rb.sample()
+    transform.fails = False
+    other.remove_oldest(2, lane=1)  # moves rows of the last slots
+    seen = rb.sample(3)["n"].tolist()  # begins a pass
+    while not rb.sampler.ran_out:
+        seen += rb.sample()["n"].tolist()
+    assert sorted(seen) == sorted({*range(32)} - {1, 5})
