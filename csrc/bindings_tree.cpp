@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "arrays.h"
@@ -81,29 +82,23 @@ class SegmentTree {
              doubles ? DBL_MAX / static_cast<double>(capacity) : FLT_MAX};
   }
 
-  // The updates copy the index, since other threads may write to it after the check.
-  std::int64_t update(std::uintptr_t index, std::uintptr_t values, bool wide, std::int64_t n) {
-    const Values from = {wide ? Values::kDoubles : Values::kFloats, at<void>(values), 0.0};
+  // The new leaves are n doubles or floats at an address, or `one` number if the address is 0. The
+  // update copies the index, since other threads may write to it after the check.
+  std::int64_t update(std::uintptr_t index, std::uintptr_t values, bool wide, double one,
+                      std::int64_t n) {
     const Indices own = copied(index, n);
-    return released<kReleaseAbove>(n, [&] { return kernels_.update(tree_, own.data(), from, n); });
+    return released<kReleaseAbove>(
+        n, [&] { return kernels_.update(tree_, own.data(), source(values, wide, one), n); });
   }
 
-  std::int64_t update_to(std::uintptr_t index, double value, std::int64_t n) {
-    const Values from = {Values::kOne, nullptr, value};
-    const Indices own = copied(index, n);
-    return released<kReleaseAbove>(n, [&] { return kernels_.update(tree_, own.data(), from, n); });
-  }
-
-  std::int64_t update_run(std::int64_t start, std::uintptr_t values, bool wide, std::int64_t n) {
-    check_run(start, n);
-    const Values from = {wide ? Values::kDoubles : Values::kFloats, at<void>(values), 0.0};
-    return released<kReleaseAbove>(n, [&] { return kernels_.update_run(tree_, start, from, n); });
-  }
-
-  std::int64_t update_run_to(std::int64_t start, double value, std::int64_t n) {
-    check_run(start, n);
-    const Values from = {Values::kOne, nullptr, value};
-    return released<kReleaseAbove>(n, [&] { return kernels_.update_run(tree_, start, from, n); });
+  std::int64_t update_run(std::int64_t start, std::uintptr_t values, bool wide, double one,
+                          std::int64_t n) {
+    const std::int64_t capacity = tree_.levels.capacity;
+    if (start < 0 || n < 0 || start > capacity || n > capacity - start) {
+      throw nb::index_error("expected a run within the tree");
+    }
+    return released<kReleaseAbove>(
+        n, [&] { return kernels_.update_run(tree_, start, source(values, wide, one), n); });
   }
 
   void rebuild() {
@@ -237,8 +232,11 @@ class SegmentTree {
   // `smallest` is the root of `least` or, without that tree, the smallest weight in the batch. If
   // `generations` is not 0, also writes the generations of the slots.
   bool draw_weighted(std::uintptr_t uniform, std::int64_t n, std::uintptr_t index, bool strata,
-                     const SegmentTree* least, double beta, std::uintptr_t weights, bool doubles,
-                     std::uintptr_t generations, const Counters& counters) const {
+                     nb::handle of_least, double beta, std::uintptr_t weights, bool doubles,
+                     std::uintptr_t generations, std::int64_t next_position,
+                     std::int64_t slots_in_ring) const {
+    const Counters counters = {next_position, std::max<std::int64_t>(slots_in_ring, 1)};
+    const SegmentTree* least = tree_or_null(of_least);
     if (!draw(uniform, n, index, strata)) return false;
     double* v = at<double>(uniform);
     const auto* slots = at<const std::int64_t>(index);
@@ -266,10 +264,10 @@ class SegmentTree {
   // largest priority. If the update is not plain (see largest_of_plain) or a power is above
   // `ceiling`, returns -1 and changes nothing. The caller then finds the reason.
   template <typename Number>
-  double set_priorities(SegmentTree* least, SegmentTree* most, Number* raw,
-                        const std::int64_t* index, const Number* priority,
-                        const std::int64_t* generation, std::int64_t n, std::int64_t limit,
-                        const Counters& counters, double eps, double alpha, double ceiling) {
+  double set_numbers(SegmentTree* least, SegmentTree* most, Number* raw,
+                     const std::int64_t* index, const Number* priority,
+                     const std::int64_t* generation, std::int64_t n, std::int64_t limit,
+                     const Counters& counters, double eps, double alpha, double ceiling) {
     if (limit > tree_.levels.capacity) return -1.0;
     // The weights of drawn slots are in the cache; this prefetches the other arrays to be written.
     for (std::int64_t i = 0; i < n; ++i) {
@@ -306,18 +304,37 @@ class SegmentTree {
     return largest;
   }
 
-  bool fits(const SegmentTree* other) const {
-    return other == nullptr || other->tree_.levels.capacity == tree_.levels.capacity;
+  double set_priorities(nb::handle least, nb::handle most, std::uintptr_t raw, bool doubles,
+                        std::uintptr_t index, std::uintptr_t priority, std::uintptr_t generation,
+                        std::int64_t n, std::int64_t limit, std::int64_t next_position,
+                        std::int64_t slots, double eps, double alpha, double ceiling) {
+    const Counters counters = {next_position, std::max<std::int64_t>(slots, 1)};
+    const Indices own = copied(index, n);
+    SegmentTree *const low = tree_or_null(least), *const high = tree_or_null(most);
+    const auto* then = at<const std::int64_t>(generation);
+    const auto set = [&](auto* numbers) {
+      const auto* given = at<std::remove_pointer_t<decltype(numbers)>>(priority);
+      return set_numbers(low, high, numbers, own.data(), given, then, n, limit, counters, eps,
+                         alpha, ceiling);
+    };
+    return released<kReleaseAbove>(
+        n, [&] { return doubles ? set(at<double>(raw)) : set(at<float>(raw)); });
   }
 
   static constexpr std::int64_t kEmpty = -2;
 
  private:
-  void check_run(std::int64_t start, std::int64_t n) const {
-    const std::int64_t capacity = tree_.levels.capacity;
-    if (start < 0 || n < 0 || start > capacity || n > capacity - start) {
-      throw nb::index_error("expected a run within the tree");
-    }
+  static Values source(std::uintptr_t values, bool wide, double one) {
+    const Values::Kind array = wide ? Values::kDoubles : Values::kFloats;
+    return {values == 0 ? Values::kOne : array, at<void>(values), one};
+  }
+
+  // Returns another tree of the same capacity, or null for anything else, such as 0.
+  SegmentTree* tree_or_null(nb::handle other) const {
+    if (!nb::isinstance<SegmentTree>(other)) return nullptr;
+    auto* tree = nb::cast<SegmentTree*>(other);
+    if (tree->tree_.levels.capacity == tree_.levels.capacity) return tree;
+    throw nb::value_error("expected trees of one capacity");
   }
 
   const TreeKernels& kernels_;
@@ -344,13 +361,9 @@ void bind_trees(nb::module_& m) {
 
   nb::class_<SegmentTree>(m, "SegmentTree", "A view of an 8-ary segment tree in memory.")
       .def(nb::init<const std::string&, bool, const std::string&, std::uintptr_t, std::uintptr_t,
-                    std::int64_t>(),
-           nb::arg("kind"), nb::arg("doubles"), nb::arg("kernel"), nb::arg("leaves"),
-           nb::arg("nodes"), nb::arg("capacity"))
+                    std::int64_t>())
       .def("update", &SegmentTree::update)
-      .def("update_to", &SegmentTree::update_to)
       .def("update_run", &SegmentTree::update_run)
-      .def("update_run_to", &SegmentTree::update_run_to)
       .def("rebuild", &SegmentTree::rebuild)
       .def("root", &SegmentTree::root)
       .def("reduce", &SegmentTree::reduce)
@@ -359,44 +372,8 @@ void bind_trees(nb::module_& m) {
       .def("draw", &SegmentTree::draw)
       .def("draw_windows", &SegmentTree::draw_windows)
       .def("count", &SegmentTree::count)
-      .def("draw_weighted",
-           [](const SegmentTree& self, std::uintptr_t uniform, std::int64_t n,
-              std::uintptr_t index, bool strata, const SegmentTree* least, double beta,
-              std::uintptr_t weights, bool doubles, std::uintptr_t generations,
-              std::int64_t next_position, std::int64_t slots) {
-             const Counters counters = {next_position, std::max<std::int64_t>(slots, 1)};
-             return self.draw_weighted(uniform, n, index, strata, least, beta, weights, doubles,
-                                       generations, counters);
-           },
-           nb::arg("uniform"), nb::arg("n"), nb::arg("index"), nb::arg("strata"),
-           nb::arg("least").none(), nb::arg("beta"), nb::arg("weights"), nb::arg("doubles"),
-           nb::arg("generations"), nb::arg("next_position"), nb::arg("slots"))
-      .def("set_priorities",
-           [](SegmentTree& self, SegmentTree* least, SegmentTree* most, std::uintptr_t raw,
-              bool doubles, std::uintptr_t index, std::uintptr_t priority,
-              std::uintptr_t generation, std::int64_t n, std::int64_t limit,
-              std::int64_t next_position, std::int64_t slots, double eps, double alpha,
-              double ceiling) {
-             if (!self.fits(least) || !self.fits(most)) {
-               throw nb::value_error("expected trees of one capacity");
-             }
-             const Counters counters = {next_position, std::max<std::int64_t>(slots, 1)};
-             const Indices own = copied(index, n);
-             const std::int64_t* at_index = own.data();
-             const auto* then = at<const std::int64_t>(generation);
-             return released<kReleaseAbove>(n, [&] {
-               return doubles ? self.set_priorities(least, most, at<double>(raw), at_index,
-                                                    at<const double>(priority), then, n, limit,
-                                                    counters, eps, alpha, ceiling)
-                              : self.set_priorities(least, most, at<float>(raw), at_index,
-                                                    at<const float>(priority), then, n, limit,
-                                                    counters, eps, alpha, ceiling);
-             });
-           },
-           nb::arg("least").none(), nb::arg("most").none(), nb::arg("raw"), nb::arg("doubles"),
-           nb::arg("index"), nb::arg("priority"), nb::arg("generation"), nb::arg("n"),
-           nb::arg("limit"), nb::arg("next_position"), nb::arg("slots"), nb::arg("eps"),
-           nb::arg("alpha"), nb::arg("ceiling"));
+      .def("draw_weighted", &SegmentTree::draw_weighted)
+      .def("set_priorities", &SegmentTree::set_priorities);
 }
 
 }  // namespace replaykit

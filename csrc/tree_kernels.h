@@ -110,28 +110,23 @@ struct Kernels {
     return kTaken;
   }
 
+  template <class Write>
+  static std::int64_t from_source(Values values, const Write& write_from) {
+    switch (values.kind) {
+      case Values::kFloats: return write_from(Floats{static_cast<const float*>(values.data)});
+      case Values::kDoubles: return write_from(Doubles{static_cast<const double*>(values.data)});
+      default: return write_from(One{values.one});
+    }
+  }
+
   static std::int64_t update(const Tree& tree, const std::int64_t* index, Values values,
                              std::int64_t n) {
-    switch (values.kind) {
-      case Values::kFloats:
-        return write(tree, index, Floats{static_cast<const float*>(values.data)}, n);
-      case Values::kDoubles:
-        return write(tree, index, Doubles{static_cast<const double*>(values.data)}, n);
-      default:
-        return write(tree, index, One{values.one}, n);
-    }
+    return from_source(values, [&](auto source) { return write(tree, index, source, n); });
   }
 
   static std::int64_t update_run(const Tree& tree, std::int64_t start, Values values,
                                  std::int64_t n) {
-    switch (values.kind) {
-      case Values::kFloats:
-        return write_run(tree, start, Floats{static_cast<const float*>(values.data)}, n);
-      case Values::kDoubles:
-        return write_run(tree, start, Doubles{static_cast<const double*>(values.data)}, n);
-      default:
-        return write_run(tree, start, One{values.one}, n);
-    }
+    return from_source(values, [&](auto source) { return write_run(tree, start, source, n); });
   }
 
   static void rebuild(const Tree& tree) { refresh_run(tree, 0, tree.levels.capacity - 1); }

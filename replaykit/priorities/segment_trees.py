@@ -35,6 +35,13 @@ _TAKEN = -1
 _INT64, _FLOAT32, _FLOAT64 = torch.int64, torch.float32, torch.float64
 
 
+def _source(value: torch.Tensor | float) -> tuple[int, bool, float]:
+    """Return new leaves for the core: an address, whether it has doubles, or one number."""
+    if isinstance(value, float):
+        return 0, False, value
+    return value.data_ptr(), value.dtype is _FLOAT64, 0.0
+
+
 class SegmentTree(Uncompiled):
     """Base class of sum, min and max trees; it cannot be instantiated.
 
@@ -191,11 +198,7 @@ class SegmentTree(Uncompiled):
                 self._torch.update(index, value)
                 return
             at, count = index.data_ptr(), index.shape[0]
-            if isinstance(value, float):
-                code = self.native_view.update_to(at, value, count)
-            else:
-                wide = value.dtype is _FLOAT64
-                code = self.native_view.update(at, value.data_ptr(), wide, count)
+            code = self.native_view.update(at, *_source(value), count)
         if code != _TAKEN:
             self._refuse(code, index, value)
 
@@ -234,11 +237,7 @@ class SegmentTree(Uncompiled):
             if self._torch is not None:
                 self._torch.update_run(start, values, count)
                 return
-            if isinstance(values, float):
-                code = self.native_view.update_run_to(start, values, count)
-            else:
-                wide = values.dtype is _FLOAT64
-                code = self.native_view.update_run(start, values.data_ptr(), wide, count)
+            code = self.native_view.update_run(start, *_source(values), count)
         if code != _TAKEN:
             self._refuse(code, None, values)
 

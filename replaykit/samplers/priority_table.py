@@ -370,8 +370,8 @@ class PriorityTable:
         """
         law, least, greatest = self.law, self._least, self._greatest
         largest: float = self._sums.native_view.set_priorities(
-            None if least is None else least.native_view,
-            None if greatest is None else greatest.native_view,
+            0 if least is None else least.native_view,
+            0 if greatest is None else greatest.native_view,
             self._raw.data_ptr(),
             law.dtype is torch.float64,
             index.data_ptr(),
@@ -630,7 +630,7 @@ class PriorityTable:
             batch_size,
             index.data_ptr(),
             stratified,
-            None if self._least is None else self._least.native_view,
+            0 if self._least is None else self._least.native_view,
             beta,
             weight.data_ptr(),
             dtype is torch.float64,
