@@ -28,7 +28,6 @@ void replaykit::bind_ledger(nb::module_& m) {
             at<std::int64_t>(out)[i] = counters.generation(at<const std::int64_t>(index)[i]);
           }
         },
-        nb::arg("index"), nb::arg("n"), nb::arg("next_position"), nb::arg("slots"), nb::arg("out"),
         "Write the generation of each slot, or -1 if it was never written.");
 
   m.def("any_next",
@@ -39,7 +38,6 @@ void replaykit::bind_ledger(nb::module_& m) {
           }
           return any_next(at<const std::int64_t>(index), n, cursor, count, slots);
         },
-        nb::arg("index"), nb::arg("n"), nb::arg("cursor"), nb::arg("count"), nb::arg("slots"),
         "Return whether any slot is among the next `count` slots to be written.");
 
   m.def("place_run",
@@ -62,6 +60,5 @@ void replaykit::bind_ledger(nb::module_& m) {
           return doubles ? all_plain(at<const double>(priority), n)
                          : all_plain(at<const float>(priority), n);
         },
-        nb::arg("priority"), nb::arg("n"), nb::arg("doubles"),
         "Return whether all priorities are finite and not negative.");
 }

@@ -49,7 +49,6 @@ void replaykit::bind_marks(nb::module_& m) {
           released<kReleaseAbove>(
               n, [&] { mark_windows(own, numbers, n, mark(0), mark(2), mark(4)); });
         },
-        nb::arg("flags"), nb::arg("window"), nb::arg("n"), nb::arg("marks"),
         "Write the columns done, truncated and terminated of n rows. `flags` has the address, "
         "stride and meaning of each flag, and `marks` address and stride of each column.");
 }

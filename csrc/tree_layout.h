@@ -20,8 +20,6 @@ constexpr int kMaxLevels = 21;  // 8^21 = 2^63
 // entries, and a node of doubles is one aligned cache line of 64 bytes.
 struct TreeLevels {
   std::int64_t capacity;
-  std::int64_t leaves;               // capacity, rounded up to a multiple of 8
-  std::int64_t entries;              // of all levels together
   std::int64_t count[kMaxLevels];    // entries in use
   std::int64_t offset[kMaxLevels];   // first entry, counted from the start of level 0
   int depth;
@@ -41,8 +39,6 @@ static inline TreeLevels levels_of(std::int64_t capacity) {
     offset += eighths(below) << kFanBits;
     ++levels.depth;
   } while (below > kFan);
-  levels.leaves = levels.count[0] << kFanBits;
-  levels.entries = offset;
   return levels;
 }
 
