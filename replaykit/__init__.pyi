@@ -211,6 +211,9 @@ from replaykit.transforms.normalization import (
     RunningNorm,
     Unnormalize,
 )
+from replaykit.transforms.padding import (
+    Pad,
+)
 from replaykit.transforms.return_to_go import (
     ReturnToGo,
 )
@@ -320,6 +323,7 @@ __all__ = [
     "Normalize",
     "OfflineToOnlineReplayBuffer",
     "Oldest",
+    "Pad",
     "ParameterScheduler",
     "PeriodicSave",
     "PreviousStep",

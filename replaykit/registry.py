@@ -149,6 +149,7 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("RewardScale", "transform", "transforms.value_transforms"),
     Entry("RewardShift", "transform", "transforms.value_transforms"),
     Entry("RewardMap", "transform", "transforms.value_transforms"),
+    Entry("Pad", "transform", "transforms.padding"),
     Entry("RunningNorm", "transform", "transforms.normalization"),
     Entry("Normalize", "transform", "transforms.normalization"),
     Entry("Unnormalize", "transform", "transforms.normalization"),

@@ -32,6 +32,9 @@ from replaykit.transforms.normalization import (
     RunningNorm,
     Unnormalize,
 )
+from replaykit.transforms.padding import (
+    Pad,
+)
 from replaykit.transforms.return_to_go import (
     ReturnToGo,
 )
@@ -75,6 +78,7 @@ __all__ = [
     "NStep",
     "NStepWriting",
     "Normalize",
+    "Pad",
     "PreviousStep",
     "RenameTransform",
     "ReturnToGo",
