@@ -276,8 +276,9 @@ class MappedStorage(TensorStorage):
 
     @property
     def fps(self) -> float | None:
-        """The rows per second that the report of the conversion states; None if unknown."""
-        return None if self.published is None else self.published.manifest.report.get("fps")
+        """The rows per second that the source states; None if it states none."""
+        report = {} if self.published is None else self.published.manifest.report
+        return report.get("about", {}).get("fps")
 
     @property
     def episode_table(self) -> TensorDict:

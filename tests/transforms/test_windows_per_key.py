@@ -121,7 +121,7 @@ def test_windows_of_data_sets_on_disk(tmp_path: Path, choice: Any) -> None:
     seconds = {key: [offset / 20 for offset in wanted] for key, wanted in offsets.items()}
     with pytest.raises(ValueError, match="states its fps"):
         opened(Windows(seconds, "seconds"))
-    report = {**published.manifest.report, "fps": 20}
+    report = {**published.manifest.report, "about": {"fps": 20}}
     published = replace(published, manifest=replace(published.manifest, report=report))
     assert MappedStorage(published).fps == 20
     for windows in (Windows(seconds, "seconds"), Windows(seconds, "seconds", fps=20)):
