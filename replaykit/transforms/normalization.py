@@ -24,6 +24,7 @@ from replaykit.transforms.batch_values import (
     require_tensor,
 )
 from replaykit.transforms.transform import Compose
+from replaykit.transforms.windows import Windows
 
 __all__ = ["Normalize", "RunningNorm", "Unnormalize"]
 
@@ -338,7 +339,9 @@ class _Counting:
         self._norm, self._before = norm, Compose()
         for entry in before.entries:
             one = entry.transform
-            changed: frozenset[Path] = one.changes if entry.reads_around else frozenset()
+            # Windows have the values of stored rows.
+            makes = entry.reads_around and not isinstance(one, Windows)
+            changed: frozenset[Path] = one.changes if makes else frozenset()
             if not set(norm.keys).isdisjoint(changed):
                 raise ValueError(
                     f"expected {norm!r} before {one!r}, which makes its columns from several rows; "

@@ -261,9 +261,10 @@ def test_columns_made_of_several_rows_are_not_counted_on_write() -> None:
             buffer(Compose(before, RunningNorm(keys)))  # type: ignore[arg-type]
         buffer(Compose(before, RunningNorm(keys, update_on="sample")))  # type: ignore[arg-type]
     norm = RunningNorm(["x"])
-    rb = buffer(Compose(NStep(2, 0.9), norm))  # type: ignore[arg-type]
-    rb.extend(rows(np.ones((2, 3))).set(("next", "done"), torch.zeros(2, 1).bool()))
+    rb = buffer(Compose(NStep(2, 0.9), Windows({"x": [-1, 0]}), norm))  # type: ignore[arg-type]
+    rb.extend(rows(np.diag([1.0, 3.0])).set(("next", "done"), torch.zeros(2, 1).bool()))
     assert norm.moments("x").weight == 2  # type: ignore[union-attr]
+    torch.testing.assert_close(rb[:]["x"][..., 0], torch.tensor([[1.0, 1], [1, -1]]).double())
 
 
 def statistics_of(values: np.ndarray[Any, Any], axis: Any = 0) -> dict[str, Any]:
