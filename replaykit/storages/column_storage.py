@@ -54,8 +54,8 @@ class ColumnStorage(ColumnReads):
         if self._columns is None:
             self.poll()  # another process may have fixed keys and shapes
         matcher = self._matcher
-        if matcher is not None and not time_dim:
-            known = matcher.rows(data, single=single, optional=optional)
+        if matcher is not None:
+            known = matcher.rows(data, single=single, time_dim=time_dim, optional=optional)
             if known is not None:
                 return known
         rows = split_leaves(
@@ -141,8 +141,8 @@ class ColumnStorage(ColumnReads):
         self.indexes.index_pending()
 
     def _adopt(self, columns: AnyColumns) -> None:
-        if self.ndim == 1:
-            self._matcher = Matcher(columns.schema)
+        if self.ndim == 1 or isinstance(columns, Columns):
+            self._matcher = Matcher(columns.schema, columns.lanes)
         self.ledger.slots = columns.slots
         self.max_size = columns.slots * columns.lanes.numel()
 

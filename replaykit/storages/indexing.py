@@ -192,10 +192,7 @@ def with_lanes(slots: torch.Tensor, lanes: torch.Size) -> torch.Tensor:
 
     Their shape is ``[K * prod(lanes), ndim]``. Without lanes the result is the slots.
     """
-    if not lanes:
-        return slots
-    cells = arange(lanes.numel())
-    return unravel_index((slots[:, None] * lanes.numel() + cells).flatten(), lanes)
+    return torch.cartesian_prod(slots, *map(arange, lanes)) if lanes else slots
 
 
 def check_cells(index: torch.Tensor, shape: torch.Size) -> None:

@@ -24,40 +24,51 @@ _EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """The functions of torch that describe a tensor, from version 2.10 on."""
 
 
+_Known = tuple[torch.Size, int | None, Any]
+"""The batch shape of rows, the number of given dimensions if they differ, and the template."""
+
+
 class Matcher:
     """A fast split of dense, contiguous TensorDicts on the CPU that fit a schema.
 
     For other data the caller uses ``schema.split_leaves``, which converts the data or raises an
     error.
 
+    Args:
+        schema: the schema of the rows.
+        lanes: the sizes of the lanes of the storage.
+
     Cost: a third of a microsecond per leaf.
     """
 
-    def __init__(self, schema: Schema) -> None:
-        self.root = schema.root
+    def __init__(self, schema: Schema, lanes: torch.Size) -> None:
+        self.root, self.lanes = schema.root, lanes
         self.paths = list(schema.leaves)
         self._leaves = schema.leaves
         self._episode_columns: tuple[Any, list[int], list[int]] = (None, [], [])
-        self._templates: dict[tuple[bool, torch.Size], tuple[torch.Size, Any] | None] = {}
+        self._templates: dict[tuple[bool, int, torch.Size], _Known | None] = {}
 
-    def rows(self, data: Any, *, single: bool, optional: Collection[Path] = ()) -> Rows | None:
+    def rows(
+        self, data: Any, *, single: bool, time_dim: int = 0, optional: Collection[Path] = ()
+    ) -> Rows | None:
         """Return the rows, with the address of each leaf's first value.
 
         Return None if the rows may not fit.
 
         Args:
-            data: a batch ``[B]``, or one row if ``single`` is set.
+            data: a batch ``[B, *lanes]``, or one row ``[*lanes]`` if ``single`` is set.
+            time_dim: the time dimension of the batch.
             optional: at most one path that the data may have, although the schema lacks it.
         """
         if type(data) is not TensorDict:
             return None
-        kind = (single, data.batch_size)
+        kind = (single, time_dim, data.batch_size)
         known = self._templates.get(kind, _UNKNOWN)
         if known is _UNKNOWN:
             known = self._templates[kind] = self._compile(*kind)
         if known is None:
             return None
-        batch, template = known
+        batch, given, template = known
         spare = None
         for path in optional:
             spare = path[0] if len(path) == 1 else None
@@ -65,7 +76,7 @@ class Matcher:
             found = template.match(data, spare)
         except RuntimeError:  # such a tensor has no strides or no address
             return None
-        return None if found is None else MatchedRows(self, found, batch, single)
+        return None if found is None else MatchedRows(self, found, batch, given)
 
     def episode_columns(self, lane_key: Path | None) -> tuple[list[int], list[int]]:
         """Return places and bytes of the lane key and of the flags that end episodes.
@@ -83,13 +94,20 @@ class Matcher:
             self._episode_columns = lane_key, places, sizes
         return self._episode_columns[1:]
 
-    def _compile(self, single: bool, batch: torch.Size) -> tuple[torch.Size, Any] | None:
-        """Return the rows' shape and template for a batch shape; None if no data can match."""
+    def _compile(self, single: bool, time_dim: int, batch: torch.Size) -> _Known | None:
+        """Return shapes and template for a batch shape; None if no data can match."""
         if len(self._templates) >= _CACHED_SHAPES:
             self._templates.clear()
-        if TENSORDICT_PARTS is None or not _of_tensordicts(self.root) or not (single or batch):
+        if TENSORDICT_PARTS is None or not _of_tensordicts(self.root):
             return None
-        rows = torch.Size(() if single else batch[:1])
+        given = batch[: len(self.lanes) + (not single)]
+        rows = torch.Size([1, *given]) if single else given
+        if time_dim == 1 and not single and given[1:2] == (1,):  # in memory as with time first
+            rows = torch.Size([1, given[0], *given[2:]])
+        elif time_dim > single:
+            return None
+        if not rows or rows[1:] != self.lanes:
+            return None
         places = {path: place for place, path in enumerate(self.paths)}
         branches: list[tuple[Any, ...]] = []
         pending: list[tuple[int, str, Path, Any]] = [(-1, "", (), self.root)]
@@ -101,13 +119,13 @@ class Matcher:
                     pending.append((len(branches), name, inner, child))
                     continue
                 example = torch.empty((), dtype=child.dtype, device="cpu")
-                example = example.expand(rows + child.shape)
+                example = example.expand(given + child.shape)
                 leaves.append((name, example, places[inner]))
             names = frozenset(name for name, _ in branch.children)
-            branches.append((parent, part, torch.Size(rows + branch.extra), names, leaves))
+            branches.append((parent, part, torch.Size(given + branch.extra), names, leaves))
         types = torch.Tensor, TensorDict
         template = native.core.Template(types, TENSORDICT_PARTS, _EXCHANGE, _address, branches)
-        return torch.Size([1]) if single else rows, template
+        return rows, None if rows == given else len(given), template
 
 
 def _address(leaf: torch.Tensor, example: torch.Tensor) -> int | None:
@@ -139,13 +157,13 @@ class MatchedRows(Rows):
         matcher: Matcher,
         found: tuple[list[torch.Tensor], list[int]],
         batch: torch.Size,
-        single: bool,
+        given: int | None,
     ) -> None:
         self.matcher = matcher
         self.root = matcher.root
         self.batch = batch
         self._given, self.addresses = found
-        self._single = single
+        self._dims = given  # of the batch shape of the leaves, if it is not that of the rows
         self._taken: dict[Path, torch.Tensor] | None = None
 
     @property
@@ -156,7 +174,9 @@ class MatchedRows(Rows):
         """
         if self._taken is not None:
             return self._taken
-        given = [leaf.unsqueeze(0) for leaf in self._given] if self._single else self._given
+        given, dims = self._given, self._dims
+        if dims is not None:
+            given = [leaf.view(self.batch + leaf.shape[dims:]) for leaf in given]
         return dict(zip(self.matcher.paths, given, strict=True))
 
     def whole_episode(self, lane_key: Path | None) -> int | None:

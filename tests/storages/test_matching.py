@@ -50,7 +50,7 @@ def _good(count: int | None = COUNT, seed: int = 0, **others: torch.Tensor) -> T
 
 def _of(schema_data: TensorDict) -> tuple[Matcher, Schema]:
     schema = Schema(split_leaves(schema_data, 1).root)
-    return Matcher(schema), schema
+    return Matcher(schema, torch.Size()), schema
 
 
 @pytest.fixture(params=["described", "asked for attributes"])
@@ -181,6 +181,46 @@ def test_recognised_rows_equal_flattened_rows(name: str, count: int | None) -> N
         for optional in (PRIORITY, ("next", "td_error"), ("x",)):
             for known in (True, False):
                 _check([(name, path)], count, optional, known)
+
+
+@pytest.mark.usefixtures("versions")
+@pytest.mark.parametrize(
+    ("lanes", "batch", "single", "time_dim", "matches"),
+    [
+        ([3], [5, 3], False, 0, True),
+        ([3], [3, 1], False, 1, True),
+        ([3], [3, 2], False, 1, False),
+        ([3], [3, 3], False, 1, False),
+        ([3], [4, 1], False, 1, False),
+        ([3], [3], True, 0, True),
+        ([3], [3], True, 1, True),
+        ([3], [3, 1], True, 0, False),
+        ([3, 2], [4, 3, 2], False, 0, True),
+        ([3, 2], [3, 1, 2], False, 1, True),
+        ([3, 2], [3, 2], True, 1, True),
+        ([2, 3], [3, 2, 1], False, 2, False),
+        ([3, 2], [2, 3], True, 2, False),
+    ],
+)
+def test_rows_of_lanes_are_recognised_like_flattened_rows(
+    lanes: list[int], batch: list[int], single: bool, time_dim: int, matches: bool
+) -> None:
+    def data(*shape: int) -> TensorDict:
+        values = torch.rand(*shape, 4, generator=torch.Generator().manual_seed(len(shape)))
+        inner = TensorDict({"y": values[..., 0].round() > 0}, shape)
+        return TensorDict({"x": values, "next": inner}, shape)
+
+    ndim = 1 + len(lanes)
+    schema = Schema(split_leaves(data(1, *lanes), ndim).root)
+    given_ = data(*batch)
+    found = Matcher(schema, torch.Size(lanes)).rows(given_, single=single, time_dim=time_dim)
+    assert (found is not None) == matches
+    if found is not None:
+        rows = split_leaves(given_, ndim, single=single, time_dim=time_dim, schema=schema)
+        assert (found.batch, found.root) == (rows.batch, rows.root)
+        assert {path: _bits(leaf) for path, leaf in found.leaves.items()} == {
+            path: _bits(leaf) for path, leaf in rows.leaves.items()
+        }
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
