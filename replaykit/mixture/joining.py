@@ -286,9 +286,7 @@ def joint(facts: Sequence[MemberFacts], *, ordered: bool) -> MemberFacts:
     )
 
 
-def with_defaults(
-    data: Any, info: dict[Any, Any], rows: int, facts: MemberFacts
-) -> dict[Any, Any]:
+def with_defaults(data: Any, info: dict[Any, Any], rows: int, facts: MemberFacts) -> dict[Any, Any]:
     """Return the info of a member's rows, with the keys of other members added.
 
     Args:

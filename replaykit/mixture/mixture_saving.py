@@ -35,6 +35,9 @@ from replaykit.mixture.choosing import member_named, naming_member
 from replaykit.mixture.mixture import Mixture, gathered
 from replaykit.storages.tensor_bytes import by_value, from_value
 
+_Calls = Mapping[str, tuple[HandleSource, str, Any]]
+"""Remote members by name, each with the method to call and its argument."""
+
 _OWN = "ensemble"
 """The name of the part with a mixture's own state."""
 
@@ -144,12 +147,12 @@ def load_mixture(
                 f"expected the checkpoint of an ensemble with the members {names}, got "
                 f"{there or 'that of one buffer'} in {path}"
             )
-        far = remote_folders(mixture, saved, path, mmap=mmap)
+        far = _remote_loads(mixture, saved, path, mmap=mmap, verify=verify is not False)
         _load(
             mixture,
             {name: saved.part(f"{name}{_OWN}") for name in _mixtures(mixture)},
             lambda name, buffer: buffer_state.part_reader(saved, buffer, f"{name}/", mmap=mmap),
-            (lambda: load_remote_members_from(far, verify=verify is not False)) if far else None,
+            far,
             path=path,
             mapped=mmap,
         )
@@ -160,7 +163,8 @@ def load_mixture(
 
 def states_of(mixture: Mixture) -> dict[str, Any]:
     """Return a dictionary with copies of everything that ``save_mixture`` saves."""
-    far = remote_states(mixture)
+    calls = {n: functools.partial(s.call, "state_dict") for n, s in _far_of(mixture).items()}
+    far = gathered(calls)
     with _locked(mixture):
         return {
             "_elsewhere": far,
@@ -179,7 +183,7 @@ def load_states_of(mixture: Mixture, states: Any) -> None:
         states.get(name) if isinstance(states, Mapping) else None for name in ("_members", "_own")
     )
     names = [*_buffers(mixture)]
-    far = check_remote(mixture, states)
+    far = _remote_states(mixture, states)
     if (
         not isinstance(members, Mapping)
         or not isinstance(own, Mapping)
@@ -197,7 +201,7 @@ def load_states_of(mixture: Mixture, states: Any) -> None:
 
         return part
 
-    _load(mixture, own, reader, (lambda: load_remote_members(far)) if far else None)
+    _load(mixture, own, reader, far)
 
 
 # -- both -----------------------------------------------------------------------------------------
@@ -207,7 +211,7 @@ def _load(
     mixture: Mixture,
     own: Mapping[str, Any],
     reader: Callable[[str, ReplayBuffer], Callable[..., Any]],
-    load_remote: Callable[[], None] | None,
+    far: _Calls,
     *,
     path: str | os.PathLike[str] | None = None,
     mapped: bool = False,
@@ -217,8 +221,8 @@ def _load(
     Args:
         own: the states of mixtures.
         reader: a function that returns a function that reads the parts of a buffer.
-        load_remote: a function that loads the states of remote members, if there are any. It is
-            called without a lock, after all states have been checked.
+        far: the calls that load the states of remote members. They are made without a lock, after
+            all states have been checked.
         path: the directory of the checkpoint; None for state dicts.
         mapped: whether rows stay in the files of the checkpoint.
     """
@@ -240,10 +244,10 @@ def _load(
                 loads.append((buffer, buffer_state.check_state(buffer, state, stacklevel=8)))
         return mixtures, loads
 
-    if load_remote is not None:
+    if far:
         with _locked(mixture):
             checked_all()
-        load_remote()
+        _call_in_turn(far)
     with _locked(mixture):
         mixtures, loads = checked_all()
         with contextlib.ExitStack() as taken:
@@ -416,14 +420,15 @@ def _checked(part: Any, path: Any) -> dict[str, Any]:
     return part
 
 
-def remote_folders(
-    mixture: Mixture, saved: Checkpoint, path: str | os.PathLike[str], *, mmap: bool
-) -> dict[str, tuple[HandleSource, Path]]:
-    """Return each remote member with the folder of its checkpoint, by name.
+def _remote_loads(
+    mixture: Mixture, saved: Checkpoint, path: str | os.PathLike[str], *, mmap: bool, verify: bool
+) -> _Calls:
+    """Check the checkpoints of remote members; return the calls that load them, by name.
 
     Raises:
         ValueError: the saved members are not those of the ensemble, or ``mmap`` is given with
             remote members.
+        CheckpointError: a checkpoint is missing or damaged.
     """
     far = _far_of(mixture)
     if mmap and far:
@@ -438,24 +443,37 @@ def remote_folders(
             f"expected the checkpoint of an ensemble with the remote members {sorted(far)}, got "
             f"{part['members']} in {path}"
         )
-    own = Path(path).expanduser().absolute() / REMOTE_PART / str(part["save"])
-    return {name: (member, own / name) for name, member in far.items()}
-
-
-def load_remote_members_from(far: Mapping[str, tuple[HandleSource, Path]], *, verify: bool) -> None:
-    """Load the checkpoints of remote members, after a check of all files."""
-    for name, (_, folder) in far.items():
+    calls: dict[str, tuple[HandleSource, str, Any]] = {}
+    for name, member in far.items():
+        folder = Path(path).expanduser().absolute() / REMOTE_PART / str(part["save"]) / name
         manifests = sorted(folder.rglob(MANIFEST))
         if not manifests:
             raise CheckpointError(f"{name}: expected {MANIFEST} in {folder}, found none")
         for manifest in manifests:
-            with Checkpoint(manifest.parent) as saved:
+            with Checkpoint(manifest.parent) as own:
                 if verify:
-                    saved.verify()
-    _one_by_one({name: (member, "loads", str(folder)) for name, (member, folder) in far.items()})
+                    own.verify()
+        calls[name] = member, "loads", str(folder)
+    return calls
 
 
-def _one_by_one(calls: Mapping[str, tuple[HandleSource, str, Any]]) -> None:
+def _remote_states(mixture: Mixture, state: Any) -> _Calls:
+    """Return the calls that load the saved states of remote members, by name.
+
+    Raises:
+        ValueError: the saved members are not those of the ensemble.
+    """
+    far = _far_of(mixture)
+    found = state.get("_elsewhere", {}) if isinstance(state, Mapping) else {}
+    if not isinstance(found, Mapping) or set(found) != set(far):
+        raise ValueError(
+            f"expected the state of an ensemble with the remote members {sorted(far)}, got "
+            f"{sorted(found) if isinstance(found, Mapping) else found!r}"
+        )
+    return {name: (member, "load_state_dict", found[name]) for name, member in far.items()}
+
+
+def _call_in_turn(calls: _Calls) -> None:
     done: list[str] = []
     for name, (member, method, argument) in calls.items():
         try:
@@ -464,29 +482,6 @@ def _one_by_one(calls: Mapping[str, tuple[HandleSource, str, Any]]) -> None:
             also = f"{name} ({', '.join(done)} had loaded theirs already)" if done else name
             raise naming_member(error, also) from error
         done.append(name)
-
-
-def remote_states(mixture: Mixture) -> dict[str, Any]:
-    """Return copies of the states of all remote members, by name."""
-    far = _far_of(mixture)
-    return gathered({n: functools.partial(one.call, "state_dict") for n, one in far.items()})
-
-
-def check_remote(mixture: Mixture, state: Any) -> dict[str, tuple[HandleSource, Any]]:
-    """Return each remote member with its saved state; ValueError if members differ."""
-    far = _far_of(mixture)
-    found = state.get("_elsewhere", {}) if isinstance(state, Mapping) else {}
-    if not isinstance(found, Mapping) or set(found) != set(far):
-        raise ValueError(
-            f"expected the state of an ensemble with the remote members {sorted(far)}, got "
-            f"{sorted(found) if isinstance(found, Mapping) else found!r}"
-        )
-    return {name: (member, found[name]) for name, member in far.items()}
-
-
-def load_remote_members(far: Mapping[str, tuple[HandleSource, Any]]) -> None:
-    """Load the states of remote members."""
-    _one_by_one({name: (member, "load_state_dict", state) for name, (member, state) in far.items()})
 
 
 # -- pickling -------------------------------------------------------------------------------------
