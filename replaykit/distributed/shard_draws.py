@@ -104,8 +104,9 @@ class Draws:
         pending.sent()
         return pending
 
-    def several(self, batch_size: int, count: int) -> list[Pending]:
+    def several(self, batch_size: int | None, count: int) -> list[Pending]:
         """Request ``count`` batches; return the pending batches."""
+        assert batch_size is not None
         return [self.begun(batch_size) for _ in range(count)]
 
     def _known(self, terms: Terms, until: float) -> list[float]:

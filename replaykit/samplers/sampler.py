@@ -134,8 +134,10 @@ class Sampler(Uncompiled, ABC):
 
     tells = old_name("tells", "info_keys")
 
-    _marks: tuple[Any, ...] = ()
-    """The keys of the marks of window ends that batches get."""
+    @property
+    def _marks(self) -> tuple[Any, ...]:
+        """The keys of the marks of window ends that batches get."""
+        return ()
 
     reads_rows = False
     """True if the sampler reads row values. Other processes then do not write during a draw."""

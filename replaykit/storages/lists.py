@@ -372,10 +372,9 @@ class ListStorage(Storage):
     ) -> None:
         self._cuts = CutMarks()
         if state is not None and self.ledger.length:
-            there, now = MovedPositions(old, self.ledger, rows).find(
-                np.array(state["marks"], np.int64)
-            )
-            self._cuts = CutMarks(now, np.array(state["codes"], np.uint8)[there])
+            marks, codes = (np.array(state[name], np.int64) for name in ("marks", "codes"))
+            there, now = MovedPositions(old, self.ledger, rows).find(marks)
+            self._cuts = CutMarks(now.tolist(), codes[there].tolist())
         self.resume(over=True)  # no episode spans a restart
 
     def __getstate__(self) -> dict[str, Any]:
