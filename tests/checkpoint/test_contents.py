@@ -20,6 +20,7 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.errors import CheckpointError
+from tests.checkpoint.building import make
 
 
 class Point(TensorClass):
@@ -171,7 +172,7 @@ def test_pytree_keys_that_cannot_be_saved_are_named(tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_storage_can_be_saved_alone(make: Any, tmp_path: Path):
+def test_a_storage_can_be_saved_alone(tmp_path: Path):
     buffer = make(11)
     buffer.storage.dumps(tmp_path)
     other = LazyTensorStorage(8)

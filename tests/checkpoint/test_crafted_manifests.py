@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from replaykit.errors import CheckpointError
+from tests.checkpoint.building import make, save, state_of
 
 
 def _set(*path: Any, value: Any) -> Any:
@@ -141,7 +142,7 @@ CRAFTED = [
 @pytest.mark.pitfall("CK7")
 @pytest.mark.parametrize("change", CRAFTED, ids=lambda change: change.__name__)
 def test_a_crafted_manifest_is_an_error_and_changes_nothing(
-    change: Any, make: Any, state_of: Any, forge: Any, tmp_path: Path, save: Any
+    change: Any, forge: Any, tmp_path: Path
 ):
     """CK7, C6: with a checksum that is right."""
     save(tmp_path)
@@ -154,9 +155,7 @@ def test_a_crafted_manifest_is_an_error_and_changes_nothing(
         assert state_of(live) == before
 
 
-def test_the_largest_write_count_is_read_and_the_next_one_is_named(
-    make: Any, forge: Any, tmp_path: Path, save: Any
-):
+def test_the_largest_write_count_is_read_and_the_next_one_is_named(forge: Any, tmp_path: Path):
     save(tmp_path)
     forge(tmp_path, _set("parts", "writer", "_write_count", value=2**62 - 1))
     live = make()
@@ -167,7 +166,7 @@ def test_the_largest_write_count_is_read_and_the_next_one_is_named(
         live.loads(tmp_path)
 
 
-def test_a_manifest_that_nests_without_end_is_damaged(make: Any, tmp_path: Path, save: Any):
+def test_a_manifest_that_nests_without_end_is_damaged(tmp_path: Path):
     save(tmp_path)
     for text in ("[" * 10**5 + "]" * 10**5, "[" * 10**5, "\xff", "", "null", "[]"):
         (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
 from replaykit.checkpoint import checkpoint_versions, dirty_chunks
 from replaykit.errors import CheckpointError
+from tests.checkpoint.building import flipped
 
 ROWS = 30
 STRIDE = 88
@@ -75,7 +76,7 @@ def named_by(folder: Path) -> dict[int, set[str]]:
 
 @pytest.mark.pitfall("CK2")
 def test_every_version_names_its_damaged_file_and_no_other_one(
-    three: tuple[Path, dict[int, Any]], tmp_path: Path, flipped: Any
+    three: tuple[Path, dict[int, Any]], tmp_path: Path
 ):
     """CK2, C6: each file gone, cut, longer, or with one bit flipped; what shares it, is told."""
     good, states = three

@@ -31,6 +31,7 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.errors import CheckpointError
+from tests.checkpoint.building import flipped
 from tests.checkpoint.values import plain
 
 SLOTS = 24
@@ -94,9 +95,7 @@ def fill(found: Any, first: int, count: int) -> None:
 
 @pytest.mark.pitfall("CK2")
 @pytest.mark.parametrize("kind", KINDS)
-def test_load_names_the_damaged_file_of_every_kind_of_buffer(
-    kind: str, tmp_path: Path, flipped: Any
-) -> None:
+def test_load_names_the_damaged_file_of_every_kind_of_buffer(kind: str, tmp_path: Path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
     source, live = KINDS[kind](), KINDS[kind]()
     fill(source, 0, 31)

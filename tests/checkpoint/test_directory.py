@@ -15,14 +15,13 @@ import torch
 from replaykit import native
 from replaykit.checkpoint import FORMAT_VERSION, Checkpoint, chunks, reader, save_checkpoint
 from replaykit.errors import CheckpointError
+from tests.checkpoint.building import flipped, make, save, state_of
 
 # -- damage ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.pitfall("CK2")
-def test_every_damaged_file_is_named_and_nothing_changes(
-    make: Any, state_of: Any, tmp_path: Path, save: Any, flipped: Any
-):
+def test_every_damaged_file_is_named_and_nothing_changes(tmp_path: Path):
     """CK2, C6: each file removed, truncated, grown, or with one byte flipped, in turn."""
     good, bad = tmp_path / "good", tmp_path / "bad"
     save(good)
@@ -56,9 +55,7 @@ def test_every_damaged_file_is_named_and_nothing_changes(
 
 
 @pytest.mark.pitfall("CK10")
-def test_newer_format_version_is_named_instead_of_damage(
-    make: Any, forge: Any, tmp_path: Path, save: Any
-):
+def test_newer_format_version_is_named_instead_of_damage(forge: Any, tmp_path: Path):
     """CK10: the message says which version wrote it and which one reads it."""
     save(tmp_path)
     forge(tmp_path, lambda m: m.update(format_version=FORMAT_VERSION + 1, library_version="9.9"))
@@ -130,7 +127,7 @@ def test_copied_tensors_do_not_wait_for_checks_of_earlier_files(
 
 
 @pytest.mark.pitfall("CK1")
-def test_saves_and_loads_at_once_see_whole_checkpoints(make: Any, tmp_path: Path):
+def test_saves_and_loads_at_once_see_whole_checkpoints(tmp_path: Path):
     """CK1, C12: of saves to one path each is whole; loads read one of them."""
     path = tmp_path / "shared"
     make(8, start=100).dumps(path)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from replaykit.checkpoint import chunks
+from tests.checkpoint.building import make, restarted, state_of
 
 
 class Trace:
@@ -43,7 +44,7 @@ class Trace:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.pitfall("CK4")
-def test_files_are_synced_before_they_are_published(make: Any, monkeypatch: Any, tmp_path: Path):
+def test_files_are_synced_before_they_are_published(monkeypatch: Any, tmp_path: Path):
     """CK4: data, then the manifest, then the directory; old files go when all that is done."""
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 64)
     path = tmp_path / "a" / "b" / "saved"
@@ -79,7 +80,7 @@ def test_files_are_synced_before_they_are_published(make: Any, monkeypatch: Any,
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_save_that_fails_anywhere_leaves_a_whole_state_and_no_litter(
-    make: Any, state_of: Any, restarted: Any, monkeypatch: Any, tmp_path: Path
+    monkeypatch: Any, tmp_path: Path
 ):
     """C1, G1: an error of the disk at every single step."""
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 64)
@@ -114,9 +115,7 @@ def test_a_save_that_fails_anywhere_leaves_a_whole_state_and_no_litter(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_full_disk_found_when_a_file_is_closed_leaves_no_litter(
-    make: Any, monkeypatch: Any, tmp_path: Path
-):
+def test_a_full_disk_found_when_a_file_is_closed_leaves_no_litter(monkeypatch: Any, tmp_path: Path):
     """What fails when a file is closed may fail a second time while the files are removed."""
     make(5).dumps(tmp_path)
     before = set(os.listdir(tmp_path))

@@ -525,9 +525,7 @@ def _grown(
     return change
 
 
-def test_a_checkpoint_of_gigabytes_is_open_in_a_fifth_of_a_second(
-    tmp_path: Path, forge: Callable[[Path, Callable[[dict[str, Any]], Any]], None]
-):
+def test_a_checkpoint_of_gigabytes_is_open_in_a_fifth_of_a_second(tmp_path: Path, forge: Any):
     """Of 6 GB that take no room on the disk: what is sampled is all that is read."""
     capacity, wide = 1_500_000, 4096
 
@@ -562,9 +560,7 @@ def test_a_checkpoint_of_gigabytes_is_open_in_a_fifth_of_a_second(
     assert torch.equal(batch["frame"].long().amin(-1), written)
 
 
-def test_many_rows_open_in_a_fifth_of_a_second_with_more_room(
-    tmp_path: Path, forge: Callable[[Path, Callable[[dict[str, Any]], Any]], None]
-):
+def test_many_rows_open_in_a_fifth_of_a_second_with_more_room(tmp_path: Path, forge: Any):
     """One number for each of the rows, however made, takes longer."""
     capacity = 2**27
 

@@ -306,7 +306,7 @@ def test_generations_stay_unread_in_another_capacity(laps: int, tmp_path: Path, 
 def test_invalid_beginnings_of_streams_are_refused(
     head: list[int],
     tmp_path: Path,
-    forge: Callable[[Path, Callable[[dict[str, Any]], Any]], None],
+    forge: Any,
 ):
     kind = KINDS["lanes"]
     kind.filled().dumps(tmp_path)
@@ -322,9 +322,7 @@ def test_invalid_beginnings_of_streams_are_refused(
             kind.make().loads(tmp_path, **options)
 
 
-def test_an_older_checkpoint_of_rings_of_streams_is_read(
-    tmp_path: Path, forge: Callable[[Path, Callable[[dict[str, Any]], Any]], None]
-):
+def test_an_older_checkpoint_of_rings_of_streams_is_read(tmp_path: Path, forge: Any):
     kind = KINDS["lanes"]
     buffer = kind.filled()
     buffer.dumps(tmp_path)
@@ -369,7 +367,7 @@ def test_members_of_an_ensemble_are_opened_unread(tmp_path: Path, read: list[Any
 def test_tables_of_any_size_are_open_in_a_fifth_of_a_second(
     name: str,
     tmp_path: Path,
-    forge: Callable[[Path, Callable[[dict[str, Any]], Any]], None],
+    forge: Any,
     read: list[Any],
 ):
     """Of 40 million rows, in files of holes; tables of zeros, which nobody reads."""

@@ -119,13 +119,3 @@ def test_cast_has_repr_and_stage() -> None:
     cast = Cast(torch.float32, ["a", ("b", "c")], with_next=True)
     assert repr(cast) == "Cast(float32, ['a', ('b', 'c')], with_next=True)"
     assert cast.stage == "value"
-
-
-def test_stored_columns_keep_their_dtype(storage_kind: Any, make_rows: Any) -> None:
-    rb = storage_kind.buffer(4, batch_size=5, transform=Cast(torch.float32, ["action", "id"]))
-    rb.extend(make_rows(0, 4))
-    for _ in range(2):
-        data = rb.sample()
-        assert data["action"].dtype is data["id"].dtype is torch.float32
-        assert torch.equal(data["id"], data["index"].float())
-    assert rb.storage[0]["action"].dtype is torch.uint8

@@ -29,6 +29,7 @@ from replaykit import (
 from replaykit.episodes import Needs
 from replaykit.transforms import hindsight
 from replaykit.transforms.history import Around, Surroundings
+from tests.transforms.streams import stored_bits
 
 SMALLEST_P = 1e-4
 
@@ -110,11 +111,6 @@ def episode_of(ends: list[bool], row: int) -> tuple[int, int]:
     while last < len(ends) - 1 and not ends[last]:
         last += 1
     return first, last
-
-
-def stored_bits(rb: ReplayBuffer) -> list[torch.Tensor]:
-    columns = rb.storage.get(slice(None))
-    return [columns[key].clone() for key in columns.keys(True, True)]
 
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
@@ -362,18 +358,6 @@ def test_later_transforms_see_other_rows_relabelled(length: int) -> None:
         else:
             assert ahead.tolist() == [0.0 if other == goal else -1.0 for other in others]
             assert (goals[:, 0] == goal + 0.5).all()
-
-
-def test_same_seed_same_batches_also_made_ahead() -> None:
-    def draw(prefetch: int) -> list[TensorDict]:
-        rb = buffer_of(
-            HindsightGoal(0.5), ends_every(5, 50), prefetch=prefetch, sample_unit=Windows(3)
-        )
-        return [rb.sample() for _ in range(6)]
-
-    for one, other, ahead in zip(draw(0), draw(0), draw(3), strict=True):
-        assert (one == other).all()
-        assert (one == ahead).all()
 
 
 def test_rows_are_read_by_index_too() -> None:

@@ -33,6 +33,7 @@ from replaykit.samplers import Sampler
 from replaykit.storages.history_kernels import StepsAhead
 from replaykit.transforms.discounting import discounted_sums
 from replaykit.transforms.history import HistoryTransform
+from tests.transforms.streams import Streams, histories, play
 
 TERMINATED, TRUNCATED = 1, 2
 
@@ -60,10 +61,8 @@ def check(streams: Any, found: dict[Any, Any], n: int, gamma: float) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), n=st.integers(1, 6), gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]))
-def test_read_time_agrees_with_a_scan(
-    data: Any, n: int, gamma: float, histories: Any, play: Any
-) -> None:
-    streams = play(NStep(n, gamma), data.draw(histories))
+def test_read_time_agrees_with_a_scan(data: Any, n: int, gamma: float) -> None:
+    streams = play(NStep(n, gamma), data.draw(histories()))
     found = streams.drawn()
     assert set(found) == set(streams.stored())
     check(streams, found, n, gamma)
@@ -71,10 +70,8 @@ def test_read_time_agrees_with_a_scan(
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), n=st.integers(1, 6))
-def test_excluded_are_the_newest_rows_of_open_episodes(
-    data: Any, n: int, histories: Any, play: Any
-) -> None:
-    streams = play(NStep(n, 0.9, on_open="exclude"), data.draw(histories))
+def test_excluded_are_the_newest_rows_of_open_episodes(data: Any, n: int) -> None:
+    streams = play(NStep(n, 0.9, on_open="exclude"), data.draw(histories()))
     complete = {
         (lane, number)
         for lane, number in streams.stored()
@@ -90,9 +87,9 @@ def test_excluded_are_the_newest_rows_of_open_episodes(
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_nothing_is_summed_across_a_restart(streams: Any, lanes: int, tmp_path: Path) -> None:
+def test_nothing_is_summed_across_a_restart(lanes: int, tmp_path: Path) -> None:
     """S17."""
-    own = streams(NStep(4, 0.9), lanes, 9)
+    own = Streams(NStep(4, 0.9), lanes, 9)
     own.extend([[0] * lanes] * 6)
     own.restart(tmp_path / "saved")
     own.extend([[0] * lanes] * 5)
@@ -103,8 +100,8 @@ def test_nothing_is_summed_across_a_restart(streams: Any, lanes: int, tmp_path: 
     check(own, found, 4, 0.9)
 
 
-def test_rows_by_index_and_a_single_one(streams: Any) -> None:
-    own = streams(NStep(3, 0.5), slots=5)
+def test_rows_by_index_and_a_single_one() -> None:
+    own = Streams(NStep(3, 0.5), slots=5)
     own.extend([[0]] * 8)  # the newest row lies in slot 2, the oldest in slot 3
     rows = own.buffer[:]
     assert rows["steps_used"].squeeze(-1).tolist() == [3, 2, 1, 3, 3]
@@ -159,23 +156,8 @@ def test_a_batch_that_is_overwritten_is_as_one_that_is_put_together(
     assert torch.equal(seen[0], expected["x"] + 1)  # as stored, not as led
 
 
-def test_a_prefetched_batch_is_the_same(streams: Any) -> None:
-    own = streams(NStep(3, 0.5))
-    own.extend([[0], [0], [2], [0], [1], [0]] * 4)
-    batches = []
-    for prefetch in (0, 2):
-        buffer = ReplayBuffer(
-            storage=own.buffer.storage, transform=NStep(3, 0.5), batch_size=8, prefetch=prefetch,
-            generator=torch.Generator().manual_seed(3),
-        )  # fmt: skip
-        batches.append([buffer.sample() for _ in range(4)])
-        buffer.shutdown()
-    for plain, fetched in zip(*batches, strict=True):
-        assert (plain == fetched).all()
-
-
-def test_a_buffer_that_was_used_can_be_pickled(streams: Any) -> None:
-    own = streams(NStep(3, 0.5))
+def test_a_buffer_that_was_used_can_be_pickled() -> None:
+    own = Streams(NStep(3, 0.5))
     own.extend([[0], [0], [1], [0]])
     expected = own.buffer[:]
     again = pickle.loads(pickle.dumps(own.buffer))
@@ -245,8 +227,8 @@ class _Ends(HistoryTransform):
         return leaves
 
 
-def test_rewards_and_ends_are_those_of_a_relabel_before(streams: Any) -> None:
-    own = streams(Compose(_Ends(), NStep(3, 0.5)))
+def test_rewards_and_ends_are_those_of_a_relabel_before() -> None:
+    own = Streams(Compose(_Ends(), NStep(3, 0.5)))
     own.extend([[0]] * 12)
     for (_, number), row in own.drawn().items():
         steps = min(3, 5 - number % 5, 12 - number)
@@ -294,11 +276,9 @@ def drawn_windows(buffer: ReplayBuffer, transform: Any, windows: list[list[int]]
 @pytest.mark.parametrize("gamma", [0.5, 0.99, 1.0, 0.0])
 @pytest.mark.parametrize("end", [TERMINATED, TRUNCATED, 0])
 @pytest.mark.parametrize("window", [[0, 1, 2, 3], [4], [2, 3, 4], [0], [-1, 3, 4], [3, 4, -1, -1]])
-def test_per_step_is_the_backward_recursion(
-    streams: Any, window: list[int], end: int, gamma: float
-) -> None:
+def test_per_step_is_the_backward_recursion(window: list[int], end: int, gamma: float) -> None:
     """S37: ``G[i] = r[i] + gamma * G[i+1]``, begun with ``mask * V`` at the window's end."""
-    own = streams(None)
+    own = Streams(None)
     own.extend([[0], [0], [0], [0], [end]])
     batch = drawn_windows(own.buffer, NStep(gamma=gamma, per_step=True), [window])
     real = [slot for slot in window if slot >= 0]
@@ -319,8 +299,8 @@ def test_per_step_is_the_backward_recursion(
         assert batch["next", "observation"][place].tolist() == [1, 2 * slot + 1]
 
 
-def test_per_step_stops_at_ends_inside_of_a_window(streams: Any) -> None:
-    own = streams(None)
+def test_per_step_stops_at_ends_inside_of_a_window() -> None:
+    own = Streams(None)
     own.extend([[0], [1], [0], [2], [0], [0]])
     own.cut()
     own.extend([[0], [0]])
@@ -338,10 +318,8 @@ def test_per_step_stops_at_ends_inside_of_a_window(streams: Any) -> None:
     gamma=st.sampled_from([0.0, 0.5, 1.0]),
     data=st.data(),
 )
-def test_per_step_with_a_limit(
-    streams: Any, ends: list[int], n: int, gamma: float, data: Any
-) -> None:
-    own = streams(None)
+def test_per_step_with_a_limit(ends: list[int], n: int, gamma: float, data: Any) -> None:
+    own = Streams(None)
     own.extend([[end] for end in ends])
     length = data.draw(st.integers(1, len(ends)))
     starts = data.draw(st.lists(st.integers(0, len(ends) - length), min_size=1, max_size=4))
@@ -359,8 +337,8 @@ def test_per_step_with_a_limit(
             place += 1
 
 
-def test_per_step_wants_rows_that_follow_each_other(streams: Any) -> None:
-    own = streams(None)
+def test_per_step_wants_rows_that_follow_each_other() -> None:
+    own = Streams(None)
     own.extend([[0]] * 6)
     with pytest.raises(ValueError, match="gaps between rows"):
         drawn_windows(own.buffer, NStep(gamma=0.9, per_step=True), [[0, 2, 4]])
@@ -384,9 +362,9 @@ def test_sums_by_doubling_are_plain_sums(n: int | None) -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_slices_sum_beyond_their_last_row(streams: Any, lanes: int) -> None:
+def test_slices_sum_beyond_their_last_row(lanes: int) -> None:
     """Rows of slices sum beyond them; ``next`` and its flags are those of the last step."""
-    own = streams(None, lanes, 30)
+    own = Streams(None, lanes, 30)
     own.extend([[0] * lanes, [0] * lanes, [1] * lanes, [0] * lanes, [2] * lanes] * 8)
     buffer = ReplayBuffer(
         storage=own.buffer.storage, sampler=SliceSampler(slice_len=2), transform=NStep(3, 0.5),
@@ -400,9 +378,9 @@ def test_slices_sum_beyond_their_last_row(streams: Any, lanes: int) -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_observations_that_are_stored_once(streams: Any, lanes: int) -> None:
+def test_observations_that_are_stored_once(lanes: int) -> None:
     """The same batch, bit for bit, as from a storage that has them twice."""
-    own = streams(None, lanes)
+    own = Streams(None, lanes)
     rows = own.make([[0] * lanes, [0] * lanes, [1] * lanes, [0] * lanes, [2] * lanes] * 8)
     rows["next", "observation"] = rows["observation"] + torch.tensor([0, 1])
     batches = []
@@ -417,8 +395,8 @@ def test_observations_that_are_stored_once(streams: Any, lanes: int) -> None:
     assert (batches[0] == batches[1]).all()
 
 
-def test_padded_slices(streams: Any) -> None:
-    own = streams(None)
+def test_padded_slices() -> None:
+    own = Streams(None)
     own.extend([[0], [1], [0], [0], [0], [2], [1]])
     buffer = ReplayBuffer(
         storage=own.buffer.storage, batch_size=40, generator=torch.Generator().manual_seed(0),
@@ -433,8 +411,8 @@ def test_padded_slices(streams: Any) -> None:
         assert not batch[key][~real].any()
 
 
-def test_per_step_of_slices(streams: Any) -> None:
-    own = streams(None)
+def test_per_step_of_slices() -> None:
+    own = Streams(None)
     own.extend([[0], [0], [0], [0], [1]] * 3)
     buffer = ReplayBuffer(
         storage=own.buffer.storage, batch_size=30, generator=torch.Generator().manual_seed(0),
@@ -451,9 +429,9 @@ def test_per_step_of_slices(streams: Any) -> None:
 # -- the bootstrap mask ---------------------------------------------------------------------------
 
 
-def test_bootstrap_of_an_episode(streams: Any) -> None:
+def test_bootstrap_of_an_episode() -> None:
     """S26."""
-    own = streams(None)
+    own = Streams(None)
     own.extend([[0], [0], [0], [1]])
     batch = drawn_windows(own.buffer, Bootstrap(), [[0, 1, 2, 3]])
     assert batch["next", "observation"][:, 1].tolist() == [1, 3, 5, 7]
@@ -471,9 +449,9 @@ def test_bootstrap_of_an_episode(streams: Any) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 4])
 @pytest.mark.parametrize("end", [TERMINATED, TRUNCATED])
-def test_bootstrap_of_windows(streams: Any, length: int, end: int) -> None:
+def test_bootstrap_of_windows(length: int, end: int) -> None:
     """S27: 0 only where a window reaches the end of an episode that terminated."""
-    own = streams(None)
+    own = Streams(None)
     own.extend([[0]] * 5 + [[end]] + [[0]] * 3)
     starts = range(6 - length + 1)
     windows = [list(range(start, start + length)) for start in starts]
@@ -484,8 +462,8 @@ def test_bootstrap_of_windows(streams: Any, length: int, end: int) -> None:
     assert by_row["bootstrap"].equal(~by_row["next", "terminated"])
 
 
-def test_bootstrap_of_padded_windows_and_other_signals(streams: Any) -> None:
-    own = streams(None)
+def test_bootstrap_of_padded_windows_and_other_signals() -> None:
+    own = Streams(None)
     own.extend([[0], [0], [1], [0], [0]])
     windows = [[1, 2, -1], [-1, 0, 1], [-1, -1, 2]]
     batch = drawn_windows(own.buffer, Bootstrap(per_window=True), windows)
@@ -529,12 +507,12 @@ def test_invalid_arguments_are_refused_at_construction(
         NStep(**arguments)
 
 
-def test_invalid_chains_and_keys_are_refused_on_read(streams: Any) -> None:
-    own = streams(Compose(StackFrames(["observation"], 2), NStep(2, 0.9)))
+def test_invalid_chains_and_keys_are_refused_on_read() -> None:
+    own = Streams(Compose(StackFrames(["observation"], 2), NStep(2, 0.9)))
     own.extend([[0]] * 3)
     with pytest.raises(ValueError, match="before StackFrames"):
         own.buffer.sample()
-    own = streams(NStep(2, 0.9, reward_key="reward"))
+    own = Streams(NStep(2, 0.9, reward_key="reward"))
     own.extend([[0]] * 3)
     with pytest.raises(KeyError, match="reward"):
         own.buffer.sample()
@@ -574,7 +552,7 @@ def written(transform: Any, pieces: list[int], rows: Any) -> ReplayBuffer:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), n=st.integers(1, 5), lanes=st.sampled_from([1, 2]))
-def test_sums_on_write_equal_sums_on_read(streams: Any, data: Any, n: int, lanes: int) -> None:
+def test_sums_on_write_equal_sums_on_read(data: Any, n: int, lanes: int) -> None:
     """However the stream is split into calls, and rows in are rows out."""
     end = st.sampled_from([0, 0, 0, 1, 2])
     step = st.lists(end, min_size=lanes, max_size=lanes)
@@ -583,7 +561,7 @@ def test_sums_on_write_equal_sums_on_read(streams: Any, data: Any, n: int, lanes
     while left:
         pieces.append(data.draw(st.integers(1, left)))
         left -= pieces[-1]
-    own = streams(NStep(n, 0.9), lanes)
+    own = Streams(NStep(n, 0.9), lanes)
     rows = own.make(ends)
     own.buffer.extend(rows)
     transform = NStep(n, 0.9, when="write")
@@ -603,8 +581,8 @@ def test_sums_on_write_equal_sums_on_read(streams: Any, data: Any, n: int, lanes
             assert found[place][key].dtype is row[key].dtype
 
 
-def test_rows_are_held_back_until_their_sums_are_complete(streams: Any) -> None:
-    own = streams(None)
+def test_rows_are_held_back_until_their_sums_are_complete() -> None:
+    own = Streams(None)
     rows = own.make([[0], [0], [0], [0], [1], [0], [0]])
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(20), transform=NStep(3, 0.5, when="write"), batch_size=2
@@ -691,13 +669,13 @@ def through_files(buffer: ReplayBuffer, folder: Path, make: Callable[[], Any]) -
     [through_files, lambda buffer, folder, make: pickle.loads(pickle.dumps(buffer))],
     ids=["dumps", "pickle"],
 )
-def test_rows_held_back_are_saved(streams: Any, onward: Any, tmp_path: Path) -> None:
+def test_rows_held_back_are_saved(onward: Any, tmp_path: Path) -> None:
     """A pickle goes on where the buffer was; what files say ends with a restart."""
 
     def make(when: str) -> ReplayBuffer:
         return ReplayBuffer(storage=LazyTensorStorage(99), transform=NStep(4, 0.5, when=when))
 
-    rows = streams(None).make([[0], [0], [0], [2], [0], [0], [1], [0], [0], [0], [0], [0], [0]])
+    rows = Streams(None).make([[0], [0], [0], [2], [0], [0], [1], [0], [0], [0], [0], [0], [0]])
     buffer, reading = make("write"), make("read")
     for turn, step in enumerate(range(0, 13, 3)):
         for each in (buffer, reading):
@@ -710,8 +688,8 @@ def test_rows_held_back_are_saved(streams: Any, onward: Any, tmp_path: Path) -> 
         assert buffer.storage[:][key].equal(expected[key])
 
 
-def test_refused_write_changes_nothing(streams: Any) -> None:
-    own = streams(None)
+def test_refused_write_changes_nothing() -> None:
+    own = Streams(None)
     rows = own.make([[0]] * 4)
     buffer = ReplayBuffer(storage=LazyTensorStorage(9), transform=NStep(3, 0.5, when="write"))
     buffer.extend(rows[:2])
@@ -733,7 +711,7 @@ def test_refused_write_changes_nothing(streams: Any) -> None:
         fresh.load_state_dict({"other": 1})
 
 
-def test_earlier_transforms_see_flushed_rows(streams: Any) -> None:
+def test_earlier_transforms_see_flushed_rows() -> None:
     """``inv`` goes from the last to the first; so do the rows that were held back."""
 
     class Seen(Transform):
@@ -747,7 +725,7 @@ def test_earlier_transforms_see_flushed_rows(streams: Any) -> None:
     before, after = Seen(), Seen()
     chain = Compose(before, NStep(3, 0.5, when="write"), NStep(2, 0.5, when="write",
                     reward_key=("next", "cost")), after)  # fmt: skip
-    own = streams(None)
+    own = Streams(None)
     rows = own.make([[0]] * 5)
     rows["next", "cost"] = rows["next", "reward"].clone()
     buffer = ReplayBuffer(storage=LazyTensorStorage(9), transform=chain)

@@ -148,34 +148,6 @@ def test_only_successful_writes_are_counted() -> None:
     assert norm.moments("x") is before
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_saved_buffer_continues_with_its_statistics(kind: str, tmp_path: Path) -> None:
-    def make() -> ReplayBuffer:
-        return buffer(RunningNorm(["x", ("next", "reward")], kind, size=5), batch_size=4)
-
-    rb, other, third = make(), make(), make()
-    for part in parts()[:3]:
-        rb.extend(rows(part))
-    rb.transform[0].frozen = True
-    rb.dumps(tmp_path)
-    other.loads(tmp_path)
-    third.load_state_dict(rb.state_dict())
-    for one in (other, third):
-        assert one.transform[0].frozen
-        one.transform[0].frozen = False
-        one.extend(rows(parts()[3]))
-    rb.transform[0].frozen = False
-    rb.extend(rows(parts()[3]))
-    for one in (other, third):
-        assert torch.equal(one[:]["x"], rb[:]["x"])
-        assert torch.equal(one[:]["next", "reward"], rb[:]["next", "reward"])
-    with pytest.raises(ValueError, match="of 1 keys"):
-        buffer(RunningNorm(["x"], kind)).loads(tmp_path)
-    wrong = "running" if kind == "window" else "window"
-    with pytest.raises(ValueError, match="of 2 keys and the kind"):
-        RunningNorm(["x", "y"], wrong).load_state_dict(rb.transform[0].state_dict())
-
-
 def test_prefetched_batches_are_counted_in_the_order_of_delivery() -> None:
     found = []
     for prefetch in (0, 3):

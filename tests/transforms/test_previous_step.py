@@ -22,16 +22,15 @@ from replaykit import (
 )
 from replaykit.buffer.row_context import StoredSurroundings
 from replaykit.transforms import Surroundings
+from tests.transforms.streams import Streams, histories, play
 
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), init=st.sampled_from([0, -3]), n=st.sampled_from([1, 3]))
-def test_previous_steps_match_a_scan(
-    data: Any, init: int, n: int, histories: Any, play: Any
-) -> None:
+def test_previous_steps_match_a_scan(data: Any, init: int, n: int) -> None:
     """S20: ``init`` at the first row of an episode, reward and action of row t - 1 at row t."""
     chain = Compose(*[NStep(n, 0.9)] * (n > 1), PreviousStep(init=init))
-    streams = play(chain, data.draw(histories))
+    streams = play(chain, data.draw(histories()))
     eligible = {place for place in streams.stored() if streams.has_past(*place, 1)}
     if not eligible:
         with pytest.raises(RuntimeError, match="1 rows of history"):
@@ -52,10 +51,8 @@ def test_previous_steps_match_a_scan(
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_steps_are_counted_from_where_the_episode_began(
-    data: Any, histories: Any, play: Any
-) -> None:
-    streams = play(StepCount(), data.draw(histories))
+def test_steps_are_counted_from_where_the_episode_began(data: Any) -> None:
+    streams = play(StepCount(), data.draw(histories()))
     found = streams.drawn()
     assert set(found) == set(streams.stored())
     for (lane, number), row in found.items():
@@ -96,9 +93,9 @@ def test_core_and_separate_reads_give_equal_steps(data: Any, n: int, init: int) 
         assert found[key].equal(expected[key]), key
 
 
-def test_restart_begins_an_episode(streams: Any, tmp_path: Path) -> None:
+def test_restart_begins_an_episode(tmp_path: Path) -> None:
     """S17."""
-    own = streams(Compose(PreviousStep(), StepCount("n")), slots=9)
+    own = Streams(Compose(PreviousStep(), StepCount("n")), slots=9)
     own.extend([[0]] * 6)
     own.restart(tmp_path / "saved")
     own.extend([[0]] * 3)
@@ -120,9 +117,9 @@ class _Negated(HistoryTransform):
         return leaves
 
 
-def test_rewards_are_those_of_a_relabel_before(streams: Any) -> None:
+def test_rewards_are_those_of_a_relabel_before() -> None:
     """S20, F39."""
-    own = streams(Compose(_Negated(), PreviousStep()))
+    own = Streams(Compose(_Negated(), PreviousStep()))
     own.extend([[0]] * 5)
     found = own.drawn()
     for number in range(1, 5):
@@ -131,9 +128,9 @@ def test_rewards_are_those_of_a_relabel_before(streams: Any) -> None:
         assert found[0, number]["next", "reward"].item() == -own.rows[0][number].reward
 
 
-def test_concat_joins_reward_and_action(streams: Any) -> None:
+def test_concat_joins_reward_and_action() -> None:
     """Reward in column 0, the action after it, zeros at the first row."""
-    own = streams(PreviousStep(concat=True, num_actions=41))
+    own = Streams(PreviousStep(concat=True, num_actions=41))
     own.extend([[0], [1], [0], [0], [0]])
     found = own.drawn()
     for number, row in found.items():
@@ -219,16 +216,16 @@ def test_invalid_arguments_are_refused_at_construction(
     ],
 )
 def test_invalid_chains_and_rows_are_refused_on_read(
-    streams: Any, transform: Any, error: Any, words: str
+    transform: Any, error: Any, words: str
 ) -> None:
-    own = streams(transform)
+    own = Streams(transform)
     own.extend([[0]] * 3)
     with pytest.raises(error, match=words):
         own.buffer[:]
 
 
-def test_n_step_must_precede_previous_step(streams: Any) -> None:
-    own = streams(Compose(PreviousStep(), NStep(2, 0.9)))
+def test_n_step_must_precede_previous_step() -> None:
+    own = Streams(Compose(PreviousStep(), NStep(2, 0.9)))
     own.extend([[0]] * 3)
     with pytest.raises(ValueError, match="before PreviousStep"):
         own.buffer.sample()

@@ -232,18 +232,6 @@ def test_reward_transforms_have_stage_value() -> None:
     assert Compose().stage is None
 
 
-def test_stored_rewards_stay(storage_kind: Any, make_rows: Any) -> None:
-    rb = storage_kind.buffer(
-        6, batch_size=4, transform=Compose(RewardClip(0, 2), RewardScale(10, shift=1))
-    )
-    rb.extend(make_rows(0, 6))
-    for _ in range(2):
-        data = rb.sample()
-        expected = (data["index"] / 2).clamp(0, 2) * 10 + 1
-        assert torch.equal(data[REWARD].squeeze(-1), expected)
-    assert rb.storage[5][REWARD].item() == 2.5
-
-
 def test_a_tensorclass_is_mapped() -> None:
     @tensorclass
     class Row:

@@ -26,6 +26,7 @@ from replaykit.samplers import Sampler
 from replaykit.storages.columns import Columns
 from replaykit.storages.history_kernels import Frames
 from replaykit.transforms import Surroundings
+from tests.transforms.streams import Streams, histories, play
 
 
 def frames_of(streams: Any, lane: int, number: int, k: int) -> list[int]:
@@ -58,15 +59,13 @@ def check(streams: Any, found: dict[Any, Any], k: int, pad: str, n: int = 1) -> 
     pad=st.sampled_from(["repeat", "zero"]),
     n=st.sampled_from([1, 1, 3]),
 )
-def test_stacks_match_a_scan(
-    data: Any, k: int, pad: str, n: int, histories: Any, play: Any
-) -> None:
+def test_stacks_match_a_scan(data: Any, k: int, pad: str, n: int) -> None:
     def place(batch: Any) -> Any:
         return batch.set("place", batch["observation"].clone())
 
     stack = StackFrames(["observation"], k, pad=pad, new_dim=True)
     chain = Compose(place, *[NStep(n, 0.9)] * (n > 1), stack)
-    streams = play(chain, data.draw(histories))
+    streams = play(chain, data.draw(histories()))
     eligible = {
         (lane, number) for lane, number in streams.stored()
         if streams.has_past(lane, number, k - 1)
@@ -80,9 +79,9 @@ def test_stacks_match_a_scan(
     check(streams, found, k, pad, n)
 
 
-def test_no_stack_spans_a_restart(streams: Any, tmp_path: Path) -> None:
+def test_no_stack_spans_a_restart(tmp_path: Path) -> None:
     """S17."""
-    own = streams(StackFrames(["action"], 3), slots=9)
+    own = Streams(StackFrames(["action"], 3), slots=9)
     own.extend([[0]] * 6)
     own.restart(tmp_path / "saved")
     own.extend([[0]] * 3)
@@ -210,9 +209,9 @@ def test_windows_from_storage() -> None:
     ]
 
 
-def test_frames_are_stacked_in_slices(streams: Any) -> None:
+def test_frames_are_stacked_in_slices() -> None:
     """Slices begin where their first row has its history, or its reset."""
-    own = streams(None, slots=19)
+    own = Streams(None, slots=19)
     own.extend([[0], [0], [0], [0], [0], [0], [1]] * 5)
     buffer = ReplayBuffer(
         storage=own.buffer.storage, sampler=SliceSampler(slice_len=2), batch_size=200,
@@ -245,8 +244,8 @@ class Padded(Sampler):
         return torch.tensor(self.slots), info
 
 
-def test_padding_has_its_own_frame(streams: Any) -> None:
-    own = streams(None)
+def test_padding_has_its_own_frame() -> None:
+    own = Streams(None)
     own.extend([[0]] * 5)
     buffer = ReplayBuffer(
         storage=own.buffer.storage, transform=StackFrames(["action"], 3),
@@ -257,8 +256,8 @@ def test_padding_has_its_own_frame(streams: Any) -> None:
     ]  # fmt: skip
 
 
-def test_rows_by_index_are_cut_short(streams: Any) -> None:
-    own = streams(StackFrames(["action"], 3), slots=4)
+def test_rows_by_index_are_cut_short() -> None:
+    own = Streams(StackFrames(["action"], 3), slots=4)
     own.extend([[0]] * 6)
     assert own.buffer[:]["action"].tolist() == [
         [20, 30, 40], [30, 40, 50], [20, 20, 20], [20, 20, 30],
@@ -267,9 +266,7 @@ def test_rows_by_index_are_cut_short(streams: Any) -> None:
 
 
 @pytest.mark.parametrize("general", [False, True])
-def test_only_the_frames_are_read(
-    general: bool, streams: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_frames_are_read(general: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     gather, stacks = Columns.gather_keys, Frames.stacks
 
@@ -281,7 +278,7 @@ def test_only_the_frames_are_read(
         read.append((list(paths), len(rows.element) * count))
         return stacks(self, paths, rows, count, **how)
 
-    own = streams(StackFrames(["action"], 4), batch_size=3)
+    own = Streams(StackFrames(["action"], 4), batch_size=3)
     own.extend([[0]] * 9)
     monkeypatch.setattr(Columns, "gather_keys", noted)
     monkeypatch.setattr(Frames, "stacks", noted_too)
@@ -404,12 +401,12 @@ def test_next_rows_of_another_shape_are_refused(other: Any) -> None:
         buffer[:]
 
 
-def test_single_frame_changes_nothing(streams: Any) -> None:
-    own = streams(StackFrames(["observation"], 1))
+def test_single_frame_changes_nothing() -> None:
+    own = Streams(StackFrames(["observation"], 1))
     own.extend([[0]] * 3)
     assert own.buffer[:]["observation"].equal(own.buffer.storage[:]["observation"])
     assert StackFrames(["x"], 1).needs == Needs()
-    own = streams(StackFrames(["observation"], 1, new_dim=True))
+    own = Streams(StackFrames(["observation"], 1, new_dim=True))
     own.extend([[0]] * 3)
     assert own.buffer[:]["observation"].shape == (3, 1, 2)
     assert own.buffer[:]["next", "observation"].shape == (3, 1, 2)
@@ -428,8 +425,8 @@ def test_new_dim_stacks_along_a_new_dimension(dim: int, shape: tuple[int, ...]) 
     assert transform.tiled(frame(7, (5, 6))).shape == shape
 
 
-def test_leaves_of_a_batch_do_not_share_memory(streams: Any) -> None:
-    own = streams(StackFrames(["observation"], 3, new_dim=True))
+def test_leaves_of_a_batch_do_not_share_memory() -> None:
+    own = Streams(StackFrames(["observation"], 3, new_dim=True))
     own.extend([[0]] * 9)
     batch = own.buffer.sample()
     following = batch["next", "observation"].clone()
@@ -472,9 +469,9 @@ def test_invalid_arguments_are_refused_at_construction(
     ],
 )
 def test_invalid_chains_and_rows_are_refused_on_read(
-    streams: Any, key: str, dim: int, new_dim: bool, error: Any, words: str
+    key: str, dim: int, new_dim: bool, error: Any, words: str
 ) -> None:
-    own = streams(StackFrames([key], 2, dim, new_dim=new_dim))
+    own = Streams(StackFrames([key], 2, dim, new_dim=new_dim))
     own.extend([[0]] * 3)
     with pytest.raises(error, match=words):
         own.buffer.sample()

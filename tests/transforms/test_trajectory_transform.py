@@ -30,6 +30,7 @@ from replaykit import (
 )
 from replaykit.episodes import EndReason, Needs
 from replaykit.transforms.history import Around, Surroundings
+from tests.transforms.streams import stored_bits
 
 MASK = ("collector", "mask")
 
@@ -122,11 +123,6 @@ class Windows(SampleUnit):
         steps = steps.clamp(max=self.length - self.pad - 1) * self.every
         rows = (start[:, None] + steps).reshape(-1)
         return rows, {"sequence_id": window, "validity_mask": mask}
-
-
-def stored_bits(rb: ReplayBuffer) -> list[torch.Tensor]:
-    columns = rb.storage.get(slice(None))
-    return [columns[key].clone() for key in columns.keys(True, True)]
 
 
 def chi_square_p(counts: np.ndarray) -> float:
@@ -421,17 +417,6 @@ def test_episodes_of_lanes_are_edited() -> None:
     n = torch.tensor([[6, 10, 8], [12, 4, 8]])[lane, episode]
     assert torch.equal(batch["count"], n)
     assert torch.equal(batch["after"] % 100, torch.minimum(batch["row"] % 100 + 1, n - 1))
-
-
-def test_same_seed_same_batches_also_made_ahead() -> None:
-    def draw(prefetch: int) -> list[TensorDict]:
-        chain = Compose(TrajectoryTransform(repeated(2)), HindsightGoal(0.5))
-        rb = buffer_of(chain, [5, 9, 4, 7], prefetch=prefetch, sample_unit=Windows(3))
-        return [rb.sample() for _ in range(6)]
-
-    for one, other, ahead in zip(draw(0), draw(0), draw(3), strict=True):
-        assert (one == other).all()
-        assert (one == ahead).all()
 
 
 def test_rows_are_read_by_index_too() -> None:

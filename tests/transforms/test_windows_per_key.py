@@ -31,6 +31,7 @@ from replaykit.datasets import CorpusExperienceReplay, Policies
 from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.published_buffer import MappedStorage
 from tests.datasets.test_split import flat
+from tests.transforms.streams import histories, play
 
 LENGTHS = (5, 1, 20, 9)
 OFFSETS = {"observation.state": [-1, 0], "action": range(16), ("camera",): [0], "task": [-7, 40]}
@@ -181,10 +182,10 @@ def test_items_are_those_of_diffusion_policy(size: int, before: int, after: int)
     pad_after=st.sampled_from([None, None, 0, 1]),
 )
 def test_windows_match_a_scan_of_streams(
-    data: Any, offsets: list[int], pad_after: int | None, histories: Any, play: Any
+    data: Any, offsets: list[int], pad_after: int | None
 ) -> None:
     windows = Windows({"action": offsets, "next.reward": [0]}, pad_after=pad_after)
-    streams = play(windows, data.draw(histories))
+    streams = play(windows, data.draw(histories()))
     ahead = 0 if pad_after is None else max([*offsets, 0]) - pad_after
     eligible = {
         (lane, number) for lane, number in streams.stored()

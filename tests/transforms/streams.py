@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -149,14 +148,9 @@ class Streams:
         return found
 
 
-@pytest.fixture(scope="session")
-def streams() -> Callable[..., Streams]:
-    """``streams(transform, lanes=, slots=, batch_size=)``."""
-    return Streams
-
-
 @st.composite
-def _histories(draw: st.DrawFn) -> dict[str, Any]:
+def histories(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw lanes, slots, and turns of writing: rows, and whether streams are cut after them."""
     lanes = draw(st.sampled_from([1, 1, 2, 3]))
     end = st.sampled_from([CONTINUES] * 5 + [TERMINATED, TRUNCATED])
     step = st.lists(end, min_size=lanes, max_size=lanes)
@@ -169,22 +163,16 @@ def _histories(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="session")
-def histories() -> st.SearchStrategy[dict[str, Any]]:
-    """Lanes, slots, and turns of writing: rows, and whether the streams are cut after them."""
-    return _histories()
+def play(transform: Any, history: dict[str, Any]) -> Streams:
+    """Make streams that have been written as a history says."""
+    streams = Streams(transform, history["lanes"], history["slots"])
+    for piece, is_cut in history["turns"]:
+        streams.extend(piece)
+        if is_cut:
+            streams.cut()
+    return streams
 
 
-@pytest.fixture(scope="session")
-def play() -> Callable[[Any, dict[str, Any]], Streams]:
-    """``play(transform, history)``: streams that have been written so."""
-
-    def run(transform: Any, history: dict[str, Any]) -> Streams:
-        streams = Streams(transform, history["lanes"], history["slots"])
-        for piece, is_cut in history["turns"]:
-            streams.extend(piece)
-            if is_cut:
-                streams.cut()
-        return streams
-
-    return run
+def stored_bits(rb: ReplayBuffer) -> list[torch.Tensor]:
+    columns = rb.storage.get(slice(None))
+    return [columns[key].clone() for key in columns.keys(True, True)]

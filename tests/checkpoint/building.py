@@ -1,0 +1,69 @@
+"""Making, changing and comparing checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from replaykit import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, SamplerWithoutReplacement
+from replaykit.episodes.episode_laws import RESTORED
+
+
+def make(filled: int = 0, *, capacity: int = 8, seed: int = 0, start: int = 0) -> ReplayBuffer:
+    """Make a buffer with everything that has state."""
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(capacity),
+        sampler=SamplerWithoutReplacement(),
+        writer=RoundRobinWriter(track_generations=True),
+        generator=torch.Generator().manual_seed(seed),
+        batch_size=2,
+    )
+    if filled:
+        ids = torch.arange(start, start + filled)
+        buffer.extend(TensorDict({"id": ids, "next": {"x": ids[:, None].float()}}, [filled]))
+    return buffer
+
+
+def save(folder: Path) -> None:
+    """Save a buffer that has wrapped and been drawn from."""
+    buffer = make(11)
+    buffer.sample()
+    buffer.dumps(folder)
+
+
+def flipped(content: bytes, every: int) -> list[bytes]:
+    """Return copies with a bit changed, one for every so many bytes."""
+    found = []
+    for at in range(0, len(content), every):
+        copy_ = bytearray(content)
+        copy_[at] ^= 1 << (at % 8)
+        found.append(bytes(copy_))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), value.tolist())
+    if isinstance(value, TensorDict):
+        return _plain(value.to_dict())
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def state_of(buffer: ReplayBuffer) -> Any:
+    """Return everything that can be seen of a buffer of `make`, as plain values that compare."""
+    return copy.deepcopy(_plain({**buffer.state_dict(), "capacity": buffer.storage.max_size}))
+
+
+def restarted(state: Any) -> Any:
+    """Return a state after a restart: the open episode ends at its newest row, no more."""
+    state = copy.deepcopy(state)
+    newest = state["_writer"]["_ledger"]["next_position"] - 1
+    assert state["_writer"]["_episodes"]["marks"] == []
+    state["_writer"]["_episodes"] |= {"marks": [newest], "codes": [RESTORED]}
+    return state
