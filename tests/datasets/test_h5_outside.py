@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 import zlib
@@ -232,6 +233,7 @@ def _bomb(path: Path, rows: int, chunk: int, stored: bytes, **how: Any) -> None:
         node.id.write_direct_chunk((0,), stored)
 
 
+@functools.cache
 def _deflated(nbytes: int, times: int = 1) -> bytes:
     stream = zlib.compressobj(9)
     piece = bytes(1 << 20)

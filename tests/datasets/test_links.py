@@ -48,6 +48,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize(
     "member",

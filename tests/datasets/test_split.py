@@ -61,10 +61,9 @@ def assert_same_transitions(split: Published, table: Published) -> None:
         start += length
 
 
-@pytest.mark.parametrize("block_bytes", [1, 100, 1000, 1 << 24])
-@pytest.mark.parametrize("lengths", [(4, 7, 1, 5), (3,), (1, 1), (2, 50)])
-def test_both_forms_hold_the_same_transitions(tmp_path, block_bytes, lengths):
-    table = flat(tmp_path / "data", *lengths)
+@pytest.mark.parametrize("block_bytes", [1, 1000, 1 << 24])
+def test_both_forms_hold_the_same_transitions(tmp_path, block_bytes):
+    table = flat(tmp_path / "data", 4, 7, 1, 5)
     options = ConvertOptions(block_bytes=block_bytes)
     split = ensure_split(tmp_path / "data", tmp_path / "data_split", options=options)
     assert_same_transitions(split, table)

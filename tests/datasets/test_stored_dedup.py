@@ -166,6 +166,7 @@ def test_damaged_data_set_is_refused(tmp_path, fault):
         open_dataset(tmp_path / "data")
 
 
+@pytest.mark.parametrize("both", ["maniskill"], indirect=True)
 def test_validate_inspect_push_and_pull_support_deduplication(tmp_path, both, point_client_at):
     keep, once = both
     findings = ted_findings(once.published, lambda count: None)
