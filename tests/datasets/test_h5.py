@@ -12,7 +12,6 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.datasets.engine import h5
 from replaykit.datasets.engine.h5 import open_h5
 from replaykit.datasets.engine.h5_checks import SIGNATURE, check_signature
 from replaykit.errors import CorpusError
@@ -74,16 +73,6 @@ def test_missing_file_and_directory_are_named(tmp_path):
         pass
     with pytest.raises(IsADirectoryError, match=str(tmp_path.name)), open_h5(tmp_path):
         pass
-
-
-@pytest.mark.pitfall("DS16")
-def test_no_module_for_data_sets_can_load_a_pickle():
-    home = Path(h5.__file__).parent
-    text = {path.name: path.read_text() for path in home.rglob("*.py")}
-    assert len(text) > 10
-    for name, source in text.items():
-        for danger in ("import pickle", "allow_pickle", "trust_remote_code", "torch.load("):
-            assert danger not in source, name
 
 
 @pytest.mark.parametrize("part", [0.001, 0.1, 0.5, 0.9, 0.999])
