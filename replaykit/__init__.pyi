@@ -172,6 +172,7 @@ from replaykit.ted import (
     DEFAULT_DONE_KEYS,
 )
 from replaykit.trajectories import (
+    MiniBatches,
     join_trajectories,
     pad_collate,
     split_trajectories,
@@ -317,6 +318,7 @@ __all__ = [
     "Metrics",
     "MinSegmentTree",
     "MinariExperienceReplay",
+    "MiniBatches",
     "MostSampled",
     "NStep",
     "NStepWriting",

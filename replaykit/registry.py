@@ -196,6 +196,7 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("split_trajectories", "function", "trajectories"),
     Entry("join_trajectories", "function", "trajectories"),
     Entry("pad_collate", "function", "trajectories"),
+    Entry("MiniBatches", "buffer part", "trajectories"),
     Entry("to_device", "function", "transfer"),
     # Corpora. A family is a class with ids. A layout declares how its files are read.
     Entry("BaseDatasetExperienceReplay", "base", "datasets.dataset"),

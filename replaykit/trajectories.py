@@ -6,12 +6,14 @@ padded ``[E, T]`` with a ``mask``, as for sequence models. Values are only moved
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from tensordict import pad
 
 from replaykit._compat import LazyStackedTensorDict, TensorDict, as_tensor, is_tensordict, lookup
+from replaykit.keywords import one_of, whole_number
 from replaykit.structure import Node, Path, Rules, build, flatten
 from replaykit.ted import (
     DEFAULT_DONE_KEYS,
@@ -25,6 +27,7 @@ from replaykit.ted import (
 
 __all__ = [
     "MASK_KEY",
+    "MiniBatches",
     "check_rows",
     "find_ends",
     "join_trajectories",
@@ -526,3 +529,97 @@ def join_trajectories(data: Any, *, mask_key: Any = "mask", ids_key: Any = "traj
     slots = mask.reshape(-1).nonzero().squeeze(-1)
     rows = {key: picked(leaf, slots) for key, leaf in leaves.items()}
     return build(node, rows, torch.Size([len(slots)]), data.device)
+
+
+class MiniBatches:
+    """Shuffled pieces of rows ``[lanes, T]``, as ``rb.drain`` returns them.
+
+    The time of each lane is cut into pieces of ``length`` rows. Each epoch has all pieces once, in
+    another order. A batch is ``[B, length]``. It has the keys of the rows, and int64 ``"lane"`` and
+    ``"position"``, unless the rows have them: number of the lane, and number of the row in T. So
+    ``position[:, 0]`` is the start of each piece. Iterate again for further epochs.
+
+    Args:
+        rows: TensorDict ``[lanes, T]``.
+        size: number of pieces of a batch.
+        length: number of rows of a piece.
+        epochs: number of passes over the pieces in one iteration.
+        tail: if ``length`` does not divide T: ``"error"``, ``"drop"`` the last rows, or ``"pad"``
+            the last pieces with zeros. With ``"pad"``, bool ``"mask"`` is True for real rows.
+        even: divide N pieces into ``max(1, N // size)`` batches whose sizes differ by at most 1.
+            False: batches of ``size`` pieces, of which the last may have fewer.
+        generator: source of the orders. Default: torch's global generator.
+
+    Raises:
+        TypeError: the rows are not a TensorDict of two dimensions.
+        ValueError: a number is below 1, ``tail`` is unknown, or ``length`` does not divide T.
+
+    Cost: one copy of the rows per epoch.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import MiniBatches
+        >>> rows = TensorDict({"x": torch.arange(24).reshape(2, 12)}, [2, 12])
+        >>> batches = MiniBatches(rows, size=3, length=3, epochs=2)
+        >>> len(batches), [tuple(batch.shape) for batch in batches]
+        (4, [(4, 3), (4, 3), (4, 3), (4, 3)])
+    """
+
+    def __init__(
+        self,
+        rows: Any,
+        size: int,
+        length: int,
+        epochs: int = 1,
+        *,
+        tail: str = "error",
+        even: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if not is_tensordict(rows) or rows.batch_dims < 2:
+            raise TypeError(f"expected a TensorDict [lanes, T], got {type(rows).__name__}")
+        self.size = whole_number("size", size, 1)
+        self.length, self.epochs = (
+            whole_number("length", length, 1),
+            whole_number("epochs", epochs, 1),
+        )
+        self.even, self.generator = bool(even), generator
+        lanes, steps = rows.batch_size[:2]
+        left = steps % length
+        short = one_of("tail", tail, ("error", "drop", "pad")) != "pad" and left == steps
+        if short or (tail == "error" and left):
+            raise ValueError(
+                f"expected a length that divides T={steps}, got {length}; tail='drop' leaves the "
+                "last rows out, and tail='pad' adds rows of zeros"
+            )
+        rows = rows.copy()
+        for key, number in (
+            ("lane", torch.arange(lanes)[:, None]),
+            ("position", torch.arange(steps)),
+        ):
+            if lookup(rows, (key,)) is None:
+                rows[key] = number.expand(lanes, steps)
+        if left and tail == "pad":
+            rows[MASK_KEY] = torch.ones(lanes, steps, dtype=torch.bool)
+            rows = pad(rows, [0, 0, 0, length - left])
+        count = rows.shape[1] // length
+        self._pieces = rows[:, : count * length].unflatten(1, (count, length)).flatten(0, 1)
+
+    def __len__(self) -> int:
+        """Return the number of batches of one iteration."""
+        return self.epochs * len(self._sizes())
+
+    def _sizes(self) -> list[int]:
+        count = len(self._pieces)
+        parts = max(1, count // self.size) if self.even else -(-count // self.size)
+        if not self.even:
+            return [min(self.size, count - at * self.size) for at in range(parts)]
+        return [(count + at) // parts for at in reversed(range(parts))]
+
+    def __iter__(self) -> Iterator[Any]:
+        device = "cpu" if self.generator is None else self.generator.device
+        for _ in range(self.epochs):
+            order = torch.randperm(len(self._pieces), generator=self.generator, device=device)
+            for part in order.split(self._sizes()):
+                yield self._pieces[part.to(self._pieces.device or "cpu")]

@@ -68,13 +68,14 @@ class TensorDictReplayBuffer(ReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
         tensordicts: Any = None,
         update_priority: bool | None = None,
         timeout: float | None = None,
+        overwrite: bool = True,
     ) -> torch.Tensor:
         """Store a batch, as ``ReplayBuffer.extend`` does.
 
         Args:
             data: TensorDicts, or other rows that ``ReplayBuffer.extend`` accepts.
             tensordicts: the name of ``data`` in TorchRL.
-            update_priority, timeout: as for ``ReplayBuffer.extend``.
+            update_priority, timeout, overwrite: as for ``ReplayBuffer.extend``.
 
         Raises:
             TypeError: both ``data`` and ``tensordicts`` are given.
@@ -90,7 +91,9 @@ class TensorDictReplayBuffer(ReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
             tensor([0, 1, 2])
         """
         rows = rows_by_name(type(self).__name__, data, tensordicts)
-        return ReplayBuffer.extend(self, rows, update_priority=update_priority, timeout=timeout)
+        return ReplayBuffer.extend(
+            self, rows, update_priority=update_priority, timeout=timeout, overwrite=overwrite
+        )
 
 
 class PrioritizedReplayBuffer(ReplayBuffer[DataT, StorageT, PrioritizedT, WriterT]):

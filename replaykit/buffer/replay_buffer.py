@@ -594,6 +594,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         *,
         update_priority: bool | None = None,
         timeout: float | None = None,
+        overwrite: bool = True,
     ) -> torch.Tensor:
         """Store a batch of rows.
 
@@ -605,7 +606,10 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             update_priority: if False, ignore the priorities under ``priority_key`` in the data. The
                 rows then get the sampler's default priority.
             timeout: maximum seconds to wait until the buffer's rate limiter admits the rows. With 0
-                the call does not wait; None is no limit. Without a rate limiter it has no effect.
+                the call does not wait; None is no limit. Without a rate limiter it has no effect,
+                unless ``overwrite`` is False.
+            overwrite: if False, do not replace rows that ``take`` has not returned, but wait until
+                there is room for the whole batch. A waiting call holds no lock.
 
         Returns:
             The slot of each row, int64 ``[B]``. For ``ndim > 1`` the shape is ``[T * prod(lanes),
@@ -617,7 +621,9 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
                 if the rate limiter can never admit that many rows in one call.
             TypeError: the storage cannot hold a value.
             RateLimiterTimeout: the timeout has passed before samples caught up; a TimeoutError.
+            TimeoutError: with ``overwrite=False``, there was no room in time.
             RuntimeError: the buffer was shut down during the wait.
+            Closed: with ``overwrite=False``, ``close`` was called; a RuntimeError.
 
         If the call raises, nothing has changed, unless a custom sampler or transform raises after
         the rows are stored. Readers get all rows of the batch or none. Cost: one pass over the
@@ -636,7 +642,11 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         """
         if not self._initialized:
             self._ready()
-        index = write.write_in_turn(self, data, timeout, False, update_priority)
+        if overwrite:
+            index = write.write_in_turn(self, data, timeout, False, update_priority)
+        else:
+            with stream_rows.Room(self, timeout) as room:
+                index = write.write_in_turn(self, data, timeout, False, update_priority, room)
         if self._observers is not None:
             self._observers.after_write(self)
         return index
@@ -732,26 +742,34 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         return self._observed(stream_rows.remove_stream_rows(self, n, lane, "remove_oldest()"))
 
     def take(self, n: int, lanes: Any = None, *, timeout: float | None = 0) -> DataT | None:
-        """Remove the ``n`` oldest rows of each stream, and return them as ``[B, n]``.
+        """Take the ``n`` oldest rows of each stream out, and return them as ``[B, n]``.
 
-        The buffer is then a queue: each row is taken once. Rows are returned as stored, without
-        transforms. The streams are in the order of ``lanes``, or in that of their keys.
+        The buffer is then a queue: each row is taken once, also if several processes share it. Rows
+        are returned as stored, without transforms. The streams are in the order of ``lanes``, or in
+        that of their keys. Without ``lane_key``, the lanes of the storage are the streams, or all
+        rows are one stream.
+
+        With a LaneWriter or EpisodeWriter the rows are removed at once. In other buffers, and in
+        files or memory that processes share, they keep their slots until new rows replace them, and
+        samplers can still draw them. ``extend(overwrite=False)`` replaces no other rows.
 
         Args:
-            lanes: streams, named by their values of the lane key; None for the ``lanes`` of the
-                LaneWriter, or else for all that have rows.
+            lanes: streams, named by their values of the lane key, or lanes by number; None for the
+                ``lanes`` of the LaneWriter, or else for all that have rows.
             timeout: seconds to wait for missing rows; None for no limit, 0 to raise at once. A
                 waiting call holds no lock.
 
         Returns:
-            The rows; None if ``shutdown`` is called, until ``reopen``.
+            The rows; None after ``close`` or ``shutdown``, until ``reopen``.
 
         Raises:
             NotEnoughData, IndexError: with ``timeout=0``, a stream has too few rows, or none.
             TimeoutError: the rows did not come in time.
-            ValueError: as ``remove_oldest`` does, or ``n`` exceeds the rows of a stream.
+            ValueError: ``n`` exceeds the rows of a stream, or a stream is named twice.
+            RuntimeError: the storage has no tensors, or rows of streams were placed by hand.
 
-        After an error nothing has changed.
+        After an error nothing has changed. If a process is killed during the call, its rows count
+        as taken only if the call was about to return. Cost: O(rows taken + streams * log rows).
 
         Example:
             >>> import torch
@@ -767,18 +785,42 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         """
         return self._observed(stream_rows.take_rows(self, n, lanes, timeout))
 
-    def reopen(self) -> None:
-        """Let ``take`` return rows again after ``shutdown``."""
-        self._arrivals.close(False)
+    def close(self) -> None:
+        """End the waits of ``take`` and ``extend(overwrite=False)`` in all processes.
 
-    def drain(self, skip: int = 0) -> DataT:
+        Waiting and later calls of ``take`` return None, and those of ``extend(overwrite=False)``
+        raise ``Closed`` and store nothing. No row is lost: ``reopen`` undoes the call.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(2))
+            >>> _ = rb.extend(torch.arange(2), overwrite=False)
+            >>> rb.close()
+            >>> rb.take(1, timeout=60) is None
+            True
+            >>> rb.reopen()
+            >>> rb.take(1)
+            tensor([[0]])
+        """
+        stream_rows.close_queues(self, True)
+
+    def reopen(self) -> None:
+        """Undo ``close``, and the effect of ``shutdown`` on ``take``."""
+        stream_rows.close_queues(self, False)
+
+    def drain(self, skip: int = 0, *, aligned: bool = False) -> DataT:
         """Remove all rows, and return them in order of time as ``[lanes, T]``.
 
         All lanes or streams must have equally many rows. No write comes between the read and the
-        removal. Rows are returned as stored, with their row ids under ``"position"``.
+        removal. Rows are returned as stored, with their row ids under ``"position"``. Rows that
+        were taken are not returned.
 
         Args:
             skip: number of the oldest rows of each lane that are left out, but also removed.
+            aligned: also refuse streams that have got different numbers of rows, of which some were
+                overwritten or taken. They count since the rows were loaded, or were first indexed
+                in this process.
 
         Raises:
             NotEnoughData: the lanes have different numbers of rows, or at most ``skip``.
@@ -796,7 +838,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             (tensor([[1, 2],
                     [4, 5]]), 0)
         """
-        return self._observed(stream_rows.drain_rows(self, skip))
+        return self._observed(stream_rows.drain_rows(self, skip, aligned))
 
     def resize(self, n: int) -> int:
         """Change the capacity to ``n`` rows; return the number of rows that were evicted.

@@ -29,6 +29,7 @@ from replaykit.samplers.priority_rules import SavedPriorities
 from replaykit.storages import LazyTensorStorage, Storage
 from replaykit.storages.content import Content
 from replaykit.storages.save_hooks import content_after_load, content_to_save, warn_left_out
+from replaykit.storages.taken_rows import load_taken, taken_mask
 from replaykit.storages.tensor_bytes import by_value, from_value
 from replaykit.writers.writer import ledger_of
 
@@ -49,6 +50,7 @@ class BufferState:
         same_rows: whether the rows were not saved because the storage already holds them.
         pace: counts of a rate limiter; None without one.
         observers: states of the objects that are registered with functions for events.
+        taken: which rows were taken from a queue, bool ``[rows * lanes]``; None if none were.
     """
 
     content: Content | None
@@ -62,6 +64,7 @@ class BufferState:
     same_rows: bool = False
     pace: Mapping[str, int] | None = None
     observers: Mapping[str, Any] | None = None
+    taken: torch.Tensor | None = None
 
 
 def saved_sampler(sampler: Sampler, *, tracked: Storage | None = None) -> dict[str, Any]:
@@ -189,6 +192,7 @@ def check_state(buffer: ReplayBuffer, state: BufferState, *, stacklevel: int) ->
     undelivered = undelivered_draws(state.undelivered)
     LimiterQueue.check_state(state.pace)
     _check_stored(sampler, sampler_state, state.content)
+    _check_taken(state)
     target, rows = _target_of_rows(buffer, state, stacklevel)
     check_rows(undelivered, state)
     writer_state = state.writer
@@ -254,6 +258,7 @@ def finish_taking(buffer: ReplayBuffer, checked: CheckedState) -> None:
         put_back(checked.undelivered, sampler, storage)
     if rows is not None:
         sampler.moved(rows, storage)
+    load_taken(storage, checked.state.taken, rows)
     if buffer._pace is not None:
         buffer._pace.load_state(checked.state.pace, len(buffer))
     if buffer._observers is not None:
@@ -268,6 +273,16 @@ def _check_stored(sampler: Sampler, saved: Any, content: Content | None) -> None
     stored = content.rows * content.lanes.numel()
     if known != stored:
         raise ValueError(f"expected {stored} rows in the sampler's state, got {known}")
+
+
+def _check_taken(state: BufferState) -> None:
+    """Raise ValueError if the taken rows are not those of the saved rows."""
+    mask, content = state.taken, state.content
+    rows = None if content is None else content.rows * content.lanes.numel()
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor) or (mask.dtype, list(mask.shape)) != (torch.bool, [rows]):
+        raise ValueError(f"expected the taken ones of {rows} rows, got {mask!r}")
 
 
 def _target_of_rows(
@@ -442,9 +457,10 @@ def saved_parts(
     if path is None:
         sampler, transforms = copy.deepcopy(sampler), copy.deepcopy(transforms)
     pace = {} if buffer._pace is None else {"pace": buffer._pace.state()}
-    observers = buffer._observers
+    observers, mask = buffer._observers, taken_mask(storage)
     rest = {
         **pace,
+        **({} if mask is None else {"taken": mask}),
         **({} if observers is None else {"observers": copy.deepcopy(observers.state_dict())}),
         "writer": writer,
         "sampler": sampler,
@@ -531,6 +547,7 @@ def read_state(
         same_rows=same,
         pace=part("pace", None),
         observers=part("observers", None),
+        taken=part("taken", None),
     )
 
 

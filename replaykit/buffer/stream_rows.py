@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,17 +14,20 @@ import torch
 
 from replaykit.buffer.draw import rewind
 from replaykit.buffer.write import empty_rows
-from replaykit.errors import NotEnoughData
+from replaykit.episodes.streams import stream_keys
+from replaykit.errors import Closed, NotEnoughData
+from replaykit.interrupts import check
 from replaykit.keywords import whole_number
 from replaykit.pace import checked_timeout
 from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.indexing import elements_of, unravel_index
 from replaykit.storages.removal import (
     check_removable,
     named_lanes,
-    oldest_slots,
     remove_oldest,
     stream_index,
 )
+from replaykit.storages.taken_rows import StreamQueues, row_ids, take_elements, taken
 
 if TYPE_CHECKING:
     from replaykit.buffer.replay_buffer import ReplayBuffer
@@ -98,87 +104,220 @@ def remove_stream_rows(buffer: ReplayBuffer, count: int | None, lane: Any, name:
         return int(counts.sum())
 
 
+_PAUSES = (0.0005, 0.001, 0.002, 0.005)
+"""Seconds between looks at the rows of other processes. The last value repeats."""
+_CLOSED = "closed"
+"""File in the folder of shared rows that ends the waits of all processes."""
+
+
+class _Wait:
+    """The wait of one call for rows, or for room. No lock is held.
+
+    Args:
+        timeout: seconds; None for no limit.
+        text: the text of the error at the end of the time.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, timeout: float | None, text: str) -> None:
+        seconds = checked_timeout(timeout)
+        self._until = math.inf if seconds is None else time.monotonic() + seconds
+        self._buffer, self._text, self._looks = buffer, f"{text} within {timeout} s", 0
+
+    def __enter__(self) -> _Wait:
+        self._buffer._arrivals.waiting += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._buffer._arrivals.waiting -= 1
+
+    def pause(self) -> None:
+        """Wait for a change, or for a short time. Raises TimeoutError."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(self._text) from None
+        pause = _PAUSES[min(self._looks, len(_PAUSES) - 1)] if self._buffer._shared else _POLL_S
+        self._looks += 1
+        self._buffer._arrivals.wait(min(left, pause))
+        check()
+
+
+def _closed_file(buffer: ReplayBuffer) -> Path | None:
+    recovery = buffer.storage.recovery
+    return recovery.home.folder / _CLOSED if buffer._shared else None
+
+
+def is_closed(buffer: ReplayBuffer) -> bool:
+    """Return whether waits have ended, here or for all processes."""
+    file = _closed_file(buffer)
+    return buffer._arrivals.closed or (file is not None and os.path.exists(file))
+
+
+def close_queues(buffer: ReplayBuffer, closed: bool) -> None:
+    """End the waits of all processes, or allow waits again."""
+    file = _closed_file(buffer)
+    if file is not None and closed:
+        file.touch()
+    elif file is not None:
+        file.unlink(missing_ok=True)
+    buffer._arrivals.close(closed)
+
+
 def take_rows(buffer: ReplayBuffer, n: int, lanes: Any, timeout: float | None) -> Any:
     """Return the ``n`` oldest rows of each stream ``[B, n]``, and remove them."""
     n = whole_number("n", n, 1)
-    until = None if timeout is None else time.monotonic() + (checked_timeout(timeout) or 0.0)
-    arrivals = buffer._arrivals
-    arrivals.waiting += 1
-    try:
+    buffer._ready()
+    with _Wait(buffer, timeout, f"expected {n} rows of each stream") as wait:
         while True:
-            if arrivals.closed:
+            if is_closed(buffer):
                 return None
             try:
-                return _take(buffer, n, lanes)
+                found = _take(buffer, n, lanes)
             except (NotEnoughData, IndexError):
-                left = 3600.0 if until is None else until - time.monotonic()
                 if timeout == 0:
                     raise
-                if left <= 0:
-                    text = f"expected {n} rows of each stream within {timeout} s"
-                    raise TimeoutError(text) from None
-            arrivals.wait(left)
-    finally:
-        arrivals.waiting -= 1
+            else:
+                buffer._arrivals.notify()  # writers may wait for room
+                return found
+            wait.pause()
+
+
+def _removes(buffer: ReplayBuffer, storage: Any) -> bool:
+    """Return whether rows that are taken leave the storage at once.
+
+    They cannot if files and other processes have the rows, or in a ring.
+    """
+    by_stream = buffer._writer.kind in ("lanes", "episodes")
+    return by_stream and storage.recovery is None and not getattr(storage, "dedup_next", False)
+
+
+def _columns(storage: Any) -> ColumnStorage:
+    if not isinstance(storage, ColumnStorage):
+        raise RuntimeError(f"a {type(storage).__name__} has no lanes; use a tensor storage")
+    return storage
 
 
 def _take(buffer: ReplayBuffer, n: int, lane: Any) -> Any:
     with buffer._locked() as found:
-        storage: Any = found
-        index = _streams(buffer, storage, "take()")
-        limit = getattr(buffer._writer, "length", n)
+        storage, writer = _columns(found), buffer._writer
+        limit = getattr(writer, "length", storage.ledger.slots)
         if n > limit:
             raise ValueError(f"expected n of at most {limit} rows of a stream, got {n}")
-        if index is None or not len(storage):
+        if not len(storage):
             raise NotEnoughData(f"expected {n} rows of each stream, got an empty storage")
-        lane = getattr(buffer._writer, "lanes", None) if lane is None else lane
-        chosen = named_lanes(storage, index, lane)
-        if lane is not None:  # in the given order
-            keys = torch.as_tensor(lane).reshape(-1).tolist()
-            chosen = chosen[np.argsort(np.argsort(keys, kind="stable"), kind="stable")]
-        sizes = index.sizes()[chosen]
-        if not len(chosen) or (sizes < n).any():
+        lane = getattr(writer, "lanes", None) if lane is None else lane
+        queues = StreamQueues(storage, "take()")
+        chosen = queues.named(lane)
+        first = queues.taken(chosen)
+        left = queues.sizes[chosen] - first
+        if not len(chosen) or (left < n).any():
             raise NotEnoughData(
                 f"expected {n} rows of each of {len(chosen)} streams, got "
-                f"{int(sizes.min(initial=0))} of one"
+                f"{min(left, default=0)} of one"
             )
         rewind(buffer)
-        counts = np.full(len(chosen), n)
-        slots = oldest_slots(index, chosen, counts)
-        rows = storage.read(torch.from_numpy(slots)).reshape(len(chosen), n)
-        remove_oldest(storage, chosen, counts)
+        number = (first[:, None] + np.arange(n)).reshape(-1)
+        elements = queues.elements(np.repeat(chosen, n), number)
+        rows = _read(storage, elements).unflatten(0, (len(chosen), n))
+        if _removes(buffer, storage):
+            remove_oldest(storage, chosen, np.full(len(chosen), n))
+        else:
+            take_elements(storage, elements)
         return rows
 
 
-def drain_rows(buffer: ReplayBuffer, skip: int) -> Any:
+def _read(storage: ColumnStorage, elements: Array) -> Any:
+    index = torch.from_numpy(elements)
+    return storage.read(index if storage.ndim == 1 else unravel_index(index, storage.lanes))
+
+
+class Room:
+    """The condition that a write replaces only rows that were taken.
+
+    Raises:
+        ValueError: parts of the buffer do not keep the order of a queue.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, timeout: float | None) -> None:
+        buffer._ready()
+        holds = [e for e in buffer._chain.entries if callable(getattr(e.transform, "flush", None))]
+        if buffer._writer.kind not in ("round_robin", "lanes") or buffer._sampler.consumes or holds:
+            raise ValueError(
+                "overwrite=False expected a RoundRobinWriter or LaneWriter, a sampler that uses no "
+                f"rows up, and transforms that hold no rows back, got {buffer!r}"
+            )
+        self._buffer, self._timeout = buffer, timeout
+        self._wait = _Wait(buffer, timeout, "expected room for all rows")
+
+    def __enter__(self) -> Room:
+        self._wait.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait.__exit__()
+
+    def wait(self) -> None:
+        """Wait until rows may have been taken. Raises TimeoutError."""
+        self._wait.pause()
+
+    def fits(self, storage: Any, rows: Any) -> bool:
+        """Return whether there is room for prepared rows. The caller holds the lock.
+
+        Raises:
+            Closed: waits have ended.
+            ValueError: there is never room for that many rows.
+        """
+        if is_closed(self._buffer):
+            raise Closed("expected an open queue, but close() or shutdown() was called")
+        storage, writer = _columns(storage), self._buffer._writer
+        if writer.kind == "lanes":
+            keys = stream_keys(rows.leaves[storage.lane_key])
+            keys, counts = np.unique(keys, return_counts=True)
+            most, what = writer.length, "a stream"  # type: ignore[attr-defined]
+        else:
+            counts, most, what = np.array([len(rows)]), storage.slots_for(rows), "the storage"
+        if counts.max() > most:
+            raise ValueError(
+                f"overwrite=False expected at most {most} rows of {what}, got {counts.max()}"
+            )
+        if not len(storage):
+            return True
+        if writer.kind != "lanes":
+            slots = storage.ledger.next_slots(len(rows)).numpy()
+            slots = slots[slots < storage.ledger.length]
+            return bool(taken(storage, elements_of(slots, storage.lanes.numel())).all())
+        queues, index = StreamQueues(storage, "overwrite=False"), storage.episodes
+        known, lanes = np.array(index.has_streams(keys.tolist())), index.lanes_with(keys)
+        left = queues.sizes[lanes] - queues.taken(lanes)
+        return bool((left + counts[known] <= most).all())
+
+
+def drain_rows(buffer: ReplayBuffer, skip: int, aligned: bool) -> Any:
     """Return all rows in order of time, ``[lanes, T]``, and remove them."""
     skip = whole_number("skip", skip, 0)
-    with buffer._locked() as storage:
-        if not isinstance(storage, ColumnStorage):
-            raise RuntimeError(f"a {type(storage).__name__} has no lanes; use a tensor storage")
-        length = storage.ledger.length
-        sizes, slots = np.array([length]), storage.ledger.write_order()
-        if storage.lane_key is not None and length:
-            index = stream_index(storage, "drain()")
-            sizes = index.sizes()
-            slots = torch.from_numpy(oldest_slots(index, np.arange(len(sizes)), sizes))
+    with buffer._locked() as found:
+        storage = _columns(found)
+        queues = StreamQueues(storage, "drain()")
+        lanes = np.arange(len(queues.sizes))
+        first = queues.taken(lanes)
+        sizes = queues.sizes - first
         declared = getattr(buffer._writer, "lanes", None)
-        missing = 0 if declared is None else len(declared) - len(sizes)
-        if not length or missing or sizes.min() != sizes.max() or sizes[0] <= skip:
-            sizes = np.append(sizes, [0] * missing)
+        if declared is not None:
+            sizes = np.append(sizes, np.zeros(len(declared) - len(sizes), int))
+        if not len(sizes) or sizes.min() != sizes.max() or sizes[0] <= skip:
             raise NotEnoughData(
                 f"expected lanes of equal numbers of rows, more than {skip}, got "
-                f"{int(sizes.min())} to {int(sizes.max())}"
+                f"{min(sizes, default=0)} to {max(sizes, default=0)}"
             )
-        steps = int(sizes[0])
-        row_id = storage.ledger.positions(slots)
-        if storage.ndim == 1:
-            rows = storage.read(slots).reshape(len(sizes), steps)
-            row_id = row_id.reshape(len(sizes), steps)
-        else:
-            rows = storage.get(slots).reshape(steps, -1).transpose(0, 1)
-            row_id = row_id.expand(rows.shape[0], steps)
-        rows = rows[:, skip:].clone()
-        rows["position"] = row_id[:, skip:].clone()
+        written = queues.written
+        if aligned and (written != written[0]).any():
+            raise NotEnoughData(
+                f"aligned=True expected lanes that got equal numbers of rows, got "
+                f"{int(written.min())} to {int(written.max())}"
+            )
+        steps = int(sizes[0]) - skip
+        number = (first[:, None] + np.arange(skip, skip + steps)).reshape(-1)
+        elements = queues.elements(np.repeat(lanes, steps), number)
+        rows = _read(storage, elements).unflatten(0, (len(lanes), steps))
+        rows["position"] = torch.from_numpy(row_ids(storage, elements)).view(len(lanes), steps)
         empty_rows(buffer, empty_write_count=False)
         return rows

@@ -75,39 +75,41 @@ def write_in_turn(
     timeout: float | None,
     single: bool,
     update_priority: bool | None,
+    room: Any = None,
 ) -> torch.Tensor:
-    """Store a batch once the rate limiter admits it."""
+    """Store a batch once the rate limiter admits it, and there is ``room`` (``Room``), if given."""
+    options: Any = {"single": single, "update_priority": update_priority, "room": room}
     if timeout is not None:
         timeout = checked_timeout(timeout)
     if buffer._pace is None:
         if not buffer._chain.entries and not buffer._restarted:
             # All changes are made under the lock, which defers signals, too.
-            return store_rows(buffer, data, single=single, update_priority=update_priority)
+            return store_rows(buffer, data, **options)
         with deferred:
-            return bring_in(buffer, data, None, single=single, update_priority=update_priority)
+            return bring_in(buffer, data, None, **options)
     with deferred, buffer._pace.ticket(INSERT, timeout) as ticket:
-        return bring_in(buffer, data, ticket, single=single, update_priority=update_priority)
+        return bring_in(buffer, data, ticket, **options)
 
 
 def bring_in(
     buffer: ReplayBuffer,
     data: Any,
     ticket: Ticket | None,
-    *,
-    single: bool = False,
-    update_priority: bool | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """Store the transformed rows of a batch. Rows held back before a load come first."""
     chained = buffer._chain.entries
     if chained and ticket is not None:
         # Transforms may hold rows back, so they must not receive rows that are refused later.
-        ticket.admit(rows_given(data, buffer._storage.ndim, single=single), buffer.__len__)
+        ticket.admit(
+            rows_given(data, buffer._storage.ndim, single=options["single"]), buffer.__len__
+        )
     first = flush_rows(buffer) if buffer._restarted else None
     if chained:
         data = buffer._chain.inv(data)
         if data is None:
             return buffer._writer._no_rows() if first is None else first
-    index = store_rows(buffer, data, single=single, update_priority=update_priority, ticket=ticket)
+    index = store_rows(buffer, data, ticket=ticket, **options)
     return index if first is None else torch.cat([first, index])
 
 
@@ -135,6 +137,7 @@ def store_rows(
     single: bool = False,
     update_priority: bool | None = None,
     ticket: Ticket | None = None,
+    room: Any = None,
 ) -> torch.Tensor:
     rows = buffer._writer.prepare(data, single=single, optional=(buffer._priority_key,))
     count = len(rows)
@@ -154,13 +157,16 @@ def store_rows(
     )
     if ticket is not None and not ticket.admitted:
         ticket.admit(rows_of(rows), buffer.__len__)
-    if not buffer._shared and buffer._prefetcher is None:
+    if not buffer._shared and buffer._prefetcher is None and room is None:
         storage = buffer._storage
         with storage.lock:
             if storage is buffer._storage:  # not exchanged during the wait
                 return write_rows(buffer, storage, rows, count, single, priorities, ticket)
-    with buffer._locked(patient=True) as storage:
-        return write_rows(buffer, storage, rows, count, single, priorities, ticket)
+    while True:
+        with buffer._locked(patient=True) as storage:
+            if room is None or room.fits(storage, rows):
+                return write_rows(buffer, storage, rows, count, single, priorities, ticket)
+        room.wait()
 
 
 def write_rows(
@@ -207,6 +213,7 @@ def empty_rows(buffer: ReplayBuffer, empty_write_count: bool = True) -> None:
         drop_draws(buffer)
         buffer._sampler.empty()
         buffer._chain.empty()
+        buffer._arrivals.notify()  # there is room for waiting writes
         if buffer._pace is not None:
             # With the old counts both sides might wait for ever. There would be no row to
             # sample, and the counts would not admit writes.

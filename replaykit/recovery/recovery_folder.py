@@ -157,13 +157,14 @@ class Tables:
     - ``CHANGED``, ``SIGNS``, ``ROWS_WRITTEN``, ``PRIORITIES_SET``: for processes that share the
       rows. They are the log of changed elements, the signs for readers without the lock, and the
       chunks to write at the next save.
+    - ``TAKEN``: the rows that were taken from a queue.
     - ``ENTRIES``, ``ROWS``: the first file of overflow entries, and the first file of rows.
     """
 
     POSITIONS, GENERATIONS, CHANGED, SIGNS = range(4)
     OVERFLOW_BEFORE_4, STEPS_BEFORE_4 = 4, 5
     REFERENCES, PRIORITIES = 6, 8
-    ROWS_WRITTEN, PRIORITIES_SET = 400, 401
+    ROWS_WRITTEN, PRIORITIES_SET, TAKEN = 400, 401, 402
     ENTRIES, ROWS = 500, 1000
 
     @staticmethod
@@ -465,6 +466,10 @@ class RecoveryFolder:
         if known is None or len(known[1]) < rows:
             self._map_table(number, dtype.itemsize, rows)
         return self._tables[number][1].view(dtype)[:, 0]
+
+    def has_table(self, number: int) -> bool:
+        """Return whether any process has made a table."""
+        return self._table_file(number, Tables.dtype(number).itemsize).exists()
 
     def _map_table(self, number: int, width: int, rows: int) -> None:
         known = self._tables.get(number)

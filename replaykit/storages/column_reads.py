@@ -53,6 +53,8 @@ class SequencedStorage(Storage):
                 f"ndim={ndim}, whose lanes are its other dimensions"
             )
         self.indexes = EpisodeIndexes(cast(Any, self))
+        # The taken rows of a queue in the memory of this process; see ``taken_rows``.
+        self.taken_table: Any = None
 
     def _check_lane_key(self, leaves: Collection[Path]) -> None:
         if self.lane_key is not None and self.lane_key not in leaves:

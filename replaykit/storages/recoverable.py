@@ -94,6 +94,8 @@ class Recovery:
         self.journaled: tuple[int, ...] | None = None
         # Bytes of the journal that belong to complete changes; a rollback stops there.
         self._whole = 0
+        # True if `change_table` was called since the last commit.
+        self._table_changed = False
 
     @property
     def shared(self) -> bool:
@@ -290,7 +292,8 @@ class Recovery:
         if alone and (self.seen < 0 or self._state_at != (ledger.next_position, ledger.cleared)):
             self._drop_parts(storage)
         seen, self.seen = self.seen, -1  # until this commit is complete
-        number, changed, priorities = ledger.log.number, counts != self._counts, []
+        number, priorities = ledger.log.number, []
+        changed = self._table_changed or counts != self._counts
         for column in self.samplers:
             sampler = column.sampler()
             found = column.counts if sampler is None else sampler.settle_priorities()
@@ -298,7 +301,7 @@ class Recovery:
             changed = changed or column.written or column.whole or found != column.counts
         if changed or seen != number:
             self._commit(storage, priorities, counts, seen)
-        self.seen, self._counts = number, counts
+        self.seen, self._counts, self._table_changed = number, counts, False
 
     def _commit(
         self,
@@ -416,6 +419,13 @@ class Recovery:
         """
         self._begin_entry(self.storage.ledger, *self.home.journaled())
         self.home.journal_rows(target, at)
+
+    def change_table(self, number: int, at: Array, values: Array) -> None:
+        """Set entries ``at`` of an open table. The release of the lock commits them."""
+        self.journal_table(number, at)
+        self._table_changed = True
+        self.home.table(number, 0)[at] = values
+        self.made()
 
     def ledger_table(self, number: int, entries: int) -> Array:
         """Return entries of a table of the ledger; see `storages.ledger.Region`."""

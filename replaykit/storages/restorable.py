@@ -35,6 +35,7 @@ from replaykit.storages.references import (
     References,
     rebuilt_columns,
 )
+from replaykit.storages.taken_rows import load_taken, taken_mask
 from replaykit.storages.tensor_bytes import by_value, from_value, picked
 from replaykit.structure import Branch, Path
 
@@ -189,9 +190,11 @@ class RestorableStorage(ColumnStorage):
         except BaseException:
             self.max_size = before
             raise
+        taken = taken_mask(self)
         ledger.resize(columns.slots, rows)
-        self._columns = columns
+        self._columns, self.taken_table = columns, None
         self._adopt(columns)
+        load_taken(self, taken, rows)
         self.indexes.restore(indexes_kept, old, rows, restarted=False)
 
     def _replacing_memory(self) -> contextlib.AbstractContextManager[None]:

@@ -134,6 +134,12 @@ def test_all_rows_leave_at_once() -> None:
         rb.drain()
     with pytest.raises(IndexError, match=r"got \[9\]"):
         write(rb, [9], 0)
+    write(rb, [1, 2, 3, 5, 6], *range(1, 9))
+    write(rb, [0], 9)  # the lanes have equal numbers of rows, but lane 0 got one more
+    with pytest.raises(NotEnoughData, match=r"aligned=True .*got 9 to 10"):
+        rb.drain(aligned=True)
+    write(rb, [1, 2, 3, 4, 5, 6, 7], 9)
+    assert rb.drain(aligned=True)["t"].tolist() == [[6, 7, 8, 9]] * 8
     grid = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
     grid.extend(TensorDict({"t": torch.arange(10).reshape(2, 5)}, [2, 5]))
     grid.extend(TensorDict({"t": torch.arange(10, 18).reshape(2, 4)}, [2, 4]))
@@ -177,7 +183,7 @@ def test_rows_are_used_up_oldest_first() -> None:
 def test_wrong_requests_are_refused() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(9, lane_key="env"), writer=RoundRobinWriter())
     write(rb, [1, 2], 1)
-    for request in (lambda: rb.remove_oldest(1), lambda: rb.take(1), lambda: rb.empty(lane=1)):
+    for request in (lambda: rb.remove_oldest(1), lambda: rb.empty(lane=1)):
         with pytest.raises(ValueError, match="LaneWriter"):
             request()
     rb = make()

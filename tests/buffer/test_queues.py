@@ -1,0 +1,260 @@
+"""Queues of one process and between processes: each row is taken once, and none is lost."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    ConsumingSampler,
+    LaneWriter,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    NStep,
+    ReplayBuffer,
+)
+from replaykit.errors import Closed, NotEnoughData
+
+LENGTH = 4
+KINDS = ["ring", "grid", "streams", "shared ring", "shared streams", "recovered", "once"]
+
+
+def make(kind: str, folder: Path | None = None, lanes: Any = None) -> ReplayBuffer:
+    shared, streams = "shared" in kind, "streams" in kind or kind in ("once", "recovered")
+    options: dict[str, Any] = {"lane_key": "env"} if streams else {}
+    if kind == "grid":
+        options["ndim"] = 2
+    size, kept = 3 * LENGTH, kind == "recovered"
+    if kind == "once":
+        options |= {"dedup_next": ["x"], "on_mismatch": "dense"}
+    storage: Any = LazyTensorStorage(size, **options)
+    if kept:
+        storage = LazyMemmapStorage(size, scratch_dir=folder, recover=True, **options)
+    writer = LaneWriter(LENGTH, lanes, track_generations=True) if streams else None
+    return ReplayBuffer(storage=storage, writer=writer, shared=shared)
+
+
+def rows(lanes: list[int], t: int, count: int = 1) -> TensorDict:
+    env = torch.tensor(lanes).repeat_interleave(count)
+    x = torch.arange(t, t + count).repeat(len(lanes))
+    done = torch.zeros(len(env), 1, dtype=torch.bool)
+    return TensorDict({"env": env, "x": x, "next": {"x": x + 1, "done": done}}, [len(env)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_programs_match_queues(kind: str, tmp_path: Path) -> None:
+    rng, rb = np.random.default_rng(len(kind)), make(kind, tmp_path / "rows")
+    all_lanes = list(range(3)) if rb.storage.lane_key or kind == "grid" else [0]
+    length = LENGTH if len(all_lanes) > 1 else 3 * LENGTH
+    model: dict[int, deque[int]] = defaultdict(deque)
+    stored: dict[int, int] = defaultdict(int)  # rows since the start, of each lane
+    for step in range(150):
+        chosen = all_lanes
+        if rb.storage.lane_key:
+            chosen = sorted(rng.choice(3, int(rng.integers(1, 4)), replace=False).tolist())
+        count, action = int(rng.integers(1, 3)), rng.random()
+        if action < 0.6:
+            data = rows(chosen, 10 * step, count)
+            data = data.reshape(len(chosen), count) if kind == "grid" else data
+            fits = all(len(model[lane]) + count <= length for lane in chosen)
+            if action < 0.3 and not fits:
+                with pytest.raises(TimeoutError, match="room for all rows"):
+                    rb.extend(data, overwrite=False, timeout=0)
+                continue
+            rb.extend(data, overwrite=action >= 0.3)
+            for lane in chosen:
+                model[lane].extend(range(10 * step, 10 * step + count))
+                stored[lane] += count
+                while len(model[lane]) > length:
+                    model[lane].popleft()
+        elif action < 0.95:
+            rng.shuffle(chosen)
+            if any(len(model[lane]) < count for lane in chosen):
+                with pytest.raises((NotEnoughData, IndexError)):
+                    rb.take(count, chosen)
+                continue
+            wanted = [[model[lane].popleft() for _ in range(count)] for lane in chosen]
+            taken = rb.take(count, chosen)
+            assert taken["x"].tolist() == wanted
+            assert (taken["next", "x"] == taken["x"] + 1).all()
+        elif action < 0.97 and kind != "recovered":
+            rb.dumps(tmp_path / "saved")
+            rb = make(kind)
+            rb.loads(tmp_path / "saved")
+            rb.load_state_dict(rb.state_dict())
+            rb = rb if rb.shared else copy.deepcopy(rb)
+        elif action < 0.99 and kind == "recovered":
+            del rb
+            rb = make(kind, tmp_path / "rows")
+        elif action < 0.98 and kind in ("ring", "grid"):
+            rb.resize(5 * len(all_lanes))
+            rb.resize(length * len(all_lanes))
+            for lane in all_lanes:
+                kept = min(stored[lane], 5)
+                while len(model[lane]) > kept:
+                    model[lane].popleft()
+    if len({len(model[lane]) for lane in all_lanes}) == 1 and model[0]:
+        assert rb.drain()["x"].tolist() == [list(model[lane]) for lane in all_lanes]
+
+
+def test_waits_end_with_room_with_an_empty_buffer_and_with_close() -> None:
+    rb = make("ring")
+    rb.extend(rows([0], 0, 12))
+    done: list[Any] = []
+
+    def put() -> None:
+        try:
+            done.append(len(rb.extend(rows([0], 12, 2), overwrite=False, timeout=60)))
+        except Closed as error:
+            done.append(error)
+
+    for release in (lambda: rb.take(2), rb.empty, rb.close, rb.shutdown):
+        thread = threading.Thread(target=put)
+        thread.start()
+        time.sleep(0.03)
+        assert thread.is_alive()
+        release()
+        thread.join(20)
+        rb.reopen()
+        rb.extend(rows([0], 0, 12))
+    assert done[:2] == [2, 2]
+    assert all(isinstance(one, Closed) for one in done[2:])
+
+
+def test_wrong_requests_change_nothing() -> None:
+    rb = make("ring")
+    rb.extend(rows([0], 0, 12))
+    for request, error, text in (
+        (lambda: rb.take(13), ValueError, "at most 12 rows"),
+        (lambda: rb.take(1, [1]), IndexError, r"lanes in \[0, 1\)"),
+        (lambda: rb.take(1, [0, 0]), ValueError, "each lane once"),
+        (lambda: rb.extend(rows([0], 0, 13), overwrite=False), ValueError, "at most 12 rows of"),
+    ):
+        with pytest.raises(error, match=text):
+            request()
+    streams = make("streams")
+    with pytest.raises(ValueError, match="at most 4 rows of a stream, got 5"):
+        streams.extend(rows([0], 0, 5), overwrite=False)
+    for parts in ({"transform": NStep(2, when="write")}, {"sampler": ConsumingSampler()}):
+        other = ReplayBuffer(storage=LazyTensorStorage(4), **parts)
+        with pytest.raises(ValueError, match="overwrite=False expected"):
+            other.extend(rows([0], 0), overwrite=False)
+    assert rb.take(12)["x"].tolist() == [list(range(12))]
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Any]]:
+    started: list[Any] = []
+    yield started
+    for process in started:
+        if process.is_alive():
+            process.kill()
+        process.join(10)
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def _put(rb: ReplayBuffer, lanes: list[int], start: int, count: int) -> None:
+    for t in range(start, start + count):
+        rb.extend(rows(lanes, t), overwrite=False, timeout=60)
+
+
+def _take(rb: ReplayBuffer, file: str) -> None:
+    with open(file, "ab", buffering=0) as out:
+        while (taken := rb.take(2, timeout=60)) is not None:
+            out.write(taken["x"].numpy().tobytes())
+        out.write(np.array([-1, -1], np.int64).tobytes())  # closed
+
+
+@needs_fork
+@pytest.mark.parametrize("kind", ["shared ring", "shared streams"])
+def test_one_process_puts_and_another_takes(
+    kind: str, context: Any, processes: list[Any], tmp_path: Path
+) -> None:
+    lanes = [0, 1, 2] if "streams" in kind else [0]
+    rb = make(kind, lanes=lanes)
+    rb.extend(rows(lanes, 0))
+    file = str(tmp_path / "taken")
+    for target, args in ((_put, (rb, lanes, 1, 59)), (_take, (rb, file))):
+        processes.append(context.Process(target=target, args=args))
+        processes[-1].start()
+    processes[0].join(60)
+    until = time.monotonic() + 60
+    width = len(lanes) * 2
+    while os.path.getsize(file) < 8 * len(lanes) * 60 and time.monotonic() < until:
+        time.sleep(0.01)
+    rb.close()  # the other process waits for more rows
+    processes[1].join(20)
+    assert [process.exitcode for process in processes] == [0, 0]
+    found = np.fromfile(file, np.int64)
+    assert found[-2:].tolist() == [-1, -1]
+    found = found[:-2].reshape(-1, len(lanes), 2)
+    assert found.size // width == 30
+    for lane in range(len(lanes)):
+        assert found[:, lane].reshape(-1).tolist() == list(range(60))
+    assert rb.take(1, timeout=60) is None
+    with pytest.raises(Closed):
+        rb.extend(rows(lanes, 60), overwrite=False)
+    rb.reopen()
+    rb.extend(rows(lanes, 60), overwrite=False)
+    assert rb.take(1)["x"].tolist() == [[60]] * len(lanes)
+
+
+@needs_fork
+def test_kills_lose_no_row_and_repeat_none(
+    context: Any, processes: list[Any], tmp_path: Path
+) -> None:
+    """A killed reader loses at most the rows that it had just taken."""
+    rng, rb = random.Random(0), make("shared streams", lanes=[0, 1])
+    rb.extend(rows([0, 1], 0))
+    file, put, kills = str(tmp_path / "taken"), 1, 0
+    Path(file).touch()
+
+    def start(target: Any, *args: Any) -> Any:
+        process = context.Process(target=target, args=args)
+        processes.append(process)
+        process.start()
+        return process
+
+    def newest() -> int:
+        with rb.storage.lock:
+            return int(rb.storage.ledger.next_position) // 2
+
+    for _ in range(6):
+        writer, reader = start(_put, rb, [0, 1], newest(), 10_000), start(_take, rb, file)
+        time.sleep(0.5 + rng.random() / 5)
+        for process in rng.sample([writer, reader], 2):
+            os.kill(process.pid, signal.SIGKILL)
+            process.join(20)
+        kills += 1
+    put = newest()
+    rest = rb.take(1, timeout=0) if put % 2 else None
+    left = []
+    while True:
+        try:
+            left.append(rb.take(1, timeout=0)["x"].tolist())
+        except NotEnoughData:
+            break
+    found = np.fromfile(file, np.int64).reshape(-1, 2, 2)
+    for lane in range(2):
+        seen = found[:, lane].reshape(-1).tolist()
+        seen += [] if rest is None else rest["x"][lane].tolist()
+        seen += [one[lane][0] for one in left]
+        assert seen == sorted(set(seen))
+        assert len(seen) >= put - 2 * kills
+        assert seen[-1] == put - 1
+    assert put > 50
