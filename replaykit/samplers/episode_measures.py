@@ -262,10 +262,13 @@ class WeighedEpisodes:
             or known.law != law
             or self._as_of != (version, known.tags.number)
         ):
-            known = self._known = self._new(index, law, episode_tags(storage, index))
+            known = self._known = self._new(index, law, self._tags(storage, index))
             self._as_of = version, known.tags.number
         known.follow()
         return known
+
+    def _tags(self, storage: Storage, index: EpisodeIndex) -> EpisodeTags:
+        return episode_tags(storage, index)
 
     def _new(self, index: EpisodeIndex, law: CountLaw, tags: EpisodeTags) -> EpisodeMasses:
         return EpisodeMasses(index, law, tags, self.base, self.where, self.coverage)

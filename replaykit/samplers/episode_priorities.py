@@ -12,7 +12,7 @@ from replaykit.samplers.episode_measures import EpisodeMasses, WeighedEpisodes
 from replaykit.samplers.priority_draws import rows_of
 from replaykit.samplers.priority_rules import Update, importance_weights
 from replaykit.samplers.window_measures import iid, stratified, without_replacement
-from replaykit.storages.episode_tags import EpisodeData
+from replaykit.storages.episode_tags import EpisodeData, EpisodeTags
 from replaykit.storages.indexing import elements_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from replaykit.samplers.priority_table import PriorityTable
     from replaykit.samplers.slice_arguments import Boundaries
     from replaykit.storages import Storage
-    from replaykit.storages.episode_tags import EpisodeTags
 
 __all__ = ["EpisodePriorities", "PriorityMasses"]
 
@@ -54,6 +53,10 @@ class EpisodePriorities(WeighedEpisodes):
         """Use this table, whose rows inherit priorities from now on."""
         self._table, table.inherit = table, self.inherit
         self.forget()
+
+    def _tags(self, storage: Storage, index: EpisodeIndex) -> EpisodeTags:
+        # Tags belong to the episodes of the storage, and only predicates read them.
+        return EpisodeTags() if self.where is None else super()._tags(storage, index)
 
     def _new(self, index: EpisodeIndex, law: CountLaw, tags: EpisodeTags) -> PriorityMasses:
         return PriorityMasses(index, law, tags, self.where, self._table)
@@ -104,7 +107,7 @@ class EpisodePriorities(WeighedEpisodes):
     def of_rows(self, storage: Storage) -> Array:
         """Return the priority of the episode of each stored row, ``[N]``."""
         index, raw = self._boundaries.index(storage), self._table.priorities.cpu().numpy()
-        data = EpisodeData(index, storage.indexes.tags)  # type: ignore[attr-defined]
+        data = EpisodeData(index, EpisodeTags())
         every = np.ones(len(data), bool)
         raw[index.element(*rows_of(data, every))] = np.repeat(
             raw[index.element(data.last, data.lane)], data.length

@@ -229,6 +229,39 @@ def test_priorities_of_episodes_are_recovered_and_copied(tmp_path: Path) -> None
     assert rb.sampler.stored_priorities(rb.storage).tolist() == expected
 
 
+def test_priorities_come_with_rows_and_from_other_units(tmp_path: Path) -> None:
+    rows = TensorDict(
+        {
+            "end": torch.tensor([0, 0, 1, 0, 1, 0, 0, 0, 1]),
+            "t": torch.tensor([0, 1, 2, 100, 101, 200, 201, 202, 203]),
+            "td_error": torch.tensor([1.0, 5, 2, 3, 1, 0, 0, 7, 0]),
+        },
+        [9],
+    )
+    step, own = (make(unit=unit, end_keys=["end"], slice_len=2) for unit in ("step", "episode"))
+
+    def priorities() -> list[float]:
+        return own.sampler.stored_priorities(own.storage).tolist()
+
+    for rb in (step, own):
+        rb.extend(rows)
+    assert priorities() == [5.0] * 3 + [3.0] * 2 + [7.0] * 4
+    for alpha, law in (
+        (0.0, [0.5, 0.5, 1, 1 / 3, 1 / 3, 1 / 3]),
+        (1.0, [2.5, 2.5, 3] + [7 / 3] * 3),
+    ):
+        own.sampler.alpha = alpha
+        counts: Counter[int] = Counter()
+        for _ in range(20):
+            counts.update(own.sample(300)["t"][::2].tolist())
+        expected = [3000 * p / sum(law) for p in law]
+        found = [counts[t] for t in (0, 1, 100, 200, 201, 202)]
+        assert chi_square_p(found, expected) > 1e-3
+    step.dumps(tmp_path)
+    own.loads(tmp_path)  # the priority of the last row
+    assert priorities() == [2.0] * 3 + [1.0] * 2 + [0.0] * 4
+
+
 @pytest.mark.parametrize("unit", ["step", "slice"])
 def test_starts_are_drawn_in_chosen_episodes_only(unit: str) -> None:
     rb = make(LazyTensorStorage(20), unit=unit, where=lambda data: data["task"] == 1)
