@@ -24,7 +24,8 @@ import torch
 if importlib.util.find_spec("lerobot") is None:
     pytest.skip("needs the package lerobot: make test-lerobot", allow_module_level=True)
 
-from replaykit.datasets import convert
+from replaykit import SamplerWithoutReplacement, Windows
+from replaykit.datasets import CorpusExperienceReplay, convert
 from replaykit.datasets.families import LEROBOT, LEROBOT_PIXELS
 from replaykit.inspection import repair, validate
 from replaykit.testing import make_lerobot
@@ -132,6 +133,28 @@ def test_items_of_recorded_sets(lerobot: Any, kind: str, layout: Any, tmp_path: 
     data = convert(folder, layout, tmp_path / "data")
     theirs = lerobot.LeRobotDataset("me/made", root=folder)
     check_items(data, theirs, json.loads((folder / "meta/info.json").read_text()))
+
+
+def test_windows_are_those_of_delta_timestamps(lerobot: Any, tmp_path: Path) -> None:
+    make_lerobot(tmp_path / "set", [5, 7, 1, 6], cameras=["top"])
+    wanted = {
+        "observation.state": [-0.1, 0.0],
+        "observation.images.top": [0.0, -0.2],
+        "action": [step / 10 for step in range(4)],
+        "timestamp": [-0.4],
+    }
+    theirs = lerobot.LeRobotDataset("me/made", root=tmp_path / "set", delta_timestamps=wanted)
+    convert(tmp_path / "set", LEROBOT, tmp_path / "data")
+    sampler, unit = SamplerWithoutReplacement(shuffle=False), Windows(wanted, "seconds")
+    data = CorpusExperienceReplay(tmp_path / "data", 19, sampler=sampler, sample_unit=unit)
+    for row, item in zip(data.sample(), theirs, strict=True):
+        for name in wanted:
+            key = tuple(name.split("."))
+            found, expected = row[key], item[name]
+            if name == "observation.images.top":
+                found = found.permute(0, 3, 1, 2).float() / 255
+            assert torch.equal(found.reshape(expected.shape), expected), name
+            assert torch.equal(row[(*key[:-1], f"{key[-1]}_is_pad")], item[f"{name}_is_pad"])
 
 
 def test_repaired_sets_open_in_lerobot(lerobot: Any, tmp_path: Path) -> None:
