@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import time
 import warnings
@@ -65,7 +66,7 @@ class ShardMembers:
         self._heard = [-math.inf] * len(shards)
         self._there = [True] * len(shards)
         self._reported: dict[tuple[int, int], int] = {}  # versions of facts of dead incarnations
-        weakref.finalize(self, _report_facts, supervisor, self._facts)
+        weakref.finalize(self, _report_facts, supervisor, self._facts, os.getpid())
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -282,10 +283,13 @@ class ShardMembers:
         return ShardMembers, (list(self.shards), self.supervisor, self.on_loss, self.timeout)
 
 
-def _report_facts(supervisor: AnySupervisor, facts: Sequence[ShardFacts | None]) -> None:
+def _report_facts(
+    supervisor: AnySupervisor, facts: Sequence[ShardFacts | None], process: int
+) -> None:
     """Report the facts that a client knows at its end; no other client may know them."""
-    with contextlib.suppress(Exception):  # the shards may have ended first
-        if known := [each for each in facts if each is not None]:
+    known = [each for each in facts if each is not None]
+    if known and process == os.getpid():  # a forked process has no connection to Ray
+        with contextlib.suppress(Exception):  # the shards may have ended first
             supervisor.learn(known)
 
 
