@@ -472,12 +472,5 @@ class Forwarding(Handle[DataT]):
         self._before(name)
         return RemoteResult(Reply(self._submit(name, args, keywords)))
 
-    def _handed_on(self) -> Any:
-        from replaykit.distributed.ray_buffer import RayReplayBufferClient
-
-        return RayReplayBufferClient(
-            self._live(), self._cls, devices=self._devices, paced=self._paced
-        )
-
 
 _SEEDS = 2**62

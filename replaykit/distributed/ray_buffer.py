@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from typing_extensions import Self
@@ -103,17 +103,22 @@ class RayReplayBufferClient(Forwarding[DataT]):
         if self._depth and not checked:
             self._apply(check_ahead).result()
 
+    def _maker(self, **options: Any) -> Callable[[], RayReplayBufferClient[DataT]]:
+        """Return a function that makes another handle of the actor."""
+        given = {"devices": self._devices, "paced": self._paced, **options}
+        return functools.partial(RayReplayBufferClient, self._live(), self._cls, **given)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        make = functools.partial(
-            RayReplayBufferClient,
-            devices=self._devices,
-            paced=self._paced,
+        make = self._maker(
             prefetch=self._depth,
             write_rows=self._write_rows,
             write_seconds=self._write_seconds,
             checked=True,  # do not call the actor, since it may be unpickling this handle
         )
-        return make, (self._live(), self._cls)
+        return make, ()
+
+    def _handed_on(self) -> Any:
+        return self._maker()()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._cls.__name__})"
@@ -398,15 +403,8 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
 
         Cost: one round trip with ``prefetch``, otherwise none.
         """
-        return RayReplayBufferClient(
-            self._live(),
-            self._cls,
-            devices=self._devices,
-            paced=self._paced,
-            prefetch=prefetch,
-            write_rows=write_rows,
-            write_seconds=write_seconds,
-        )
+        counts = {"prefetch": prefetch, "write_rows": write_rows}
+        return self._maker(**counts, write_seconds=write_seconds)()
 
     @property
     def is_alive(self) -> bool:

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ class ShardHolder:
         self._terms = recipe.terms
         self._before = 0  # rows written before row id 0 of the ledger
         self._loaded: tuple[str, ReplayBuffer] | None = None
-        self._saving: dict[str, tuple[threading.Thread, list[BaseException]]] = {}
+        self._saving: dict[str, Future[object]] = {}
+        self._savers = ThreadPoolExecutor(thread_name_prefix=f"replaykit-save-{shard}")
         self._next_save = time.monotonic() + recipe.checkpoint_interval
         self._emptied = False
         if folder is not None and there:
@@ -192,32 +194,21 @@ class ShardHolder:
 
         A thread writes the files after this call has returned.
         """
-        taken, failed = threading.Event(), []
 
         def snapshot_of(base: Base) -> Snapshot:
             with self.buffer._locked():
                 self.barrier.check(token)
                 snapshot = self._snapshot(path, base)
-                found.append(self.facts())
-            taken.set()
+                if not taken.done():
+                    taken.set_result(self.facts())
             return snapshot
 
-        def save() -> None:
-            try:
-                save_snapshot(path, snapshot_of)
-            except BaseException as error:
-                failed.append(error)
-            finally:
-                taken.set()
-
-        found: list[ShardFacts] = []
-        thread = threading.Thread(target=save, name=f"replaykit-save-{self.shard}")
-        thread.start()
-        taken.wait()
-        self._saving[token] = thread, failed
-        if not found:
+        taken: Future[ShardFacts] = Future()
+        saving = self._saving[token] = self._savers.submit(save_snapshot, path, snapshot_of)
+        wait((taken, saving), return_when=FIRST_COMPLETED)
+        if not taken.done():
             self.finish_save(token)
-        return found[0]
+        return taken.result()
 
     def finish_save(self, token: str) -> None:
         """Wait until the files of this save are written.
@@ -231,11 +222,10 @@ class ShardHolder:
             raise RuntimeError(
                 f"shard {self.shard} has been restarted while all were saved; nothing was published"
             )
-        thread, failed = self._saving[token]
-        thread.join()
-        self._saving.pop(token, None)
-        if failed:
-            raise failed[0]
+        try:
+            self._saving[token].result()
+        finally:
+            self._saving.pop(token, None)
 
     def prepare_load(self, token: str, sources: list[str], as_they_lie: bool) -> tuple[int, int]:
         """Read this shard's rows from a checkpoint of all shards into a second buffer.
@@ -299,8 +289,7 @@ class ShardHolder:
     def close(self) -> None:
         """Wait for saves under way, and shut the buffer down."""
         self._ended.set()
-        for thread, _ in list(self._saving.values()):
-            thread.join()
+        self._savers.shutdown()
         self.buffer.shutdown()
 
     def stats(self) -> dict[str, Any]:
