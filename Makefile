@@ -32,8 +32,8 @@ CORE := tests/storages tests/samplers tests/writers tests/transforms tests/traje
   $(wildcard tests/test_schema*.py tests/test_mapping*.py) tests/test_structure.py \
   tests/test_default_device.py tests/test_ted.py \
   $(patsubst %,tests/buffer/test_%.py,added_columns conditional contiguous core delayed editing \
-    episodes indexing inverse_transforms iteration plain_values sample_transforms sampling saving \
-    state_dict torchrl_ways writing written_content) \
+    episodes indexing iteration plain_values sampling saving \
+    state_dict torchrl_ways transforms writing) \
   --ignore=tests/storages/test_native_threads.py --ignore=tests/storages/test_memmap_removal.py
 
 .PHONY: demo docs docs-links examples wheel test test-lerobot test-newest test-programs test-long lint format bench clean

@@ -13,10 +13,29 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+from replaykit import (
+    ConsumingSampler,
+    LaneWriter,
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    NStep,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
+    SliceSamplerWithoutReplacement,
+    StalenessAwareSampler,
+    Storage,
+    TensorDictMaxValueWriter,
+    TensorStorage,
+)
 from replaykit.checkpoint import checkpoint_versions, dirty_chunks
 from replaykit.errors import CheckpointError
 from tests.checkpoint.building import flipped
+from tests.checkpoint.values import plain
 
 ROWS = 30
 STRIDE = 88
@@ -39,7 +58,7 @@ def extend(buffer: ReplayBuffer, start: int, count: int) -> None:
     buffer.extend(TensorDict(rows, [count]))
 
 
-def plain(buffer: ReplayBuffer) -> Any:
+def contents_of(buffer: ReplayBuffer) -> Any:
     def flat(value: Any) -> Any:
         if isinstance(value, TensorDict):
             return flat(value.to_dict())
@@ -60,7 +79,7 @@ def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, dict[i
         extend(buffer, 100 * version, 5)
         buffer.update_priority(torch.tensor([3, 17]), torch.tensor([0.5, 2.0 * version]))
         buffer.dumps(tmp_path / "good", keep=3)
-        states[version] = plain(buffer)
+        states[version] = contents_of(buffer)
     assert checkpoint_versions(tmp_path / "good") == [1, 2, 3]
     return tmp_path / "good", states
 
@@ -84,7 +103,7 @@ def test_every_version_names_its_damaged_file_and_no_other_one(
     assert files[1] & files[2] & files[3], "they share rows"
     live = new()
     extend(live, 7, 9)
-    before = plain(live)
+    before = contents_of(live)
     bad = tmp_path / "bad"
     for name in sorted(set.union(*files.values())):
         content = (good / name).read_bytes()
@@ -108,18 +127,18 @@ def test_every_version_names_its_damaged_file_and_no_other_one(
                     # Another version's number may have come into a manifest: it is named too.
                     with pytest.raises(expected, match="no |bad" if gone else name):
                         live.loads(bad, version=version)
-                    assert plain(live) == before
+                    assert contents_of(live) == before
                 elif name != "manifest.json":
                     other = new()
                     other.loads(bad, version=version)
-                    assert plain(other) == states[version]
+                    assert contents_of(other) == states[version]
 
 
 def test_sizes_are_compared_also_without_checksums(three: tuple[Path, Any]):
     folder, states = three
     loaded = new()
     loaded.loads(folder, verify=False)
-    assert plain(loaded) == states[3]
+    assert contents_of(loaded) == states[3]
     for file in folder.glob("data-*"):
         content = file.read_bytes()
         file.write_bytes(content[:-1])
@@ -176,10 +195,10 @@ def test_a_manifest_that_is_no_plain_file_is_not_read(
     buffer.loads(folder, version=1)
     extend(buffer, 400, 5)
     buffer.dumps(folder, keep=4)
-    for number, state in ((None, plain(buffer)), (1, states[1])):
+    for number, state in ((None, contents_of(buffer)), (1, states[1])):
         again = new()
         again.loads(folder, version=number)
-        assert plain(again) == state
+        assert contents_of(again) == state
     assert outside.exists()
 
 
@@ -258,10 +277,10 @@ def test_a_forged_record_is_an_error(change: Any, three: tuple[Path, Any], forge
     forge(folder, change)
     live = new()
     extend(live, 7, 9)
-    before = plain(live)
+    before = contents_of(live)
     with pytest.raises((ValueError, CheckpointError)):
         live.loads(folder)
-    assert plain(live) == before
+    assert contents_of(live) == before
 
 
 def rows_of(manifest: Any) -> Any:
@@ -270,3 +289,97 @@ def rows_of(manifest: Any) -> Any:
 
 def piece(manifest: Any) -> Any:
     return rows_of(manifest)["pieces"][0]
+
+
+# -- every kind of buffer --------------------------------------------------------------------------
+
+
+SLOTS = 24
+
+
+def rows(first: int, count: int) -> TensorDict:
+    number = torch.arange(first, first + count)
+    x = number[:, None].float()
+    following = {"x": x + 1, "done": (number % 5 == 4)[:, None], "reward": x / 3}
+    leaves = {"number": number, "env": number % 3, "age": -number, "x": x, "next": following}
+    return TensorDict(leaves, [count])
+
+
+def buffer(storage: Storage, **options: Any) -> ReplayBuffer:
+    generator = torch.Generator().manual_seed(0)
+    return ReplayBuffer(storage=storage, batch_size=4, generator=generator, **options)
+
+
+def stored(**options: Any) -> LazyTensorStorage:
+    return LazyTensorStorage(SLOTS, **options)
+
+
+def members() -> ReplayBufferEnsemble:
+    one = buffer(stored(), sampler=PrioritizedSampler(alpha=0.7, beta=0.5))
+    inner = ReplayBufferEnsemble(buffer(ListStorage(SLOTS)))
+    return ReplayBufferEnsemble(one, inner, batch_size=4, generator=torch.Generator())
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "list": lambda: buffer(ListStorage(SLOTS)),
+    "lazy stack": lambda: buffer(LazyStackStorage(SLOTS)),
+    "wrapped": lambda: buffer(TensorStorage(rows(900, SLOTS))),
+    "in files": lambda: buffer(LazyMemmapStorage(SLOTS), sampler=SamplerWithoutReplacement()),
+    "streams": lambda: buffer(stored(lane_key="env")),
+    "rings": lambda: buffer(stored(lane_key="env"), writer=LaneWriter(length=8)),
+    "stored once": lambda: buffer(stored(dedup_next=True, on_mismatch="dense")),
+    "best": lambda: buffer(stored(), writer=TensorDictMaxValueWriter(rank_key="x")),
+    "prioritized slices": lambda: buffer(
+        stored(), sampler=PrioritizedSliceSampler(alpha=0.7, beta=0.5, slice_len=2)
+    ),
+    "episodes": lambda: buffer(stored(), sampler=SliceSamplerWithoutReplacement(slice_len=2)),
+    "consuming": lambda: buffer(stored(), sampler=ConsumingSampler(3)),
+    "staleness": lambda: buffer(stored(), sampler=StalenessAwareSampler(version_key="age")),
+    "held back": lambda: buffer(stored(), transform=NStep(3, 0.5, when="write")),
+    "made ahead": lambda: buffer(stored(), prefetch=2),
+    "shared": lambda: buffer(
+        stored(), sampler=PrioritizedSampler(alpha=0.7, beta=0.5), shared=True
+    ),
+    "ensemble": members,
+}
+
+
+def fill(found: Any, first: int, count: int) -> None:
+    if isinstance(found, ReplayBufferEnsemble):
+        for member in found.members:
+            fill(member, first, count)
+        return
+    for start in range(first, first + count, 9):
+        found.extend(rows(start, min(9, first + count - start)))
+
+
+@pytest.mark.pitfall("CK2")
+@pytest.mark.parametrize("kind", KINDS)
+def test_load_names_the_damaged_file_of_every_kind_of_buffer(kind: str, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    source, live = KINDS[kind](), KINDS[kind]()
+    fill(source, 0, 31)
+    source.sample()
+    source.dumps(good)
+    fill(live, 400, 7)
+    before = plain(live.state_dict())
+    files = {file.name: file.read_bytes() for file in good.iterdir() if file.name != ".lock"}
+    assert len(files) >= 2
+    for name, content in files.items():
+        damages: list[bytes | None] = [None, b"", content[: len(content) // 2], content[:-1]]
+        damages += [content + b"\0", *flipped(content, max(1, len(content) // 12))]
+        for damage in damages:
+            shutil.rmtree(bad, ignore_errors=True)
+            shutil.copytree(good, bad)
+            (bad / name).unlink()
+            if damage is not None:
+                (bad / name).write_bytes(damage)
+            gone = damage is None and name == "manifest.json"
+            error, match = (FileNotFoundError, "bad") if gone else (CheckpointError, name)
+            with pytest.raises(error, match=match):
+                live.loads(bad)
+        assert plain(live.state_dict()) == before
+    live.loads(good)
+    assert plain(live.sample().to_dict()) == plain(source.sample().to_dict())
+    for one in (source, live):
+        one.shutdown()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from replaykit.errors import CheckpointError
-from tests.checkpoint.test_damage_of_kinds import KINDS, fill
+from tests.checkpoint.test_damage import KINDS, fill
 from tests.checkpoint.values import plain
 
 GONE = object()

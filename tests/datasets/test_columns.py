@@ -1,17 +1,33 @@
-"""Column files: what tensordict makes of the same columns."""
+"""Column files: their layout, their checksums, and syncs that begin early."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from replaykit import filesystem
+from replaykit.datasets import column_files, publishing
 from replaykit.datasets.column_files import ColumnSpec, create_columns
+from replaykit.datasets.dataset_manifest import joined_crc32
+from replaykit.datasets.engine import row_batches, row_writer
+from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
+from replaykit.datasets.publishing import verify_published
+from replaykit.datasets.sources import Sources
+from replaykit.filesystem import EarlySync
+from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 LEAVES: dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]] = {
     ("observation",): ((3, 4), torch.float32),
@@ -70,3 +86,82 @@ def test_keys_that_map_to_the_same_file_are_refused(tmp_path, monkeypatch):
         ValueError, match="'Arm' and 'arm' have the same file name on this file system"
     ):
         create_columns(tmp_path / "data", specs, (3,))
+
+
+# -- checksums and syncs ---------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=3000), st.binary(max_size=3000))
+def test_checksum_of_two_parts(first, second):
+    found = joined_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
+    assert found == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("length", [1 << 20, (5 << 20) + 12345])
+def test_checksum_of_long_parts(length):
+    second = np.random.default_rng(0).bytes(length)
+    found = joined_crc32(zlib.crc32(b"abc"), zlib.crc32(second), length)
+    assert found == zlib.crc32(second, zlib.crc32(b"abc"))
+
+
+@pytest.mark.parametrize("block_bytes", [1, 300, 5000, 1 << 20])
+def test_columns_of_one_leaf_have_the_right_checksums(tmp_path, monkeypatch, block_bytes):
+    """All of their bytes, whatever the blocks: as a reading of the files finds them."""
+    monkeypatch.setattr(row_writer, "_LEAST_COMMON", 1)
+    monkeypatch.setattr(row_batches, "_TOGETHER_BYTES", 0)  # each trial by itself
+    with RoboHiveWriter(tmp_path / "a.h5") as writer:
+        for k, records in enumerate((40, 2, 3, 17)):
+            writer.add_trial(**make_trial(records, seed=k))
+    ensure_dataset(
+        tmp_path / "data",
+        get_sources=lambda: Sources.local([tmp_path / "a.h5"]),
+        layout=ROBOHIVE,
+        options=ConvertOptions(block_bytes=block_bytes),
+    )
+    verify_published(tmp_path / "data")
+
+
+def test_long_files_are_synced_while_they_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(filesystem, "_EARLY_BYTES", 100)
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr("os.fsync", lambda fd: (synced.append(fd), real(fd)))
+    (tmp_path / "x").write_bytes(bytes(150))
+    with EarlySync() as early:
+        early.wrote(tmp_path / "x", 60)
+        assert synced == []
+        early.wrote(tmp_path / "x", 60)
+    assert len(synced) == 1
+
+
+def test_busy_disk_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(filesystem, "_EARLY_BYTES", 1)
+    release, begun = threading.Event(), []
+    monkeypatch.setattr("os.fsync", lambda fd: (begun.append(fd), release.wait(20)))
+    (tmp_path / "x").touch()
+    with EarlySync() as early:
+        for _ in range(100):
+            early.wrote(tmp_path / "x", 10)
+        release.set()
+    assert 1 <= len(begun) <= 2
+
+
+def test_failed_early_sync_is_an_error_of_the_conversion(tmp_path, monkeypatch):
+    """The system tells it once: it must not get lost."""
+    monkeypatch.setattr(column_files, "_SYNC_BYTES", 1)
+    monkeypatch.setattr(publishing, "sync_tree", lambda directory: pytest.fail("it was too late"))
+    with RoboHiveWriter(tmp_path / "a.h5") as writer:
+        writer.add_trial(**make_trial(9))
+    sources = Sources.local([tmp_path / "a.h5"])
+    real, failed = os.fsync, []
+
+    def fail_once(descriptor: int) -> Any:
+        if threading.current_thread() is not threading.main_thread() and not failed:
+            failed.append(True)
+            raise OSError(errno.EIO, "Input/output error")
+        return real(descriptor)
+
+    monkeypatch.setattr("os.fsync", fail_once)
+    with pytest.raises(OSError, match="Input/output error"):
+        ensure_dataset(tmp_path / "data", get_sources=lambda: sources, layout=ROBOHIVE)
+    assert not (tmp_path / "data").exists()
