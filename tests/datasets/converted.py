@@ -10,7 +10,7 @@ import pytest
 
 from tests.prepared import python
 
-__all__ = ["content", "growth", "needs_proc"]
+__all__ = ["content", "files_of", "growth", "needs_proc"]
 
 _PEAK = """
 import sys
@@ -47,16 +47,20 @@ def growth(small: Path, large: Path, work: Path, layout: str, block_bytes: int) 
     return 1024 * int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
 def content(root: Path, *, in_blocks: bool = False) -> dict[str, object]:
     """All that a data set is, but for when and by what it was made.
 
     ``in_blocks``: the last digits of statistics do not count, which depend on the size of blocks.
     """
-    found: dict[str, object] = {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in root.rglob("*")
-        if path.is_file() and path.name != "manifest.json"
-    }
-    manifest = json.loads((root / "manifest.json").read_text())
+    found = files_of(root)
+    manifest = json.loads(found.pop("manifest.json"))
     left_out = {"made", "crc32", *(("arrays", "options") if in_blocks else ())}
     return {**found, "manifest": {k: v for k, v in manifest.items() if k not in left_out}}

@@ -25,6 +25,7 @@ from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.families import D4RL
 from replaykit.datasets.transfers import Retry
 from replaykit.errors import DownloadError
+from tests.datasets.converted import files_of
 from tests.datasets.trials import convert, write_source
 from tests.support import Fault
 
@@ -48,14 +49,6 @@ def pushed(hub: Any, target: Path) -> Path:
     push(target, STEPS, license="mit", token="any")
     hub.clear_log()
     return target
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file()
-    }
 
 
 def run(hub: Any, tmp_path: Path, root: Path, **env: str) -> subprocess.Popen[str]:
@@ -91,7 +84,7 @@ def test_names_that_need_quoting_survive_and_progress_is_reported(hub: Any, tmp_
     found = pull(STEPS, root=tmp_path / "pulled", progress=told.append)
     assert told[-1].files_done == told[-1].files_total
     assert told[-1].bytes_done == told[-1].bytes_total > 0
-    assert contents(found.published.path) == contents(tmp_path / "data")
+    assert files_of(found.published.path) == files_of(tmp_path / "data")
     assert ("info", "rgb:left cam:é%20") in found.published.columns
     assert torch.equal(found[:]["info", "rgb:left cam:é%20"], torch.arange(4.0).double())
     assert len(found) == len(data)
@@ -105,7 +98,7 @@ def test_split_trajectories_are_pushed_and_pulled_too(
     push(split, STEPS, license="mit", token="any")
     found = pull(STEPS, root=tmp_path / "pulled").published
     assert (found.batch_size, found.rows) == (torch.Size([2, 4]), 2)
-    assert contents(found.path) == contents(split)
+    assert files_of(found.path) == files_of(split)
 
 
 def test_arguments_of_a_buffer_are_passed_on(tmp_path: Path, pushed: Path) -> None:
@@ -139,7 +132,7 @@ def test_moved_branch_keeps_earlier_pulls(hub: Any, tmp_path: Path, pushed: Path
     after = pull(STEPS, root=root)
     assert (len(before), len(after)) == (6, 10)
     assert len(pull(STEPS, root=root, revision=old)) == 6
-    assert contents(after.published.path) == contents(other)
+    assert files_of(after.published.path) == files_of(other)
 
 
 def test_offline_the_last_commit_of_a_branch_is_opened(
@@ -201,7 +194,7 @@ def test_unverified_download_is_never_opened(
     assert [path.name for path in (root / "me" / "steps").iterdir()] == [f".{hub.head(STEPS)}.lock"]
     hub.faults.clear()
     hub.clear_log()
-    assert contents(pull(STEPS, root=root).published.path) == contents(pushed)
+    assert files_of(pull(STEPS, root=root).published.path) == files_of(pushed)
     assert len(column_gets(hub)) < len(list(pushed.rglob("*.memmap")))
 
 
@@ -253,7 +246,7 @@ def test_files_are_copied_where_they_cannot_be_linked(
     monkeypatch.setattr(os, "link", refuse)
     found = pull(STEPS, root=tmp_path / "copied").published.path
     assert (found / "action.memmap").stat().st_nlink == 1
-    assert contents(found) == contents(pushed)
+    assert files_of(found) == files_of(pushed)
 
 
 @pytest.mark.long  # as of downloads, of which it is shown all the time
@@ -273,7 +266,7 @@ def test_waiting_process_completes_pull_of_killed_process(
     assert len(gets) - len(set(gets)) <= 4  # those that were under way
     path, columns = json.loads(out)
     assert Path(path) == tmp_path / "pulled" / "me" / "steps" / hub.head(STEPS)
-    assert contents(Path(path)) == contents(pushed)
+    assert files_of(Path(path)) == files_of(pushed)
     ours = replaykit.datasets.open(pushed).published.columns
     assert columns == {
         "/".join(key): hashlib.sha256(value.numpy().tobytes()).hexdigest()

@@ -12,6 +12,7 @@ import yaml
 from replaykit.datasets import pull, push
 from replaykit.datasets.hub_sharing import FORMAT_TAG
 from replaykit.errors import UploadError
+from tests.datasets.converted import files_of
 from tests.datasets.trials import convert, write_source
 from tests.support import Fault
 
@@ -21,14 +22,6 @@ TOKEN = "any"
 
 def send(path: Path, repo_id: str = "me/steps", **options: Any) -> str:
     return push(path, repo_id, **{"license": "mit", "token": TOKEN, **options})
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file()
-    }
 
 
 def header(hub: Any, repo_id: str = "me/steps") -> dict[str, Any]:
@@ -49,7 +42,7 @@ def test_a_repository_has_the_files_of_the_data_set_and_a_card(hub: Any, target:
     url = send(target)
     there = hub.files("me/steps")
     assert url == f"{hub.url}/datasets/me/steps/commit/{hub.head('me/steps')}"
-    ours = contents(target)
+    ours = files_of(target)
     for name in ("notes.txt", ".lock", "observation.memmap.part"):
         assert name not in there
         del ours[name]
@@ -128,7 +121,7 @@ def test_a_second_push_replaces_the_first_and_leaves_other_files(
     convert(other, write_source(tmp_path / "b.h5", records=7, seed=3))
     send(other)
     there = hub.files("me/steps")
-    assert contents(other).items() <= there.items()
+    assert files_of(other).items() <= there.items()
     assert there["paper.pdf"] == b"%PDF"
     assert not obsolete & there.keys()
     assert hub.head("me/steps") == hub._state.repos["me/steps"].tags[FORMAT_TAG] != first
@@ -185,7 +178,7 @@ def test_failed_push_raises_error_and_changes_nothing(
     hub.faults.clear()
     hub.clear_log()
     send(target)
-    assert contents(target).items() <= hub.files("me/steps").items()
+    assert files_of(target).items() <= hub.files("me/steps").items()
     # What had arrived is not sent anew.
     assert bool(hub.asked("PUT")) == (route != "commit")
 

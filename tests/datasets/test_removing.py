@@ -16,6 +16,7 @@ from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import verify_published
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from tests.datasets.converted import files_of
 
 
 def trials() -> dict[int, dict[str, Any]]:
@@ -36,12 +37,9 @@ def write(path: Path, wanted: dict[int, dict[str, Any]]) -> Path:
     return path
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != "manifest.json" and "meta" not in path.name
-    }
+def columns_of(folder: Path) -> dict[str, bytes]:
+    """All files but the manifest and what tensordict says of shapes."""
+    return {name: data for name, data in files_of(folder).items() if not name.endswith(".json")}
 
 
 @pytest.fixture
@@ -67,7 +65,7 @@ def skipping(path: Path, target: Path, **policies: Any) -> Any:
 
 def check(folder: Path, left: Any, wanted: Any) -> None:
     """The same bytes, statistics, table and description."""
-    assert files_of(folder / "left") == files_of(folder / "wanted")
+    assert columns_of(folder / "left") == columns_of(folder / "wanted")
     verify_published(folder / "left")
     assert (left.episode_table == wanted.episode_table).all()
     assert (TensorDict.load_memmap(folder / "left") == wanted[:]).all()

@@ -17,25 +17,6 @@ from replaykit.inspection import opened
 SPLITS = [f"{share}_percent{part}" for share in range(10) for part in ("", "_train", "_valid")]
 
 
-@pytest.fixture
-def demos(tmp_path):
-    """Four demonstrations, 30 splits that name absent ones, and 12 datasets without a place."""
-    path = tmp_path / "demo.hdf5"
-    draw = np.random.default_rng(0)
-    with h5py.File(path, "w") as file:
-        for number in range(4):
-            demo = file.create_group(f"data/demo_{number}")
-            demo["actions"] = draw.normal(size=(5, 2))
-            demo["rewards"], demo["dones"] = np.zeros(5), np.arange(5) == 4
-            states = draw.normal(size=(6, 3))
-            demo["obs/eef"], demo["next_obs/eef"] = states[:-1], states[1:]
-            for other in range(12):
-                demo[f"other_{other:02}"] = np.zeros(5)
-        for name in SPLITS:
-            file[f"mask/{name}"] = np.array([b"demo_0", b"demo_77", b"demo_78"])
-    return path
-
-
 def write(path, demos=2, change=None):
     """Writes demonstrations of five steps; ``change`` is given each group and its number."""
     draw = np.random.default_rng(0)
@@ -49,6 +30,21 @@ def write(path, demos=2, change=None):
             demo["obs/eef"], demo["next_obs/eef"] = states[:-1], states[1:]
             if change is not None:
                 change(demo, number)
+    return path
+
+
+@pytest.fixture
+def demos(tmp_path):
+    """Four demonstrations, 30 splits that name absent ones, and 12 datasets without a place."""
+
+    def change(demo, number):
+        for other in range(12):
+            demo[f"other_{other:02}"] = np.zeros(5)
+
+    path = write(tmp_path / "demo.hdf5", 4, change)
+    with h5py.File(path, "a") as file:
+        for name in SPLITS:
+            file[f"mask/{name}"] = np.array([b"demo_0", b"demo_77", b"demo_78"])
     return path
 
 
