@@ -148,6 +148,22 @@ def test_only_successful_writes_are_counted() -> None:
     assert norm.moments("x") is before
 
 
+@pytest.mark.parametrize("kind", ["running", "ema", "window"])
+def test_statistics_of_other_keys_or_kinds_are_refused(kind: str) -> None:
+    norm = RunningNorm(["x", ("next", "reward")], kind, size=5)
+    rb = buffer(norm)
+    rb.extend(rows(parts()[0]))
+    state = rb.transform[0].state_dict()
+    other = RunningNorm(["x", ("next", "reward")], kind, size=5)
+    other.load_state_dict({**state, "frozen": True})
+    assert other.frozen
+    with pytest.raises(ValueError, match="of 1 keys"):
+        RunningNorm(["x"], kind).load_state_dict(state)
+    wrong = "running" if kind == "window" else "window"
+    with pytest.raises(ValueError, match="of 2 keys and the kind"):
+        RunningNorm(["x", "y"], wrong).load_state_dict(state)
+
+
 def test_prefetched_batches_are_counted_in_the_order_of_delivery() -> None:
     found = []
     for prefetch in (0, 3):
