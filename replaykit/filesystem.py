@@ -40,6 +40,7 @@ __all__ = [
     "no_room",
     "private_path",
     "remove_tree",
+    "replace_file",
     "require_room",
     "reserve",
     "reserve_blocks",
@@ -378,6 +379,36 @@ def _check_directory_sync(error: OSError) -> None:
     # Some network file systems cannot sync directories.
     if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
         raise error
+
+
+def replace_file(path: Path, text: str, *, draft: Path | None = None, durable: bool = True) -> None:
+    """Write a text to a file, which changes in one step.
+
+    Args:
+        path: the file.
+        text: the content.
+        draft: a path on the same file system, which is written first. An existing file there is
+            replaced. The default is a unique hidden path, which is removed after an error.
+        durable: whether the content also survives a loss of power.
+
+    Raises:
+        OSError: a write to the disk failed. An old file is unchanged.
+    """
+    hidden = private_path(path, "draft") if draft is None else draft
+    try:
+        with open(hidden, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(hidden, path)
+    except BaseException:
+        if draft is None:
+            with suppress(OSError):
+                hidden.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_directory(path.parent)
 
 
 def exchange(first: Path, second: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -198,6 +198,23 @@ class ExportSource:
     def below(self, root: Key) -> list[Key]:
         """Return the keys of the leaves at or below a key."""
         return [key for key in self.leaves if is_below(key, root)]
+
+    def names(self, keys: Iterable[Key], name_of: Callable[[Key], str]) -> dict[Key, str]:
+        """Return the names of columns in a flat target.
+
+        Raises:
+            SchemaError: two columns get one name, or a name contains a slash.
+        """
+        found: dict[Key, str] = {}
+        for key in keys:
+            name = name_of(key)
+            if name in found.values() or "/" in name:
+                raise SchemaError(
+                    f"key {format_key(key)}: expected a unique name without '/' for each column of "
+                    f"{self._target}, got {name!r}; rename the parts of the row"
+                )
+            found[key] = name
+        return found
 
     def seed_of(self, number: int, rows: ExportedRows) -> int | None:
         """Return the seed of the reset of an episode; None if it is unknown."""

@@ -6,12 +6,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from replaykit.adapters.export_files import Draft, export_to
 from replaykit.adapters.exported_episodes import (
     ACTION,
     INFO,
@@ -25,22 +25,12 @@ from replaykit.adapters.exported_episodes import (
 )
 from replaykit.buffer import ReplayBuffer
 from replaykit.errors import SchemaError
-from replaykit.filesystem import (
-    exchange,
-    make_directory,
-    private_path,
-    remove_tree,
-    siblings,
-    sync_directory,
-    sync_tree,
-)
-from replaykit.recovery.locks import Exclusive, is_held
-from replaykit.ted import Key, format_key
+from replaykit.filesystem import replace_file
+from replaykit.ted import Key
 
 __all__ = ["to_d3rlpy", "to_minari", "to_robomimic"]
 
 _MINARI_ID: Final = re.compile(r"(?:(?P<namespace>[-\w]+(?:/[-\w]+)*)/)?[-\w]+-v\d+")
-_EXPORT: Final = "export"
 
 
 def to_minari(
@@ -119,11 +109,14 @@ def to_minari(
     for root, space in zip((OBSERVATION, ACTION), spaces, strict=True):
         source.check_space(root, space)
     target = get_dataset_path(dataset_id)
-    _check_target(target, overwrite, lambda: (target / "data" / "metadata.json").is_file())
-    with _draft(target) as draft:
-        draft.mkdir()
+
+    def is_export() -> bool:
+        return (target / "data" / "metadata.json").is_file()
+
+    with export_to(target, overwrite=overwrite, is_export=is_export) as draft:
+        draft.path.mkdir()
         storage = MinariStorage.new(
-            draft / "data",
+            draft.path / "data",
             observation_space=spaces[0],
             action_space=spaces[1],
             env_spec=spec,
@@ -133,9 +126,9 @@ def to_minari(
         storage.update_metadata(
             {**named, "dataset_id": dataset_id, "minari_version": minari.__version__}
         )
-        storage.update_episodes(_minari_episodes(source, spaces))
+        storage.update_episodes(_minari_episodes(source, spaces, draft))
+        draft.check(lambda number: _parts_of(next(iter(storage.get_episodes([number])))))
         _add_namespaces(target.parent, match["namespace"])
-        _publish(draft, target, overwrite=overwrite)
     return minari.load_dataset(dataset_id)
 
 
@@ -301,55 +294,49 @@ def to_robomimic(
 
     source = ExportSource(data, "robomimic")
     source.only_leaf(ACTION)
-    names = _flat_names(source)
+    names = source.names(source.below(OBSERVATION), lambda key: "_".join(key[1:]) or "flat")
     count = len(source)
     masks = _masks(filters or {}, count)
     described = None if env_args is None else json.dumps(dict(env_args), indent=4)
     target = Path(path).expanduser()
-    _check_target(target, overwrite, lambda: target.is_file())
-    with _draft(target) as draft:
-        with h5py.File(draft, "w", track_order=True) as file:
+    with export_to(target, overwrite=overwrite, is_export=target.is_file) as draft:
+        with h5py.File(draft.path, "w", track_order=True) as file:
             group = file.create_group("data", track_order=True)
             total = 0
             for number, rows in source.episodes():
-                _write_demo(group.create_group(f"demo_{number}"), rows, names)
+                demo = group.create_group(f"demo_{number}")
+                demo.attrs["num_samples"] = rows.count
+                values = _values_of_demo(rows, names)
+                draft.wrote(values)
+                for name, value in values.items():
+                    demo[name] = value
                 total += rows.count
             group.attrs["total"] = total
             if described is not None:
                 group.attrs["env_args"] = described
             for name, demos in masks.items():
                 file[f"mask/{name}"] = demos
-        _publish(draft, target, overwrite=overwrite)
+        with h5py.File(draft.path) as file:
+            draft.check(
+                lambda number: {name: file[f"data/demo_{number}/{name}"][()] for name in values}
+            )
     return target
 
 
-def _write_demo(demo: Any, rows: ExportedRows, names: Mapping[Key, str]) -> None:
-    demo.attrs["num_samples"] = rows.count
+def _values_of_demo(rows: ExportedRows, names: Mapping[Key, str]) -> dict[str, Array]:
+    """Return the datasets of an episode, by their names in its group."""
+    found = {}
     for root, folder in (((), "obs"), (("next",), "next_obs")):
         for key, name in names.items():
-            demo[f"{folder}/{name}"] = rows.arrays[root + key]
-    demo["actions"] = rows.arrays[ACTION]
-    demo["rewards"] = rows.rewards
+            found[f"{folder}/{name}"] = rows.arrays[root + key]
     success = rows.terminated
     if ("next", "success") in rows.arrays:
         success = rows.arrays["next", "success"].reshape(-1)
-    demo["dones"] = success.astype(np.int64)
+    found |= {"actions": rows.arrays[ACTION], "rewards": rows.rewards}
+    found["dones"] = success.astype(np.int64)
     if ("state",) in rows.arrays:
-        demo["states"] = rows.arrays["state",]
-
-
-def _flat_names(source: ExportSource) -> dict[Key, str]:
-    """Return the names of the parts of the observation in a robomimic file."""
-    names: dict[Key, str] = {}
-    for key in source.below(OBSERVATION):
-        name = "_".join(key[1:]) or "flat"
-        if name in names.values() or "/" in name:
-            raise SchemaError(
-                f"key {format_key(key)}: expected a unique name without '/' for each part, "
-                f"got {name!r}; rename the parts of the observation"
-            )
-        names[key] = name
-    return names
+        found["states"] = rows.arrays["state",]
+    return found
 
 
 def _masks(filters: Mapping[str, Sequence[int]], count: int) -> dict[str, Array]:
@@ -396,7 +383,7 @@ def _spaces_of(env: Any, observation_space: Any, action_space: Any) -> tuple[Any
     return spec if is_spec else made.spec, (first, second)
 
 
-def _minari_episodes(source: ExportSource, spaces: tuple[Any, Any]) -> Iterator[Any]:
+def _minari_episodes(source: ExportSource, spaces: tuple[Any, Any], draft: Draft) -> Iterator[Any]:
     from minari.data_collector import EpisodeBuffer
 
     infos = source.below(("next", *INFO))
@@ -406,16 +393,29 @@ def _minari_episodes(source: ExportSource, spaces: tuple[Any, Any]) -> Iterator[
         if not (truncated[-1] or rows.terminated[-1]):
             truncated = truncated.copy()
             truncated[-1] = True
-        yield EpisodeBuffer(
-            id=None,
-            seed=source.seed_of(number, rows),
-            observations=_of_space(source, rows.with_last, spaces[0], OBSERVATION),
-            actions=_of_space(source, rows.shaped, spaces[1], ACTION),
-            rewards=rows.rewards,
-            terminations=rows.terminated,
-            truncations=truncated,
-            infos=nested_values({key[2:]: rows.info(key) for key in infos}) if infos else None,
-        )
+        values = {
+            "observations": _of_space(source, rows.with_last, spaces[0], OBSERVATION),
+            "actions": _of_space(source, rows.shaped, spaces[1], ACTION),
+            "rewards": rows.rewards,
+            "terminations": rows.terminated,
+            "truncations": truncated,
+        }
+        draft.wrote(_parts_of(values))
+        given = nested_values({key[2:]: rows.info(key) for key in infos}) if infos else None
+        yield EpisodeBuffer(id=None, seed=source.seed_of(number, rows), infos=given, **values)
+
+
+def _parts_of(values: Any, name: str = "") -> dict[str, Array]:
+    """Return the arrays in nested dicts and tuples, by joined names, without infos."""
+    if isinstance(values, tuple):
+        values = dict(enumerate(values))
+    if not isinstance(values, dict):
+        return {name: values}
+    found: dict[str, Array] = {}
+    for part, value in values.items():
+        if part not in ("id", "infos"):
+            found |= _parts_of(value, f"{name}/{part}")
+    return found
 
 
 def _of_space(
@@ -438,53 +438,5 @@ def _add_namespaces(folder: Path, namespace: str | None) -> None:
     for _ in (namespace or "").split("/") if namespace else ():
         file = folder / "namespace_metadata.json"
         if not file.exists():
-            file.write_text("{}")
+            replace_file(file, "{}")
         folder = folder.parent
-
-
-# -- files ----------------------------------------------------------------------------------------
-
-
-def _check_target(target: Path, overwrite: bool, is_export: Any) -> None:
-    if not os.path.lexists(target):
-        return
-    if not overwrite:
-        raise FileExistsError(f"{target} exists; pass overwrite=True to replace it")
-    if not is_export():
-        raise FileExistsError(f"{target} exists and is not a former export; remove it first")
-
-
-@contextmanager
-def _draft(target: Path) -> Iterator[Path]:
-    """Yield a hidden path on the target's file system, which is removed at the end.
-
-    The folder of the path has a lock. So a later export can remove the drafts of exports that were
-    killed, and leaves those of other running exports.
-    """
-    make_directory(target.parent)
-    for other in siblings(target, _EXPORT):
-        with suppress(OSError):  # that export has just begun or ended
-            if not is_held(other / "lock"):
-                remove_tree(other)
-    folder = private_path(target, _EXPORT)
-    folder.mkdir()
-    lock = None
-    try:
-        lock = Exclusive(folder / "lock")
-        yield folder / target.name
-    finally:
-        if lock is not None:
-            lock.drop()
-        remove_tree(folder)
-
-
-def _publish(draft: Path, target: Path, *, overwrite: bool) -> None:
-    """Make a draft visible in one step, durably."""
-    sync_tree(draft.parent)
-    if os.path.lexists(target) and not overwrite:
-        raise FileExistsError(f"{target} was made meanwhile; pass overwrite=True to replace it")
-    if target.is_dir() and not exchange(draft, target):
-        os.rename(target, draft.with_name("replaced"))  # the folder of the draft is removed later
-    if not target.is_dir():
-        os.replace(draft, target)
-    sync_directory(target.parent)

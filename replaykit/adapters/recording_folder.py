@@ -28,7 +28,7 @@ from replaykit._compat import TensorDict, new_tensordict
 from replaykit.buffer import ReplayBuffer
 from replaykit.declared import Count, decode_state, encode_state, matching, within
 from replaykit.errors import CheckpointError
-from replaykit.filesystem import make_directory, map_private, remove_tree, sync_directory
+from replaykit.filesystem import make_directory, map_private, remove_tree, replace_file
 from replaykit.interrupts import deferred
 from replaykit.recovery.locks import Exclusive
 from replaykit.recovery.recovery_folder import RECOVERABLE, read_manifest
@@ -331,15 +331,8 @@ class RecordingFolder:
         self._moved = False
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
-        draft = self.path / _draft_of(name)
-        with open(draft, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            if self._durable:
-                os.fsync(file.fileno())
-        os.replace(draft, self.path / name)
-        if self._durable:
-            sync_directory(self.path)
+        text, draft = json.dumps(content, indent=1), self.path / _draft_of(name)
+        replace_file(self.path / name, text, draft=draft, durable=self._durable)
 
     def close(self) -> None:
         """Close the files, so that another process or object can record."""

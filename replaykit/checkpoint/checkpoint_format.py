@@ -34,7 +34,7 @@ from replaykit._compat import (
 from replaykit.checkpoint.dirty_chunks import TrackedTensor
 from replaykit.declared import Count, Rule, decode_state, within
 from replaykit.errors import CheckpointError
-from replaykit.filesystem import file_limit_errors, sync_directory
+from replaykit.filesystem import file_limit_errors, replace_file, sync_directory
 from replaykit.structure import Path as KeyPath
 from replaykit.structure import build, flatten, from_json, leaf_paths
 
@@ -462,7 +462,7 @@ def publish(
         base: the present manifest; None if there is no readable manifest.
         keep: the largest number of checkpoints in the directory, including the new one.
     """
-    token, kept = manifest["save"], _saved_versions(folder)
+    kept = _saved_versions(folder)
     newest = max([*kept, 0 if base is None else version_of(base)])
     if newest + 1 >= _MOST_VERSIONS:
         raise CheckpointError(
@@ -474,29 +474,17 @@ def publish(
         # This is a copy of the manifest under the name of its version. Until the replace below,
         # both the old and the new manifest count as the newest.
         older = {name: value for name, value in base.items() if name != "crc32"}
-        _write(
-            folder, {**older, "version": version_of(base)}, _manifest_name(version_of(base)), token
-        )
-    _write(folder, manifest, MANIFEST, token)
+        _write(folder, {**older, "version": version_of(base)}, _manifest_name(version_of(base)))
+    _write(folder, manifest, MANIFEST)
     _remove_old(folder, manifest, keep)
 
 
-def _write(folder: Path, manifest: Mapping[str, Any], name: str, token: str) -> None:
+def _write(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
     text = json.dumps(manifest, allow_nan=False)
     # The last entry is the checksum of the text without this entry.
     text = f'{text[:-1]}, "crc32": {zlib.crc32(text.encode())}}}'
-    draft = folder / f".{name}.{token}"
-    try:
-        with open(draft, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_directory(folder)
-        os.replace(draft, folder / name)
-        sync_directory(folder)
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
+    sync_directory(folder)  # the manifest must not survive a loss of power without its files
+    replace_file(folder / name, text)
 
 
 def is_published(folder: Path, token: str) -> bool:

@@ -45,6 +45,8 @@ __all__ = [
     "publish",
     "recover",
     "remove_published",
+    "replace_path",
+    "restore",
     "verify_directory",
     "verify_published",
 ]
@@ -563,20 +565,29 @@ def _is_unfinished(directory: Path) -> bool:
 def _put(directory: Path, target: Path) -> None:
     """Move a complete directory to the target, which may hold a data set."""
     check_own(target)
+    replace_path(directory, target)
+
+
+def replace_path(draft: Path, target: Path) -> None:
+    """Move a synced file or directory to a path, which may exist, in one step, durably.
+
+    The old version is at ``draft`` afterwards, or is removed. After a kill or a loss of power, the
+    target is complete, either old or new, as soon as `restore` was called.
+    """
     parent = target.parent
     if not os.path.lexists(target):
-        os.rename(directory, target)
+        os.rename(draft, target)
         sync_directory(parent)
         return
-    if exchange(directory, target):
+    if exchange(draft, target):
         sync_directory(parent)
         return
-    # The replacement takes two steps. After a kill between them, `recover` restores the old
+    # The replacement takes two steps. After a kill between them, `restore` brings back the old
     # version.
     retired = private_path(target, _RETIRED)
     os.rename(target, retired)
     try:
-        os.rename(directory, target)
+        os.rename(draft, target)
     except BaseException:
         os.rename(retired, target)
         raise
@@ -605,15 +616,20 @@ def recover(target: Path, *, keeps: bool = False) -> Path | None:
         target: the directory of the data set.
         keeps: True to keep one unfinished directory that can be continued, and return it.
     """
-    retired = siblings(target, _RETIRED)
-    if retired and not os.path.lexists(target):
-        os.rename(retired.pop(), target)
-        sync_directory(target.parent)
+    restore(target)
     left = siblings(target, _BUILDING)
     kept = next((path for path in left if keeps and _is_unfinished(path)), None)
-    for path in retired:
-        _remove_retired(path, target)
     for path in left:
         if path != kept:
             remove_tree(path)
     return kept
+
+
+def restore(target: Path) -> None:
+    """Restore a half-replaced path, and remove old versions; no process may be replacing it."""
+    retired = siblings(target, _RETIRED)
+    if retired and not os.path.lexists(target):
+        os.rename(retired.pop(), target)
+        sync_directory(target.parent)
+    for path in retired:
+        _remove_retired(path, target)

@@ -9,10 +9,9 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from threading import Event
 from typing import Any, Final, Protocol, TypeVar
 
 from replaykit.errors import DownloadError
-from replaykit.filesystem import make_directory
+from replaykit.filesystem import make_directory, replace_file
 
 __all__ = [
     "BUSY",
@@ -597,11 +596,5 @@ def write_note(path: Path, text: str) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
+    replace_file(path, text, durable=False)

@@ -19,7 +19,7 @@ import numpy as np
 from replaykit import native
 from replaykit._version import __version__
 from replaykit.errors import CheckpointError
-from replaykit.filesystem import make_directory, sync_directory
+from replaykit.filesystem import make_directory, replace_file, sync_directory
 from replaykit.recovery.journal import Journal, MappedFile, States
 from replaykit.recovery.locks import Exclusive, is_held
 
@@ -99,13 +99,7 @@ def write_manifest(
         "content": dict(content),
         "crc32": _checksum(content),
     }
-    draft = folder / f".{name}"
-    with open(draft, "w", encoding="utf-8") as file:
-        json.dump(record, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, folder / name)
-    sync_directory(folder)
+    replace_file(folder / name, json.dumps(record), draft=folder / f".{name}")
 
 
 def check_file(file: Path, nbytes: int, *, exactly: bool = True) -> None:

@@ -30,8 +30,8 @@ from replaykit import (
     transition,
 )
 from replaykit.adapters import (
+    export_files,
     exported_episodes,
-    exporting,
     record,
     to_d3rlpy,
     to_minari,
@@ -592,7 +592,8 @@ import os, signal, sys
 import torch
 from gymnasium import spaces
 from replaykit import LazyTensorStorage, ReplayBuffer, transition
-from replaykit.adapters import exported_episodes, exporting, to_minari, to_robomimic
+from replaykit.adapters import export_files, exported_episodes, to_minari, to_robomimic
+from replaykit.datasets import publishing
 which, when, path = sys.argv[1:]
 end = torch.tensor([False, False, True])
 x = torch.arange(8.0).view(4, 2)
@@ -601,7 +602,7 @@ for _ in range(5):
     rb.extend(transition(x[:-1], x[:-1], torch.ones(3), x[1:], end, ~end & end, batch_size=3))
 count = 0
 def killing(name):
-    module = exported_episodes if name == "ExportedRows" else exporting
+    module = {"ExportedRows": exported_episodes, "sync_tree": export_files}.get(name, publishing)
     inner = getattr(module, name)
     def call(*arguments, **keywords):
         global count
@@ -659,7 +660,11 @@ def test_a_killed_export_shows_all_or_nothing_and_the_next_one_tidies_up(
 def test_drafts_of_running_exports_are_left_alone(tmp_path):
     rb = ReplayBuffer(storage=LazyTensorStorage(30))
     rb.extend(good_rows())
-    with exporting._draft(tmp_path / "a.hdf5") as other:
-        to_robomimic(rb, tmp_path / "a.hdf5")
-        assert other.parent.is_dir()
+    target = tmp_path / "a.hdf5"
+    with (
+        pytest.raises(FileExistsError),
+        export_files.export_to(target, overwrite=False, is_export=target.is_file) as other,
+    ):
+        to_robomimic(rb, target)
+        assert other.path.parent.is_dir()
     assert os.listdir(tmp_path) == ["a.hdf5"]

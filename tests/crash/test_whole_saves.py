@@ -170,7 +170,7 @@ done = []
 save(path, 0, done)
 outcomes = []
 # Some of all of them, and every second one of those that put the manifest in its place.
-published = [at for at, name in enumerate(done, 1) if name == "_write"]
+published = [at for at, name in enumerate(done, 1) if name in ("_write", "replace_file")]
 assert len(published) > 10
 for kill_at in [*range(1, len(done), len(done) // 8), *published[::2]]:
     state(1).dumps(path)
