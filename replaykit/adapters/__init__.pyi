@@ -5,6 +5,9 @@ from replaykit.adapters.exporting import (
     to_minari,
     to_robomimic,
 )
+from replaykit.adapters.lerobot_export import (
+    to_lerobot,
+)
 from replaykit.adapters.recording import (
     RecordReplay,
     record,
@@ -16,6 +19,9 @@ from replaykit.adapters.sb3 import (
     SB3HerReplayBuffer,
     SB3ReplayBuffer,
 )
+from replaykit.adapters.zarr_export import (
+    to_zarr,
+)
 
 __all__ = [
     "RecordReplay",
@@ -24,6 +30,8 @@ __all__ = [
     "open_recording",
     "record",
     "to_d3rlpy",
+    "to_lerobot",
     "to_minari",
     "to_robomimic",
+    "to_zarr",
 ]

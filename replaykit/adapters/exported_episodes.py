@@ -289,6 +289,17 @@ class ExportSource:
             )
 
 
+def is_image(leaf: Any) -> bool:
+    """Return whether a column holds RGB images, ``[H, W, 3]`` or ``[3, H, W]``."""
+    shape = tuple(leaf.shape)
+    return leaf.dtype == torch.uint8 and len(shape) == 3 and 3 in (shape[0], shape[2])
+
+
+def channels_last(images: Array) -> Array:
+    """Return images as ``[T, H, W, 3]``."""
+    return images if images.shape[3] == 3 else np.ascontiguousarray(images.transpose(0, 2, 3, 1))
+
+
 def as_array(values: torch.Tensor) -> Array:
     return np.ascontiguousarray(values.cpu().numpy())
 

@@ -1,0 +1,190 @@
+"""Write episodes as Zarr arrays in the layout of diffusion policy."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from replaykit.adapters.export_files import export_to
+from replaykit.adapters.exported_episodes import (
+    ACTION,
+    OBSERVATION,
+    Array,
+    ExportedRows,
+    ExportSource,
+    channels_last,
+    check_follows,
+    is_image,
+)
+from replaykit.buffer import ReplayBuffer
+from replaykit.ted import Key
+
+__all__ = ["to_zarr"]
+
+_CHUNK_BYTES: Final = 1 << 20
+
+
+def to_zarr(
+    data: ReplayBuffer[Any, Any, Any, Any],
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Write the episodes of a buffer as Zarr arrays, as diffusion policy reads them.
+
+    The folder, or the file if the name ends in ``.zip``, appears at ``path`` completely or not at
+    all. Its format is Zarr 2, which all versions of the library read. The arrays ``data/<name>``
+    hold the rows of all episodes, and ``meta/episode_ends`` the end of each episode, int64 ``[E]``.
+    The parts of a key are joined by ``_``, without ``observation``. An observation that is a single
+    array has the name ``state``, or ``img``. The other arrays are ``action``, ``reward``,
+    ``terminated``, ``truncated``, and ``success`` if the rows have it. The layout has no next
+    observations, so the last one of an episode is lost. Other keys are left out. Images get the
+    shape ``[N, H, W, 3]``, and one chunk for each image. The compression is lossless.
+
+    Args:
+        data: a buffer or data set.
+        path: the folder or the ``.zip`` file. Missing parents are made.
+        overwrite: whether to replace existing arrays, in one step at the end.
+
+    Returns:
+        The path.
+
+    Raises:
+        KeyError: the data lacks a key. The message names it.
+        ValueError: the data has no episode, or a next observation differs from the observation of
+            the following row in an episode. The message names key and episode.
+        SchemaError: two columns get the same name, or a name contains a slash.
+        FileExistsError: the path exists, and ``overwrite`` is False, or it is no such folder.
+        OSError: the disk has too little room.
+        ImportError: zarr is not installed.
+
+    Cost: two passes, because the arrays are read back and compared. Memory: one episode, and one
+    chunk of each array.
+
+    Example:
+        >>> import tempfile, zarr
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, transition
+        >>> from replaykit.adapters import to_zarr
+        >>> joints, ends = torch.randn(9, 2), torch.arange(8) == 7
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> never = torch.zeros(8, dtype=torch.bool)
+        >>> _ = rb.extend(transition(joints[:-1], joints[:-1], torch.ones(8), joints[1:],
+        ...                          ends, never, batch_size=8))
+        >>> group = zarr.open_group(to_zarr(rb, Path(tempfile.mkdtemp()) / "a.zarr"), mode="r")
+        >>> group["data/state"].shape, group["meta/episode_ends"][:]
+        ((8, 2), array([8]))
+    """
+    try:
+        import zarr
+        from numcodecs import Blosc
+        from zarr.storage import LocalStore, ZipStore
+    except ImportError as error:
+        raise ImportError(
+            "to_zarr needs zarr, which is not installed; run pip install 'replaykit[zarr]'"
+        ) from error
+    source = ExportSource(data, "Zarr")
+    keys = [*source.below(OBSERVATION), *source.below(ACTION)]
+    names = source.names(keys, lambda key: _name(key, is_image(source.leaves[key])))
+    images = {name for key, name in names.items() if is_image(source.leaves[key])}
+    target = Path(path).expanduser()
+    is_zip = target.suffix == ".zip"
+
+    def is_export() -> bool:
+        return target.is_file() if is_zip else (target / "meta" / "episode_ends").is_dir()
+
+    with export_to(target, overwrite=overwrite, is_export=is_export) as draft:
+        ends: list[int] = []
+        lengths = data.episodes.lengths
+        total = int(lengths.sum())
+
+        def opened(mode: str) -> Any:
+            return ZipStore(draft.path, mode=mode) if is_zip else LocalStore(draft.path)
+
+        with closing(opened("w")) as store:
+            group = zarr.create_group(store, zarr_format=2)
+
+            def create(name: str, like: Array, rows: int, chunk: int) -> Any:
+                return group.create_array(
+                    name,
+                    shape=(rows, *like.shape[1:]),
+                    chunks=(chunk, *like.shape[1:]),
+                    dtype=like.dtype,
+                    compressors=Blosc("zstd", 5, Blosc.BITSHUFFLE),
+                )
+
+            pending: dict[str, _Column] = {}
+            for number, rows in source.episodes():
+                check_follows(rows, number)
+                values = _values(rows, names, images)
+                draft.wrote(values)
+                for name, value in values.items():
+                    if name not in pending:
+                        each = max(1, value.nbytes // len(value))
+                        chunk = 1 if name in images else max(1, min(total, _CHUNK_BYTES // each))
+                        made = create(f"data/{name}", value, total, chunk)
+                        pending[name] = _Column(made, chunk)
+                    pending[name].write(value)
+                ends.append(rows.count + (ends[-1] if ends else 0))
+            for column in pending.values():
+                column.finish()
+            bounds = np.array(ends, np.int64)
+            create("meta/episode_ends", bounds, len(bounds), len(bounds))[:] = bounds
+        with closing(opened("r")) as store:
+            group = zarr.open_group(store, mode="r", zarr_format=2)
+            starts = [0, *ends]
+
+            def read(number: int) -> dict[str, Array]:
+                part = slice(starts[number], starts[number + 1])
+                return {name: group[f"data/{name}"][part] for name in pending}
+
+            draft.check(read)
+    return target
+
+
+class _Column:
+    """An array that grows by the rows of episodes, and is written in whole chunks.
+
+    A chunk that is written twice would be stored twice in a ZIP file.
+    """
+
+    def __init__(self, array: Any, chunk: int) -> None:
+        self._array, self._chunk = array, chunk
+        self._waiting: list[Array] = []
+        self._at = 0
+
+    def write(self, values: Array) -> None:
+        self._waiting.append(values)
+        count = sum(map(len, self._waiting))
+        if count >= self._chunk:
+            self._flush(count // self._chunk * self._chunk)
+
+    def finish(self) -> None:
+        self._flush(sum(map(len, self._waiting)))
+
+    def _flush(self, count: int) -> None:
+        if count:
+            rows = np.concatenate(self._waiting)
+            self._array[self._at : self._at + count] = rows[:count]
+            self._at, self._waiting = self._at + count, [rows[count:]]
+
+
+def _name(key: Key, image: bool) -> str:
+    if key == OBSERVATION:
+        return "img" if image else "state"
+    return "_".join(key[1:] if key[:1] == OBSERVATION else key)
+
+
+def _values(rows: ExportedRows, names: dict[Key, str], images: set[str]) -> dict[str, Array]:
+    """Return the arrays of an episode by their names."""
+    found = {name: rows.arrays[key] for key, name in names.items()}
+    found |= {name: channels_last(found[name]) for name in images}
+    found |= {"reward": rows.rewards, "terminated": rows.terminated, "truncated": rows.truncated}
+    if ("next", "success") in rows.arrays:
+        found["success"] = rows.arrays["next", "success"].reshape(rows.count)
+    return found
