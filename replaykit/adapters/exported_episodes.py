@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import torch
 
 from replaykit.buffer import ReplayBuffer
+from replaykit.datasets.published_buffer import encoded_frames
 from replaykit.errors import SchemaError
 from replaykit.storages.tensor_bytes import differing
 from replaykit.ted import Key, format_key
@@ -22,6 +24,8 @@ ACTION: Final = ("action",)
 REWARD: Final = ("next", "reward")
 INFO: Final = ("info",)
 SEED: Final = ("source_seed",)
+SINGLE: Final = (REWARD, ("next", "success"))
+"""Keys with one value in a row."""
 
 
 class ExportedRows:
@@ -29,12 +33,26 @@ class ExportedRows:
 
     def __init__(self, arrays: dict[Key, Array], flags: tuple[Key | None, Key | None]) -> None:
         self.arrays = arrays
-        self.count = len(arrays[REWARD])
-        self.rewards = arrays[REWARD].reshape(-1)
+        self.count = len(next(iter(arrays.values())))
         # `done` alone shows terminations.
         none = np.zeros(self.count, bool)
         terminated, truncated = (none if key is None else arrays[key].reshape(-1) for key in flags)
         self.terminated, self.truncated = terminated, truncated
+
+    @property
+    def rewards(self) -> Array:
+        """The rewards, ``[T]``."""
+        return self.arrays[REWARD].reshape(-1)
+
+    def table(self, names: Mapping[Key, str], images: Collection[str]) -> dict[str, Array]:
+        """Return columns by name, with images as ``[T, H, W, 3]``."""
+        found = {name: self.arrays[key] for key, name in names.items()}
+        found |= {name: channels_last(found[name]) for name in images}
+        for key in SINGLE:
+            if key in names:
+                found[names[key]] = self.arrays[key].reshape(-1)
+        flags = {"terminated": self.terminated, "truncated": self.truncated}
+        return found | flags
 
     def nested(self, root: Key) -> Values:
         """Return the values at or below a key."""
@@ -95,7 +113,7 @@ def in_order_of_keys(values: Values) -> Any:
 def check_follows(rows: ExportedRows, number: int) -> None:
     """Raise ValueError unless each next observation is the observation of the following row."""
     for key, values in rows.arrays.items():
-        if key[:1] != OBSERVATION:
+        if key[:1] != OBSERVATION or next_key(key) not in rows.arrays:
             continue
         before, after = values[1:], rows.arrays[next_key(key)][:-1]
         wrong = differing(torch.from_numpy(before), torch.from_numpy(after))
@@ -114,6 +132,7 @@ class ExportSource:
     Args:
         data: the buffer.
         target: the name of the target, for messages.
+        whole: False if rows need neither next observations nor actions and rewards.
 
     Raises:
         TypeError: ``data`` is not a buffer with episodes.
@@ -122,8 +141,8 @@ class ExportSource:
         SchemaError: a column has a shape that no target can store.
     """
 
-    def __init__(self, data: Any, target: str) -> None:
-        self._target = target
+    def __init__(self, data: Any, target: str, *, whole: bool = True) -> None:
+        self._target, self._whole = target, whole
         if not isinstance(data, ReplayBuffer):
             raise TypeError(
                 f"expected data as a ReplayBuffer or a data set, got {type(data).__name__}"
@@ -133,7 +152,13 @@ class ExportSource:
             raise ValueError(f"expected data with at least one episode for {target}, got no rows")
         schema = data.storage.schema
         assert schema is not None
-        self.leaves = schema.leaves
+        self.leaves = dict(schema.leaves)
+        self._frames = (
+            encoded_frames(published) if (published := getattr(data, "published", None)) else None
+        )
+        for key, facts in {} if self._frames is None else self._frames.frames.items():
+            shape = torch.Size(facts["shape"])
+            self.leaves[key] = replace(self.leaves[key], shape=shape, dtype=torch.uint8)
         table = getattr(data, "episode_table", None)
         # A cut or an edit of flags may have changed the episodes of a data set.
         if table is not None and len(table) != len(self._episodes):
@@ -153,7 +178,7 @@ class ExportSource:
         if truncated not in self.leaves:
             truncated = None
         for key in (terminated, truncated, REWARD):
-            if key is None:
+            if key is None or (key not in self.leaves and not self._whole):
                 continue
             if key not in self.leaves:
                 raise self._missing(key)
@@ -166,11 +191,13 @@ class ExportSource:
         return terminated, truncated
 
     def _wanted(self) -> list[Key]:
-        for root in (OBSERVATION, ACTION):
+        for root in (OBSERVATION, ACTION) if self._whole else (OBSERVATION,):
             if not self.below(root):
                 raise self._missing(root)
         for key in self.below(OBSERVATION):
             after = ("next", *key)
+            if after not in self.leaves and not self._whole:
+                continue
             if after not in self.leaves:
                 raise self._missing(after)
             if self.leaves[after] != self.leaves[key]:
@@ -179,7 +206,7 @@ class ExportSource:
                     f"{format_key(key)}, got {self.leaves[after]}"
                 )
         roots = (OBSERVATION, ("next", *OBSERVATION), ACTION, INFO, ("next", *INFO))
-        single = {REWARD, ("next", "success"), ("state",), SEED, *self._flags}
+        single = {*SINGLE, ("state",), SEED, *self._flags}
         return [
             key
             for key in self.leaves
@@ -198,6 +225,17 @@ class ExportSource:
     def below(self, root: Key) -> list[Key]:
         """Return the keys of the leaves at or below a key."""
         return [key for key in self.leaves if is_below(key, root)]
+
+    def table_names(self, name_of: Callable[[Key, bool], str]) -> tuple[dict[Key, str], list[str]]:
+        """Return the names of columns in a target of flat columns, and of those with images.
+
+        The columns are observations, actions, rewards and successes. ``name_of`` also gets whether
+        a column holds images.
+        """
+        keys = [*self.below(OBSERVATION), *self.below(ACTION)]
+        keys += [key for key in SINGLE if key in self.leaves]
+        names = self.names(keys, lambda key: name_of(key, is_image(self.leaves[key])))
+        return names, [name for key, name in names.items() if is_image(self.leaves[key])]
 
     def names(self, keys: Iterable[Key], name_of: Callable[[Key], str]) -> dict[Key, str]:
         """Return the names of columns in a flat target.
@@ -283,6 +321,8 @@ class ExportSource:
         """Yield position and rows of each episode; one episode is in memory at a time."""
         for number, episode in enumerate(self._episodes):
             rows = episode.rows()
+            if self._frames is not None:
+                rows = self._frames(rows)
             yield (
                 number,
                 ExportedRows({key: as_array(rows.get(key)) for key in self._keys}, self._flags),

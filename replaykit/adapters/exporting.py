@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 
 from replaykit.adapters.export_files import Draft, export_to
 from replaykit.adapters.exported_episodes import (
@@ -19,6 +20,7 @@ from replaykit.adapters.exported_episodes import (
     Array,
     ExportedRows,
     ExportSource,
+    as_array,
     check_follows,
     in_order_of_keys,
     nested_values,
@@ -381,6 +383,32 @@ def _spaces_of(env: Any, observation_space: Any, action_space: Any) -> tuple[Any
         made.close()
     first, second = (old if new is None else new for old, new in zip(known, given, strict=True))
     return spec if is_spec else made.spec, (first, second)
+
+
+def unbounded_spaces(data: ReplayBuffer[Any, Any, Any, Any]) -> dict[str, Any]:
+    """Return spaces of Minari that hold all values of the dtypes of a buffer's columns."""
+    from gymnasium.spaces import Box, Dict
+
+    source = ExportSource(data, "Minari")
+
+    def box(key: Key) -> Any:
+        leaf = source.leaves[key]
+        dtype = as_array(torch.empty(0, dtype=leaf.dtype)).dtype
+        low, high = -np.inf, np.inf
+        if dtype.kind in "iu":
+            low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        elif dtype.kind == "b":
+            low, high = 0, 1
+        return Box(low, high, tuple(leaf.shape), dtype)
+
+    def space(root: Key) -> Any:
+        keys = source.below(root)
+        if keys == [root]:
+            return box(root)
+        names = dict.fromkeys(key[len(root)] for key in keys)
+        return Dict({name: space((*root, name)) for name in names})
+
+    return {"observation_space": space(OBSERVATION), "action_space": space(ACTION)}
 
 
 def _minari_episodes(source: ExportSource, spaces: tuple[Any, Any], draft: Draft) -> Iterator[Any]:

@@ -14,14 +14,11 @@ import numpy.typing as npt
 
 from replaykit.adapters.export_files import Draft, export_to
 from replaykit.adapters.exported_episodes import (
-    ACTION,
     OBSERVATION,
     Array,
     ExportedRows,
     ExportSource,
-    channels_last,
     check_follows,
-    is_image,
 )
 from replaykit.buffer import ReplayBuffer
 from replaykit.errors import SchemaError
@@ -55,10 +52,10 @@ def to_lerobot(
     The folder appears at ``path`` completely or not at all. An episode of T rows becomes T frames.
     The parts of a key are joined by dots, as in ``observation.images.wrist``. An observation that
     is a single array has the name ``observation.state``, or ``observation.image``. The other
-    columns are ``action``, ``next.reward``, ``next.terminated``, ``next.truncated``, ``next.done``
-    and ``next.success`` if the rows have it. LeRobot stores no next observations, so the last one
-    of an episode is lost. Other keys are left out. Frame ``i`` of an episode has the time ``i /
-    fps``.
+    columns are ``next.terminated``, ``next.truncated``, ``next.done``, and, if the rows have them,
+    ``action``, ``next.reward`` and ``next.success``. LeRobot stores no next observations, so the
+    last one of an episode is lost. Other keys are left out. Frame ``i`` of an episode has the time
+    ``i / fps``.
 
     uint8 columns ``[H, W, 3]`` or ``[3, H, W]`` are images. They are stored as PNG in the Parquet
     files, so no value changes. Statistics are exact: over all rows, and over all pixels of images.
@@ -113,7 +110,7 @@ def to_lerobot(
         ) from error
     if type(fps) is not int or fps < 1:
         raise ValueError(f"expected fps as a positive integer, got {fps!r}")
-    source = ExportSource(data, "LeRobot")
+    source = ExportSource(data, "LeRobot", whole=False)
     tasks = [task] * len(source) if isinstance(task, str) else list(task)
     if len(tasks) != len(source) or not all(isinstance(each, str) for each in tasks):
         raise ValueError(
@@ -137,9 +134,7 @@ class _Writer:
         self._folder = draft.path
         self._tasks = tasks
         self._known = list(dict.fromkeys(tasks))
-        keys = [*source.below(OBSERVATION), *source.below(ACTION)]
-        self._names = source.names(keys, lambda key: _name(key, is_image(source.leaves[key])))
-        self._images = [name for key, name in self._names.items() if is_image(source.leaves[key])]
+        self._names, self._images = source.table_names(_name)
         self._features: dict[str, dict[str, Any]] = {}
         self._histograms = {name: np.zeros((3, 256), np.int64) for name in self._images}
         self._episodes: list[dict[str, Any]] = []
@@ -208,12 +203,10 @@ class _Writer:
 
     def _values(self, number: int, rows: ExportedRows) -> dict[str, Array]:
         """Return the columns of an episode by their names."""
-        found = {name: rows.arrays[key] for key, name in self._names.items()}
-        found |= {name: channels_last(found[name]) for name in self._images}
-        found |= {"next.reward": rows.rewards, "next.terminated": rows.terminated}
-        found |= {"next.truncated": rows.truncated, "next.done": rows.terminated | rows.truncated}
-        if ("next", "success") in rows.arrays:
-            found["next.success"] = rows.arrays["next", "success"].reshape(rows.count)
+        found = rows.table(self._names, self._images)
+        flags = [found.pop(name) for name in ("terminated", "truncated")]
+        ends = {"next.terminated": flags[0], "next.truncated": flags[1]}
+        found |= ends | {"next.done": flags[0] | flags[1]}
         steps = np.arange(rows.count)
         task = self._known.index(self._tasks[number])
         counted = (

@@ -14,11 +14,8 @@ from replaykit.adapters.exported_episodes import (
     ACTION,
     OBSERVATION,
     Array,
-    ExportedRows,
     ExportSource,
-    channels_last,
     check_follows,
-    is_image,
 )
 from replaykit.buffer import ReplayBuffer
 from replaykit.ted import Key
@@ -40,8 +37,8 @@ def to_zarr(
     all. Its format is Zarr 2, which all versions of the library read. The arrays ``data/<name>``
     hold the rows of all episodes, and ``meta/episode_ends`` the end of each episode, int64 ``[E]``.
     The parts of a key are joined by ``_``, without ``observation``. An observation that is a single
-    array has the name ``state``, or ``img``. The other arrays are ``action``, ``reward``,
-    ``terminated``, ``truncated``, and ``success`` if the rows have it. The layout has no next
+    array has the name ``state``, or ``img``. The other arrays are ``terminated``, ``truncated``,
+    and, if the rows have them, ``action``, ``reward`` and ``success``. The layout has no next
     observations, so the last one of an episode is lost. Other keys are left out. Images get the
     shape ``[N, H, W, 3]``, and one chunk for each image. The compression is lossless.
 
@@ -88,10 +85,8 @@ def to_zarr(
         raise ImportError(
             "to_zarr needs zarr, which is not installed; run pip install 'replaykit[zarr]'"
         ) from error
-    source = ExportSource(data, "Zarr")
-    keys = [*source.below(OBSERVATION), *source.below(ACTION)]
-    names = source.names(keys, lambda key: _name(key, is_image(source.leaves[key])))
-    images = {name for key, name in names.items() if is_image(source.leaves[key])}
+    source = ExportSource(data, "Zarr", whole=False)
+    names, images = source.table_names(_name)
     target = Path(path).expanduser()
     is_zip = target.suffix == ".zip"
 
@@ -116,12 +111,13 @@ def to_zarr(
                     chunks=(chunk, *like.shape[1:]),
                     dtype=like.dtype,
                     compressors=Blosc("zstd", 5, Blosc.BITSHUFFLE),
+                    config={"write_empty_chunks": True},  # readers can see that none is missing
                 )
 
             pending: dict[str, _Column] = {}
             for number, rows in source.episodes():
                 check_follows(rows, number)
-                values = _values(rows, names, images)
+                values = rows.table(names, images)
                 draft.wrote(values)
                 for name, value in values.items():
                     if name not in pending:
@@ -177,14 +173,4 @@ class _Column:
 def _name(key: Key, image: bool) -> str:
     if key == OBSERVATION:
         return "img" if image else "state"
-    return "_".join(key[1:] if key[:1] == OBSERVATION else key)
-
-
-def _values(rows: ExportedRows, names: dict[Key, str], images: set[str]) -> dict[str, Array]:
-    """Return the arrays of an episode by their names."""
-    found = {name: rows.arrays[key] for key, name in names.items()}
-    found |= {name: channels_last(found[name]) for name in images}
-    found |= {"reward": rows.rewards, "terminated": rows.terminated, "truncated": rows.truncated}
-    if ("next", "success") in rows.arrays:
-        found["success"] = rows.arrays["next", "success"].reshape(rows.count)
-    return found
+    return "_".join(key if key[:1] == ACTION else key[1:])

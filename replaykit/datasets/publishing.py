@@ -328,6 +328,7 @@ def _map(directory: int, path: Path, array: Array) -> torch.Tensor:
 
 _BUILDING: Final = "tmp"
 _RETIRED: Final = "old"
+_DOOMED: Final = "gone"
 
 
 def open_published(path: str | Path, *, identity: Mapping[str, Any] | None = None) -> Published:
@@ -512,7 +513,7 @@ def _existing(target: Path, identity: Mapping[str, Any] | None) -> Published | N
     except FileNotFoundError:
         return None
     _check_identity(found, identity)
-    if siblings(target, _RETIRED) or siblings(target, _BUILDING):
+    if any(siblings(target, purpose) for purpose in (_RETIRED, _BUILDING, _DOOMED)):
         # A killed replacement leaves files up to the size of the data set. They are removed here,
         # because no later replacement may come. A running replacement holds the lock.
         with target_lock(target, waits=False) as is_held:
@@ -601,7 +602,7 @@ def _remove_retired(retired: Path, target: Path) -> None:
     The directory is renamed first. Otherwise a loss of power could leave a part of it under the
     name from which `recover` restores.
     """
-    doomed = private_path(target, _BUILDING)
+    doomed = private_path(target, _DOOMED)
     os.rename(retired, doomed)
     sync_directory(target.parent)
     remove_tree(doomed)
@@ -633,3 +634,5 @@ def restore(target: Path) -> None:
         sync_directory(target.parent)
     for path in retired:
         _remove_retired(path, target)
+    for path in siblings(target, _DOOMED):
+        remove_tree(path)

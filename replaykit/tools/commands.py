@@ -530,6 +530,76 @@ def _print_episodes(output: Output, episodes: Any, most: int) -> None:
         output.line((f"... {len(episodes) - most:,} more", "dim"))
 
 
+_FORMATS: Final = ("lerobot-v3", "minari", "robomimic", "zarr")
+
+
+@_command
+@click.argument("source", type=PATH)
+@click.argument("target")
+@click.option("--to", "form", type=click.Choice(_FORMATS), required=True, help="The format.")
+@click.option("--fps", type=click.IntRange(min=1), help="Frames per second, for lerobot-v3.")
+@click.option("--task", help="The task in words, for lerobot-v3.")
+@click.option("--video", is_flag=True, help="Store images as lossy MP4, for lerobot-v3.")
+@click.option("--env", help="Id of the environment, for minari; default unbounded spaces.")
+@click.option("--force", is_flag=True, help="Replace an existing target at the end.")
+def export(output: Output, source: Path, target: str, form: str, force: bool, **given: Any) -> int:
+    """Write the episodes of the data at SOURCE for another library, all or nothing.
+
+    SOURCE is a data set, a checkpoint, a recording, or a buffer made with recover=True. TARGET is a
+    path, or an id such as name-v0 for minari. The command validates SOURCE first, and exports
+    nothing if an error is found. All written values are read back and compared with those of
+    SOURCE, before TARGET becomes visible.
+
+    \b
+    Examples:
+      replaykit export data/lift lift --to lerobot-v3 --fps 20 --task "lift the cube"
+      replaykit export data/lift lift.zarr.zip --to zarr
+      replaykit export checkpoint lift.hdf5 --to robomimic
+      replaykit export data/pole cartpole/random-v0 --to minari --env CartPole-v1
+    """
+    from replaykit.adapters import to_lerobot, to_minari, to_robomimic, to_zarr
+    from replaykit.adapters.exporting import unbounded_spaces
+    from replaykit.tools.stored_facts import opened_buffer
+    from replaykit.tools.validation import kind_of
+    from replaykit.tools.validation import validate as validated
+
+    options = {name: value for name, value in given.items() if value}
+    allowed = {"lerobot-v3": {"fps", "task", "video"}, "minari": {"env"}}.get(form, set())
+    for name in options.keys() - allowed:
+        raise click.UsageError(f"--{name} is not an option of --to {form}")
+    if form == "lerobot-v3" and "fps" not in options:
+        raise click.UsageError("--to lerobot-v3 needs --fps")
+    output.when_interrupted = "nothing was exported, and an old target was not changed"
+    with output.warnings(), output.progress("checking") as advance:
+        kind = kind_of(source)
+        findings = validated(source, advance)
+    wrong = [found for found in findings if not found.ok and not found.is_warning]
+    if wrong:
+        said = "; ".join(f"{found.check}: {found.text}" for found in wrong)
+        raise ValueError(f"{source} is not exported, because it is not valid: {said}")
+    with output.warnings(), output.working("exporting"), opened_buffer(source, kind) as data:
+        if form == "lerobot-v3":
+            to_lerobot(data, target, overwrite=force, **options)
+        elif form == "zarr":
+            to_zarr(data, target, overwrite=force)
+        elif form == "robomimic":
+            to_robomimic(data, target, overwrite=force)
+        else:
+            spaces = options or unbounded_spaces(data)
+            to_minari(data, target, overwrite=force, **spaces)
+        counts = len(data.episodes), int(data.episodes.lengths.sum())
+    if output.as_json:
+        record = {"source": str(source), "target": target, "to": form, "findings": findings}
+        output.document({**record, "episodes": counts[0], "rows": counts[1]})
+        return 0
+    output.print_warnings()
+    output.line(
+        ("exported: ", "bold green"),
+        f"{target}: {counts[1]:,} rows in {counts[0]:,} episodes, read back and equal",
+    )
+    return 0
+
+
 @_command
 @click.argument("path", type=PATH)
 def validate(output: Output, path: Path) -> int:

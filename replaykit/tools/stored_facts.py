@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,7 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.episodes import Episodes
 from replaykit.buffer.state import BufferState, apply_state, saved_sampler
 from replaykit.checkpoint import Checkpoint, MappedCheckpoint, checkpoint_versions
+from replaykit.datasets.published_buffer import CorpusExperienceReplay
 from replaykit.episodes import EndReason
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import can_map_spans
@@ -30,6 +32,7 @@ __all__ = [
     "checkpoint_facts",
     "is_recording",
     "is_scratch",
+    "opened_buffer",
     "recording_facts",
     "scratch_facts",
 ]
@@ -186,6 +189,16 @@ def _opened(path: Path) -> LazyMemmapStorage:
     )
 
 
+@contextmanager
+def _saved(path: Path) -> Iterator[tuple[Checkpoint, Content]]:
+    with (MappedCheckpoint if can_map_spans() else Checkpoint)(path) as saved:
+        try:
+            content = Content.from_state(saved.part("storage", mapped=["groups"]))
+        except ValueError as error:
+            raise CheckpointError(f"the rows in {path} are damaged: {error}") from None
+        yield saved, content
+
+
 def checkpoint_facts(path: Path, most_bytes: int | None, stack: ExitStack) -> tuple[Facts, Table]:
     """Open the newest checkpoint of a directory, and return information and a table.
 
@@ -196,12 +209,8 @@ def checkpoint_facts(path: Path, most_bytes: int | None, stack: ExitStack) -> tu
         FileNotFoundError: there is no checkpoint.
         CheckpointError: the checkpoint is damaged. The message names the file.
     """
-    saved = stack.enter_context((MappedCheckpoint if can_map_spans() else Checkpoint)(path))
+    saved, content = stack.enter_context(_saved(path))
     manifest = saved.manifest
-    try:
-        content = Content.from_state(saved.part("storage", mapped=["groups"]))
-    except ValueError as error:
-        raise CheckpointError(f"the rows in {path} are damaged: {error}") from None
     warnings: list[str] = []
     found = _episodes(saved, content, warnings)
     if len(content.groups) > 1:
@@ -239,6 +248,15 @@ def _episodes(
     """Return the episodes, found by a buffer whose rows stay in the files."""
     if not content.groups or not content.rows:
         return None, None
+    try:
+        return episodes_of(_checkpoint_buffer(saved, content).storage)
+    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
+        warnings.append(f"the episodes are not listed: {error}")
+        return None, None
+
+
+def _checkpoint_buffer(saved: Checkpoint, content: Content) -> ReplayBuffer[Any, Any, Any, Any]:
+    """Return a buffer with the rows of a checkpoint, which stay in the files."""
     manifest, writer = saved.manifest, saved.part("writer")
     slots = manifest["max_size"]
     storage = LazyTensorStorage(slots, ndim=manifest["ndim"])
@@ -246,22 +264,46 @@ def _episodes(
     # Episodes depend only on the rows and their order. So a plain writer and sampler are enough,
     # and the rest of the saved state is ignored.
     state = {**writer, "_kind": buffer.writer.kind}
-    try:
-        with buffer._locked():
-            apply_state(
-                buffer,
-                BufferState(
-                    content,
-                    None,
-                    state,
-                    saved_sampler(buffer.sampler),
-                    buffer._chain.state_dict(),
-                    None,
-                    [],
-                    mapped=isinstance(saved, MappedCheckpoint),
-                ),
-            )
-        return episodes_of(storage)
-    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
-        warnings.append(f"the episodes are not listed: {error}")
-        return None, None
+    with buffer._locked():
+        apply_state(
+            buffer,
+            BufferState(
+                content,
+                None,
+                state,
+                saved_sampler(buffer.sampler),
+                buffer._chain.state_dict(),
+                None,
+                [],
+                mapped=isinstance(saved, MappedCheckpoint),
+            ),
+        )
+    return buffer
+
+
+@contextmanager
+def opened_buffer(path: Path, kind: str) -> Iterator[ReplayBuffer[Any, Any, Any, Any]]:
+    """Open a data set, a checkpoint, a recording or a buffer's directory for reading.
+
+    Args:
+        path: the directory.
+        kind: the kind of the data, from `kind_of`.
+
+    Raises:
+        ValueError: it is none of these, or a buffer made without ``recover=True``.
+        RuntimeError, CheckpointError: a file is damaged. The message names it.
+    """
+    if kind == "corpus":
+        yield CorpusExperienceReplay(path)
+    elif kind == "recording":
+        yield open_recording(path)
+    elif kind == "checkpoint":
+        with _saved(path) as (saved, content):
+            yield _checkpoint_buffer(saved, content)
+    elif kind == "buffer" and (path / RECOVERY / "manifest.json").exists():
+        yield ReplayBuffer(storage=_opened(path))
+    else:
+        raise ValueError(
+            f"expected a data set, a checkpoint, a recording, or a buffer made with recover=True, "
+            f"got {path}; convert files, or save a buffer with dumps()"
+        )

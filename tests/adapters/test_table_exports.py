@@ -1,0 +1,346 @@
+"""Exports to LeRobotDataset v3 and Zarr, read by pyarrow, Pillow, zarr and replaykit."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensordict import TensorDict
+
+from replaykit import LazyTensorStorage, ReplayBuffer, transition
+from replaykit.adapters import export_files, to_lerobot, to_robomimic, to_zarr
+from replaykit.datasets import convert, publishing
+from replaykit.datasets.families import LEROBOT, ZARR, LeRobotLayout
+from replaykit.errors import SchemaError
+from tests.prepared import python
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+zarr = pytest.importorskip("zarr")
+
+LENGTHS = (9, 1, 14)
+CALLS = {"lerobot": lambda *a, **k: to_lerobot(*a, fps=10, **k), "zarr": to_zarr}
+
+
+def episode(length: int, random: np.random.Generator, *, side: int = 8) -> TensorDict:
+    def some(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(random.standard_normal((length + 1, *shape)).astype(np.float32))
+
+    last = torch.arange(length) == length - 1
+    pixels = random.integers(0, 256, (2, length + 1, side, side, 3), dtype=np.uint8)
+    parts = {
+        "state": some(3),
+        "grid": some(2, 3).double(),
+        "images": {"top": torch.from_numpy(pixels[0]), "low": torch.from_numpy(pixels[1])},
+    }
+    parts["images"]["low"] = parts["images"]["low"].permute(0, 3, 1, 2).contiguous()
+    whole = TensorDict(parts, [length + 1])
+    rows = transition(
+        whole[:-1], some(2)[:-1], some()[:-1], whole[1:], last & (length > 5), last & (length <= 5),
+        batch_size=length,
+    )  # fmt: skip
+    rows["next", "success"] = last.unsqueeze(1)
+    return rows
+
+
+@pytest.fixture
+def rb() -> ReplayBuffer[Any, Any, Any, Any]:
+    random = np.random.default_rng(0)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    for length in LENGTHS:
+        buffer.extend(episode(length, random))
+    return buffer
+
+
+def expected(rb: ReplayBuffer[Any, Any, Any, Any]) -> dict[tuple[str, ...], np.ndarray[Any, Any]]:
+    """Return the columns that both targets store, with images as ``[N, H, W, 3]``."""
+    rows = rb[:]
+    low = rows["observation", "images", "low"].permute(0, 2, 3, 1)
+    return {
+        ("observation", "state"): rows["observation", "state"].numpy(),
+        ("observation", "grid"): rows["observation", "grid"].numpy(),
+        ("observation", "images", "top"): rows["observation", "images", "top"].numpy(),
+        ("observation", "images", "low"): low.numpy(),
+        ("action",): rows["action"].numpy(),
+        **{
+            ("next", name): rows["next", name].numpy().reshape(-1)
+            for name in ("reward", "success", "terminated", "truncated")
+        },
+    }
+
+
+def same(found: Any, wanted: np.ndarray[Any, Any]) -> bool:
+    found = np.asarray(found)
+    return (found.dtype, found.shape, found.tobytes()) == (
+        wanted.dtype, wanted.shape, np.ascontiguousarray(wanted).tobytes(),
+    )  # fmt: skip
+
+
+# -- LeRobot --------------------------------------------------------------------------------------
+
+
+def read_parquet(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Read all data files as lists of Python, and return arrays of their dtypes."""
+    info = json.loads((folder / "meta/info.json").read_text())
+    table = pa.concat_tables(pq.read_table(f) for f in sorted(folder.glob("data/*/*.parquet")))
+    found = {}
+    for name in table.column_names:
+        values = table[name].to_pylist()
+        if info["features"][name]["dtype"] == "image":
+            values = [np.asarray(Image.open(io.BytesIO(each["bytes"]))) for each in values]
+            found[name] = np.stack(values)
+        else:
+            found[name] = np.array(values, info["features"][name]["dtype"])
+    return found
+
+
+def test_lerobot_files_hold_the_rows(rb, tmp_path):
+    folder = to_lerobot(rb, tmp_path / "a", fps=20, task=["x", "y", "x"], robot_type="arm")
+    found = read_parquet(folder)
+    for key, wanted in expected(rb).items():
+        assert same(found.pop(".".join(key)), wanted), key
+    steps = np.concatenate([np.arange(length) for length in LENGTHS])
+    assert same(found.pop("timestamp"), (steps / 20).astype(np.float32))
+    assert same(found.pop("frame_index"), steps)
+    assert same(found.pop("episode_index"), np.repeat(np.arange(3), LENGTHS))
+    assert same(found.pop("index"), np.arange(24))
+    assert same(found.pop("task_index"), np.repeat([0, 1, 0], LENGTHS))
+    assert same(found.pop("next.done"), rb[:]["next", "done"].numpy().reshape(-1))
+    assert not found
+    info = json.loads((folder / "meta/info.json").read_text())
+    assert info["features"]["observation.grid"]["shape"] == [2, 3]
+    assert info["features"]["observation.images.low"] == {
+        "dtype": "image", "shape": [8, 8, 3], "names": ["height", "width", "channels"],
+    }  # fmt: skip
+    totals = {"total_episodes": 3, "total_frames": 24, "total_tasks": 2, "fps": 20}
+    assert {**info, **totals, "robot_type": "arm", "splits": {"train": "0:3"}} == info
+    tasks = pq.read_table(folder / "meta/tasks.parquet")
+    about = json.loads(tasks.schema.metadata[b"pandas"])
+    assert tasks["task_index"].to_pylist() == [0, 1]
+    assert tasks[about["index_columns"][0]].to_pylist() == ["x", "y"]
+
+
+def test_lerobot_statistics_are_exact(rb, tmp_path):
+    folder = to_lerobot(rb, tmp_path / "a", fps=20)
+    values = read_parquet(folder)
+    rows = pq.read_table(folder / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
+    stops = np.cumsum(LENGTHS).tolist()
+    parts = [(json.loads((folder / "meta/stats.json").read_text()), slice(None))]
+    for row, start, stop in zip(rows, [0, *stops], stops, strict=False):
+        assert (row["dataset_from_index"], row["dataset_to_index"]) == (start, stop)
+        stats: dict[str, Any] = {}
+        for name, value in row.items():
+            if name.startswith("stats/"):
+                stats.setdefault(name.split("/")[1], {})[name.split("/")[2]] = value
+        parts.append((stats, slice(start, stop)))
+    for stats, part in parts:
+        assert stats.keys() == values.keys()
+        for name, said in stats.items():
+            of = values[name][part].astype(np.float64)
+            assert said["count"] == [len(of)]
+            if of.ndim == 4:
+                of, shape = of.reshape(-1, 3) / 255, (3, 1, 1)
+            else:
+                shape = of.shape[1:] or (1,)
+            wanted = {"min": of.min(0), "max": of.max(0), "mean": of.mean(0), "std": of.std(0)}
+            for percent in (1, 10, 50, 90, 99):
+                wanted[f"q{percent:02d}"] = np.percentile(of, percent, axis=0)
+            for kind, value in wanted.items():
+                near = pytest.approx(value.reshape(shape), abs=1e-12, rel=1e-12)
+                assert np.array(said[kind]) == near, (name, kind)
+
+
+def test_large_lerobot_sets_have_several_files(rb, tmp_path, monkeypatch):
+    monkeypatch.setattr("replaykit.adapters.lerobot_export._MB", 0)
+    folder = to_lerobot(rb, tmp_path / "a", fps=20)
+    assert len(list(folder.glob("data/chunk-000/*"))) == 3
+    assert same(read_parquet(folder)["action"], rb[:]["action"].numpy())
+    data = convert(folder, LEROBOT, tmp_path / "b")
+    assert data[:]["action"].equal(rb[:]["action"])
+
+
+def test_videos_of_lerobot_are_lossy_and_in_time(rb, tmp_path):
+    folder = to_lerobot(rb, tmp_path / "a", fps=10, video=True)
+    data = convert(folder, LeRobotLayout(video="pixels"), tmp_path / "b")
+    assert data[:]["observation", "images", "top"].shape == (24, 8, 8, 3)
+    assert data[:]["observation", "state"].equal(rb[:]["observation", "state"])
+    for odd, message in ((7, "even sides"), (6, None)):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+        rows = episode(6, np.random.default_rng(0), side=odd)
+        grey = (torch.arange(7) * 40).view(-1, 1, 1, 1).to(torch.uint8)
+        for root, part in (((), grey[:-1]), (("next",), grey[1:])):
+            image = part.expand(6, odd, odd, 3).contiguous()
+            rows[(*root, "observation", "images", "top")] = image
+            rows[(*root, "observation", "images", "low")] = image.permute(0, 3, 1, 2)
+        buffer.extend(rows)
+        target = tmp_path / f"{odd}"
+        if message:
+            with pytest.raises(SchemaError, match=message):
+                to_lerobot(buffer, target, fps=10, video=True)
+            assert not target.exists()
+            continue
+        to_lerobot(buffer, target, fps=10, video=True)
+        found = convert(target, LeRobotLayout(video="pixels"), tmp_path / "c")[:]
+        near = found["observation", "images", "top"].int() - rows["observation", "images", "top"]
+        assert near.abs().max() < 12  # frames are 40 levels apart, so none is another one
+
+
+# -- Zarr -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.zarr", "a.zarr.zip"])
+def test_zarr_arrays_hold_the_rows(name, rb, tmp_path):
+    path = to_zarr(rb, tmp_path / name)
+    store = zarr.storage.ZipStore(path, mode="r") if path.suffix == ".zip" else path
+    group = zarr.open_group(store, mode="r")
+    assert group["meta/episode_ends"][:].tolist() == [9, 10, 24]
+    data = dict(group["data"].arrays())
+    for key, wanted in expected(rb).items():
+        name = "_".join(key if key == ("action",) else key[1:])
+        assert same(data.pop(name)[:], wanted), key
+    assert not data
+    assert group["data/images_top"].chunks == (1, 8, 8, 3)
+
+
+def test_rows_in_many_chunks_are_written_once(rb, tmp_path, monkeypatch):
+    monkeypatch.setattr("replaykit.adapters.zarr_export._CHUNK_BYTES", 60)
+    store = zarr.storage.ZipStore(to_zarr(rb, tmp_path / "a.zarr.zip"), mode="r")
+    group = zarr.open_group(store, mode="r")
+    assert group["data/state"].chunks == (5, 3)
+    assert same(group["data/state"][:], rb[:]["observation", "state"].numpy())
+
+
+# -- both -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("form", "layout"), [("lerobot", LEROBOT), ("zarr", ZARR)])
+def test_round_trips_keep_every_item(form, layout, rb, tmp_path):
+    """Export, convert, export again: both sets of files have the same values."""
+    first = CALLS[form](rb, tmp_path / "a")
+    data = convert(first, layout, tmp_path / "b")
+    assert data.episodes.lengths.tolist() == list(LENGTHS)
+    found, wanted = data[:], expected(rb)
+    names = {key: key for key in wanted}
+    if form == "zarr":
+        names = {k: (k[0], "_".join(k[1:])) if k[0] == "observation" else k for k in wanted}
+    for key, values in wanted.items():
+        assert found[names[key]].numpy().reshape(values.shape).tobytes() == values.tobytes(), key
+    again = CALLS[form](data, tmp_path / "c")
+    if form == "lerobot":
+        one, two = read_parquet(first), read_parquet(again)
+        assert one.keys() == two.keys()
+        assert all(same(two[name], one[name]) for name in one)
+    else:
+        one, two = (dict(zarr.open_group(p, mode="r")["data"].arrays()) for p in (first, again))
+        assert one.keys() == two.keys()
+        assert all(same(two[name][:], one[name][:]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [("state", ("observation.state", "state")), ("image", ("observation.image", "img"))],
+)
+def test_single_observations_have_the_usual_names(key, names, rb, tmp_path):
+    rows = rb[:]
+    part = rows["observation", "state"] if key == "state" else rows["observation", "images", "top"]
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    bare = rows.select("action", ("next", "done"), ("next", "terminated"))
+    bare["observation"] = part
+    buffer.extend(bare)  # without next observations and rewards
+    found = read_parquet(to_lerobot(buffer, tmp_path / "a", fps=1))
+    assert same(found[names[0]], part.numpy())
+    assert "next.reward" not in found
+    data = zarr.open_group(to_zarr(buffer, tmp_path / "b"), mode="r")["data"]
+    assert same(data[names[1]][:], part.numpy())
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_bad_data_and_targets_are_refused(form, rb, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/a.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="not a former export"):
+        CALLS[form](rb, tmp_path / "mine", overwrite=True)
+    target = CALLS[form](rb, tmp_path / "a")
+    with pytest.raises(FileExistsError, match="pass overwrite=True"):
+        CALLS[form](rb, target)
+    rows = rb[:]
+    rows["next", "observation", "state"][3] += 1
+    other = ReplayBuffer(storage=LazyTensorStorage(100))
+    other.extend(rows)
+    with pytest.raises(ValueError, match=r"'next', 'observation', 'state'\): in episode 0"):
+        CALLS[form](other, target, overwrite=True)
+    other = ReplayBuffer(storage=LazyTensorStorage(100))
+    rows = rb[:].exclude(("next", "observation"))
+    rows["observation", "a.b"] = rows["observation", "a/b"] = rows["action"]
+    other.extend(rows)
+    with pytest.raises(SchemaError, match=r"without '/'.*'(observation\.)?a/b'"):
+        CALLS[form](other, target, overwrite=True)
+    for wrong in ({"fps": 0}, {"fps": 1.5}, {"fps": 1, "task": ["a"]}):
+        with pytest.raises(ValueError, match=r"fps as a positive|each of 3 episodes"):
+            to_lerobot(rb, target, overwrite=True, **wrong)
+    assert sorted(os.listdir(tmp_path)) == ["a", "mine"]
+
+
+@pytest.mark.parametrize("form", [*CALLS, "robomimic"])
+def test_values_that_read_back_wrong_are_never_visible(form, rb, tmp_path, monkeypatch):
+    call = {**CALLS, "robomimic": to_robomimic}[form]
+    wrote = export_files.Draft.wrote
+
+    def other(self: Any, values: Any) -> None:
+        wrote(self, {name: value + (name[:6] == "action") for name, value in values.items()})
+
+    monkeypatch.setattr(export_files.Draft, "wrote", other)
+    with pytest.raises(RuntimeError, match=r"a was not made: 'actions?' of episode 0 differs"):
+        call(rb, tmp_path / "a")
+    assert os.listdir(tmp_path) == []
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from replaykit import LazyTensorStorage, ReplayBuffer, transition
+from replaykit.adapters import to_zarr
+from replaykit.datasets import publishing
+last, x = torch.arange(4) == 3, torch.arange(5.0).view(5, 1) + 1
+rb = ReplayBuffer(storage=LazyTensorStorage(10))
+rb.extend(transition(x[:-1], x[:-1], x[:-1, 0], x[1:], last, ~last & last, batch_size=4))
+publishing.exchange = lambda *paths: False
+rename, count = os.rename, 0
+def killing(*paths):
+    global count
+    rename(*paths)
+    count += 1
+    if count == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+os.rename = killing
+to_zarr(rb, sys.argv[1], overwrite=True)
+"""
+
+
+@pytest.mark.parametrize("renames", [1, 2, 3])
+def test_a_kill_between_two_renames_loses_no_version(renames, rb, tmp_path):
+    target = to_zarr(rb, tmp_path / "a")
+    killed = subprocess.run([*python(), "-c", KILLED, str(target), str(renames)], timeout=100)
+    assert killed.returncode == -signal.SIGKILL
+    assert target.exists() == (renames > 1)
+    with pytest.raises(FileExistsError):  # the next export restores the old version
+        to_zarr(rb, target)
+    ends = zarr.open_group(target, mode="r")["meta/episode_ends"][:].tolist()
+    assert ends == ([9, 10, 24] if renames == 1 else [4])
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_replacement_in_two_steps_is_whole(rb, tmp_path, monkeypatch):
+    monkeypatch.setattr(publishing, "exchange", lambda *_: False)
+    for _ in range(2):
+        to_lerobot(rb, tmp_path / "a", fps=10, overwrite=True)
+        assert os.listdir(tmp_path) == ["a"]
