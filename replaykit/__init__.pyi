@@ -45,6 +45,9 @@ from replaykit.datasets.families.d4rl import (
 from replaykit.datasets.families.isaaclab import (
     IsaacLabExperienceReplay,
 )
+from replaykit.datasets.families.lerobot import (
+    LeRobotExperienceReplay,
+)
 from replaykit.datasets.families.libero import (
     LiberoExperienceReplay,
 )
@@ -62,6 +65,9 @@ from replaykit.datasets.families.roboset import (
 )
 from replaykit.datasets.families.vd4rl import (
     VD4RLExperienceReplay,
+)
+from replaykit.datasets.families.zarr_arrays import (
+    ZarrExperienceReplay,
 )
 from replaykit.datasets.offline_to_online import (
     OfflineToOnlineReplayBuffer,
@@ -309,6 +315,7 @@ __all__ = [
     "LazyMemmapStorage",
     "LazyStackStorage",
     "LazyTensorStorage",
+    "LeRobotExperienceReplay",
     "LiberoExperienceReplay",
     "LinearScheduler",
     "ListStorage",
@@ -394,6 +401,7 @@ __all__ = [
     "Windows",
     "Writer",
     "WriterEnsemble",
+    "ZarrExperienceReplay",
     "__version__",
     "feed_trajectories",
     "join_trajectories",

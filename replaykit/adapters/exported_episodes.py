@@ -153,9 +153,7 @@ class ExportSource:
         schema = data.storage.schema
         assert schema is not None
         self.leaves = dict(schema.leaves)
-        self._frames = (
-            encoded_frames(published) if (published := getattr(data, "published", None)) else None
-        )
+        self._frames = encoded_frames(data.storage)
         for key, facts in {} if self._frames is None else self._frames.frames.items():
             shape = torch.Size(facts["shape"])
             self.leaves[key] = replace(self.leaves[key], shape=shape, dtype=torch.uint8)

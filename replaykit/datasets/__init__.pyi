@@ -40,6 +40,9 @@ from replaykit.datasets.families.d4rl import (
 from replaykit.datasets.families.isaaclab import (
     IsaacLabExperienceReplay,
 )
+from replaykit.datasets.families.lerobot import (
+    LeRobotExperienceReplay,
+)
 from replaykit.datasets.families.libero import (
     LiberoExperienceReplay,
 )
@@ -57,6 +60,9 @@ from replaykit.datasets.families.roboset import (
 )
 from replaykit.datasets.families.vd4rl import (
     VD4RLExperienceReplay,
+)
+from replaykit.datasets.families.zarr_arrays import (
+    ZarrExperienceReplay,
 )
 from replaykit.datasets.http_files import (
     download,
@@ -87,6 +93,7 @@ __all__ = [
     "Groups",
     "IsaacLabExperienceReplay",
     "Layout",
+    "LeRobotExperienceReplay",
     "LiberoExperienceReplay",
     "ManiSkillExperienceReplay",
     "MinariExperienceReplay",
@@ -97,6 +104,7 @@ __all__ = [
     "Segments",
     "VD4RLExperienceReplay",
     "WholeFile",
+    "ZarrExperienceReplay",
     "convert",
     "download",
     "load_dataset",

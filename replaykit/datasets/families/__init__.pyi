@@ -11,6 +11,12 @@ from replaykit.datasets.families.d4rl import (
 from replaykit.datasets.families.isaaclab import (
     ISAACLAB,
 )
+from replaykit.datasets.families.lerobot import (
+    LEROBOT,
+    LEROBOT_JPEG,
+    LEROBOT_PIXELS,
+    LeRobotLayout,
+)
 from replaykit.datasets.families.libero import (
     LIBERO,
 )
@@ -35,11 +41,18 @@ from replaykit.datasets.families.roboset import (
 from replaykit.datasets.families.vd4rl import (
     VD4RL,
 )
+from replaykit.datasets.families.zarr_arrays import (
+    ZARR,
+    ZarrLayout,
+)
 
 __all__ = [
     "ALOHA",
     "D4RL",
     "ISAACLAB",
+    "LEROBOT",
+    "LEROBOT_JPEG",
+    "LEROBOT_PIXELS",
     "LIBERO",
     "MANISKILL",
     "MINARI",
@@ -48,8 +61,11 @@ __all__ = [
     "ROBOSET_REAL",
     "ROBOSUITE",
     "VD4RL",
+    "ZARR",
     "AlohaLayout",
     "D4RLLayout",
+    "LeRobotLayout",
     "RoboHiveLayout",
     "RobosuiteLayout",
+    "ZarrLayout",
 ]
