@@ -115,6 +115,7 @@ class _Store:
         where: its location.
         stops: the ends of the episodes, int64 ``[E]``.
         arrays: the arrays of zarr by their names below ``data``.
+        excluded: descriptions of arrays that policies leave out, which are not opened.
         missing: rows whose chunk is not stored, by the name of the array.
     """
 
@@ -125,9 +126,9 @@ class _Store:
         found = {m["array"] for each in members if (m := _DESCRIPTION.fullmatch(each))}
         self._below: dict[str, list[str]] = {}
         for member in members:
-            at = member.find("/")
+            at = member.rfind("/")
             while at >= 0 and member[:at] not in found:
-                at = member.find("/", at + 1)
+                at = member.rfind("/", 0, at)
             self._below.setdefault(member[: max(at, 0)], []).append(member[at + 1 :])
         names = sorted(each.removeprefix("data/") for each in found if each.startswith("data/"))
         with _zarr_errors(self.where):
@@ -139,11 +140,13 @@ class _Store:
             self._group = zarr.open_group(store, mode="r", use_consolidated=False)
         ends = self._open(_ENDS)
         self.arrays: dict[str, Any] = {}
+        self.excluded: dict[str, Any] = {}
         self.left_out: list[dict[str, str]] = []
         self.missing: dict[str, npt.NDArray[np.bool_]] = {}
         for name in names:
-            key = _key(name)
-            if not policies.keeps(key) and key not in (TERMINATED, TRUNCATED):
+            if not policies.keeps(_key(name)) and _key(name) not in (TERMINATED, TRUNCATED):
+                with _zarr_errors(self.where.at(key=f"data/{name}")):
+                    self.excluded[name] = self._description(f"data/{name}")
                 continue
             array = self._open(f"data/{name}")
             if array is None:
@@ -247,6 +250,13 @@ def _codecs_of(said: Mapping[str, Any]) -> Iterator[str]:
         yield from _codecs_of({"codecs": inner.get("index_codecs")})
 
 
+def _dtype_of(said: Mapping[str, Any]) -> np.dtype[Any]:
+    try:
+        return np.dtype(said.get("dtype", said.get("data_type")))
+    except (TypeError, ValueError):
+        return np.dtype(object)
+
+
 def _register_images(codec: str) -> None:
     try:
         from imagecodecs.numcodecs import register_codecs
@@ -280,6 +290,10 @@ class _ZarrTable:
             array = first.arrays[name]
             shape = tuple(array.shape[1:]) or (1,)
             self.columns.append(SourceColumn(key, shape, array.dtype, f"data/{name}"))
+        for name, said in first.excluded.items():
+            if said is not None:
+                dtype = _dtype_of(said)
+                self.columns.append(SourceColumn(_key(name), (1,), dtype, f"data/{name}"))
         self.left_out = first.left_out
         lengths = [np.diff(store.stops, prepend=0) for store in self._stores]
         counts = [len(each) for each in lengths]

@@ -1,0 +1,232 @@
+"""Zarr arrays of diffusion policy and UMI, written by zarr and compared with the written values."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replaykit.datasets import Policies, ZarrExperienceReplay, convert, load_dataset
+from replaykit.datasets.families import ZARR
+from replaykit.errors import CorpusError
+
+zarr = pytest.importorskip("zarr")
+numcodecs = pytest.importorskip("numcodecs")
+
+ENDS = np.array([7, 8, 20])
+
+
+def write(path: Path, *, form: int = 2, seed: int = 0, **more: Any) -> dict[str, Any]:
+    """Write a set as diffusion policy does, and return its arrays by name."""
+    random = np.random.default_rng(seed)
+    arrays: dict[str, Any] = {
+        "action": random.standard_normal((20, 2)).astype(np.float32),
+        "state": random.standard_normal((20, 5)),
+        "img": random.integers(0, 256, (20, 6, 8, 3), dtype=np.uint8),
+        "n_contacts": random.integers(0, 9, 20),
+        "robot/pose": random.standard_normal((20, 2, 2)).astype(np.float16),
+    }
+    is_zip = path.suffix == ".zip"
+    store = zarr.storage.ZipStore(path, mode="w") if is_zip else zarr.storage.LocalStore(path)
+    group = zarr.create_group(store, zarr_format=form)
+    for name, values in arrays.items():
+        options = {"chunks": (1 if name == "img" else 6, *values.shape[1:]), **more.get(name, {})}
+        array = group.create_array(
+            f"data/{name}", shape=values.shape, dtype=values.dtype,
+            config={"write_empty_chunks": True}, **options,
+        )  # fmt: skip
+        array[:] = values
+    group.create_array("meta/episode_ends", shape=ENDS.shape, dtype=ENDS.dtype)[:] = ENDS
+    if is_zip:
+        store.close()
+    return arrays
+
+
+def check(data: Any, arrays: dict[str, Any], kept: Any = slice(None)) -> None:
+    """Compare every item of every row."""
+    rows = data[:]
+    for name, values in arrays.items():
+        key = ("action",) if name == "action" else ("observation", *name.split("/"))
+        wanted = values[kept].reshape(len(values[kept]), *(values.shape[1:] or (1,)))
+        assert rows[key].numpy().dtype == wanted.dtype
+        assert np.array_equal(rows[key].numpy(), wanted), name
+
+
+@pytest.mark.parametrize("name", ["a.zarr", "a.zarr.zip"])
+@pytest.mark.parametrize("form", [2, 3])
+def test_every_item_is_the_written_one(form, name, tmp_path):
+    arrays = write(tmp_path / name, form=form)
+    data = convert(tmp_path / name, ZARR, tmp_path / "data")
+    check(data, arrays)
+    assert data.episode_table["length"].tolist() == [7, 1, 12]
+    assert data[:]["next", "truncated"].flatten().nonzero().flatten().tolist() == [6, 7, 19]
+    assert not data[:]["next", "terminated"].any()
+    assert convert(tmp_path / name, ZARR, tmp_path / "data").published.path == data.published.path
+
+
+def test_images_of_umi_are_decoded(tmp_path):
+    codecs = pytest.importorskip("imagecodecs.numcodecs")
+    codecs.register_codecs("imagecodecs_jpegxl", force=True, verbose=False)
+    codec = codecs.Jpegxl(lossless=True)
+    path = tmp_path / "cup.zarr.zip"
+    arrays = write(path, img={"compressors": codec})
+    with zarr.storage.ZipStore(path, mode="r") as store:
+        assert zarr.open_group(store, mode="r")["data/img"].metadata.compressor == codec
+    check(convert(path, ZARR, tmp_path / "data"), arrays)
+
+
+@pytest.mark.parametrize("block", [1, 100, 1 << 20])
+def test_blocks_and_shards_do_not_matter(block, tmp_path, monkeypatch):
+    from replaykit.datasets.engine.conversion import ConvertOptions
+
+    monkeypatch.setattr(ConvertOptions, "block_bytes", block, raising=False)
+    options = {"chunks": (2, 6, 8, 3), "shards": (6, 6, 8, 3)}
+    arrays = write(tmp_path / "a", form=3, img=options)
+    check(convert(tmp_path / "a", ZARR, tmp_path / "data"), arrays)
+
+
+def test_several_hierarchies_become_one_set(tmp_path):
+    one, two = (write(tmp_path / name, seed=at) for at, name in enumerate(("a.zip", "b/c.zarr")))
+    data = convert(tmp_path, ZARR, tmp_path.with_name(f"{tmp_path.name}-data"))
+    check(data, {name: np.concatenate([one[name], two[name]]) for name in one})
+    assert data.episode_table["seed"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert data.episode_table["episode"].tolist() == [0, 1, 2] * 2
+
+
+def test_the_family_opens_like_others(tmp_path):
+    arrays = write(tmp_path / "a.zarr")
+    kwargs = {"source": tmp_path / "a.zarr", "root": tmp_path / "root"}
+    check(load_dataset("zarr:me/pusht", 4, **kwargs), arrays)
+    part = ZarrExperienceReplay("me/pusht", 4, episodes=[2], **kwargs)
+    check(part, arrays, slice(8, 20))
+    assert part.sample()["observation", "img"].shape == (4, 6, 8, 3)
+
+
+def test_texts_are_left_out_and_flags_end_episodes(tmp_path):
+    arrays = write(tmp_path / "a")
+    group = zarr.open_group(tmp_path / "a", mode="a")
+    group.create_array("data/words", shape=(20,), dtype="U4", chunks=(20,))[:] = "ab"
+    flags = np.arange(20) == 7
+    group.create_array("data/terminated", shape=(20,), dtype=bool, chunks=(20,))[:] = flags
+    with pytest.warns(UserWarning, match="left out"):
+        data = convert(tmp_path / "a", ZARR, tmp_path / "data")
+    check(data, arrays)
+    assert data.published.manifest.report["left_out"][0]["key"] == "words"
+    assert data.episode_table["terminated"].tolist() == [False, True, False]
+    assert data.episode_table["truncated"].tolist() == [True, False, True]
+
+
+# -- wrong files ----------------------------------------------------------------------------------
+
+
+def described(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+WRONG = {
+    "missing chunk": (lambda p: (p / "data/img/9.0.0.0").unlink(), "img: the chunks of 1 rows", "V76"),
+    "missing ends": (lambda p: (p / "meta/episode_ends/0").unlink(), "a chunk is missing", "V76"),
+    "cut chunk": (lambda p: (p / "data/state/1.0").write_bytes(b"\x02\x01"), "data/state", "V03"),
+    "no ends": (lambda p: shutil.rmtree(p / "meta"), "has an array meta/episode_ends", "V04"),
+    "pickle": (
+        lambda p: described(p / "data/state/.zarray", dtype="|O", filters=[{"id": "pickle"}]),
+        "data/state: is stored by the codec 'pickle'.*run code", "V03",
+    ),
+    "unknown codec": (
+        lambda p: described(p / "data/state/.zarray", compressor={"id": "mine"}),
+        "data/state: is stored by the codec 'mine'", "V03",
+    ),
+    "no JSON": (lambda p: (p / "data/state/.zarray").write_text("{"), "data/state", "V03"),
+    "fewer rows": (
+        lambda p: described(p / "data/state/.zarray", shape=[19, 5]),
+        "data/state: has 19 rows, but the episodes end at row 20", "V11",
+    ),
+    "huge": (
+        lambda p: described(p / "data/state/.zarray", shape=[20, 10**14], chunks=[6, 10**14]),
+        "", "V",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_wrong_files_are_refused_by_name(fault, tmp_path):
+    change, says, rule = WRONG[fault]
+    write(tmp_path / "a", state={"compressors": numcodecs.Zstd(checksum=True)})
+    change(tmp_path / "a")
+    with pytest.raises((CorpusError, OSError), match=f"(?s){says}") as caught:
+        convert(tmp_path / "a", ZARR, tmp_path / "data")
+    assert str(tmp_path / "a") in str(caught.value) or fault == "huge"
+    assert f"[{rule}" in str(caught.value) or fault == "huge"
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("ends", [[7, 6, 20], [-1, 8, 20], [7.0, 8.0, 20.0], [[7], [8], [20]]])
+def test_ends_that_go_back_are_refused(ends, tmp_path):
+    write(tmp_path / "a")
+    group = zarr.open_group(tmp_path / "a", mode="a")
+    group.create_array("meta/episode_ends", data=np.array(ends), overwrite=True)
+    with pytest.raises(CorpusError, match=r"meta/episode_ends|episode \d ends.*\[V(32|10)\]"):
+        convert(tmp_path / "a", ZARR, tmp_path / "data")
+
+
+def test_consolidated_metadata_cannot_hide_a_codec(tmp_path):
+    arrays = write(tmp_path / "a")
+    zarr.consolidate_metadata(tmp_path / "a", zarr_format=2)
+    file = tmp_path / "a/.zmetadata"
+    said = json.loads(file.read_text())
+    said["metadata"]["data/state/.zarray"]["filters"] = [{"id": "pickle"}]
+    file.write_text(json.dumps(said))
+    check(convert(tmp_path / "a", ZARR, tmp_path / "data"), arrays)
+
+
+def test_bad_episodes_can_be_left_out(tmp_path):
+    arrays = write(tmp_path / "a", state={"compressors": numcodecs.Zstd(checksum=True)})
+    (tmp_path / "a/data/img/7.0.0.0").unlink()
+    (tmp_path / "a/data/state/3.0").write_bytes(b"no")
+    with pytest.warns(UserWarning, match="skipped|left out"):
+        data = convert(tmp_path / "a", ZARR, tmp_path / "d", policies=Policies(on_invalid="skip"))
+    check(data, arrays, slice(7))
+    (tmp_path / "a/data/state/3.0").unlink()
+    exclude = [("observation", "state")]
+    with pytest.warns(UserWarning, match="V76"):
+        policies = Policies(on_invalid="keep", exclude=exclude)
+        data = convert(tmp_path / "a", ZARR, tmp_path / "e", policies=policies)
+    assert (data[7]["observation", "img"] == 0).all()
+    arrays.pop("state"), arrays.pop("img")
+    check(data, arrays)
+
+
+@pytest.mark.parametrize("name", ["a.zarr.zip", "a.zarr"])
+def test_damaged_bytes_give_an_error_or_the_right_values(name, tmp_path):
+    """Flip, cut or repeat bytes of a ZIP file, whose members have checksums, or of metadata."""
+    arrays = write(tmp_path / name)
+    random = np.random.default_rng(1)
+    path = tmp_path / name
+    names = [path] if path.is_file() else sorted(path.rglob(".z*"))
+    errors = 0
+    for number in range(60):
+        copy = tmp_path / f"{number}{path.suffix}"
+        shutil.copytree(path, copy) if path.is_dir() else shutil.copyfile(path, copy)
+        file = copy if path.is_file() else copy / names[number % len(names)].relative_to(path)
+        content = bytearray(file.read_bytes())
+        at = int(random.integers(len(content)))
+        if number % 3 == 0:
+            content[at] ^= 1 << int(random.integers(8))
+        elif number % 3 == 1:
+            del content[at : at + int(random.integers(1, 9))]
+        else:
+            content[at:at] = content[at : at + int(random.integers(1, 9))]
+        file.write_bytes(content)
+        try:
+            data = convert(copy, ZARR, tmp_path / "d", force=True)
+        except CorpusError as error:
+            errors += 1
+            assert str(copy) in str(error), error
+            assert "[V" in str(error), error
+        else:
+            check(data, arrays)
+    assert errors > 20
