@@ -57,6 +57,9 @@ from replaykit.datasets.families.maniskill import (
 from replaykit.datasets.families.minari import (
     MinariExperienceReplay,
 )
+from replaykit.datasets.families.minari_arrow import (
+    MinariArrowExperienceReplay,
+)
 from replaykit.datasets.families.robomimic import (
     RobomimicExperienceReplay,
 )
@@ -324,6 +327,7 @@ __all__ = [
     "MaxSegmentTree",
     "Metrics",
     "MinSegmentTree",
+    "MinariArrowExperienceReplay",
     "MinariExperienceReplay",
     "MiniBatches",
     "MostSampled",

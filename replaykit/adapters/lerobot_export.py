@@ -21,6 +21,7 @@ from replaykit.adapters.exported_episodes import (
     check_follows,
 )
 from replaykit.buffer import ReplayBuffer
+from replaykit.datasets.families.lerobot_files import Feature, arrow, values_of
 from replaykit.errors import SchemaError
 from replaykit.ted import Key
 
@@ -102,12 +103,7 @@ def to_lerobot(
         >>> info["total_frames"], info["features"]["observation.state"]["shape"]
         (8, [2])
     """
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "to_lerobot needs pyarrow, which is not installed; run pip install 'replaykit[lerobot]'"
-        ) from error
+    arrow()
     if type(fps) is not int or fps < 1:
         raise ValueError(f"expected fps as a positive integer, got {fps!r}")
     source = ExportSource(data, "LeRobot", whole=False)
@@ -170,8 +166,8 @@ class _Writer:
 
     def _write_rows(self) -> None:
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
+        pq = arrow()
         file, group, writer, path = 0, 0, None, self._folder
         try:
             for number, rows in self._source.episodes():
@@ -297,8 +293,7 @@ class _Writer:
 
     def _read(self, number: int) -> dict[str, Array]:
         """Read the columns of an episode from its file."""
-        import pyarrow.parquet as pq
-
+        pq = arrow()
         path, group = self._places[number]
         with pq.ParquetFile(path) as file:
             table = file.read_row_group(group)
@@ -309,29 +304,32 @@ class _Writer:
                 images = column.field("bytes").to_pylist()
                 found[name] = np.stack([_decoded(each) for each in images])
             else:
-                found[name] = numbers_of(column).reshape(table.num_rows, *feature["shape"])
+                found[name] = values_of(column, self._feature(name))
         return found
 
     # -- descriptions -----------------------------------------------------------------------------
 
     def _statistics(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the statistics of each column over all rows."""
-        import pyarrow.parquet as pq
-
+        pq = arrow()
         files = list(dict.fromkeys(path for path, _ in self._places))
-        for name, feature in self._features.items():
+        for name in self._features:
             if name in self._images:
                 yield name, _image_statistics(self._histograms[name], self._rows)
                 continue
-            parts = [pq.read_table(file, columns=[name])[name] for file in files]
-            values = np.concatenate([numbers_of(each) for part in parts for each in part.chunks])
-            yield name, statistics_of(values.reshape(-1, *feature["shape"]))
+            of = self._feature(name)
+            parts = [values_of(pq.read_table(each, columns=[name])[name], of) for each in files]
+            yield name, statistics_of(np.concatenate(parts))
+
+    def _feature(self, name: str) -> Feature:
+        said = self._features[name]
+        return Feature(name, (name,), said["dtype"], tuple(said["shape"]))
 
     def _write_tasks(self) -> None:
         """Write the tasks as pandas writes them, with the text as index."""
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
+        pq = arrow()
         index = "__index_level_0__"
         table = pa.table({"task_index": np.arange(len(self._known)), index: self._known})
         columns = [
@@ -364,20 +362,10 @@ def _place(number: int) -> dict[str, int]:
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows of equal keys as a Parquet file."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
+    pq = arrow()
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
-
-
-def numbers_of(column: Any) -> Array:
-    """Return the numbers of a column of Arrow, flat, without nested lists."""
-    import pyarrow as pa
-
-    while pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type):
-        column = column.flatten()
-    found: Array = column.to_numpy(zero_copy_only=False)
-    return found
 
 
 # -- statistics -----------------------------------------------------------------------------------

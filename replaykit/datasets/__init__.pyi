@@ -52,6 +52,9 @@ from replaykit.datasets.families.maniskill import (
 from replaykit.datasets.families.minari import (
     MinariExperienceReplay,
 )
+from replaykit.datasets.families.minari_arrow import (
+    MinariArrowExperienceReplay,
+)
 from replaykit.datasets.families.robomimic import (
     RobomimicExperienceReplay,
 )
@@ -96,6 +99,7 @@ __all__ = [
     "LeRobotExperienceReplay",
     "LiberoExperienceReplay",
     "ManiSkillExperienceReplay",
+    "MinariArrowExperienceReplay",
     "MinariExperienceReplay",
     "OfflineToOnlineReplayBuffer",
     "Policies",

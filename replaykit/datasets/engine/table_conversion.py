@@ -363,7 +363,7 @@ class _Writer:
             "length": self._lengths,
             "seed": of.files[at],
             "episode": of.numbers[at],
-            "source_seed": np.full(len(at), -1),
+            "source_seed": of.seeds[at],
             "success": of.success[at],
             "terminated": self._ends[TERMINATED],
             "truncated": self._ends[TRUNCATED],

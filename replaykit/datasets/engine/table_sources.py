@@ -55,6 +55,7 @@ class SourceEpisodes:
         names: the name of each episode.
         files: the position of the source file, int64 ``[E]``; zeros by default.
         success: 1, 0, or -1 if it is not known, int8 ``[E]``; -1 by default.
+        seeds: the seed of the environment's reset, or -1, int64 ``[E]``; -1 by default.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -62,12 +63,15 @@ class SourceEpisodes:
     names: Sequence[str]
     files: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     success: npt.NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, np.int8))
+    seeds: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
         if not len(self.files):
             self.files = np.zeros(len(self.lengths), np.int64)
         if not len(self.success):
             self.success = np.full(len(self.lengths), -1, np.int8)
+        if not len(self.seeds):
+            self.seeds = np.full(len(self.lengths), -1)
 
 
 class TableSource(Protocol):

@@ -26,6 +26,10 @@ from replaykit.datasets.families.maniskill import (
 from replaykit.datasets.families.minari import (
     MINARI,
 )
+from replaykit.datasets.families.minari_arrow import (
+    MINARI_ARROW,
+    MinariArrowLayout,
+)
 from replaykit.datasets.families.robohive import (
     ROBOHIVE,
     RoboHiveLayout,
@@ -56,6 +60,7 @@ __all__ = [
     "LIBERO",
     "MANISKILL",
     "MINARI",
+    "MINARI_ARROW",
     "ROBOHIVE",
     "ROBOMIMIC",
     "ROBOSET_REAL",
@@ -65,6 +70,7 @@ __all__ = [
     "AlohaLayout",
     "D4RLLayout",
     "LeRobotLayout",
+    "MinariArrowLayout",
     "RoboHiveLayout",
     "RobosuiteLayout",
     "ZarrLayout",

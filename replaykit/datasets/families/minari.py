@@ -24,12 +24,17 @@ from replaykit.datasets.remote_sources import HubFiles
 from replaykit.keywords import Replaced
 
 __all__ = [
+    "METADATA",
     "MINARI",
     "MinariExperienceReplay",
     "MinariLayout",
     "Sidecar",
     "_ids",
+    "is_image_space",
+    "parsed_space",
     "read_sidecar",
+    "space_parts",
+    "text_width",
 ]
 
 
@@ -132,7 +137,7 @@ def _d4rl() -> Iterator[str]:
 
 
 _EPISODES: Final = Groups("episode_", having=("rewards", "terminations"))
-_METADATA: Final = "metadata.json"
+METADATA: Final = "metadata.json"
 _LEAST_IMAGE: Final = 32
 """Least height and width of a uint8 box that Minari encodes as an image."""
 _NEXT_OBSERVATION: Final = ("next", "observation")
@@ -171,13 +176,13 @@ class MinariLayout(Layout):
             raise location.error(f"the data set is stored as {kind!r}, expected 'hdf5'", "V04")
         decoders: list[tuple[str, Decoder]] = []
         for root, name in (("observations", "observation_space"), ("actions", "action_space")):
-            space = _parsed(said.get(name, "null"), location)
+            space = parsed_space(said.get(name, "null"), location)
             try:
                 decoders.extend(_decoders(root, space, bool(said.get("jpeg_encoding"))))
             except (KeyError, TypeError, ValueError) as error:
-                text = f"the {name} in {_METADATA} is not one that Minari writes ({error!r})"
+                text = f"the {name} in {METADATA} is not one that Minari writes ({error!r})"
                 raise location.error(text, "V04") from error
-        bounds = tuple(_bounds("actions", _parsed(said.get("action_space", "null"), location)))
+        bounds = tuple(_bounds("actions", parsed_space(said.get("action_space", "null"), location)))
         return replace(self, decoders=tuple(decoders), bounds=bounds)
 
     def beside(self, location: Location) -> dict[str, Any]:
@@ -185,7 +190,7 @@ class MinariLayout(Layout):
         return _metadata(location).facts("dataset_id", "minari_version", "algorithm_name")
 
     def described_by(self, path: Path) -> tuple[Path, ...]:
-        return (path.with_name(_METADATA),)
+        return (path.with_name(METADATA),)
 
     def totals(self, location: Location) -> dict[str, int]:
         """Return the counts in the metadata.
@@ -196,7 +201,7 @@ class MinariLayout(Layout):
         known = {"episodes": said.get("total_episodes"), "records": said.get("total_steps")}
         for name, count in known.items():
             if count is not None and not isinstance(count, int):
-                text = f"{_METADATA} gives {count!r:.40} {name}, expected a number"
+                text = f"{METADATA} gives {count!r:.40} {name}, expected a number"
                 raise location.error(text, "V15")
         return {name: count for name, count in known.items() if count is not None}
 
@@ -216,37 +221,42 @@ MINARI: Final = MinariLayout()
 
 
 def _metadata(location: Location) -> Sidecar:
-    found = read_sidecar(location, _METADATA)
+    found = read_sidecar(location, METADATA)
     if found is None:
-        raise location.error(f"{_METADATA}, which describes its arrays, is not next to it", "V04")
+        raise location.error(f"{METADATA}, which describes its arrays, is not next to it", "V04")
     return found
 
 
-def _parsed(text: Any, location: Location) -> Any:
+def parsed_space(text: Any, location: Location) -> Any:
+    """Return a space in the metadata as JSON values.
+
+    Raises:
+        CorpusError: it is not JSON (rule V04).
+    """
     try:
         return json.loads(text) if isinstance(text, str) else text
     except ValueError as error:
-        raise location.error(f"a space in {_METADATA} cannot be read ({error})", "V04") from error
+        raise location.error(f"a space in {METADATA} cannot be read ({error})", "V04") from error
 
 
-def _parts(path: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def space_parts(path: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield path and space of each dataset below a Dict or Tuple space."""
     if not isinstance(space, dict):
         return
     kind, parts = space.get("type"), space.get("subspaces")
     if kind == "Dict" and isinstance(parts, dict):
         for name, part in parts.items():
-            yield from _parts(f"{path}/{name}", part)
+            yield from space_parts(f"{path}/{name}", part)
     elif kind == "Tuple" and isinstance(parts, list):
         for index, part in enumerate(parts):
-            yield from _parts(f"{path}/_index_{index}", part)
+            yield from space_parts(f"{path}/_index_{index}", part)
     else:
         yield path, space
 
 
 def _bounds(path: str, space: Any) -> Iterator[tuple[str, Bounds]]:
     """Yield the bounds of each dataset below a path whose space has bounds."""
-    for name, part in _parts(path, space):
+    for name, part in space_parts(path, space):
         # Bounds in another form cannot be compared, so they are ignored.
         with suppress(KeyError, TypeError, ValueError):
             if part.get("type") == "Box":
@@ -262,15 +272,21 @@ def _numbers(values: Any) -> tuple[float, ...]:
 
 def _decoders(path: str, space: Any, jpeg: bool) -> Iterator[tuple[str, Decoder]]:
     """Yield the decoder of each dataset below a path that holds images or text."""
-    for name, part in _parts(path, space):
+    for name, part in space_parts(path, space):
         if part.get("type") == "Text":
-            longest = max((len(char.encode()) for char in part.get("charset", "")), default=4)
-            yield name, Text(int(part["max_length"]) * longest)
-        elif jpeg and part.get("type") == "Box" and _is_image(part):
+            yield name, Text(text_width(part))
+        elif jpeg and part.get("type") == "Box" and is_image_space(part):
             yield name, Images(tuple(part["shape"]))
 
 
-def _is_image(space: Mapping[str, Any]) -> bool:
+def text_width(space: Mapping[str, Any]) -> int:
+    """Return the largest number of bytes of a text of a space."""
+    longest = max((len(char.encode()) for char in space.get("charset", "")), default=4)
+    return int(space["max_length"]) * longest
+
+
+def is_image_space(space: Mapping[str, Any]) -> bool:
+    """Return whether Minari encodes the values of a box as images."""
     shape = space.get("shape", [])
     sides = len(shape) in (2, 3) and all(size >= _LEAST_IMAGE for size in shape[:2])
     channels = shape[2:] in ([], [1], [3])

@@ -93,6 +93,9 @@ class ZarrLayout(TableLayout):
     def open(self, sources: Sources, policies: Policies, judge: Judge) -> TableSource:
         return _ZarrTable(sources, policies, judge)
 
+    def recognizes(self, folder: Path) -> bool:
+        return (folder / _ENDS).is_dir()
+
 
 ZARR: Final = ZarrLayout()
 
@@ -288,7 +291,7 @@ class _ZarrTable:
         self.columns = []
         for key, name in self._names.items():
             array = first.arrays[name]
-            shape = tuple(array.shape[1:]) or (1,)
+            shape = tuple(array.shape[1:]) or ((1,) if key[0] == "next" else ())
             self.columns.append(SourceColumn(key, shape, array.dtype, f"data/{name}"))
         for name, said in first.excluded.items():
             if said is not None:
@@ -382,7 +385,7 @@ class _ZarrTable:
                     self._judge.condemn(position, error)
             array = store.arrays[name]
             found = np.zeros((stop - start, *array.shape[1:]), array.dtype)
-        return found.reshape(stop - start, *(found.shape[1:] or (1,)))
+        return found.reshape(-1, 1) if key[0] == "next" else found
 
 
 def _hierarchies(sources: Sources) -> Iterator[tuple[Path, str, list[str]]]:

@@ -1,0 +1,169 @@
+"""Data sets that Minari wrote as Arrow and Parquet, compared with those it wrote as HDF5."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from replaykit.datasets import MinariArrowExperienceReplay, Policies, convert, load_dataset
+from replaykit.datasets.families import MINARI, MINARI_ARROW
+from replaykit.errors import CorpusError
+
+pa = pytest.importorskip("pyarrow")
+pytest.importorskip("minari")
+
+LENGTHS = (5, 1, 8)
+OBSERVATIONS = spaces.Dict(
+    {
+        "image": spaces.Box(0, 255, (32, 36, 3), np.uint8),
+        "pair": spaces.Tuple((spaces.Discrete(9), spaces.Box(-9, 9, (2, 2), np.float64))),
+        "words": spaces.Text(6, charset="abcé"),
+        "keys": spaces.MultiBinary(3),
+    }
+)
+ACTIONS = spaces.Dict({"move": spaces.Box(-9, 9, (2,)), "grip": spaces.MultiDiscrete([3, 4])})
+
+
+def write(folder: Path, form: str, *, jpeg: bool = True) -> Path:
+    """Write a data set with Minari's own storage, and return its folder."""
+    from minari.data_collector import EpisodeBuffer
+    from minari.dataset.minari_storage import MinariStorage
+
+    random = np.random.default_rng(3)
+    folder.mkdir(parents=True)
+    storage = MinariStorage.new(
+        folder / "data", observation_space=OBSERVATIONS, action_space=ACTIONS, data_format=form,
+        jpeg_encoding=jpeg,
+    )  # fmt: skip
+    episodes = []
+    for number, length in enumerate(LENGTHS):
+        steps = length + 1
+        episodes.append(
+            EpisodeBuffer(
+                id=None,
+                seed=number + 40 if number else None,
+                observations={
+                    "image": random.integers(0, 256, (steps, 32, 36, 3), dtype=np.uint8),
+                    "pair": (random.integers(0, 9, steps), random.random((steps, 2, 2))),
+                    "words": ["abcé"[: at % 4] + "a" for at in range(steps)],
+                    "keys": random.integers(0, 2, (steps, 3), dtype=np.int8),
+                },
+                actions={
+                    "move": random.random((length, 2)).astype(np.float32),
+                    "grip": random.integers(0, 3, (length, 2)),
+                },
+                rewards=random.random(length),
+                terminations=np.arange(length) == (length - 1 if number else -1),
+                truncations=np.arange(length) == (-1 if number else length - 1),
+                infos={"count": np.arange(steps), "body": {"speed": random.random((steps, 2))}},
+            )
+        )
+    storage.update_episodes(episodes)
+    return folder
+
+
+@pytest.mark.parametrize("jpeg", [True, False])
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
+def test_every_item_is_that_of_the_h5_storage(form, jpeg, tmp_path):
+    with pytest.warns(UserWarning, match="int8"):
+        wanted = convert(write(tmp_path / "h5", "hdf5", jpeg=jpeg), MINARI, tmp_path / "a")
+    data = convert(write(tmp_path / "set", form, jpeg=jpeg), MINARI_ARROW, tmp_path / "b")
+    rows, others = (each[:].flatten_keys().to_dict() for each in (data, wanted))
+    assert rows.keys() == others.keys()
+    for key, values in others.items():
+        assert rows[key].dtype == values.dtype, key
+        assert rows[key].equal(values), key
+    for name in ("length", "source_seed", "terminated", "truncated", "episode"):
+        assert data.episode_table[name].tolist() == wanted.episode_table[name].tolist()
+    assert torch.allclose(data.episode_table["return"], wanted.episode_table["return"])
+
+
+def test_the_family_opens_like_others(tmp_path):
+    folder = write(tmp_path / "set", "arrow")
+    kwargs = {"source": folder, "root": tmp_path / "root"}
+    assert len(load_dataset("minari-arrow:me/a-v0", 4, **kwargs)) == sum(LENGTHS)
+    data = MinariArrowExperienceReplay("me/a-v0", 4, episodes=[2], **kwargs)
+    assert data.sample()["observation", "image"].shape == (4, 32, 36, 3)
+
+
+def edited(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+WRONG = {
+    "no episode": (lambda d: shutil.rmtree(d / "1"), r"episode_1: files of .*1/ are missing", "V32"),
+    "no metadata": (lambda d: (d / "2/metadata.json").unlink(), r"2/metadata\.json are missing", "V32"),
+    "other steps": (lambda d: edited(d / "2/metadata.json", total_steps=7), "total_steps is 14", "V15"),
+    "other total": (lambda d: edited(d / "metadata.json", total_steps=3), "total_steps is 3", "V15"),
+    "more episodes": (lambda d: edited(d / "metadata.json", total_episodes=4), "episode_3: files", "V32"),
+    "other format": (lambda d: edited(d / "metadata.json", data_format="hdf5"), "0 files named", "V04"),
+    "no space": (lambda d: edited(d / "metadata.json", action_space=None), "no action_space", "V12"),
+    "other space": (
+        lambda d: edited(d / "metadata.json", action_space='{"type": "Sequence"}'), "Sequence", "V04",
+    ),
+    "other dtype": (
+        lambda d: edited(d / "metadata.json", action_space=json.dumps({
+            "type": "Dict", "subspaces": {"move": {"type": "Box", "dtype": "float64", "shape": [2],
+                                                   "low": 0, "high": 1}}})),
+        "'action/move' is float32, expected float64", "V10",
+    ),
+    "cut": (lambda d: cut(next(d.glob("1/*.arrow"))), r"1/part-0\.arrow", "V03"),
+}  # fmt: skip
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_wrong_files_are_refused_by_name(fault, tmp_path):
+    change, says, rule = WRONG[fault]
+    folder = write(tmp_path / "set", "arrow")
+    change(folder / "data")
+    with pytest.raises(CorpusError, match=f"{says}.*\\[{rule}\\]") as caught:
+        convert(folder, MINARI_ARROW, tmp_path / "data")
+    assert str(folder) in str(caught.value)
+    assert not (tmp_path / "data").exists()
+
+
+def test_bad_episodes_can_be_left_out(tmp_path):
+    folder = write(tmp_path / "set", "arrow")
+    cut(next((folder / "data").glob("1/*.arrow")))
+    with pytest.warns(UserWarning, match="skipped|left out"):
+        data = convert(folder, MINARI_ARROW, tmp_path / "a", policies=Policies(on_invalid="skip"))
+    assert data.episode_table["length"].tolist() == [5, 8]
+    assert data.episode_table["episode"].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
+def test_damaged_bytes_give_an_error_or_the_right_values(form, tmp_path):
+    """Flip, cut or repeat bytes. Arrow files have no checksums, so values may differ in them."""
+    folder = write(tmp_path / "set", form)
+    wanted = convert(folder, MINARI_ARROW, tmp_path / "a")[:]
+    random, errors = np.random.default_rng(5), 0
+    for number in range(40):
+        copy = tmp_path / f"{number}"
+        shutil.copytree(folder, copy)
+        files = sorted(each for each in copy.rglob("*") if each.is_file())
+        file = files[number % len(files)]
+        content = bytearray(file.read_bytes())
+        at = int(random.integers(len(content)))
+        content[at : at + number % 2 * 7] = content[:3] if number % 4 < 2 else b""
+        file.write_bytes(content)
+        try:
+            found = convert(copy, MINARI_ARROW, tmp_path / "d", force=True)[:]
+        except CorpusError as error:
+            errors += 1
+            assert str(copy) in str(error), error
+            assert "[V" in str(error), error
+        else:
+            assert len(found) == len(wanted), number
+            assert file.suffix == f".{form}" or (found == wanted).all(), number
+    assert errors > 15
