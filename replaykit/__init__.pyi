@@ -60,6 +60,9 @@ from replaykit.datasets.families.minari import (
 from replaykit.datasets.families.minari_arrow import (
     MinariArrowExperienceReplay,
 )
+from replaykit.datasets.families.rlds import (
+    RldsExperienceReplay,
+)
 from replaykit.datasets.families.robomimic import (
     RobomimicExperienceReplay,
 )
@@ -357,6 +360,7 @@ __all__ = [
     "RewardMap",
     "RewardScale",
     "RewardShift",
+    "RldsExperienceReplay",
     "RobomimicExperienceReplay",
     "RobosetExperienceReplay",
     "RoundRobinWriter",

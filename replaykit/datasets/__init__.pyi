@@ -55,6 +55,9 @@ from replaykit.datasets.families.minari import (
 from replaykit.datasets.families.minari_arrow import (
     MinariArrowExperienceReplay,
 )
+from replaykit.datasets.families.rlds import (
+    RldsExperienceReplay,
+)
 from replaykit.datasets.families.robomimic import (
     RobomimicExperienceReplay,
 )
@@ -103,6 +106,7 @@ __all__ = [
     "MinariExperienceReplay",
     "OfflineToOnlineReplayBuffer",
     "Policies",
+    "RldsExperienceReplay",
     "RobomimicExperienceReplay",
     "RobosetExperienceReplay",
     "Segments",

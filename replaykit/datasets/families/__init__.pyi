@@ -30,6 +30,10 @@ from replaykit.datasets.families.minari_arrow import (
     MINARI_ARROW,
     MinariArrowLayout,
 )
+from replaykit.datasets.families.rlds import (
+    RLDS,
+    RldsLayout,
+)
 from replaykit.datasets.families.robohive import (
     ROBOHIVE,
     RoboHiveLayout,
@@ -61,6 +65,7 @@ __all__ = [
     "MANISKILL",
     "MINARI",
     "MINARI_ARROW",
+    "RLDS",
     "ROBOHIVE",
     "ROBOMIMIC",
     "ROBOSET_REAL",
@@ -71,6 +76,7 @@ __all__ = [
     "D4RLLayout",
     "LeRobotLayout",
     "MinariArrowLayout",
+    "RldsLayout",
     "RoboHiveLayout",
     "RobosuiteLayout",
     "ZarrLayout",

@@ -1,0 +1,463 @@
+"""The family of RLDS data sets, as TensorFlow Datasets stores them, read without TensorFlow."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from replaykit.buffer.components import SamplerT
+from replaykit.datasets.dataset import BaseDatasetExperienceReplay
+from replaykit.datasets.encoded_frames import decode_image
+from replaykit.datasets.engine.fields import image_module
+from replaykit.datasets.engine.locations import Location
+from replaykit.datasets.engine.policies import Judge, Policies
+from replaykit.datasets.engine.table_sources import (
+    Array,
+    SourceColumn,
+    SourceEpisodes,
+    TableLayout,
+    TableSource,
+)
+from replaykit.datasets.families.tf_examples import Example, RecordFile
+from replaykit.datasets.remote_sources import HubFiles
+from replaykit.datasets.sources import Sources
+from replaykit.errors import CorpusError
+from replaykit.ted import TERMINATED, TRUNCATED, Key
+
+__all__ = ["RLDS", "RldsExperienceReplay", "RldsLayout"]
+
+_FEATURES: Final = "features.json"
+_INFO: Final = "dataset_info.json"
+_SHARD: Final = re.compile(
+    r"(?:.*/)?(?P<set>[^/]+)-(?P<split>[^-/]+)\.tfrecord-(?P<number>\d{5,})-of-(?P<count>\d{5,})"
+)
+_FLAGS: Final = ("is_first", "is_last", "is_terminal")
+_RESULTS: Final = ("reward", "discount")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RldsLayout(TableLayout):
+    """The layout of RLDS data sets in TFRecord files of TensorFlow Datasets.
+
+    An episode of T steps becomes T - 1 rows, each with the observation of the next step. RLDS
+    defines that action, reward and discount of the last step are not valid, so they are left out.
+    ``reward`` and ``discount`` have keys below ``next``. An episode is terminated if its last step
+    has ``is_terminal``, and otherwise truncated. Images are decoded to pixels. A text becomes its
+    number in a list, which `RldsExperienceReplay.texts` returns. Metadata of episodes, and values
+    without a fixed shape, are left out.
+
+    Example:
+        >>> from replaykit.datasets.families import RLDS
+        >>> RLDS.name
+        'rlds'
+    """
+
+    name: str = "rlds"
+    version: int = 1
+
+    def open(self, sources: Sources, policies: Policies, judge: Judge) -> TableSource:
+        return _RldsTable(sources, judge)
+
+    def recognizes(self, folder: Path) -> bool:
+        return (folder / _FEATURES).is_file() and (folder / _INFO).is_file()
+
+
+RLDS: Final = RldsLayout()
+
+
+@contextmanager
+def _errors(where: Location, rule: str) -> Iterator[None]:
+    try:
+        yield
+    except CorpusError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
+        text = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise where.error(text, rule) from error
+
+
+@dataclass(frozen=True)
+class _Feature:
+    """A feature of a step.
+
+    Attributes:
+        name: its path below ``steps``.
+        kind: ``"numbers"``, ``"encoded"`` numbers, ``"image"`` or ``"text"``.
+        dtype, shape: those of one value.
+        listed: the length of an inner sequence; None for other features.
+        compressed: True if encoded numbers are compressed.
+    """
+
+    name: str
+    kind: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    listed: int | None = None
+    compressed: bool = False
+
+    @property
+    def key(self) -> Key:
+        parts = tuple(self.name.split("/"))
+        return ("next", *parts) if parts[0] in _RESULTS else parts
+
+    @property
+    def is_observed(self) -> bool:
+        """True if a value also belongs to the row before, as its next observation."""
+        return self.name.partition("/")[0] == "observation"
+
+
+class _RldsTable:
+    """The steps of the episodes in all shards."""
+
+    attached: Mapping[str, Path] = {}
+
+    def __init__(self, sources: Sources, judge: Judge) -> None:
+        self._judge = judge
+        names = {file.name: file.path for file in sources.files}
+        found = [name for name in names if name.rpartition("/")[2] == _FEATURES]
+        if len(found) != 1:
+            first = sources.files[0]
+            what = f"{len(found)} files named {_FEATURES} describe data sets, expected one"
+            raise Location(first.path, first.name).error(what, "V04")
+        self._where = Location(names[found[0]], found[0])
+        folder = found[0].removesuffix(_FEATURES)
+        self.left_out: list[dict[str, str]] = []
+        with _errors(self._where, "V04"):
+            said = json.loads(self._where.file.read_bytes())
+            self._features = list(self._steps_of(said))
+        self._shards: list[tuple[Path, str, RecordFile]] = []
+        self._read_shards(folder, names)
+        self._counts = [len(file) for _, _, file in self._shards]
+        self._firsts = np.concatenate([[0], np.cumsum(self._counts)])
+        self.splits = self._find_splits(folder, names)
+        self.texts: dict[str, dict[str, int]] = {}
+        self.facts: dict[str, Any] = {"format": "rlds", "texts": {}}
+        count = int(self._firsts[-1])
+        numbers = np.concatenate([np.arange(each) for each in self._counts])
+        self.episodes = SourceEpisodes(
+            np.zeros(count, np.int64),
+            numbers,
+            [f"record_{number}" for number in numbers.tolist()],
+            files=np.repeat(np.arange(len(self._counts)), self._counts),
+        )
+        self.steps = np.zeros(count, np.int64)
+        for position in range(count):
+            try:
+                self.steps[position] = self._steps_in(position)
+            except CorpusError as error:
+                judge.condemn(position, error)
+        self.episodes.lengths[:] = np.maximum(self.steps - 1, 0)
+        columns = [each for each in self._features if each.name not in _FLAGS]
+        self._features = [self._resolved(each) for each in columns]
+        self.columns = list(self._columns())
+
+    # -- descriptions -----------------------------------------------------------------------------
+
+    def _steps_of(self, said: Mapping[str, Any]) -> Iterator[_Feature]:
+        """Yield the features of steps, from the description of all features."""
+        features = said["featuresDict"]["features"]
+        for name in features:
+            if name != "steps":
+                self.left_out.append({"key": name, "why": "it describes the whole episode"})
+        yield from self._feature("", features["steps"]["sequence"]["feature"], None)
+
+    def _feature(
+        self, name: str, said: Mapping[str, Any], listed: int | None
+    ) -> Iterator[_Feature]:
+        if "featuresDict" in said:
+            for inner, each in said["featuresDict"]["features"].items():
+                yield from self._feature(f"{name}/{inner}" if name else inner, each, listed)
+            return
+        if "sequence" in said and listed is None:
+            length = int(said["sequence"].get("length", -1))
+            yield from self._feature(name, said["sequence"]["feature"], length)
+            return
+        found: _Feature | None = None
+        if "text" in said or said.get("tensor", {}).get("dtype") == "string":
+            found = _Feature(name, "text", np.dtype(np.int64), ())
+        elif "image" in said:
+            shape = _shape_of(said["image"])
+            if said["image"].get("dtype", "uint8") == "uint8":
+                found = _Feature(name, "image", np.dtype(np.uint8), shape or (-1, -1, -1))
+        elif "classLabel" in said:
+            found = _Feature(name, "numbers", np.dtype(np.int64), ())
+        elif "boundingBox" in said:
+            found = _Feature(name, "numbers", np.dtype(np.float32), (4,))
+        elif "tensor" in said:
+            tensor = said["tensor"]
+            encoding = str(tensor.get("encoding", "none")).lower()
+            found = _Feature(
+                name,
+                "numbers" if encoding == "none" else "encoded",
+                np.dtype(tensor["dtype"]),
+                _shape_of(tensor),
+                compressed=encoding == "zlib",
+            )
+        is_listed = listed is not None
+        if found is not None and is_listed and found.kind == "numbers" and listed != -1:
+            shape = (int(listed or 0), *found.shape)
+            found = _Feature(name, "numbers", found.dtype, shape, listed=listed)
+        elif is_listed:
+            found = None
+        if found is None or (found.kind != "image" and -1 in found.shape):
+            self.left_out.append({"key": name, "why": "its values have no fixed shape"})
+            return
+        yield found
+
+    def _resolved(self, feature: _Feature) -> _Feature:
+        """Return a feature whose shape is that of its first image, if it is not declared."""
+        if -1 not in feature.shape:
+            return feature
+        for position in np.flatnonzero(self.steps).tolist():
+            where = self.location(position).at(key=f"steps/{feature.name}", record=0)
+            with _errors(where, "V78"):
+                entry = bytes(self._example(position).bytes(f"steps/{feature.name}")[0])
+            try:
+                with image_module().open(io.BytesIO(entry)) as image:
+                    shape = np.asarray(image).shape
+            except (OSError, ValueError, SyntaxError) as error:
+                raise where.error(f"is not an image that can be decoded ({error})", "V03") from None
+            return replace(feature, shape=(*shape, 1)[:3])
+        return replace(feature, shape=(0, 0, 0))
+
+    def _columns(self) -> Iterator[SourceColumn]:
+        for feature in self._features:
+            shape, name = feature.shape, f"steps/{feature.name}"
+            if feature.name in _RESULTS and shape == ():
+                shape = (1,)
+            yield SourceColumn(feature.key, shape, feature.dtype, name)
+            if feature.is_observed:
+                yield SourceColumn(("next", *feature.key), shape, feature.dtype, name)
+        for key in (TERMINATED, TRUNCATED):
+            yield SourceColumn(key, (1,), np.dtype(bool), "steps/is_terminal")
+
+    # -- shards -----------------------------------------------------------------------------------
+
+    def _read_shards(self, folder: str, names: Mapping[str, Path]) -> None:
+        shards: dict[tuple[str, str, str], list[str]] = {}
+        for name in sorted(names):
+            match = _SHARD.fullmatch(name) if name.startswith(folder) else None
+            if match is not None:
+                shards.setdefault((match["set"], match["split"], match["count"]), []).append(name)
+        for (_, split, count), found in shards.items():
+            if len(found) != int(count):
+                what = f"{len(found)} of {int(count)} shards of the split {split} are there"
+                self._judge.notes.add("V15", what, self._where)
+            for name in found:
+                where = Location(names[name], name)
+                with _errors(where, "V77"):
+                    self._shards.append((names[name], name, RecordFile(names[name])))
+        if not self._shards:
+            raise self._where.error(
+                "no file is named like <set>-<split>.tfrecord-<n>-of-<m>", "V05"
+            )
+
+    def _find_splits(self, folder: str, names: Mapping[str, Path]) -> dict[str, list[int]]:
+        """Return the positions of each split, after a check of the stated counts."""
+        splits: dict[str, list[int]] = {}
+        said: dict[str, list[int]] = {}
+        path = names.get(f"{folder}{_INFO}")
+        if path is not None:
+            with _errors(Location(path, f"{folder}{_INFO}"), "V04"):
+                for split in json.loads(path.read_bytes()).get("splits", ()):
+                    said[split["name"]] = [int(count) for count in split.get("shardLengths", ())]
+        for at, (path, name, file) in enumerate(self._shards):
+            match = _SHARD.fullmatch(name)
+            assert match is not None
+            first = int(self._firsts[at])
+            splits.setdefault(match["split"], []).extend(range(first, first + len(file)))
+            lengths, number = said.get(match["split"], []), int(match["number"])
+            if number < len(lengths) and lengths[number] != len(file):
+                what = f"has {len(file)} records, {_INFO} states {lengths[number]}"
+                raise Location(path, name).error(what, "V15")
+        return splits
+
+    def location(self, position: int) -> Location:
+        path, name, _ = self._shards[int(self.episodes.files[position])]
+        return Location(path, name, self.episodes.names[position])
+
+    def _record(self, position: int) -> tuple[RecordFile, int]:
+        file = int(self.episodes.files[position])
+        return self._shards[file][2], position - int(self._firsts[file])
+
+    def _example(self, position: int) -> Example:
+        file, number = self._record(position)
+        with _errors(self.location(position), "V78"):
+            return file.example(number)
+
+    def _steps_in(self, position: int) -> int:
+        """Return the count of steps of an episode. Only one of its features is read."""
+        example = self._example(position)
+        with _errors(self.location(position), "V78"):
+            known = [each for each in self._features if each.listed is None]
+            flags = [each for each in known if each.name in _FLAGS]
+            for feature in (*flags, *known):
+                name = f"steps/{feature.name}"
+                if feature.kind != "numbers":
+                    return len(example.bytes(name))
+                size = int(np.prod(feature.shape))
+                if size:
+                    return len(_numbers(example, name)) // size
+        raise self._where.error("steps have no features of fixed shapes", "V12")
+
+    # -- rows -------------------------------------------------------------------------------------
+
+    def blocks(
+        self, kept: npt.NDArray[np.bool_], keys: Sequence[Key], block_bytes: int
+    ) -> Iterator[Mapping[Key, Array]]:
+        self.texts = {}
+        wanted = {key[1:] if key[:2] == ("next", "observation") else key for key in keys}
+        for position in np.flatnonzero(kept).tolist():
+            try:
+                found = self._rows(position, wanted)
+            except CorpusError as error:
+                self._judge.condemn(position, error)
+                count = int(self.episodes.lengths[position])
+                found = {
+                    column.key: np.zeros((count, *column.shape), column.dtype)
+                    for column in self.columns
+                }
+            yield {key: found[key] for key in keys}
+        self.facts["texts"] = {name: list(numbers) for name, numbers in self.texts.items()}
+
+    def _rows(self, position: int, wanted: set[Key]) -> dict[Key, Array]:
+        where, steps = self.location(position), int(self.steps[position])
+        file, number = self._record(position)
+        with _errors(where, "V77"):
+            file.check(number)
+        example = self._example(position)
+        found: dict[Key, Array] = {}
+        for feature in self._features:
+            if feature.key not in wanted:
+                continue
+            inside = where.at(key=f"steps/{feature.name}")
+            with _errors(inside, "V78"):
+                values = self._values(example, feature, steps, inside)
+            if feature.is_observed:
+                found[("next", *feature.key)] = values[1:]
+            if feature.name in _RESULTS and not feature.shape:
+                values = values[:, None]
+            found[feature.key] = values[:-1]
+        ends = {name: self._flag(example, name, steps, where) for name in _FLAGS}
+        for name, at in (("is_first", 0), ("is_last", steps - 1), ("is_terminal", steps - 1)):
+            wrong = np.flatnonzero(ends[name])
+            if len(wrong[wrong != at]):
+                step = int(wrong[wrong != at][0])
+                what = f"{name} is set at step {step} of {steps}"
+                self._judge.fail(position, where, what, "V31")
+        terminated = np.zeros((steps - 1, 1), bool)
+        terminated[-1] = ends["is_terminal"][-1]
+        found[TERMINATED] = terminated
+        found[TRUNCATED] = np.zeros_like(terminated)  # the writer cuts other episodes
+        return found
+
+    def _flag(self, example: Example, name: str, steps: int, where: Location) -> Array:
+        path = f"steps/{name}"
+        if path not in example.names:
+            return np.zeros(steps, bool)
+        with _errors(where.at(key=path), "V78"):
+            found = _numbers(example, path)
+            if len(found) != steps:
+                raise ValueError(f"has {len(found)} entries, expected {steps}")
+            return found.astype(bool)
+
+    def _values(self, example: Example, feature: _Feature, steps: int, where: Location) -> Array:
+        """Return the values of all steps, ``[T, *shape]``."""
+        name = f"steps/{feature.name}"
+        if feature.kind == "numbers":
+            if feature.listed is not None:
+                lengths = _numbers(example, f"{name}/ragged_row_lengths_0")
+                if (lengths != feature.listed).any():
+                    raise ValueError(f"has lists of other lengths than {feature.listed}")
+                name += "/ragged_flat_values"
+            numbers = _numbers(example, name)
+            size = int(np.prod(feature.shape))
+            if len(numbers) != steps * size:
+                raise ValueError(f"has {len(numbers)} numbers, expected {steps} x {size}")
+            if feature.dtype == np.uint64:
+                numbers = numbers.view(np.uint64)
+            return numbers.astype(feature.dtype).reshape(steps, *feature.shape)
+        entries = example.bytes(name)
+        if len(entries) != steps:
+            raise ValueError(f"has {len(entries)} entries, expected {steps}")
+        if feature.kind == "text":
+            known = self.texts.setdefault(feature.name, {})
+            texts = [bytes(each).decode("utf-8", "replace") for each in entries]
+            return np.array([known.setdefault(each, len(known)) for each in texts], np.int64)
+        found = np.empty((steps, *feature.shape), feature.dtype)
+        for at, entry in enumerate(entries):
+            if feature.kind == "image":
+                decode_image(bytes(entry), found[at], str(where.at(record=at)))
+                continue
+            raw = bytes(entry)
+            if feature.compressed:
+                raw = zlib.decompressobj().decompress(raw, found[at].nbytes + 1)
+            if len(raw) != found[at].nbytes:
+                raise ValueError(f"step {at} has {len(raw)} bytes, expected {found[at].nbytes}")
+            found[at] = np.frombuffer(raw, feature.dtype).reshape(feature.shape)
+        return found
+
+
+def _shape_of(said: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(int(size) for size in said.get("shape", {}).get("dimensions", ()))
+
+
+def _numbers(example: Example, name: str) -> Array:
+    """Return the floats or integers of a feature.
+
+    Raises:
+        KeyError: there is no such feature.
+        ValueError: it has bytes.
+    """
+    kind = example.kind(name)
+    if kind == "bytes":
+        raise ValueError("has bytes, expected numbers")
+    return example.floats(name) if kind == "floats" else example.integers(name)
+
+
+class RldsExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
+    """Transitions of RLDS data sets.
+
+    ``source`` is the folder with ``features.json``, such as ``bridge/1.0.0``. Any names joined by
+    "/" serve as id. Without ``source``, an id ``owner/name`` names a repository of a Hub. See
+    `RldsLayout` for keys, ends of episodes, images and texts.
+
+    See BaseDatasetExperienceReplay for arguments, errors and methods.
+
+    Example:
+        >>> from replaykit.datasets import RldsExperienceReplay
+        >>> RldsExperienceReplay("me/bridge", 32, download=False, root="no-such-folder")
+        Traceback (most recent call last):
+        FileNotFoundError: the data set 'me/bridge' is not in ...
+    """
+
+    any_id = True
+    corpus = "rlds"
+    layout = RLDS
+    owner: ClassVar[str] = "rlds"
+
+    @property
+    def texts(self) -> dict[str, list[str]]:
+        """The texts that the numbers in a column stand for, by the name of the column."""
+        found: dict[str, list[str]] = self.published.manifest.report["about"]["texts"]
+        return found
+
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Return the location of a data set's files."""
+        if len(dataset_id.split("/")) != 2:
+            raise FileNotFoundError(
+                f"{dataset_id!r} names no repository: expected owner/name, or a local folder with "
+                "source="
+            )
+        return HubFiles(dataset_id, "", "", natural=True)
