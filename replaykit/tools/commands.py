@@ -588,6 +588,8 @@ def export(output: Output, source: Path, target: str, form: str, force: bool, **
             spaces = options or unbounded_spaces(data)
             to_minari(data, target, overwrite=force, **spaces)
         counts = len(data.episodes), int(data.episodes.lengths.sum())
+    if form == "lerobot-v3":
+        findings += validated(Path(target))
     if output.as_json:
         record = {"source": str(source), "target": target, "to": form, "findings": findings}
         output.document({**record, "episodes": counts[0], "rows": counts[1]})
