@@ -446,7 +446,8 @@ def _encode(path: Path, frames: Array, fps: int) -> None:
     with av.open(str(path), "w") as file:
         # Every second frame is a key frame, as in LeRobot's own videos, so random reads are fast.
         stream = file.add_stream("libx264", rate=fps, options={"g": "2", "crf": "23"})
-        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
         for frame in (*frames, None):
             image = None if frame is None else av.VideoFrame.from_ndarray(frame, "rgb24")
             file.mux(stream.encode(image))

@@ -230,7 +230,8 @@ class _MinariTable:
             for inner in field.type:
                 yield from self._infos(inner, (*key, inner.name))
             return
-        kind, shape = field.type, ()
+        kind: Any = field.type
+        shape: tuple[int, ...] = ()
         if pa.types.is_fixed_size_list(kind):
             said = (field.metadata or {}).get(b"shape", str(kind.list_size).encode())
             shape = tuple(int(size) for size in said.split(b",") if size)
@@ -293,7 +294,8 @@ class _MinariTable:
                 values = self._values(part, column, path)
                 found[key] = values[:length]
                 if not is_action:
-                    found[("next", *key)] = values[1:]
+                    following: Key = ("next", *key)
+                    found[following] = values[1:]
             for name, key in _SINGLE.items():
                 dtype = next(column.dtype.name for column in self.columns if column.key == key)
                 column = table[name].slice(0, length)
@@ -349,7 +351,7 @@ class MinariArrowExperienceReplay(MinariExperienceReplay[SamplerT]):
 
     available_datasets: ClassVar[list[str]] = []
     corpus = "minari-arrow"
-    layout = MINARI_ARROW
+    layout: ClassVar[Any] = MINARI_ARROW
 
     @classmethod
     def remote(cls, dataset_id: str) -> HubFiles:

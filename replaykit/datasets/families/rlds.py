@@ -344,7 +344,8 @@ class _RldsTable:
             with _errors(inside, "V78"):
                 values = self._values(example, feature, steps, inside)
             if feature.is_observed:
-                found[("next", *feature.key)] = values[1:]
+                following: Key = ("next", *feature.key)
+                found[following] = values[1:]
             if feature.name in _RESULTS and not feature.shape:
                 values = values[:, None]
             found[feature.key] = values[:-1]

@@ -58,7 +58,8 @@ class RecordFile:
         with open(path, "rb") as file:
             size = file.seek(0, 2)
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        spans, at = [], 0
+        spans: list[tuple[int, int]] = []
+        at = 0
         while at < size:
             header = self._memory[at : at + _HEADER]
             if len(header) < _HEADER:
@@ -130,7 +131,7 @@ class Example:
             found = _LISTS.get(number, found)
         return found
 
-    def _parts(self, name: str, number: int) -> Iterator[tuple[int, memoryview | int]]:
+    def _parts(self, name: str, number: int) -> Iterator[tuple[int, Any]]:
         for values in _fields(self._features[name], number):
             for field, kind, value in _walk(values):
                 if field == 1:

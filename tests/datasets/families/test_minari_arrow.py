@@ -15,6 +15,7 @@ from gymnasium import spaces
 from replaykit.datasets import MinariArrowExperienceReplay, Policies, convert, load_dataset
 from replaykit.datasets.families import MINARI, MINARI_ARROW
 from replaykit.errors import CorpusError
+from tests.datasets.families.mutations import refusals
 
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("minari")
@@ -98,24 +99,69 @@ def edited(path: Path, **changes: Any) -> None:
 
 
 WRONG = {
-    "no episode": (lambda d: shutil.rmtree(d / "1"), r"episode_1: files of .*1/ are missing", "V32"),
-    "no metadata": (lambda d: (d / "2/metadata.json").unlink(), r"2/metadata\.json are missing", "V32"),
-    "other steps": (lambda d: edited(d / "2/metadata.json", total_steps=7), "total_steps is 14", "V15"),
-    "other total": (lambda d: edited(d / "metadata.json", total_steps=3), "total_steps is 3", "V15"),
-    "more episodes": (lambda d: edited(d / "metadata.json", total_episodes=4), "episode_3: files", "V32"),
-    "other format": (lambda d: edited(d / "metadata.json", data_format="hdf5"), "0 files named", "V04"),
-    "no space": (lambda d: edited(d / "metadata.json", action_space=None), "no action_space", "V12"),
+    "no episode": (
+        lambda d: shutil.rmtree(d / "1"),
+        r"episode_1: files of .*1/ are missing",
+        "V32",
+    ),
+    "no metadata": (
+        lambda d: (d / "2/metadata.json").unlink(),
+        r"2/metadata\.json are missing",
+        "V32",
+    ),
+    "other steps": (
+        lambda d: edited(d / "2/metadata.json", total_steps=7),
+        "total_steps is 14",
+        "V15",
+    ),
+    "other total": (
+        lambda d: edited(d / "metadata.json", total_steps=3),
+        "total_steps is 3",
+        "V15",
+    ),
+    "more episodes": (
+        lambda d: edited(d / "metadata.json", total_episodes=4),
+        "episode_3: files",
+        "V32",
+    ),
+    "other format": (
+        lambda d: edited(d / "metadata.json", data_format="hdf5"),
+        "0 files named",
+        "V04",
+    ),
+    "no space": (
+        lambda d: edited(d / "metadata.json", action_space=None),
+        "no action_space",
+        "V12",
+    ),
     "other space": (
-        lambda d: edited(d / "metadata.json", action_space='{"type": "Sequence"}'), "Sequence", "V04",
+        lambda d: edited(d / "metadata.json", action_space='{"type": "Sequence"}'),
+        "Sequence",
+        "V04",
     ),
     "other dtype": (
-        lambda d: edited(d / "metadata.json", action_space=json.dumps({
-            "type": "Dict", "subspaces": {"move": {"type": "Box", "dtype": "float64", "shape": [2],
-                                                   "low": 0, "high": 1}}})),
-        "'action/move' is float32, expected float64", "V10",
+        lambda d: edited(
+            d / "metadata.json",
+            action_space=json.dumps(
+                {
+                    "type": "Dict",
+                    "subspaces": {
+                        "move": {
+                            "type": "Box",
+                            "dtype": "float64",
+                            "shape": [2],
+                            "low": 0,
+                            "high": 1,
+                        }
+                    },
+                }
+            ),
+        ),
+        "'action/move' is float32, expected float64",
+        "V10",
     ),
     "cut": (lambda d: cut(next(d.glob("1/*.arrow"))), r"1/part-0\.arrow", "V03"),
-}  # fmt: skip
+}
 
 
 def cut(path: Path) -> None:
@@ -144,26 +190,12 @@ def test_bad_episodes_can_be_left_out(tmp_path):
 
 @pytest.mark.parametrize("form", ["arrow", "parquet"])
 def test_damaged_bytes_give_an_error_or_the_right_values(form, tmp_path):
-    """Flip, cut or repeat bytes. Arrow files have no checksums, so values may differ in them."""
+    """Arrow files have no checksums, so other values in them are those of the file."""
     folder = write(tmp_path / "set", form)
     wanted = convert(folder, MINARI_ARROW, tmp_path / "a")[:]
-    random, errors = np.random.default_rng(5), 0
-    for number in range(40):
-        copy = tmp_path / f"{number}"
-        shutil.copytree(folder, copy)
-        files = sorted(each for each in copy.rglob("*") if each.is_file())
-        file = files[number % len(files)]
-        content = bytearray(file.read_bytes())
-        at = int(random.integers(len(content)))
-        content[at : at + number % 2 * 7] = content[:3] if number % 4 < 2 else b""
-        file.write_bytes(content)
-        try:
-            found = convert(copy, MINARI_ARROW, tmp_path / "d", force=True)[:]
-        except CorpusError as error:
-            errors += 1
-            assert str(copy) in str(error), error
-            assert "[V" in str(error), error
-        else:
-            assert len(found) == len(wanted), number
-            assert file.suffix == f".{form}" or (found == wanted).all(), number
-    assert errors > 15
+
+    def right(data: Any, name: str) -> None:
+        assert len(data) == len(wanted)
+        assert name.endswith(f".{form}") or (data[:] == wanted).all()
+
+    assert refusals(folder, MINARI_ARROW, tmp_path, right) > 20
