@@ -661,10 +661,10 @@ def test_drafts_of_running_exports_are_left_alone(tmp_path):
     rb = ReplayBuffer(storage=LazyTensorStorage(30))
     rb.extend(good_rows())
     target = tmp_path / "a.hdf5"
-    with (
-        pytest.raises(FileExistsError),
-        export_files.export_to(target, overwrite=False, is_export=target.is_file) as other,
-    ):
-        to_robomimic(rb, target)
-        assert other.path.parent.is_dir()
+    running = export_files.export_to(target, overwrite=False, is_export=target.is_file)
+    draft = running.__enter__()
+    to_robomimic(rb, target)
+    assert draft.path.parent.is_dir()
+    with pytest.raises(FileExistsError):
+        running.__exit__(None, None, None)
     assert os.listdir(tmp_path) == ["a.hdf5"]
