@@ -24,11 +24,13 @@ import torch
 if importlib.util.find_spec("lerobot") is None:
     pytest.skip("needs the package lerobot: make test-lerobot", allow_module_level=True)
 
-from replaykit import SamplerWithoutReplacement, Windows
+from replaykit import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement, Windows
+from replaykit.adapters import to_lerobot
 from replaykit.datasets import CorpusExperienceReplay, convert
 from replaykit.datasets.families import LEROBOT, LEROBOT_PIXELS
 from replaykit.inspection import repair, validate
 from replaykit.testing import make_lerobot
+from tests.adapters.test_table_exports import LENGTHS, episode
 from tests.datasets.families.conftest import SHARED
 from tests.datasets.families.lerobot_reader import frames_of
 
@@ -215,3 +217,38 @@ def test_converted_real_set(lerobot: Any, tmp_path: Path) -> None:
     assert said["codebase_version"] == "v3.0"
     assert (rows.exclude("seed") == data[torch.arange(0, 736, 9)].exclude("seed")).all()
     check_items(data, theirs, said, step=53)
+
+
+@pytest.mark.parametrize("video", [False, True])
+def test_an_export_of_replaykit_has_equal_items(video, lerobot, tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(100))
+    random = np.random.default_rng(0)
+    for length in LENGTHS:
+        rb.extend(episode(length, random))
+    tasks = ["push", "pull", "push"]
+    folder = to_lerobot(rb, tmp_path / "set", fps=10, task=tasks, video=video)
+    dataset = lerobot.LeRobotDataset("me/set", root=folder)
+    rows = rb[:]
+    assert (len(dataset), dataset.num_episodes, dataset.fps) == (len(rows), 3, 10)
+    number = np.repeat(np.arange(3), LENGTHS)
+    for at, row in enumerate(rows):
+        item = dataset[at]
+        assert item["task"] == tasks[number[at]]
+        assert item["episode_index"] == number[at]
+        for name in ("observation.state", "observation.grid", "action"):
+            assert item[name].equal(row[tuple(name.split("."))])
+        for name in ("reward", "done", "terminated", "truncated", "success"):
+            assert item[f"next.{name}"] == row["next", name]
+        for name, order in (("top", (2, 0, 1)), ("low", (0, 1, 2))):
+            found = item[f"observation.images.{name}"]
+            wanted = row["observation", "images", name].permute(*order) / 255
+            assert found.shape == wanted.shape
+            assert video or found.equal(wanted)
+    windows = {"observation.state": [-0.1, 0.0], "action": [step / 10 for step in range(4)]}
+    item = lerobot.LeRobotDataset("me/set", root=folder, delta_timestamps=windows)[8]
+    assert item["action_is_pad"].tolist() == [False, True, True, True]
+    assert item["observation.state"].equal(rows["observation", "state"][7:9])
+    channels = rows["observation", "images", "top"].double().flatten(0, 2) / 255
+    mean = dataset.meta.stats["observation.images.top"]["mean"]
+    assert np.allclose(mean.reshape(3), channels.mean(0))
+    assert lerobot.aggregate_stats([dataset.meta.stats])["action"]["count"] == [len(rows)]
