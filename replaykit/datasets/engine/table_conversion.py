@@ -387,6 +387,8 @@ class _Writer:
             "splits": self._splits(),
             "about": dict(self.source.facts),
         }
+        if "fps" in self.source.facts:
+            report["fps"] = self.source.facts["fps"]
         text = summary(report, notes)
         if text is not None and self.policies.strict:
             raise CorpusError(f"{self._where(0).file}: refused, since policies are strict: {text}")

@@ -85,7 +85,8 @@ class TableSource(Protocol):
         episodes: the episodes in the order of the source.
         left_out: data that does not become a column: entries with ``key`` and ``why``.
         attached: files to keep in the data set, by their name in it.
-        facts: facts about the source for the manifest, as JSON values.
+        facts: facts about the source for the manifest, as JSON values. ``fps`` is the number of
+            rows per second, if it is fixed.
         splits: positions of episodes by the name of a split.
     """
 
