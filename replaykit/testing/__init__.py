@@ -8,7 +8,7 @@ Example:
 
 from __future__ import annotations
 
-from replaykit.testing.lerobot_files import make_lerobot
+from replaykit.testing.lerobot_sets import make_lerobot
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 
 __all__ = ["RoboHiveWriter", "make_lerobot", "make_trial"]

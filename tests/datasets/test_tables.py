@@ -22,7 +22,7 @@ from replaykit import (
 )
 from replaykit.datasets import Policies, convert
 from replaykit.datasets.engine.locations import Location
-from replaykit.datasets.engine.table_sources import SourceColumn, SourceEpisodes, TableLayout
+from replaykit.datasets.engine.table_sources import SourceColumn, TableEpisodes, TableLayout
 from replaykit.errors import CorpusError
 from replaykit.inspection import validate
 
@@ -52,9 +52,9 @@ class Memory(TableLayout):
     splits = {"train": [1, 3]}  # noqa: RUF012
 
     @property
-    def episodes(self) -> SourceEpisodes:
+    def episodes(self) -> TableEpisodes:
         names = [f"part {at}" for at in range(len(LENGTHS))]
-        return SourceEpisodes(np.array(LENGTHS), np.arange(len(LENGTHS)), names)
+        return TableEpisodes(np.array(LENGTHS), np.arange(len(LENGTHS)), names)
 
     @property
     def columns(self) -> list[SourceColumn]:

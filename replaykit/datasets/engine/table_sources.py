@@ -15,7 +15,7 @@ from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.sources import Sources
 from replaykit.ted import Key
 
-__all__ = ["SourceColumn", "SourceEpisodes", "TableLayout", "TableSource"]
+__all__ = ["SourceColumn", "TableEpisodes", "TableLayout", "TableSource"]
 
 Array = npt.NDArray[Any]
 
@@ -45,7 +45,7 @@ class SourceColumn:
 
 
 @dataclass
-class SourceEpisodes:
+class TableEpisodes:
     """The episodes of a source, one entry for each of E episodes.
 
     Attributes:
@@ -91,7 +91,7 @@ class TableSource(Protocol):
     """
 
     columns: Sequence[SourceColumn]
-    episodes: SourceEpisodes
+    episodes: TableEpisodes
     left_out: Sequence[Mapping[str, str]]
     attached: Mapping[str, Path]
     facts: Mapping[str, Any]
@@ -150,7 +150,7 @@ class TableLayout:
         return False
 
     def repair(self, folder: Path) -> list[str]:
-        """Correct what can be derived from the records; return the changes.
+        """Correct entries that follow from the records; return the changes.
 
         Raises:
             CorpusError: a fault cannot be derived, so nothing was changed.

@@ -17,7 +17,7 @@ from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.table_sources import (
     Array,
     SourceColumn,
-    SourceEpisodes,
+    TableEpisodes,
     TableLayout,
     TableSource,
 )
@@ -78,7 +78,7 @@ class _TrajectoryTable:
         self.facts = {"source": self._name}
         lengths = np.array([source.length(number) for number in range(count)], np.int64)
         names = [f"trajectory_{number}" for number in range(count)]
-        self.episodes = SourceEpisodes(lengths, np.arange(count), names)
+        self.episodes = TableEpisodes(lengths, np.arange(count), names)
         first = next((each for each in range(count) if lengths[each]), None)
         rows = {} if first is None else _columns_of(source.load(first, stop=1))
         self.columns = [

@@ -27,13 +27,13 @@ from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.table_sources import (
     Array,
     SourceColumn,
-    SourceEpisodes,
+    TableEpisodes,
     TableLayout,
     TableSource,
 )
 from replaykit.datasets.families.lerobot_checks import (
-    FrameChecks,
-    Moments,
+    EpisodeMoments,
+    LeRobotChecks,
     drift_limit,
 )
 from replaykit.datasets.families.lerobot_files import (
@@ -141,7 +141,7 @@ class LeRobotFrames:
     def __init__(self, of: LeRobotSet, video: Video, policies: Policies, judge: Judge) -> None:
         self._set, self._video, self._judge = of, video, judge
         self.left_out = list(of.left_out)
-        self.episodes = SourceEpisodes(
+        self.episodes = TableEpisodes(
             of.lengths, of.numbers, [f"episode_{number}" for number in of.numbers.tolist()]
         )
         self.columns: list[SourceColumn] = []
@@ -169,7 +169,7 @@ class LeRobotFrames:
         self._report_totals()
         self.attached: dict[str, Path] = {}
         self._find_videos()
-        self._joined: dict[str, list[Moments]] = {}
+        self._joined: dict[str, list[EpisodeMoments]] = {}
 
     def _column(self, feature: Feature) -> SourceColumn:
         if feature.is_encoded and self._video != "pixels":
@@ -334,7 +334,7 @@ class LeRobotFrames:
                 for each in columns
                 if not each.is_encoded
             }
-        checks = FrameChecks(of, self._judge, self.location, name, positions, values)
+        checks = LeRobotChecks(of, self._judge, self.location, name, positions, values)
         at = [checks.positions.index(each) for each in kept if each in set(checks.positions)]
         if len(at) < len(kept):
             return
@@ -415,7 +415,7 @@ class LeRobotFrames:
             found = values.get(feature.name)
             if found is None or found.dtype.kind not in "fiu":
                 continue
-            moments = Moments.of(found, starts, lengths)
+            moments = EpisodeMoments.of(found, starts, lengths)
             self._joined.setdefault(feature.name, []).append(moments)
             said = {
                 name: values[positions]
@@ -434,7 +434,7 @@ class LeRobotFrames:
             parts = self._joined.get(feature.name, [])
             said = (of.total_stats or {}).get(feature.name)
             if isinstance(said, Mapping) and parts:
-                whole = Moments.together(parts)
+                whole = EpisodeMoments.together(parts)
                 if int(whole.counts[0]) == of.lengths.sum():
                     where = Location(of.path("meta/stats.json"), "meta/stats.json")
                     for what in whole.differing(

@@ -13,7 +13,7 @@ from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.engine.policies import Judge
 from replaykit.datasets.families.lerobot_files import Feature, LeRobotSet
 
-__all__ = ["TOLERANCE", "FrameChecks", "Moments", "drift_limit"]
+__all__ = ["TOLERANCE", "EpisodeMoments", "LeRobotChecks", "drift_limit"]
 
 TOLERANCE: Final = 1e-4
 """Seconds by which a timestamp may differ from its frame, as in LeRobot."""
@@ -29,7 +29,7 @@ def drift_limit(seconds: Array) -> Array:
     return TOLERANCE + np.spacing(np.abs(seconds).astype(np.float32)).astype(np.float64)
 
 
-class FrameChecks:
+class LeRobotChecks:
     """The frames of one file, and the episodes that the metadata places in it.
 
     Attributes:
@@ -169,7 +169,7 @@ class FrameChecks:
 
 
 @dataclass
-class Moments:
+class EpisodeMoments:
     """Statistics of each episode in a file, ``[e, *shape]`` each, by name."""
 
     least: Array
@@ -180,7 +180,7 @@ class Moments:
 
     @classmethod
     @_QUIET
-    def of(cls, values: Array, starts: Array, lengths: Array) -> Moments:
+    def of(cls, values: Array, starts: Array, lengths: Array) -> EpisodeMoments:
         """Return the statistics of runs of rows, of which none is empty.
 
         Cost: five passes over the values.
@@ -206,21 +206,21 @@ class Moments:
         )
 
     @classmethod
-    def together(cls, parts: Sequence[Moments]) -> Moments:
+    def together(cls, parts: Sequence[EpisodeMoments]) -> EpisodeMoments:
         """Return the statistics of the episodes of several files, as those of one episode."""
         names = ("least", "largest", "mean", "std", "counts")
         each = (np.concatenate([getattr(one, name) for one in parts]) for name in names)
         return cls(*each).joined()
 
     @_QUIET
-    def joined(self) -> Moments:
+    def joined(self) -> EpisodeMoments:
         """Return the statistics of all episodes together, as those of one."""
         total = self.counts.sum()
         wide = self.counts.reshape(-1, *[1] * (self.mean.ndim - 1))
         mean = (self.mean * wide).sum(0) / total
         square = (np.square(self.std) * wide + np.square(self.mean - mean) * wide).sum(0) / total
         found = (self.least.min(0), self.largest.max(0), mean, np.sqrt(square))
-        return Moments(*(np.asarray(each)[None] for each in found), total[None])
+        return EpisodeMoments(*(np.asarray(each)[None] for each in found), total[None])
 
     @_QUIET
     def differing(self, said: Mapping[str, Sequence[Any]], feature: Feature) -> dict[int, str]:

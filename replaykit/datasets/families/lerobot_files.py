@@ -115,7 +115,7 @@ class VideoFiles:
 
 @dataclass
 class LeRobotSet:
-    """What the metadata of a data set states, one entry for each of E episodes.
+    """The statements of a data set's metadata, one entry for each of E episodes.
 
     Attributes:
         paths: the paths of all files by their names in the data set.

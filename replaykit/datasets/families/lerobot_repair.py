@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.families.lerobot_checks import Moments
+from replaykit.datasets.families.lerobot_checks import EpisodeMoments
 from replaykit.datasets.families.lerobot_files import (
     INFO,
     V3,
@@ -140,7 +140,7 @@ class Repair:
         self,
         file: str,
         said: Mapping[str, Any],
-        real: Mapping[str, Moments],
+        real: Mapping[str, EpisodeMoments],
         number: int | None = None,
     ) -> None:
         for feature in self._features:
@@ -215,7 +215,7 @@ class _Frames:
         self._runs: dict[str, dict[int, tuple[int, int]]] = {}
         self._places: dict[int, str] = {}
         self.firsts: dict[int, int] = {}
-        self.moments: dict[int, dict[str, Moments]] = {}
+        self.moments: dict[int, dict[str, EpisodeMoments]] = {}
 
     def _read(self, name: str, features: Sequence[Feature]) -> dict[str, Array]:
         path = self._folder / name
@@ -255,17 +255,17 @@ class _Frames:
         self.firsts[number] = int(values["index"][first])
         start, length = np.array([first]), np.array([stop - first])
         self.moments[number] = {
-            feature.name: Moments.of(values[feature.name], start, length)
+            feature.name: EpisodeMoments.of(values[feature.name], start, length)
             for feature in self._features
             if values[feature.name].dtype.kind in "fiu"
         }
 
-    def joined(self) -> dict[str, Moments]:
+    def joined(self) -> dict[str, EpisodeMoments]:
         """Return the statistics of all episodes together, by feature."""
         names = [feature.name for feature in self._features]
         each = list(self.moments.values())
         return {
-            name: Moments.together([one[name] for one in each])
+            name: EpisodeMoments.together([one[name] for one in each])
             for name in names
             if each and name in each[0]
         }
@@ -281,7 +281,7 @@ class _Frames:
         return np.concatenate(found)
 
 
-def _statistic(name: str, values: Array, moments: Moments, said: Any) -> Any:
+def _statistic(name: str, values: Array, moments: EpisodeMoments, said: Any) -> Any:
     """Return a statistic in the form of the stated one, such as ``mean`` or ``q01``."""
     known = {
         "min": moments.least,

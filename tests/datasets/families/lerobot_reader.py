@@ -106,7 +106,7 @@ def mutate(folder: Path, seed: int) -> str:
         path.write_bytes(other.read_bytes())
         other.write_bytes(content)
     elif kind == "again":
-        from replaykit.testing.lerobot_files import write_video
+        from replaykit.testing.lerobot_sets import write_video
 
         write_video(path, rng.randrange(1, 12), rng.choice((10, 10, 30)), 5)
     elif path.suffix == ".parquet":

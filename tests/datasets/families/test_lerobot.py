@@ -32,7 +32,7 @@ from replaykit.datasets.families import (  # noqa: E402
 from replaykit.errors import CorpusError  # noqa: E402
 from replaykit.inspection import opened, repair, validate  # noqa: E402
 from replaykit.testing import make_lerobot  # noqa: E402
-from replaykit.testing.lerobot_files import write_video  # noqa: E402
+from replaykit.testing.lerobot_sets import write_video  # noqa: E402
 from tests.datasets.families.conftest import SHARED  # noqa: E402
 from tests.datasets.families.lerobot_reader import (  # noqa: E402
     EPISODES,
